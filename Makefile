@@ -1,0 +1,66 @@
+# Every target sets up .venv by itself; nothing is done when nothing changed.
+#
+#   VARIANT=cpu|cuda     which lock to install (requirements/$(VARIANT).txt)
+#   PYTHON=python3.11    the interpreter .venv is made from
+#   TORCH_PIP_ARGS=...   more pip arguments for torch alone, such as an index that has its CPU
+#                        build. The default build works with VARIANT=cpu too; it is only larger.
+
+PYTHON ?= python3
+VARIANT ?= cpu
+TORCH_PIP_ARGS ?=
+TORCH_VERSION := 2.13.0
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+LOCKED := $(VENV)/.locked-$(VARIANT)-torch-$(TORCH_VERSION)
+INSTALLED := $(VENV)/.installed-$(VARIANT)
+LOCKS := requirements/$(VARIANT).txt requirements/dev.txt
+
+# One thread per process: several ranks share the cores in the demo and in the tests.
+export OMP_NUM_THREADS := 1
+# No look-up of newer versions while linting.
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+ifeq ($(filter $(VARIANT),cpu cuda),)
+$(error VARIANT=$(VARIANT) is unknown; use VARIANT=cpu or VARIANT=cuda)
+endif
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-all lint clean
+
+help:  ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+demo: $(INSTALLED)  ## train a small model on 4 local ranks
+	$(BIN)/torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp train --config configs/runs/demo.toml
+
+test: $(INSTALLED)  ## run the tests, without the long ones
+	$(BIN)/pytest -m "not slow"
+
+test-all: $(INSTALLED)  ## run all tests
+	$(BIN)/pytest
+
+lint: $(INSTALLED)  ## check style, format and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+
+clean:  ## remove .venv and everything that was built
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A changed lock starts from an empty environment: pip would leave behind what a lock dropped,
+# and the two fbgemm packages own the same files, so one can't be installed over the other.
+$(LOCKED): $(LOCKS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "error: '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | tail -n 1); Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PIP) install --quiet $(TORCH_PIP_ARGS) torch==$(TORCH_VERSION)
+	$(PIP) install --quiet --no-deps $(addprefix -r ,$(LOCKS))
+	touch $@
+
+$(INSTALLED): $(LOCKED) pyproject.toml
+	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	touch $@

@@ -1,0 +1,68 @@
+"""2D sparse parallelism, hot rows and exact replica sync for TorchRec, by swapping the planner
+and the sharders."""
+
+import sys
+
+from torchrec_2dsp._compat.versions import is_doctor_command, require_supported_versions
+
+# The doctor has to run where everything else would fail, so it alone starts without the rest.
+if not is_doctor_command(sys.orig_argv, sys.argv):
+    require_supported_versions()
+
+    from torchrec_2dsp.access.hot_set import HotSet
+    from torchrec_2dsp.errors import (
+        ConfigError,
+        MeshError,
+        PlanError,
+        SyncError,
+        TwoDError,
+        UnsupportedError,
+        VersionError,
+    )
+    from torchrec_2dsp.mesh.groups import MeshGroups
+    from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
+    from torchrec_2dsp.optim.moment_scaled import (
+        FROM_MESH,
+        MomentScaledRowWiseAdaGrad,
+        MomentScaledRowWiseAdaGradOptimizer,
+    )
+    from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
+    from torchrec_2dsp.plan.parameter_sharding import Exchange, ParameterSharding2D, ShardingType2D
+    from torchrec_2dsp.plan.plan2d import Plan2D, pin
+    from torchrec_2dsp.plan.remap import plan_for_rank
+    from torchrec_2dsp.plan.sync_config import GradientSync, WeightSync
+    from torchrec_2dsp.shard.sharders import (
+        EmbeddingBagCollectionSharder2D,
+        EmbeddingCollectionSharder2D,
+    )
+    from torchrec_2dsp.sync.report import SyncReport
+
+__version__ = "0.1.0"
+__all__ = [
+    "FROM_MESH",
+    "ConfigError",
+    "EmbeddingBagCollectionSharder2D",
+    "EmbeddingCollectionSharder2D",
+    "Exchange",
+    "GradientSync",
+    "HotSet",
+    "Mesh2D",
+    "MeshError",
+    "MeshGroups",
+    "ModelParallel2D",
+    "MomentScaledRowWiseAdaGrad",
+    "MomentScaledRowWiseAdaGradOptimizer",
+    "ParameterSharding2D",
+    "Plan2D",
+    "PlanError",
+    "RankLayout",
+    "ShardingType2D",
+    "SyncError",
+    "SyncReport",
+    "TwoDError",
+    "UnsupportedError",
+    "VersionError",
+    "WeightSync",
+    "pin",
+    "plan_for_rank",
+]

@@ -1,0 +1,150 @@
+"""FBGEMM's table-batched embedding (TBE): what the plugin reads from it and sets on it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
+    EmbeddingLocation,
+    PoolingMode,
+)
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+
+__all__ = [
+    "ComputeDevice",
+    "EmbOptimType",
+    "EmbeddingLocation",
+    "OptimizerStep",
+    "PoolingMode",
+    "SparseType",
+    "SplitTableBatchedEmbeddingBagsCodegen",
+    "TbeShape",
+    "last_lookup",
+    "learning_rate_of",
+    "max_gradient",
+    "optimizer_states",
+    "optimizer_step",
+    "set_learning_rate",
+    "tbe_shape",
+    "updating_as_of",
+]
+
+
+@dataclass(frozen=True)
+class TbeShape:
+    """The tables and features of a TBE."""
+
+    table_dims: tuple[int, ...]
+    """Columns of each table."""
+    feature_tables: tuple[int, ...]
+    """The table that each feature looks up; features of a table are adjacent."""
+    is_sequence: bool
+    """One output row per id instead of one per bag."""
+    is_mean: bool
+    """Bags are averaged."""
+
+    @property
+    def num_tables(self) -> int:
+        """How many tables the kernel batches."""
+        return len(self.table_dims)
+
+    def features_of(self, table: int) -> list[int]:
+        """The features that look up ``table``."""
+        return [feature for feature, of in enumerate(self.feature_tables) if of == table]
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """The point of a schedule at which an update was computed."""
+
+    learning_rate: float
+    """In the kernel's own units."""
+    iteration: int
+    """The kernel's iteration counter, which Adam-like optimizers correct their bias with."""
+
+
+def tbe_shape(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> TbeShape:
+    """The tables and features of ``tbe``."""
+    return TbeShape(
+        table_dims=tuple(int(spec[1]) for spec in tbe.embedding_specs),
+        feature_tables=tuple(int(table) for table in tbe.feature_table_map),
+        is_sequence=tbe.pooling_mode == PoolingMode.NONE,
+        is_mean=tbe.pooling_mode == PoolingMode.MEAN,
+    )
+
+
+def last_lookup(
+    tbe: SplitTableBatchedEmbeddingBagsCodegen,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and offsets of the latest forward, as the kernel used them (after its bounds check)."""
+    return tbe._indices, tbe._offsets
+
+
+def learning_rate_of(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> float:
+    """The kernel's learning rate, in its own units."""
+    return float(_tensor(tbe.learning_rate_tensor).item())
+
+
+def set_learning_rate(tbe: SplitTableBatchedEmbeddingBagsCodegen, learning_rate: float) -> None:
+    """Set the kernel's learning rate in place, in its own units."""
+    _tensor(tbe.learning_rate_tensor).fill_(learning_rate)
+
+
+def optimizer_step(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> OptimizerStep:
+    """Where the schedule of ``tbe`` stands."""
+    return OptimizerStep(learning_rate_of(tbe), int(tbe.iter_cpu.item()))
+
+
+def max_gradient(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> float | None:
+    """The bound to which the kernel clips what a bag contributes, `None` without clipping."""
+    args = tbe.optimizer_args
+    return float(args.max_gradient) if args.gradient_clipping else None
+
+
+def optimizer_states(
+    tbe: SplitTableBatchedEmbeddingBagsCodegen,
+) -> list[dict[str, torch.Tensor]]:
+    """The optimizer state of each table, by name, as views; empty dicts for plain SGD."""
+    num_tables = len(tbe.embedding_specs)
+    if tbe.optimizer == EmbOptimType.EXACT_SGD:
+        return [{} for _ in range(num_tables)]
+    states = tbe.get_optimizer_state()
+    assert len(states) == num_tables
+    return states
+
+
+@contextmanager
+def updating_as_of(
+    tbe: SplitTableBatchedEmbeddingBagsCodegen, step: OptimizerStep
+) -> Iterator[None]:
+    """Run one forward and backward of ``tbe`` as it would have run at ``step``, unclipped.
+
+    Clipping belongs to what a bag contributes, which was clipped when it was captured: the
+    merged gradient of a row is a sum of such contributions and is never clipped.
+    """
+    learning_rate, args = learning_rate_of(tbe), tbe.optimizer_args
+    counters = (_tensor(tbe.iter), _tensor(tbe.iter_cpu))
+    counted = [counter.clone() for counter in counters]
+    set_learning_rate(tbe, step.learning_rate)
+    tbe.optimizer_args = args._replace(gradient_clipping=False)
+    # The forward counts one iteration up before it uses the counter.
+    for counter in counters:
+        counter.fill_(step.iteration - 1)
+    try:
+        yield
+    finally:
+        set_learning_rate(tbe, learning_rate)
+        tbe.optimizer_args = args
+        for counter, value in zip(counters, counted, strict=True):
+            counter.copy_(value)
+
+
+def _tensor(buffer: object) -> torch.Tensor:
+    """A registered buffer, which the type stubs of modules call anything."""
+    return cast(torch.Tensor, buffer)

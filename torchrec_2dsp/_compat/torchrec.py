@@ -1,0 +1,154 @@
+"""TorchRec internals that the plugin builds on, imported here and nowhere else.
+
+`UPSTREAM_NAMES` lists every one; a test checks that each still exists, so that a TorchRec
+upgrade fails in one readable place.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed import comm as _comm
+from torchrec.distributed.batched_embedding_kernel import (
+    BatchedFusedEmbedding,
+    BatchedFusedEmbeddingBag,
+    EmbeddingFusedOptimizer,
+)
+from torchrec.distributed.comm import get_local_rank, get_local_size
+from torchrec.distributed.comm_ops import get_gradient_division
+from torchrec.distributed.dist_data import (
+    PooledEmbeddingsAwaitable,
+    PooledEmbeddingsReduceScatter,
+)
+from torchrec.distributed.embedding_kernel import BaseEmbedding
+from torchrec.distributed.embedding_lookup import (
+    GroupedEmbeddingsLookup,
+    GroupedPooledEmbeddingsLookup,
+)
+from torchrec.distributed.embedding_sharding import BaseEmbeddingDist
+from torchrec.distributed.embedding_types import (
+    BaseEmbeddingLookup,
+    EmbeddingComputeKernel,
+    GroupedEmbeddingConfig,
+)
+from torchrec.distributed.sharding.cw_sequence_sharding import CwSequenceEmbeddingSharding
+from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
+from torchrec.distributed.sharding.grid_sharding import (
+    GridPooledEmbeddingDist,
+    GridPooledEmbeddingSharding,
+)
+from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingSharding
+from torchrec.distributed.sharding.rw_sharding import (
+    RwPooledEmbeddingDist,
+    RwPooledEmbeddingSharding,
+)
+from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingSharding
+from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
+from torchrec.distributed.sharding.twcw_sharding import TwCwPooledEmbeddingSharding
+from torchrec.distributed.sharding.twrw_sharding import (
+    TwRwPooledEmbeddingDist,
+    TwRwPooledEmbeddingSharding,
+)
+from torchrec.distributed.types import DMPCollectionContext, ShardingEnv2D
+
+__all__ = [
+    "BaseEmbedding",
+    "BaseEmbeddingDist",
+    "BaseEmbeddingLookup",
+    "BatchedFusedEmbedding",
+    "BatchedFusedEmbeddingBag",
+    "CwPooledEmbeddingSharding",
+    "CwSequenceEmbeddingSharding",
+    "DMPCollectionContext",
+    "EmbeddingComputeKernel",
+    "EmbeddingFusedOptimizer",
+    "GridPooledEmbeddingDist",
+    "GridPooledEmbeddingSharding",
+    "GroupedEmbeddingConfig",
+    "GroupedEmbeddingsLookup",
+    "GroupedPooledEmbeddingsLookup",
+    "InBackwardOptimizers",
+    "NodeGroupCache",
+    "PooledEmbeddingsAwaitable",
+    "PooledEmbeddingsReduceScatter",
+    "RwPooledEmbeddingDist",
+    "RwPooledEmbeddingSharding",
+    "RwSequenceEmbeddingSharding",
+    "ShardingEnv2D",
+    "TwCwPooledEmbeddingSharding",
+    "TwPooledEmbeddingSharding",
+    "TwRwPooledEmbeddingDist",
+    "TwRwPooledEmbeddingSharding",
+    "TwSequenceEmbeddingSharding",
+    "get_gradient_division",
+    "get_local_rank",
+    "get_local_size",
+    "in_backward_optimizers",
+    "node_group_cache",
+]
+
+
+@dataclass
+class NodeGroupCache:
+    """What TorchRec keeps in module globals for the one mesh that it expects per process."""
+
+    intra: dist.ProcessGroup | None = None
+    """Ranks of a sharding group on one host."""
+    cross: dist.ProcessGroup | None = None
+    """Ranks of a sharding group with the same position on their hosts."""
+    node_group_size: int | None = None
+    """How many ranks `intra` has."""
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups made so far, newest first."""
+        return [group for group in (self.cross, self.intra) if group is not None]
+
+    def clear(self) -> None:
+        """Forget destroyed groups."""
+        self.intra = self.cross = self.node_group_size = None
+
+
+@contextmanager
+def node_group_cache(cache: NodeGroupCache) -> Iterator[None]:
+    """Let TorchRec see the node groups of one mesh, and none of them afterwards.
+
+    TorchRec makes these groups once per process and reuses them for every later mesh, which
+    sends a second mesh's collectives to the first one's ranks. Inside this context its globals
+    are ``cache``; what it creates is kept there.
+    """
+    _comm._INTRA_PG_2D = cache.intra
+    _comm._CROSS_PG_2D = cache.cross
+    _comm._NODE_GROUP_SIZE_2D = cache.node_group_size
+    try:
+        yield
+    finally:
+        cache.intra = _comm._INTRA_PG_2D
+        cache.cross = _comm._CROSS_PG_2D
+        cache.node_group_size = _comm._NODE_GROUP_SIZE_2D
+        _comm._INTRA_PG_2D = _comm._CROSS_PG_2D = _comm._NODE_GROUP_SIZE_2D = None
+
+
+@dataclass
+class InBackwardOptimizers:
+    """The optimizer classes and arguments that `apply_optimizer_in_backward` left on a
+    parameter."""
+
+    classes: list[type[torch.optim.Optimizer]]
+    kwargs: list[dict[str, Any]]
+
+    def attach_to(self, param: torch.nn.Parameter) -> None:
+        """Write them to ``param``, as copies."""
+        param._optimizer_classes = list(self.classes)  # type: ignore[attr-defined]
+        param._optimizer_kwargs = [dict(kwargs) for kwargs in self.kwargs]  # type: ignore[attr-defined]
+
+
+def in_backward_optimizers(param: torch.nn.Parameter) -> InBackwardOptimizers | None:
+    """What `apply_optimizer_in_backward` left on ``param``, as copies; `None` without."""
+    classes = getattr(param, "_optimizer_classes", None)
+    if not classes:
+        return None
+    kwargs: list[dict[str, Any]] = getattr(param, "_optimizer_kwargs", [{}])
+    return InBackwardOptimizers(list(classes), [dict(entry) for entry in kwargs])

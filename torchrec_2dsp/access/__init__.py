@@ -1,0 +1,1 @@
+"""Which rows are used how often, and which of them are hot."""

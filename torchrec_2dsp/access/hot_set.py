@@ -1,0 +1,50 @@
+"""`HotSet`: the rows of one table that every rank keeps a replica of."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from torchrec_2dsp.errors import PlanError
+
+
+@dataclass(frozen=True)
+class HotSet:
+    """Sorted, distinct row ids of one table.
+
+    Example:
+        >>> from torchrec_2dsp import HotSet
+        >>> HotSet.of([7, 3, 7]).row_ids
+        (3, 7)
+    """
+
+    row_ids: tuple[int, ...]
+    """The hot rows, ascending."""
+
+    def __post_init__(self) -> None:
+        if not self.row_ids:
+            raise PlanError("a HotSet needs at least one row id; leave the hot set out instead")
+        if any(b <= a for a, b in zip(self.row_ids, self.row_ids[1:], strict=False)):
+            raise PlanError("HotSet row ids must be ascending and distinct; use HotSet.of(ids)")
+        if self.row_ids[0] < 0:
+            raise PlanError(f"HotSet row id {self.row_ids[0]} is negative")
+
+    @classmethod
+    def of(cls, ids: "Iterable[int] | torch.Tensor") -> "HotSet":
+        """A hot set from ids in any order, duplicates allowed."""
+        return cls(tuple(sorted({int(value) for value in ids})))
+
+    def __len__(self) -> int:
+        return len(self.row_ids)
+
+    def check_fits(self, table: str, num_rows: int) -> None:
+        """Raise if an id lies outside a table of ``num_rows`` rows."""
+        if self.row_ids[-1] >= num_rows:
+            raise PlanError(
+                f"hot row {self.row_ids[-1]} of table {table!r} is out of range: the table has "
+                f"{num_rows} rows (0..{num_rows - 1})"
+            )
+
+    def tensor(self, device: torch.device | None = None) -> torch.Tensor:
+        """The ids as an int64 tensor."""
+        return torch.tensor(self.row_ids, dtype=torch.int64, device=device)

@@ -1,0 +1,33 @@
+"""The `torchrec-2dsp` program, which is also `python -m torchrec_2dsp`."""
+
+from collections.abc import Callable
+
+import typer
+
+from torchrec_2dsp.cli.doctor import doctor
+
+# A command module stays light: what it needs of torch it imports inside its function, so that
+# `--help` is quick and `doctor` runs where torch does not.
+COMMANDS: tuple[Callable[..., None], ...] = (doctor,)
+
+app = typer.Typer(
+    name="torchrec-2dsp",
+    help="2D sparse parallelism, hot rows and row exchange for TorchRec.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+
+@app.callback()
+def _program() -> None:
+    """Keeps the commands named while there is only one."""
+
+
+for _command in COMMANDS:
+    app.command()(_command)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()

@@ -1,0 +1,1 @@
+"""How bytes look on the wire, and one movement of them at a time."""

@@ -1,0 +1,35 @@
+"""Every error that the plugin raises on purpose.
+
+Each one is a `TwoDError` and also the built-in error that a caller would expect
+(`ValueError` for a bad argument, `RuntimeError` for a failed sync), so that both
+``except tdsp.TwoDError`` and idiomatic Python work. Messages name the value, the rule
+and the remedy.
+"""
+
+
+class TwoDError(Exception):
+    """Base of all errors of this package."""
+
+
+class VersionError(TwoDError, ImportError):
+    """The installed torch / torchrec / fbgemm are not the supported triple."""
+
+
+class MeshError(TwoDError, ValueError):
+    """A mesh that doesn't fit the world."""
+
+
+class PlanError(TwoDError, ValueError):
+    """A sharding plan that can't be made, or can't be run on this mesh."""
+
+
+class ConfigError(TwoDError, ValueError):
+    """Arguments that contradict each other, or that differ between ranks."""
+
+
+class UnsupportedError(TwoDError, NotImplementedError):
+    """A TorchRec feature that this package refuses by name instead of getting it wrong."""
+
+
+class SyncError(TwoDError, RuntimeError):
+    """Replicas could not be made equal."""

@@ -1,0 +1,1 @@
+"""Rank arithmetic and the process groups that follow from it."""

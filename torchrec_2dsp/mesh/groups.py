@@ -1,0 +1,128 @@
+"""`MeshGroups`: the process groups of a `Mesh2D`, made and closed in one order on all ranks."""
+
+import atexit
+import weakref
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import cast
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchrec_2dsp._compat.torchrec import (
+    NodeGroupCache,
+    ShardingEnv2D,
+    get_local_size,
+    node_group_cache,
+)
+from torchrec_2dsp.errors import MeshError
+from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
+
+AXIS_NAMES = ("replicate", "shard")
+
+
+def world_group() -> dist.ProcessGroup:
+    """All ranks, or the error that says how to start them."""
+    if not dist.is_initialized():
+        raise MeshError(
+            "torch.distributed is not initialised; call "
+            "torch.distributed.init_process_group(...) first"
+        )
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+class MeshGroups:
+    """The communicators of one mesh on this rank.
+
+    Collectives:
+        Building it creates process groups, so all ranks of the world must do it, in the same
+        order relative to other group creations. `for_mesh` reuses the groups of an equal mesh.
+    """
+
+    def __init__(self, mesh: Mesh2D, device_type: str, timeout: timedelta | None = None) -> None:
+        """Create the groups. ``timeout`` bounds the waits of the plugin's own exchanges."""
+        world = world_group()
+        mesh.check_world(dist.get_world_size(world))
+        self.mesh = mesh
+        """The arithmetic behind the groups."""
+        self.world = world
+        """All ranks: dense gradients, data-parallel tables."""
+        self.rank = dist.get_rank(world)
+        """This rank in the world."""
+        self.device_mesh = DeviceMesh(device_type, mesh.rank_matrix(), mesh_dim_names=AXIS_NAMES)
+        """TorchRec's view of the mesh, with the axes "replicate" and "shard"."""
+        self.sharding_group = self.device_mesh.get_group("shard")
+        """The ranks that share this rank's copy of the tables."""
+        self.replica_peers = self.device_mesh.get_group("replicate")
+        """The ranks that hold this rank's shard."""
+        # Hot rows are merged over all ranks while DDP's reductions may still run on the world
+        # group: a group of their own keeps the two from interleaving differently on two ranks.
+        self.hot_rows = cast(
+            dist.ProcessGroup, dist.new_group(timeout=timeout, group_desc="hot_rows")
+        )
+        """All ranks again, used by nothing but the hot rows."""
+        self.local_world_size = get_local_size(mesh.world_size)
+        """Ranks of this host (LOCAL_WORLD_SIZE)."""
+        self._node_groups = NodeGroupCache()
+        self._closed = False
+
+    @classmethod
+    def for_mesh(cls, mesh: Mesh2D, device_type: str) -> "MeshGroups":
+        """The groups of ``mesh`` in the current world: made on first use, then shared."""
+        world = world_group()
+        mesh.check_world(dist.get_world_size(world))
+        made = _GROUPS.setdefault(world, {})
+        key = (mesh, device_type)
+        if key not in made or made[key]._closed:
+            made[key] = cls(mesh, device_type)
+        return made[key]
+
+    def sharding_env(self) -> ShardingEnv2D:
+        """The environment that TorchRec's sharded modules take."""
+        return ShardingEnv2D(
+            sharding_pg=self.sharding_group,
+            replica_pg=self.replica_peers,
+            global_pg=self.world,
+            device_mesh=self.device_mesh,
+            node_group_size=self.mesh.node_group_size(self.local_world_size),
+            use_inter_host_allreduce=self.mesh.layout is RankLayout.CONTIGUOUS,
+        )
+
+    def node_groups(self) -> AbstractContextManager[None]:
+        """A context in which TorchRec's module-level node groups are those of this mesh."""
+        return node_group_cache(self._node_groups)
+
+    def close(self) -> None:
+        """Destroy the groups, newest first, on all ranks together.
+
+        Collectives:
+            One barrier on the world. Ranks that leave while peers still use a gloo group abort
+            at interpreter exit.
+        """
+        if self._closed or not dist.is_initialized():
+            return
+        self._closed = True
+        dist.barrier(self.world)
+        owned = [*self._node_groups.groups(), self.hot_rows]
+        for group in (self.replica_peers, self.sharding_group):
+            # A mesh axis that spans the world may be the world's own group.
+            if group is not self.world:
+                owned.append(group)
+        for group in owned:
+            dist.destroy_process_group(group)
+        self._node_groups.clear()
+
+
+# Keyed weakly by the world's group: a destroyed and re-made world starts with no groups.
+_GROUPS: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Mesh2D, str], MeshGroups]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@atexit.register
+def _destroy_world_at_exit() -> None:
+    """Leave in order, for programs that end without `destroy_process_group`."""
+    if _GROUPS and dist.is_initialized():
+        dist.destroy_process_group()

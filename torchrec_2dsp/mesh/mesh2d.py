@@ -1,0 +1,165 @@
+"""`Mesh2D`: which rank belongs to which sharding group. Pure arithmetic, no process group."""
+
+import enum
+from collections import Counter
+from dataclasses import dataclass
+
+from torchrec_2dsp.errors import MeshError
+
+
+class RankLayout(enum.Enum):
+    """How the ranks of the world are dealt to the sharding groups."""
+
+    STRIDED = "strided"
+    """Group ``g`` is every ``num_groups``-th rank from ``g`` on. Replica peers are adjacent
+    ranks, so that the replica sync stays inside a host (TorchRec's default)."""
+
+    CONTIGUOUS = "contiguous"
+    """Group ``g`` is one run of ``group_size`` ranks, so that the group's all-to-alls stay
+    inside a host (TorchRec's ``use_inter_host_allreduce=True``)."""
+
+
+@dataclass(frozen=True)
+class Mesh2D:
+    """``num_groups`` sharding groups of ``group_size`` ranks each.
+
+    A *sharding group* holds one full copy of every table, sharded over its ranks. The ranks
+    that hold the same shard in different groups are *replica peers*. ``num_groups=1`` is plain
+    TorchRec; ``group_size=1`` is data parallelism.
+
+    Example:
+        >>> from torchrec_2dsp import Mesh2D, RankLayout
+        >>> mesh = Mesh2D(num_groups=2, group_size=4)
+        >>> mesh.sharding_group(3)
+        (1, 3, 5, 7)
+        >>> mesh.replica_peers(3)
+        (2, 3)
+        >>> Mesh2D(2, 4, RankLayout.CONTIGUOUS).sharding_group(3)
+        (0, 1, 2, 3)
+    """
+
+    num_groups: int
+    """How many copies of the tables there are."""
+
+    group_size: int
+    """How many ranks share one copy."""
+
+    layout: RankLayout = RankLayout.STRIDED
+    """How ranks are dealt to groups."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_groups", "group_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise MeshError(f"{name}={value!r} is not a positive integer")
+        if not isinstance(self.layout, RankLayout):
+            raise MeshError(f"layout={self.layout!r} is not a RankLayout; use one of {_LAYOUTS}")
+
+    @classmethod
+    def for_world(
+        cls, world_size: int, *, group_size: int, layout: RankLayout = RankLayout.STRIDED
+    ) -> "Mesh2D":
+        """The mesh of ``world_size`` ranks in groups of ``group_size``.
+
+        Example:
+            >>> from torchrec_2dsp import Mesh2D
+            >>> Mesh2D.for_world(64, group_size=8).num_groups
+            8
+            >>> Mesh2D.for_world(4, group_size=3)
+            Traceback (most recent call last):
+            ...
+            torchrec_2dsp.errors.MeshError: group_size=3 does not divide world_size=4; ...
+        """
+        if world_size < 1:
+            raise MeshError(f"world_size={world_size} is not a positive integer")
+        if group_size < 1 or world_size % group_size:
+            sizes = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+            raise MeshError(
+                f"group_size={group_size} does not divide world_size={world_size}; "
+                f"use one of {sizes}"
+            )
+        return cls(world_size // group_size, group_size, layout)
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.num_groups * self.group_size
+
+    def group_of(self, rank: int) -> int:
+        """The index of the sharding group that ``rank`` belongs to."""
+        self._check_rank(rank)
+        if self.layout is RankLayout.STRIDED:
+            return rank % self.num_groups
+        return rank // self.group_size
+
+    def shard_index(self, rank: int) -> int:
+        """The position of ``rank`` in its sharding group: the rank that a group's plan names."""
+        self._check_rank(rank)
+        if self.layout is RankLayout.STRIDED:
+            return rank // self.num_groups
+        return rank % self.group_size
+
+    def rank_at(self, group: int, shard_index: int) -> int:
+        """The world rank at a position of a group: the inverse of the two methods above."""
+        if not (0 <= group < self.num_groups and 0 <= shard_index < self.group_size):
+            raise MeshError(
+                f"no rank at group={group}, shard_index={shard_index} of {self}: groups are "
+                f"0..{self.num_groups - 1}, shard indices 0..{self.group_size - 1}"
+            )
+        if self.layout is RankLayout.STRIDED:
+            return shard_index * self.num_groups + group
+        return group * self.group_size + shard_index
+
+    def sharding_group(self, rank: int) -> tuple[int, ...]:
+        """The ranks that together hold one copy of the tables with ``rank``, in shard order."""
+        group = self.group_of(rank)
+        return tuple(self.rank_at(group, index) for index in range(self.group_size))
+
+    def replica_peers(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold the same shard as ``rank``, itself included, in group order."""
+        index = self.shard_index(rank)
+        return tuple(self.rank_at(group, index) for group in range(self.num_groups))
+
+    def rank_matrix(self) -> list[list[int]]:
+        """Groups as rows, shard indices as columns: the argument of a ``DeviceMesh``."""
+        return [
+            [self.rank_at(group, index) for index in range(self.group_size)]
+            for group in range(self.num_groups)
+        ]
+
+    def node_group_size(self, local_world_size: int) -> int:
+        """How many ranks of a sharding group share a host, 1 if that differs between hosts.
+
+        Table-row-wise and grid sharding spread a table over that many ranks.
+
+        Example:
+            >>> from torchrec_2dsp import Mesh2D
+            >>> Mesh2D(num_groups=2, group_size=4).node_group_size(local_world_size=4)
+            2
+        """
+        if local_world_size < 1:
+            raise MeshError(f"local_world_size={local_world_size} is not a positive integer")
+        ranks_per_host = {
+            count
+            for group in self.rank_matrix()
+            for count in Counter(rank // local_world_size for rank in group).values()
+        }
+        return ranks_per_host.pop() if len(ranks_per_host) == 1 else 1
+
+    def check_world(self, world_size: int) -> None:
+        """Raise unless the mesh covers exactly ``world_size`` ranks."""
+        if self.world_size != world_size:
+            raise MeshError(
+                f"{self} has {self.world_size} ranks but the world has {world_size}; build it "
+                f"with Mesh2D.for_world({world_size}, group_size=...)"
+            )
+
+    def __str__(self) -> str:
+        return f"Mesh2D({self.num_groups}x{self.group_size}, {self.layout.value})"
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise MeshError(f"rank={rank} is not in 0..{self.world_size - 1} of {self}")
+
+
+_LAYOUTS = ", ".join(str(layout) for layout in RankLayout)

@@ -1,0 +1,1 @@
+"""Update rules: their maths, apart from where they run."""

@@ -1,0 +1,142 @@
+"""`MomentScaledRowWiseAdaGrad`: row-wise AdaGrad for replicas whose moments grow too fast.
+
+With M sharding groups each group divides its gradient by the group's size only, so the averaged
+second moment of a rarely hit row is up to M times that of one group. The rule divides it back:
+
+    v <- v + mean(g^2)
+    w <- w - lr * g / (sqrt(v / c) + eps)        with c = moment_scale
+
+which is stock row-wise AdaGrad with ``lr * sqrt(c)`` and ``eps * sqrt(c)``. So the fused kernel
+runs it at full speed, the stored state is the plain second moment, and a checkpoint loads into
+stock row-wise AdaGrad.
+"""
+
+import enum
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+
+from torchrec_2dsp.errors import ConfigError
+
+
+class FromMesh(enum.Enum):
+    """A value that follows from the mesh and the sync config when the model is sharded."""
+
+    FROM_MESH = "from_mesh"
+
+    def __repr__(self) -> str:
+        return "FROM_MESH"
+
+
+FROM_MESH = FromMesh.FROM_MESH
+"""The number of groups with `WeightSync`, 1 with `GradientSync` (whose moments are exact)."""
+
+
+@dataclass(frozen=True)
+class MomentScaledRowWiseAdaGrad:
+    """The optimizer of a sharder: ``EmbeddingBagCollectionSharder2D(optimizer=...)``.
+
+    Example:
+        >>> import torchrec_2dsp as tdsp
+        >>> tdsp.MomentScaledRowWiseAdaGrad(lr=0.02)
+        MomentScaledRowWiseAdaGrad(lr=0.02, eps=1e-08, moment_scale=FROM_MESH)
+
+    Reference: Two-dimensional sparse parallelism, arXiv 2508.03854.
+    """
+
+    lr: float
+    """Learning rate, in the units of plain row-wise AdaGrad; schedulers see and set it so."""
+
+    eps: float = 1e-8
+    """Added to the root of the scaled moment."""
+
+    moment_scale: float | FromMesh = FROM_MESH
+    """The c above: a number, or what the mesh and the sync config imply."""
+
+    def __post_init__(self) -> None:
+        check_hyperparameters(self.lr, self.eps, self.moment_scale)
+
+
+class MomentScaledRowWiseAdaGradOptimizer(torch.optim.Optimizer):
+    """The same rule as an optimizer class, for ``apply_optimizer_in_backward``.
+
+    The sharders recognise it and run it fused. Stepped by itself it is the eager twin, which
+    needs a number as ``moment_scale``.
+
+    Example:
+        >>> import torch
+        >>> import torchrec_2dsp as tdsp
+        >>> weight = torch.nn.Parameter(torch.zeros(2, 4))
+        >>> optimizer = tdsp.MomentScaledRowWiseAdaGradOptimizer([weight], lr=0.1, moment_scale=4.0)
+        >>> weight.grad = torch.ones(2, 4)
+        >>> optimizer.step()
+        >>> round(weight[0, 0].item(), 4)
+        -0.2
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.nn.Parameter],
+        lr: float,
+        eps: float = 1e-8,
+        moment_scale: float | FromMesh = FROM_MESH,
+    ) -> None:
+        check_hyperparameters(lr, eps, moment_scale)
+        super().__init__(params, {"lr": lr, "eps": eps, "moment_scale": moment_scale})
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One eager update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update_(param, param.grad.float(), group)
+        return loss
+
+    def _update_(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        scale = group["moment_scale"]
+        if isinstance(scale, FromMesh):
+            raise ConfigError(
+                "an eager step has no mesh to take moment_scale from; pass a number, such as the "
+                "mesh's num_groups"
+            )
+        state = self.state[param]
+        if not state:
+            state["sum"] = param.new_zeros(param.shape[0], dtype=torch.float32)
+        state["sum"] += grad.pow(2).mean(dim=1)
+        scaled_root = (state["sum"] / scale).sqrt() + group["eps"]
+        param -= (group["lr"] * grad / scaled_root[:, None]).to(param.dtype)
+
+
+def check_hyperparameters(lr: float, eps: float, moment_scale: float | FromMesh) -> None:
+    """Raise `ConfigError` for values that no training means."""
+    if not (math.isfinite(lr) and lr >= 0):
+        raise ConfigError(f"lr={lr} must be a finite number >= 0")
+    if not (math.isfinite(eps) and eps >= 0):
+        raise ConfigError(f"eps={eps} must be a finite number >= 0")
+    if not isinstance(moment_scale, FromMesh) and not (
+        math.isfinite(moment_scale) and moment_scale > 0
+    ):
+        raise ConfigError(f"moment_scale={moment_scale} must be a finite number > 0, or FROM_MESH")
+
+
+def to_kernel_units(value: float, moment_scale: float) -> float:
+    """A learning rate or eps as stock row-wise AdaGrad needs it to run the scaled rule.
+
+    Example:
+        >>> from torchrec_2dsp.optim.moment_scaled import to_kernel_units
+        >>> to_kernel_units(0.1, moment_scale=4.0)
+        0.2
+    """
+    return value * math.sqrt(moment_scale)

@@ -1,0 +1,1 @@
+"""The wrapper around the user's model."""

@@ -1,0 +1,221 @@
+"""`ModelParallel2D`: TorchRec's `DMPCollection` for a `Plan2D`, on CPU as well."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.model_parallel import (
+    DataParallelWrapper,
+    DistributedModelParallel,
+    DMPCollection,
+)
+from torchrec.distributed.types import ModuleSharder
+
+from torchrec_2dsp._compat.torchrec import DMPCollectionContext
+from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
+from torchrec_2dsp.mesh.groups import MeshGroups, world_group
+from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
+from torchrec_2dsp.plan.plan2d import Plan2D
+from torchrec_2dsp.plan.serialize import to_json
+from torchrec_2dsp.shard.replicated import ReplicatedModule
+from torchrec_2dsp.shard.sharders import (
+    EmbeddingBagCollectionSharder2D,
+    EmbeddingCollectionSharder2D,
+)
+from torchrec_2dsp.sync.report import SyncReport
+
+
+class ModelParallel2D(DMPCollection):
+    """Runs a model by a `Plan2D`: sharded inside each group, replicated over the groups.
+
+    It is a `DMPCollection`, so TorchRec's train pipelines call its `sync`. An unmodified
+    `DistributedModelParallel` with the same plan and sharders trains the same; this wrapper adds
+    explicit syncs, reports, and errors that are raised on every rank alike.
+
+    Example::
+
+        plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+        model = tdsp.ModelParallel2D(model, device=device, plan=plan, sharders=sharders)
+        for batch in batches:
+            optimizer.zero_grad()
+            loss = model(batch)
+            loss.backward()
+            optimizer.step()
+            model.sync()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device | None = None,
+        plan: Plan2D | None = None,
+        sharders: Sequence[ModuleSharder[Any]] | None = None,
+        *,
+        init_data_parallel: bool = True,
+        init_parameters: bool = True,
+        data_parallel_wrapper: DataParallelWrapper | None = None,
+        **unsupported: Any,
+    ) -> None:
+        """
+        Args:
+            module: the model; embedding modules may be on the meta device.
+            device: this rank's device, CPU by default.
+            plan: from `Planner2D`, or `Plan2D.from_stock`.
+            sharders: this package's sharders, by default one for each kind of module.
+            init_data_parallel: as in `DistributedModelParallel`.
+            init_parameters: as in `DistributedModelParallel`.
+            data_parallel_wrapper: as in `DistributedModelParallel`.
+
+        Collectives:
+            An agreement of all ranks on the arguments, then process groups and broadcasts.
+        """
+        device = torch.device("cpu") if device is None else device
+        sharders = _default_sharders() if sharders is None else list(sharders)
+        with agreeing(world_group()) as facts:
+            plan = _checked(module, plan, sharders, unsupported)
+            facts["the plan"] = to_json(plan)
+            facts["the device type"] = device.type
+            facts["the sharders"] = repr([_describe(sharder) for sharder in sharders])
+        groups = MeshGroups.for_mesh(plan.mesh, device.type)
+        self._device = device
+        self._pg = groups.world
+        self._global_rank = groups.rank
+        self._custom_all_reduce = None
+        self._use_sharded_relay = False
+        self._sharded_relay_state = None
+        self._default_ctx = _context(plan, groups)
+        self._submodule_ctxs: list[Any] = []
+        self._ctxs = [self._default_ctx]
+        # DMPCollection's own constructor refuses CPU and edits the plan in place; what it adds
+        # to DistributedModelParallel beside the sync is set above.
+        DistributedModelParallel.__init__(
+            self,
+            module,
+            groups.sharding_env(),
+            device,
+            plan,
+            list(sharders),
+            init_data_parallel,
+            init_parameters,
+            data_parallel_wrapper,
+        )
+        self._groups = groups
+
+    @property
+    def mesh(self) -> Mesh2D:
+        """Which ranks repeat the plan."""
+        return self._groups.mesh
+
+    def sharded_modules(self) -> list[ReplicatedModule]:
+        """The sharded embedding modules, in the model's order."""
+        return [module for module in self.modules() if isinstance(module, ReplicatedModule)]
+
+    def sync(  # type: ignore[override]  # upstream returns nothing
+        self, include_optimizer_state: bool = True
+    ) -> SyncReport:
+        """Make the replicas equal after a backward; a no-op if that has happened already.
+
+        Args:
+            include_optimizer_state: must be true; weights and state are synced together.
+
+        Collectives:
+            Those of the plan's sync config, for each sharded module.
+        """
+        if not include_optimizer_state:
+            raise UnsupportedError(
+                "sync(include_optimizer_state=False) would let the optimizer states of replicas "
+                "drift apart; call sync()"
+            )
+        return sum((part.sync_point.sync() for part in self.sharded_modules()), SyncReport())
+
+    def sync_now(self) -> SyncReport:
+        """Make the replicas equal, whether or not a backward has happened.
+
+        Collectives:
+            Those of the plan's sync config, for each sharded module.
+        """
+        return sum((part.sync_point.sync_now() for part in self.sharded_modules()), SyncReport())
+
+    def broadcast_replicas(self) -> None:
+        """Give every group the tables of the first one, after weights were written by hand.
+
+        Collectives:
+            Those of `ReplicatedModule.broadcast_replicas`, for each sharded module.
+        """
+        for part in self.sharded_modules():
+            part.broadcast_replicas()
+
+    def set_all_reduce_hook(self, reduce_hook: Any) -> None:
+        """Refused: the sync config decides what travels."""
+        raise UnsupportedError(
+            "an all-reduce hook can't see which rows changed; choose the sync by the plan's "
+            "GradientSync or WeightSync"
+        )
+
+
+def _checked(
+    module: nn.Module,
+    plan: Plan2D | None,
+    sharders: Sequence[ModuleSharder[Any]],
+    unsupported: dict[str, Any],
+) -> Plan2D:
+    """The plan, if it fits module, world and sharders."""
+    if unsupported:
+        raise UnsupportedError(
+            f"ModelParallel2D doesn't take {', '.join(sorted(unsupported))}: mesh and sync come "
+            "from the plan, submodule configs and FULLY_SHARDED aren't supported"
+        )
+    if not isinstance(plan, Plan2D):
+        raise ConfigError(
+            f"plan is a {type(plan).__name__}; pass Planner2D's, or Plan2D.from_stock(plan, "
+            "mesh=Mesh2D.for_world(...))"
+        )
+    plan.mesh.check_world(dist.get_world_size())
+    plan.validate()
+    ours = {sharder.module_type: sharder for sharder in sharders}
+    for path, _ in plan.modules():
+        try:
+            part = module.get_submodule(path)
+        except AttributeError:
+            raise PlanError(
+                f"the plan names module {path!r}, which the model doesn't have; make the plan "
+                "for this model"
+            ) from None
+        sharder = ours.get(type(part))
+        if not isinstance(sharder, _SHARDERS):
+            raise ConfigError(
+                f"module {path!r} ({type(part).__name__}) is in the plan, but its sharder is "
+                f"{type(sharder).__name__}; pass one of "
+                + ", ".join(kind.__name__ for kind in _SHARDERS)
+            )
+    return plan
+
+
+_SHARDERS = (EmbeddingBagCollectionSharder2D, EmbeddingCollectionSharder2D)
+
+
+def _default_sharders() -> list[ModuleSharder[Any]]:
+    return [kind() for kind in _SHARDERS]
+
+
+def _describe(sharder: ModuleSharder[Any]) -> str:
+    params = getattr(sharder, "fused_params", None) or {}
+    optimizer = getattr(sharder, "optimizer", None)
+    return f"{type(sharder).__name__}({optimizer!r}, {sorted(params.items())!r})"
+
+
+def _context(plan: Plan2D, groups: MeshGroups) -> DMPCollectionContext:
+    """What DMPCollection's other methods read."""
+    return DMPCollectionContext(
+        module=None,  # type: ignore[arg-type]
+        plan=plan,
+        sharding_group_size=plan.mesh.group_size,
+        node_group_size=plan.mesh.node_group_size(groups.local_world_size),
+        use_inter_host_allreduce=plan.mesh.layout is RankLayout.CONTIGUOUS,
+        device_mesh=groups.device_mesh,
+        sharding_pg=groups.sharding_group,
+        replica_pg=groups.replica_peers,
+    )

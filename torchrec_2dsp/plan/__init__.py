@@ -1,0 +1,1 @@
+"""What runs where, as plain data: searched by `planner`, run by `shard`."""

@@ -1,0 +1,87 @@
+"""`ParameterSharding2D`: one table's sharding inside a group, and what the plugin adds to it."""
+
+import enum
+from dataclasses import dataclass, fields
+
+from torchrec.distributed.types import ParameterSharding, ShardingType
+
+from torchrec_2dsp.access.hot_set import HotSet
+from torchrec_2dsp.errors import PlanError
+
+
+class ShardingType2D(enum.Enum):
+    """The 2D form of each TorchRec sharding type: sharded in a group, replicated over groups.
+
+    TorchRec's planner and plans carry sharding types as strings, so these live beside its own.
+    A stock sharder refuses them by name, instead of training one group's plan as if it were
+    the world's.
+    """
+
+    DATA_PARALLEL = "2d_data_parallel"
+    TABLE_WISE = "2d_table_wise"
+    COLUMN_WISE = "2d_column_wise"
+    ROW_WISE = "2d_row_wise"
+    TABLE_ROW_WISE = "2d_table_row_wise"
+    TABLE_COLUMN_WISE = "2d_table_column_wise"
+    GRID_SHARD = "2d_grid_shard"
+
+    @property
+    def base(self) -> ShardingType:
+        """TorchRec's type inside a sharding group."""
+        return ShardingType[self.name]
+
+
+def type_2d(sharding_type: str) -> str:
+    """The 2D form of a sharding type, itself if it is one.
+
+    Example:
+        >>> from torchrec_2dsp.plan.parameter_sharding import type_2d
+        >>> type_2d("row_wise")
+        '2d_row_wise'
+    """
+    known = {member.base.value: member.value for member in ShardingType2D}
+    if sharding_type in known:
+        return known[sharding_type]
+    if sharding_type in known.values():
+        return sharding_type
+    raise PlanError(
+        f"sharding type {sharding_type!r} has no 2D form; use one of {', '.join(known)}"
+    )
+
+
+def base_type(sharding_type: str) -> str:
+    """TorchRec's own name of a sharding type: the inverse of `type_2d`."""
+    return ShardingType2D(type_2d(sharding_type)).base.value
+
+
+class Exchange(enum.Enum):
+    """How the rows of a table reach the samples that need them."""
+
+    STOCK = "stock"
+    """TorchRec's own output exchange of the sharding type."""
+
+
+@dataclass
+class ParameterSharding2D(ParameterSharding):
+    """A `ParameterSharding` whose ranks are positions inside a sharding group."""
+
+    exchange: Exchange = Exchange.STOCK
+    """How rows travel inside the group."""
+
+    hot_set: HotSet | None = None
+    """Rows that every rank of the world keeps a replica of."""
+
+    @classmethod
+    def of(cls, sharding: ParameterSharding) -> "ParameterSharding2D":
+        """The 2D form of a stock sharding; one that is 2D already keeps its additions."""
+        known = {field.name: getattr(sharding, field.name) for field in fields(sharding)}
+        known["sharding_type"] = type_2d(sharding.sharding_type)
+        return cls(**known)
+
+
+def num_rows(sharding: ParameterSharding) -> int | None:
+    """How many rows the sharded table has, `None` where the plan doesn't say (data parallel)."""
+    shards = getattr(sharding.sharding_spec, "shards", None)
+    if not shards:
+        return None
+    return max(shard.shard_offsets[0] + shard.shard_sizes[0] for shard in shards)

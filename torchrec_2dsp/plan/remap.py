@@ -1,0 +1,68 @@
+"""From a group's plan to what one world rank runs. Pure: nothing is changed in place."""
+
+from dataclasses import replace
+from typing import cast
+
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+from torchrec.distributed.types import ShardingPlan
+
+from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D, base_type
+from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D
+
+
+def plan_for_rank(
+    plan: Plan2D, rank: int, *, device_type: str = "cpu", local_world_size: int = 1
+) -> ShardingPlan:
+    """What world rank ``rank`` runs: world ranks, real devices and TorchRec's own types.
+
+    Args:
+        plan: left as it is.
+        rank: a rank of the world.
+        device_type: "cpu" or "cuda".
+        local_world_size: ranks per host, for the device index of a placement.
+    """
+    return ShardingPlan(
+        {
+            path: module_plan_for_rank(
+                module_plan, rank, device_type=device_type, local_world_size=local_world_size
+            )
+            for path, module_plan in plan.modules()
+        }
+    )
+
+
+def module_plan_for_rank(
+    plan: ModulePlan2D, rank: int, *, device_type: str, local_world_size: int
+) -> ModulePlan2D:
+    """`plan_for_rank` for one module."""
+
+    group = plan.mesh.group_of(rank)
+
+    def world_rank(shard_index: int) -> int:
+        return plan.mesh.rank_at(group, shard_index)
+
+    def moved(shard: ShardMetadata) -> ShardMetadata:
+        assert shard.placement is not None
+        owner = world_rank(cast(int, shard.placement.rank()))
+        index = "" if device_type == "cpu" else f":{owner % local_world_size}"
+        return ShardMetadata(
+            shard_offsets=list(shard.shard_offsets),
+            shard_sizes=list(shard.shard_sizes),
+            placement=f"rank:{owner}/{device_type}{index}",
+        )
+
+    def remapped(table: ParameterSharding2D) -> ParameterSharding2D:
+        spec = table.sharding_spec
+        if isinstance(spec, EnumerableShardingSpec):
+            spec = EnumerableShardingSpec([moved(shard) for shard in spec.shards])
+        return replace(
+            table,
+            sharding_type=base_type(table.sharding_type),
+            ranks=None if table.ranks is None else [world_rank(index) for index in table.ranks],
+            sharding_spec=spec,
+        )
+
+    return ModulePlan2D(
+        {name: remapped(table) for name, table in plan.tables()}, mesh=plan.mesh, sync=plan.sync
+    )

@@ -1,0 +1,1 @@
+"""Row gradients: captured instead of applied, merged over ranks, applied once."""

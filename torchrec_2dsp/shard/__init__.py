@@ -1,0 +1,1 @@
+"""Running a plan: sharders, sharded modules and their kernels."""

@@ -1,0 +1,47 @@
+"""Sequence embeddings in 2D."""
+
+from typing import Any
+
+import torch
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.types import ShardingEnv
+
+from torchrec_2dsp.plan.plan2d import ModulePlan2D
+from torchrec_2dsp.shard.replicated import ReplicatedModule, Replication
+from torchrec_2dsp.shard.shardings import SEQUENCE
+
+
+class ShardedEmbeddingCollection2D(ReplicatedModule, ShardedEmbeddingCollection):
+    """TorchRec's sharded collection, repeated over the groups of a mesh."""
+
+    def __init__(
+        self, module: Any, plan: ModulePlan2D, *, replication: Replication, **stock: Any
+    ) -> None:
+        ShardedEmbeddingCollection.__init__(self, module, plan, **stock)
+        self._init_replication(replication, module, actions=[])
+
+    @classmethod
+    def create_embedding_sharding(
+        cls,
+        sharding_type: str,
+        sharding_infos: list[Any],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        qcomm_codecs_registry: dict[str, Any] | None = None,
+    ) -> Any:
+        """TorchRec's sharding of the type, with the plugin's kernels."""
+        if sharding_type not in SEQUENCE:
+            return super().create_embedding_sharding(
+                sharding_type, sharding_infos, env, device, qcomm_codecs_registry
+            )
+        return SEQUENCE[sharding_type](
+            sharding_infos=sharding_infos,
+            env=env,
+            device=device,
+            qcomm_codecs_registry=qcomm_codecs_registry,
+        )
+
+    def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
+        """Sync what is pending, then look up."""
+        self._sync_pending()
+        return super().compute_and_output_dist(ctx, input)

@@ -1,0 +1,198 @@
+"""Embedding bags in 2D, with hot rows."""
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionContext,
+    ShardedEmbeddingBagCollection,
+)
+from torchrec.distributed.types import ShardingEnv, ShardingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from torchrec_2dsp.errors import UnsupportedError
+from torchrec_2dsp.plan.plan2d import ModulePlan2D
+from torchrec_2dsp.shard.hot_rows import HotRows
+from torchrec_2dsp.shard.hot_split import HotBatch
+from torchrec_2dsp.shard.replicated import ReplicatedModule, Replication
+from torchrec_2dsp.shard.shardings import POOLED
+
+
+@dataclass
+class BagContext(EmbeddingBagCollectionContext):
+    """TorchRec's per-batch context, with what the batch looks up in the replicas."""
+
+    hot: HotBatch | None = None
+    """`None` without hot rows."""
+    bag_lengths: dict[str, torch.Tensor] | None = None
+    """Ids per bag of the features that this module averages itself."""
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the tensors alive for ``stream``."""
+        super().record_stream(stream)
+        if self.hot is not None:
+            self.hot.record_stream(stream)
+        for lengths in (self.bag_lengths or {}).values():
+            lengths.record_stream(stream)
+
+
+class ShardedEmbeddingBagCollection2D(ReplicatedModule, ShardedEmbeddingBagCollection):
+    """TorchRec's sharded collection, repeated over the groups of a mesh."""
+
+    _hot_rows: HotRows | None = None
+
+    def __init__(
+        self, module: Any, plan: ModulePlan2D, *, replication: Replication, **stock: Any
+    ) -> None:
+        tables = dict(plan.tables())
+        configs: list[EmbeddingBagConfig] = module.embedding_bag_configs()
+        # TorchRec averages by the ids it sees, which lack the hot ones, and doesn't average grid
+        # tables at all: those tables are summed by TorchRec and averaged here.
+        averaged_here = {
+            config.name
+            for config in configs
+            if config.pooling is PoolingType.MEAN
+            and (
+                tables[config.name].hot_set is not None
+                or tables[config.name].sharding_type == ShardingType.GRID_SHARD.value
+            )
+        }
+        self._features_averaged_here = frozenset(
+            feature
+            for config in configs
+            if config.name in averaged_here
+            for feature in config.feature_names
+        )
+        summing = cast(EmbeddingBagCollection, _Summing(module, averaged_here))
+        ShardedEmbeddingBagCollection.__init__(self, summing, plan, **stock)
+        actions = []
+        self._replication = replication
+        if any(table.hot_set is not None for table in tables.values()):
+            self._hot_rows = HotRows(
+                configs,
+                tables,
+                {
+                    info.embedding_config.name: info.fused_params or {}
+                    for infos in self.sharding_type_to_sharding_infos.values()
+                    for info in infos
+                },
+                self.kernels(),
+                replication.groups,
+                self._device or torch.device("cpu"),
+            )
+            actions.append(self._hot_rows.action())
+        self._init_replication(replication, module, actions)
+
+    @classmethod
+    def create_embedding_bag_sharding(
+        cls,
+        sharding_infos: list[Any],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        permute_embeddings: bool = False,
+        qcomm_codecs_registry: dict[str, Any] | None = None,
+    ) -> Any:
+        """TorchRec's sharding of the type, with the plugin's kernels."""
+        sharding_type = sharding_infos[0].param_sharding.sharding_type
+        if sharding_type not in POOLED:
+            return super().create_embedding_bag_sharding(
+                sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry
+            )
+        permutes = {ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value}
+        extra = {"permute_embeddings": permute_embeddings} if sharding_type in permutes else {}
+        return POOLED[sharding_type](
+            sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry, **extra
+        )
+
+    def create_context(self) -> BagContext:
+        """TorchRec's context, widened."""
+        return BagContext()
+
+    def input_dist(self, ctx: Any, features: Any) -> Any:
+        """Take the hot ids out, then distribute the others as TorchRec does."""
+        if (self._features_averaged_here or self._hot_rows is not None) and (
+            not isinstance(features, KeyedJaggedTensor) or features.variable_stride_per_key()
+        ):
+            raise UnsupportedError(
+                "hot rows and averaged grid tables need a KeyedJaggedTensor with one batch size "
+                "for all features"
+            )
+        if self._features_averaged_here:
+            lengths = features.lengths().view(len(features.keys()), features.stride())
+            ctx.bag_lengths = {
+                key: lengths[index]
+                for index, key in enumerate(features.keys())
+                if key in self._features_averaged_here
+            }
+        if self._hot_rows is not None:
+            features, ctx.hot = self._hot_rows.split(features)
+        return super().input_dist(ctx, features)
+
+    def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
+        """Sync what is pending, then look up; hot rows are added while the cold ones travel."""
+        self._sync_pending()
+        awaitable = super().compute_and_output_dist(ctx, input)
+        hot = None
+        if self._hot_rows is not None and ctx.hot is not None:
+            hot = self._hot_rows.lookup(ctx.hot)
+        if hot is not None or ctx.bag_lengths is not None:
+            awaitable.callbacks.append(
+                lambda cold: _complete_bags(cold, hot or {}, ctx.bag_lengths or {})
+            )
+        return awaitable
+
+    def _complete_state(self) -> None:
+        super()._complete_state()
+        if self._hot_rows is not None:
+            self._hot_rows.write_home()
+
+    def _state_loaded(self) -> None:
+        super()._state_loaded()
+        if self._hot_rows is not None:
+            self._hot_rows.mark_stale()
+
+    def _hyper_parameters_updated(self, params: dict[str, Any]) -> None:
+        if self._hot_rows is not None:
+            self._hot_rows.update_hyper_parameters(params)
+
+
+class _Summing:
+    """An unsharded module that shows some of its averaging tables as summing ones."""
+
+    def __init__(self, module: Any, tables: Iterable[str]) -> None:
+        self._module = module
+        self._configs = []
+        for config in module.embedding_bag_configs():
+            if config.name in set(tables):
+                config = copy.copy(config)
+                config.pooling = PoolingType.SUM
+            self._configs.append(config)
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        return self._configs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _complete_bags(
+    cold: KeyedTensor, hot: dict[str, torch.Tensor], bag_lengths: dict[str, torch.Tensor]
+) -> KeyedTensor:
+    """Add the hot rows to the cold sums, then average where that was left to us."""
+    dims = cold.length_per_key()
+    parts = []
+    for name, part in zip(cold.keys(), cold.values().split(dims, dim=1), strict=True):
+        feature = name.split("@")[0]
+        if feature in hot:
+            part = part + hot[feature]
+        if feature in bag_lengths:
+            part = part / bag_lengths[feature].clamp(min=1).to(part.dtype)[:, None]
+        parts.append(part)
+    return KeyedTensor(
+        keys=cold.keys(), length_per_key=dims, values=torch.cat(parts, dim=1), key_dim=1
+    )

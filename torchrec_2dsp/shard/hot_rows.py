@@ -1,0 +1,172 @@
+"""Hot rows of bag tables: a replica on every rank beside TorchRec's own (cold) path.
+
+Cold shards keep their full row space, with a *home* for every hot row. Ids of hot rows leave the
+features before TorchRec distributes them and are looked up in the local replica; their gradients
+are merged over all ranks. Whoever reads the state gets the replicas written home first, so
+state dicts are TorchRec's own.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_2dsp._compat.torchrec import get_gradient_division
+from torchrec_2dsp.mesh.groups import MeshGroups
+from torchrec_2dsp.rows.merge import RowMerge
+from torchrec_2dsp.shard.hot_split import HotBatch, split_hot_rows
+from torchrec_2dsp.shard.hot_tables import HotSlice, HotTbe, hot_slices
+from torchrec_2dsp.shard.kernels import Kernel
+from torchrec_2dsp.sync.gradient_sync import MergeRowGradients
+
+Tensors = dict[str, torch.Tensor]
+
+
+class HotRows:
+    """The replicated rows of one sharded module."""
+
+    def __init__(
+        self,
+        configs: Sequence[EmbeddingBagConfig],
+        tables: Mapping[str, Any],
+        fused_params: Mapping[str, dict[str, Any]],
+        kernels: Sequence[Kernel],
+        groups: MeshGroups,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            configs: the module's tables.
+            tables: their `ParameterSharding2D`s.
+            fused_params: the optimizer of each table, in the user's units.
+            kernels: this rank's kernels, the homes.
+            groups: the communicators.
+            device: where the replicas live.
+        """
+        self._groups = groups
+        self._kernels = list(kernels)
+        self._tbes = [
+            HotTbe(slices, params, data_type, device, self._home_learning_rate)
+            for (params, data_type), slices in _by_kernel(
+                hot_slices(configs, tables), configs, fused_params
+            )
+        ]
+        self._ids = {
+            feature: hot.ids.to(device)
+            for tbe in self._tbes
+            for hot in tbe.slices
+            for feature in hot.features
+        }
+        # Until they are read from home, the replicas hold nothing.
+        self._stale = True
+        self._dirty = False
+
+    def action(self) -> MergeRowGradients:
+        """What keeps the replicas equal: their gradients, merged over all ranks."""
+        merge = RowMerge(
+            [tbe.capture for tbe in self._tbes],
+            self._groups.hot_rows,
+            average=get_gradient_division(),
+        )
+        return MergeRowGradients(merge, on_update=self._mark_dirty)
+
+    def split(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, HotBatch]:
+        """``features`` without hot ids, and the hot ids."""
+        return split_hot_rows(features, self._ids)
+
+    def lookup(self, batch: HotBatch) -> dict[str, torch.Tensor]:
+        """The summed hot rows of each hot feature, `[batch, dim]`.
+
+        Collectives:
+            After the state was loaded, one all-reduce per hot tensor on the "shard" axis.
+        """
+        if self._stale:
+            self.read_home()
+        return {name: pooled for tbe in self._tbes for name, pooled in tbe.lookup(batch).items()}
+
+    def mark_stale(self) -> None:
+        """The homes have been overwritten: replicas are read again before their next use."""
+        self._stale, self._dirty = True, False
+
+    def update_hyper_parameters(self, params: dict[str, Any]) -> None:
+        """Follow a change of the running kernels' hyper-parameters."""
+        for tbe in self._tbes:
+            tbe.capture.tbe.update_hyper_parameters(params)
+
+    @torch.no_grad()
+    def write_home(self) -> None:
+        """Copy the replicas into the shards of this rank, if they are newer."""
+        if not self._dirty:
+            return
+        for replica, home, slots, rows in self._homes():
+            for name, tensor in home.items():
+                tensor[rows] = replica[name][slots]
+        self._dirty = False
+
+    @torch.no_grad()
+    def read_home(self) -> None:
+        """Fill the replicas from the shards of this rank's group.
+
+        Collectives:
+            One all-reduce per weight and state of each hot table on the "shard" axis: owners
+            contribute their rows, the others zeros.
+        """
+        for tbe in self._tbes:
+            for tensors in tbe.tensors():
+                for tensor in tensors.values():
+                    tensor.zero_()
+        for replica, home, slots, rows in self._homes():
+            for name, tensor in home.items():
+                replica[name][slots] = tensor[rows]
+        for tbe in self._tbes:
+            for tensors in tbe.tensors():
+                for tensor in tensors.values():
+                    dist.all_reduce(tensor, group=self._groups.sharding_group)
+        self._stale = self._dirty = False
+
+    def _homes(self) -> Iterator[tuple[Tensors, Tensors, torch.Tensor, torch.Tensor]]:
+        """Per hot slice and home shard on this rank: both sides, slots and rows."""
+        shards = [shard for kernel in self._kernels for shard in kernel.shards()]
+        for tbe in self._tbes:
+            for hot, replica in zip(tbe.slices, tbe.tensors(), strict=True):
+                for shard in shards:
+                    if (shard.table, shard.column) != (hot.table, hot.column):
+                        continue
+                    ids = hot.ids.to(shard.device)
+                    slots = ((ids >= shard.row) & (ids < shard.row + shard.num_rows)).nonzero()
+                    slots = slots.squeeze(1)
+                    yield replica, shard.tensors, slots, ids[slots] - shard.row
+
+    def _home_learning_rate(self, slices: Sequence[HotSlice]) -> float:
+        """The tables' learning rate as far as this rank knows it: 0 if it holds no shard."""
+        tables = {hot.table for hot in slices}
+        rates = {
+            kernel.user_learning_rate
+            for kernel in self._kernels
+            if tables & {shard.table for shard in kernel.shards()}
+        }
+        return max(rates, default=0.0)
+
+    def _mark_dirty(self) -> None:
+        self._dirty = True
+
+
+def _by_kernel(
+    slices: Sequence[HotSlice],
+    configs: Sequence[EmbeddingBagConfig],
+    fused_params: Mapping[str, dict[str, Any]],
+) -> list[tuple[tuple[dict[str, Any], Any], list[HotSlice]]]:
+    """Slices that one TBE can hold: equal optimizer and equal data type."""
+    data_types = {config.name: config.data_type for config in configs}
+    grouped: dict[str, list[HotSlice]] = defaultdict(list)
+    for hot in slices:
+        params = fused_params[hot.table]
+        grouped[repr((sorted(params.items()), data_types[hot.table]))].append(hot)
+    return [
+        ((fused_params[members[0].table], data_types[members[0].table]), members)
+        for members in grouped.values()
+    ]

@@ -1,0 +1,123 @@
+"""The replicas of hot rows: small tables of a TBE of their own."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, data_type_to_sparse_type
+
+from torchrec_2dsp._compat.fbgemm import (
+    ComputeDevice,
+    EmbeddingLocation,
+    PoolingMode,
+    SplitTableBatchedEmbeddingBagsCodegen,
+    optimizer_states,
+)
+from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D
+from torchrec_2dsp.rows.capture import RowCapture
+from torchrec_2dsp.shard.hot_split import HotBatch
+from torchrec_2dsp.shard.kernels import MOMENT_SCALE
+
+
+@dataclass(frozen=True)
+class HotSlice:
+    """The hot rows of one column shard of a table.
+
+    A table that is sharded by columns keeps one row-wise moment per column shard, so its
+    replicas are split alike.
+    """
+
+    table: str
+    """The table's name."""
+    ids: torch.Tensor
+    """Its hot rows, ascending."""
+    column: int
+    """The first column."""
+    num_columns: int
+    """How many columns."""
+    features: tuple[str, ...]
+    """The features that look the table up."""
+
+
+def hot_slices(
+    configs: Sequence[EmbeddingBagConfig], tables: Mapping[str, ParameterSharding2D]
+) -> list[HotSlice]:
+    """The column shards of all tables with a hot set, in the order of the module's tables."""
+    slices = []
+    for config in configs:
+        table = tables[config.name]
+        if table.hot_set is None:
+            continue
+        shards = getattr(table.sharding_spec, "shards", [])
+        columns = sorted({(shard.shard_offsets[1], shard.shard_sizes[1]) for shard in shards})
+        slices += [
+            HotSlice(config.name, table.hot_set.tensor(), start, size, tuple(config.feature_names))
+            for start, size in columns
+        ]
+    return slices
+
+
+class HotTbe:
+    """Replicas of slices that share an optimizer and a data type, in one fused kernel."""
+
+    def __init__(
+        self,
+        slices: Sequence[HotSlice],
+        fused_params: dict[str, Any],
+        data_type: Any,
+        device: torch.device,
+        learning_rate: Callable[[Sequence[HotSlice]], float],
+    ) -> None:
+        self.slices = list(slices)
+        """One table of the kernel each."""
+        on_cpu = device.type == "cpu"
+        tbe = SplitTableBatchedEmbeddingBagsCodegen(
+            embedding_specs=[
+                (
+                    hot.ids.numel(),
+                    hot.num_columns,
+                    EmbeddingLocation.HOST if on_cpu else EmbeddingLocation.DEVICE,
+                    ComputeDevice.CPU if on_cpu else ComputeDevice.CUDA,
+                )
+                for hot in slices
+            ],
+            feature_table_map=[index for index, hot in enumerate(slices) for _ in hot.features],
+            pooling_mode=PoolingMode.SUM,
+            weights_precision=data_type_to_sparse_type(data_type),
+            device=device,
+            # Merged over all ranks the moments are exact: no moment scale here.
+            **{name: value for name, value in fused_params.items() if name != MOMENT_SCALE},
+        )
+        self.capture = RowCapture(tbe, learning_rate=lambda: learning_rate(self.slices))
+        """The kernel, and the gradients that wait for their merge."""
+
+    def tensors(self) -> list[dict[str, torch.Tensor]]:
+        """Weight and optimizer state of each slice, by name, as views."""
+        tbe = self.capture.tbe
+        return [
+            {"weight": weight, **state}
+            for weight, state in zip(
+                tbe.split_embedding_weights(), optimizer_states(tbe), strict=True
+            )
+        ]
+
+    def lookup(self, batch: HotBatch) -> dict[str, torch.Tensor]:
+        """The summed hot rows of each feature, columns joined."""
+        looked_up = [(hot, name) for hot in self.slices for name in hot.features]
+        found = [batch.features[name] for _, name in looked_up]
+        ids = torch.cat([feature.slots for feature in found])
+        lengths = torch.cat([feature.lengths for feature in found])
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        parts = [feature.weights for feature in found if feature.weights is not None]
+        weights = torch.cat(parts) if parts else None
+        tbe = self.capture.tbe
+        if torch.is_grad_enabled():
+            output = self.capture.lookup(lambda: tbe(ids, offsets, weights), weights)
+        else:
+            output = tbe(ids, offsets, weights)
+        columns = output.split([hot.num_columns for hot, _ in looked_up], dim=1)
+        pooled: dict[str, list[torch.Tensor]] = {}
+        for (_, name), part in zip(looked_up, columns, strict=True):
+            pooled.setdefault(name, []).append(part)
+        return {name: torch.cat(parts, dim=1) for name, parts in pooled.items()}

@@ -1,0 +1,195 @@
+"""Fused embedding kernels whose backward can be captured, and their optimizer.
+
+They are TorchRec's kernels: storage, state names and the fused update are stock.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.types import ShardingEnv, ShardingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_2dsp._compat.fbgemm import learning_rate_of, optimizer_states, set_learning_rate
+from torchrec_2dsp._compat.torchrec import (
+    BatchedFusedEmbedding,
+    BatchedFusedEmbeddingBag,
+    EmbeddingFusedOptimizer,
+    GroupedEmbeddingConfig,
+)
+from torchrec_2dsp.errors import UnsupportedError
+from torchrec_2dsp.optim.moment_scaled import to_kernel_units
+from torchrec_2dsp.rows.capture import RowCapture
+
+MOMENT_SCALE = "moment_scale"
+"""The fused parameter that the kernels take besides FBGEMM's own."""
+
+
+class ScaledFusedOptimizer(EmbeddingFusedOptimizer):
+    """TorchRec's fused optimizer with a moment scale: it shows and takes the user's units."""
+
+    def __init__(self, *args: Any, moment_scale: float, lr: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._moment_scale = moment_scale
+        (self._group,) = cast(list[dict[str, Any]], self.param_groups)
+        self._group["lr"] = lr
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Hand the learning rate to the kernel, as TorchRec's optimizer does here."""
+        self._set_learning_rate()
+
+    def step(self, closure: Any = None) -> None:
+        """Hand the learning rate to the kernel; the update itself ran in the backward."""
+        self._set_learning_rate()
+
+    def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
+        """Change hyper-parameters of the running kernel."""
+        scaled = {"lr", "eps"}
+        super().update_hyper_parameters(
+            {
+                name: to_kernel_units(value, self._moment_scale) if name in scaled else value
+                for name, value in params_dict.items()
+            }
+        )
+
+    def _set_learning_rate(self) -> None:
+        lr = to_kernel_units(self._group["lr"], self._moment_scale)
+        set_learning_rate(self._emb_module, lr)
+
+
+@dataclass(frozen=True)
+class TableShard:
+    """One shard of a table on this rank."""
+
+    table: str
+    """The table's name."""
+    row: int
+    """The first row."""
+    column: int
+    """The first column."""
+    tensors: dict[str, torch.Tensor]
+    """``"weight"`` and the optimizer state, by name, as views."""
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows."""
+        return self.tensors["weight"].shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lives."""
+        return self.tensors["weight"].device
+
+
+class _CapturingKernel:
+    """What both kernels add: the moment scale, and a lookup whose backward is captured."""
+
+    _config: GroupedEmbeddingConfig
+    _emb_module: Any
+    _optim: EmbeddingFusedOptimizer
+
+    def _init_capture(self, pg: dist.ProcessGroup | None, user_params: dict[str, Any]) -> None:
+        self.moment_scale = float(user_params.get(MOMENT_SCALE, 1.0))
+        self.capture = RowCapture(self._emb_module)
+        self.captures = False
+        """Whether backwards are captured; otherwise they update at once, as in TorchRec."""
+        self.on_backward: Callable[[], None] | None = None
+        """Called when a backward has updated this kernel at once."""
+        if self.moment_scale != 1.0:
+            self._optim = ScaledFusedOptimizer(
+                self._config,
+                self._emb_module,
+                pg,
+                moment_scale=self.moment_scale,
+                lr=user_params["learning_rate"],
+            )
+
+    def shards(self) -> list["TableShard"]:
+        """The table shards that the kernel holds."""
+        tbe = self._emb_module
+        tensors = zip(tbe.split_embedding_weights(), optimizer_states(tbe), strict=True)
+        shards = []
+        for table, (weight, state) in zip(self._config.embedding_tables, tensors, strict=True):
+            assert table.local_metadata is not None
+            row, column = table.local_metadata.shard_offsets
+            shards.append(TableShard(table.name, row, column, {"weight": weight, **state}))
+        return shards
+
+    @property
+    def user_learning_rate(self) -> float:
+        """The kernel's learning rate in the user's units."""
+        return learning_rate_of(self._emb_module) / to_kernel_units(1.0, self.moment_scale)
+
+    def _lookup(self, run: Callable[[], torch.Tensor], features: KeyedJaggedTensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return run()
+        if not self.captures:
+            output = run()
+            if self.on_backward is not None and output.requires_grad:
+                output.register_hook(self._backward_seen)
+            return output
+        if features.variable_stride_per_key():
+            raise UnsupportedError(
+                "variable batch sizes per feature (VBE) can't be trained with GradientSync yet; "
+                "use equal batch sizes for all features of a batch, or WeightSync"
+            )
+        return self.capture.lookup(run, features.weights_or_none())
+
+    def _backward_seen(self, grad: torch.Tensor) -> None:
+        if self.on_backward is not None:
+            self.on_backward()
+
+
+class EmbeddingBagKernel(_CapturingKernel, BatchedFusedEmbeddingBag):
+    """Pooled lookups."""
+
+    def __init__(
+        self,
+        config: GroupedEmbeddingConfig,
+        pg: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+        sharding_type: ShardingType | None = None,
+        env: ShardingEnv | None = None,
+    ) -> None:
+        BatchedFusedEmbeddingBag.__init__(
+            self, _kernel_config(config), pg, device, sharding_type, env
+        )
+        self._init_capture(pg, config.fused_params or {})
+
+    def forward(self, features: KeyedJaggedTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """One output row per bag."""
+        return self._lookup(
+            lambda: BatchedFusedEmbeddingBag.forward(self, features, *args, **kwargs), features
+        )
+
+
+class EmbeddingKernel(_CapturingKernel, BatchedFusedEmbedding):
+    """Sequence lookups."""
+
+    def __init__(
+        self,
+        config: GroupedEmbeddingConfig,
+        pg: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        BatchedFusedEmbedding.__init__(self, _kernel_config(config), pg, device)
+        self._init_capture(pg, config.fused_params or {})
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        """One output row per id."""
+        return self._lookup(lambda: BatchedFusedEmbedding.forward(self, features), features)
+
+
+Kernel = EmbeddingBagKernel | EmbeddingKernel
+
+
+def _kernel_config(config: GroupedEmbeddingConfig) -> GroupedEmbeddingConfig:
+    """``config`` with fused parameters that FBGEMM knows, in FBGEMM's units."""
+    params = dict(config.fused_params or {})
+    scale = params.pop(MOMENT_SCALE, 1.0)
+    if scale != 1.0:
+        for name in ("learning_rate", "eps"):
+            params[name] = to_kernel_units(params[name], scale)
+    return replace(config, fused_params=params)

@@ -1,0 +1,174 @@
+"""TorchRec's shardings with the plugin's kernels: nothing but factory methods is overridden."""
+
+from typing import Any
+
+import torch
+from torchrec.distributed.types import ShardingType
+
+from torchrec_2dsp._compat.torchrec import (
+    BaseEmbedding,
+    BaseEmbeddingDist,
+    BaseEmbeddingLookup,
+    CwPooledEmbeddingSharding,
+    CwSequenceEmbeddingSharding,
+    EmbeddingComputeKernel,
+    GridPooledEmbeddingDist,
+    GridPooledEmbeddingSharding,
+    GroupedEmbeddingConfig,
+    GroupedEmbeddingsLookup,
+    GroupedPooledEmbeddingsLookup,
+    RwPooledEmbeddingDist,
+    RwPooledEmbeddingSharding,
+    RwSequenceEmbeddingSharding,
+    TwCwPooledEmbeddingSharding,
+    TwPooledEmbeddingSharding,
+    TwRwPooledEmbeddingDist,
+    TwRwPooledEmbeddingSharding,
+    TwSequenceEmbeddingSharding,
+)
+from torchrec_2dsp.errors import UnsupportedError
+from torchrec_2dsp.shard.kernels import EmbeddingBagKernel, EmbeddingKernel
+from torchrec_2dsp.shard.uneven_batches import UnevenReduceScatter
+
+
+class PooledLookup(GroupedPooledEmbeddingsLookup):
+    """A lookup over `EmbeddingBagKernel`s."""
+
+    def _create_embedding_kernel(
+        self, config: GroupedEmbeddingConfig, device: Any, pg: Any, sharding_type: Any, env: Any
+    ) -> BaseEmbedding:
+        _check_fused(config)
+        return EmbeddingBagKernel(config, pg, device, sharding_type, env)
+
+
+class SequenceLookup(GroupedEmbeddingsLookup):
+    """A lookup over `EmbeddingKernel`s."""
+
+    def _create_embedding_kernel(
+        self, config: GroupedEmbeddingConfig, pg: Any, device: Any, env: Any = None
+    ) -> BaseEmbedding:
+        _check_fused(config)
+        return EmbeddingKernel(config, pg, device)
+
+
+class _Pooled:
+    _LOOKUP_TYPE: ShardingType | None = None
+    """How TorchRec's own `create_lookup` names the type to the lookup, which decides whether
+    the kernel averages a bag or leaves that to the output."""
+
+    def create_lookup(
+        self: Any,
+        device: torch.device | None = None,
+        fused_params: dict[str, Any] | None = None,
+        feature_processor: Any = None,
+    ) -> BaseEmbeddingLookup:
+        return PooledLookup(
+            grouped_configs=self._grouped_embedding_configs_per_rank[self._rank],
+            pg=self._pg,
+            device=device if device is not None else self._device,
+            feature_processor=feature_processor,
+            sharding_type=self._LOOKUP_TYPE,
+            env=self._env,
+        )
+
+
+class _Sequence:
+    def create_lookup(
+        self: Any,
+        device: torch.device | None = None,
+        fused_params: dict[str, Any] | None = None,
+        feature_processor: Any = None,
+    ) -> BaseEmbeddingLookup:
+        return SequenceLookup(
+            grouped_configs=self._grouped_embedding_configs_per_rank[self._rank],
+            pg=self._pg,
+            device=device if device is not None else self._device,
+            env=self._env,
+        )
+
+
+class TwPooled(_Pooled, TwPooledEmbeddingSharding):
+    """Table-wise bags."""
+
+
+class CwPooled(_Pooled, CwPooledEmbeddingSharding):
+    """Column-wise bags."""
+
+
+class TwCwPooled(_Pooled, TwCwPooledEmbeddingSharding):
+    """Table-column-wise bags."""
+
+
+class RwPooled(_Pooled, RwPooledEmbeddingSharding):
+    """Row-wise bags."""
+
+    _LOOKUP_TYPE = ShardingType.ROW_WISE
+
+    def create_output_dist(self, device: torch.device | None = None) -> BaseEmbeddingDist:
+        """Stock, but for uneven batches."""
+        made = super().create_output_dist(device)
+        assert isinstance(made, RwPooledEmbeddingDist)
+        made._dist = UnevenReduceScatter(made._pg, made._codecs)
+        return made
+
+
+class _NodeWise(_Pooled):
+    """Table-row-wise and grid sharding: row-wise inside a node."""
+
+    _LOOKUP_TYPE = ShardingType.TABLE_ROW_WISE
+
+    def create_output_dist(self: Any, device: torch.device | None = None) -> BaseEmbeddingDist:
+        """Stock, but for uneven batches."""
+        made = super().create_output_dist(device)  # type: ignore[misc]
+        assert isinstance(made, (TwRwPooledEmbeddingDist, GridPooledEmbeddingDist))
+        made._create_output_dist_modules()
+        made._intra_dist = UnevenReduceScatter(made._intra_pg, made._intra_codecs)
+        return made
+
+
+class TwRwPooled(_NodeWise, TwRwPooledEmbeddingSharding):
+    """Table-row-wise bags."""
+
+
+class GridPooled(_NodeWise, GridPooledEmbeddingSharding):
+    """Grid-sharded bags."""
+
+
+class TwSequence(_Sequence, TwSequenceEmbeddingSharding):
+    """Table-wise sequences."""
+
+
+class CwSequence(_Sequence, CwSequenceEmbeddingSharding):
+    """Column-wise sequences."""
+
+
+class RwSequence(_Sequence, RwSequenceEmbeddingSharding):
+    """Row-wise sequences."""
+
+
+POOLED = {
+    ShardingType.TABLE_WISE.value: TwPooled,
+    ShardingType.COLUMN_WISE.value: CwPooled,
+    ShardingType.TABLE_COLUMN_WISE.value: TwCwPooled,
+    ShardingType.ROW_WISE.value: RwPooled,
+    ShardingType.TABLE_ROW_WISE.value: TwRwPooled,
+    ShardingType.GRID_SHARD.value: GridPooled,
+}
+"""Bag shardings by TorchRec's type; data parallel is stock."""
+
+SEQUENCE = {
+    ShardingType.TABLE_WISE.value: TwSequence,
+    ShardingType.COLUMN_WISE.value: CwSequence,
+    ShardingType.ROW_WISE.value: RwSequence,
+}
+"""Sequence shardings by TorchRec's type; data parallel is stock."""
+
+
+def _check_fused(config: GroupedEmbeddingConfig) -> None:
+    kernels = {table.name: table.compute_kernel for table in config.embedding_tables}
+    for table, kernel in kernels.items():
+        if kernel is not EmbeddingComputeKernel.FUSED:
+            raise UnsupportedError(
+                f"table {table!r} has compute_kernel={kernel.value!r}; replicas of "
+                "cached or key-value tables can't be synced yet: constrain it to 'fused'"
+            )

@@ -1,0 +1,70 @@
+"""`SyncedOptimizer`: a module's fused optimizer, behind its sync point."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torchrec.optim.keyed import CombinedOptimizer
+
+
+class SyncedOptimizer(CombinedOptimizer):
+    """TorchRec's combined optimizer, before which pending updates are always applied.
+
+    The learning rate that a step hands to the kernels must not reach updates that were captured
+    under the old one, and whoever reads the state must see it complete.
+    """
+
+    def __init__(
+        self,
+        stock: CombinedOptimizer,
+        *,
+        before_step: Callable[[], None],
+        before_read: Callable[[], None],
+        after_load: Callable[[], None],
+        on_update_hyper_parameters: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """
+        Args:
+            stock: the optimizer to wrap.
+            before_step: applies what is pending.
+            before_read: the same, and completes the state that a reader sees.
+            after_load: the state has been overwritten.
+            on_update_hyper_parameters: kernels beside those of ``stock`` follow.
+        """
+        self._before_step = before_step
+        self._before_read = before_read
+        self._after_load = after_load
+        self._on_update_hyper_parameters = on_update_hyper_parameters
+        super().__init__(list(stock.optimizers))
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Sync what is pending, then TorchRec's, which sets the kernels' learning rate."""
+        self._before_step()
+        super().zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        """Sync what is pending, then TorchRec's, which sets the kernels' learning rate."""
+        self._before_step()
+        super().step(closure)
+
+    @property
+    def state(self) -> Mapping[torch.Tensor, Any]:
+        """The complete state; reading it is a sync point."""
+        self._before_read()
+        return super().state
+
+    def post_load_state_dict(self) -> None:
+        """Called by TorchRec after it has loaded a state dict."""
+        super().post_load_state_dict()
+        self._after_load()
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Sync what is pending, then set the iteration."""
+        self._before_step()
+        super().set_optimizer_step(step)
+
+    def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
+        """Sync what is pending, then change the running kernels."""
+        self._before_step()
+        super().update_hyper_parameters(params_dict)
+        self._on_update_hyper_parameters(params_dict)

@@ -1,0 +1,99 @@
+"""What a module's plan must fulfil before the module is sharded. Pure checks."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from torchrec.distributed.types import ParameterSharding
+from torchrec.modules.embedding_configs import PoolingType
+
+from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
+from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D, ShardingType2D
+from torchrec_2dsp.plan.plan2d import ModulePlan2D
+from torchrec_2dsp.plan.sync_config import GradientSync
+
+
+def check_module_plan(
+    path: str,
+    plan: Mapping[str, ParameterSharding],
+    configs: list[Any],
+    *,
+    is_weighted: bool,
+    local_world_size: int,
+) -> ModulePlan2D:
+    """``plan`` as a `ModulePlan2D`, or the error that says what's wrong with it."""
+    if not isinstance(plan, ModulePlan2D):
+        raise ConfigError(
+            f"module {path!r} has a stock plan; pass Planner2D's, or Plan2D.from_stock(plan, "
+            "mesh=Mesh2D.for_world(...))"
+        )
+    names = {config.name for config in configs}
+    missing, unknown = sorted(names - set(plan)), sorted(set(plan) - names)
+    if missing or unknown:
+        raise PlanError(
+            f"the plan of module {path!r} doesn't fit its tables: "
+            + "; ".join(
+                f"{what} {', '.join(tables)}"
+                for what, tables in (("missing", missing), ("unknown", unknown))
+                if tables
+            )
+        )
+    node_size = plan.mesh.node_group_size(local_world_size)
+    for name, table in plan.tables():
+        _check_table(name, table, plan, node_size)
+    _check_hot_sets(plan, configs, is_weighted=is_weighted)
+    return plan
+
+
+def _check_table(name: str, table: ParameterSharding2D, plan: ModulePlan2D, node_size: int) -> None:
+    kind = ShardingType2D(table.sharding_type)
+    shards = getattr(table.sharding_spec, "shards", None) or []
+    if kind is ShardingType2D.TABLE_ROW_WISE and len(shards) != node_size:
+        raise PlanError(_node_text(name, kind, len(shards), plan.mesh, node_size))
+    if kind is ShardingType2D.GRID_SHARD and len(shards) % node_size:
+        raise PlanError(_node_text(name, kind, len(shards), plan.mesh, node_size))
+    if isinstance(plan.sync, GradientSync) and plan.mesh.num_groups > 1:
+        check_rounding(f"table {name!r}", table.stochastic_rounding)
+
+
+def check_rounding(where: str, stochastic_rounding: bool | None) -> None:
+    """Raise if rows that must stay equal on several ranks would be rounded at random."""
+    if stochastic_rounding:
+        raise UnsupportedError(
+            f"{where} asks for stochastic_rounding, with which exact replicas would drift apart; "
+            "leave it out or use WeightSync without hot rows"
+        )
+
+
+def _node_text(
+    name: str, kind: ShardingType2D, num_shards: int, mesh: Mesh2D, node_size: int
+) -> str:
+    return (
+        f"table {name!r} ({kind.value}) has {num_shards} shards, but a sharding group of {mesh} "
+        f"has {node_size} ranks per host; plan it with local_world_size={node_size}"
+    )
+
+
+def _check_hot_sets(plan: ModulePlan2D, configs: list[Any], *, is_weighted: bool) -> None:
+    users = Counter(feature for config in configs for feature in config.feature_names)
+    for config in configs:
+        if plan[config.name].hot_set is None:  # type: ignore[attr-defined]
+            continue
+        pooling = getattr(config, "pooling", None)
+        if pooling is None:
+            raise UnsupportedError(
+                f"table {config.name!r} belongs to an EmbeddingCollection; hot rows work for "
+                "EmbeddingBagCollection tables: remove its hot set"
+            )
+        if pooling is PoolingType.MEAN and is_weighted:
+            raise UnsupportedError(
+                f"table {config.name!r} averages weighted bags, which TorchRec's sharding types "
+                "define differently; hot rows need SUM pooling there: remove its hot set"
+            )
+        shared = [feature for feature in config.feature_names if users[feature] > 1]
+        if shared:
+            raise UnsupportedError(
+                f"feature {shared[0]!r} looks up several tables, one of which ({config.name!r}) "
+                "has hot rows; remove its hot set or give each table a feature of its own"
+            )

@@ -1,0 +1,1 @@
+"""When and how replicas are made equal."""

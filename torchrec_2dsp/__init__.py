@@ -11,6 +11,7 @@ if not is_doctor_command(sys.orig_argv, sys.argv):
 
     from torchrec_2dsp.access.hot_set import HotSet
     from torchrec_2dsp.errors import (
+        CheckpointError,
         ConfigError,
         MeshError,
         PlanError,
@@ -31,6 +32,11 @@ if not is_doctor_command(sys.orig_argv, sys.argv):
     from torchrec_2dsp.plan.plan2d import Plan2D, pin
     from torchrec_2dsp.plan.remap import plan_for_rank
     from torchrec_2dsp.plan.sync_config import GradientSync, WeightSync
+    from torchrec_2dsp.planner.enumerator import Enumerator2D
+    from torchrec_2dsp.planner.partitioner import Partitioner2D
+    from torchrec_2dsp.planner.planner2d import Planner2D
+    from torchrec_2dsp.planner.stats import Stats2D
+    from torchrec_2dsp.planner.topology import group_topology
     from torchrec_2dsp.shard.sharders import (
         EmbeddingBagCollectionSharder2D,
         EmbeddingCollectionSharder2D,
@@ -40,9 +46,11 @@ if not is_doctor_command(sys.orig_argv, sys.argv):
 __version__ = "0.1.0"
 __all__ = [
     "FROM_MESH",
+    "CheckpointError",
     "ConfigError",
     "EmbeddingBagCollectionSharder2D",
     "EmbeddingCollectionSharder2D",
+    "Enumerator2D",
     "Exchange",
     "GradientSync",
     "HotSet",
@@ -53,16 +61,20 @@ __all__ = [
     "MomentScaledRowWiseAdaGrad",
     "MomentScaledRowWiseAdaGradOptimizer",
     "ParameterSharding2D",
+    "Partitioner2D",
     "Plan2D",
     "PlanError",
+    "Planner2D",
     "RankLayout",
     "ShardingType2D",
+    "Stats2D",
     "SyncError",
     "SyncReport",
     "TwoDError",
     "UnsupportedError",
     "VersionError",
     "WeightSync",
+    "group_topology",
     "pin",
     "plan_for_rank",
 ]

@@ -31,5 +31,9 @@ class UnsupportedError(TwoDError, NotImplementedError):
     """A TorchRec feature that this package refuses by name instead of getting it wrong."""
 
 
+class CheckpointError(TwoDError, ValueError):
+    """A checkpoint that can't be written, or doesn't fit the model."""
+
+
 class SyncError(TwoDError, RuntimeError):
     """Replicas could not be made equal."""

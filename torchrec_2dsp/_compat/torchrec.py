@@ -1,7 +1,6 @@
 """TorchRec internals that the plugin builds on, imported here and nowhere else.
 
-`UPSTREAM_NAMES` lists every one; a test checks that each still exists, so that a TorchRec
-upgrade fails in one readable place.
+A test checks that each name still exists, so that a TorchRec upgrade fails in one readable place.
 """
 
 from collections.abc import Iterator
@@ -47,7 +46,6 @@ from torchrec.distributed.sharding.rw_sharding import (
 )
 from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
-from torchrec.distributed.sharding.twcw_sharding import TwCwPooledEmbeddingSharding
 from torchrec.distributed.sharding.twrw_sharding import (
     TwRwPooledEmbeddingDist,
     TwRwPooledEmbeddingSharding,
@@ -78,7 +76,6 @@ __all__ = [
     "RwPooledEmbeddingSharding",
     "RwSequenceEmbeddingSharding",
     "ShardingEnv2D",
-    "TwCwPooledEmbeddingSharding",
     "TwPooledEmbeddingSharding",
     "TwRwPooledEmbeddingDist",
     "TwRwPooledEmbeddingSharding",
@@ -113,22 +110,27 @@ class NodeGroupCache:
 
 @contextmanager
 def node_group_cache(cache: NodeGroupCache) -> Iterator[None]:
-    """Let TorchRec see the node groups of one mesh, and none of them afterwards.
+    """Let TorchRec see the node groups of one mesh.
 
     TorchRec makes these groups once per process and reuses them for every later mesh, which
     sends a second mesh's collectives to the first one's ranks. Inside this context its globals
     are ``cache``; what it creates is kept there.
     """
-    _comm._INTRA_PG_2D = cache.intra
-    _comm._CROSS_PG_2D = cache.cross
-    _comm._NODE_GROUP_SIZE_2D = cache.node_group_size
+    outer = _swap_node_groups((cache.intra, cache.cross, cache.node_group_size))
     try:
         yield
     finally:
-        cache.intra = _comm._INTRA_PG_2D
-        cache.cross = _comm._CROSS_PG_2D
-        cache.node_group_size = _comm._NODE_GROUP_SIZE_2D
-        _comm._INTRA_PG_2D = _comm._CROSS_PG_2D = _comm._NODE_GROUP_SIZE_2D = None
+        cache.intra, cache.cross, cache.node_group_size = _swap_node_groups(outer)
+
+
+_NodeGroups = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, int | None]
+
+
+def _swap_node_groups(groups: _NodeGroups) -> _NodeGroups:
+    """Set TorchRec's globals and return what they were."""
+    before = (_comm._INTRA_PG_2D, _comm._CROSS_PG_2D, _comm._NODE_GROUP_SIZE_2D)
+    _comm._INTRA_PG_2D, _comm._CROSS_PG_2D, _comm._NODE_GROUP_SIZE_2D = groups
+    return before
 
 
 @dataclass

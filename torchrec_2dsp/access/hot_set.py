@@ -24,6 +24,9 @@ class HotSet:
     def __post_init__(self) -> None:
         if not self.row_ids:
             raise PlanError("a HotSet needs at least one row id; leave the hot set out instead")
+        strange = [value for value in self.row_ids if type(value) is not int]
+        if strange:
+            raise PlanError(f"HotSet row id {strange[0]!r} is not an integer")
         if any(b <= a for a, b in zip(self.row_ids, self.row_ids[1:], strict=False)):
             raise PlanError("HotSet row ids must be ascending and distinct; use HotSet.of(ids)")
         if self.row_ids[0] < 0:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from itertools import zip_longest
 from types import TracebackType
 
 import torch.distributed as dist
@@ -37,16 +38,18 @@ def agree(
     for name, expected in gathered[0][1].items():
         for rank, (_, found) in enumerate(gathered):
             if found.get(name) != expected:
+                theirs, ours = _first_difference(expected, str(found.get(name)))
                 raise ConfigError(
-                    f"{name} differs between ranks: rank 0 has {_short(expected)}, rank {rank} "
-                    f"has {_short(str(found.get(name)))}; construct all ranks alike"
+                    f"{name} differs between ranks: rank 0 has {theirs}, rank {rank} has {ours}; "
+                    "construct all ranks alike"
                 )
 
 
 class agreeing(AbstractContextManager[dict[str, str]]):
-    """Run a block of local checks, then `agree` on what they raised and found.
+    """Run a block of local work, then `agree` on what it raised and found.
 
-    The block gets a dict for the facts. Errors that aren't ours pass through untouched.
+    The block gets a dict for the facts. An error that isn't ours becomes a `ConfigError` with the
+    same text, because the other ranks must raise it too.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -62,10 +65,18 @@ class agreeing(AbstractContextManager[dict[str, str]]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is None or isinstance(error, TwoDError):
-            # A rank with an error may lack facts, so it sends none and only its error counts.
-            agree(self._group, error=error, facts=None if error else self._facts)
+        if error is None:
+            agree(self._group, facts=self._facts)
+        elif isinstance(error, TwoDError):
+            agree(self._group, error=error)
+        elif isinstance(error, Exception):
+            known = ConfigError(f"{type(error).__name__}: {error}")
+            known.__cause__ = error
+            agree(self._group, error=known)
 
 
-def _short(text: str, limit: int = 300) -> str:
-    return text if len(text) <= limit else f"{text[:limit]}..."
+def _first_difference(one: str, other: str, limit: int = 300) -> tuple[str, str]:
+    """The first lines in which two texts differ, not too long to read."""
+    lines = zip_longest(one.splitlines(), other.splitlines(), fillvalue="nothing")
+    pair = next(((a.strip(), b.strip()) for a, b in lines if a != b), (one, other))
+    return pair[0][:limit], pair[1][:limit]

@@ -1,9 +1,7 @@
 """`MeshGroups`: the process groups of a `Mesh2D`, made and closed in one order on all ranks."""
 
 import atexit
-import weakref
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from typing import cast
 
 import torch.distributed as dist
@@ -41,8 +39,7 @@ class MeshGroups:
         order relative to other group creations. `for_mesh` reuses the groups of an equal mesh.
     """
 
-    def __init__(self, mesh: Mesh2D, device_type: str, timeout: timedelta | None = None) -> None:
-        """Create the groups. ``timeout`` bounds the waits of the plugin's own exchanges."""
+    def __init__(self, mesh: Mesh2D, device_type: str) -> None:
         world = world_group()
         mesh.check_world(dist.get_world_size(world))
         self.mesh = mesh
@@ -59,9 +56,7 @@ class MeshGroups:
         """The ranks that hold this rank's shard."""
         # Hot rows are merged over all ranks while DDP's reductions may still run on the world
         # group: a group of their own keeps the two from interleaving differently on two ranks.
-        self.hot_rows = cast(
-            dist.ProcessGroup, dist.new_group(timeout=timeout, group_desc="hot_rows")
-        )
+        self.hot_rows = cast(dist.ProcessGroup, dist.new_group(group_desc="hot_rows"))
         """All ranks again, used by nothing but the hot rows."""
         self.local_world_size = get_local_size(mesh.world_size)
         """Ranks of this host (LOCAL_WORLD_SIZE)."""
@@ -73,11 +68,13 @@ class MeshGroups:
         """The groups of ``mesh`` in the current world: made on first use, then shared."""
         world = world_group()
         mesh.check_world(dist.get_world_size(world))
-        made = _GROUPS.setdefault(world, {})
-        key = (mesh, device_type)
-        if key not in made or made[key]._closed:
-            made[key] = cls(mesh, device_type)
-        return made[key]
+        # Groups of a world that was destroyed went with it.
+        for key, groups in list(_GROUPS.items()):
+            if groups.world is not world or groups._closed:
+                del _GROUPS[key]
+        if (mesh, device_type) not in _GROUPS:
+            _GROUPS[mesh, device_type] = cls(mesh, device_type)
+        return _GROUPS[mesh, device_type]
 
     def sharding_env(self) -> ShardingEnv2D:
         """The environment that TorchRec's sharded modules take."""
@@ -101,24 +98,24 @@ class MeshGroups:
             One barrier on the world. Ranks that leave while peers still use a gloo group abort
             at interpreter exit.
         """
-        if self._closed or not dist.is_initialized():
+        if self._closed:
             return
         self._closed = True
+        if self.world is not dist.group.WORLD:
+            # The world was destroyed, and these groups with it.
+            return
         dist.barrier(self.world)
-        owned = [*self._node_groups.groups(), self.hot_rows]
-        for group in (self.replica_peers, self.sharding_group):
-            # A mesh axis that spans the world may be the world's own group.
+        # The node groups were made last; a mesh axis that spans the world may be its own group.
+        made = (self.replica_peers, self.sharding_group, self.hot_rows)
+        made += tuple(reversed(self._node_groups.groups()))
+        for group in reversed(made):
             if group is not self.world:
-                owned.append(group)
-        for group in owned:
-            dist.destroy_process_group(group)
+                dist.destroy_process_group(group)
         self._node_groups.clear()
 
 
-# Keyed weakly by the world's group: a destroyed and re-made world starts with no groups.
-_GROUPS: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Mesh2D, str], MeshGroups]]" = (
-    weakref.WeakKeyDictionary()
-)
+_GROUPS: dict[tuple[Mesh2D, str], MeshGroups] = {}
+"""The groups of the current world, by mesh and device type."""
 
 
 @atexit.register

@@ -139,6 +139,11 @@ class ModelParallel2D(DMPCollection):
         """
         return sum((part.sync_point.sync_now() for part in self.sharded_modules()), SyncReport())
 
+    @property
+    def sync_total(self) -> SyncReport:
+        """All syncs since construction, also those that a pipeline or an optimizer triggered."""
+        return sum((part.sync_point.total for part in self.sharded_modules()), SyncReport())
+
     def broadcast_replicas(self) -> None:
         """Give every group the tables of the first one, after weights were written by hand.
 

@@ -7,7 +7,7 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed.types import ShardingPlan
 
-from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D, base_type
+from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D, ShardingType2D
 from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D
 
 
@@ -58,7 +58,7 @@ def module_plan_for_rank(
             spec = EnumerableShardingSpec([moved(shard) for shard in spec.shards])
         return replace(
             table,
-            sharding_type=base_type(table.sharding_type),
+            sharding_type=_runtime_type(table.sharding_type),
             ranks=None if table.ranks is None else [world_rank(index) for index in table.ranks],
             sharding_spec=spec,
         )
@@ -66,3 +66,12 @@ def module_plan_for_rank(
     return ModulePlan2D(
         {name: remapped(table) for name, table in plan.tables()}, mesh=plan.mesh, sync=plan.sync
     )
+
+
+def _runtime_type(sharding_type: str) -> str:
+    kind = ShardingType2D(sharding_type)
+    if kind is ShardingType2D.TABLE_COLUMN_WISE:
+        # Column-wise on the ranks of one host: the same shards and code at run time, but
+        # TorchRec's 2D state dict only knows the plain name.
+        kind = ShardingType2D.COLUMN_WISE
+    return kind.base.value

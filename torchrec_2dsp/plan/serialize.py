@@ -19,6 +19,8 @@ from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig, WeightSync
 
 SCHEMA_VERSION = 1
 _SYNC_CLASSES = {cls.__name__: cls for cls in (GradientSync, WeightSync)}
+# What the constructors below raise for values of a wrong type or range.
+_MALFORMED = (KeyError, TypeError, ValueError, AttributeError, RuntimeError)
 _UNSERIALIZED = ("cache_params", "key_value_params")
 
 
@@ -54,33 +56,12 @@ def to_json(plan: Plan2D) -> str:
 def from_json(text: str) -> Plan2D:
     """The plan that `to_json` wrote; raises `PlanError` for anything else."""
     try:
-        data = json.loads(text)
-        version = data["schema_version"]
-        if version != SCHEMA_VERSION:
-            raise PlanError(
-                f"plan file has schema_version={version}; this release reads {SCHEMA_VERSION}"
-            )
-        mesh = Mesh2D(
-            data["mesh"]["num_groups"],
-            data["mesh"]["group_size"],
-            RankLayout(data["mesh"]["layout"]),
-        )
-        sync_fields = dict(data["sync"])
-        sync: SyncConfig = _SYNC_CLASSES[sync_fields.pop("kind")](**sync_fields)
-        modules: dict[str, ModuleShardingPlan] = {
-            path: ModulePlan2D(
-                {name: _table_from_dict(table) for name, table in tables.items()},
-                mesh=mesh,
-                sync=sync,
-            )
-            for path, tables in data["modules"].items()
-        }
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, PlanError):
-            raise
+        plan = _plan_from_dict(json.loads(text))
+        plan.validate()
+    except PlanError:
+        raise
+    except _MALFORMED as error:
         raise PlanError(f"not a plan file: {type(error).__name__}: {error}") from error
-    plan = Plan2D(plan=modules, mesh=mesh, sync=sync)
-    plan.validate()
     return plan
 
 
@@ -91,7 +72,32 @@ def save(plan: Plan2D, path: str | Path) -> None:
 
 def load(path: str | Path) -> Plan2D:
     """Read a file that `save` wrote."""
-    return from_json(Path(path).read_text())
+    try:
+        text = Path(path).read_text()
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{path} is not a plan file: {error}") from error
+    return from_json(text)
+
+
+def _plan_from_dict(data: dict[str, Any]) -> Plan2D:
+    version = data["schema_version"]
+    if version != SCHEMA_VERSION:
+        raise PlanError(
+            f"plan file has schema_version={version}; this release reads {SCHEMA_VERSION}"
+        )
+    shape = data["mesh"]
+    mesh = Mesh2D(shape["num_groups"], shape["group_size"], RankLayout(shape["layout"]))
+    sync_fields = dict(data["sync"])
+    sync: SyncConfig = _SYNC_CLASSES[sync_fields.pop("kind")](**sync_fields)
+    modules: dict[str, ModuleShardingPlan] = {
+        path: ModulePlan2D(
+            {name: _table_from_dict(table) for name, table in tables.items()},
+            mesh=mesh,
+            sync=sync,
+        )
+        for path, tables in data["modules"].items()
+    }
+    return Plan2D(plan=modules, mesh=mesh, sync=sync)
 
 
 def _table_to_dict(name: str, table: ParameterSharding2D) -> dict[str, Any]:

@@ -67,7 +67,9 @@ def gradients_of_lookup(
         grad_output = grad_output.clamp(-max_gradient, max_gradient)
     num_features = len(shape.feature_tables)
     batch_size = (lookup.offsets.numel() - 1) // num_features
-    bounds = lookup.offsets[:: max(batch_size, 1)].tolist()
+    bounds = [0] * (num_features + 1)
+    if batch_size > 0:
+        bounds = lookup.offsets[::batch_size].tolist()
     feature_dims = [shape.table_dims[table] for table in shape.feature_tables]
     columns = [] if shape.is_sequence else list(grad_output.split(feature_dims, dim=1))
 

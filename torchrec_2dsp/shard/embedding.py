@@ -43,5 +43,5 @@ class ShardedEmbeddingCollection2D(ReplicatedModule, ShardedEmbeddingCollection)
 
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
         """Sync what is pending, then look up."""
-        self._sync_pending()
+        self._before_lookup()
         return super().compute_and_output_dist(ctx, input)

@@ -103,8 +103,9 @@ class ShardedEmbeddingBagCollection2D(ReplicatedModule, ShardedEmbeddingBagColle
             return super().create_embedding_bag_sharding(
                 sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry
             )
-        permutes = {ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value}
-        extra = {"permute_embeddings": permute_embeddings} if sharding_type in permutes else {}
+        extra = {}
+        if sharding_type == ShardingType.COLUMN_WISE.value:
+            extra["permute_embeddings"] = permute_embeddings
         return POOLED[sharding_type](
             sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry, **extra
         )
@@ -135,7 +136,7 @@ class ShardedEmbeddingBagCollection2D(ReplicatedModule, ShardedEmbeddingBagColle
 
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
         """Sync what is pending, then look up; hot rows are added while the cold ones travel."""
-        self._sync_pending()
+        self._before_lookup()
         awaitable = super().compute_and_output_dist(ctx, input)
         hot = None
         if self._hot_rows is not None and ctx.hot is not None:

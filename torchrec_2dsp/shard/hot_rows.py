@@ -16,6 +16,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp._compat.torchrec import get_gradient_division
+from torchrec_2dsp.errors import SyncError
 from torchrec_2dsp.mesh.groups import MeshGroups
 from torchrec_2dsp.rows.merge import RowMerge
 from torchrec_2dsp.shard.hot_split import HotBatch, split_hot_rows
@@ -149,7 +150,12 @@ class HotRows:
             for kernel in self._kernels
             if tables & {shard.table for shard in kernel.shards()}
         }
-        return max(rates, default=0.0)
+        if len(rates) > 1:
+            raise SyncError(
+                f"the tables {', '.join(sorted(tables))} have hot rows in one kernel but learning "
+                f"rates {sorted(rates)}; give them one schedule, or different fused parameters"
+            )
+        return rates.pop() if rates else 0.0
 
     def _mark_dirty(self) -> None:
         self._dirty = True

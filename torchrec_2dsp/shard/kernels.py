@@ -135,7 +135,11 @@ class _CapturingKernel:
                 "variable batch sizes per feature (VBE) can't be trained with GradientSync yet; "
                 "use equal batch sizes for all features of a batch, or WeightSync"
             )
-        return self.capture.lookup(run, features.weights_or_none())
+        weights = features.weights_or_none()
+        if weights is not None and not weights.is_floating_point():
+            # Scores that travel as integer weights; TorchRec's lookup ignores them, too.
+            weights = None
+        return self.capture.lookup(run, weights)
 
     def _backward_seen(self, grad: torch.Tensor) -> None:
         if self.on_backward is not None:

@@ -1,5 +1,6 @@
 """What sharded modules have in common: their replicas, and the one place where they sync."""
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from torchrec_2dsp._compat.fbgemm import optimizer_states
 from torchrec_2dsp._compat.torchrec import get_gradient_division
 from torchrec_2dsp.mesh.groups import MeshGroups
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
@@ -18,6 +18,8 @@ from torchrec_2dsp.shard.synced_optimizer import SyncedOptimizer
 from torchrec_2dsp.sync.gradient_sync import MergeRowGradients
 from torchrec_2dsp.sync.point import SyncAction, SyncPoint
 from torchrec_2dsp.sync.weight_sync import AverageWeights
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class ReplicatedModule:
     """A mixin for TorchRec's sharded modules: kernels, sync point, equal replicas at start."""
 
     _sync_point: SyncPoint | None = None
+    _has_looked_up = False
 
     def _init_replication(
         self: Any, replication: Replication, unsharded: Any, actions: list[SyncAction]
@@ -57,7 +60,6 @@ class ReplicatedModule:
         self.register_state_dict_pre_hook(lambda module, *_: module._complete_state())
         # DistributedModelParallel loads without post-hooks, so the pre-hook does both.
         self._register_load_state_dict_pre_hook(lambda *_: self._before_load())
-        self.broadcast_replicas()
 
     @property
     def sync_point(self) -> SyncPoint:
@@ -73,24 +75,57 @@ class ReplicatedModule:
     def broadcast_replicas(self: Any) -> None:
         """Give every sharding group the tables and the optimizer state of the first one.
 
-        Construction does it, because ranks that start from different seeds would otherwise
-        average different tables. Call it after you have written weights by hand.
+        The sharder does it, because ranks that start from different seeds would otherwise
+        train different tables. Weights written between construction and the first lookup
+        (``model.apply(init_weights)``) are compared and broadcast again then; call it yourself
+        when you write weights later.
 
         Collectives:
             One broadcast per table shard and state tensor on the "replicate" axis, one per
             data-parallel table on the world.
         """
-        groups: MeshGroups = self._replication.groups
-        for kernel in self.kernels():
-            tbe = kernel.emb_module
-            states = [tensor for table in optimizer_states(tbe) for tensor in table.values()]
-            for tensor in [*tbe.split_embedding_weights(), *states]:
-                dist.broadcast(tensor, group_src=0, group=groups.replica_peers)
+        self._broadcast_shards()
         for lookup in self._lookups:
             if isinstance(lookup, DistributedDataParallel):
                 for param in lookup.parameters():
-                    dist.broadcast(param.detach(), group_src=0, group=groups.world)
+                    world = self._replication.groups.world
+                    dist.broadcast(param.detach(), group_src=0, group=world)
+
+    def _broadcast_shards(self: Any) -> None:
+        peers = self._replication.groups.replica_peers
+        for tensor in self._replica_tensors():
+            dist.broadcast(tensor, group_src=0, group=peers)
         self._state_loaded()
+
+    @torch.no_grad()
+    def _before_lookup(self: Any) -> None:
+        """Sync what is pending; before the first lookup, make sure that replicas start equal."""
+        self._sync_pending()
+        if not self._has_looked_up:
+            self._has_looked_up = True
+            if self._replicas_differ():
+                logger.warning("replicas start from different weights: taking the first group's")
+                self._broadcast_shards()
+
+    def _replicas_differ(self: Any) -> bool:
+        """Compare the replica peers' tensors by their sums (one all-gather on "replicate")."""
+        groups: MeshGroups = self._replication.groups
+        sums = [tensor.sum(dtype=torch.float64).reshape(1) for tensor in self._replica_tensors()]
+        if groups.mesh.num_groups == 1 or not sums:
+            return False
+        mine = torch.cat(sums)
+        peers = [torch.empty_like(mine) for _ in range(groups.mesh.num_groups)]
+        dist.all_gather(peers, mine, group=groups.replica_peers)
+        return any(not torch.equal(peer, peers[0]) for peer in peers)
+
+    def _replica_tensors(self: Any) -> list[torch.Tensor]:
+        """Weights and optimizer state of this rank's shards, as views."""
+        return [
+            tensor
+            for kernel in self.kernels()
+            for shard in kernel.shards()
+            for tensor in shard.tensors.values()
+        ]
 
     def _replica_actions(self: Any) -> list[SyncAction]:
         replication: Replication = self._replication

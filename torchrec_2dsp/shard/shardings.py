@@ -11,7 +11,6 @@ from torchrec_2dsp._compat.torchrec import (
     BaseEmbeddingLookup,
     CwPooledEmbeddingSharding,
     CwSequenceEmbeddingSharding,
-    EmbeddingComputeKernel,
     GridPooledEmbeddingDist,
     GridPooledEmbeddingSharding,
     GroupedEmbeddingConfig,
@@ -20,13 +19,11 @@ from torchrec_2dsp._compat.torchrec import (
     RwPooledEmbeddingDist,
     RwPooledEmbeddingSharding,
     RwSequenceEmbeddingSharding,
-    TwCwPooledEmbeddingSharding,
     TwPooledEmbeddingSharding,
     TwRwPooledEmbeddingDist,
     TwRwPooledEmbeddingSharding,
     TwSequenceEmbeddingSharding,
 )
-from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.shard.kernels import EmbeddingBagKernel, EmbeddingKernel
 from torchrec_2dsp.shard.uneven_batches import UnevenReduceScatter
 
@@ -37,7 +34,6 @@ class PooledLookup(GroupedPooledEmbeddingsLookup):
     def _create_embedding_kernel(
         self, config: GroupedEmbeddingConfig, device: Any, pg: Any, sharding_type: Any, env: Any
     ) -> BaseEmbedding:
-        _check_fused(config)
         return EmbeddingBagKernel(config, pg, device, sharding_type, env)
 
 
@@ -47,7 +43,6 @@ class SequenceLookup(GroupedEmbeddingsLookup):
     def _create_embedding_kernel(
         self, config: GroupedEmbeddingConfig, pg: Any, device: Any, env: Any = None
     ) -> BaseEmbedding:
-        _check_fused(config)
         return EmbeddingKernel(config, pg, device)
 
 
@@ -92,11 +87,7 @@ class TwPooled(_Pooled, TwPooledEmbeddingSharding):
 
 
 class CwPooled(_Pooled, CwPooledEmbeddingSharding):
-    """Column-wise bags."""
-
-
-class TwCwPooled(_Pooled, TwCwPooledEmbeddingSharding):
-    """Table-column-wise bags."""
+    """Column-wise and table-column-wise bags."""
 
 
 class RwPooled(_Pooled, RwPooledEmbeddingSharding):
@@ -149,12 +140,12 @@ class RwSequence(_Sequence, RwSequenceEmbeddingSharding):
 POOLED = {
     ShardingType.TABLE_WISE.value: TwPooled,
     ShardingType.COLUMN_WISE.value: CwPooled,
-    ShardingType.TABLE_COLUMN_WISE.value: TwCwPooled,
     ShardingType.ROW_WISE.value: RwPooled,
     ShardingType.TABLE_ROW_WISE.value: TwRwPooled,
     ShardingType.GRID_SHARD.value: GridPooled,
 }
-"""Bag shardings by TorchRec's type; data parallel is stock."""
+"""Bag shardings by TorchRec's type; data parallel is stock, table-column-wise runs as
+column-wise."""
 
 SEQUENCE = {
     ShardingType.TABLE_WISE.value: TwSequence,
@@ -162,13 +153,3 @@ SEQUENCE = {
     ShardingType.ROW_WISE.value: RwSequence,
 }
 """Sequence shardings by TorchRec's type; data parallel is stock."""
-
-
-def _check_fused(config: GroupedEmbeddingConfig) -> None:
-    kernels = {table.name: table.compute_kernel for table in config.embedding_tables}
-    for table, kernel in kernels.items():
-        if kernel is not EmbeddingComputeKernel.FUSED:
-            raise UnsupportedError(
-                f"table {table!r} has compute_kernel={kernel.value!r}; replicas of "
-                "cached or key-value tables can't be synced yet: constrain it to 'fused'"
-            )

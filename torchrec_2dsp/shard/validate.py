@@ -7,6 +7,7 @@ from typing import Any
 from torchrec.distributed.types import ParameterSharding
 from torchrec.modules.embedding_configs import PoolingType
 
+from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D, ShardingType2D
@@ -20,6 +21,7 @@ def check_module_plan(
     configs: list[Any],
     *,
     is_weighted: bool,
+    device_type: str,
     local_world_size: int,
 ) -> ModulePlan2D:
     """``plan`` as a `ModulePlan2D`, or the error that says what's wrong with it."""
@@ -43,11 +45,19 @@ def check_module_plan(
     for name, table in plan.tables():
         _check_table(name, table, plan, node_size)
     _check_hot_sets(plan, configs, is_weighted=is_weighted)
+    _check_sequences(plan, configs, device_type)
     return plan
 
 
 def _check_table(name: str, table: ParameterSharding2D, plan: ModulePlan2D, node_size: int) -> None:
     kind = ShardingType2D(table.sharding_type)
+    kernels = EmbeddingComputeKernel
+    kernel = kernels.DENSE if kind is ShardingType2D.DATA_PARALLEL else kernels.FUSED
+    if table.compute_kernel != kernel.value:
+        raise UnsupportedError(
+            f"table {name!r} ({kind.value}) has compute_kernel={table.compute_kernel!r}; replicas "
+            f"of cached or key-value tables can't be synced yet: constrain it to {kernel.value!r}"
+        )
     shards = getattr(table.sharding_spec, "shards", None) or []
     if kind is ShardingType2D.TABLE_ROW_WISE and len(shards) != node_size:
         raise PlanError(_node_text(name, kind, len(shards), plan.mesh, node_size))
@@ -96,4 +106,15 @@ def _check_hot_sets(plan: ModulePlan2D, configs: list[Any], *, is_weighted: bool
             raise UnsupportedError(
                 f"feature {shared[0]!r} looks up several tables, one of which ({config.name!r}) "
                 "has hot rows; remove its hot set or give each table a feature of its own"
+            )
+
+
+def _check_sequences(plan: ModulePlan2D, configs: list[Any], device_type: str) -> None:
+    for config in configs:
+        kind = ShardingType2D(plan[config.name].sharding_type)
+        is_sequence = not hasattr(config, "pooling")
+        if is_sequence and kind is ShardingType2D.DATA_PARALLEL and device_type == "cpu":
+            raise UnsupportedError(
+                f"table {config.name!r} is data parallel in an EmbeddingCollection, which "
+                "TorchRec can't look up on the CPU; shard it table_wise or row_wise"
             )

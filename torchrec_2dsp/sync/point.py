@@ -31,6 +31,8 @@ class SyncPoint:
 
     def __init__(self, actions: Sequence[SyncAction]) -> None:
         self._actions = list(actions)
+        self.total = SyncReport()
+        """Everything that was synced so far, whoever asked for it."""
 
     @property
     def pending(self) -> bool:
@@ -48,6 +50,9 @@ class SyncPoint:
     def _run(self, actions: Sequence[SyncAction]) -> SyncReport:
         start = time.perf_counter()
         report = SyncReport()
-        for action in actions:
-            report += action.run()
-        return report + SyncReport(seconds=time.perf_counter() - start) if actions else report
+        if actions:
+            for action in actions:
+                report += action.run()
+            report += SyncReport(seconds=time.perf_counter() - start)
+            self.total += report
+        return report

@@ -1,0 +1,110 @@
+"""Why no plan fits: which table, and how many bytes are missing. Pure."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torchrec.distributed.planner.types import ShardingOption, Storage
+
+from torchrec_2dsp.mesh.mesh2d import Mesh2D
+
+REMEDY = (
+    "use a larger group_size, reserve a smaller share of the memory (storage_reservation), or "
+    "allow more sharding types and kernels (constraints)"
+)
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """What the tables need at the least, and what there is."""
+
+    table: str
+    """The table that needs the most on one rank."""
+
+    table_bytes: int
+    """What it needs on one rank, with the option that needs least there."""
+
+    rank_bytes: int
+    """What a rank of the group has left for tables: the one that has most."""
+
+    all_tables_bytes: int
+    """What all tables need over the ranks of a group, each with its smallest option."""
+
+    group_bytes: int
+    """What the ranks of a group have left for tables together."""
+
+    def sentence(self) -> str:
+        """The shortfall in words, empty if the sums alone don't explain it.
+
+        Example:
+            >>> from torchrec_2dsp.planner.infeasible import Shortfall
+            >>> Shortfall("t", 1_500, 1_000, 2_000, 4_000).sentence()
+            "table 't' needs 1,500 bytes on one rank, 500 more than the 1,000 there are"
+        """
+        largest = f"table {self.table!r} needs {self.table_bytes:,} bytes on one rank"
+        if self.table_bytes > self.rank_bytes:
+            return (
+                f"{largest}, {self.table_bytes - self.rank_bytes:,} more than the "
+                f"{self.rank_bytes:,} there are"
+            )
+        if self.all_tables_bytes > self.group_bytes:
+            return (
+                f"the tables need {self.all_tables_bytes:,} bytes on a group, "
+                f"{self.all_tables_bytes - self.group_bytes:,} more than the "
+                f"{self.group_bytes:,} there are; {largest}, the most of all tables"
+            )
+        return ""
+
+
+def shortfall(options: Iterable[ShardingOption], ranks: Sequence[Storage]) -> Shortfall | None:
+    """What a search space needs at the least, against what its ranks have.
+
+    Args:
+        options: all options of all tables, with estimates of their storage.
+        ranks: what each rank of the group has left for tables.
+
+    Returns:
+        The figures of the scarcer kind of memory, `None` without any option.
+    """
+    by_table: dict[str, list[ShardingOption]] = {}
+    for option in options:
+        by_table.setdefault(option.fqn, []).append(option)
+    if not by_table:
+        return None
+    return max(
+        (_shortfall_of(kind, by_table, ranks) for kind in ("hbm", "ddr")),
+        key=lambda found: max(
+            found.table_bytes - found.rank_bytes, found.all_tables_bytes - found.group_bytes
+        ),
+    )
+
+
+def no_plan_text(mesh: Mesh2D, found: Shortfall | None, stock_text: str) -> str:
+    """The message of a search that found nothing, with TorchRec's own below it."""
+    sentence = found.sentence() if found is not None else ""
+    reason = f": {sentence}" if sentence else ""
+    return f"no plan fits a sharding group of {mesh}{reason}; {REMEDY}.\n{stock_text}"
+
+
+def _shortfall_of(
+    kind: str, by_table: dict[str, list[ShardingOption]], ranks: Sequence[Storage]
+) -> Shortfall:
+    on_one_rank = {
+        fqn: min(max(_shard_bytes(kind, option)) for option in options)
+        for fqn, options in by_table.items()
+    }
+    table = max(on_one_rank, key=lambda fqn: on_one_rank[fqn])
+    available = [getattr(storage, kind) for storage in ranks]
+    return Shortfall(
+        table=by_table[table][0].name,
+        table_bytes=on_one_rank[table],
+        rank_bytes=max(available),
+        all_tables_bytes=sum(
+            min(sum(_shard_bytes(kind, option)) for option in options)
+            for options in by_table.values()
+        ),
+        group_bytes=sum(available),
+    )
+
+
+def _shard_bytes(kind: str, option: ShardingOption) -> list[int]:
+    return [0 if shard.storage is None else getattr(shard.storage, kind) for shard in option.shards]

@@ -1,0 +1,215 @@
+"""`Planner2D`: TorchRec's planner for one sharding group of a mesh."""
+
+from collections.abc import Callable, Mapping
+
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.planner.constants import BATCH_SIZE
+from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
+from torchrec.distributed.planner.stats import EmbeddingStats
+from torchrec.distributed.planner.types import (
+    Enumerator,
+    ParameterConstraints,
+    Partitioner,
+    PerfModel,
+    PlanLoader,
+    PlannerError,
+    PlannerErrorType,
+    Proposer,
+    ShardingOption,
+    Stats,
+    StorageReservation,
+    Topology,
+)
+from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.distributed.types import ModuleSharder
+
+from torchrec_2dsp.errors import MeshError, PlanError, TwoDError
+from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.plan.plan2d import Plan2D
+from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
+from torchrec_2dsp.planner.collective import plan_on_rank_0
+from torchrec_2dsp.planner.enumerator import Enumerator2D
+from torchrec_2dsp.planner.infeasible import Shortfall, no_plan_text, shortfall
+from torchrec_2dsp.planner.partitioner import Partitioner2D
+from torchrec_2dsp.planner.sharding_types import base_constraints
+from torchrec_2dsp.planner.stats import Stats2D
+from torchrec_2dsp.planner.topology import group_topology, world_topology
+
+_EXACT = GradientSync()
+_NOTHING_FITS = (
+    PlannerErrorType.INSUFFICIENT_STORAGE,
+    PlannerErrorType.STRICT_CONSTRAINTS,
+    PlannerErrorType.PARTITION,
+)
+_Callback = Callable[[list[ShardingOption]], list[ShardingOption]]
+
+
+class Planner2D(EmbeddingShardingPlanner):
+    """Searches the plan that every sharding group of ``mesh`` runs.
+
+    It is TorchRec's planner with four parts exchanged: the topology is that of one group, the
+    enumerator gives 2D sharding types whose time includes their replica sync, and partitioner
+    and stats know those types. Every rank holds one group's shards and no more, so the memory
+    that the search counts is what a rank of the world needs.
+
+    Example:
+        >>> import torch
+        >>> import torchrec_2dsp as tdsp
+        >>> from torchrec.distributed.planner import Topology
+        >>> from torchrec.distributed.planner.storage_reservations import (
+        ...     FixedPercentageStorageReservation,
+        ... )
+        >>> from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
+        >>> from torchrec_2dsp.planner.planner2d import Planner2D
+        >>> config = EmbeddingBagConfig(
+        ...     name="t_user", num_embeddings=1_000, embedding_dim=64, feature_names=["user"]
+        ... )
+        >>> model = EmbeddingBagCollection(tables=[config], device=torch.device("meta"))
+        >>> planner = Planner2D(
+        ...     topology=Topology(world_size=4, compute_device="cpu"),
+        ...     storage_reservation=FixedPercentageStorageReservation(0.15),
+        ...     mesh=tdsp.Mesh2D(num_groups=2, group_size=2),
+        ... )
+        >>> plan = planner.plan(model, [EmbeddingBagCollectionSharder()])
+        >>> plan.plan[""]["t_user"].sharding_type
+        '2d_table_wise'
+    """
+
+    def __init__(
+        self,
+        topology: Topology | None = None,
+        batch_size: int | None = None,
+        enumerator: Enumerator | None = None,
+        storage_reservation: StorageReservation | None = None,
+        proposer: Proposer | list[Proposer] | None = None,
+        partitioner: Partitioner | None = None,
+        performance_model: PerfModel | None = None,
+        stats: Stats | list[Stats] | None = None,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        debug: bool = True,
+        callbacks: list[_Callback] | None = None,
+        timeout_seconds: int | None = None,
+        plan_loader: PlanLoader | None = None,
+        *,
+        mesh: Mesh2D,
+        sync: SyncConfig = _EXACT,
+    ) -> None:
+        """Takes what TorchRec's planner takes, and the mesh.
+
+        Args:
+            topology: of the whole world; TorchRec's defaults for ``mesh.world_size`` ranks
+                without one.
+            batch_size: samples per rank and step, as in TorchRec.
+            enumerator: `Enumerator2D` by default. Another one must be made for one sharding
+                group, and its estimates are taken as they are, without the replica sync.
+            storage_reservation: as in TorchRec.
+            proposer: as in TorchRec.
+            partitioner: as in TorchRec; it sees TorchRec's own type names.
+            performance_model: as in TorchRec.
+            stats: as in TorchRec; `EmbeddingStats` see TorchRec's own type names.
+            constraints: per table; types by TorchRec's name or by their 2D form.
+            debug: as in TorchRec.
+            callbacks: as in TorchRec.
+            timeout_seconds: as in TorchRec.
+            plan_loader: as in TorchRec.
+            mesh: which ranks repeat the plan.
+            sync: how the replicas stay equal: its cost is part of the search, and the plan
+                carries it to the sharders.
+        """
+        self.mesh = mesh
+        """Which ranks repeat the plan."""
+        self.sync: SyncConfig = sync
+        """How the replicas stay equal."""
+        batch_size = batch_size or BATCH_SIZE
+        topology = world_topology(mesh) if topology is None else topology
+        if enumerator is None:
+            enumerator = Enumerator2D(topology, batch_size, constraints, mesh=mesh, sync=sync)
+        super().__init__(
+            topology=group_topology(topology, mesh),
+            batch_size=batch_size,
+            enumerator=enumerator,
+            storage_reservation=storage_reservation,
+            proposer=proposer,
+            partitioner=Partitioner2D(partitioner),
+            performance_model=performance_model,
+            stats=self._stats_2d(stats),
+            constraints=base_constraints(constraints),
+            debug=debug,
+            callbacks=callbacks,
+            timeout_seconds=timeout_seconds,
+            plan_loader=plan_loader,
+        )
+
+    def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> Plan2D:
+        """The plan of ``module``, made by this process alone.
+
+        Raises:
+            PlanError: nothing fits, or the search failed; TorchRec's error is its cause.
+        """
+        try:
+            stock = super().plan(module, sharders)
+        except TwoDError:
+            raise
+        except Exception as error:
+            raise PlanError(self._text(error, module, sharders)) from error
+        return Plan2D.from_stock(stock, self.mesh, self.sync)
+
+    def collective_plan(
+        self,
+        module: nn.Module,
+        sharders: list[ModuleSharder[nn.Module]] | None = None,
+        pg: dist.ProcessGroup | None = None,
+    ) -> Plan2D:
+        """`plan` on rank 0 of ``pg``; every rank gets the plan, or raises the same error.
+
+        Collectives:
+            One broadcast of a pickled object from rank 0 of ``pg``, the world by default.
+        """
+        pg = dist.group.WORLD if pg is None else pg
+        if pg is None:
+            raise MeshError(
+                "torch.distributed is not initialised; call "
+                "torch.distributed.init_process_group(...) first, or use plan(...)"
+            )
+        self.mesh.check_world(dist.get_world_size(pg))
+        known_sharders = get_default_sharders() if sharders is None else sharders
+        return plan_on_rank_0(lambda: self.plan(module, known_sharders), pg)
+
+    def _stats_2d(self, stats: Stats | list[Stats] | None) -> list[Stats]:
+        """TorchRec's stats stop at type names that they don't know; others are left alone."""
+        if stats is None:
+            return [Stats2D(mesh=self.mesh, sync=self.sync)]
+        return [
+            Stats2D(known, mesh=self.mesh, sync=self.sync)
+            if isinstance(known, EmbeddingStats)
+            else known
+            for known in (stats if isinstance(stats, list) else [stats])
+        ]
+
+    def _text(
+        self, error: Exception, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
+    ) -> str:
+        if isinstance(error, PlannerError) and error.error_type in _NOTHING_FITS:
+            return no_plan_text(self.mesh, self._shortfall(module, sharders), str(error))
+        return f"planning for {self.mesh} failed: {type(error).__name__}: {error}"
+
+    def _shortfall(
+        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
+    ) -> Shortfall | None:
+        """What was missing, `None` where the search didn't get as far as comparing sizes."""
+        try:
+            left = self._storage_reservation.reserve(
+                topology=self._topology,
+                batch_size=self._batch_size,
+                module=module,
+                sharders=sharders,
+                constraints=self._constraints,
+            )
+            options = self._enumerator.enumerate(module, sharders)
+        except Exception:
+            # The caller reports the error that stopped the search.
+            return None
+        return shortfall(options, [device.storage for device in left.devices])

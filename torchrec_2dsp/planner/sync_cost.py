@@ -1,0 +1,144 @@
+"""What keeping replica peers equal costs per step, in plan terms. Pure arithmetic.
+
+A deliberately simple model: bytes over bandwidth, no latency, no overlap with other work, rows
+hit evenly. It ranks sharding types against each other; it doesn't predict a step's time.
+"""
+
+import torch
+import torchrec.optim
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch.optim import Optimizer
+
+from torchrec_2dsp.optim.moment_scaled import MomentScaledRowWiseAdaGradOptimizer
+
+ID_BYTES = 8
+GRADIENT_BYTES = 4
+"""Row gradients travel as fp32."""
+STATE_BYTES = 4
+"""Optimizer state is fp32."""
+
+
+def gradient_sync_ms(
+    *, num_groups: int, touched_rows: float, dim: int, bandwidth_bytes_per_ms: float
+) -> float:
+    """`GradientSync`: an all-gather of the touched rows' gradients and ids among the peers.
+
+    ``touched_rows * (dim * 4 + 8) * (num_groups - 1) / bandwidth``
+
+    Example:
+        >>> from torchrec_2dsp.planner.sync_cost import gradient_sync_ms
+        >>> gradient_sync_ms(
+        ...     num_groups=3, touched_rows=10, dim=2, bandwidth_bytes_per_ms=320.0
+        ... )
+        1.0
+    """
+    row_bytes = dim * GRADIENT_BYTES + ID_BYTES
+    return touched_rows * row_bytes * (num_groups - 1) / bandwidth_bytes_per_ms
+
+
+def weight_sync_ms(*, num_groups: int, shard_bytes: float, bandwidth_bytes_per_ms: float) -> float:
+    """`WeightSync`: an all-reduce of all weights and optimizer state of the shard.
+
+    ``2 * (num_groups - 1) / num_groups * shard_bytes / bandwidth``
+
+    Example:
+        >>> from torchrec_2dsp.planner.sync_cost import weight_sync_ms
+        >>> weight_sync_ms(num_groups=2, shard_bytes=640, bandwidth_bytes_per_ms=320.0)
+        2.0
+    """
+    return 2 * (num_groups - 1) / num_groups * shard_bytes / bandwidth_bytes_per_ms
+
+
+def data_parallel_ms(
+    *, num_groups: int, group_size: int, table_bytes: float, bandwidth_bytes_per_ms: float
+) -> float:
+    """What a data-parallel table's gradient costs beyond the all-reduce inside one group.
+
+    An all-reduce over the world is one inside each group and one between replica peers, in
+    which a rank takes part with its ``1 / group_size`` of the table:
+    ``2 * (num_groups - 1) / num_groups * table_bytes / group_size / bandwidth``
+
+    Example:
+        >>> from torchrec_2dsp.planner.sync_cost import data_parallel_ms
+        >>> data_parallel_ms(
+        ...     num_groups=2, group_size=4, table_bytes=640, bandwidth_bytes_per_ms=320.0
+        ... )
+        0.5
+    """
+    return weight_sync_ms(
+        num_groups=num_groups,
+        shard_bytes=table_bytes / group_size,
+        bandwidth_bytes_per_ms=bandwidth_bytes_per_ms,
+    )
+
+
+def expected_touched_rows(
+    *, shard_rows: int, table_rows: int, lookups_per_rank: float, group_size: int
+) -> float:
+    """Distinct rows of a shard that one group's batch touches: at most all of them.
+
+    ``min(shard_rows, lookups_per_rank * group_size * shard_rows / table_rows)``: a shard gets
+    the lookups of its rows, all of them unless the table is sharded by rows.
+
+    Example:
+        >>> from torchrec_2dsp.planner.sync_cost import expected_touched_rows
+        >>> expected_touched_rows(
+        ...     shard_rows=500, table_rows=1_000, lookups_per_rank=64.0, group_size=2
+        ... )
+        64.0
+        >>> expected_touched_rows(
+        ...     shard_rows=50, table_rows=50, lookups_per_rank=64.0, group_size=2
+        ... )
+        50
+    """
+    if not table_rows:
+        return 0
+    return min(shard_rows, lookups_per_rank * group_size * shard_rows / table_rows)
+
+
+def state_bytes_per_row(optimizer: EmbOptimType | type[Optimizer], dim: int) -> int:
+    """Bytes of optimizer state that one row of a shard of width ``dim`` has.
+
+    Args:
+        optimizer: the fused kernel's name of it, or the class that it was applied by. One that
+            isn't known here counts as one number per element.
+        dim: the shard's columns.
+
+    Example:
+        >>> from fbgemm_gpu.split_embedding_configs import EmbOptimType
+        >>> from torchrec_2dsp.planner.sync_cost import state_bytes_per_row
+        >>> state_bytes_per_row(EmbOptimType.EXACT_ROWWISE_ADAGRAD, dim=64)
+        4
+        >>> state_bytes_per_row(EmbOptimType.EXACT_ADAGRAD, dim=64)
+        256
+    """
+    if optimizer in _STATELESS:
+        return 0
+    if optimizer in _ONE_PER_ROW:
+        return STATE_BYTES
+    if optimizer in _TWO_PER_ELEMENT:
+        return 2 * dim * STATE_BYTES
+    return dim * STATE_BYTES
+
+
+_STATELESS = (
+    EmbOptimType.SGD,
+    EmbOptimType.EXACT_SGD,
+    EmbOptimType.NONE,
+    torch.optim.SGD,
+    torchrec.optim.SGD,
+)
+_ONE_PER_ROW = (
+    EmbOptimType.ROWWISE_ADAGRAD,
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD,
+    torchrec.optim.RowWiseAdagrad,
+    MomentScaledRowWiseAdaGradOptimizer,
+)
+_TWO_PER_ELEMENT = (
+    EmbOptimType.ADAM,
+    EmbOptimType.LAMB,
+    torch.optim.Adam,
+    torchrec.optim.Adam,
+    torchrec.optim.LAMB,
+)

@@ -1,0 +1,169 @@
+"""From the user's optimizer to fused parameters: ours, FBGEMM's and per-parameter ones."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from torchrec_2dsp._compat.fbgemm import EmbOptimType
+from torchrec_2dsp._compat.torchrec import InBackwardOptimizers, in_backward_optimizers
+from torchrec_2dsp.errors import ConfigError, UnsupportedError
+from torchrec_2dsp.optim.moment_scaled import (
+    FROM_MESH,
+    FromMesh,
+    MomentScaledRowWiseAdaGrad,
+    MomentScaledRowWiseAdaGradOptimizer,
+)
+from torchrec_2dsp.plan.plan2d import ModulePlan2D
+from torchrec_2dsp.plan.sync_config import GradientSync
+from torchrec_2dsp.shard.kernels import MOMENT_SCALE
+from torchrec_2dsp.shard.validate import check_rounding
+
+Optimizer = MomentScaledRowWiseAdaGrad | EmbOptimType
+
+ON_CPU = frozenset(
+    {
+        EmbOptimType.EXACT_SGD,
+        EmbOptimType.EXACT_ADAGRAD,
+        EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD,
+    }
+)
+"""What FBGEMM's CPU kernel can run."""
+
+FROM_ROW_GRADIENTS = frozenset(
+    {
+        EmbOptimType.EXACT_SGD,
+        EmbOptimType.EXACT_ADAGRAD,
+        EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        EmbOptimType.ADAM,
+        EmbOptimType.PARTIAL_ROWWISE_ADAM,
+        EmbOptimType.LAMB,
+        EmbOptimType.PARTIAL_ROWWISE_LAMB,
+    }
+)
+"""Updates that see nothing but a row's summed gradient and the schedule."""
+
+
+def stock_params(
+    optimizer: Optimizer | None, fused_params: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """Fused parameters in the user's units, without what FBGEMM doesn't know."""
+    if optimizer is None:
+        return fused_params
+    if fused_params and "optimizer" in fused_params:
+        raise ConfigError(
+            f"both optimizer={optimizer!r} and fused_params['optimizer'] are given; give one"
+        )
+    if isinstance(optimizer, EmbOptimType):
+        return {**(fused_params or {}), "optimizer": optimizer}
+    return {
+        **(fused_params or {}),
+        "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        "learning_rate": optimizer.lr,
+        "eps": optimizer.eps,
+    }
+
+
+def params_for_plan(
+    params: dict[str, Any] | None, optimizer: Optimizer | None, plan: ModulePlan2D
+) -> dict[str, Any]:
+    """A sharder's fused parameters, with what follows from the plan."""
+    params = dict(params or {})
+    if isinstance(optimizer, MomentScaledRowWiseAdaGrad):
+        params[MOMENT_SCALE] = _resolved(optimizer.moment_scale, plan)
+    if keeps_exact_copies(plan):
+        check_rounding("fused_params", params.get("stochastic_rounding"))
+        # FBGEMM rounds 16-bit tables at random by default.
+        params["stochastic_rounding"] = False
+    return params
+
+
+def keeps_exact_copies(plan: ModulePlan2D) -> bool:
+    """Whether some rows have copies that equal updates keep equal."""
+    exact_groups = isinstance(plan.sync, GradientSync) and plan.mesh.num_groups > 1
+    return exact_groups or any(table.hot_set is not None for _, table in plan.tables())
+
+
+def check_optimizers(
+    module: nn.Module, params: dict[str, Any], plan: ModulePlan2D, device_type: str
+) -> None:
+    """Raise if a table's optimizer can't run on this device, or not from row gradients."""
+    for optimizer in _optimizers(module, params):
+        if device_type == "cpu" and optimizer not in ON_CPU:
+            raise UnsupportedError(
+                f"FBGEMM has no CPU kernel for {_name(optimizer)}; use one of {_names(ON_CPU)}"
+            )
+        if keeps_exact_copies(plan) and optimizer not in FROM_ROW_GRADIENTS:
+            raise UnsupportedError(
+                f"{_name(optimizer)} can't be updated from row gradients, which GradientSync and "
+                f"hot rows need; use WeightSync without hot rows, or one of "
+                f"{_names(FROM_ROW_GRADIENTS)}"
+            )
+
+
+def _optimizers(module: nn.Module, params: dict[str, Any]) -> set[EmbOptimType]:
+    """The fused optimizers of all tables, by TorchRec's rules of precedence."""
+    found = set()
+    for param in module.parameters():
+        attached = in_backward_optimizers(param)
+        kwargs = attached.kwargs[0] if attached is not None else {}
+        if "optimizer" in kwargs:
+            found.add(kwargs["optimizer"])
+        elif attached is None:
+            found.add(params.get("optimizer", EmbOptimType.EXACT_SGD))
+        elif issubclass(attached.classes[0], MomentScaledRowWiseAdaGradOptimizer):
+            found.add(EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+        else:
+            found.add(optimizer_type_to_emb_opt_type(attached.classes[0]))
+    return found
+
+
+def _name(optimizer: EmbOptimType) -> str:
+    return f"EmbOptimType.{optimizer.name}"
+
+
+def _names(optimizers: frozenset[EmbOptimType]) -> str:
+    return ", ".join(sorted(_name(optimizer) for optimizer in optimizers))
+
+
+def _resolved(scale: float | FromMesh, plan: ModulePlan2D) -> float:
+    """The moment scale under the plan's mesh and sync config."""
+    if isinstance(plan.sync, GradientSync):
+        if not isinstance(scale, FromMesh) and scale != 1.0:
+            raise ConfigError(
+                f"moment_scale={scale} with GradientSync, whose moments are exact; leave it at "
+                "FROM_MESH or use WeightSync"
+            )
+        return 1.0
+    return float(plan.mesh.num_groups) if isinstance(scale, FromMesh) else float(scale)
+
+
+@contextmanager
+def stock_optimizer_classes(module: nn.Module, plan: ModulePlan2D) -> Iterator[None]:
+    """Show TorchRec the class it knows for parameters that carry our optimizer class.
+
+    TorchRec also edits the parameters' optimizer arguments in place; both are put back.
+    """
+    saved: list[tuple[nn.Parameter, InBackwardOptimizers]] = []
+    for param in module.parameters():
+        original = in_backward_optimizers(param)
+        if original is None:
+            continue
+        saved.append((param, original))
+        classes, kwargs = list(original.classes), [dict(entry) for entry in original.kwargs]
+        for index, kind in enumerate(classes):
+            if issubclass(kind, MomentScaledRowWiseAdaGradOptimizer):
+                classes[index] = RowWiseAdagrad
+                kwargs[index].setdefault("eps", 1e-8)
+                scale = kwargs[index].get(MOMENT_SCALE, FROM_MESH)
+                kwargs[index][MOMENT_SCALE] = _resolved(scale, plan)
+        InBackwardOptimizers(classes, kwargs).attach_to(param)
+    try:
+        yield
+    finally:
+        for param, original in saved:
+            original.attach_to(param)

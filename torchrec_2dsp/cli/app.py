@@ -5,10 +5,11 @@ from collections.abc import Callable
 import typer
 
 from torchrec_2dsp.cli.doctor import doctor
+from torchrec_2dsp.cli.train import train
 
 # A command module stays light: what it needs of torch it imports inside its function, so that
 # `--help` is quick and `doctor` runs where torch does not.
-COMMANDS: tuple[Callable[..., None], ...] = (doctor,)
+COMMANDS: tuple[Callable[..., None], ...] = (doctor, train)
 
 app = typer.Typer(
     name="torchrec-2dsp",

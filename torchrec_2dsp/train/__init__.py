@@ -1,0 +1,1 @@
+"""The program behind `torchrec-2dsp train`: one model, one data stream, several runs."""

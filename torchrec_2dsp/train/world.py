@@ -1,0 +1,44 @@
+"""The world that torchrun started."""
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from torchrec_2dsp.errors import ConfigError
+
+_SET_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@contextmanager
+def launched_world(device: str) -> Iterator[int]:
+    """Join the ranks that torchrun started; the value is this rank.
+
+    The world is left in order after a success. After an error it is left as it is: a rank that
+    waited here for peers that failed would hide the error.
+
+    Collectives:
+        Makes the world's process group.
+    """
+    missing = [name for name in _SET_BY_TORCHRUN if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"{missing[0]} is not set, so there are no ranks to train on; start with: torchrun "
+            "--standalone --nproc-per-node 4 -m torchrec_2dsp train ..."
+        )
+    if device == "cuda":
+        torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    yield dist.get_rank()
+    dist.destroy_process_group()
+
+
+def quiet_upstream() -> None:
+    """Leave out what torch and torchrec say, once per rank, about each other's old names."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|torchrec)\..*")
+    warnings.filterwarnings("ignore", r"`broadcast_buffers` is deprecated", FutureWarning)
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)

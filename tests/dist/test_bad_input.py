@@ -1,0 +1,220 @@
+"""Bad input raises the same typed error on every rank within seconds."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardingPlan
+
+import torchrec_2dsp as tdsp
+from tests.support.models import SEQUENCE_TABLES, Model, ModelSpec, TableSpec, build
+from tests.support.parity import Cell, group_plan, local_world_size, make_sharder
+from tests.support.ranks import RankPool
+from torchrec_2dsp._compat.fbgemm import EmbOptimType
+from torchrec_2dsp.mesh.mesh2d import RankLayout
+
+MAX_SECONDS = 5.0
+MESH = tdsp.Mesh2D(2, 2)
+CELL = Cell(MESH)
+
+
+def raised(rank: int, world_size: int, case: str) -> tuple[str, str, float]:
+    """The error of a case on this rank, and how long it took."""
+    start = time.monotonic()
+    try:
+        CASES[case][0](rank)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "nothing", "", time.monotonic() - start
+
+
+def planned(cell: Cell = CELL) -> tuple[Model, Any, tdsp.Plan2D]:
+    model = build(cell.spec)
+    sharder = make_sharder(cell)
+    return model, sharder, group_plan(cell, model, sharder, local_world_size())
+
+
+def construct(model: Model, sharder: Any, plan: Any, **options: Any) -> None:
+    tdsp.ModelParallel2D(model, plan=plan, sharders=[sharder], **options)
+
+
+def mesh_of_another_world(rank: int) -> None:
+    model, sharder, plan = planned()
+    construct(model, sharder, tdsp.Plan2D.from_stock(plan, tdsp.Mesh2D(4, 2)))
+
+
+def stock_plan(rank: int) -> None:
+    model, sharder, plan = planned()
+    construct(model, sharder, ShardingPlan(plan.plan))
+
+
+def plan_of_another_model(rank: int) -> None:
+    _, sharder, plan = planned()
+    construct(build(ModelSpec(tables=SEQUENCE_TABLES, sequence=True)), sharder, plan)
+
+
+def plan_with_missing_table(rank: int) -> None:
+    model, sharder, plan = planned()
+    del plan.plan["ebc"]["t1"]  # type: ignore[attr-defined]
+    construct(model, sharder, plan)
+
+
+def ranks_with_different_plans(rank: int) -> None:
+    model, sharder, plan = planned()
+    construct(model, sharder, tdsp.pin(plan, "t0", hot_rows=[rank // 2]))
+
+
+def ranks_with_different_meshes(rank: int) -> None:
+    layout = RankLayout.STRIDED if rank else RankLayout.CONTIGUOUS
+    model, sharder, plan = planned(replace(CELL, mesh=tdsp.Mesh2D(2, 2, layout)))
+    construct(model, sharder, plan)
+
+
+def ranks_with_different_optimizers(rank: int) -> None:
+    model, _, plan = planned()
+    sharder = make_sharder(replace(CELL, optimizer="sgd" if rank == 2 else "adagrad"))
+    construct(model, sharder, plan)
+
+
+def one_rank_with_a_bad_plan(rank: int) -> None:
+    model, sharder, plan = planned()
+    construct(model, sharder, None if rank == 3 else plan)
+
+
+def stock_sharder(rank: int) -> None:
+    model, _, plan = planned()
+    construct(model, EmbeddingBagCollectionSharder(), plan)
+
+
+def stock_wrapper_and_sharder(rank: int) -> None:
+    model, _, plan = planned()
+    DistributedModelParallel(model, plan=plan, sharders=[EmbeddingBagCollectionSharder()])  # type: ignore[list-item]
+
+
+def submodule_configs(rank: int) -> None:
+    model, sharder, plan = planned()
+    construct(model, sharder, plan, submodule_configs=[])
+
+
+def sharding_strategy(rank: int) -> None:
+    model, sharder, plan = planned()
+    construct(model, sharder, plan, sharding_strategy="fully_sharded")
+
+
+def unknown_pinned_table(rank: int) -> None:
+    _, _, plan = planned()
+    tdsp.pin(plan, "t9", hot_rows=[0])
+
+
+def hot_row_out_of_range(rank: int) -> None:
+    _, _, plan = planned()
+    tdsp.pin(plan, "t0", hot_rows=[0, 40])
+
+
+def hot_rows_of_a_sequence_table(rank: int) -> None:
+    model, sharder, plan = planned(
+        Cell(MESH, spec=ModelSpec(tables=SEQUENCE_TABLES, sequence=True))
+    )
+    construct(model, sharder, tdsp.pin(plan, "t0", hot_rows=[0]))
+
+
+def hot_rows_of_a_data_parallel_table(rank: int) -> None:
+    _, _, plan = planned(Cell(MESH, "data_parallel"))
+    tdsp.pin(plan, "t0", hot_rows=[0])
+
+
+def hot_rows_of_a_shared_feature(rank: int) -> None:
+    tables = (TableSpec("t0", 40, 8, ("f0",)), TableSpec("t1", 24, 8, ("f0",)))
+    model = build(ModelSpec())
+    sharder = make_sharder(CELL)
+    cell = Cell(MESH, spec=ModelSpec(tables=tables))
+    model = build(cell.spec)
+    plan = group_plan(cell, model, sharder, local_world_size())
+    construct(model, sharder, tdsp.pin(plan, "t0", hot_rows=[0]))
+
+
+def cached_kernel(rank: int) -> None:
+    model, sharder, plan = planned()
+    table = plan.plan["ebc"]["t0"]  # type: ignore[index]
+    plan.plan["ebc"]["t0"] = replace(table, compute_kernel="fused_uvm_caching")  # type: ignore[index]
+    construct(model, sharder, plan)
+
+
+def optimizer_without_cpu_kernel(rank: int) -> None:
+    model, _, plan = planned()
+    construct(model, tdsp.EmbeddingBagCollectionSharder2D(EmbOptimType.ADAM), plan)
+
+
+def optimizer_that_needs_more_than_gradients(rank: int) -> None:
+    model, _, plan = planned()
+    optimizer = EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD
+    construct(model, tdsp.EmbeddingBagCollectionSharder2D(optimizer), plan)
+
+
+def one_rank_whose_kernel_fails(rank: int) -> None:
+    model, sharder, plan = planned(Cell(MESH, "table_wise"))
+    sharder.fused_params["no_such_parameter"] = 1
+    construct(model, sharder, plan)
+
+
+def stochastic_rounding(rank: int) -> None:
+    model, _, plan = planned()
+    sharder = tdsp.EmbeddingBagCollectionSharder2D(fused_params={"stochastic_rounding": True})
+    construct(model, sharder, plan)
+
+
+def data_parallel_sequences(rank: int) -> None:
+    cell = Cell(MESH, "data_parallel", ModelSpec(tables=SEQUENCE_TABLES, sequence=True))
+    construct(*planned(cell))
+
+
+CASES: dict[str, tuple[Callable[[int], None], str, str]] = {
+    case.__name__: (case, error, text)
+    for case, error, text in (
+        (mesh_of_another_world, "MeshError", "has 8 ranks but the world has 4"),
+        (stock_plan, "ConfigError", "plan is a ShardingPlan; pass Planner2D's"),
+        (plan_of_another_model, "PlanError", "names module 'ebc', which the model doesn't have"),
+        (plan_with_missing_table, "PlanError", "doesn't fit its tables: missing t1"),
+        (ranks_with_different_plans, "ConfigError", "the plan differs between ranks: rank 0"),
+        (ranks_with_different_meshes, "ConfigError", "the plan differs between ranks: rank 0"),
+        (ranks_with_different_optimizers, "ConfigError", "the sharders differs between ranks"),
+        (one_rank_with_a_bad_plan, "ConfigError", "plan is a NoneType"),
+        (stock_sharder, "ConfigError", "its sharder is EmbeddingBagCollectionSharder"),
+        (stock_wrapper_and_sharder, "ValueError", "2d_row_wise"),
+        (submodule_configs, "UnsupportedError", "doesn't take submodule_configs"),
+        (sharding_strategy, "UnsupportedError", "doesn't take sharding_strategy"),
+        (unknown_pinned_table, "PlanError", "the plan has no table 't9'; it has t0, t1, t2"),
+        (hot_row_out_of_range, "PlanError", "hot row 40 of table 'ebc.t0' is out of range"),
+        (hot_rows_of_a_sequence_table, "UnsupportedError", "belongs to an EmbeddingCollection"),
+        (hot_rows_of_a_data_parallel_table, "PlanError", "data parallel: every rank holds all"),
+        (hot_rows_of_a_shared_feature, "UnsupportedError", "looks up several tables"),
+        (cached_kernel, "UnsupportedError", "compute_kernel='fused_uvm_caching'"),
+        (optimizer_without_cpu_kernel, "UnsupportedError", "no CPU kernel for EmbOptimType.ADAM"),
+        (optimizer_that_needs_more_than_gradients, "UnsupportedError", "from row gradients"),
+        (one_rank_whose_kernel_fails, "ConfigError", "no_such_parameter"),
+        (stochastic_rounding, "UnsupportedError", "asks for stochastic_rounding"),
+        (data_parallel_sequences, "UnsupportedError", "data parallel in an EmbeddingCollection"),
+    )
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_rank_raises_the_same_error_within_seconds(ranks4: RankPool, case: str) -> None:
+    _, expected, text = CASES[case]
+    results = ranks4.run(raised, case, timeout_s=30)
+    kinds, texts, seconds = zip(*results, strict=True)
+    assert set(kinds) == {expected}, results
+    assert len(set(texts)) == 1, texts
+    assert text in texts[0]
+    assert max(seconds) < MAX_SECONDS
+
+
+
+def test_a_mesh_needs_a_process_group() -> None:
+    with pytest.raises(tdsp.MeshError, match=r"call torch\.distributed\.init_process_group"):
+        construct(build(ModelSpec()), None, None)

@@ -1,0 +1,209 @@
+"""`MeshGroups`: the right ranks on each axis, reuse, several meshes, and an orderly exit."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.collectives import count_collectives
+from tests.support.exits import NUM_RANKS, WAYS
+from tests.support.rank_worker import REPOSITORY
+from tests.support.ranks import RankPool
+from torchrec_2dsp import Mesh2D, MeshError, MeshGroups, RankLayout
+
+MESHES = [
+    Mesh2D(2, 2, RankLayout.STRIDED),
+    Mesh2D(2, 2, RankLayout.CONTIGUOUS),
+    Mesh2D(1, 4),
+    Mesh2D(4, 1),
+]
+AXES = ("sharding_group", "replica_peers", "hot_rows", "world")
+
+
+def ranks_and_sums(rank: int, groups: MeshGroups) -> dict[str, tuple[list[int], int]]:
+    """Each group's ranks and the sum of ``2 ** rank`` over them."""
+    found = {}
+    for axis in AXES:
+        group = getattr(groups, axis)
+        total = torch.tensor(2**rank)
+        dist.all_reduce(total, group=group)
+        found[axis] = (dist.get_process_group_ranks(group), int(total))
+    return found
+
+
+def expected_ranks_and_sums(rank: int, mesh: Mesh2D) -> dict[str, tuple[list[int], int]]:
+    world = list(range(mesh.world_size))
+    ranks = {
+        "sharding_group": list(mesh.sharding_group(rank)),
+        "replica_peers": list(mesh.replica_peers(rank)),
+        "hot_rows": world,
+        "world": world,
+    }
+    return {axis: (members, sum(2**rank for rank in members)) for axis, members in ranks.items()}
+
+
+def use_meshes(rank: int, world_size: int, meshes: list[Mesh2D]) -> list[dict[str, Any]]:
+    """Several meshes, open at the same time, used in turn."""
+    opened = [MeshGroups.for_mesh(mesh, "cpu") for mesh in meshes]
+    found = [ranks_and_sums(rank, groups) for groups in opened]
+    for groups in opened:
+        groups.close()
+    return found
+
+
+def test_groups_have_the_ranks_of_the_mesh(ranks4: RankPool) -> None:
+    for rank, found in enumerate(ranks4.run(use_meshes, MESHES)):
+        assert found == [expected_ranks_and_sums(rank, mesh) for mesh in MESHES]
+
+
+def close_one_of_two(rank: int, world_size: int) -> list[dict[str, Any]]:
+    first = MeshGroups.for_mesh(MESHES[0], "cpu")
+    before = ranks_and_sums(rank, first)
+    second = MeshGroups.for_mesh(MESHES[1], "cpu")
+    first.close()
+    first.close()
+    after = ranks_and_sums(rank, second)
+    again = MeshGroups.for_mesh(MESHES[0], "cpu")
+    assert again is not first
+    assert MeshGroups.for_mesh(MESHES[1], "cpu") is second
+    reopened = ranks_and_sums(rank, again)
+    again.close()
+    second.close()
+    return [before, after, reopened]
+
+
+def test_closing_one_mesh_leaves_the_other_open(ranks4: RankPool) -> None:
+    for rank, found in enumerate(ranks4.run(close_one_of_two)):
+        meshes = (MESHES[0], MESHES[1], MESHES[0])
+        assert found == [expected_ranks_and_sums(rank, mesh) for mesh in meshes]
+
+
+def open_twice(rank: int, world_size: int) -> tuple[bool, bool, dict[str, int]]:
+    first = MeshGroups.for_mesh(Mesh2D(2, 2), "cpu")
+    again = MeshGroups.for_mesh(Mesh2D(2, 2), "cpu")
+    other = MeshGroups.for_mesh(MESHES[1], "cpu")
+    with count_collectives() as closing:
+        first.close()
+        first.close()
+    other.close()
+    return first is again, first is other, closing.counts()
+
+
+def test_equal_meshes_share_groups(ranks4: RankPool) -> None:
+    for same, other, closing in ranks4.run(open_twice):
+        assert (same, other) == (True, False)
+        assert closing == {"barrier": 1}
+
+
+def environments(rank: int, world_size: int) -> list[tuple[object, ...]]:
+    found: list[tuple[object, ...]] = []
+    for mesh in MESHES[:2]:
+        groups = MeshGroups.for_mesh(mesh, "cpu")
+        env = groups.sharding_env()
+        assert (env.sharding_pg, env.replica_pg) == (groups.sharding_group, groups.replica_peers)
+        found.append(
+            (
+                env.global_rank,
+                env.rank,
+                env.world_size,
+                env.num_sharding_groups(),
+                env.node_group_size,
+                env.use_inter_host_allreduce,
+                groups.device_mesh.mesh.tolist(),
+                groups.device_mesh.mesh_dim_names,
+            )
+        )
+        groups.close()
+    return found
+
+
+def test_torchrec_gets_the_environment_of_the_mesh(ranks4: RankPool) -> None:
+    for rank, found in enumerate(ranks4.run(environments)):
+        for mesh, values in zip(MESHES[:2], found, strict=True):
+            is_contiguous = mesh.layout is RankLayout.CONTIGUOUS
+            assert values == (
+                rank,
+                mesh.shard_index(rank),
+                mesh.group_size,
+                mesh.num_groups,
+                2,
+                is_contiguous,
+                mesh.rank_matrix(),
+                ("replicate", "shard"),
+            )
+
+
+def node_group_sizes(rank: int, world_size: int) -> list[int]:
+    sizes = []
+    for layout in RankLayout:
+        groups = MeshGroups.for_mesh(Mesh2D(2, 4, layout), "cpu")
+        sizes.append(groups.sharding_env().node_group_size)
+        groups.close()
+    return sizes
+
+
+def test_node_groups_follow_the_hosts(ranks8: RankPool) -> None:
+    """Hosts of two ranks: strided groups have one rank on each, contiguous ones both."""
+    assert ranks8.run(node_group_sizes) == [[1, 2]] * 8
+
+
+def wrong_world(rank: int, world_size: int) -> list[str]:
+    texts = []
+    for make in (MeshGroups, MeshGroups.for_mesh):
+        with pytest.raises(MeshError) as caught:
+            make(Mesh2D(2, 4), "cpu")
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_a_wrong_world_size_is_an_error_on_every_rank(ranks4: RankPool) -> None:
+    for texts in ranks4.run(wrong_world):
+        for text in texts:
+            assert text == (
+                "Mesh2D(2x4, strided) has 8 ranks but the world has 4; build it with "
+                "Mesh2D.for_world(4, group_size=...)"
+            )
+
+
+def test_without_a_process_group_the_error_says_what_to_do() -> None:
+    with pytest.raises(MeshError, match=r"not initialised; call torch\.distributed\.init_process"):
+        MeshGroups.for_mesh(Mesh2D(1, 1), "cpu")
+
+
+def remake_the_world(
+    rank: int, world_size: int, folder: Path, close_old: bool
+) -> dict[str, tuple[list[int], int]]:
+    old = MeshGroups.for_mesh(Mesh2D(2, 1), "cpu")
+    dist.destroy_process_group()
+    store = dist.FileStore(str(folder / "store"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    new = MeshGroups.for_mesh(Mesh2D(2, 1), "cpu")
+    if close_old:
+        old.close()
+    return ranks_and_sums(rank, new)
+
+
+@pytest.mark.parametrize("close_old", [False, True])
+def test_a_new_world_gets_new_groups(tmp_path: Path, close_old: bool) -> None:
+    """Groups of a world that is gone are gone with it: closing them does nothing."""
+    with RankPool(2) as pool:
+        for rank, found in enumerate(pool.run(remake_the_world, tmp_path, close_old)):
+            assert found == expected_ranks_and_sums(rank, Mesh2D(2, 1))
+
+
+def test_programs_exit_with_code_0(tmp_path: Path) -> None:
+    ways = list(WAYS)
+    finished = subprocess.run(
+        [sys.executable, "-m", "tests.support.exits", str(tmp_path), *ways],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert finished.stdout.splitlines() == [f"{way}{' 0' * NUM_RANKS}" for way in ways], finished

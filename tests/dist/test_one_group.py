@@ -1,0 +1,115 @@
+"""One sharding group is stock TorchRec, bit for bit."""
+
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardingPlan
+
+import torchrec_2dsp as tdsp
+from tests.support.models import SEQUENCE_TABLES, ModelSpec, build, make_batch
+from tests.support.oracle import local_loss
+from tests.support.parity import (
+    EPS,
+    FUSED,
+    LR,
+    Cell,
+    group_plan,
+    local_shards,
+    local_world_size,
+    make_optimizer,
+    make_parallel,
+    make_sharder,
+)
+from tests.support.ranks import RankPool
+
+ONE_GROUP = tdsp.Mesh2D(1, 4)
+CELLS = [
+    Cell(ONE_GROUP, sharding, spec, optimizer)
+    for sharding, spec in (
+        ("table_wise", ModelSpec()),
+        ("column_wise", ModelSpec()),
+        ("row_wise", ModelSpec()),
+        ("table_row_wise", ModelSpec()),
+        ("grid_shard", ModelSpec()),
+        ("data_parallel", ModelSpec()),
+        ("table_wise", ModelSpec(pooling="mean")),
+        ("row_wise", ModelSpec(pooling="mean")),
+        ("row_wise", ModelSpec(tables=SEQUENCE_TABLES, sequence=True)),
+        ("table_wise", ModelSpec(tables=SEQUENCE_TABLES, sequence=True)),
+    )
+    for optimizer in ("sgd", "rowwise_adagrad")
+]
+
+
+def make_stock(cell: Cell, world_size: int) -> DistributedModelParallel:
+    """The cell by TorchRec alone: its sharder, its wrapper, the same placement."""
+    model = build(cell.spec, seed=0)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    kind = EmbeddingCollectionSharder if cell.spec.sequence else EmbeddingBagCollectionSharder
+    params = {"optimizer": FUSED[cell.optimizer], "learning_rate": LR, "eps": EPS}
+    plan = group_plan(cell, model, make_sharder(cell), local_world_size())
+    stock_plan = ShardingPlan(
+        tdsp.plan_for_rank(plan, dist.get_rank(), local_world_size=world_size).plan
+    )
+    parallel = DistributedModelParallel(
+        module=model,
+        device=torch.device("cpu"),
+        plan=stock_plan,
+        sharders=cast(Any, [kind(params)]),
+    )
+    parallel.load_state_dict(weights)  # type: ignore[arg-type]
+    return parallel
+
+
+def differing_entries(rank: int, world_size: int, cells: list[Cell]) -> list[str]:
+    """Which losses or weights of three steps differ in any bit from stock TorchRec's."""
+    found = []
+    for cell in cells:
+        ours, stock = (
+            make_parallel(cell, world_size, local_world_size()),
+            make_stock(cell, world_size),
+        )
+        optimizers = make_optimizer(ours), make_optimizer(stock)
+        for step in range(3):
+            batch = make_batch(cell.spec, seed=10 * step + rank)
+            losses = []
+            for model, optimizer in zip((ours, stock), optimizers, strict=True):
+                optimizer.zero_grad()
+                loss = local_loss(model(batch))
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            if losses[0] != losses[1]:
+                found.append(f"{cell}: loss of step {step}")
+        expected = stock.state_dict()
+        for name, value in ours.state_dict().items():
+            pairs = zip(local_shards(value), local_shards(expected[name]), strict=True)
+            for (mine, offset), (theirs, their_offset) in pairs:
+                if offset != their_offset or not torch.equal(mine, theirs):
+                    found.append(f"{cell}: {name} at {offset}")
+    return found
+
+
+def test_one_group_with_the_fused_backward(ranks4: RankPool) -> None:
+    assert ranks4.run(differing_entries, CELLS) == [[]] * 4
+
+
+def test_one_group_with_captured_rows(ranks4: RankPool) -> None:
+    """Capturing and applying rows gives the bits of the fused update, where TorchRec's own
+    order of additions is defined: one feature per table, unweighted sums, sequences."""
+    one_feature = tuple(replace(table, features=table.features[:1]) for table in ModelSpec().tables)
+    cells = [
+        replace(
+            cell,
+            always_capture=True,
+            spec=cell.spec if cell.spec.sequence else replace(cell.spec, tables=one_feature),
+        )
+        for cell in CELLS
+        if cell.sharding != "data_parallel"
+    ]
+    assert ranks4.run(differing_entries, cells) == [[]] * 4

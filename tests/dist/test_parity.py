@@ -1,0 +1,125 @@
+"""Training in 2D equals training one unsharded model on the global batch: the whole matrix.
+
+Ten steps; the loss of every step, every weight and every moment at the end.
+"""
+
+from itertools import product
+
+import pytest
+
+from tests.support.models import SEQUENCE_TABLES, ModelSpec
+from tests.support.parity import Cell, Gap, run_cells
+from tests.support.ranks import RankPool
+from torchrec_2dsp import GradientSync, Mesh2D, RankLayout, WeightSync
+
+TOLERANCE = 1e-6
+"""Ranks add the same float32 numbers in another order than the oracle: a few ulps of weights
+below 1, carried through ten steps."""
+
+ROW_WISE_MEAN_TOLERANCE = 4e-6
+"""TorchRec averages row-wise bags by their length + 1e-6."""
+
+MESHES = (Mesh2D(1, 4), Mesh2D(2, 2), Mesh2D(2, 2, RankLayout.CONTIGUOUS), Mesh2D(4, 1))
+MESHES_8 = (Mesh2D(2, 4), Mesh2D(2, 4, RankLayout.CONTIGUOUS), Mesh2D(4, 2))
+BAG_TYPES = (
+    "table_wise",
+    "column_wise",
+    "row_wise",
+    "table_row_wise",
+    "table_column_wise",
+    "grid_shard",
+    "data_parallel",
+)
+BAGS = (ModelSpec(), ModelSpec(pooling="mean"), ModelSpec(weighted=True))
+SEQUENCES = ModelSpec(tables=SEQUENCE_TABLES, sequence=True)
+HOT_ROWS = (("t0", (0, 1, 5, 39)), ("t1", (0, 2)))
+METHODS = (
+    ("sgd", GradientSync()),
+    ("rowwise_adagrad", GradientSync()),
+    ("sgd", WeightSync()),
+)
+
+
+def matrix(sharding: str, meshes: tuple[Mesh2D, ...]) -> list[Cell]:
+    """All cells of one sharding type that apply."""
+    cells = [
+        Cell(mesh, sharding, spec, optimizer, sync, hot_rows)
+        for mesh, spec, (optimizer, sync), hot_rows in product(
+            meshes, BAGS, METHODS, ((), HOT_ROWS)
+        )
+    ]
+    if sharding == "table_column_wise":
+        # Runs as column-wise; what differs is the planning.
+        return [cell for cell in cells if cell.spec == ModelSpec()]
+    if sharding == "data_parallel":
+        # Replicated by TorchRec itself: no hot rows, one (dense) optimizer.
+        return [cell for cell in cells if not cell.hot_rows and cell.optimizer == "sgd"]
+    return cells
+
+
+def check(cells: list[Cell], per_rank: list[list[Gap]]) -> None:
+    """Every cell on every rank within its tolerance, and really compared."""
+    for index, cell in enumerate(cells):
+        gaps = [gaps[index] for gaps in per_rank]
+        row_wise = cell.sharding in ("row_wise", "table_row_wise")
+        mean = cell.spec.pooling == "mean"
+        tolerance = ROW_WISE_MEAN_TOLERANCE if row_wise and mean else TOLERANCE
+        worst = max(gaps, key=lambda gap: gap.worst)
+        assert worst.worst <= tolerance, f"{cell}: {worst}"
+        table_values = sum(table.num_rows * table.dim for table in cell.spec.tables)
+        copies = len(per_rank) if cell.sharding == "data_parallel" else cell.mesh.num_groups
+        assert sum(gap.num_values for gap in gaps) == copies * table_values, str(cell)
+        syncs = cell.mesh.num_groups > 1 and cell.sharding != "data_parallel"
+        if syncs or cell.hot_rows:
+            assert sum(gap.synced_rows for gap in gaps) > 0, f"{cell} synced nothing"
+
+
+@pytest.mark.parametrize("sharding", BAG_TYPES)
+def test_bags_equal_the_unsharded_model(ranks4: RankPool, sharding: str) -> None:
+    cells = matrix(sharding, MESHES)
+    check(cells, ranks4.run(run_cells, cells, timeout_s=200))
+
+
+@pytest.mark.parametrize("sharding", ["table_wise", "column_wise", "row_wise"])
+def test_sequences_equal_the_unsharded_model(ranks4: RankPool, sharding: str) -> None:
+    cells = [
+        Cell(mesh, sharding, SEQUENCES, optimizer, sync)
+        for mesh, (optimizer, sync) in product(MESHES, METHODS)
+    ]
+    check(cells, ranks4.run(run_cells, cells, timeout_s=120))
+
+
+def test_element_wise_adagrad_is_exact_too(ranks4: RankPool) -> None:
+    cells = [
+        Cell(mesh, sharding, optimizer="adagrad", hot_rows=hot_rows)
+        for mesh in MESHES
+        for sharding in ("table_wise", "row_wise", "column_wise")
+        for hot_rows in ((), HOT_ROWS)
+    ]
+    check(cells, ranks4.run(run_cells, cells, timeout_s=120))
+
+
+def test_two_ranks_per_host_in_groups_over_hosts(ranks8: RankPool) -> None:
+    """Node-wise types are only themselves where a group spans hosts."""
+    cells = [
+        Cell(MESHES_8[0], sharding, optimizer="rowwise_adagrad", hot_rows=hot_rows)
+        for sharding in ("table_row_wise", "grid_shard")
+        for hot_rows in ((), HOT_ROWS)
+    ]
+    cells += [Cell(MESHES_8[1], sharding) for sharding in ("table_row_wise", "grid_shard")]
+    check(cells, ranks8.run(run_cells, cells, timeout_s=200))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("sharding", BAG_TYPES)
+def test_eight_ranks(ranks8: RankPool, sharding: str) -> None:
+    cells = matrix(sharding, MESHES_8)
+    check(cells, ranks8.run(run_cells, cells, timeout_s=1100))
+
+
+def test_the_matrix_notices_a_method_that_is_not_exact(ranks4: RankPool) -> None:
+    """Averaging row-wise AdaGrad is a different algorithm: the check must see it."""
+    cell = Cell(Mesh2D(2, 2), optimizer="rowwise_adagrad", sync=WeightSync())
+    gaps = [gaps[0] for gaps in ranks4.run(run_cells, [cell])]
+    assert max(gap.weight for gap in gaps) > 1e-3

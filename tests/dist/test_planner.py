@@ -1,0 +1,145 @@
+"""`Planner2D.collective_plan`: one plan or one error on all ranks."""
+
+import time
+from typing import NoReturn
+
+import pytest
+from torch import nn
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import PlannerError, ShardingOption
+
+import torchrec_2dsp as tdsp
+from tests.support.ranks import RankPool
+from tests.unit.test_planner import SHARDERS, bags, constrained, planner_for, world
+from torchrec_2dsp.plan.serialize import to_json
+
+MESH = tdsp.Mesh2D(num_groups=2, group_size=2)
+
+
+def plan_as_json(rank: int, world_size: int, sharding_type: str) -> str:
+    planner = planner_for(MESH, constraints=constrained(sharding_type))
+    return to_json(planner.collective_plan(bags(), SHARDERS))
+
+
+@pytest.mark.parametrize("sharding_type", ["row_wise", "2d_table_wise", "data_parallel"])
+def test_every_rank_gets_the_plan(ranks4: RankPool, sharding_type: str) -> None:
+    plans = ranks4.run(plan_as_json, sharding_type)
+
+    alone = planner_for(MESH, constraints=constrained(sharding_type)).plan(bags(), SHARDERS)
+    assert plans == [to_json(alone)] * 4
+
+
+def num_searches(rank: int, world_size: int) -> int:
+    searched: list[int] = []
+
+    def count(options: list[ShardingOption]) -> list[ShardingOption]:
+        searched.append(rank)
+        return options
+
+    planner = planner_for(MESH, callbacks=[count])
+    plan = planner.collective_plan(bags(), SHARDERS)
+    assert type(plan) is tdsp.Plan2D
+    return len(searched)
+
+
+def test_only_rank_0_searches(ranks4: RankPool) -> None:
+    assert ranks4.run(num_searches) == [1, 0, 0, 0]
+
+
+def empty_plan(rank: int, world_size: int) -> str:
+    return to_json(planner_for(MESH).collective_plan(nn.Linear(2, 2), SHARDERS))
+
+
+def test_no_tables_give_an_empty_plan_everywhere(ranks4: RankPool) -> None:
+    empty = tdsp.Plan2D({}, mesh=MESH, sync=tdsp.GradientSync())
+
+    assert ranks4.run(empty_plan) == [to_json(empty)] * 4
+
+
+def nothing_fits(rank: int, world_size: int) -> None:
+    planner_for(MESH, world(4, ddr_cap=1_000)).collective_plan(bags(), SHARDERS)
+
+
+def a_part_breaks(rank: int, world_size: int) -> None:
+    def broken(options: list[ShardingOption]) -> NoReturn:
+        raise KeyError("lost on rank 0")
+
+    planner_for(MESH, callbacks=[broken]).collective_plan(bags(), SHARDERS)
+
+
+def the_plan_cannot_travel(rank: int, world_size: int) -> None:
+    def unpicklable(options: list[ShardingOption]) -> list[ShardingOption]:
+        for option in options:
+            option.output_dtype = lambda: None  # type: ignore[assignment]
+        return options
+
+    planner = planner_for(MESH, callbacks=[unpicklable], debug=False)
+    planner.collective_plan(bags(), SHARDERS)
+
+
+class RefusingReservation(FixedPercentageStorageReservation):
+    def reserve(self, *args: object, **kwargs: object) -> NoReturn:
+        raise tdsp.UnsupportedError("refused by name")
+
+
+def a_part_refuses(rank: int, world_size: int) -> None:
+    reservation = RefusingReservation(0.0)
+    planner_for(MESH, storage_reservation=reservation).collective_plan(bags(), SHARDERS)
+
+
+def the_mesh_is_another(rank: int, world_size: int) -> None:
+    planner_for(tdsp.Mesh2D(4, 2)).collective_plan(bags(), SHARDERS)
+
+
+ErrorSeen = tuple[str, str, str | None, float]
+
+
+def error_of(rank: int, world_size: int, planning: str) -> ErrorSeen:
+    start = time.monotonic()
+    try:
+        globals()[planning](rank, world_size)
+    except Exception as error:
+        cause = None if error.__cause__ is None else type(error.__cause__).__name__
+        return type(error).__name__, str(error), cause, time.monotonic() - start
+    raise AssertionError(f"{planning} raised nothing")
+
+
+@pytest.mark.parametrize(
+    ("planning", "kind", "text", "causes"),
+    [
+        ("nothing_fits", "PlanError", "no plan fits a sharding group", ["PlannerError"]),
+        ("a_part_breaks", "PlanError", "failed: KeyError: 'lost on rank 0'", ["KeyError"]),
+        (
+            "the_plan_cannot_travel",
+            "PlanError",
+            "planning failed on rank 0",
+            ["AttributeError", "PicklingError"],
+        ),
+        ("a_part_refuses", "UnsupportedError", "refused by name", [None]),
+        ("the_mesh_is_another", "MeshError", "has 8 ranks but the world has 4", [None]),
+    ],
+)
+def test_every_rank_raises_the_same_error_within_seconds(
+    ranks4: RankPool, planning: str, kind: str, text: str, causes: list[str | None]
+) -> None:
+    errors = ranks4.run(error_of, planning, timeout_s=30)
+
+    assert {(seen_kind, seen_text) for seen_kind, seen_text, _, _ in errors} == {
+        (kind, errors[0][1])
+    }
+    assert text in errors[0][1]
+    assert errors[0][2] in causes
+    assert max(seconds for _, _, _, seconds in errors) < 5
+    # The ranks are still in step: a plan can be made.
+    assert len(set(ranks4.run(plan_as_json, "row_wise"))) == 1
+
+
+def test_planning_alone_has_the_stock_error_as_its_cause() -> None:
+    with pytest.raises(tdsp.PlanError) as raised:
+        planner_for(MESH, world(4, ddr_cap=1_000)).plan(bags(), SHARDERS)
+    assert isinstance(raised.value.__cause__, PlannerError)
+
+
+def test_without_a_process_group_it_says_what_to_do() -> None:
+    with pytest.raises(tdsp.MeshError, match=r"init_process_group\(...\) first, or use plan"):
+        planner_for(MESH).collective_plan(bags(), SHARDERS)

@@ -1,0 +1,217 @@
+"""The training program: exact 2D trains as one group does, and the command shows it."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from rich.console import Console
+
+from tests.support.ranks import RankPool
+from torchrec_2dsp.cli.train import Display, show_result
+from torchrec_2dsp.plan.plan2d import Plan2D
+from torchrec_2dsp.train.config import TrainConfig
+from torchrec_2dsp.train.config_file import load_config, make_config
+from torchrec_2dsp.train.meter import Measured
+from torchrec_2dsp.train.program import train
+from torchrec_2dsp.train.results import RunResult, TrainResult, largest_loss_gap
+
+ROOT = Path(__file__).parents[2]
+TINY = {
+    "data": {
+        "num_dense": 3,
+        "features": [
+            {"name": "user", "num_rows": 100},
+            {"name": "page", "num_rows": 33, "min_ids": 0, "max_ids": 3},
+        ],
+    },
+    "model": {"dim": 8, "dense_layers": [4], "over_layers": [4]},
+    "loop": {
+        "steps": 7,
+        "global_batch_size": 32,
+        "eval_steps": 2,
+        "report_every": 3,
+        "final_steps": 4,
+    },
+    "runs": {
+        "one_group": {},
+        "exact": {"num_groups": 2},
+        "averaged": {"num_groups": 2, "sync": "WeightSync"},
+    },
+}
+
+
+class Recorder:
+    """A watcher that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def run_planned(self, name: str, plan: Plan2D, config: TrainConfig) -> None:
+        self.told.append(f"{name} planned for {plan.mesh}")
+
+    def steps_trained(self, name: str, last_step: int, measured: Measured) -> None:
+        self.told.append(f"{name} step {last_step}: {len(measured.losses)} losses")
+
+    def run_finished(self, result: RunResult) -> None:
+        self.told.append(f"{result.name} finished")
+
+
+def train_tiny(rank: int, world_size: int) -> tuple[TrainResult, list[str], str]:
+    recorder, shown = Recorder(), io.StringIO()
+    console = Console(file=shown, width=80)
+    result = train(make_config(TINY), [recorder, Display(console)])
+    show_result(result, console)
+    # What comes after finds the ranks in step.
+    dist.barrier()
+    return result, recorder.told, shown.getvalue()
+
+
+@pytest.fixture(scope="module")
+def trained(ranks4: RankPool) -> list[tuple[TrainResult, list[str], str]]:
+    """The tiny program, run once for all tests of this module."""
+    return ranks4.run(train_tiny)
+
+
+Trained = list[tuple[TrainResult, list[str], str]]
+
+
+def test_every_rank_has_the_same_result(trained: Trained) -> None:
+    first = trained[0][0]
+
+    for result, _, _ in trained[1:]:
+        assert result.planted == first.planted
+        assert [run.losses for run in result.runs] == [run.losses for run in first.runs]
+        assert [run.evaluated for run in result.runs] == [run.evaluated for run in first.runs]
+        assert [run.plan for run in result.runs] == [run.plan for run in first.runs]
+
+
+def test_exact_2d_trains_as_one_group_and_averaging_nearly(trained: Trained) -> None:
+    result = trained[0][0]
+    one_group, exact, averaged = result.runs
+    assert result.reference is one_group
+
+    # Float rounding: sums of 32 losses are added in another order.
+    assert largest_loss_gap(exact, one_group) < 1e-5
+    assert abs(exact.evaluated.loss - one_group.evaluated.loss) < 1e-5
+    # The averages are other numbers, so the comparison can fail.
+    assert 1e-5 < largest_loss_gap(averaged, one_group) < 0.1
+
+
+def test_results_are_measured(trained: Trained) -> None:
+    for run in trained[0][0].runs:
+        assert len(run.losses) == 7
+        assert run.train_loss == pytest.approx(sum(run.losses[-4:]) / 4)
+        assert len(run.evaluated.losses) == 2
+        assert run.samples_per_s > 0
+    one_group, exact, averaged = trained[0][0].runs
+    assert one_group.sync_bytes_per_step == one_group.synced_rows_per_step == 0
+    # Two copies of (100 + 33) rows of 8 floats and a moment, on two ranks each: averaging sends
+    # half of one and receives as much; exact sync sends the rows that were touched.
+    assert averaged.sync_bytes_per_step == pytest.approx(133 * 9 * 4 / 2, rel=0.02)
+    assert averaged.synced_rows_per_step == pytest.approx(133 / 2, rel=0.02)
+    assert 0 < exact.synced_rows_per_step < averaged.synced_rows_per_step
+
+
+def test_watchers_are_told_in_order(trained: Trained) -> None:
+    assert trained[0][1][:5] == [
+        "one_group planned for Mesh2D(1x4, strided)",
+        "one_group step 3: 3 losses",
+        "one_group step 6: 3 losses",
+        "one_group step 7: 1 losses",
+        "one_group finished",
+    ]
+    assert trained[0][1][5] == "exact planned for Mesh2D(2x2, strided)"
+
+
+def test_plans_progress_and_figures_are_shown_in_80_columns(trained: Trained) -> None:
+    shown = trained[0][2]
+
+    for text in (
+        "exact: Mesh2D(2x2, strided), kept equal by GradientSync",
+        "averaged: step 7/7  loss ",
+    ):
+        assert text in shown
+    lines = [line.split() for line in shown.splitlines()]
+    assert ["t_user", "100", "8"] in [line[:3] for line in lines]
+    words = [" ".join(line) for line in lines]
+    headings = words.index("run mesh sync loss loss NE one_group per s per step")
+    assert words[headings - 1] == "train eval eval gap to samples sync MB"
+    rows = lines[headings + 2 : headings + 5]
+    assert [row[:3] for row in rows] == [
+        ["one_group", "1x4", "none"],
+        ["exact", "2x2", "GradientSync"],
+        ["averaged", "2x2", "WeightSync"],
+    ]
+    assert [len(row) for row in rows] == [9] * 3
+    assert "Gap: the largest difference of a step's train loss" in shown
+    assert "…" not in shown
+
+
+def train_one(rank: int, world_size: int, run: str) -> str:
+    shown = io.StringIO()
+    console = Console(file=shown, width=80, force_terminal=True)
+    show_result(train(make_config(TINY).only([run]), [Display(console)]), console)
+    return shown.getvalue()
+
+
+def test_one_run_on_a_terminal_has_a_bar_and_no_gap(ranks4: RankPool) -> None:
+    shown = ranks4.run(train_one, "exact")[0]
+
+    assert "7/7" in shown
+    assert "━" in shown
+    assert "gap" not in shown.lower()
+
+
+def wrong_world(rank: int, world_size: int) -> str:
+    try:
+        train(make_config(TINY | {"runs": {"odd": {"num_groups": 3}}}))
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_a_config_that_does_not_fit_fails_on_every_rank(ranks4: RankPool) -> None:
+    errors = ranks4.run(wrong_world, timeout_s=30)
+
+    assert set(errors) == {errors[0]}
+    assert errors[0].startswith("runs.odd.num_groups=3 does not divide the 4 ranks")
+
+
+def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The demo's command, as a user starts it."""
+    return subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone",
+            "--nproc-per-node", "4", "-m", "torchrec_2dsp", "train",
+            "--config", "configs/runs/demo.toml", *arguments,
+        ],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )  # fmt: skip
+
+
+def test_the_demo_command_trains_and_prints_the_table(tmp_path: Path) -> None:
+    done = launch(
+        *("--set", "loop.steps=3", "--set", "loop.eval_steps=1"),
+        *("--set", f"loop.tensorboard_dir={tmp_path}"),
+    )
+
+    assert done.returncode == 0, done.stderr
+    # Nothing but what the program says: no warnings, and nothing said four times.
+    assert done.stderr == ""
+    assert done.stdout.count("step 3/3") == 3
+    table = done.stdout.partition("sync MB")[2]
+    assert "one_group 1x4  none" in table
+    assert "exact     2x2  GradientSync" in table
+    assert "averaged  2x2  WeightSync" in table
+    runs = load_config(ROOT / "configs" / "runs" / "demo.toml").runs
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(runs)
+    assert all(list(folder.glob("events.*")) for folder in tmp_path.iterdir())

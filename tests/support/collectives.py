@@ -1,0 +1,134 @@
+"""Count the collectives that this rank issues, whoever issues them.
+
+torch.distributed's Python calls, the functional collectives (TorchRec's all-to-alls) and DDP's
+C++ reducer all end in an operator of the dispatcher, which is where they are seen. The operators
+run as ever, autograd and streams included.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_NAMES = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce_coalesced",
+    "allgather": "all_gather",
+    "allgather_base": "all_gather_into_tensor",
+    "reduce_scatter_base": "reduce_scatter_tensor",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all_single",
+}
+"""Dispatcher operators that the Python API calls otherwise."""
+
+_NOT_COLLECTIVES = {"wait_tensor", "wrap_tensor_autograd"}
+_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One operation that this rank issued."""
+
+    op: str
+    """The name in `torch.distributed`, without ``async`` and in-place forms."""
+    ranks: tuple[int, ...]
+    """World ranks of the group."""
+    group: str
+    """The group's description: an axis of a mesh ends in ``shard`` or ``replicate``."""
+    num_bytes: int
+    """Size of this rank's input, its own part of an all-to-all included."""
+
+
+@dataclass
+class Collectives:
+    """What `count_collectives` saw, in order."""
+
+    records: list[Collective] = field(default_factory=list)
+
+    def on(self, ranks: tuple[int, ...] | list[int]) -> list[Collective]:
+        """Those of groups with exactly these ranks, in any order."""
+        return [record for record in self.records if sorted(record.ranks) == sorted(ranks)]
+
+    def counts(self) -> dict[str, int]:
+        """How often each operation was issued."""
+        return dict(Counter(record.op for record in self.records))
+
+    def summary(self) -> dict[tuple[str, int], tuple[int, int]]:
+        """``(calls, bytes)`` by ``(op, group size)``."""
+        totals: dict[tuple[str, int], tuple[int, int]] = {}
+        for record in self.records:
+            key = (record.op, len(record.ranks))
+            calls, num_bytes = totals.get(key, (0, 0))
+            totals[key] = (calls + 1, num_bytes + record.num_bytes)
+        return totals
+
+    def total_bytes(self) -> int:
+        """Input bytes of all of them."""
+        return sum(record.num_bytes for record in self.records)
+
+
+@contextmanager
+def count_collectives() -> Iterator[Collectives]:
+    """Count this rank's collectives inside the context, backward passes included."""
+    seen = Collectives()
+    with _Recorder(seen.records):
+        yield seen
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, records: list[Collective]) -> None:
+        super().__init__()
+        self._records = records
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        op = func._schema.name.split("::")[1].strip("_")
+        if func.namespace in _NAMESPACES and op not in _NOT_COLLECTIVES:
+            schema_names = [argument.name for argument in func._schema.arguments]
+            named = dict(zip(schema_names, args, strict=False)) | dict(kwargs)
+            self._records.append(_record(op, named))
+        return func(*args, **kwargs)
+
+
+def _record(op: str, arguments: dict[str, Any]) -> Collective:
+    group = _group(arguments)
+    return Collective(
+        op=_NAMES.get(op, op),
+        ranks=tuple(dist.get_process_group_ranks(group)),
+        group=group.group_desc,
+        num_bytes=_input_bytes(op, arguments, group),
+    )
+
+
+def _group(arguments: dict[str, Any]) -> dist.ProcessGroup:
+    if "group_name" in arguments:
+        return _resolve_process_group(arguments["group_name"])
+    unbox: Callable[[Any], dist.ProcessGroup] = dist.ProcessGroup.unbox
+    return unbox(arguments["process_group"])
+
+
+def _input_bytes(op: str, arguments: dict[str, Any], group: dist.ProcessGroup) -> int:
+    if op in ("barrier", "monitored_barrier") or op.startswith("recv"):
+        return 0
+    if op == "broadcast" and arguments.get("root_rank") not in (None, group.rank()):
+        return 0
+    inputs = [value for name, value in arguments.items() if name.startswith("input")]
+    tensors = inputs or [value for name, value in arguments.items() if name.startswith("tensor")]
+    return sum(
+        leaf.numel() * leaf.element_size()
+        for leaf in pytree.tree_leaves(tensors)
+        if isinstance(leaf, torch.Tensor)
+    )

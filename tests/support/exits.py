@@ -1,0 +1,71 @@
+"""Four plain ranks that end their program in a given way; prints their exit codes.
+
+Run as ``python -m tests.support.exits FOLDER WAY...``. The ranks are forks, which saves the
+imports, but each ends as a whole interpreter does, destructors of gloo's objects included.
+"""
+
+import gc
+import os
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from torchrec_2dsp import Mesh2D, MeshGroups
+
+NUM_RANKS = 4
+
+
+def main(folder: str, ways: list[str]) -> None:
+    # The objects of the imports take seconds to collect at each exit and don't matter here.
+    gc.freeze()
+    for number, way in enumerate(ways):
+        store = f"{folder}/{number}-{way}"
+        sys.stdout.flush()
+        children = []
+        for rank in range(NUM_RANKS):
+            child = os.fork()
+            if child == 0:
+                use_groups(rank, store, WAYS[way])
+                return
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        print(way, *codes)
+
+
+def use_groups(rank: int, store: str, leave: Callable[[MeshGroups], None]) -> None:
+    torch.set_num_threads(1)
+    os.environ["LOCAL_WORLD_SIZE"] = str(NUM_RANKS)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, NUM_RANKS), rank=rank, world_size=NUM_RANKS
+    )
+    groups = MeshGroups.for_mesh(Mesh2D(2, 2), "cpu")
+    for group in (groups.sharding_group, groups.replica_peers, groups.hot_rows, groups.world):
+        dist.all_reduce(torch.ones(1000), group=group)
+    leave(groups)
+
+
+def close(groups: MeshGroups) -> None:
+    groups.close()
+
+
+def destroy(groups: MeshGroups) -> None:
+    dist.destroy_process_group()
+
+
+def just_end(groups: MeshGroups) -> None:
+    pass
+
+
+def forget_and_end(groups: MeshGroups) -> None:
+    """As `just_end`, while a collective was left unfinished on one axis."""
+    dist.all_reduce(torch.ones(1000), group=groups.replica_peers, async_op=True)
+
+
+WAYS: dict[str, Callable[[MeshGroups], None]] = {
+    way.__name__: way for way in (close, destroy, just_end, forget_and_end)
+}
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,195 @@
+"""Checks the import graph, and file and function sizes, from the source alone."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+LAYERS: tuple[frozenset[str], ...] = (
+    frozenset({"errors"}),
+    frozenset({"_compat"}),
+    frozenset({"mesh", "access", "optim"}),
+    frozenset({"plan", "comms", "data"}),
+    frozenset({"rows", "cost"}),
+    frozenset({"sync"}),
+    frozenset({"planner", "shard"}),
+    frozenset({"parallel"}),
+    frozenset({"train", "bench"}),
+    frozenset({"cli"}),
+    frozenset({"__main__"}),
+)
+"""From the bottom up. Parts on one line never import each other."""
+
+UPSTREAM = ("torchrec", "fbgemm_gpu")
+ADAPTERS = "_compat"
+INTERNALS = tuple(
+    f"torchrec.distributed.{name}"
+    for name in (
+        "batched_embedding_kernel",
+        "comm",
+        "comm_ops",
+        "dist_data",
+        "embedding_lookup",
+        "sharding",
+    )
+)
+PUBLIC_FBGEMM = (
+    "fbgemm_gpu.split_embedding_configs",
+    "fbgemm_gpu.split_table_batched_embeddings_ops_common",
+)
+MAX_FILE_LINES = 300
+MAX_FUNCTION_LINES = 60
+
+
+@dataclass(frozen=True)
+class Module:
+    """A source file of the package under test."""
+
+    path: Path
+    name: str
+    """Dotted, without ``.__init__``."""
+    tree: ast.Module
+
+    @property
+    def part(self) -> str:
+        """The name right below the package: what `LAYERS` ranks; empty for the package itself."""
+        return self.name.split(".")[1] if "." in self.name else ""
+
+
+def read_package(package: Path) -> dict[str, Module]:
+    """All modules of a package by dotted name."""
+    modules = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        modules[name] = Module(path, name, ast.parse(path.read_text()))
+    return modules
+
+
+def imported(module: Module) -> Iterator[tuple[int, str]]:
+    """``(line, dotted name)`` of all that a file imports, inside functions as well."""
+    package = module.name.split(".")
+    if module.path.name != "__init__.py":
+        package = package[:-1]
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            prefix = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{prefix}.{alias.name}") for alias in node.names)
+
+
+def layer_violations(package: Path) -> list[str]:
+    """Imports that point up or sideways, and parts that no layer names."""
+    found = []
+    modules = read_package(package)
+    ranks = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
+    for module in modules.values():
+        if not module.part:
+            continue  # The package's own names may come from anywhere.
+        if module.part not in ranks:
+            found.append(f"{module.path}: no layer has {module.part!r}; add it to LAYERS")
+            continue
+        for line, name in imported(module):
+            where = f"{module.path}:{line}"
+            target = _resolve(name, modules)
+            if target is None:
+                continue
+            if not target.part:
+                found.append(
+                    f"{where}: imports from the package itself; import from the defining module"
+                )
+            elif target.part in ranks and target.part != module.part:
+                if ranks[target.part] > ranks[module.part]:
+                    found.append(
+                        f"{where}: {module.part} is below {target.part}: imports point down; "
+                        "move the code up, or what it needs down"
+                    )
+                elif ranks[target.part] == ranks[module.part]:
+                    found.append(
+                        f"{where}: {module.part} and {target.part} are siblings, which don't "
+                        "import each other; move what they share to a layer below"
+                    )
+    return found
+
+
+def cycle_violations(package: Path) -> list[str]:
+    """Modules that import each other, directly or around several corners."""
+    modules = read_package(package)
+    graph = {
+        name: {
+            target.name
+            for _, imported_name in imported(module)
+            if (target := _resolve(imported_name, modules)) and target.name != name
+        }
+        for name, module in modules.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        cycle = " -> ".join(error.args[1])
+        return [f"{package}: import cycle {cycle}; move what they share to a module of its own"]
+    return []
+
+
+def upstream_violations(package: Path) -> list[str]:
+    """Imports of TorchRec or FBGEMM internals outside the adapters."""
+    return [
+        f"{module.path}:{line}: {name} is internal to {name.split('.')[0]}; "
+        f"import it in {ADAPTERS} and take it from there"
+        for module in read_package(package).values()
+        if module.part != ADAPTERS
+        for line, name in imported(module)
+        if _is_internal(name)
+    ]
+
+
+def size_violations(folder: Path) -> list[str]:
+    """Files and functions that are too long."""
+    found = []
+    for path in sorted(folder.rglob("*.py")):
+        text = path.read_text()
+        num_lines = len(text.splitlines())
+        if num_lines > MAX_FILE_LINES:
+            found.append(f"{path}: {num_lines} lines, over {MAX_FILE_LINES}; split it by theme")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                num_lines = _num_code_lines(node)
+                if num_lines > MAX_FUNCTION_LINES:
+                    found.append(
+                        f"{path}:{node.lineno}: {node.name} has {num_lines} lines, over "
+                        f"{MAX_FUNCTION_LINES}; take its steps out into functions"
+                    )
+    return found
+
+
+def _resolve(name: str, modules: dict[str, Module]) -> Module | None:
+    """The module that an imported name is, or is defined in; `None` if it is another package's."""
+    while name not in modules and "." in name:
+        name = name.rpartition(".")[0]
+    return modules.get(name)
+
+
+def _is_internal(name: str) -> bool:
+    parts = name.split(".")
+    if parts[0] not in UPSTREAM:
+        return False
+    if any(part.startswith("_") and not part.startswith("__") for part in parts):
+        return True
+    if parts[0] == "fbgemm_gpu":
+        return not _is_in(name, PUBLIC_FBGEMM)
+    return _is_in(name, INTERNALS)
+
+
+def _is_in(name: str, modules: tuple[str, ...]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def _num_code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    first = function.body[0]
+    docstring = 0
+    if ast.get_docstring(function, clean=False) is not None:
+        docstring = (first.end_lineno or 0) - first.lineno + 1
+    return (function.end_lineno or 0) - function.lineno + 1 - docstring

@@ -1,0 +1,148 @@
+"""Small models and batches whose training can be followed number by number."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import (
+    DataType,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    PoolingType,
+)
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """A table of a test model."""
+
+    name: str
+    num_rows: int
+    dim: int
+    features: tuple[str, ...]
+
+
+TABLES = (
+    TableSpec("t0", 40, 8, ("f0",)),
+    TableSpec("t1", 24, 16, ("f1", "f2")),
+    TableSpec("t2", 33, 8, ("f3",)),
+)
+"""Several dims, several features per table, a row count that no group size divides."""
+
+SEQUENCE_TABLES = (
+    TableSpec("t0", 40, 8, ("f0",)),
+    TableSpec("t1", 24, 8, ("f1", "f2")),
+)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Which model to build."""
+
+    tables: tuple[TableSpec, ...] = TABLES
+    pooling: str = "sum"
+    weighted: bool = False
+    sequence: bool = False
+    data_type: DataType = DataType.FP32
+
+    @property
+    def features(self) -> list[tuple[str, TableSpec]]:
+        """Every feature with its table."""
+        return [(feature, table) for table in self.tables for feature in table.features]
+
+
+class BagModel(nn.Module):
+    """Bags, joined by feature name, then one dense layer: `[batch]` scores."""
+
+    def __init__(self, spec: ModelSpec, device: str = "cpu") -> None:
+        super().__init__()
+        self.features = [feature for feature, _ in spec.features]
+        self.ebc = EmbeddingBagCollection(
+            device=torch.device(device),
+            is_weighted=spec.weighted,
+            tables=[
+                EmbeddingBagConfig(
+                    name=table.name,
+                    num_embeddings=table.num_rows,
+                    embedding_dim=table.dim,
+                    feature_names=list(table.features),
+                    pooling=PoolingType(spec.pooling.upper()),
+                    data_type=spec.data_type,
+                )
+                for table in spec.tables
+            ],
+        )
+        self.over = nn.Linear(sum(table.dim for _, table in spec.features), 1)
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        pooled = self.ebc(features)
+        # The order of a sharded collection's output follows the plan: read it by name.
+        return self.over(torch.cat([pooled[name] for name in self.features], dim=1)).squeeze(1)
+
+
+class SequenceModel(nn.Module):
+    """Sequences, summed per sample by hand, then one dense layer: `[batch]` scores."""
+
+    def __init__(self, spec: ModelSpec, device: str = "cpu") -> None:
+        super().__init__()
+        self.features = [feature for feature, _ in spec.features]
+        self.ec = EmbeddingCollection(
+            device=torch.device(device),
+            tables=[
+                EmbeddingConfig(
+                    name=table.name,
+                    num_embeddings=table.num_rows,
+                    embedding_dim=table.dim,
+                    feature_names=list(table.features),
+                    data_type=spec.data_type,
+                )
+                for table in spec.tables
+            ],
+        )
+        self.over = nn.Linear(sum(table.dim for _, table in spec.features), 1)
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        sequences = self.ec(features)
+        parts = []
+        for name in self.features:
+            jagged = sequences[name]
+            sample = torch.arange(jagged.lengths().numel()).repeat_interleave(jagged.lengths())
+            total = jagged.values().new_zeros(jagged.lengths().numel(), jagged.values().shape[1])
+            # Values by position in the sequence, so that order matters.
+            parts.append(total.index_add(0, sample, jagged.values().tanh()))
+        return self.over(torch.cat(parts, dim=1)).squeeze(1)
+
+
+Model = BagModel | SequenceModel
+
+
+def build(spec: ModelSpec, seed: int = 0, device: str = "cpu") -> Model:
+    """The model of ``spec``, with the same weights for the same seed."""
+    torch.manual_seed(seed)
+    return (SequenceModel if spec.sequence else BagModel)(spec, device)
+
+
+def tables_of(model: nn.Module) -> nn.ModuleDict:
+    """The embedding modules of an unsharded or sharded model, by table."""
+    if hasattr(model, "ebc"):
+        return model.ebc.embedding_bags  # type: ignore[union-attr]
+    return model.ec.embeddings  # type: ignore[union-attr]
+
+
+def make_batch(
+    spec: ModelSpec, seed: int, batch_size: int = 6, max_length: int = 4
+) -> KeyedJaggedTensor:
+    """A batch with skewed ids, empty bags and duplicate ids inside bags."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = [feature for feature, _ in spec.features]
+    lengths = torch.randint(0, max_length + 1, (len(keys) * batch_size,), generator=generator)
+    values = []
+    for index, (_, table) in enumerate(spec.features):
+        count = int(lengths[index * batch_size : (index + 1) * batch_size].sum())
+        skew = 1.0 / torch.arange(1, table.num_rows + 1).float()
+        values.append(torch.multinomial(skew, max(count, 1), True, generator=generator)[:count])
+    ids = torch.cat(values)
+    weights = torch.rand(ids.numel(), generator=generator) if spec.weighted else None
+    return KeyedJaggedTensor(keys=keys, values=ids, lengths=lengths, weights=weights)

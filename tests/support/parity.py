@@ -1,0 +1,258 @@
+"""Train a cell of the parity matrix beside the oracle and measure how far apart they are."""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+import torchrec_2dsp as tdsp
+from tests.support.models import ModelSpec, build, make_batch
+from tests.support.oracle import Oracle, local_loss
+from torchrec_2dsp._compat.fbgemm import EmbOptimType
+from torchrec_2dsp.plan.parameter_sharding import base_type
+from torchrec_2dsp.shard.replicated import ReplicatedModule
+
+LR, STEPS = 0.05, 10
+EPS = 1e-3
+"""Large enough that a gradient which cancels to almost nothing, whose rounding error is then
+all of it, doesn't become a full AdaGrad step."""
+FUSED = {
+    "sgd": EmbOptimType.EXACT_SGD,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination of the matrix."""
+
+    mesh: tdsp.Mesh2D
+    sharding: str = "row_wise"
+    spec: ModelSpec = field(default_factory=ModelSpec)
+    optimizer: str = "rowwise_adagrad"
+    sync: tdsp.GradientSync | tdsp.WeightSync = field(default_factory=tdsp.GradientSync)
+    hot_rows: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    always_capture: bool = False
+    stock_wrapper: bool = False
+    batch_sizes: tuple[int, ...] = ()
+    eps: float = EPS
+    seed: int = 0
+    max_length: int = 4
+
+    def __str__(self) -> str:
+        kind = "sequence" if self.spec.sequence else self.spec.pooling
+        parts = [self.sharding, kind + ("-weighted" if self.spec.weighted else "")]
+        parts += [self.optimizer, str(self.mesh), type(self.sync).__name__]
+        parts += ["hot"] * bool(self.hot_rows) + ["stock-dmp"] * self.stock_wrapper
+        return " ".join(parts + ["captured"] * self.always_capture)
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How far a cell ended from the oracle."""
+
+    loss: float
+    """Largest relative difference of a step's loss."""
+    weight: float
+    """Largest difference of a weight."""
+    moment: float
+    """Largest difference of a moment, relative to the table's largest one."""
+    num_values: int
+    """How many weights this rank compared."""
+    synced_rows: int
+    """Rows that all syncs of this rank wrote."""
+
+    @property
+    def worst(self) -> float:
+        """The largest of all differences."""
+        return max(self.loss, self.weight, self.moment)
+
+
+def group_plan(cell: Cell, model: nn.Module, sharder: object, local_world_size: int) -> tdsp.Plan2D:
+    """A plan with every table sharded the cell's way."""
+    constraints = {
+        table.name: ParameterConstraints(sharding_types=[cell.sharding], min_partition=4)
+        for table in cell.spec.tables
+    }
+    planner = tdsp.Planner2D(
+        batch_size=8,
+        constraints=constraints,
+        storage_reservation=FixedPercentageStorageReservation(0.0),
+        mesh=cell.mesh,
+        sync=cell.sync,
+    )
+    plan = planner.plan(model, [sharder])  # type: ignore[list-item]
+    for table, rows in cell.hot_rows:
+        plan = tdsp.pin(plan, table, hot_rows=rows)
+    return plan
+
+
+def make_sharder(cell: Cell) -> object:
+    """The sharder of the cell's embedding module; a dense optimizer trains data-parallel tables."""
+    kind = (
+        tdsp.EmbeddingCollectionSharder2D
+        if cell.spec.sequence
+        else tdsp.EmbeddingBagCollectionSharder2D
+    )
+    sharder = kind(
+        FUSED[cell.optimizer],
+        fused_params={"learning_rate": LR, "eps": cell.eps},
+    )
+    sharder.always_capture = cell.always_capture
+    return sharder
+
+
+def make_parallel(cell: Cell, world_size: int, local_world_size: int) -> DistributedModelParallel:
+    """The cell's model, sharded, with the weights of seed 0."""
+    model = build(cell.spec, seed=0)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    sharder = make_sharder(cell)
+    plan = group_plan(cell, model, sharder, local_world_size)
+    wrapper = DistributedModelParallel if cell.stock_wrapper else tdsp.ModelParallel2D
+    parallel = wrapper(
+        module=model,
+        device=torch.device("cpu"),
+        plan=plan,
+        sharders=[sharder],  # type: ignore[list-item]
+    )
+    parallel.load_state_dict(weights)  # type: ignore[arg-type]
+    return parallel
+
+
+def make_optimizer(parallel: DistributedModelParallel, lr: float = LR) -> CombinedOptimizer:
+    """The fused optimizer and SGD for everything else."""
+    dense = dict(in_backward_optimizer_filter(parallel.named_parameters()))
+    wrapped = KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=lr))
+    return CombinedOptimizer([parallel.fused_optimizer, wrapped])
+
+
+def run_cell(rank: int, world_size: int, cell: Cell, steps: int = STEPS) -> Gap:
+    """Train the cell and the oracle side by side on this rank."""
+    parallel = make_parallel(cell, world_size, local_world_size())
+    optimizer = make_optimizer(parallel)
+    oracle = make_oracle(cell)
+    sizes = cell.batch_sizes or (6,) * world_size
+    loss_gap, synced = 0.0, 0
+    for step in range(steps):
+        batches = [
+            make_batch(cell.spec, cell.seed + 1000 * step + peer, size, cell.max_length)
+            for peer, size in enumerate(sizes)
+        ]
+        optimizer.zero_grad()
+        loss = local_loss(parallel(batches[rank]))
+        loss.backward()
+        synced += _sync(parallel)
+        optimizer.step()
+        expected = oracle.step(batches)
+        if all(sizes):
+            loss_gap = max(loss_gap, abs(loss.item() - expected[rank]) / (1 + expected[rank]))
+    return compare(parallel, oracle, loss_gap, synced)
+
+
+def run_cells(rank: int, world_size: int, cells: list[Cell]) -> list[Gap]:
+    """Several cells in one call."""
+    return [run_cell(rank, world_size, cell) for cell in cells]
+
+
+def make_oracle(cell: Cell) -> Oracle:
+    """The oracle that a cell must match."""
+    blocks = {table.name: _column_blocks(cell, table.dim) for table in cell.spec.tables}
+    # TorchRec trains data-parallel tables with the dense optimizer.
+    optimizer = "sgd" if cell.sharding == "data_parallel" else cell.optimizer
+    return Oracle(cell.spec, optimizer=optimizer, lr=LR, eps=cell.eps, column_blocks=blocks)
+
+
+def compare(
+    parallel: DistributedModelParallel, oracle: Oracle, loss_gap: float = 0.0, synced: int = 0
+) -> Gap:
+    """Every local shard and moment against the oracle's."""
+    weight_gap, moment_gap, count = 0.0, 0.0, 0
+    for name, value in parallel.state_dict().items():
+        table = name.split(".")[-2] if name.startswith(("ebc", "ec")) else None
+        if table is None:
+            expected = oracle.model.state_dict()[name]
+            weight_gap = max(weight_gap, _gap(value, expected))
+            continue
+        for shard, (row, column) in local_shards(value):
+            expected = oracle.weights[table][
+                row : row + shard.shape[0], column : column + shard.shape[1]
+            ]
+            weight_gap = max(weight_gap, _gap(shard.float(), expected.float()))
+            count += shard.numel()
+    parallel.state_dict()
+    for part in parallel.modules():
+        if not isinstance(part, ReplicatedModule):
+            continue
+        for kernel in part.kernels():
+            for shard in kernel.shards():
+                for name, moment in shard.tensors.items():
+                    if name == "sum":
+                        expected = _expected_moment(
+                            oracle, shard.table, shard.row, shard.column, moment
+                        )
+                        gap = (moment - expected).abs() / expected.max().clamp(min=1e-12)
+                        moment_gap = max(moment_gap, gap.max().item() if gap.numel() else 0.0)
+    return Gap(loss_gap, weight_gap, moment_gap, count, synced)
+
+
+def local_shards(value: object) -> list[tuple[torch.Tensor, tuple[int, int]]]:
+    """This rank's parts of a state dict entry, with their row and column offsets."""
+    if hasattr(value, "local_shards"):
+        return [
+            (shard.tensor, tuple(shard.metadata.shard_offsets))
+            for shard in value.local_shards()  # type: ignore
+        ]
+    if hasattr(value, "to_local"):
+        local = value.to_local()  # type: ignore[attr-defined]
+        return [
+            (shard, tuple(offset))  # type: ignore[misc]
+            for shard, offset in zip(local.local_shards(), local.local_offsets(), strict=False)
+        ]
+    assert isinstance(value, torch.Tensor)
+    return [(value, (0, 0))]
+
+
+def local_world_size() -> int:
+    """Ranks per host, as the launcher said."""
+    import os
+
+    return int(os.environ["LOCAL_WORLD_SIZE"])
+
+
+def _sync(parallel: DistributedModelParallel) -> int:
+    if isinstance(parallel, tdsp.ModelParallel2D):
+        return parallel.sync().num_rows
+    return 0
+
+
+def _column_blocks(cell: Cell, dim: int) -> int:
+    """How many column shards the stock planner makes of a table (min_partition is 4)."""
+    if base_type(cell.sharding) in ("column_wise", "table_column_wise", "grid_shard"):
+        return dim // 4
+    return 1
+
+
+def _expected_moment(
+    oracle: Oracle, table: str, row: int, column: int, moment: torch.Tensor
+) -> torch.Tensor:
+    expected = oracle.moments[table][row : row + moment.shape[0]]
+    if oracle.optimizer == "adagrad":
+        return expected[:, column : column + moment.shape[1]]
+    columns = oracle.weights[table].shape[1] // oracle.blocks[table]
+    return expected[:, column // columns]
+
+
+def _gap(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return (actual - expected).abs().max().item() if actual.numel() else 0.0
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    dist.barrier()

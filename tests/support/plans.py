@@ -1,0 +1,97 @@
+"""Hypothesis strategies for meshes and plans."""
+
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from hypothesis import strategies as st
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    ParameterSharding,
+    ShardingPlan,
+    ShardingType,
+)
+from torchrec.modules.embedding_configs import DataType
+
+from torchrec_2dsp import GradientSync, HotSet, Mesh2D, Plan2D, RankLayout, WeightSync, pin
+
+layouts = st.sampled_from(RankLayout)
+meshes = st.builds(Mesh2D, st.integers(1, 6), st.integers(1, 6), layouts)
+syncs = st.sampled_from([GradientSync(), WeightSync()])
+names = st.text("abcdefgh_.", min_size=1, max_size=8)
+
+
+def shard(rank: int, offsets: tuple[int, int], sizes: tuple[int, int]) -> ShardMetadata:
+    """A shard on the CPU of ``rank``."""
+    return ShardMetadata(list(offsets), list(sizes), f"rank:{rank}/cpu")
+
+
+def sharding(
+    sharding_type: ShardingType, ranks: list[int], num_rows: int, dim: int = 4
+) -> ParameterSharding:
+    """A stock sharding of one table, as a planner makes it: one shard per rank."""
+    shards = None
+    if sharding_type is ShardingType.COLUMN_WISE:
+        shards = [
+            shard(rank, (0, dim * index), (num_rows, dim)) for index, rank in enumerate(ranks)
+        ]
+    elif sharding_type is not ShardingType.DATA_PARALLEL:
+        shards = [
+            shard(rank, (num_rows * index, 0), (num_rows, dim)) for index, rank in enumerate(ranks)
+        ]
+    return ParameterSharding(
+        sharding_type=sharding_type.value,
+        compute_kernel="dense" if shards is None else "fused",
+        ranks=ranks,
+        sharding_spec=None if shards is None else EnumerableShardingSpec(shards),
+    )
+
+
+@st.composite
+def shardings(draw: st.DrawFn, group_size: int) -> ParameterSharding:
+    """A stock sharding for one sharding group."""
+    sharding_type = draw(
+        st.sampled_from(
+            [
+                ShardingType.DATA_PARALLEL,
+                ShardingType.TABLE_WISE,
+                ShardingType.COLUMN_WISE,
+                ShardingType.ROW_WISE,
+            ]
+        )
+    )
+    ranks = list(range(group_size))
+    if sharding_type is ShardingType.TABLE_WISE:
+        ranks = [draw(st.sampled_from(ranks))]
+    elif sharding_type is ShardingType.COLUMN_WISE:
+        ranks = draw(st.lists(st.sampled_from(ranks), min_size=1, max_size=4))
+    made = sharding(sharding_type, ranks, draw(st.integers(1, 20)), draw(st.integers(1, 8)))
+    made.bounds_check_mode = draw(st.sampled_from([None, *BoundsCheckMode]))
+    made.output_dtype = draw(st.sampled_from([None, DataType.FP32, DataType.FP16]))
+    made.enforce_hbm = draw(st.sampled_from([None, True, False]))
+    return made
+
+
+@st.composite
+def stock_plans(draw: st.DrawFn, group_size: int) -> ShardingPlan:
+    """A stock plan of up to two modules for one sharding group."""
+    tables = st.dictionaries(names, shardings(group_size), min_size=1, max_size=3)
+    modules = draw(st.dictionaries(names, tables, max_size=2))
+    return ShardingPlan({path: EmbeddingModuleShardingPlan(plan) for path, plan in modules.items()})
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan2D:
+    """A valid `Plan2D`, some tables with hot rows."""
+    mesh = draw(meshes)
+    plan = Plan2D.from_stock(draw(stock_plans(mesh.group_size)), mesh, draw(syncs))
+    for table in sorted({name for _, module in plan.modules() for name in module}):
+        rows = [_num_rows(module[table]) for _, module in plan.modules() if table in module]
+        if all(rows) and draw(st.booleans()):
+            ids = draw(st.sets(st.integers(0, min(rows) - 1), min_size=1, max_size=4))
+            plan = pin(plan, table, hot_rows=HotSet.of(ids))
+    return plan
+
+
+def _num_rows(table: ParameterSharding) -> int:
+    shards = getattr(table.sharding_spec, "shards", None) or []
+    return max((part.shard_offsets[0] + part.shard_sizes[0] for part in shards), default=0)

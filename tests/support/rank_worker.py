@@ -1,0 +1,89 @@
+"""What the process of one rank does: answer the parent's messages until told to leave."""
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import tomllib
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[2]
+# The parent's deadline shows the stacks of all ranks: it should come before gloo's.
+GLOO_TIMEOUT = timedelta(minutes=15)
+
+
+def serve(rank: int, env: dict[str, str], connection: Connection, stacks: Path) -> None:
+    """Answer the set-up and then every pickled ``(fn, args)`` with ``(kind, value)``."""
+    os.environ.update(env)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    with stacks.open("w") as stacks_file:
+        faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)
+        import torch
+        import torch.distributed as dist
+
+        _answer(connection, _set_up)
+        while payload := _receive(connection):
+            torch.manual_seed(0)
+            _answer(connection, lambda: _call(payload, rank, int(env["WORLD_SIZE"])))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        faulthandler.unregister(signal.SIGUSR1)
+
+
+def _die_with_parent() -> None:
+    """Leave nothing behind if the tests are killed while this rank is busy."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _set_up() -> None:
+    import torch
+    import torch.distributed as dist
+    from _pytest.config import apply_warning_filters
+
+    torch.set_num_threads(1)
+    apply_warning_filters(_warning_filters(), [])
+    dist.init_process_group("gloo", timeout=GLOO_TIMEOUT)
+
+
+def _call(payload: bytes, rank: int, world_size: int) -> Any:
+    fn, args = pickle.loads(payload)
+    return fn(rank, world_size, *args)
+
+
+def _receive(connection: Connection) -> bytes:
+    try:
+        return connection.recv_bytes()
+    except (EOFError, OSError):
+        return b""  # The parent is gone.
+
+
+def _answer(connection: Connection, action: Callable[[], Any]) -> None:
+    # Plain pickle, because multiprocessing's own would move tensors to shared memory.
+    try:
+        reply = pickle.dumps(("returned", action()))
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        lines = traceback.format_exception(type(error), error, trace)
+        reply = pickle.dumps(("raised", "".join(lines)))
+    connection.send_bytes(reply)
+
+
+def _warning_filters() -> list[str]:
+    """What pytest is told, so that a rank treats warnings as the test process does."""
+    pyproject = REPOSITORY / "pyproject.toml"
+    if not pyproject.exists():
+        return []
+    options = tomllib.loads(pyproject.read_text()).get("tool", {}).get("pytest", {})
+    return list(options.get("ini_options", options).get("filterwarnings", []))

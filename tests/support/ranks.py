@@ -1,0 +1,284 @@
+"""Run a function on several gloo ranks, each a process of its own, and see what every rank did.
+
+`run_ranks` starts fresh processes for one call. `RankPool` keeps them for many calls, which
+takes milliseconds instead of seconds. Functions and arguments travel by pickle, so a function
+must be importable: module level, in a test module.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext, SpawnContext
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from tests.support.rank_worker import serve
+
+START_TIMEOUT_S = 120
+EXIT_TIMEOUT_S = 20
+GRACE_S = 15
+"""How long the other ranks may go on after one failed, so that their errors are seen too."""
+
+_PRELOADED = "torchrec.distributed.model_parallel"
+_BAD_EXIT = "died with exit code"
+
+RankFunction = Callable[..., Any]
+
+
+class RanksFailed(Exception):
+    """At least one rank raised, died or missed the deadline. The message shows every rank."""
+
+    def __init__(self, reports: dict[int, str]) -> None:
+        self.reports = reports
+        """What each rank did, by rank."""
+        text = [f"---- rank {rank}: {report.rstrip()}" for rank, report in sorted(reports.items())]
+        super().__init__("\n" + "\n".join(text))
+
+    def __reduce__(self) -> tuple[type["RanksFailed"], tuple[dict[int, str]]]:
+        return type(self), (self.reports,)
+
+
+def run_ranks(
+    fn: RankFunction,
+    world_size: int,
+    *args: Any,
+    local_world_size: int | None = None,
+    timeout_s: float = 120,
+    grace_s: float = GRACE_S,
+) -> list[Any]:
+    """``fn(rank, world_size, *args)`` on fresh processes; the results in rank order.
+
+    A process that doesn't exit with code 0 afterwards is a failure, too.
+    """
+    with RankPool(world_size, local_world_size, start_method="spawn") as pool:
+        return pool.run(fn, *args, timeout_s=timeout_s, grace_s=grace_s)
+
+
+class RankPool:
+    """``world_size`` ranks that run one function after another.
+
+    The ranks start at the first `run`. They share one process group until a call leaves them
+    out of step (a deadline missed, a rank dead, some raised and some returned): then they are
+    stopped, and the next `run` starts new ones.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        local_world_size: int | None = None,
+        *,
+        start_method: Literal["forkserver", "spawn"] = "forkserver",
+    ) -> None:
+        """``start_method="spawn"`` takes seconds, but its ranks start and exit as a script does:
+        a fork of a process that has imported TorchRec runs no exit handlers."""
+        self.world_size = world_size
+        self.local_world_size = local_world_size or world_size
+        self.num_starts = 0
+        """How often processes were started."""
+        self._start_method = start_method
+        self._ranks: list[_Rank] = []
+
+    def run(
+        self, fn: RankFunction, *args: Any, timeout_s: float = 120, grace_s: float = GRACE_S
+    ) -> list[Any]:
+        """``fn(rank, world_size, *args)`` on every rank; the results in rank order."""
+        if not self._ranks:
+            self._start()
+        return self._call(fn, args, timeout_s, grace_s)
+
+    def close(self) -> None:
+        """Let the ranks exit; raise `RanksFailed` if one can't do so with code 0."""
+        ranks, self._ranks = self._ranks, []
+        for rank in ranks:
+            rank.ask_to_leave()
+        deadline = time.monotonic() + EXIT_TIMEOUT_S
+        reports = {rank.number: rank.leave(deadline) for rank in ranks}
+        if any(report != "exited" for report in reports.values()):
+            raise RanksFailed(reports)
+
+    def __enter__(self) -> "RankPool":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._kill()
+
+    def _start(self) -> None:
+        import torch.distributed as dist
+
+        # The parent hosts the store on a port that the system picks, as torchrun's agent does.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        env = {
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        context: SpawnContext | ForkServerContext = multiprocessing.get_context("spawn")
+        if self._start_method == "forkserver":
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload([_PRELOADED])
+        self.num_starts += 1
+        self._ranks = [
+            _Rank(number, context, env | _rank_env(number, self.local_world_size))
+            for number in range(self.world_size)
+        ]
+        self._collect(START_TIMEOUT_S, GRACE_S)
+
+    def _call(
+        self, fn: RankFunction, args: tuple[Any, ...], timeout_s: float, grace_s: float
+    ) -> list[Any]:
+        payload = pickle.dumps((fn, args))
+        for rank in self._ranks:
+            rank.send(payload)
+        return self._collect(timeout_s, grace_s)
+
+    def _collect(self, timeout_s: float, grace_s: float) -> list[Any]:
+        """Every rank's answer to one message."""
+        deadline = time.monotonic() + timeout_s
+        answers: dict[int, tuple[str, Any]] = {}
+        pending = {rank.connection: rank for rank in self._ranks}
+        while pending and (left := deadline - time.monotonic()) > 0:
+            ready = wait(list(pending), left)
+            for connection in [one for one in pending if one in ready]:
+                rank = pending.pop(connection)
+                answers[rank.number] = rank.answer()
+                if answers[rank.number][0] != "returned":
+                    deadline = min(deadline, time.monotonic() + grace_s)
+        kinds = {kind for kind, _ in answers.values()}
+        if not pending and kinds == {"returned"}:
+            return [answers[rank.number][1] for rank in self._ranks]
+        reports = {number: _report(kind, value) for number, (kind, value) in answers.items()}
+        for rank in pending.values():
+            rank.ask_for_stacks()
+        late = "still running" if kinds - {"returned"} else f"missed the deadline of {timeout_s} s"
+        for rank in pending.values():
+            reports[rank.number] = f"{late}, in\n{rank.stacks()}"
+        if pending or kinds != {"raised"} or not self._in_step():
+            self._kill()
+        raise RanksFailed(reports)
+
+    def _in_step(self) -> bool:
+        """Whether ranks that all raised can still talk to each other."""
+        answers = []
+        payload = pickle.dumps((_all_ranks_answer, ()))
+        for rank in self._ranks:
+            rank.send(payload)
+        deadline = time.monotonic() + EXIT_TIMEOUT_S
+        for rank in self._ranks:
+            if not rank.connection.poll(max(0.0, deadline - time.monotonic())):
+                return False
+            answers.append(rank.answer())
+        return answers == [("returned", self.world_size)] * self.world_size
+
+    def _kill(self) -> None:
+        ranks, self._ranks = self._ranks, []
+        for rank in ranks:
+            rank.kill()
+
+
+class _Rank:
+    """The parent's side of one process."""
+
+    def __init__(
+        self,
+        number: int,
+        context: SpawnContext | ForkServerContext,
+        env: dict[str, str],
+    ) -> None:
+        self.number = number
+        self.connection, remote = context.Pipe()
+        self._stacks = Path(tempfile.mkdtemp()) / "stacks.txt"
+        self._process = context.Process(
+            target=serve, args=(number, env, remote, self._stacks), daemon=True
+        )
+        self._process.start()
+        remote.close()
+
+    def send(self, payload: bytes) -> None:
+        with contextlib.suppress(OSError):  # It died: `answer` says so.
+            self.connection.send_bytes(payload)
+
+    def answer(self) -> tuple[str, Any]:
+        try:
+            kind, value = pickle.loads(self.connection.recv_bytes())
+            return str(kind), value
+        except (EOFError, OSError):
+            self._process.join(EXIT_TIMEOUT_S)
+            return _BAD_EXIT, self._process.exitcode
+
+    def ask_for_stacks(self) -> None:
+        if self._process.is_alive() and self._process.pid is not None:
+            os.kill(self._process.pid, signal.SIGUSR1)
+
+    def stacks(self) -> str:
+        """What faulthandler wrote after `ask_for_stacks`, complete or nearly so."""
+        text = ""
+        for _ in range(20):
+            time.sleep(0.05)
+            before = text
+            text = self._stacks.read_text() if self._stacks.exists() else ""
+            if text and text == before:
+                break
+        return text or "(no stacks: the process doesn't take signals)"
+
+    def ask_to_leave(self) -> None:
+        self.send(b"")
+
+    def leave(self, deadline: float) -> str:
+        """Wait for the exit that was asked for; say how it went."""
+        self._process.join(max(0.0, deadline - time.monotonic()))
+        if self._process.is_alive():
+            self.ask_for_stacks()
+            report = f"didn't exit within {EXIT_TIMEOUT_S} s, in\n{self.stacks()}"
+        elif self._process.exitcode:
+            report = f"{_BAD_EXIT} {self._process.exitcode}"
+        else:
+            report = "exited"
+        self.kill()
+        return report
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+        self.connection.close()
+        self._stacks.unlink(missing_ok=True)
+        self._stacks.parent.rmdir()
+
+
+def _rank_env(rank: int, local_world_size: int) -> dict[str, str]:
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank % local_world_size)}
+
+
+def _report(kind: str, value: Any) -> str:
+    if kind == "raised":
+        return f"raised\n{value}"
+    return f"{kind} {value}"
+
+
+def _all_ranks_answer(rank: int, world_size: int) -> int:
+    import torch
+    import torch.distributed as dist
+
+    one = torch.ones(1)
+    dist.all_reduce(one)
+    return int(one)

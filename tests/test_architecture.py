@@ -1,0 +1,126 @@
+"""Imports point down and make no cycles, internals stay in `_compat`, files stay small."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import torchrec_2dsp
+from tests.support.import_rules import (
+    LAYERS,
+    cycle_violations,
+    layer_violations,
+    size_violations,
+    upstream_violations,
+)
+
+PACKAGE = Path(torchrec_2dsp.__file__).parent
+TESTS = Path(__file__).parent
+Checker = Callable[[Path], list[str]]
+
+
+@pytest.mark.parametrize("check", [layer_violations, cycle_violations, upstream_violations])
+def test_imports(check: Checker) -> None:
+    violations = check(PACKAGE)
+    assert not violations, "\n" + "\n".join(violations)
+
+
+@pytest.mark.parametrize("folder", [PACKAGE, TESTS], ids=["package", "tests"])
+def test_sizes(folder: Path) -> None:
+    violations = size_violations(folder)
+    assert not violations, "\n" + "\n".join(violations)
+
+
+def test_parts_have_one_layer() -> None:
+    parts = [part for layer in LAYERS for part in layer]
+    assert len(parts) == len(set(parts))
+
+
+def package_of(folder: Path, **sources: str) -> Path:
+    """A package with one file per keyword; ``__`` in a keyword is a folder."""
+    package = folder / "pkg"
+    package.mkdir()
+    (package / "__init__.py").write_text("from pkg.mesh import a\n")
+    for name, source in sources.items():
+        path = package.joinpath(*name.split("__")).with_suffix(".py")
+        path.parent.mkdir(exist_ok=True)
+        (path.parent / "__init__.py").touch()
+        path.write_text(source)
+    return package
+
+
+GOOD = {
+    "errors": "import os",
+    "mesh__a": "import torchrec\nfrom pkg.errors import MeshError",
+    "mesh__b": "from pkg.mesh import a\nfrom . import a\nfrom ..errors import MeshError",
+    "cli__app": "def run():\n    from pkg.mesh.b import x",
+}
+
+
+def test_a_good_package_passes(tmp_path: Path) -> None:
+    package = package_of(tmp_path, **GOOD)
+    for check in (layer_violations, cycle_violations, upstream_violations, size_violations):
+        assert check(package) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "check", "message"),
+    [
+        ("from pkg.sync import x", layer_violations, "mesh/a.py:1: mesh is below sync: imports"),
+        ("import pkg.sync.point", layer_violations, "mesh is below sync: imports point down; move"),
+        ("def f():\n    from ..sync import x", layer_violations, "mesh/a.py:2: mesh is below sync"),
+        ("from pkg.access import x", layer_violations, "mesh and access are siblings, which don't"),
+        ("from pkg import access", layer_violations, "mesh and access are siblings"),
+        ("from pkg import Mesh2D", layer_violations, "import from the defining module"),
+        ("from pkg.mesh.b import x", cycle_violations, "import cycle pkg.mesh.a -> pkg.mesh.b -> "),
+        ("from torchrec.distributed.comm import x", upstream_violations, "comm.x is internal to t"),
+        ("from torchrec.distributed import comm", upstream_violations, "import it in _compat and"),
+        ("import torchrec.distributed.sharding.rw_sharding", upstream_violations, "is internal"),
+        ("from torchrec.distributed.types import _x", upstream_violations, "types._x is internal"),
+        ("import fbgemm_gpu", upstream_violations, "fbgemm_gpu is internal to fbgemm_gpu; import"),
+        ("x = 1\n" * 301, size_violations, "mesh/a.py: 301 lines, over 300; split it by theme"),
+        (
+            "def f():\n" + "    x = 1\n" * 60,
+            size_violations,
+            "a.py:1: f has 61 lines, over 60; take",
+        ),
+    ],
+)
+def test_a_bad_file_is_named_with_rule_and_remedy(
+    tmp_path: Path, source: str, check: Checker, message: str
+) -> None:
+    others = {
+        "mesh__b": "from pkg.mesh import a",
+        "sync__point": "",
+        "access__counter": "",
+    }
+    (violation,) = check(package_of(tmp_path, mesh__a=source, **others))
+    assert message in violation
+
+
+def test_a_part_without_a_layer_is_named(tmp_path: Path) -> None:
+    (violation,) = layer_violations(package_of(tmp_path, mesh__a="", magic__a=""))[1:]
+    assert "no layer has 'magic'; add it to LAYERS" in violation
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from fbgemm_gpu.split_embedding_configs import EmbOptimType",
+        "from torchrec.distributed.types import ShardingEnv2D",
+        "from torchrec.distributed.comment import x",
+        "from torchrec import __version__",
+    ],
+)
+def test_public_upstream_names_are_free(tmp_path: Path, source: str) -> None:
+    assert upstream_violations(package_of(tmp_path, mesh__a=source)) == []
+
+
+def test_the_adapters_may_import_internals(tmp_path: Path) -> None:
+    source = "from torchrec.distributed.comm import _x"
+    assert upstream_violations(package_of(tmp_path, _compat__a=source)) == []
+
+
+def test_docstrings_do_not_count(tmp_path: Path) -> None:
+    source = 'def f():\n    """' + "\n" * 50 + '"""\n' + "    x = 1\n" * 59
+    assert size_violations(package_of(tmp_path, mesh__a=source)) == []

@@ -1,0 +1,165 @@
+"""The doctor: what it checks, what it prints, and that it runs where the package does not."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from torchrec_2dsp._compat.health import (
+    check_cuda,
+    check_fbgemm_operators,
+    check_gloo,
+    check_launch_environment,
+    check_torchrec,
+    run_guarded,
+    run_health_checks,
+)
+from torchrec_2dsp._compat.versions import Check, FoundVersions, Status
+from torchrec_2dsp.cli import doctor as doctor_module
+from torchrec_2dsp.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+BROKEN = FoundVersions(
+    torch="2.13.0+cpu",
+    torchrec="1.8.0",
+    fbgemm_gpu=None,
+    fbgemm_gpu_cpu="1.7.0",
+    torchmetrics="1.0.3",
+    has_nvidia_driver=False,
+)
+
+
+@pytest.mark.parametrize("check", [check_fbgemm_operators, check_torchrec, check_gloo, check_cuda])
+def test_runtime_checks_pass_here(check: Callable[[], Check]) -> None:
+    result = check()
+    assert result.status is Status.OK, result
+
+
+def test_gloo_check_leaves_no_process_group() -> None:
+    from torch import distributed as dist
+
+    check_gloo()
+    assert not dist.is_initialized()
+
+
+def test_an_exception_is_a_failed_check_with_its_remedy() -> None:
+    def broken() -> Check:
+        raise OSError("undefined symbol: _ZN3c10\nmore lines")
+
+    result = run_guarded("fbgemm operators", broken, ("reinstall it",))
+    assert result == Check(
+        name="fbgemm operators",
+        status=Status.FAILED,
+        found="OSError: undefined symbol: _ZN3c10",
+        remedy=("reinstall it",),
+    )
+
+
+def test_an_exception_without_text_is_reported_too() -> None:
+    def broken() -> Check:
+        raise RuntimeError
+
+    assert run_guarded("gloo", broken, ()).found == "RuntimeError: no message"
+
+
+def test_nothing_heavy_runs_on_unsupported_versions() -> None:
+    checks = {check.name: check for check in run_health_checks(BROKEN)}
+    assert checks["fbgemm"].status is Status.FAILED
+    for name in ("fbgemm operators", "torchrec import", "gloo", "cuda"):
+        assert checks[name].status is Status.SKIPPED
+
+
+@pytest.mark.parametrize(
+    ("environ", "status", "found"),
+    [
+        ({}, Status.OK, "not set"),
+        ({"LOCAL_WORLD_SIZE": "4"}, Status.OK, "4"),
+        ({"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8"}, Status.OK, "4 of WORLD_SIZE=8"),
+        ({"LOCAL_WORLD_SIZE": "3", "WORLD_SIZE": "8"}, Status.FAILED, "3 of WORLD_SIZE=8"),
+        ({"LOCAL_WORLD_SIZE": "0", "WORLD_SIZE": "8"}, Status.FAILED, "0 of WORLD_SIZE=8"),
+        ({"LOCAL_WORLD_SIZE": "four"}, Status.FAILED, "four"),
+        ({"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": ""}, Status.FAILED, "4 of WORLD_SIZE="),
+    ],
+)
+def test_launch_environment(environ: dict[str, str], status: Status, found: str) -> None:
+    check = check_launch_environment(environ)
+    assert check.status is status
+    assert check.found.startswith(found)
+    assert bool(check.remedy) == (status is Status.FAILED)
+
+
+def test_fixes_are_printed_whole_and_without_markup() -> None:
+    command = "pip install --no-deps " + " ".join(f'"package-{i}[extra]==1.0"' for i in range(20))
+    check = Check(name="fbgemm", status=Status.FAILED, found="[1.0]", remedy=(command,))
+    out = StringIO()
+    doctor_module.show_checks([check], Console(file=out, width=60))
+    assert f"  {command}\n" in out.getvalue()
+    assert "[1.0]" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("status", "exit_code"),
+    [(Status.OK, 0), (Status.WARNING, 0), (Status.SKIPPED, 0), (Status.FAILED, 1)],
+)
+def test_exit_code_is_one_if_any_check_failed(
+    monkeypatch: pytest.MonkeyPatch, status: Status, exit_code: int
+) -> None:
+    good = Check(name="python", status=Status.OK, found="3.11")
+    checks = (Check(name="gloo", status=status, found="whatever"), good)
+    monkeypatch.setattr(doctor_module, "run_health_checks", lambda: checks)
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == exit_code, result.output
+    assert "gloo" in result.output
+
+
+def test_help_lists_the_commands() -> None:
+    result = CliRunner().invoke(app, ["--help"])
+    assert result.exit_code == 0
+    assert "doctor" in result.output
+
+
+def run_python(*arguments: str, first_on_path: Path) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "COLUMNS": "200", "PYTHONPATH": f"{first_on_path}{os.pathsep}{ROOT}"}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=environ,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture
+def old_torchrec(tmp_path: Path) -> Path:
+    """A folder that makes Python believe in another torchrec when it comes first on the path."""
+    info = tmp_path / "torchrec-1.2.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchrec\nVersion: 1.2.0\n")
+    return tmp_path
+
+
+def test_doctor_runs_where_the_package_refuses_to(old_torchrec: Path) -> None:
+    refused = run_python("-c", "import torchrec_2dsp", first_on_path=old_torchrec)
+    assert refused.returncode == 1
+    assert "VersionError" in refused.stderr
+    assert "torchrec  1.2.0 (supported: 1.8.x)" in refused.stderr
+
+    told = run_python("-m", "torchrec_2dsp", "doctor", first_on_path=old_torchrec)
+    assert told.returncode == 1
+    assert "Traceback" not in told.stderr
+    assert "1.2.0" in told.stdout
+    assert 'pip install --no-deps "torchrec==1.8.0"' in told.stdout
+
+
+def test_doctor_is_content_here(tmp_path: Path) -> None:
+    result = run_python("-m", "torchrec_2dsp", "doctor", first_on_path=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "failed" not in result.stdout

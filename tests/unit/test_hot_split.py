@@ -1,0 +1,139 @@
+"""Hot ids leave a batch's features: nothing is lost, nothing else changes."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_2dsp.shard.hot_split import HotBatch, split_hot_rows
+
+
+@dataclass(frozen=True)
+class Example:
+    """A batch as nested lists (ids by feature and sample) and the hot rows by feature."""
+
+    bags: dict[str, list[list[int]]]
+    hot: dict[str, list[int]]
+    weighted: bool = False
+    id_type: torch.dtype = torch.int64
+
+    def batch(self) -> KeyedJaggedTensor:
+        flat = [bag for bags in self.bags.values() for bag in bags]
+        ids = torch.tensor([value for bag in flat for value in bag], dtype=self.id_type)
+        return KeyedJaggedTensor(
+            keys=list(self.bags),
+            values=ids,
+            lengths=torch.tensor([len(bag) for bag in flat], dtype=torch.int32),
+            # Different for every id, so that a swap shows.
+            weights=torch.arange(ids.numel()).float() if self.weighted else None,
+        )
+
+    def split(self) -> tuple[KeyedJaggedTensor, HotBatch]:
+        hot = {feature: torch.tensor(ids) for feature, ids in self.hot.items()}
+        return split_hot_rows(self.batch(), hot)
+
+
+@st.composite
+def examples(draw: st.DrawFn) -> Example:
+    features = draw(st.lists(st.sampled_from("abcd"), min_size=1, max_size=4, unique=True))
+    batch_size = draw(st.integers(1, 5))
+    bag = st.lists(st.integers(0, 9), max_size=5)
+    hot_ids = st.lists(st.integers(0, 12), min_size=1, max_size=6, unique=True).map(sorted)
+    return Example(
+        bags={
+            feature: draw(st.lists(bag, min_size=batch_size, max_size=batch_size))
+            for feature in features
+        },
+        hot={feature: draw(hot_ids) for feature in features if draw(st.booleans())},
+        weighted=draw(st.booleans()),
+        id_type=draw(st.sampled_from([torch.int32, torch.int64])),
+    )
+
+
+def bags_of(batch: KeyedJaggedTensor) -> dict[str, list[list[tuple[int, float]]]]:
+    """``(id, weight)`` by feature and sample."""
+    weights = batch.weights_or_none()
+    pairs = list(
+        zip(
+            batch.values().tolist(),
+            [0.0] * batch.values().numel() if weights is None else weights.tolist(),
+            strict=True,
+        )
+    )
+    bounds = batch.offsets().tolist()
+    bags = [pairs[start:stop] for start, stop in pairwise(bounds)]
+    size = batch.stride()
+    return {key: bags[index * size : (index + 1) * size] for index, key in enumerate(batch.keys())}
+
+
+@given(examples())
+def test_every_id_is_either_hot_or_cold(example: Example) -> None:
+    """Order, weights and bags survive on both sides."""
+    before = bags_of(example.batch())
+    cold, hot = example.split()
+    after = bags_of(cold)
+    assert cold.keys() == list(example.bags)
+    assert set(hot.features) == set(example.hot)
+    for feature, bags in before.items():
+        ids = example.hot.get(feature, [])
+        assert after[feature] == [[pair for pair in bag if pair[0] not in ids] for bag in bags]
+        if feature not in example.hot:
+            continue
+        expected = [[pair for pair in bag if pair[0] in ids] for bag in bags]
+        found = hot.features[feature]
+        assert found.lengths.tolist() == [len(bag) for bag in expected]
+        assert [ids[slot] for slot in found.slots.tolist()] == [
+            pair[0] for bag in expected for pair in bag
+        ]
+        assert (found.weights is not None) == example.weighted
+        if found.weights is not None:
+            assert found.weights.tolist() == [pair[1] for bag in expected for pair in bag]
+
+
+@given(examples())
+def test_the_batch_is_left_as_it_was(example: Example) -> None:
+    batch = example.batch()
+    split_hot_rows(batch, {key: torch.tensor(ids) for key, ids in example.hot.items()})
+    assert bags_of(batch) == bags_of(example.batch())
+
+
+@given(examples())
+def test_types_stay(example: Example) -> None:
+    batch, (cold, hot) = example.batch(), example.split()
+    assert cold.values().dtype == batch.values().dtype
+    assert cold.lengths().dtype == batch.lengths().dtype
+    assert cold.stride() == batch.stride()
+    assert all(feature.slots.dtype == torch.int64 for feature in hot.features.values())
+
+
+@pytest.mark.parametrize(
+    ("ids", "num_cold"),
+    [([0, 1, 2, 3], 0), ([5], 4), ([3], 3), ([0], 3)],
+    ids=["all hot", "none hot", "the largest", "the smallest"],
+)
+def test_extremes(ids: list[int], num_cold: int) -> None:
+    cold, hot = Example({"a": [[0, 1], [], [3, 2]]}, {"a": ids}).split()
+    assert cold.values().numel() == num_cold
+    assert hot.features["a"].slots.numel() == 4 - num_cold
+
+
+def test_no_ids_and_no_samples() -> None:
+    for bags in ([[], []], []):
+        cold, hot = Example({"a": bags, "b": bags}, {"b": [0]}).split()
+        assert cold.values().numel() == hot.features["b"].slots.numel() == 0
+        assert cold.lengths().numel() == 2 * len(bags)
+
+
+def test_weights_do_not_need_a_gradient() -> None:
+    """TorchRec's own exchange of the ids gives per-sample weights none either."""
+    batch = Example({"a": [[0, 1]]}, {}, weighted=True).batch()
+    weights = batch.weights().requires_grad_()
+    batch = KeyedJaggedTensor(["a"], batch.values(), weights, batch.lengths())
+    _, hot = split_hot_rows(batch, {"a": torch.tensor([0])})
+    found = hot.features["a"].weights
+    assert found is not None
+    assert not found.requires_grad

@@ -1,0 +1,198 @@
+"""`MomentScaledRowWiseAdaGrad`: the rule, its eager twin, and its form as a stock kernel."""
+
+import math
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.tbe import Case, make_ids, make_tbe, tensors_of, upstream_gradient
+from torchrec_2dsp import (
+    ConfigError,
+    MomentScaledRowWiseAdaGrad,
+    MomentScaledRowWiseAdaGradOptimizer,
+)
+from torchrec_2dsp._compat.fbgemm import set_learning_rate
+from torchrec_2dsp.optim import reference
+from torchrec_2dsp.optim.moment_scaled import FROM_MESH, to_kernel_units
+
+SCALES = [0.25, 1.0, 3.7, 4.0, 100.0]
+ROUNDING = 1e-6
+"""The two sides divide and take the root in another order: some float32 roundings per step."""
+
+
+def gradients(num_steps: int, shape: tuple[int, int] = (9, 4)) -> list[torch.Tensor]:
+    """Random gradients that leave a third of the rows out each time."""
+    generator = torch.Generator().manual_seed(0)
+    grads = [torch.randn(shape, generator=generator) for _ in range(num_steps)]
+    for step, grad in enumerate(grads):
+        grad[step % 3 :: 3] = 0.0
+    return grads
+
+
+def stepped(
+    weight: torch.nn.Parameter, grads: list[torch.Tensor], scale: float
+) -> MomentScaledRowWiseAdaGradOptimizer:
+    optimizer = MomentScaledRowWiseAdaGradOptimizer([weight], lr=0.1, eps=1e-3, moment_scale=scale)
+    for grad in grads:
+        weight.grad = grad.clone()
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_the_eager_twin_is_the_reference(scale: float) -> None:
+    weight = torch.nn.Parameter(torch.rand(9, 4))
+    expected, moment = weight.detach().clone(), torch.zeros(9)
+    optimizer = stepped(weight, grads := gradients(5), scale)
+    for grad in grads:
+        reference.row_wise_adagrad_(expected, grad, moment, lr=0.1, eps=1e-3, moment_scale=scale)
+    assert torch.equal(weight, expected)
+    assert torch.equal(optimizer.state[weight]["sum"], moment)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_the_state_is_the_plain_second_moment(scale: float) -> None:
+    weight = torch.nn.Parameter(torch.rand(9, 4))
+    optimizer = stepped(weight, grads := gradients(5), scale)
+    expected = sum(grad.pow(2).mean(dim=1) for grad in grads)
+    assert list(optimizer.state[weight]) == ["sum"]
+    # Five float32 additions of the same numbers.
+    torch.testing.assert_close(optimizer.state[weight]["sum"], expected, rtol=ROUNDING, atol=0.0)
+
+
+def test_the_update_by_hand() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2, 2))
+    grad = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+    stepped(weight, [grad], scale=2.0)
+    # mean(g^2) = 12.5, and 12.5 / 2 has the root 2.5.
+    expected = [[-0.1 * 3 / 2.501, -0.1 * 4 / 2.501], [0.0, 0.0]]
+    torch.testing.assert_close(weight.detach(), torch.tensor(expected))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_stock_kernel_runs_it(scale: float) -> None:
+    """Row-wise AdaGrad of FBGEMM with lr and eps in kernel units, against the reference."""
+    case = Case(((11, 8),), (0,), eps=to_kernel_units(1e-2, scale))
+    tbe = make_tbe(case)
+    set_learning_rate(tbe, to_kernel_units(0.1, scale))
+    weight, moment = tensors_of(tbe)
+    for seed in range(4):
+        ids, offsets, _ = make_ids(case, seed)
+        output = tbe(ids, offsets)
+        grad = upstream_gradient(output, seed)
+        output.backward(grad)
+        bag_of = torch.arange(case.batch_size).repeat_interleave(offsets.diff())
+        dense = torch.zeros_like(weight).index_add(0, ids, grad[bag_of])
+        reference.row_wise_adagrad_(weight, dense, moment, lr=0.1, eps=1e-2, moment_scale=scale)
+    kernel_weight, kernel_moment = tensors_of(tbe)
+    # Steps are as large as lr * sqrt(scale).
+    rounding = ROUNDING * max(1.0, math.sqrt(scale))
+    torch.testing.assert_close(kernel_weight, weight, rtol=ROUNDING, atol=rounding)
+    torch.testing.assert_close(kernel_moment, moment, rtol=ROUNDING, atol=ROUNDING)
+    assert not torch.equal(weight, tensors_of(make_tbe(case))[0])
+
+
+def test_scale_one_is_plain_row_wise_adagrad() -> None:
+    assert to_kernel_units(0.3, 1.0) == 0.3
+    weight = torch.nn.Parameter(torch.rand(9, 4))
+    expected = weight.detach().clone()
+    grads = gradients(3)
+    stepped(weight, grads, scale=1.0)
+    moment = torch.zeros(9)
+    for grad in grads:
+        moment += grad.pow(2).mean(dim=1)
+        expected -= 0.1 * grad / (moment.sqrt() + 1e-3)[:, None]
+    torch.testing.assert_close(weight.detach(), expected, rtol=ROUNDING, atol=ROUNDING)
+
+
+@given(st.floats(0.01, 100.0))
+def test_a_larger_scale_makes_larger_steps(scale: float) -> None:
+    """With eps = 0 the step is exactly sqrt(scale) times the plain one."""
+    plain, scaled = (torch.nn.Parameter(torch.zeros(9, 4)) for _ in range(2))
+    for weight, moment_scale in ((plain, 1.0), (scaled, scale)):
+        optimizer = MomentScaledRowWiseAdaGradOptimizer(
+            [weight], lr=0.1, eps=0.0, moment_scale=moment_scale
+        )
+        weight.grad = gradients(1)[0] + 1e-3
+        optimizer.step()
+    torch.testing.assert_close(
+        scaled.detach(), plain.detach() * math.sqrt(scale), rtol=ROUNDING, atol=0.0
+    )
+
+
+def test_half_precision_weights_keep_a_float_moment() -> None:
+    weight = torch.nn.Parameter(torch.rand(9, 4).half())
+    optimizer = stepped(weight, [grad.half() for grad in gradients(2)], scale=4.0)
+    assert weight.dtype is torch.float16
+    assert optimizer.state[weight]["sum"].dtype is torch.float32
+
+
+def test_parameters_without_a_gradient_stay() -> None:
+    weight, other = (torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2))
+    optimizer = MomentScaledRowWiseAdaGradOptimizer([weight, other], lr=0.1, moment_scale=1.0)
+    weight.grad = torch.ones(2, 2)
+    assert optimizer.step(lambda: 3.5) == 3.5
+    assert torch.equal(other, torch.ones(2, 2))
+    assert not torch.equal(weight, torch.ones(2, 2))
+
+
+def test_each_parameter_group_has_its_own_settings() -> None:
+    slow, fast = (torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(2))
+    groups = [{"params": [slow]}, {"params": [fast], "lr": 1.0, "moment_scale": 4.0}]
+    optimizer = MomentScaledRowWiseAdaGradOptimizer(groups, lr=0.5, eps=0.0, moment_scale=1.0)
+    slow.grad = fast.grad = torch.ones(2, 2)
+    optimizer.step()
+    assert (slow[0, 0].item(), fast[0, 0].item()) == (-0.5, -2.0)
+
+
+def test_an_eager_step_has_no_mesh() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2, 2))
+    optimizer = MomentScaledRowWiseAdaGradOptimizer([weight], lr=0.1)
+    weight.grad = torch.ones(2, 2)
+    with pytest.raises(
+        ConfigError,
+        match=r"^an eager step has no mesh to take moment_scale from; pass a number, such as the "
+        r"mesh's num_groups$",
+    ):
+        optimizer.step()
+    assert torch.equal(weight, torch.zeros(2, 2))
+
+
+BAD_VALUES = [
+    ({"lr": -0.1}, r"^lr=-0\.1 must be a finite number >= 0$"),
+    ({"lr": math.inf}, "^lr=inf must be a finite number >= 0$"),
+    ({"lr": math.nan}, "^lr=nan must be a finite number >= 0$"),
+    ({"eps": -1e-3}, r"^eps=-0\.001 must be a finite number >= 0$"),
+    ({"eps": math.nan}, "^eps=nan must be a finite number >= 0$"),
+    ({"moment_scale": 0.0}, r"^moment_scale=0\.0 must be a finite number > 0, or FROM_MESH$"),
+    ({"moment_scale": -2.0}, r"^moment_scale=-2\.0 must be a finite number > 0, or FROM_MESH$"),
+    ({"moment_scale": math.inf}, "^moment_scale=inf must be a finite number > 0, or FROM_MESH$"),
+]
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD_VALUES)
+def test_bad_values_are_refused(bad: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MomentScaledRowWiseAdaGrad(**{"lr": 0.1, **bad})
+    weight = torch.nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(ConfigError, match=message):
+        MomentScaledRowWiseAdaGradOptimizer([weight], **{"lr": 0.1, **bad})
+
+
+def test_edge_values_are_allowed() -> None:
+    MomentScaledRowWiseAdaGrad(lr=0.0, eps=0.0, moment_scale=1e-3)
+
+
+def test_the_config_is_a_frozen_value() -> None:
+    config = MomentScaledRowWiseAdaGrad(lr=0.02)
+    assert repr(config) == (
+        "MomentScaledRowWiseAdaGrad(lr=0.02, eps=1e-08, moment_scale=FROM_MESH)"
+    )
+    assert config == MomentScaledRowWiseAdaGrad(lr=0.02, eps=1e-8, moment_scale=FROM_MESH)
+    assert config != MomentScaledRowWiseAdaGrad(lr=0.02, moment_scale=4.0)
+    assert hash(config) == hash(MomentScaledRowWiseAdaGrad(lr=0.02))
+    with pytest.raises(FrozenInstanceError):
+        config.lr = 0.1  # type: ignore[misc]

@@ -1,0 +1,285 @@
+"""`Plan2D`: made from stock plans, pinned, checked, and remapped as TorchRec remaps."""
+
+import copy
+import os
+import pickle
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torchrec.distributed.model_parallel import DMPCollection
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    ModuleShardingPlan,
+    ShardingPlan,
+    ShardingType,
+)
+
+from tests.support.plans import meshes, plans, sharding, stock_plans
+from torchrec_2dsp import (
+    GradientSync,
+    HotSet,
+    Mesh2D,
+    ParameterSharding2D,
+    Plan2D,
+    PlanError,
+    RankLayout,
+    ShardingType2D,
+    WeightSync,
+    pin,
+    plan_for_rank,
+)
+from torchrec_2dsp.plan.parameter_sharding import base_type, num_rows, type_2d
+from torchrec_2dsp.plan.plan2d import ModulePlan2D
+
+
+def plan_of(
+    sharding_type: ShardingType, ranks: list[int], mesh: Mesh2D, num_rows: int = 10
+) -> Plan2D:
+    table = sharding(sharding_type, ranks, num_rows)
+    return Plan2D.from_stock(ShardingPlan({"ebc": EmbeddingModuleShardingPlan({"t": table})}), mesh)
+
+
+def table_of(plan: ShardingPlan, path: str = "ebc", name: str = "t") -> ParameterSharding2D:
+    module_plan = plan.plan[path]
+    assert isinstance(module_plan, ModulePlan2D)
+    table = module_plan[name]
+    assert isinstance(table, ParameterSharding2D)
+    return table
+
+
+@st.composite
+def meshes_with_plans(draw: st.DrawFn) -> tuple[Mesh2D, ShardingPlan]:
+    mesh = draw(meshes)
+    return mesh, draw(stock_plans(mesh.group_size))
+
+
+@given(meshes_with_plans())
+def test_from_stock_keeps_every_field_and_its_input(
+    mesh_with_plan: tuple[Mesh2D, ShardingPlan],
+) -> None:
+    mesh, stock = mesh_with_plan
+    before = copy.deepcopy(stock)
+    plan = Plan2D.from_stock(stock, mesh)
+    assert stock == before
+    assert (plan.mesh, plan.sync) == (mesh, GradientSync())
+    assert list(plan.plan) == list(stock.plan)
+    for path, module_plan in plan.modules():
+        assert (module_plan.mesh, module_plan.sync) == (plan.mesh, plan.sync)
+        assert list(module_plan) == list(stock.plan[path])  # type: ignore[call-overload]
+        for name, table in module_plan.tables():
+            stock_table = stock.plan[path][name]  # type: ignore[index]
+            assert base_type(table.sharding_type) == stock_table.sharding_type
+            for field in set(vars(stock_table)) - {"sharding_type"}:
+                assert getattr(table, field) == getattr(stock_table, field)
+
+
+@given(plans())
+def test_from_stock_of_a_2d_plan_changes_nothing(plan: Plan2D) -> None:
+    again = Plan2D.from_stock(plan, plan.mesh, plan.sync)
+    assert again == plan
+    assert [list(module.tables()) for _, module in again.modules()] == [
+        list(module.tables()) for _, module in plan.modules()
+    ]
+
+
+def test_the_sync_config_reaches_every_module() -> None:
+    stock = ShardingPlan({"a": EmbeddingModuleShardingPlan(), "b": EmbeddingModuleShardingPlan()})
+    plan = Plan2D.from_stock(stock, Mesh2D(2, 2), WeightSync())
+    assert [module.sync for _, module in plan.modules()] == [WeightSync(), WeightSync()]
+
+
+def test_only_embedding_plans_have_a_2d_form() -> None:
+    class Other(ModuleShardingPlan):
+        pass
+
+    with pytest.raises(PlanError, match="module 'head' has a Other; only plans of embedding"):
+        Plan2D.from_stock(ShardingPlan({"head": Other()}), Mesh2D(2, 2))
+
+
+@pytest.mark.parametrize("member", ShardingType2D)
+def test_sharding_types_have_one_2d_form(member: ShardingType2D) -> None:
+    stock = member.base.value
+    assert type_2d(stock) == member.value
+    assert base_type(member.value) == base_type(stock) == stock
+    assert type_2d(member.value) == member.value
+    # A stock sharder has to refuse it, and does so by looking it up.
+    with pytest.raises(ValueError, match=member.value):
+        ShardingType(member.value)
+
+
+def test_every_stock_type_has_a_2d_form() -> None:
+    assert {member.base for member in ShardingType2D} == set(ShardingType)
+
+
+def test_unknown_sharding_types_are_refused() -> None:
+    with pytest.raises(PlanError, match="'diagonal' has no 2D form; use one of data_parallel, "):
+        type_2d("diagonal")
+
+
+def test_validate_names_table_rank_and_remedy() -> None:
+    with pytest.raises(
+        PlanError,
+        match=r"table ebc\.t has a shard on rank 2, but a sharding group of "
+        r"Mesh2D\(2x2, strided\) has ranks 0\.\.1; make the plan for world_size=2$",
+    ):
+        plan_of(ShardingType.TABLE_WISE, [2], Mesh2D(2, 2))
+    with pytest.raises(PlanError, match=r"table ebc\.t has a shard on rank 3"):
+        plan_of(ShardingType.ROW_WISE, [0, 1, 3], Mesh2D(2, 3))
+
+
+def test_validate_wants_shards() -> None:
+    table = sharding(ShardingType.TABLE_WISE, [0], 10)
+    table.sharding_spec = None
+    stock = ShardingPlan({"": EmbeddingModuleShardingPlan({"t": table})})
+    with pytest.raises(PlanError, match=r"^table t \(2d_table_wise\) has no shards; plan it with"):
+        Plan2D.from_stock(stock, Mesh2D(1, 1))
+
+
+def test_validate_looks_at_ranks_beside_shards() -> None:
+    table = sharding(ShardingType.TABLE_WISE, [0], 10)
+    table.ranks = [7]
+    stock = ShardingPlan({"": EmbeddingModuleShardingPlan({"t": table})})
+    with pytest.raises(PlanError, match="a shard on rank 7"):
+        Plan2D.from_stock(stock, Mesh2D(2, 2))
+
+
+@pytest.mark.parametrize("hot_rows", [[7, 3, 7], torch.tensor([3, 7]), HotSet((3, 7)), {3, 7}])
+def test_pin_returns_a_copy_with_the_hot_rows(hot_rows: object) -> None:
+    plan = plan_of(ShardingType.ROW_WISE, [0, 1], Mesh2D(2, 2))
+    before = copy.deepcopy(plan)
+    pinned = pin(plan, "t", hot_rows=hot_rows)  # type: ignore[arg-type]
+    assert plan == before
+    assert table_of(pinned).hot_set == HotSet((3, 7))
+    assert table_of(plan).hot_set is None
+    assert (pinned.mesh, pinned.sync) == (plan.mesh, plan.sync)
+
+
+@pytest.mark.parametrize("nothing", [[], torch.empty(0, dtype=torch.int64)])
+def test_pin_of_no_rows_removes_the_hot_set(nothing: object) -> None:
+    plan = plan_of(ShardingType.ROW_WISE, [0, 1], Mesh2D(2, 2))
+    assert pin(pin(plan, "t", hot_rows=[1]), "t", hot_rows=nothing) == plan  # type: ignore[arg-type]
+
+
+@given(plans(), st.data())
+def test_pin_leaves_the_other_tables_alone(plan: Plan2D, data: st.DataObject) -> None:
+    tables = sorted({name for _, module in plan.modules() for name in module})
+    if not tables:
+        return
+    chosen = data.draw(st.sampled_from(tables))
+    pinned = pin(plan, chosen, hot_rows=[])
+    for path, module_plan in plan.modules():
+        for name, table in module_plan.tables():
+            if name != chosen:
+                assert table_of(pinned, path, name) == table
+
+
+def test_pin_refuses_what_does_not_fit() -> None:
+    plan = plan_of(ShardingType.ROW_WISE, [0, 1], Mesh2D(2, 2), num_rows=10)
+    assert num_rows(table_of(plan)) == 20
+    pin(plan, "t", hot_rows=[19])
+    with pytest.raises(
+        PlanError, match=r"hot row 20 of table 'ebc\.t' is out of range: .* 20 rows"
+    ):
+        pin(plan, "t", hot_rows=[20])
+    with pytest.raises(PlanError, match=r"^the plan has no table 'other'; it has t$"):
+        pin(plan, "other", hot_rows=[1])
+    data_parallel = plan_of(ShardingType.DATA_PARALLEL, [0, 1], Mesh2D(2, 2))
+    with pytest.raises(PlanError, match=r"table ebc\.t is data parallel: .* remove its hot set or"):
+        pin(data_parallel, "t", hot_rows=[1])
+
+
+def remapped_by_torchrec(
+    stock: ShardingPlan, mesh: Mesh2D, rank: int, device_type: str, local_world_size: int
+) -> ShardingPlan:
+    plan = copy.deepcopy(stock)
+    wrapper = SimpleNamespace(_device=torch.device(device_type))
+    with (
+        patch.dict(os.environ, LOCAL_WORLD_SIZE=str(local_world_size)),
+        patch("torch.distributed.get_world_size", return_value=mesh.world_size),
+    ):
+        DMPCollection._remap_sharding_plan(
+            wrapper,  # type: ignore[arg-type]
+            plan=plan,
+            rank=rank,
+            step=mesh.num_groups,
+            sharding_group_size=mesh.group_size,
+            use_inter_host_allreduce=mesh.layout is RankLayout.CONTIGUOUS,
+        )
+    return plan
+
+
+@given(meshes_with_plans(), st.data(), st.sampled_from(["cpu", "cuda"]))
+def test_a_rank_runs_what_torchrec_would(
+    mesh_with_plan: tuple[Mesh2D, ShardingPlan], data: st.DataObject, device_type: str
+) -> None:
+    mesh, stock = mesh_with_plan
+    world = range(mesh.world_size)
+    rank = data.draw(st.sampled_from(world))
+    # TorchRec ignores a host size that doesn't divide the world.
+    divisors = [size for size in range(1, mesh.world_size + 1) if mesh.world_size % size == 0]
+    local_world_size = data.draw(st.sampled_from(divisors))
+    plan = Plan2D.from_stock(stock, mesh)
+    before = copy.deepcopy(plan)
+    made = plan_for_rank(plan, rank, device_type=device_type, local_world_size=local_world_size)
+    assert plan == before
+    expected = remapped_by_torchrec(stock, mesh, rank, device_type, local_world_size)
+    for path, module_plan in expected.plan.items():
+        for name, table in module_plan.items():  # type: ignore[attr-defined]
+            mine = table_of(made, path, name)
+            assert (mine.sharding_type, mine.ranks) == (table.sharding_type, table.ranks)
+            shards = getattr(table.sharding_spec, "shards", [])
+            my_shards = getattr(mine.sharding_spec, "shards", [])
+            assert len(my_shards) == len(shards)
+            for my_shard, shard in zip(my_shards, shards, strict=True):
+                assert my_shard.shard_offsets == shard.shard_offsets
+                assert my_shard.shard_sizes == shard.shard_sizes
+                assert my_shard.placement.rank() == shard.placement.rank()
+                if device_type == "cuda":
+                    assert my_shard.placement == shard.placement
+                else:
+                    assert my_shard.placement.device() == torch.device("cpu")
+
+
+@given(plans(), st.data())
+def test_the_ranks_of_a_group_run_one_plan(plan: Plan2D, data: st.DataObject) -> None:
+    rank = data.draw(st.sampled_from(range(plan.mesh.world_size)))
+    made = plan_for_rank(plan, rank)
+    group = plan.mesh.sharding_group(rank)
+    assert all(plan_for_rank(plan, peer) == made for peer in group)
+    for path, module_plan in plan.modules():
+        for name, table in module_plan.tables():
+            mine = table_of(made, path, name)
+            assert set(mine.ranks or []) <= set(group)
+            assert (mine.hot_set, mine.exchange) == (table.hot_set, table.exchange)
+            assert mine.bounds_check_mode == table.bounds_check_mode
+
+
+def test_one_group_runs_the_stock_plan() -> None:
+    plan = plan_of(ShardingType.ROW_WISE, [0, 1], Mesh2D(1, 2))
+    made = table_of(plan_for_rank(plan, 1))
+    assert made.sharding_type == "row_wise"
+    assert (made.ranks, made.sharding_spec) == ([0, 1], table_of(plan).sharding_spec)
+
+
+@given(plans())
+def test_plans_survive_pickle(plan: Plan2D) -> None:
+    again = pickle.loads(pickle.dumps(plan))
+    assert again == plan
+    assert type(again) is Plan2D
+    for (path, module_plan), (_, original) in zip(again.modules(), plan.modules(), strict=True):
+        assert type(module_plan) is ModulePlan2D
+        assert (module_plan.mesh, module_plan.sync) == (plan.mesh, plan.sync)
+        for name, table in module_plan.tables():
+            assert type(table) is ParameterSharding2D
+            assert table == table_of(plan, path, name)
+        assert module_plan == original
+
+
+def test_a_plan_prints_its_mesh_and_sync() -> None:
+    text = str(plan_of(ShardingType.ROW_WISE, [0, 1], Mesh2D(2, 2)))
+    assert text.startswith("Mesh2D(2x2, strided), GradientSync()\n")
+    assert "row_wise" in text

@@ -1,0 +1,248 @@
+"""`Planner2D`: which plan it makes, and what it says when there is none."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner.storage_reservations import (
+    FixedPercentageStorageReservation,
+)
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    ModuleSharder,
+    ShardingPlan,
+    ShardingType,
+)
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+import torchrec_2dsp as tdsp
+from torchrec_2dsp.planner.planner2d import Planner2D
+
+ALL_2D = [member.value for member in tdsp.ShardingType2D]
+
+
+class AnyTypeSharder(EmbeddingBagCollectionSharder):
+    """Allows every type on the CPU as well."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return [member.value for member in ShardingType]
+
+
+SHARDERS: list[ModuleSharder[nn.Module]] = [AnyTypeSharder()]  # pyright: ignore[reportAssignmentType]
+
+
+def bags(num_tables: int = 2, rows: int = 40, dim: int = 64) -> EmbeddingBagCollection:
+    """Tables t0, t1, ... without memory."""
+    return EmbeddingBagCollection(
+        device=torch.device("meta"),
+        tables=[
+            EmbeddingBagConfig(
+                name=f"t{index}",
+                num_embeddings=rows,
+                embedding_dim=dim,
+                feature_names=[f"f{index}"],
+            )
+            for index in range(num_tables)
+        ],
+    )
+
+
+def world(world_size: int, local_world_size: int | None = None, **figures: float) -> Topology:
+    """A CPU topology."""
+    return Topology(
+        world_size=world_size,
+        local_world_size=local_world_size,
+        compute_device="cpu",
+        **figures,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def nothing_reserved() -> FixedPercentageStorageReservation:
+    return FixedPercentageStorageReservation(0.0)
+
+
+def constrained(
+    sharding_type: str, num_tables: int = 2, min_partition: int = 32
+) -> dict[str, ParameterConstraints]:
+    return {
+        f"t{index}": ParameterConstraints(
+            sharding_types=[sharding_type], min_partition=min_partition
+        )
+        for index in range(num_tables)
+    }
+
+
+def planner_for(
+    mesh: tdsp.Mesh2D, topology: Topology | None = None, **settings: object
+) -> Planner2D:
+    """A planner of small batches that reserves nothing."""
+    given = {"batch_size": 8, "storage_reservation": nothing_reserved(), **settings}
+    return Planner2D(
+        topology=topology or world(mesh.world_size),
+        mesh=mesh,
+        **given,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def layout(plan: ShardingPlan, table: str) -> list[tuple[int, list[int], list[int]]]:
+    """Rank, offset and size of every shard."""
+    module_plan = plan.plan[""]
+    assert isinstance(module_plan, EmbeddingModuleShardingPlan)
+    shards = getattr(module_plan[table].sharding_spec, "shards", [])
+    return [
+        (shard.placement.rank(), list(shard.shard_offsets), list(shard.shard_sizes))
+        for shard in shards
+    ]
+
+
+GOLDEN = {
+    # (group size, type): shards of t0, shards of t1, on hosts of four ranks
+    (2, "table_wise"): (
+        [(0, [0, 0], [40, 64])],
+        [(1, [0, 0], [40, 64])],
+    ),
+    (2, "column_wise"): (
+        [(0, [0, 0], [40, 32]), (1, [0, 32], [40, 32])],
+        [(0, [0, 0], [40, 32]), (1, [0, 32], [40, 32])],
+    ),
+    (2, "row_wise"): (
+        [(0, [0, 0], [20, 64]), (1, [20, 0], [20, 64])],
+        [(0, [0, 0], [20, 64]), (1, [20, 0], [20, 64])],
+    ),
+    (2, "table_row_wise"): (
+        [(0, [0, 0], [20, 64]), (1, [20, 0], [20, 64])],
+        [(0, [0, 0], [20, 64]), (1, [20, 0], [20, 64])],
+    ),
+    (2, "grid_shard"): (
+        [
+            (0, [0, 0], [20, 32]),
+            (1, [20, 0], [20, 32]),
+            (0, [0, 32], [20, 32]),
+            (1, [20, 32], [20, 32]),
+        ],
+        [
+            (0, [0, 0], [20, 32]),
+            (1, [20, 0], [20, 32]),
+            (0, [0, 32], [20, 32]),
+            (1, [20, 32], [20, 32]),
+        ],
+    ),
+    (4, "table_wise"): (
+        [(0, [0, 0], [40, 64])],
+        [(2, [0, 0], [40, 64])],
+    ),
+    (4, "column_wise"): (
+        [(0, [0, 0], [40, 32]), (2, [0, 32], [40, 32])],
+        [(1, [0, 0], [40, 32]), (3, [0, 32], [40, 32])],
+    ),
+    (4, "row_wise"): (
+        [(rank, [10 * rank, 0], [10, 64]) for rank in range(4)],
+        [(rank, [10 * rank, 0], [10, 64]) for rank in range(4)],
+    ),
+    (4, "table_row_wise"): (
+        [(0, [0, 0], [20, 64]), (1, [20, 0], [20, 64])],
+        [(2, [0, 0], [20, 64]), (3, [20, 0], [20, 64])],
+    ),
+    (4, "grid_shard"): (
+        [
+            (0, [0, 0], [20, 32]),
+            (1, [20, 0], [20, 32]),
+            (2, [0, 32], [20, 32]),
+            (3, [20, 32], [20, 32]),
+        ],
+        [
+            (0, [0, 0], [20, 32]),
+            (1, [20, 0], [20, 32]),
+            (2, [0, 32], [20, 32]),
+            (3, [20, 32], [20, 32]),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(("group_size", "sharding_type"), list(GOLDEN))
+def test_the_shards_of_each_type(group_size: int, sharding_type: str) -> None:
+    mesh = tdsp.Mesh2D(num_groups=2, group_size=group_size)
+    planner = planner_for(mesh, world(2 * group_size, 4), constraints=constrained(sharding_type))
+
+    plan = planner.plan(bags(), SHARDERS)
+
+    assert (layout(plan, "t0"), layout(plan, "t1")) == GOLDEN[group_size, sharding_type]
+    assert {name: table.sharding_type for name, table in dict(plan.modules())[""].tables()} == {
+        "t0": f"2d_{sharding_type}",
+        "t1": f"2d_{sharding_type}",
+    }
+    assert (plan.mesh, plan.sync) == (mesh, tdsp.GradientSync())
+
+
+@pytest.mark.parametrize("group_size", [2, 4])
+def test_a_data_parallel_table_has_no_shards(group_size: int) -> None:
+    mesh = tdsp.Mesh2D(num_groups=2, group_size=group_size)
+
+    plan = planner_for(mesh, constraints=constrained("data_parallel")).plan(bags(), SHARDERS)
+
+    table = dict(dict(plan.modules())[""].tables())["t0"]
+    assert table.sharding_type == "2d_data_parallel"
+    assert table.sharding_spec is None
+
+
+@pytest.mark.parametrize(
+    "mesh", [tdsp.Mesh2D(1, 2), tdsp.Mesh2D(2, 1), tdsp.Mesh2D(4, 2, tdsp.RankLayout.CONTIGUOUS)]
+)
+@pytest.mark.parametrize("type_2d", ALL_2D)
+def test_a_constraint_may_name_either_form(mesh: tdsp.Mesh2D, type_2d: str) -> None:
+    by_stock_name = planner_for(mesh, constraints=constrained(type_2d.removeprefix("2d_")))
+    by_2d_name = planner_for(mesh, constraints=constrained(type_2d))
+
+    plan = by_2d_name.plan(bags(), SHARDERS)
+
+    assert by_stock_name.plan(bags(), SHARDERS) == plan
+    assert {table.sharding_type for _, table in dict(plan.modules())[""].tables()} == {type_2d}
+
+
+def test_a_free_search_gives_2d_types() -> None:
+    mesh = tdsp.Mesh2D(num_groups=2, group_size=2)
+
+    plan = planner_for(mesh).plan(bags(num_tables=5), SHARDERS)
+
+    assert len(dict(plan.modules())[""]) == 5
+    assert {table.sharding_type for _, table in dict(plan.modules())[""].tables()} <= set(ALL_2D)
+
+
+def test_every_rank_runs_the_plan_of_its_group() -> None:
+    mesh = tdsp.Mesh2D(num_groups=2, group_size=2)
+    plan = planner_for(mesh, constraints=constrained("row_wise")).plan(bags(), SHARDERS)
+
+    owners = [
+        [owner for owner, _, _ in layout(tdsp.plan_for_rank(plan, rank), "t0")] for rank in range(4)
+    ]
+
+    assert owners == [[0, 2], [1, 3], [0, 2], [1, 3]]
+
+
+def test_an_unknown_type_is_refused_with_the_table() -> None:
+    with pytest.raises(tdsp.PlanError, match=r"table 't0'.*'diagonal' has no 2D form; use one of"):
+        planner_for(tdsp.Mesh2D(2, 2), constraints=constrained("diagonal"))
+
+
+def test_nothing_given_is_changed() -> None:
+    mesh = tdsp.Mesh2D(num_groups=2, group_size=2)
+    topology = world(4, 2)
+    constraints = constrained("2d_row_wise")
+    model = bags()
+    before = repr(topology), copy.deepcopy(constraints), dict(model.named_parameters())
+
+    planner_for(mesh, topology, constraints=constraints).plan(model, SHARDERS)
+
+    assert (repr(topology), constraints) == before[:2]
+    assert all(dict(model.named_parameters())[name] is value for name, value in before[2].items())
+
+
+def test_a_module_without_tables_gives_an_empty_plan() -> None:
+    plan = planner_for(tdsp.Mesh2D(2, 2)).plan(nn.Linear(2, 2), SHARDERS)
+
+    assert plan == tdsp.Plan2D({}, mesh=tdsp.Mesh2D(2, 2), sync=tdsp.GradientSync())

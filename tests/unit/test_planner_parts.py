@@ -1,0 +1,173 @@
+"""`Planner2D` takes what TorchRec's planner takes, and uses it."""
+
+import copy
+import inspect
+
+import pytest
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.partitioners import MemoryBalancedPartitioner
+from torchrec.distributed.planner.perf_models import NoopPerfModel
+from torchrec.distributed.planner.proposers import GreedyProposer
+from torchrec.distributed.planner.stats import NoopEmbeddingStats
+from torchrec.distributed.planner.types import (
+    Partitioner,
+    PlanLoader,
+    ShardingOption,
+)
+
+import torchrec_2dsp as tdsp
+from tests.unit.test_planner import (
+    SHARDERS,
+    bags,
+    constrained,
+    layout,
+    nothing_reserved,
+    planner_for,
+    world,
+)
+from torchrec_2dsp.planner.planner2d import Planner2D
+
+
+def test_it_takes_what_the_stock_planner_takes() -> None:
+    stock = inspect.signature(EmbeddingShardingPlanner.__init__).parameters
+    ours = inspect.signature(Planner2D.__init__).parameters
+
+    assert [(name, known.default) for name, known in stock.items()] == [
+        (name, known.default)
+        for name, known in ours.items()
+        if known.kind is not inspect.Parameter.KEYWORD_ONLY
+    ]
+    assert set(ours) - set(stock) == {"mesh", "sync"}
+
+
+class RecordingPartitioner(Partitioner):
+    def __init__(self) -> None:
+        self.types: set[str] = set()
+        self.inner = MemoryBalancedPartitioner()
+
+    def partition(
+        self, proposal: list[ShardingOption], storage_constraint: Topology
+    ) -> list[ShardingOption]:
+        self.types |= {option.sharding_type for option in proposal}
+        return copy.deepcopy(self.inner.partition(proposal, storage_constraint))
+
+
+class RecordingPerfModel(NoopPerfModel):
+    num_rated = 0
+
+    def rate(self, plan: list[ShardingOption]) -> float:
+        self.num_rated += 1
+        return super().rate(plan)
+
+
+class RecordingStats(NoopEmbeddingStats):
+    types: set[str]
+
+    def log(self, *args: object, **kwargs: object) -> None:
+        options = kwargs["best_plan"]
+        assert isinstance(options, list)
+        self.types = {option.sharding_type for option in options}
+
+
+def test_the_parts_that_a_user_gives_are_used() -> None:
+    seen: list[str] = []
+
+    def callback(options: list[ShardingOption]) -> list[ShardingOption]:
+        seen.extend(option.sharding_type for option in options)
+        return options
+
+    partitioner, stats = RecordingPartitioner(), RecordingStats()
+    perf_model = RecordingPerfModel(world(2))
+    planner = planner_for(
+        tdsp.Mesh2D(2, 2),
+        proposer=GreedyProposer(),
+        partitioner=partitioner,
+        performance_model=perf_model,
+        stats=[stats],
+        callbacks=[callback],
+        constraints=constrained("table_row_wise"),
+        debug=False,
+        timeout_seconds=60,
+    )
+
+    plan = planner.plan(bags(), SHARDERS)
+
+    assert partitioner.types == {"table_row_wise"}
+    assert seen == ["2d_table_row_wise"] * 2
+    assert stats.types == {"2d_table_row_wise"}
+    assert perf_model.num_rated > 0
+    assert len(layout(plan, "t0")) == 2
+
+
+class StoredPlan(PlanLoader):
+    def __init__(self, options: list[ShardingOption], context: str) -> None:
+        self._options = {option.storage_hash(): option for option in options}
+        self._context = context
+
+    def load(self) -> dict[int, ShardingOption]:
+        return self._options
+
+    def plan_context_hash(self) -> str:
+        return self._context
+
+    def get_plan_id(self) -> str:
+        return "stored"
+
+
+def test_a_stored_plan_is_taken_instead_of_a_search() -> None:
+    stored: list[ShardingOption] = []
+
+    def keep(options: list[ShardingOption]) -> list[ShardingOption]:
+        stored.extend(copy.deepcopy(options))
+        return options
+
+    mesh, constraints = tdsp.Mesh2D(2, 2), constrained("table_wise")
+    first = planner_for(mesh, constraints=constraints, callbacks=[keep])
+    searched = first.plan(bags(), SHARDERS)
+    for option in stored:
+        option.shards[0].rank = 1
+    loader = StoredPlan(stored, first.hash_planner_context_inputs_str())
+
+    loaded = planner_for(mesh, constraints=constraints, plan_loader=loader).plan(bags(), SHARDERS)
+
+    assert [rank for rank, _, _ in layout(searched, "t0") + layout(searched, "t1")] == [0, 1]
+    assert [rank for rank, _, _ in layout(loaded, "t0") + layout(loaded, "t1")] == [1, 1]
+
+
+def test_without_a_topology_the_mesh_gives_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    mesh = tdsp.Mesh2D(num_groups=2, group_size=4)
+    planner = Planner2D(
+        storage_reservation=nothing_reserved(), constraints=constrained("table_row_wise"), mesh=mesh
+    )
+
+    plan = planner.plan(bags(), SHARDERS)
+
+    # Half of each host belongs to a group.
+    assert [rank for rank, _, _ in layout(plan, "t0") + layout(plan, "t1")] == [0, 1, 2, 3]
+
+
+def test_a_group_is_planned_as_torchrec_plans_a_world() -> None:
+    """Apart from the sync, one group is a world of its own: same shards on same ranks."""
+    constraints = constrained("table_wise", 5) | constrained("row_wise", 2)
+    model = bags(num_tables=5)
+    stock = EmbeddingShardingPlanner(
+        topology=world(4, 2),
+        batch_size=8,
+        storage_reservation=nothing_reserved(),
+        constraints=constraints,
+    ).plan(model, SHARDERS)
+
+    for mesh in (tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 4)):
+        planner = planner_for(
+            mesh, world(4 * mesh.num_groups, 2 * mesh.num_groups), constraints=constraints
+        )
+        assert planner.plan(model, SHARDERS) == tdsp.Plan2D.from_stock(stock, mesh)
+
+
+def test_the_defaults_are_torchrecs() -> None:
+    mesh = tdsp.Mesh2D(num_groups=2, group_size=2)
+
+    plan = Planner2D(topology=world(4), mesh=mesh).plan(bags(), SHARDERS)
+
+    assert {len(layout(plan, name)) > 0 for name in ("t0", "t1")} == {True}

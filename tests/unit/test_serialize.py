@@ -1,0 +1,176 @@
+"""Plan files: every plan survives, everything else is refused as `PlanError`."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchrec.distributed.types import CacheParams, EmbeddingModuleShardingPlan, ShardingPlan
+from torchrec.distributed.types import ShardingType as Stock
+
+from tests.support.plans import plans, sharding
+from torchrec_2dsp import GradientSync, Mesh2D, Plan2D, PlanError, UnsupportedError, pin
+from torchrec_2dsp.plan.plan2d import ModulePlan2D
+from torchrec_2dsp.plan.serialize import from_json, load, save, to_json
+
+
+def example() -> Plan2D:
+    tables = {
+        "t_row": sharding(Stock.ROW_WISE, [0, 1], 10),
+        "t_data": sharding(Stock.DATA_PARALLEL, [0, 1], 10),
+    }
+    stock = ShardingPlan({"ebc": EmbeddingModuleShardingPlan(tables)})
+    return pin(Plan2D.from_stock(stock, Mesh2D(2, 2)), "t_row", hot_rows=[3, 12])
+
+
+EXAMPLE = to_json(example())
+
+
+@given(plans())
+def test_round_trip(plan: Plan2D) -> None:
+    text = to_json(plan)
+    again = from_json(text)
+    assert again == plan
+    assert to_json(again) == text
+    for _, module_plan in again.modules():
+        assert (module_plan.mesh, module_plan.sync) == (plan.mesh, plan.sync)
+
+
+def test_files(tmp_path: Path) -> None:
+    save(example(), tmp_path / "plan.json")
+    assert load(str(tmp_path / "plan.json")) == example()
+
+
+def test_table_order_does_not_matter() -> None:
+    plan = example()
+    modules: dict[str, Any] = {
+        path: ModulePlan2D(dict(reversed(list(module.items()))), mesh=module.mesh, sync=module.sync)
+        for path, module in plan.modules()
+    }
+    assert to_json(replace(plan, plan=modules)) == EXAMPLE
+
+
+@given(st.integers(0, len(EXAMPLE) - 1))
+def test_truncated_text_is_refused(length: int) -> None:
+    with pytest.raises(PlanError):
+        from_json(EXAMPLE[:length])
+
+
+@settings(max_examples=500)
+@given(st.lists(st.tuples(st.integers(0, len(EXAMPLE) - 1), st.integers(0, 6)), min_size=1))
+def test_flipped_bits_give_a_valid_plan_or_a_plan_error(flips: list[tuple[int, int]]) -> None:
+    text = list(EXAMPLE)
+    for index, bit in flips:
+        text[index] = chr(ord(text[index]) ^ (1 << bit))
+    try:
+        plan = from_json("".join(text))
+    except PlanError:
+        return
+    plan.validate()
+    assert from_json(to_json(plan)) == plan
+
+
+@given(st.text() | st.recursive(st.none() | st.integers(), st.lists).map(json.dumps))
+def test_other_text_is_refused(text: str) -> None:
+    with pytest.raises(PlanError, match="not a plan file"):
+        from_json(text)
+
+
+REMOVED = object()
+TABLE = "modules/ebc/t_row"
+SHARD = f"{TABLE}/shards/0"
+
+
+def edited(where: str, value: object) -> str:
+    """The example's text with one value replaced."""
+    data = json.loads(EXAMPLE)
+    *parents, key = where.split("/")
+    parent = data
+    for name in parents:
+        parent = parent[int(name) if name.isdigit() else name]
+    if value is REMOVED:
+        del parent[key]
+    else:
+        parent[key] = value
+    return json.dumps(data)
+
+
+def test_other_versions_are_refused_by_number() -> None:
+    with pytest.raises(PlanError, match=r"schema_version=2; this release reads 1"):
+        from_json(edited("schema_version", 2))
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        ("schema_version", REMOVED),
+        ("modules", REMOVED),
+        ("modules", []),
+        ("modules/ebc", None),
+        ("mesh/group_size", 0),
+        ("mesh/layout", "diagonal"),
+        ("sync/kind", "NoSync"),
+        ("sync/unknown", 1),
+        (f"{TABLE}/sharding_type", "2d_diagonal"),
+        (f"{TABLE}/sharding_type", "row_wise"),
+        (f"{TABLE}/sharding_type", 1),
+        (f"{TABLE}/compute_kernel", REMOVED),
+        (f"{TABLE}/ranks", ["a"]),
+        (f"{TABLE}/ranks", 3),
+        (f"{TABLE}/ranks", [9]),
+        (f"{TABLE}/hot_rows", []),
+        (f"{TABLE}/hot_rows", [3, 3]),
+        (f"{TABLE}/hot_rows", ["3"]),
+        (f"{TABLE}/hot_rows", [1.5]),
+        (f"{TABLE}/hot_rows", [1000]),
+        (f"{TABLE}/exchange", "pigeon"),
+        (f"{TABLE}/output_dtype", "FP1"),
+        (f"{TABLE}/bounds_check_mode", 0),
+        (f"{TABLE}/unknown", 1),
+        (f"{TABLE}/shards", []),
+        (f"{TABLE}/shards", None),
+        (f"{TABLE}/shards", "abc"),
+        (f"{SHARD}/placement", "rank:x/cpu"),
+        (f"{SHARD}/placement", "rank:0/bpu"),
+        (f"{SHARD}/placement", "rank:9/cpu"),
+        (f"{SHARD}/placement", None),
+        (f"{SHARD}/shard_sizes", ["a", 4]),
+        (f"{SHARD}/shard_sizes", []),
+        (f"{SHARD}/shard_offsets", [-1, 0]),
+        (f"{SHARD}/shard_offsets", REMOVED),
+    ],
+)
+def test_wrong_values_are_refused(where: str, value: object) -> None:
+    with pytest.raises(PlanError):
+        from_json(edited(where, value))
+
+
+def test_files_that_are_not_text_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PlanError, match="not a plan file"):
+        load(path)
+
+
+def test_what_a_file_cannot_hold_is_refused() -> None:
+    table = sharding(Stock.TABLE_WISE, [0], 10)
+    table.cache_params = CacheParams(load_factor=0.2)
+    stock = ShardingPlan({"ebc": EmbeddingModuleShardingPlan({"t": table})})
+    with pytest.raises(UnsupportedError, match="table 't' has cache_params, which a plan file"):
+        to_json(Plan2D.from_stock(stock, Mesh2D(2, 2)))
+
+
+def test_the_text_is_made_for_people() -> None:
+    data = json.loads(EXAMPLE)
+    assert data["mesh"] == {"num_groups": 2, "group_size": 2, "layout": "strided"}
+    assert data["sync"] == {"kind": GradientSync.__name__}
+    table = data["modules"]["ebc"]["t_row"]
+    assert table["hot_rows"] == [3, 12]
+    assert table["shards"][1] == {
+        "shard_offsets": [10, 0],
+        "shard_sizes": [10, 4],
+        "placement": "rank:1/cpu",
+    }

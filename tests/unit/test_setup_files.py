@@ -1,0 +1,118 @@
+"""The files that set the project up: exact locks, no registry in them, the promised targets."""
+
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from torchrec_2dsp._compat.versions import SUPPORTED
+
+ROOT = Path(__file__).parents[2]
+LOCKS = ("cpu", "cuda", "dev")
+PIN = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*==[0-9]+(\.[0-9]+)*")
+# torch's own dependencies come with torch, in the versions that fit it.
+BROUGHT_BY_TORCH = {
+    "torch", "filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "setuptools",
+    "sympy",
+}  # fmt: skip
+
+
+def read_pins(lock: str) -> list[str]:
+    lines = (ROOT / "requirements" / f"{lock}.txt").read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def names(pins: list[str]) -> list[str]:
+    return [pin.partition("==")[0] for pin in pins]
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_locks_are_exact_sorted_and_without_repeats(lock: str) -> None:
+    pins = read_pins(lock)
+    assert len(pins) > 5
+    assert [pin for pin in pins if not PIN.fullmatch(pin)] == []
+    assert names(pins) == sorted(set(names(pins)))
+    assert BROUGHT_BY_TORCH.isdisjoint(names(pins))
+
+
+def test_cpu_and_cuda_differ_only_in_fbgemm() -> None:
+    cpu, cuda = set(read_pins("cpu")), set(read_pins("cuda"))
+    assert cpu - cuda == {f"fbgemm-gpu-cpu=={SUPPORTED['fbgemm']}"}
+    assert cuda - cpu == {f"fbgemm-gpu=={SUPPORTED['fbgemm']}"}
+
+
+def test_dev_lock_adds_and_never_repeats() -> None:
+    assert set(names(read_pins("dev"))).isdisjoint(names(read_pins("cpu")))
+
+
+def test_runtime_dependencies_are_locked() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {re.split(r"[<>=]", line)[0] for line in project["dependencies"]}
+    assert wanted <= set(names(read_pins("cpu")))
+    # Their metadata can't express a CPU installation, so they must stay out.
+    assert wanted.isdisjoint({"torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"})
+
+
+def test_makefile_installs_the_supported_torch() -> None:
+    assert f"TORCH_VERSION := {SUPPORTED['torch']}\n" in (ROOT / "Makefile").read_text()
+
+
+@pytest.mark.parametrize("target", ["demo", "test", "test-all", "lint", "clean", "help"])
+def test_makefile_has_the_target_and_explains_it(target: str) -> None:
+    assert re.search(rf"^{target}:.*  ## \w", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["VARIANT=tpu", "help"], "VARIANT=tpu is unknown; use VARIANT=cpu or VARIANT=cuda"),
+        (["PYTHON=false", "VENV={tmp}", "test"], "Python 3.11 or newer is needed"),
+    ],
+)
+def test_makefile_refuses_clearly(arguments: list[str], message: str, tmp_path: Path) -> None:
+    words = [word.format(tmp=tmp_path / "venv") for word in arguments]
+    # The variables of a make that runs these tests must not leak in.
+    environ = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKEOVERRIDES")}
+    result = subprocess.run(
+        ["make", *words], cwd=ROOT, env=environ, capture_output=True, text=True, check=False
+    )
+    assert result.returncode != 0
+    assert message in result.stderr
+
+
+def test_ci_runs_lint_and_test() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert script.read_text().splitlines()[-1] == "make lint test"
+
+
+def project_files() -> list[Path]:
+    """All files that are, or would be, tracked."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    paths = [ROOT / name for name in listing.split("\0") if name]
+    return [path for path in paths if path.is_file()]
+
+
+def test_no_file_names_a_package_registry() -> None:
+    # Which registry to use is the business of the user's pip: an index in a file overrides it.
+    registry = re.compile(r"https?://[^\s\"']*/(simple|whl|registry|npm)\b")
+    option = re.compile(r"--(extra-)?index-url[ =]+\S*//|--find-links[ =]+\S*/")
+    files = project_files()
+    assert len(files) > 10
+    for path in files:
+        text = path.read_text(errors="replace")
+        assert not registry.search(text), path
+        assert not option.search(text), path
+
+
+@pytest.mark.parametrize(
+    "name", ["Makefile", "pyproject.toml", *(f"requirements/{x}.txt" for x in LOCKS)]
+)
+def test_setup_files_hold_no_address(name: str) -> None:
+    assert "://" not in (ROOT / name).read_text()

@@ -1,0 +1,255 @@
+"""The synthetic stream: skewed as told, the same for every world size, and worth learning."""
+
+import math
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from torch.nn.functional import binary_cross_entropy, binary_cross_entropy_with_logits
+from torchrec.datasets.utils import Batch
+
+from torchrec_2dsp import ConfigError
+from torchrec_2dsp.data.counters import normals, uniforms
+from torchrec_2dsp.data.synthetic import (
+    SparseFeature,
+    Split,
+    SyntheticConfig,
+    click_probability,
+    make_batch,
+)
+from torchrec_2dsp.data.zipf import Zipf
+
+CONFIG = SyntheticConfig(
+    num_dense=4,
+    features=(
+        SparseFeature(name="user", num_rows=50, skew=1.2),
+        SparseFeature(name="page", num_rows=30, skew=0.0),
+        SparseFeature(name="history", num_rows=40, skew=1.0, min_ids=0, max_ids=4),
+    ),
+)
+
+
+def normalized_entropy(loss: float, labels: torch.Tensor) -> float:
+    rate = labels.mean().item()
+    return loss / -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
+
+
+def same(left: Batch, right: Batch) -> bool:
+    return (
+        torch.equal(left.dense_features, right.dense_features)
+        and torch.equal(left.labels, right.labels)
+        and torch.equal(left.sparse_features.values(), right.sparse_features.values())
+        and torch.equal(left.sparse_features.lengths(), right.sparse_features.lengths())
+    )
+
+
+def bags(batch: Batch, feature: str) -> list[list[int]]:
+    jagged = batch.sparse_features[feature]
+    return [part.tolist() for part in jagged.values().split(jagged.lengths().tolist())]
+
+
+def test_uniforms_are_uniform_and_independent_of_their_neighbours() -> None:
+    draws = uniforms(1, np.arange(1_000)[:, None], np.arange(100))
+
+    assert draws.shape == (1_000, 100)
+    assert np.unique(draws).size == draws.size
+    counts = np.histogram(draws, bins=50, range=(0, 1))[0]
+    # 49 degrees of freedom: mean 49, standard deviation 9.9.
+    assert ((counts - 2_000) ** 2 / 2_000).sum() < 49 + 5 * 9.9
+    for left, right in ((draws[1:], draws[:-1]), (draws[:, 1:], draws[:, :-1])):
+        assert abs(np.corrcoef(left.ravel(), right.ravel())[0, 1]) < 5 / math.sqrt(left.size)
+
+
+def test_normals_have_the_moments_of_the_normal_distribution() -> None:
+    draws = normals(2, np.arange(100_000))
+
+    assert abs(draws.mean()) < 5 / math.sqrt(draws.size)
+    assert draws.std() == pytest.approx(1.0, abs=0.01)
+    assert (np.abs(draws) < 1.96).mean() == pytest.approx(0.95, abs=0.005)
+
+
+@pytest.mark.parametrize("skew", [0.0, 0.5, 1.0, 1.05, 1.5, 3.0])
+def test_zipf_ids_are_as_frequent_as_theory_says(skew: float) -> None:
+    num_draws, zipf = 100_000, Zipf(1_000, skew)
+
+    ranks = zipf.sample_ranks(3, np.arange(num_draws))
+
+    head = np.arange(1, 21)
+    expected = zipf.probability(head) * num_draws
+    counts = np.bincount(ranks, minlength=1_001)[head]
+    assert (np.abs(counts - expected) < 5 * np.sqrt(expected) + 1).all()
+    tail = num_draws - expected.sum()
+    assert abs((ranks > 20).sum() - tail) < 5 * math.sqrt(tail) + 1
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 10, 999, 1_000, 4_096])
+def test_every_row_has_one_popularity_rank(num_rows: int) -> None:
+    rows = Zipf(num_rows, 1.0).row_of_rank(np.arange(1, num_rows + 1))
+
+    assert sorted(rows.tolist()) == list(range(num_rows))
+
+
+def test_popular_rows_are_spread_over_the_table() -> None:
+    rows = Zipf(1_000, 1.0).row_of_rank(np.arange(1, 101))
+
+    assert np.histogram(rows, bins=4, range=(0, 1_000))[0].tolist() == pytest.approx(
+        [25] * 4, abs=5
+    )
+
+
+def test_memory_does_not_grow_with_the_table() -> None:
+    tracemalloc.start()
+    try:
+        rows = Zipf(2**31, 1.05).sample(0, np.arange(1_000))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert rows.min() >= 0
+    assert rows.max() < 2**31
+    assert peak < 1_000_000
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_the_global_batch_does_not_depend_on_the_world_size(world_size: int) -> None:
+    whole = make_batch(CONFIG, step=3, global_batch_size=16)
+    parts = [
+        make_batch(CONFIG, step=3, global_batch_size=16, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+
+    assert torch.equal(torch.cat([part.dense_features for part in parts]), whole.dense_features)
+    assert torch.equal(torch.cat([part.labels for part in parts]), whole.labels)
+    for feature in ("user", "page", "history"):
+        assert [bag for part in parts for bag in bags(part, feature)] == bags(whole, feature)
+
+
+def test_a_batch_is_a_function_of_its_arguments_alone() -> None:
+    later = make_batch(CONFIG, step=5, global_batch_size=16)
+    make_batch(CONFIG, step=0, global_batch_size=16)
+    torch.manual_seed(99)
+
+    assert same(make_batch(CONFIG, step=5, global_batch_size=16), later)
+
+
+def test_steps_splits_and_seeds_differ() -> None:
+    batches = [
+        make_batch(CONFIG, step=0, global_batch_size=16),
+        make_batch(CONFIG, step=1, global_batch_size=16),
+        make_batch(CONFIG, step=0, global_batch_size=16, split=Split.EVAL),
+        make_batch(CONFIG.model_copy(update={"seed": 1}), step=0, global_batch_size=16),
+    ]
+
+    for index, left in enumerate(batches):
+        for right in batches[index + 1 :]:
+            assert not torch.equal(left.dense_features, right.dense_features)
+            assert bags(left, "user") != bags(right, "user")
+
+
+def test_batches_have_the_types_of_torchrecs_own() -> None:
+    batch = make_batch(CONFIG, step=0, global_batch_size=8, rank=1, world_size=2)
+
+    assert batch.dense_features.shape == (4, 4)
+    assert batch.dense_features.dtype == batch.labels.dtype == torch.float32
+    assert batch.sparse_features.keys() == ["user", "page", "history"]
+    assert batch.sparse_features.stride() == 4
+    assert batch.sparse_features.values().dtype == torch.int64
+    assert batch.sparse_features.lengths().dtype == torch.int32
+
+
+def test_bags_have_all_lengths_that_were_asked_for() -> None:
+    batch = make_batch(CONFIG, step=0, global_batch_size=500)
+
+    assert {len(bag) for bag in bags(batch, "history")} == {0, 1, 2, 3, 4}
+    assert {len(bag) for bag in bags(batch, "user")} == {1}
+    for feature in CONFIG.features:
+        ids = batch.sparse_features[feature.name].values()
+        assert 0 <= ids.min() <= ids.max() < feature.num_rows
+    # Ids inside a bag are drawn one by one.
+    assert any(len(set(bag)) > 1 for bag in bags(batch, "history"))
+
+
+def test_labels_follow_the_planted_probability() -> None:
+    batch = make_batch(CONFIG, step=0, global_batch_size=20_000)
+    probability = click_probability(CONFIG, batch)
+
+    for low in (0.0, 0.2, 0.4, 0.6, 0.8):
+        inside = (probability >= low) & (probability < low + 0.2)
+        expected = probability[inside].mean().item()
+        tolerance = 5 * math.sqrt(expected * (1 - expected) / int(inside.sum()))
+        assert batch.labels[inside].mean().item() == pytest.approx(expected, abs=tolerance)
+
+
+@pytest.mark.parametrize(("signal", "low", "high"), [(2.0, 0.5, 0.85), (0.0, 0.999, 1.001)])
+def test_the_signal_says_how_much_there_is_to_learn(signal: float, low: float, high: float) -> None:
+    config = CONFIG.model_copy(update={"signal": signal})
+    batch = make_batch(config, step=0, global_batch_size=20_000)
+
+    loss = binary_cross_entropy(click_probability(config, batch), batch.labels.double())
+
+    assert low < normalized_entropy(loss.item(), batch.labels) < high
+
+
+def test_a_logistic_regression_learns_it() -> None:
+    def one_hot(batch: Batch) -> torch.Tensor:
+        columns = [batch.dense_features]
+        for feature in CONFIG.features:
+            jagged = batch.sparse_features[feature.name]
+            counts = torch.zeros(jagged.lengths().numel(), feature.num_rows)
+            sample = torch.arange(jagged.lengths().numel()).repeat_interleave(jagged.lengths())
+            counts.index_put_((sample, jagged.values()), torch.ones(()), accumulate=True)
+            columns.append(counts)
+        return torch.cat(columns, dim=1)
+
+    model = torch.nn.Linear(one_hot(make_batch(CONFIG, step=0, global_batch_size=1)).shape[1], 1)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.2)
+    for step in range(60):
+        batch = make_batch(CONFIG, step=step, global_batch_size=256)
+        optimizer.zero_grad()
+        loss = binary_cross_entropy_with_logits(model(one_hot(batch)).squeeze(1), batch.labels)
+        loss.backward()
+        optimizer.step()
+
+    held_out = make_batch(CONFIG, step=0, global_batch_size=5_000, split=Split.EVAL)
+    with torch.no_grad():
+        logits = model(one_hot(held_out)).squeeze(1)
+    learned = binary_cross_entropy_with_logits(logits, held_out.labels).item()
+    planted = click_probability(CONFIG, held_out)
+    best = binary_cross_entropy(planted, held_out.labels.double()).item()
+    assert best < learned
+    assert normalized_entropy(learned, held_out.labels) < 0.85
+
+
+@pytest.mark.parametrize(
+    ("size", "world_size", "rank", "message"),
+    [
+        (6, 4, 0, "global_batch_size=6 must be a positive mult"),
+        (0, 1, 0, "global_batch_size=0 must be a positive multiple"),
+        (8, 4, 4, r"rank=4 is not in 0\.\.3"),
+    ],
+)
+def test_wrong_slices_are_refused(size: int, world_size: int, rank: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_batch(CONFIG, step=0, global_batch_size=size, rank=rank, world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "skew", "message"),
+    [
+        (0, 1.0, r"num_rows=0 is not in 1\.\.2147483648"),
+        (10, -0.5, "skew=-0.5 must be a finite number >= 0"),
+        (10, math.inf, "skew=inf must be"),
+    ],
+)
+def test_wrong_zipf_figures_are_refused(num_rows: int, skew: float, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Zipf(num_rows, skew)
+
+
+def test_wrong_features_are_refused() -> None:
+    with pytest.raises(ValidationError, match="min_ids=3 is above max_ids=1"):
+        SparseFeature(name="f", num_rows=5, min_ids=3)
+    twice = SparseFeature(name="f", num_rows=5)
+    with pytest.raises(ValidationError, match="the feature name 'f' is used twice"):
+        SyntheticConfig(features=(twice, twice))

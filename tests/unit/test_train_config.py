@@ -1,0 +1,231 @@
+"""Training configs: what is read, what can be overridden, and what an error says."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchrec.metrics.ne import compute_ne, get_ne_states
+from typer.testing import CliRunner
+
+import torchrec_2dsp as tdsp
+from torchrec_2dsp.cli.app import app
+from torchrec_2dsp.train.config import TrainConfig
+from torchrec_2dsp.train.config_file import load_config, make_config, overridden
+from torchrec_2dsp.train.meter import Measured, normalized_entropy
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "configs" / "runs" / "demo.toml"
+MINIMAL = {
+    "data": {"features": [{"name": "user", "num_rows": 10}]},
+    "runs": {"one": {}, "two": {"num_groups": 2, "sync": "WeightSync"}},
+}
+
+
+def changed(override: str) -> TrainConfig:
+    return make_config(overridden(MINIMAL, override))
+
+
+def test_the_demo_trains_one_group_exact_and_averaged() -> None:
+    config = load_config(DEMO)
+
+    config.check_world(4)
+    assert {name: (run.num_groups, run.sync) for name, run in config.runs.items()} == {
+        "one_group": (1, "GradientSync"),
+        "exact": (2, "GradientSync"),
+        "averaged": (2, "WeightSync"),
+    }
+
+
+def test_a_run_names_the_sync_config_class() -> None:
+    runs = make_config(MINIMAL).runs
+
+    assert runs["one"].sync_config == tdsp.GradientSync()
+    assert runs["two"].sync_config == tdsp.WeightSync()
+
+
+def test_the_mesh_follows_from_the_world() -> None:
+    config = changed("runs.two.layout=contiguous")
+
+    assert config.mesh("one", 4) == tdsp.Mesh2D(1, 4)
+    assert config.mesh("two", 4) == tdsp.Mesh2D(2, 2, tdsp.RankLayout.CONTIGUOUS)
+
+
+def test_only_keeps_the_configs_order() -> None:
+    config = make_config(MINIMAL)
+
+    assert list(config.only(["two"]).runs) == ["two"]
+    assert list(config.only(["two", "one"]).runs) == ["one", "two"]
+    assert config.only([]) == config
+    with pytest.raises(tdsp.ConfigError, match="no run 'three'; the config has one, two"):
+        config.only(["three"])
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("loop.steps=7", ("loop", "steps"), 7),
+        ("data.signal = 0.5", ("data", "signal"), 0.5),
+        ("loop.tensorboard_dir=runs/demo", ("loop", "tensorboard_dir"), "runs/demo"),
+        ('loop.tensorboard_dir="7"', ("loop", "tensorboard_dir"), "7"),
+        ("model.over_layers=[8, 4]", ("model", "over_layers"), [8, 4]),
+        ("runs.new.num_groups=4", ("runs", "new", "num_groups"), 4),
+        ("data.features.0.num_rows=3", ("data", "features", 0, "num_rows"), 3),
+        ("a.b=x=y", ("a", "b"), "x=y"),
+    ],
+)
+def test_overrides_reach_their_key(override: str, path: tuple[Any, ...], value: Any) -> None:
+    before = str(MINIMAL)
+
+    node: Any = overridden(MINIMAL, override)
+    for part in path:
+        node = node[part]
+
+    assert node == value
+    assert type(node) is type(value)
+    assert str(MINIMAL) == before
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("loop.steps", "--set 'loop.steps' is not of the form key.sub=value"),
+        ("=3", "--set '=3' is not of the form key.sub=value"),
+        ("loop..steps=3", "is not of the form key.sub=value"),
+        ("data.features.1.skew=0", "'1' is no item of a list of 1; use a number in 0..0"),
+        ("data.features.x=0", "'x' is no item of a list of 1"),
+        ("runs.two.sync.kind=0", "'WeightSync' has no key 'kind'"),
+    ],
+)
+def test_overrides_that_lead_nowhere_are_refused(override: str, message: str) -> None:
+    with pytest.raises(tdsp.ConfigError) as raised:
+        overridden(MINIMAL, override)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("loop.steps=0", "loop.steps=0: input should be greater than or equal to 1"),
+        ("loop.stepps=3", "loop.stepps is unknown; use one of steps, global_batch_size, "),
+        ("lop.steps=3", "lop is unknown; use one of data, model, optimizer, loop, runs"),
+        ("runs.one.groups=3", "runs.one.groups is unknown; use one of num_groups, layout, sync"),
+        ("data.features.0.rows=3", "data.features.0.rows is unknown; use one of name, num_rows"),
+        ("data.features.0.skew=-1", "data.features.0.skew=-1: input should be greater than or"),
+        ("data.features.0.min_ids=2", "data.features.0: min_ids=2 is above max_ids=1"),
+        ("data.features=[]", "data: features is empty; describe at least one"),
+        ("optimizer.lr=inf", "optimizer.lr=inf: input should be a finite number"),
+        ("model.dim=6", "model.dim=6: input should be a multiple of 4"),
+        ("model.sharding_types=['row']", "sharding type 'row' has no 2D form; use one of data_"),
+        ("model.sharding_types=[]", "it is empty; name at least one sharding type"),
+        ("runs.two.sync=Sum", "sync='Sum': it is no sync config; use one of GradientSync, Weight"),
+        ("runs.two.layout=x", "runs.two.layout='x': input should be 'strided' or 'contiguous'"),
+        ("runs.two=3", "runs.two=3: input should be"),
+        ("runs={}", "runs is empty; describe at least one"),
+        ("runs={'a b'={}}", "runs: the name 'a b' has a dot, a slash or a space"),
+    ],
+)
+def test_errors_name_key_value_and_rule(override: str, message: str) -> None:
+    with pytest.raises(tdsp.ConfigError) as raised:
+        changed(override)
+    assert str(raised.value).startswith("config: ")
+    assert message in str(raised.value)
+
+
+def test_all_errors_are_told_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[loop]\nsteps = 0\n[data]\nfeatures = [{ name = 'f' }]\n")
+
+    with pytest.raises(tdsp.ConfigError) as raised:
+        load_config(path)
+
+    assert str(raised.value).splitlines() == [
+        f"{path}: data.features.0.num_rows is missing",
+        "  loop.steps=0: input should be greater than or equal to 1",
+        "  runs is missing",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "override", "message"),
+    [
+        (
+            6,
+            "runs.two.num_groups=4",
+            "runs.two.num_groups=4 does not divide the 6 ranks; use one of 1, 2, 3, 6, or start",
+        ),
+        (
+            4,
+            "loop.global_batch_size=6",
+            "loop.global_batch_size=6 is not a multiple of the 4 ranks; use 8",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_world_is_refused(
+    world_size: int, override: str, message: str
+) -> None:
+    with pytest.raises(tdsp.ConfigError, match=message):
+        changed(override).check_world(world_size)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "can't be read: No such file"), ("steps = = 3", "is not TOML: Invalid value")],
+)
+def test_unreadable_files_are_refused(tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "run.toml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(tdsp.ConfigError, match=message):
+        load_config(path)
+
+
+def test_normalized_entropy_is_torchrecs() -> None:
+    labels, predictions = torch.tensor([[1.0, 0.0, 0.0, 1.0, 0.0]]), torch.rand(1, 5)
+    states = get_ne_states(labels, predictions, torch.ones(1, 5), eta=1e-12)
+    expected = compute_ne(
+        states["cross_entropy_sum"],
+        states["weighted_num_samples"],
+        states["pos_labels"],
+        states["neg_labels"],
+        eta=1e-12,
+    )
+
+    loss = torch.nn.functional.binary_cross_entropy(predictions.double(), labels.double()).item()
+
+    assert normalized_entropy(loss, click_rate=0.4) == pytest.approx(expected.item())
+    assert math.isnan(normalized_entropy(loss, click_rate=0.0))
+
+
+def test_measured_steps_are_averaged() -> None:
+    measured = Measured(losses=(0.5, 0.7), click_rate=0.5)
+
+    assert measured.loss == pytest.approx(0.6)
+    assert measured.ne == pytest.approx(0.6 / math.log(2))
+
+
+@pytest.mark.parametrize(
+    ("rank", "said"),
+    [("0", "error: nowhere.toml can't be"), ("3", "error on rank 3: nowhere.toml")],
+)
+def test_the_command_shows_the_error_and_fails(
+    monkeypatch: pytest.MonkeyPatch, rank: str, said: str
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr("torchrec_2dsp.cli.train._LET_RANK_0_SPEAK_S", 0.0)
+
+    result = CliRunner().invoke(app, ["train", "--config", "nowhere.toml"])
+
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+def test_the_command_asks_for_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+
+    result = CliRunner().invoke(app, ["train", "--config", str(DEMO)])
+
+    assert result.exit_code == 2
+    assert "RANK is not set, so there are no ranks" in result.stderr
+    assert "torchrun --standalone" in result.stderr

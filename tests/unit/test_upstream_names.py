@@ -1,0 +1,195 @@
+"""What the plugin takes from TorchRec, FBGEMM and torch that their documentation doesn't promise.
+
+An upgrade that renames one of these fails here, in one readable place.
+"""
+
+import ast
+import importlib
+import inspect
+import sys
+from collections.abc import Iterator
+from functools import cache, reduce
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import torchrec_2dsp
+from torchrec_2dsp._compat import torchrec as adapters
+
+PACKAGE = Path(torchrec_2dsp.__file__).parent
+UPSTREAM = ("torch", "torchrec", "fbgemm_gpu")
+ATTACHED = {
+    "_optimizer_classes": "torchrec.distributed.embeddingbag",
+    "_optimizer_kwargs": "torchrec.distributed.embeddingbag",
+}
+"""Attributes that an upstream module looks for on objects of other classes."""
+NAMEDTUPLE_API = {"_replace", "_asdict", "_fields", "_make"}
+
+
+def is_upstream(module: str | None) -> bool:
+    return module is not None and module.split(".")[0] in UPSTREAM
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in NAMEDTUPLE_API
+
+
+def imported_names(path: Path) -> Iterator[tuple[str, str]]:
+    """``(module, name)`` of every ``from upstream import name`` in a file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and is_upstream(node.module):
+            for alias in node.names:
+                yield str(node.module), alias.name
+
+
+def upstream_scope(path: Path) -> dict[str, object]:
+    """The upstream modules and classes that a file knows, by the name it calls them."""
+    scope: dict[str, object] = {}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and is_upstream(node.module):
+            module = importlib.import_module(str(node.module))
+            for alias in node.names:
+                scope[alias.asname or alias.name] = getattr(module, alias.name)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if is_upstream(alias.name):
+                    top = alias.asname or alias.name.split(".")[0]
+                    scope[top] = importlib.import_module(alias.name if alias.asname else top)
+    return scope
+
+
+def private_attributes(path: Path) -> Iterator[tuple[str, object, str]]:
+    """``(text, owner, attribute)`` of every ``x._attribute`` where ``x`` is upstream's.
+
+    ``x`` is an imported module, or an argument annotated with an upstream class.
+    """
+    scope = upstream_scope(path)
+    for function in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        owners: dict[str, Any] = dict(scope)
+        for argument in function.args.args:
+            top, *rest = ast.unparse(argument.annotation or argument).split(".")
+            if top in scope:
+                owners[argument.arg] = reduce(getattr, rest, scope[top])
+        for node in ast.walk(function):
+            if isinstance(node, ast.Attribute) and is_private(node.attr):
+                owner = node.value.id if isinstance(node.value, ast.Name) else ""
+                if owner not in ("self", "cls"):
+                    yield ast.unparse(node), owners.get(owner), node.attr
+
+
+def has_attribute(owner: object, name: str) -> bool:
+    """Whether ``owner`` has it, or for a class, whether its code sets it on instances."""
+    if name in ATTACHED:
+        return name in inspect.getsource(importlib.import_module(ATTACHED[name]))
+    if hasattr(owner, name):
+        return True
+    if not inspect.isclass(owner):
+        return False
+    return any(
+        f"self.{name}" in inspect.getsource(base)
+        for base in owner.__mro__
+        if is_upstream_class(base)
+    )
+
+
+def is_upstream_class(kind: type) -> bool:
+    return is_upstream(kind.__module__)
+
+
+COMPAT = sorted((PACKAGE / "_compat").glob("*.py"))
+IMPORTED = sorted({name for path in COMPAT for name in imported_names(path)})
+PRIVATE = sorted(
+    {
+        (text, path.name): (owner, name)
+        for path in COMPAT
+        for text, owner, name in private_attributes(path)
+    }.items()
+)
+
+
+def test_something_is_checked() -> None:
+    modules = {module for module, _ in IMPORTED}
+    assert "torchrec.distributed.comm" in modules or "torchrec.distributed" in modules
+    assert PRIVATE
+
+
+@pytest.mark.parametrize(("module", "name"), IMPORTED)
+def test_an_imported_name_exists(module: str, name: str) -> None:
+    upstream = importlib.import_module(module)
+    if not hasattr(upstream, name):
+        importlib.import_module(f"{module}.{name}")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [value for _, value in PRIVATE],
+    ids=[f"{path}:{text}" for (text, path), _ in PRIVATE],
+)
+def test_a_private_attribute_exists(owner: object, name: str) -> None:
+    assert owner is not None, (
+        "this test can't tell whose attribute this is: annotate the argument with its class"
+    )
+    assert has_attribute(owner, name)
+
+
+@pytest.mark.parametrize("name", adapters.__all__)
+def test_the_adapters_export_what_they_say(name: str) -> None:
+    found = getattr(adapters, name)
+    assert is_upstream(found.__module__) or found.__module__ == adapters.__name__
+
+
+def subclasses_of_upstream() -> Iterator[type]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.name in ("__main__.py",):
+            continue
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        module = importlib.import_module(".".join(parts).removesuffix(".__init__"))
+        yield from own_subclasses(module)
+
+
+def own_subclasses(module: ModuleType) -> Iterator[type]:
+    for kind in vars(module).values():
+        if inspect.isclass(kind) and kind.__module__ == module.__name__:
+            bases = [base for base in kind.__mro__ if is_upstream_class(base)]
+            if any(base.__module__.startswith(("torchrec", "fbgemm")) for base in bases):
+                yield kind
+
+
+def test_inherited_private_attributes_exist() -> None:
+    """What a subclass uses as ``self._x`` is set by itself or by the upstream class."""
+    missing = []
+    for kind in subclasses_of_upstream():
+        attributes = [list(attributes_of_self(definition(base))) for base in kind.__mro__]
+        stored = {node.attr for nodes in attributes for node in nodes if is_stored(node)}
+        missing += [
+            f"{kind.__module__}.{kind.__name__} uses self.{node.attr}"
+            for node in attributes[0]
+            if is_private(node.attr) and node.attr not in stored and not hasattr(kind, node.attr)
+        ]
+    assert not missing, "upstream no longer has: " + "; ".join(missing)
+
+
+def definition(kind: type) -> ast.AST:
+    file = getattr(sys.modules[kind.__module__], "__file__", None) or ""
+    found = class_definitions(file) if file.endswith(".py") else {}
+    return found.get(kind.__name__, ast.Module(body=[], type_ignores=[]))
+
+
+@cache
+def class_definitions(file: str) -> dict[str, ast.AST]:
+    tree = ast.parse(Path(file).read_text())
+    return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+
+
+def attributes_of_self(tree: ast.AST) -> Iterator[ast.Attribute]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+            yield node
+
+
+def is_stored(node: ast.Attribute) -> bool:
+    return isinstance(node.ctx, ast.Store)

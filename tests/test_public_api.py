@@ -37,8 +37,10 @@ PUBLIC_NAMES = [
     "VersionError",
     "WeightSync",
     "group_topology",
+    "load_checkpoint",
     "pin",
     "plan_for_rank",
+    "save_checkpoint",
 ]
 
 

@@ -27,6 +27,7 @@ if not is_doctor_command(sys.orig_argv, sys.argv):
         MomentScaledRowWiseAdaGrad,
         MomentScaledRowWiseAdaGradOptimizer,
     )
+    from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
     from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
     from torchrec_2dsp.plan.parameter_sharding import Exchange, ParameterSharding2D, ShardingType2D
     from torchrec_2dsp.plan.plan2d import Plan2D, pin
@@ -75,6 +76,8 @@ __all__ = [
     "VersionError",
     "WeightSync",
     "group_topology",
+    "load_checkpoint",
     "pin",
     "plan_for_rank",
+    "save_checkpoint",
 ]

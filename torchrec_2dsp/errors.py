@@ -31,8 +31,8 @@ class UnsupportedError(TwoDError, NotImplementedError):
     """A TorchRec feature that this package refuses by name instead of getting it wrong."""
 
 
-class CheckpointError(TwoDError, ValueError):
-    """A checkpoint that can't be written, or doesn't fit the model."""
+class CheckpointError(TwoDError, RuntimeError):
+    """A checkpoint that can't be written, read, or doesn't fit the model."""
 
 
 class SyncError(TwoDError, RuntimeError):

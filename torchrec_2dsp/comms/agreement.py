@@ -41,7 +41,7 @@ def agree(
                 theirs, ours = _first_difference(expected, str(found.get(name)))
                 raise ConfigError(
                     f"{name} differs between ranks: rank 0 has {theirs}, rank {rank} has {ours}; "
-                    "construct all ranks alike"
+                    "give all ranks the same"
                 )
 
 

@@ -1,0 +1,162 @@
+"""Checkpoints between meshes: nothing is lost, and training goes on as if it had never stopped."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+import torchrec_2dsp as tdsp
+from tests.dist.test_checkpoint_harness import (
+    HOT,
+    OTHER_HOT,
+    SEQUENCE,
+    Trip,
+    check_arrivals,
+    stock,
+)
+from tests.support.models import ModelSpec, TableSpec
+from tests.support.parity import Cell
+from tests.support.ranks import RankPool
+
+M22, M14, M41 = tdsp.Mesh2D(2, 2), tdsp.Mesh2D(1, 4), tdsp.Mesh2D(4, 1)
+M22_CONTIGUOUS = tdsp.Mesh2D(2, 2, tdsp.RankLayout.CONTIGUOUS)
+MEAN = ModelSpec(pooling="mean")
+
+
+def trip(
+    source: tuple[tdsp.Mesh2D, str], target: tuple[tdsp.Mesh2D, str], **options: object
+) -> Trip:
+    """``options`` apply to both sides, except for ``hot_rows``, which are ``(source, target)``."""
+    source_hot, target_hot = options.pop("hot_rows", ((), ()))  # type: ignore[misc]
+    return Trip(
+        Cell(*source, hot_rows=source_hot, **options),  # type: ignore[arg-type]
+        Cell(*target, hot_rows=target_hot, **options),  # type: ignore[arg-type]
+    )
+
+
+TRIPS = [
+    # every mesh to every other one, both layouts
+    trip((M22, "table_wise"), (M14, "table_wise")),
+    trip((M14, "table_wise"), (M41, "table_wise"), optimizer="sgd"),
+    trip((M41, "table_wise"), (M22_CONTIGUOUS, "row_wise"), hot_rows=((), HOT)),
+    trip((M22_CONTIGUOUS, "row_wise"), (M22, "table_wise"), hot_rows=(HOT, OTHER_HOT)),
+    trip((M22, "row_wise"), (M22_CONTIGUOUS, "row_wise"), optimizer="sgd", hot_rows=(HOT, HOT)),
+    trip((M22, "row_wise"), (M41, "row_wise"), hot_rows=(HOT, ()), spec=MEAN),
+    trip((M14, "row_wise"), (M22, "row_wise"), optimizer="adagrad", hot_rows=((), OTHER_HOT)),
+    trip((M14, "row_wise"), (M22_CONTIGUOUS, "table_row_wise"), hot_rows=(HOT, ())),
+    trip((M41, "table_row_wise"), (M14, "table_row_wise"), hot_rows=(OTHER_HOT, HOT)),
+    trip((M22, "table_row_wise"), (M22, "table_wise"), optimizer="sgd"),
+    # row-wise moments per column shard: the same columns, however the rows are split
+    trip((M22, "column_wise"), (M14, "column_wise"), hot_rows=((), HOT)),
+    trip((M41, "column_wise"), (M22_CONTIGUOUS, "grid_shard"), hot_rows=(HOT, OTHER_HOT)),
+    trip((M22, "grid_shard"), (M41, "table_column_wise")),
+    trip((M14, "grid_shard"), (M22, "grid_shard"), hot_rows=(HOT, ())),
+    trip((M22_CONTIGUOUS, "table_column_wise"), (M14, "column_wise"), hot_rows=((), OTHER_HOT)),
+    # without row-wise moments the columns may change
+    trip((M22, "column_wise"), (M41, "row_wise"), optimizer="adagrad", hot_rows=(HOT, HOT)),
+    trip((M14, "table_wise"), (M22, "grid_shard"), optimizer="sgd", hot_rows=(HOT, OTHER_HOT)),
+    trip((M22, "data_parallel"), (M14, "data_parallel"), optimizer="sgd"),
+    trip((M41, "data_parallel"), (M22, "row_wise"), optimizer="sgd", hot_rows=((), HOT)),
+    trip((M22_CONTIGUOUS, "table_wise"), (M41, "data_parallel"), optimizer="sgd"),
+    # sequences
+    trip((M22, "table_wise"), (M14, "table_wise"), spec=SEQUENCE),
+    trip((M14, "table_wise"), (M22_CONTIGUOUS, "row_wise"), spec=SEQUENCE),
+    trip((M41, "row_wise"), (M22, "table_wise"), spec=SEQUENCE, optimizer="sgd"),
+    trip((M22_CONTIGUOUS, "column_wise"), (M41, "column_wise"), spec=SEQUENCE),
+    # the other way of keeping replicas equal; for SGD it is exact
+    trip((M22, "row_wise"), (M41, "table_wise"), optimizer="sgd", sync=tdsp.WeightSync()),
+]
+
+
+def test_a_model_travels_between_meshes(ranks4: RankPool, tmp_path: Path) -> None:
+    check_arrivals(ranks4, TRIPS, tmp_path)
+
+
+TWO_RANK_TRIPS = [
+    trip((tdsp.Mesh2D(2, 1), "row_wise"), (tdsp.Mesh2D(1, 2), "table_wise"), hot_rows=(HOT, ())),
+    trip((tdsp.Mesh2D(1, 2), "table_wise"), (tdsp.Mesh2D(2, 1), "table_wise"), spec=SEQUENCE),
+    trip(
+        (tdsp.Mesh2D(1, 2), "grid_shard"),
+        (tdsp.Mesh2D(2, 1, tdsp.RankLayout.CONTIGUOUS), "column_wise"),
+        hot_rows=((), HOT),
+    ),
+]
+
+
+def test_a_model_travels_between_meshes_of_two_ranks(ranks2: RankPool, tmp_path: Path) -> None:
+    check_arrivals(ranks2, TWO_RANK_TRIPS, tmp_path)
+
+
+STOCK_TRIPS = [
+    Trip(stock("table_wise"), Cell(M22, "row_wise", hot_rows=HOT)),
+    Trip(Cell(M22, "row_wise", hot_rows=HOT), stock("table_wise")),
+    Trip(stock("table_row_wise"), Cell(M41, "table_wise")),
+    Trip(Cell(M22_CONTIGUOUS, "table_row_wise"), stock("row_wise")),
+    Trip(stock("column_wise"), Cell(M22, "grid_shard", hot_rows=OTHER_HOT)),
+    Trip(Cell(M22, "column_wise", hot_rows=HOT), stock("grid_shard")),
+    Trip(stock("grid_shard"), Cell(M41, "table_column_wise")),
+    Trip(stock("data_parallel", optimizer="sgd"), Cell(M22, "table_wise", optimizer="sgd")),
+    Trip(stock("table_wise", spec=SEQUENCE), Cell(M22, "table_wise", spec=SEQUENCE)),
+    Trip(Cell(M22, "table_wise", spec=SEQUENCE), stock("row_wise", spec=SEQUENCE)),
+    Trip(Cell(M41, "row_wise", optimizer="adagrad"), stock("column_wise", optimizer="adagrad")),
+]
+
+
+NARROW = ModelSpec(
+    tables=(
+        TableSpec("t0", 33, 4, ("f0",)),
+        TableSpec("t1", 25, 4, ("f1",)),
+        TableSpec("t2", 33, 8, ("f2",)),
+    )
+)
+"""A grid table of this model with one column shard lives on one host only. TorchRec rounds the
+row count of its empty DTensors on the other hosts up, which DCP alone refuses to load."""
+
+
+def test_a_model_travels_over_hosts(ranks8: RankPool, tmp_path: Path) -> None:
+    contiguous = tdsp.Mesh2D(2, 4, tdsp.RankLayout.CONTIGUOUS)
+    trips = [trip((tdsp.Mesh2D(4, 2), "column_wise"), (contiguous, "grid_shard"), spec=NARROW)]
+    check_arrivals(ranks8, trips, tmp_path)
+
+
+def test_a_model_travels_to_stock_torchrec_and_back(ranks4: RankPool, tmp_path: Path) -> None:
+    check_arrivals(ranks4, STOCK_TRIPS, tmp_path)
+
+
+MESHES = (M22, M22_CONTIGUOUS, M14, M41)
+SPLITTING_ROWS = ("table_wise", "row_wise", "table_row_wise")
+SPLITTING_COLUMNS = ("column_wise", "table_column_wise", "grid_shard")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shardings", [SPLITTING_ROWS, SPLITTING_COLUMNS], ids=lambda kind: kind[0])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_every_way_to_travel(
+    ranks4: RankPool, tmp_path: Path, mesh: tdsp.Mesh2D, shardings: tuple[str, ...]
+) -> None:
+    """All meshes and sharding types with row-wise moments; hot rows on one side or both."""
+    hot_rows = (((), HOT), (HOT, OTHER_HOT), (OTHER_HOT, ()), (HOT, HOT))
+    trips = [
+        trip((mesh, source), (target_mesh, target), hot_rows=hot_rows[(number + number // 4) % 4])
+        for number, (source, target, target_mesh) in enumerate(
+            itertools.product(shardings, shardings, MESHES)
+        )
+    ]
+    assert len(trips) == 36
+    check_arrivals(ranks4, trips, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_every_way_to_stock_and_back(ranks4: RankPool, tmp_path: Path, mesh: tdsp.Mesh2D) -> None:
+    """All sharding types that share row-wise moments, to TorchRec and from it."""
+    trips = [
+        Trip(*(sides if to_stock else sides[::-1]))
+        for shardings in (SPLITTING_ROWS, SPLITTING_COLUMNS)
+        for ours in shardings
+        for theirs in shardings
+        for to_stock in (True, False)
+        for sides in [(Cell(mesh, ours, hot_rows=HOT), stock(theirs))]
+    ]
+    assert len(trips) == 36
+    check_arrivals(ranks4, trips, tmp_path)

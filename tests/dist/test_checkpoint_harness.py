@@ -1,0 +1,285 @@
+"""How the checkpoint tests train, save, load and compare, and that they would notice a loss."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.types import ShardingType
+from torchrec.optim.keyed import CombinedOptimizer
+
+import torchrec_2dsp as tdsp
+from tests.support.models import SEQUENCE_TABLES, ModelSpec, build, make_batch
+from tests.support.oracle import Oracle, local_loss
+from tests.support.parity import (
+    FUSED,
+    LR,
+    Cell,
+    local_shards,
+    local_world_size,
+    make_optimizer,
+    make_oracle,
+    make_parallel,
+)
+from tests.support.ranks import RankPool
+from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
+
+M14 = tdsp.Mesh2D(1, 4)
+SEQUENCE = ModelSpec(tables=SEQUENCE_TABLES, sequence=True)
+HOT = (("t0", (0, 1, 5, 39)), ("t1", (0, 2, 3)))
+OTHER_HOT = (("t0", (1, 4)), ("t2", (0, 1, 32)))
+TOLERANCE = 2e-6
+"""Floats are added in another order on another mesh; weights are below 1."""
+
+
+class AnyTypeSharder(EmbeddingBagCollectionSharder):
+    """TorchRec's sharder, which runs all its types on the CPU but offers the planner only some."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return [kind.value for kind in ShardingType]
+
+
+@dataclass(frozen=True)
+class StockCell(Cell):
+    """A cell that TorchRec's own planner, sharders and wrapper run; its mesh is one group."""
+
+    def __str__(self) -> str:
+        return f"stock {super().__str__()}"
+
+
+@dataclass(frozen=True)
+class Trip:
+    """From one way of running a model to another."""
+
+    source: Cell
+    target: Cell
+
+    def __str__(self) -> str:
+        return f"{self.source} -> {self.target}"
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What a rank saw of a trip."""
+
+    num_tensors: int
+    """Full tables and moments that both sides have."""
+    different: tuple[str, ...]
+    """Those that differ after the load, in any bit."""
+    equal_before: tuple[str, ...]
+    """Those that were equal before the load already, so that it proves nothing."""
+    source_gap: float
+    """Distance of the saving side's tables and moments from the oracle, after more steps."""
+    target_gap: float
+    """The same of the loading side."""
+    extra: object
+    """What came back."""
+
+
+def make(cell: Cell, world_size: int) -> tuple[DistributedModelParallel, CombinedOptimizer]:
+    """The cell's model with the weights of seed 0, and its optimizers."""
+    model = (
+        make_stock(cell, world_size)
+        if isinstance(cell, StockCell)
+        else make_parallel(cell, world_size, local_world_size())
+    )
+    return model, make_optimizer(model)
+
+
+def make_stock(cell: Cell, world_size: int) -> DistributedModelParallel:
+    """The cell's model with nothing from this package."""
+    model = build(cell.spec, seed=0)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    kind = EmbeddingCollectionSharder if cell.spec.sequence else AnyTypeSharder
+    fused_params = {"optimizer": FUSED[cell.optimizer], "learning_rate": LR, "eps": cell.eps}
+    sharders = [kind(fused_params=fused_params)]
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(
+            world_size=world_size,
+            compute_device="cpu",
+            local_world_size=local_world_size(),
+        ),
+        batch_size=8,
+        constraints={
+            table.name: ParameterConstraints(sharding_types=[cell.sharding], min_partition=4)
+            for table in cell.spec.tables
+        },
+        storage_reservation=FixedPercentageStorageReservation(0.0),
+    )
+    parallel = DistributedModelParallel(
+        module=model,
+        device=torch.device("cpu"),
+        plan=planner.plan(model, sharders),  # type: ignore[arg-type]
+        sharders=sharders,  # type: ignore[arg-type]
+    )
+    parallel.load_state_dict(weights)  # type: ignore[arg-type]
+    return parallel
+
+
+def batches(cell: Cell, step: int, world_size: int) -> list:
+    """The global batch of a step."""
+    return [make_batch(cell.spec, seed=1000 * step + rank) for rank in range(world_size)]
+
+
+def train(
+    model: DistributedModelParallel, optimizer: CombinedOptimizer, cell: Cell, steps: range
+) -> None:
+    """Some steps on this rank's batches."""
+    for step in steps:
+        optimizer.zero_grad()
+        backward(model, cell, step)
+        optimizer.step()
+
+
+def backward(model: DistributedModelParallel, cell: Cell, step: int) -> None:
+    """The first half of a step."""
+    batch = batches(cell, step, dist.get_world_size())[dist.get_rank()]
+    local_loss(model(batch)).backward()
+
+
+def full_state(
+    model: DistributedModelParallel, optimizer: CombinedOptimizer | None = None
+) -> dict[str, torch.Tensor]:
+    """Every table and moment, whole, from the shards of all ranks; replicas must be equal."""
+    mine = [
+        (name, offsets, shard.detach().clone())
+        for name, value in state_entries(model, optimizer)
+        for shard, offsets in local_shards(value)
+    ]
+    pieces: list[list[tuple[str, tuple[int, ...], torch.Tensor]]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(pieces, mine)
+    every = [piece for of_rank in pieces for piece in of_rank]
+    ends: dict[str, list[int]] = {}
+    for name, offsets, shard in every:
+        end = [start + size for start, size in zip(offsets, shard.shape, strict=False)]
+        ends[name] = [max(pair) for pair in zip(end, ends.get(name, end), strict=True)]
+    whole = {name: torch.full(end, torch.nan) for name, end in ends.items()}
+    for name, offsets, shard in every:
+        parts = zip(offsets, shard.shape, strict=False)
+        region = whole[name][tuple(slice(start, start + size) for start, size in parts)]
+        if not region.isnan().all():
+            assert torch.equal(region, shard), f"replicas of {name} differ"
+        region.copy_(shard)
+    assert not any(value.isnan().any() for value in whole.values())
+    return whole
+
+
+def state_entries(
+    model: DistributedModelParallel, optimizer: CombinedOptimizer | None
+) -> Iterator[tuple[str, object]]:
+    """Names and values as a checkpoint has them."""
+    for name, value in model.state_dict().items():
+        yield f"model.{name}", value
+    states = model.fused_optimizer.state_dict()["state"]
+    if optimizer is not None:
+        states = {**optimizer.state_dict()["state"], **states}
+    for param, state in states.items():
+        for name, value in state.items():
+            yield f"{param}.{name}", value
+
+
+def distance(actual: dict[str, torch.Tensor], oracle: Oracle) -> float:
+    """The largest difference from the oracle's tables, moments and dense weights."""
+    expected = {f"model.{name}": value for name, value in oracle.model.state_dict().items()}
+    for name in [name for name in actual if name.endswith(".momentum1")]:
+        moments = oracle.moments[name.split(".")[-2]]
+        # Row-wise ones stand one column shard after the other.
+        expected[name] = moments if oracle.optimizer == "adagrad" else moments.T.reshape(-1)
+    assert actual.keys() == expected.keys()
+    return max((actual[name] - expected[name]).abs().max().item() for name in expected)
+
+
+def travel(rank: int, world_size: int, trips: list[Trip], folder: Path) -> list[Arrival]:
+    """Train, save, load elsewhere, compare, go on training on both sides."""
+    return [arrive(trip, folder / str(number), world_size) for number, trip in enumerate(trips)]
+
+
+def arrive(trip: Trip, path: Path, world_size: int) -> Arrival:
+    """One trip."""
+    source, source_optimizer = make(trip.source, world_size)
+    train(source, source_optimizer, trip.source, range(3))
+    expected = full_state(source)
+    save_checkpoint(path, source, source_optimizer, extra={"step": 3})
+
+    target, target_optimizer = make(trip.target, world_size)
+    # The target has another past: its own steps, hot rows that are newer than their homes, and
+    # a backward that waits for its sync.
+    train(target, target_optimizer, trip.target, range(20, 22))
+    before = full_state(target)
+    train(target, target_optimizer, trip.target, range(22, 23))
+    backward(target, trip.target, 23)
+    extra = load_checkpoint(path, target, target_optimizer)
+    loaded = full_state(target)
+    assert loaded.keys() == expected.keys()
+
+    oracle = make_oracle(trip.source)
+    for step in range(6):
+        oracle.step(batches(trip.source, step, world_size))
+    gaps = []
+    for model, optimizer, cell in (
+        (source, source_optimizer, trip.source),
+        (target, target_optimizer, trip.target),
+    ):
+        train(model, optimizer, cell, range(3, 6))
+        gaps.append(distance(full_state(model), oracle))
+    return Arrival(
+        len(expected),
+        tuple(name for name in expected if not torch.equal(loaded[name], expected[name])),
+        tuple(name for name in expected if torch.equal(before[name], expected[name])),
+        gaps[0],
+        gaps[1],
+        extra,
+    )
+
+
+def check_arrivals(pool: RankPool, trips: list[Trip], folder: Path) -> None:
+    """All trips in one call."""
+    for of_rank in pool.run(travel, trips, folder, timeout_s=300):
+        for trip, arrival in zip(trips, of_rank, strict=True):
+            tables = len(trip.source.spec.tables)
+            has_moments = trip.source.optimizer != "sgd"
+            assert arrival.num_tensors == tables * (1 + has_moments) + 2, trip
+            assert arrival.different == (), trip
+            assert arrival.equal_before == (), trip
+            assert arrival.source_gap < TOLERANCE, trip
+            assert arrival.target_gap < TOLERANCE, trip
+            assert arrival.extra == {"step": 3}, trip
+
+
+def stock(sharding: str, **options: object) -> Cell:
+    """A cell without anything from this package."""
+    return StockCell(M14, sharding, **options)  # type: ignore[arg-type]
+
+
+def differences(rank: int, world_size: int) -> tuple[float, float, str]:
+    """The distance before and after one moment is changed, and what a changed replica gives."""
+    cell = Cell(tdsp.Mesh2D(2, 1), "row_wise")
+    model, optimizer = make(cell, world_size)
+    train(model, optimizer, cell, range(1))
+    oracle = make_oracle(cell)
+    oracle.step(batches(cell, 0, world_size))
+    before = full_state(model)
+    ((_, shard),) = (
+        (name, value) for name, value in state_entries(model, None) if "t2.mom" in name
+    )
+    ((moment, _),) = local_shards(shard)
+    moment[32] += 1
+    changed = full_state(model)
+    moment[0] += rank
+    with pytest.raises(AssertionError) as caught:
+        full_state(model)
+    return distance(before, oracle), distance(changed, oracle), str(caught.value)
+
+
+def test_the_comparison_sees_one_moment_and_one_replica(ranks2: RankPool) -> None:
+    for before, changed, text in ranks2.run(differences):
+        assert before < TOLERANCE
+        assert changed == pytest.approx(1, abs=TOLERANCE)
+        assert "momentum1 differ" in text

@@ -29,6 +29,7 @@ class Case:
     pooling: PoolingMode = SUM
     optimizer: EmbOptimType = ROW_WISE
     precision: SparseType = SparseType.FP32
+    output: SparseType = SparseType.FP32
     weighted: bool = False
     max_gradient: float | None = None
     eps: float = 1e-8
@@ -55,6 +56,7 @@ def make_tbe(case: Case) -> SplitTableBatchedEmbeddingBagsCodegen:
         pooling_mode=case.pooling,
         optimizer=case.optimizer,
         weights_precision=case.precision,
+        output_dtype=case.output,
         learning_rate=0.1,
         eps=case.eps,
         stochastic_rounding=False,

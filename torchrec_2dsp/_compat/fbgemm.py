@@ -25,11 +25,11 @@ __all__ = [
     "SparseType",
     "SplitTableBatchedEmbeddingBagsCodegen",
     "TbeShape",
+    "iteration_of",
     "last_lookup",
     "learning_rate_of",
     "max_gradient",
     "optimizer_states",
-    "optimizer_step",
     "set_learning_rate",
     "tbe_shape",
     "updating_as_of",
@@ -96,9 +96,9 @@ def set_learning_rate(tbe: SplitTableBatchedEmbeddingBagsCodegen, learning_rate:
     _tensor(tbe.learning_rate_tensor).fill_(learning_rate)
 
 
-def optimizer_step(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> OptimizerStep:
-    """Where the schedule of ``tbe`` stands."""
-    return OptimizerStep(learning_rate_of(tbe), int(tbe.iter_cpu.item()))
+def iteration_of(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> int:
+    """How many forwards the kernel has counted."""
+    return int(_tensor(tbe.iter_cpu).item())
 
 
 def max_gradient(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> float | None:
@@ -131,8 +131,11 @@ def updating_as_of(
     learning_rate, args = learning_rate_of(tbe), tbe.optimizer_args
     counters = (_tensor(tbe.iter), _tensor(tbe.iter_cpu))
     counted = [counter.clone() for counter in counters]
+    output_dtype = tbe.output_dtype
     set_learning_rate(tbe, step.learning_rate)
     tbe.optimizer_args = args._replace(gradient_clipping=False)
+    # The gradient of an output has the output's type, and a merged row gradient is float32.
+    tbe.output_dtype = SparseType.FP32.as_int()
     # The forward counts one iteration up before it uses the counter.
     for counter in counters:
         counter.fill_(step.iteration - 1)
@@ -141,6 +144,7 @@ def updating_as_of(
     finally:
         set_learning_rate(tbe, learning_rate)
         tbe.optimizer_args = args
+        tbe.output_dtype = output_dtype
         for counter, value in zip(counters, counted, strict=True):
             counter.copy_(value)
 

@@ -1,18 +1,20 @@
 """`RowCapture`: a TBE lookup whose backward collects row gradients instead of applying them."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from torchrec_2dsp._compat.fbgemm import (
+    OptimizerStep,
     SplitTableBatchedEmbeddingBagsCodegen,
+    iteration_of,
     last_lookup,
+    learning_rate_of,
     max_gradient,
-    optimizer_step,
     tbe_shape,
 )
+from torchrec_2dsp._compat.torchrec import get_gradient_division
 from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.rows.gradients import Lookup, RowGradients, gradients_of_lookup
 
@@ -28,13 +30,15 @@ class RowCapture:
         """
         Args:
             tbe: the kernel.
-            learning_rate: where its learning rate comes from, the kernel itself by default; 0
+            learning_rate: where its learning rate comes from, the kernel itself by default; NaN
                 where this rank doesn't know it.
         """
         self.tbe = tbe
         """The kernel whose fused update is held back."""
         self._shape = tbe_shape(tbe)
-        self._learning_rate = learning_rate
+        self.num_ranks = 1
+        """How many ranks' gradients are merged with these."""
+        self._learning_rate = learning_rate or (lambda: learning_rate_of(tbe))
         self._pending: list[RowGradients] = []
         # Autograd only calls a function whose input needs a gradient.
         self._anchor = torch.zeros(1, requires_grad=True)
@@ -50,11 +54,18 @@ class RowCapture:
 
     def record(self, lookup: Lookup, grad_output: torch.Tensor) -> None:
         """Keep the row gradients of one backward, with the schedule as it stands now."""
-        tables = gradients_of_lookup(self._shape, lookup, grad_output, max_gradient(self.tbe))
-        step = optimizer_step(self.tbe)
-        if self._learning_rate is not None:
-            step = replace(step, learning_rate=self._learning_rate())
+        bound = max_gradient(self.tbe)
+        if bound is not None:
+            # One group on all ranks would clip after the division that the merge still has to do.
+            bound *= self.divisor
+        tables = gradients_of_lookup(self._shape, lookup, grad_output, bound)
+        step = OptimizerStep(self._learning_rate(), lookup.iteration)
         self._pending.append(RowGradients(tables, step))
+
+    @property
+    def divisor(self) -> int:
+        """What the sum over ranks is divided by, by TorchRec's switch as it stands."""
+        return self.num_ranks if get_gradient_division() else 1
 
     @property
     def num_pending(self) -> int:
@@ -78,7 +89,7 @@ class _CapturedLookup(torch.autograd.Function):
     ) -> torch.Tensor:
         output = run()
         ctx.capture = capture
-        ctx.lookup = Lookup(*last_lookup(capture.tbe), weights)
+        ctx.lookup = Lookup(*last_lookup(capture.tbe), weights, iteration_of(capture.tbe))
         return output
 
     @staticmethod

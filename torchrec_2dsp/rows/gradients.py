@@ -45,6 +45,8 @@ class Lookup:
     """Bag boundaries in ``ids``: features x batch + 1."""
     weights: torch.Tensor | None
     """Per-sample weights, if any."""
+    iteration: int
+    """The count of this forward, which its update uses even if other forwards came since."""
 
 
 def gradients_of_lookup(

@@ -32,26 +32,26 @@ class RowMerge:
     bit for bit.
     """
 
-    def __init__(
-        self, captures: Sequence[RowCapture], group: dist.ProcessGroup, *, average: bool
-    ) -> None:
+    def __init__(self, captures: Sequence[RowCapture], group: dist.ProcessGroup) -> None:
         """
         Args:
             captures: the TBEs, in the same order on every rank.
             group: the ranks that hold copies of their rows.
-            average: divide the sum by the number of ranks.
         """
         self._captures = list(captures)
         self._updaters = [RowUpdater(capture.tbe) for capture in captures]
         self._group = group
         self._world_size = dist.get_world_size(group)
-        self._divisor = float(self._world_size) if average else 1.0
+        for capture in self._captures:
+            capture.num_ranks = self._world_size
 
     @property
     def pending(self) -> bool:
         """Whether a backward waits to be merged."""
         return any(capture.num_pending for capture in self._captures)
 
+    # A sync point may be reached in inference mode, whose tensors autograd can't use.
+    @torch.inference_mode(mode=False)
     def run(self) -> MergeStats:
         """Merge and apply every pending backward, oldest first.
 
@@ -93,7 +93,8 @@ class RowMerge:
             _unpack(peer_rows, peer_values, count, tables)
             for peer_rows, peer_values, count in zip(rows, values, counts, strict=True)
         ]
-        summed = [sum_tables(list(parts), self._divisor) for parts in zip(*peers, strict=True)]
+        divisor = float(self._captures[0].divisor)
+        summed = [sum_tables(list(parts), divisor) for parts in zip(*peers, strict=True)]
         payload_bytes = sent_rows.nbytes + sent_values.nbytes + len(headers[0]) * 8
         return (
             self._regrouped(summed, local, [header[len(tables) :] for header in headers]),
@@ -143,11 +144,11 @@ def _unpack(
 
 
 def _agreed_rate(rates: torch.Tensor) -> float:
-    """The one learning rate of the ranks that know it; 0 stands for a rank that doesn't."""
-    known = rates[rates != 0].unique()
-    if known.numel() > 1:
+    """The one learning rate of the ranks that know it; NaN stands for a rank that doesn't."""
+    known = rates[~rates.isnan()].unique()
+    if known.numel() != 1:
         raise SyncError(
             f"ranks that hold the same rows have different learning rates {known.tolist()}; set "
             "the same schedule on every rank"
         )
-    return float(known[0]) if known.numel() else 0.0
+    return float(known[0])

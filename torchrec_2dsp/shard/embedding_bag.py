@@ -15,6 +15,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.shard.hot_rows import HotRows
@@ -157,9 +158,8 @@ class ShardedEmbeddingBagCollection2D(ReplicatedModule, ShardedEmbeddingBagColle
         if self._hot_rows is not None:
             self._hot_rows.mark_stale()
 
-    def _hyper_parameters_updated(self, params: dict[str, Any]) -> None:
-        if self._hot_rows is not None:
-            self._hot_rows.update_hyper_parameters(params)
+    def _kernels_beside(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+        return self._hot_rows.kernels() if self._hot_rows is not None else []
 
 
 class _Summing:

@@ -6,6 +6,7 @@ are merged over all ranks. Whoever reads the state gets the replicas written hom
 state dicts are TorchRec's own.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_2dsp._compat.torchrec import get_gradient_division
+from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec_2dsp.errors import SyncError
 from torchrec_2dsp.mesh.groups import MeshGroups
 from torchrec_2dsp.rows.merge import RowMerge
@@ -68,11 +69,7 @@ class HotRows:
 
     def action(self) -> MergeRowGradients:
         """What keeps the replicas equal: their gradients, merged over all ranks."""
-        merge = RowMerge(
-            [tbe.capture for tbe in self._tbes],
-            self._groups.hot_rows,
-            average=get_gradient_division(),
-        )
+        merge = RowMerge([tbe.capture for tbe in self._tbes], self._groups.hot_rows)
         return MergeRowGradients(merge, on_update=self._mark_dirty)
 
     def split(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, HotBatch]:
@@ -93,10 +90,9 @@ class HotRows:
         """The homes have been overwritten: replicas are read again before their next use."""
         self._stale, self._dirty = True, False
 
-    def update_hyper_parameters(self, params: dict[str, Any]) -> None:
-        """Follow a change of the running kernels' hyper-parameters."""
-        for tbe in self._tbes:
-            tbe.capture.tbe.update_hyper_parameters(params)
+    def kernels(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+        """The kernels that hold the replicas."""
+        return [tbe.capture.tbe for tbe in self._tbes]
 
     @torch.no_grad()
     def write_home(self) -> None:
@@ -143,7 +139,7 @@ class HotRows:
                     yield replica, shard.tensors, slots, ids[slots] - shard.row
 
     def _home_learning_rate(self, slices: Sequence[HotSlice]) -> float:
-        """The tables' learning rate as far as this rank knows it: 0 if it holds no shard."""
+        """The tables' learning rate as far as this rank knows it: NaN without a shard."""
         tables = {hot.table for hot in slices}
         rates = {
             kernel.user_learning_rate
@@ -155,7 +151,7 @@ class HotRows:
                 f"the tables {', '.join(sorted(tables))} have hot rows in one kernel but learning "
                 f"rates {sorted(rates)}; give them one schedule, or different fused parameters"
             )
-        return rates.pop() if rates else 0.0
+        return rates.pop() if rates else math.nan
 
     def _mark_dirty(self) -> None:
         self._dirty = True

@@ -58,6 +58,12 @@ def stock_params(
         raise ConfigError(
             f"both optimizer={optimizer!r} and fused_params['optimizer'] are given; give one"
         )
+    if isinstance(optimizer, MomentScaledRowWiseAdaGrad):
+        for name in ("learning_rate", "eps"):
+            if name in (fused_params or {}):
+                raise ConfigError(
+                    f"both {optimizer!r} and fused_params[{name!r}] are given; leave out the latter"
+                )
     if isinstance(optimizer, EmbOptimType):
         return {**(fused_params or {}), "optimizer": optimizer}
     return {
@@ -161,6 +167,9 @@ def stock_optimizer_classes(module: nn.Module, plan: ModulePlan2D) -> Iterator[N
                 kwargs[index].setdefault("eps", 1e-8)
                 scale = kwargs[index].get(MOMENT_SCALE, FROM_MESH)
                 kwargs[index][MOMENT_SCALE] = _resolved(scale, plan)
+            else:
+                # A parameter's own optimizer goes before the sharder's, and so does its scale.
+                kwargs[index][MOMENT_SCALE] = 1.0
         InBackwardOptimizers(classes, kwargs).attach_to(param)
     try:
         yield

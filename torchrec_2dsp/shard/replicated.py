@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from torchrec_2dsp._compat.torchrec import get_gradient_division
+from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec_2dsp.mesh.groups import MeshGroups
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
 from torchrec_2dsp.rows.merge import RowMerge
@@ -55,7 +55,7 @@ class ReplicatedModule:
             before_step=self._sync_pending,
             before_read=self._complete_state,
             after_load=self._state_loaded,
-            on_update_hyper_parameters=self._hyper_parameters_updated,
+            beside=self._kernels_beside(),
         )
         self.register_state_dict_pre_hook(lambda module, *_: module._complete_state())
         # DistributedModelParallel loads without post-hooks, so the pre-hook does both.
@@ -136,8 +136,7 @@ class ReplicatedModule:
             for kernel in kernels:
                 kernel.captures = True
             captures = [kernel.capture for kernel in kernels]
-            merge = RowMerge(captures, groups.replica_peers, average=get_gradient_division())
-            return [MergeRowGradients(merge)]
+            return [MergeRowGradients(RowMerge(captures, groups.replica_peers))]
         if groups.mesh.num_groups == 1:
             return []
         average = AverageWeights([kernel.emb_module for kernel in kernels], groups.replica_peers)
@@ -160,8 +159,9 @@ class ReplicatedModule:
     def _state_loaded(self) -> None:
         """Weights or optimizer state are written by hand, or from a checkpoint."""
 
-    def _hyper_parameters_updated(self, params: dict[str, Any]) -> None:
-        """After hyper-parameters of the running kernels were changed."""
+    def _kernels_beside(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+        """Kernels beside those of TorchRec's lookups."""
+        return []
 
 
 def _kernels(lookups: list[torch.nn.Module]) -> Iterator[Kernel]:

@@ -1,10 +1,12 @@
 """`SyncedOptimizer`: a module's fused optimizer, behind its sync point."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torchrec.optim.keyed import CombinedOptimizer
+
+from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
 
 
 class SyncedOptimizer(CombinedOptimizer):
@@ -21,7 +23,7 @@ class SyncedOptimizer(CombinedOptimizer):
         before_step: Callable[[], None],
         before_read: Callable[[], None],
         after_load: Callable[[], None],
-        on_update_hyper_parameters: Callable[[dict[str, Any]], None],
+        beside: Sequence[SplitTableBatchedEmbeddingBagsCodegen] = (),
     ) -> None:
         """
         Args:
@@ -29,12 +31,12 @@ class SyncedOptimizer(CombinedOptimizer):
             before_step: applies what is pending.
             before_read: the same, and completes the state that a reader sees.
             after_load: the state has been overwritten.
-            on_update_hyper_parameters: kernels beside those of ``stock`` follow.
+            beside: kernels that follow those of ``stock``.
         """
         self._before_step = before_step
         self._before_read = before_read
         self._after_load = after_load
-        self._on_update_hyper_parameters = on_update_hyper_parameters
+        self._beside = list(beside)
         super().__init__(list(stock.optimizers))
 
     def zero_grad(self, set_to_none: bool = False) -> None:
@@ -62,9 +64,12 @@ class SyncedOptimizer(CombinedOptimizer):
         """Sync what is pending, then set the iteration."""
         self._before_step()
         super().set_optimizer_step(step)
+        for tbe in self._beside:
+            tbe.set_optimizer_step(step)
 
     def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
         """Sync what is pending, then change the running kernels."""
         self._before_step()
         super().update_hyper_parameters(params_dict)
-        self._on_update_hyper_parameters(params_dict)
+        for tbe in self._beside:
+            tbe.update_hyper_parameters(params_dict)

@@ -30,6 +30,7 @@ class AverageWeights:
         self._by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
         for tensor in averaged_tensors(tbes):
             self._by_dtype[tensor.dtype].append(tensor)
+        self._num_rows = sum(len(rows) for tbe in tbes for rows in tbe.split_embedding_weights())
         self._pending = False
 
     def mark_backward(self) -> None:
@@ -48,9 +49,9 @@ class AverageWeights:
             One coalesced all-reduce per dtype on the "replicate" axis, over weights and state.
         """
         self._pending = False
-        report = SyncReport()
         if self._world_size == 1:
-            return report
+            return SyncReport()
+        report = SyncReport(num_rows=self._num_rows)
         options = dist.AllreduceCoalescedOptions()
         options.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]  # stub says enum
         for tensors in self._by_dtype.values():
@@ -59,7 +60,6 @@ class AverageWeights:
             ring_share = 2 * (self._world_size - 1) / self._world_size
             report += SyncReport(
                 num_tensors=len(tensors),
-                num_rows=sum(tensor.shape[0] for tensor in tensors if tensor.dim() == 2),
                 num_bytes=int(ring_share * sum(tensor.nbytes for tensor in tensors)),
             )
         return report

@@ -1,0 +1,292 @@
+"""Fused optimizers under the sharders: every way to give one, and what schedulers see of it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.optim import (
+    _apply_optimizer_in_backward as apply_optimizer_in_backward,
+)
+from torch import nn
+from torch.distributed import checkpoint
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+import torchrec_2dsp as tdsp
+from tests.support.loop_oracles import Emulation
+from tests.support.loops import (
+    Stream,
+    Tensors,
+    entries,
+    largest_gap,
+    local_tensors,
+    make_stream,
+    plain_loop,
+    shard,
+    snapshot,
+    stock_dmp,
+)
+from tests.support.models import SEQUENCE_TABLES, ModelSpec, build, tables_of
+from tests.support.parity import EPS, LR, Cell, compare, make_optimizer
+from tests.support.ranks import RankPool
+from torchrec_2dsp._compat.fbgemm import EmbOptimType
+from torchrec_2dsp.errors import ConfigError
+
+MESH = tdsp.Mesh2D(2, 2)
+AVERAGED = Cell(MESH, sync=tdsp.WeightSync())
+EXACT = Cell(MESH)
+SEQUENCE = replace(AVERAGED, spec=ModelSpec(SEQUENCE_TABLES, sequence=True))
+HOT = (("t0", (0, 1, 5)), ("t1", (0, 2)))
+STEPS = 4
+
+ROUNDING = 1e-6
+"""The emulation adds and scales in another order: some float32 roundings of values below 1."""
+
+
+KINDS = (tdsp.EmbeddingBagCollectionSharder2D, tdsp.EmbeddingCollectionSharder2D)
+
+
+def sharder_of(cell: Cell, optimizer: Any = None, **options: Any) -> Any:
+    return KINDS[cell.spec.sequence](optimizer, **options)
+
+
+def moment_scaled(**options: Any) -> tdsp.MomentScaledRowWiseAdaGrad:
+    return tdsp.MomentScaledRowWiseAdaGrad(**{"lr": LR, "eps": EPS, **options})
+
+
+def train_scaled(rank: int, world_size: int, cell: Cell, scale: Any) -> float:
+    """`MomentScaledRowWiseAdaGrad` on the sharder, against the emulation."""
+    options = {} if scale is None else {"moment_scale": scale}
+    parallel = shard(cell, sharder_of(cell, moment_scaled(**options)))
+    emulation = emulate(cell, scale)
+    stream = make_stream(cell, STEPS)
+    plain_loop(parallel, make_optimizer(parallel), [step[rank] for step in stream])
+    for batches in stream:
+        emulation.step(batches)
+    return compare(parallel, emulation.groups[0]).worst
+
+
+def emulate(cell: Cell, scale: float | None = None) -> Emulation:
+    """What `MomentScaledRowWiseAdaGrad` means in the cell; exact is as one group."""
+    if isinstance(cell.sync, tdsp.GradientSync):
+        return Emulation(replace(cell, mesh=tdsp.Mesh2D(1, 4)), 1.0)
+    return Emulation(cell, scale or float(cell.mesh.num_groups))
+
+
+CASES = {
+    "the number of groups with WeightSync": (AVERAGED, None),
+    "the number of groups, written out": (AVERAGED, 2.0),
+    "any scale with WeightSync": (AVERAGED, 3.7),
+    "plain row-wise AdaGrad, averaged": (AVERAGED, 1.0),
+    "sequences": (SEQUENCE, None),
+    "hot rows, whose moments are exact": (replace(AVERAGED, hot_rows=HOT), None),
+    "1 with GradientSync": (EXACT, None),
+    "1 with GradientSync, written out": (EXACT, 1.0),
+    "hot rows with GradientSync": (replace(EXACT, hot_rows=HOT), None),
+    "one group": (replace(AVERAGED, mesh=tdsp.Mesh2D(1, 4), sync=tdsp.GradientSync()), None),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_algorithm(ranks4: RankPool, case: str) -> None:
+    assert max(ranks4.run(train_scaled, *CASES[case])) < ROUNDING
+
+
+def refusals(rank: int, world_size: int) -> list[str]:
+    messages = []
+    for way in (
+        by_sharder(moment_scaled(moment_scale=2.0)),
+        in_backward(OUR_CLASS, lr=LR, moment_scale=2.0),
+    ):
+        model, sharder = way(EXACT)
+        with pytest.raises(ConfigError) as caught:
+            shard(EXACT, sharder, model)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_an_inexact_scale_is_refused_with_exact_moments(ranks4: RankPool) -> None:
+    text = (
+        "moment_scale=2.0 with GradientSync, whose moments are exact; leave it at FROM_MESH or "
+        "use WeightSync"
+    )
+    assert ranks4.run(refusals) == [[text, text]] * 4
+
+
+def test_an_optimizer_is_given_once() -> None:
+    for kind in KINDS:
+        for optimizer in (moment_scaled(), EmbOptimType.EXACT_ADAGRAD):
+            with pytest.raises(
+                ConfigError, match=r"fused_params\['optimizer'\] are given; give one"
+            ):
+                kind(optimizer, fused_params={"optimizer": SGD})
+
+
+Way = Callable[[Cell], tuple[nn.Module, Any]]
+"""A model and its sharder, which together name an optimizer."""
+
+
+def by_sharder(optimizer: Any = None, **options: Any) -> Way:
+    return lambda cell: (build(cell.spec), sharder_of(cell, optimizer, **options))
+
+
+def in_backward(optimizer: Any, **options: Any) -> Way:
+    def way(cell: Cell) -> tuple[nn.Module, Any]:
+        model = build(cell.spec)
+        apply_optimizer_in_backward(optimizer, tables_of(model).parameters(), options)
+        return model, sharder_of(cell)
+
+    return way
+
+
+OUR_CLASS = tdsp.MomentScaledRowWiseAdaGradOptimizer
+ROW_WISE, SGD = EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.EXACT_SGD
+RATES = {"learning_rate": LR, "eps": EPS}
+WAYS = {
+    "moment scaled, default eps": [
+        by_sharder(tdsp.MomentScaledRowWiseAdaGrad(lr=LR, moment_scale=3.0)),
+        in_backward(OUR_CLASS, lr=LR, moment_scale=3.0),
+    ],
+    "moment scaled, from the mesh": [
+        by_sharder(moment_scaled(moment_scale=2.0)),
+        by_sharder(moment_scaled()),
+        in_backward(OUR_CLASS, lr=LR, eps=EPS),
+    ],
+    "row-wise AdaGrad": [
+        by_sharder(ROW_WISE, fused_params=RATES),
+        by_sharder(fused_params={"optimizer": ROW_WISE, **RATES}),
+        by_sharder(moment_scaled(moment_scale=1.0)),
+        in_backward(RowWiseAdagrad, lr=LR, eps=EPS),
+    ],
+    "SGD": [
+        by_sharder(SGD, fused_params={"learning_rate": LR}),
+        in_backward(torch.optim.SGD, lr=LR),
+    ],
+}
+"""Ways to say the same."""
+
+
+def all_ways(rank: int, world_size: int, cell: Cell) -> dict[str, list[float]]:
+    """The largest difference of each way from the first one."""
+    stream = make_stream(cell, 2)
+    gaps = {}
+    for name, same in WAYS.items():
+        trained = [train_way(rank, cell, way, stream) for way in same]
+        gaps[name] = [largest_gap(other, trained[0]) for other in trained[1:]]
+    return gaps
+
+
+def train_way(rank: int, cell: Cell, way: Way, stream: Stream) -> Tensors:
+    model, sharder = way(cell)
+    params = list(tables_of(model).parameters())
+    before = attributes(params)
+    parallel = shard(cell, sharder, model)
+    assert attributes(params) == before
+    plain_loop(parallel, make_optimizer(parallel), [step[rank] for step in stream])
+    return snapshot(parallel)
+
+
+def attributes(params: list[nn.Parameter]) -> list[tuple[Any, Any]]:
+    """What apply_optimizer_in_backward left on the parameters, as copies."""
+    return [
+        (
+            list(getattr(param, "_optimizer_classes", [])),
+            [dict(kwargs) for kwargs in getattr(param, "_optimizer_kwargs", [])],
+        )
+        for param in params
+    ]
+
+
+@pytest.mark.parametrize("cell", [AVERAGED, SEQUENCE], ids=str)
+def test_every_way_is_the_same_bit_for_bit(ranks4: RankPool, cell: Cell) -> None:
+    for gaps in ranks4.run(all_ways, cell):
+        assert gaps == {name: [0.0] * (len(same) - 1) for name, same in WAYS.items()}
+
+
+def scheduled(rank: int, world_size: int, cell: Cell) -> tuple[list[float], float]:
+    """The rates that a scheduler sees before it sets the next one, and the gap."""
+    parallel = shard(cell, sharder_of(cell, moment_scaled()))
+    fused, optimizer = parallel.fused_optimizer, make_optimizer(parallel)
+    emulation, stream, seen = emulate(cell), make_stream(cell, STEPS), []
+
+    def next_rate(step: int) -> None:
+        seen.extend({group["lr"] for group in fused.param_groups})
+        for group in optimizer.param_groups:
+            group["lr"] = LR / (1 + step)  # type: ignore[index]
+
+    plain_loop(parallel, optimizer, [step[rank] for step in stream], before_step=next_rate)
+    for step, batches in enumerate(stream):
+        emulation.set(lr=LR / (1 + step))
+        emulation.step(batches)
+    return seen, compare(parallel, emulation.groups[0]).worst
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        AVERAGED,
+        EXACT,
+        replace(EXACT, hot_rows=HOT),
+        # Table-wise: a rank without a shard of a hot table learns the rate from the others.
+        replace(AVERAGED, hot_rows=HOT, sharding="table_wise"),
+        SEQUENCE,
+    ],
+    ids=str,
+)
+def test_schedulers_see_and_set_the_users_units(ranks4: RankPool, cell: Cell) -> None:
+    for seen, gap in ranks4.run(scheduled, cell):
+        # Without a scale the kernel itself says what the rate is, in float32.
+        if seen:  # A rank may hold no table.
+            assert seen == pytest.approx([LR, LR, LR / 2, LR / 3], rel=1e-7)
+        assert gap < ROUNDING
+
+
+def new_hyper_parameters(rank: int, world_size: int, cell: Cell) -> float:
+    parallel = shard(cell, sharder_of(cell, moment_scaled()))
+    optimizer, emulation = make_optimizer(parallel), emulate(cell)
+    for eps, batches in zip((EPS, 0.5, 0.1), make_stream(cell, 3), strict=True):
+        parallel.fused_optimizer.update_hyper_parameters({"eps": eps})
+        emulation.set(eps=eps)
+        plain_loop(parallel, optimizer, [batches[rank]])
+        emulation.step(batches)
+    return compare(parallel, emulation.groups[0]).worst
+
+
+def test_a_running_kernel_takes_the_users_eps(ranks4: RankPool) -> None:
+    for cell in (AVERAGED, replace(EXACT, hot_rows=HOT), replace(AVERAGED, hot_rows=HOT)):
+        assert max(ranks4.run(new_hyper_parameters, cell)) < ROUNDING
+
+
+def into_stock(rank: int, world_size: int, cell: Cell, folder: str) -> list[float]:
+    """Train, save, load into stock TorchRec: the gaps of the tables and moments of this rank."""
+    parallel = shard(cell, sharder_of(cell, moment_scaled()))
+    emulation, stream = emulate(cell), make_stream(cell, STEPS)
+    plain_loop(parallel, make_optimizer(parallel), [step[rank] for step in stream])
+    for batches in stream:
+        emulation.step(batches)
+    stock = stock_dmp(cell, world_size)
+    ours, theirs = entries(parallel), entries(stock)
+    # Table-wise, a rank of stock TorchRec shows the state of its own tables only.
+    assert {name: ours[name].size() for name in theirs} == {
+        name: value.size() for name, value in theirs.items()
+    }
+    checkpoint.save(ours, checkpoint_id=folder)
+    checkpoint.load(theirs, checkpoint_id=folder)
+    expected = emulation.groups[0]
+    moments = {name: value for name, value in theirs.items() if "/" in name}
+    return [compare(stock, expected).weight] + [
+        (local - expected.moments[name.split("/")[1].split(".")[0]][:, 0]).abs().max().item()
+        for name, value in moments.items()
+        for local in local_tensors(value)
+    ]
+
+
+@pytest.mark.parametrize("cell", [AVERAGED, replace(EXACT, hot_rows=HOT)], ids=str)
+def test_stock_row_wise_adagrad_loads_the_state(
+    ranks4: RankPool, cell: Cell, tmp_path: Path
+) -> None:
+    answers = ranks4.run(into_stock, cell, str(tmp_path))
+    assert sum(len(gaps) - 1 for gaps in answers) == len(cell.spec.tables)
+    assert max(map(max, answers)) < ROUNDING

@@ -1,0 +1,297 @@
+"""One sync per training backward, whoever asks for it first, and replicas that are equal."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torchrec.distributed import comm_ops
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import torchrec_2dsp as tdsp
+from tests.support.loop_oracles import LoopOracle, TwiceModel, bag_loss, bag_oracle, twice_oracle
+from tests.support.loops import (
+    Tensors,
+    counting_syncs,
+    largest_gap,
+    make_stream,
+    parts_of,
+    plain_loop,
+    shard,
+    snapshot,
+    train,
+)
+from tests.support.models import SEQUENCE_TABLES, ModelSpec, build
+from tests.support.oracle import Oracle, local_loss
+from tests.support.parity import (
+    LR,
+    Cell,
+    compare,
+    make_optimizer,
+    make_oracle,
+    make_sharder,
+)
+from tests.support.ranks import RankPool
+from torchrec_2dsp.errors import SyncError
+
+MESH = tdsp.Mesh2D(2, 2)
+EXACT = Cell(MESH)
+HOT = Cell(MESH, sharding="table_wise", hot_rows=(("t0", (0, 1, 5)), ("t1", (0, 2))))
+AVERAGED = Cell(MESH, optimizer="sgd", sync=tdsp.WeightSync())
+SEQUENCE = Cell(MESH, spec=ModelSpec(SEQUENCE_TABLES, sequence=True))
+BOTH = replace(HOT, optimizer="sgd", sync=tdsp.WeightSync())
+
+ROUNDING = 1e-6
+"""The oracle adds gradients in another order: some float32 roundings of values below 1."""
+
+
+Trigger = Callable[[Any, KeyedJaggedTensor], object]
+
+
+def evaluate(parallel: nn.Module, batch: KeyedJaggedTensor) -> None:
+    with torch.no_grad():
+        parallel(batch)
+
+
+TRIGGERS: dict[str, Trigger] = {
+    "sync": lambda parallel, batch: parallel.sync(),
+    "step": lambda parallel, batch: parallel.fused_optimizer.step(),
+    "zero_grad": lambda parallel, batch: parallel.fused_optimizer.zero_grad(),
+    "lookup": lambda parallel, batch: parallel(batch),
+    "evaluation": evaluate,
+    "weights": lambda parallel, batch: parallel.state_dict(),
+    "state": lambda parallel, batch: parallel.fused_optimizer.state_dict(),
+    "hyper-parameters": lambda parallel, batch: parallel.fused_optimizer.update_hyper_parameters(
+        {"lr": LR}
+    ),
+}
+
+
+def each_trigger_first(rank: int, world_size: int, cell: Cell) -> tuple[list[int], float]:
+    """Per trigger, how many syncs it caused; each step another one comes first."""
+    parallel = shard(cell)
+    assert isinstance(parallel, tdsp.ModelParallel2D)
+    optimizer, oracle = make_optimizer(parallel), make_oracle(cell)
+    stream, counts = make_stream(cell, len(TRIGGERS)), []
+    with counting_syncs(parallel) as reports:
+        for first, batches in zip(TRIGGERS.values(), stream, strict=True):
+            optimizer.zero_grad()
+            local_loss(parallel(batches[rank])).backward()
+            before = len(reports)
+            first(parallel, batches[rank])
+            counts.append(len(reports) - before)
+            for trigger in TRIGGERS.values():
+                trigger(parallel, batches[rank])
+            assert parallel.sync() == tdsp.SyncReport()
+            optimizer.step()
+            assert len(reports) - before == counts[-1], "a second sync of one backward"
+            oracle.step(batches)
+        assert not any(part.sync_point.pending for part in parts_of(parallel))
+    return counts, compare(parallel, oracle).worst
+
+
+@pytest.mark.parametrize(
+    ("cell", "num_actions"),
+    [(EXACT, 1), (HOT, 2), (AVERAGED, 1), (BOTH, 2), (SEQUENCE, 1)],
+    ids=str,
+)
+def test_one_sync_whoever_is_first(ranks4: RankPool, cell: Cell, num_actions: int) -> None:
+    """Hot rows are merged besides what keeps the replicas equal; a rank may hold no table."""
+    answers = ranks4.run(each_trigger_first, cell)
+    assert max(counts for counts, _ in answers) == [num_actions] * len(TRIGGERS)
+    for counts, gap in answers:
+        assert len(set(counts)) == 1
+        assert gap < ROUNDING
+
+
+def read_in_inference_mode(rank: int, world_size: int, cell: Cell) -> float:
+    """FBGEMM's training kernel can't look up in this mode on the CPU, but states are read in it."""
+    parallel, oracle, (batches,) = shard(cell), make_oracle(cell), make_stream(cell, 1)
+    local_loss(parallel(batches[rank])).backward()
+    with torch.inference_mode():
+        parallel.state_dict()
+    make_optimizer(parallel).step()
+    oracle.step(batches)
+    return compare(parallel, oracle).worst
+
+
+@pytest.mark.parametrize("cell", [EXACT, HOT], ids=str)
+def test_the_state_can_be_read_in_inference_mode(ranks4: RankPool, cell: Cell) -> None:
+    assert max(ranks4.run(read_in_inference_mode, cell)) < ROUNDING
+
+
+def without_sync(rank: int, world_size: int, cells: list[Cell]) -> list[float]:
+    """Stock DistributedModelParallel and no sync, against ModelParallel2D with syncs."""
+    gaps = []
+    for cell in cells:
+        stream = make_stream(cell, 3)
+        ours = train(cell, rank, stream)
+        gaps.append(largest_gap(ours, train(replace(cell, stock_wrapper=True), rank, stream)))
+    return gaps
+
+
+def test_stock_dmp_trains_the_same_bit_for_bit(ranks4: RankPool) -> None:
+    cells = [EXACT, HOT, AVERAGED, BOTH, SEQUENCE, replace(EXACT, sync=tdsp.WeightSync())]
+    assert ranks4.run(without_sync, cells) == [[0.0] * len(cells)] * 4
+
+
+def sync_now(rank: int, world_size: int, cell: Cell) -> tuple[tdsp.SyncReport, ...]:
+    parallel = shard(cell)
+    assert isinstance(parallel, tdsp.ModelParallel2D)
+    idle, forced = parallel.sync(), parallel.sync_now()
+    local_loss(parallel(make_stream(cell, 1)[0][rank])).backward()
+    return idle, forced, parallel.sync_now(), parallel.sync()
+
+
+def test_sync_now_asks_nobody(ranks4: RankPool) -> None:
+    for cell, has_averages in ((EXACT, False), (AVERAGED, True)):
+        for idle, forced, pending, again in ranks4.run(sync_now, cell):
+            assert idle == again == tdsp.SyncReport()
+            assert (forced.num_rows > 0) == has_averages
+            assert pending.num_rows > 0
+            assert pending.num_bytes > 0
+            assert pending.seconds > 0
+
+
+def train_from_scratch(rank: int, world_size: int, cell: Cell, device: str) -> tuple[Tensors, ...]:
+    """Snapshots at the start and after two steps; each rank seeds as it likes."""
+    torch.manual_seed(rank)
+    parallel = shard(cell, model=build(cell.spec, seed=rank, device=device), load=False)
+    start = snapshot(parallel)
+    plain_loop(parallel, make_optimizer(parallel), [step[rank] for step in make_stream(cell, 2)])
+    return start, snapshot(parallel)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("cell", [EXACT, HOT, BOTH, SEQUENCE], ids=str)
+def test_replicas_are_equal_from_start_to_end(ranks4: RankPool, cell: Cell, device: str) -> None:
+    answers = ranks4.run(train_from_scratch, cell, device)
+    for rank, (start, end) in enumerate(answers):
+        for peer in MESH.replica_peers(rank):
+            assert largest_gap(start, answers[peer][0]) == 0.0
+            assert largest_gap(end, answers[peer][1]) == 0.0
+        assert largest_gap(start, end) > 0.0
+        assert all(value.isfinite().all() for value in end.values())
+
+
+def weights_kept(rank: int, world_size: int, cell: Cell, keep: bool) -> float:
+    """How far the tables are from those of the first group's ranks."""
+    model = build(cell.spec, seed=7)
+    sharder: Any = make_sharder(cell)
+    if keep:
+        sharder.keep_weights = True
+    oracle = Oracle(cell.spec, optimizer=cell.optimizer, lr=LR, seed=7)
+    torch.manual_seed(rank)
+    return compare(shard(cell, sharder, model, load=False), oracle).weight
+
+
+def test_weights_of_the_cpu_module_are_kept(ranks4: RankPool) -> None:
+    assert ranks4.run(weights_kept, HOT, True) == [0.0] * 4
+    assert ranks4.run(weights_kept, SEQUENCE, False) == [0.0] * 4
+    # TorchRec drops those of bags, so that the first assertion says something.
+    assert min(ranks4.run(weights_kept, EXACT, False)) > 0.0
+
+
+def broadcast(rank: int, world_size: int, cell: Cell) -> Tensors:
+    parallel = shard(cell)
+    assert isinstance(parallel, tdsp.ModelParallel2D)
+    for part in parallel.sharded_modules():
+        for kernel in part.kernels():
+            for table in kernel.shards():
+                for tensor in table.tensors.values():
+                    tensor.fill_(rank + 1.0)
+    parallel.broadcast_replicas()
+    parallel(make_stream(cell, 1)[0][rank])
+    return {name: value for name, value in snapshot(parallel).items() if "over" not in name}
+
+
+@pytest.mark.parametrize("cell", [EXACT, HOT], ids=str)
+def test_weights_and_state_are_broadcast(ranks4: RankPool, cell: Cell) -> None:
+    for rank, tensors in enumerate(ranks4.run(broadcast, cell)):
+        source = MESH.replica_peers(rank)[0]
+        assert all(bool((value == source + 1.0).all()) for value in tensors.values())
+
+
+def different_rates(rank: int, world_size: int, cell: Cell, rates: tuple[float, float]) -> str:
+    """What a step says when each group has a learning rate of its own."""
+    parallel = shard(cell)
+    (group,) = parallel.fused_optimizer.param_groups
+    group["lr"] = rates[MESH.group_of(rank)]  # type: ignore[index]
+    parallel.fused_optimizer.zero_grad()
+    local_loss(parallel(make_stream(cell, 1)[0][rank])).backward()
+    try:
+        parallel.fused_optimizer.step()
+    except SyncError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("rates", [(0.1, 0.2), (0.0, 0.1)])
+@pytest.mark.parametrize("cell", [EXACT, replace(HOT, sharding="row_wise")], ids=str)
+def test_peers_need_one_learning_rate(
+    ranks4: RankPool, cell: Cell, rates: tuple[float, float]
+) -> None:
+    (message,) = set(ranks4.run(different_rates, cell, rates))
+    assert message.startswith("ranks that hold the same rows have different learning rates [0.")
+    assert message.endswith("set the same schedule on every rank")
+    assert ranks4.run(different_rates, cell, (rates[0], rates[0])) == ["no error"] * 4
+
+
+def twice(rank: int, world_size: int, cell: Cell) -> float:
+    torch.manual_seed(0)
+    parallel = shard(cell, model=TwiceModel(cell.spec))
+    stream = make_stream(cell, 3)
+    plain_loop(parallel, make_optimizer(parallel), [step[rank] for step in stream])
+    return compare(parallel, twice_oracle(cell, stream)).worst
+
+
+def test_two_lookups_in_one_forward(ranks4: RankPool) -> None:
+    for cell in (EXACT, HOT, replace(EXACT, mesh=tdsp.Mesh2D(1, 4))):
+        assert max(ranks4.run(twice, cell)) < ROUNDING
+
+
+def two_backwards(rank: int, world_size: int, cell: Cell) -> float:
+    """Two forwards, two backwards, then one sync, on the sharded module itself."""
+    parallel = shard(cell)
+    (part,) = parts_of(parallel)
+    stream = make_stream(cell, 2)
+    losses = [bag_loss(cell, cast(Any, part)(batches[rank])) for batches in stream]
+    with counting_syncs(parallel) as reports:
+        for loss in losses:
+            loss.backward()
+        assert not reports
+        part.sync_point.sync()
+        assert len(reports) == len(part.sync_point._actions)
+        assert not part.sync_point.pending
+    return compare(parallel, bag_oracle(cell, stream)).worst
+
+
+def test_two_backwards_between_syncs(ranks4: RankPool) -> None:
+    for cell in (EXACT, HOT):
+        assert max(ranks4.run(two_backwards, cell)) < ROUNDING
+
+
+def undivided(rank: int, world_size: int, cell: Cell, late: bool) -> float:
+    oracle = LoopOracle(cell.spec, optimizer=cell.optimizer, lr=LR, eps=cell.eps)
+    oracle.table_factor, stream = float(world_size), make_stream(cell, 3)
+    assert comm_ops.get_gradient_division()
+    comm_ops.set_gradient_division(late)
+    try:
+        parallel = shard(cell)
+        comm_ops.set_gradient_division(False)
+        plain_loop(parallel, make_optimizer(parallel), [step[rank] for step in stream])
+    finally:
+        comm_ops.set_gradient_division(True)
+    for batches in stream:
+        oracle.accumulate([batches])
+    return compare(parallel, oracle).worst
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_gradients_that_are_summed_over_ranks(ranks4: RankPool, late: bool) -> None:
+    """TorchRec reads the switch in every backward, so it may come after the construction."""
+    for cell in (EXACT, HOT):
+        # Gradients, and so their roundings, are four times as large as elsewhere.
+        assert max(ranks4.run(undivided, cell, late)) < 4 * ROUNDING

@@ -1,0 +1,34 @@
+"""What a sync says that it did."""
+
+import torch
+
+import torchrec_2dsp as tdsp
+from tests.support.models import make_batch
+from tests.support.oracle import local_loss
+from tests.support.parity import Cell, local_world_size, make_parallel
+from tests.support.ranks import RankPool
+
+
+def averaged(rank: int, world_size: int, cell: Cell) -> tuple[tdsp.SyncReport, list[int]]:
+    """The report of one averaging sync, and the rows of this rank's shards."""
+    parallel = make_parallel(cell, world_size, local_world_size())
+    assert isinstance(parallel, tdsp.ModelParallel2D)
+    local_loss(parallel(make_batch(cell.spec, rank))).backward()
+    report = parallel.sync()
+    assert parallel.sync() == tdsp.SyncReport()
+    assert parallel.sync_total == report
+    (module,) = parallel.sharded_modules()
+    return report, [shard.num_rows for kernel in module.kernels() for shard in kernel.shards()]
+
+
+def test_an_average_counts_each_row_once(ranks4: RankPool) -> None:
+    """Rows, whatever state goes with them: element-wise AdaGrad's is as large as the weights."""
+    cell = Cell(tdsp.Mesh2D(2, 2), "row_wise", optimizer="adagrad", sync=tdsp.WeightSync())
+    for report, rows in ranks4.run(averaged, cell):
+        assert report.num_rows == sum(rows) > 0
+        assert report.num_tensors == 2 * len(rows)
+        dims = torch.tensor([table.dim for table in cell.spec.tables])
+        values = int((torch.tensor(rows) * dims).sum())
+        # A ring of two peers sends every value of weights and state once.
+        assert report.num_bytes == 2 * 4 * values
+        assert report.seconds > 0

@@ -1,0 +1,231 @@
+"""Train a cell of the parity matrix by one loop or another, and compare what comes out."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed._tensor.api import DTensor
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.train_pipeline import (
+    TrainPipelineBase,
+    TrainPipelineSparseDist,
+)
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSparseDistLite
+from torchrec.optim.keyed import KeyedOptimizer
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import torchrec_2dsp as tdsp
+from tests.support.models import BagModel, build, make_batch
+from tests.support.oracle import local_loss
+from tests.support.parity import (
+    LR,
+    Cell,
+    group_plan,
+    local_world_size,
+    make_optimizer,
+    make_sharder,
+)
+from torchrec_2dsp._compat.fbgemm import EmbOptimType
+from torchrec_2dsp.shard.replicated import ReplicatedModule
+
+Tensors = dict[str, torch.Tensor]
+Stream = list[list[KeyedJaggedTensor]]
+"""Batches by step, then by rank."""
+
+
+def make_stream(cell: Cell, steps: int) -> Stream:
+    """The batches of all ranks."""
+    return [
+        [make_batch(cell.spec, 1000 * step + rank) for rank in range(cell.mesh.world_size)]
+        for step in range(steps)
+    ]
+
+
+def shard(
+    cell: Cell, sharder: Any = None, model: nn.Module | None = None, *, load: bool = True
+) -> DistributedModelParallel:
+    """``model``, or that of seed 0, as the cell says; with its weights if ``load``."""
+    model = build(cell.spec, seed=0) if model is None else model
+    sharder = make_sharder(cell) if sharder is None else sharder
+    weights = {name: value.clone() for name, value in model.state_dict().items()} if load else {}
+    wrapper = DistributedModelParallel if cell.stock_wrapper else tdsp.ModelParallel2D
+    parallel = wrapper(
+        module=model,
+        device=torch.device("cpu"),
+        plan=group_plan(cell, model, sharder, local_world_size()),
+        sharders=[sharder],
+    )
+    if load:
+        parallel.load_state_dict(cast(Any, weights))
+    return parallel
+
+
+class LossModel(BagModel):
+    """Returns what TorchRec's pipelines want: the loss, and something to look at."""
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        scores = super().forward(features)
+        return local_loss(scores), scores.detach()
+
+
+def shard_loss_model(cell: Cell) -> DistributedModelParallel:
+    """As `shard`, with a model for pipelines, where they can trace it."""
+    if cell.spec.sequence:
+        return shard(cell)
+    torch.manual_seed(0)
+    return shard(cell, model=LossModel(cell.spec))
+
+
+def stock_dmp(cell: Cell, world_size: int) -> DistributedModelParallel:
+    """Stock TorchRec on all ranks, with row-wise AdaGrad and other weights."""
+    model = build(cell.spec, seed=1)
+    sharder: Any = EmbeddingBagCollectionSharder(
+        {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": LR}
+    )
+    planner = EmbeddingShardingPlanner(
+        Topology(world_size=world_size, compute_device="cpu"),
+        batch_size=8,
+        constraints={
+            table.name: ParameterConstraints(sharding_types=["table_wise"])
+            for table in cell.spec.tables
+        },
+        storage_reservation=FixedPercentageStorageReservation(0.0),
+    )
+    plan = planner.plan(model, [sharder])
+    return DistributedModelParallel(
+        model, device=torch.device("cpu"), plan=plan, sharders=[sharder]
+    )
+
+
+def parts_of(parallel: nn.Module) -> list[ReplicatedModule]:
+    """The sharded embedding modules, whatever wraps them."""
+    return [module for module in parallel.modules() if isinstance(module, ReplicatedModule)]
+
+
+def entries(parallel: DistributedModelParallel) -> dict[str, Any]:
+    """The entries of both state dicts, tables by their path and states by ``path/state``."""
+    values = dict(parallel.state_dict())
+    for name, states in parallel.fused_optimizer.state_dict()["state"].items():
+        values |= {f"{name}/{key}": state for key, state in states.items()}
+    return values
+
+
+def snapshot(parallel: DistributedModelParallel) -> Tensors:
+    """Copies of everything that this rank trains, read as a user would: by the state dicts."""
+    return {
+        f"{name}{number}": part.detach().clone()
+        for name, value in entries(parallel).items()
+        for number, part in enumerate(local_tensors(value))
+    }
+
+
+def local_tensors(value: Any) -> list[torch.Tensor]:
+    """This rank's parts of an entry of a state dict."""
+    if isinstance(value, DTensor):
+        return list(cast(Any, value.to_local()).local_shards())
+    if hasattr(value, "local_shards"):
+        return [part.tensor for part in value.local_shards()]
+    return [value]
+
+
+def largest_gap(left: Tensors, right: Tensors) -> float:
+    """The largest difference between two snapshots; 0 if they are equal bit for bit."""
+    assert left.keys() == right.keys()
+    assert sum(value.numel() for value in left.values()) > 0
+    gaps = [(left[name].float() - right[name].float()).abs() for name in left]
+    return max(gap.max().item() for gap in gaps if gap.numel())
+
+
+@contextmanager
+def counting_syncs(parallel: nn.Module) -> Iterator[list[tdsp.SyncReport]]:
+    """The reports of all syncs that had something to do, whoever triggered them."""
+    reports: list[tdsp.SyncReport] = []
+
+    def counted(run: Callable[[], tdsp.SyncReport]) -> Callable[[], tdsp.SyncReport]:
+        def run_and_keep() -> tdsp.SyncReport:
+            report = run()
+            if report.num_tensors:
+                reports.append(report)
+            return report
+
+        return run_and_keep
+
+    actions = [action for part in parts_of(parallel) for action in part.sync_point._actions]
+    for action in actions:
+        action.run = counted(action.run)
+    try:
+        yield reports
+    finally:
+        for action in actions:
+            del action.run
+
+
+def plain_loop(
+    parallel: DistributedModelParallel,
+    optimizer: KeyedOptimizer,
+    batches: Sequence[KeyedJaggedTensor],
+    *,
+    accumulate: int = 1,
+    before_step: Callable[[int], None] | None = None,
+) -> list[float]:
+    """The loop of a tutorial; an optimizer step after every ``accumulate`` backwards."""
+    losses = []
+    for index, batch in enumerate(batches):
+        if index % accumulate == 0:
+            if before_step is not None:
+                before_step(index)
+            optimizer.zero_grad()
+        output = parallel(batch)
+        loss = output[0] if isinstance(output, tuple) else local_loss(output)
+        loss.backward()
+        losses.append(loss.item())
+        if isinstance(parallel, tdsp.ModelParallel2D):
+            parallel.sync()
+        if index % accumulate == accumulate - 1:
+            optimizer.step()
+    return losses
+
+
+PIPELINES: dict[str, type[Any]] = {
+    "base": TrainPipelineBase,
+    "sparse dist": TrainPipelineSparseDist,
+    "lite": TrainPipelineSparseDistLite,
+}
+"""TorchRec's pipelines that run on the CPU."""
+
+
+def pipeline_loop(
+    kind: str,
+    parallel: DistributedModelParallel,
+    optimizer: KeyedOptimizer,
+    batches: Sequence[KeyedJaggedTensor],
+    **options: Any,
+) -> list[float]:
+    """A pipeline over a `LossModel`, until its stream ends."""
+    pipeline = PIPELINES[kind](parallel, optimizer, torch.device("cpu"), **options)
+    stream, losses = iter(batches), []
+    for _ in range(len(batches) + 1):
+        try:
+            scores = pipeline.progress(stream)
+            losses.append(local_loss(scores).item())
+        except StopIteration:
+            break
+    assert len(losses) == len(batches)
+    return losses
+
+
+def train(cell: Cell, rank: int, stream: Stream, kind: str = "plain", **options: Any) -> Tensors:
+    """The snapshot after one loop over this rank's batches."""
+    parallel = shard_loss_model(cell)
+    optimizer = make_optimizer(parallel)
+    batches = [step[rank] for step in stream]
+    if kind == "plain":
+        plain_loop(parallel, optimizer, batches, **options)
+    else:
+        pipeline_loop(kind, parallel, optimizer, batches, **options)
+    return snapshot(parallel)

@@ -1,0 +1,65 @@
+"""From the user's optimizer to fused parameters."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
+
+import torchrec_2dsp as tdsp
+from tests.support.models import ModelSpec, build, tables_of
+from torchrec_2dsp._compat.fbgemm import EmbOptimType
+from torchrec_2dsp.plan.plan2d import ModulePlan2D
+from torchrec_2dsp.shard.kernels import MOMENT_SCALE
+from torchrec_2dsp.shard.optimizers import params_for_plan, stock_optimizer_classes, stock_params
+
+AVERAGED = ModulePlan2D({}, mesh=tdsp.Mesh2D(4, 2), sync=tdsp.WeightSync())
+EXACT = ModulePlan2D({}, mesh=tdsp.Mesh2D(4, 2), sync=tdsp.GradientSync())
+OURS = tdsp.MomentScaledRowWiseAdaGrad(lr=0.1, eps=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "fused_params", "text"),
+    [
+        (OURS, {"learning_rate": 0.9}, r"fused_params\['learning_rate'\] are given"),
+        (OURS, {"eps": 0.5}, r"fused_params\['eps'\] are given"),
+        (OURS, {"optimizer": EmbOptimType.EXACT_SGD}, r"fused_params\['optimizer'\] are given"),
+        (EmbOptimType.ADAM, {"optimizer": EmbOptimType.EXACT_SGD}, "give one"),
+    ],
+)
+def test_nothing_is_given_twice(optimizer: Any, fused_params: dict[str, Any], text: str) -> None:
+    with pytest.raises(tdsp.ConfigError, match=text):
+        stock_params(optimizer, fused_params)
+
+
+def test_ours_becomes_stock_row_wise_adagrad_in_the_users_units() -> None:
+    given = {"max_gradient": 1.0}
+    assert stock_params(OURS, given) == {
+        "max_gradient": 1.0,
+        "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        "learning_rate": 0.1,
+        "eps": 1e-4,
+    }
+    assert given == {"max_gradient": 1.0}
+
+
+def test_the_scale_follows_mesh_and_sync() -> None:
+    assert params_for_plan({}, OURS, AVERAGED)[MOMENT_SCALE] == 4.0
+    assert params_for_plan({}, OURS, EXACT)[MOMENT_SCALE] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale"),
+    [(torch.optim.SGD, 1.0), (tdsp.MomentScaledRowWiseAdaGradOptimizer, 4.0)],
+)
+def test_a_parameters_own_optimizer_brings_its_own_scale(kind: Any, scale: float) -> None:
+    """The sharder's scale must not reach tables that another optimizer trains."""
+    model = build(ModelSpec())
+    params = list(tables_of(model).parameters())
+    param: Any = params[0]
+    _apply_optimizer_in_backward(kind, params, {"lr": 0.05})
+    before = dict(param._optimizer_kwargs[0])
+    with stock_optimizer_classes(model, AVERAGED):
+        assert param._optimizer_kwargs[0][MOMENT_SCALE] == scale
+    assert param._optimizer_kwargs[0] == before
+    assert param._optimizer_classes == [kind]

@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -116,3 +117,18 @@ def test_no_file_names_a_package_registry() -> None:
 )
 def test_setup_files_hold_no_address(name: str) -> None:
     assert "://" not in (ROOT / name).read_text()
+
+
+def test_every_test_file_is_collected() -> None:
+    """pytest leaves out folders by name unless it is told not to."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    collected = {line.split(":")[0] for line in done.stdout.splitlines()}
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
+    assert files <= collected

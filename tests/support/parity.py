@@ -156,9 +156,9 @@ def run_cell(rank: int, world_size: int, cell: Cell, steps: int = STEPS) -> Gap:
     return compare(parallel, oracle, loss_gap, synced)
 
 
-def run_cells(rank: int, world_size: int, cells: list[Cell]) -> list[Gap]:
+def run_cells(rank: int, world_size: int, cells: list[Cell], steps: int = STEPS) -> list[Gap]:
     """Several cells in one call."""
-    return [run_cell(rank, world_size, cell) for cell in cells]
+    return [run_cell(rank, world_size, cell, steps) for cell in cells]
 
 
 def make_oracle(cell: Cell) -> Oracle:

@@ -108,12 +108,12 @@ class ReplicatedModule:
                 self._broadcast_shards()
 
     def _replicas_differ(self: Any) -> bool:
-        """Compare the replica peers' tensors by their sums (one all-gather on "replicate")."""
+        """Compare the replica peers' tensors by one number each (an all-gather on "replicate")."""
         groups: MeshGroups = self._replication.groups
-        sums = [tensor.sum(dtype=torch.float64).reshape(1) for tensor in self._replica_tensors()]
-        if groups.mesh.num_groups == 1 or not sums:
+        tensors = self._replica_tensors()
+        if groups.mesh.num_groups == 1 or not tensors:
             return False
-        mine = torch.cat(sums)
+        mine = torch.stack([_fingerprint(tensor) for tensor in tensors])
         peers = [torch.empty_like(mine) for _ in range(groups.mesh.num_groups)]
         dist.all_gather(peers, mine, group=groups.replica_peers)
         return any(not torch.equal(peer, peers[0]) for peer in peers)
@@ -162,6 +162,12 @@ class ReplicatedModule:
     def _kernels_beside(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
         """Kernels beside those of TorchRec's lookups."""
         return []
+
+
+def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """A sum over rows that tells rows in another order apart."""
+    rows = tensor.double() if tensor.dim() == 1 else tensor.sum(dim=1, dtype=torch.float64)
+    return rows @ torch.arange(1, rows.numel() + 1, dtype=torch.float64, device=rows.device)
 
 
 def _kernels(lookups: list[torch.nn.Module]) -> Iterator[Kernel]:

@@ -16,7 +16,7 @@ from torchrec.distributed.batched_embedding_kernel import (
     BatchedFusedEmbeddingBag,
     EmbeddingFusedOptimizer,
 )
-from torchrec.distributed.comm import get_local_rank, get_local_size
+from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.dist_data import (
     PooledEmbeddingsAwaitable,
@@ -81,7 +81,6 @@ __all__ = [
     "TwRwPooledEmbeddingSharding",
     "TwSequenceEmbeddingSharding",
     "get_gradient_division",
-    "get_local_rank",
     "get_local_size",
     "in_backward_optimizers",
     "node_group_cache",

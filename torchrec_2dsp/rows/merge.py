@@ -105,7 +105,9 @@ class RowMerge:
         self, local: list[RowGradients], tables: list[TableGradients]
     ) -> list[list[int]]:
         """Every rank's row counts by table, then the bits of its learning rates."""
-        rates = torch.tensor([gradients.step.learning_rate for gradients in local]).double()
+        rates = torch.tensor(
+            [gradients.step.learning_rate for gradients in local], dtype=torch.float64
+        )
         header = torch.tensor(
             [table.rows.numel() for table in tables] + rates.view(torch.int64).tolist(),
             device=tables[0].rows.device,

@@ -14,7 +14,7 @@ from tests.support.ranks import RankPool
 from torchrec_2dsp.cli.train import Display, show_result
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.train.config import TrainConfig
-from torchrec_2dsp.train.config_file import load_config, make_config
+from torchrec_2dsp.recipe.config_file import load_config, make_config
 from torchrec_2dsp.train.meter import Measured
 from torchrec_2dsp.train.program import train
 from torchrec_2dsp.train.results import RunResult, TrainResult, largest_loss_gap
@@ -63,7 +63,7 @@ class Recorder:
 def train_tiny(rank: int, world_size: int) -> tuple[TrainResult, list[str], str]:
     recorder, shown = Recorder(), io.StringIO()
     console = Console(file=shown, width=80)
-    result = train(make_config(TINY), [recorder, Display(console)])
+    result = train(make_config(TrainConfig, TINY), [recorder, Display(console)])
     show_result(result, console)
     # What comes after finds the ranks in step.
     dist.barrier()
@@ -154,7 +154,7 @@ def test_plans_progress_and_figures_are_shown_in_80_columns(trained: Trained) ->
 def train_one(rank: int, world_size: int, run: str) -> str:
     shown = io.StringIO()
     console = Console(file=shown, width=80, force_terminal=True)
-    show_result(train(make_config(TINY).only([run]), [Display(console)]), console)
+    show_result(train(make_config(TrainConfig, TINY).only([run]), [Display(console)]), console)
     return shown.getvalue()
 
 
@@ -168,7 +168,7 @@ def test_one_run_on_a_terminal_has_a_bar_and_no_gap(ranks4: RankPool) -> None:
 
 def wrong_world(rank: int, world_size: int) -> str:
     try:
-        train(make_config(TINY | {"runs": {"odd": {"num_groups": 3}}}))
+        train(make_config(TrainConfig, TINY | {"runs": {"odd": {"num_groups": 3}}}))
     except ValueError as error:
         return str(error)
     return "nothing was raised"
@@ -212,6 +212,6 @@ def test_the_demo_command_trains_and_prints_the_table(tmp_path: Path) -> None:
     assert "one_group 1x4  none" in table
     assert "exact     2x2  GradientSync" in table
     assert "averaged  2x2  WeightSync" in table
-    runs = load_config(ROOT / "configs" / "runs" / "demo.toml").runs
+    runs = load_config(TrainConfig, ROOT / "configs" / "runs" / "demo.toml").runs
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(runs)
     assert all(list(folder.glob("events.*")) for folder in tmp_path.iterdir())

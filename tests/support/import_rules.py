@@ -15,6 +15,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"sync"}),
     frozenset({"planner", "shard"}),
     frozenset({"parallel"}),
+    frozenset({"recipe"}),
     frozenset({"train", "bench"}),
     frozenset({"cli"}),
     frozenset({"__main__"}),

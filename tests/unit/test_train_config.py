@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 import torchrec_2dsp as tdsp
 from torchrec_2dsp.cli.app import app
+from torchrec_2dsp.recipe.config_file import load_config, make_config, overridden
 from torchrec_2dsp.train.config import TrainConfig
-from torchrec_2dsp.train.config_file import load_config, make_config, overridden
 from torchrec_2dsp.train.meter import Measured, normalized_entropy
 
 ROOT = Path(__file__).parents[2]
@@ -24,11 +24,11 @@ MINIMAL = {
 
 
 def changed(override: str) -> TrainConfig:
-    return make_config(overridden(MINIMAL, override))
+    return make_config(TrainConfig, overridden(MINIMAL, override))
 
 
 def test_the_demo_trains_one_group_exact_and_averaged() -> None:
-    config = load_config(DEMO)
+    config = load_config(TrainConfig, DEMO)
 
     config.check_world(4)
     assert {name: (run.num_groups, run.sync) for name, run in config.runs.items()} == {
@@ -39,7 +39,7 @@ def test_the_demo_trains_one_group_exact_and_averaged() -> None:
 
 
 def test_a_run_names_the_sync_config_class() -> None:
-    runs = make_config(MINIMAL).runs
+    runs = make_config(TrainConfig, MINIMAL).runs
 
     assert runs["one"].sync_config == tdsp.GradientSync()
     assert runs["two"].sync_config == tdsp.WeightSync()
@@ -53,7 +53,7 @@ def test_the_mesh_follows_from_the_world() -> None:
 
 
 def test_only_keeps_the_configs_order() -> None:
-    config = make_config(MINIMAL)
+    config = make_config(TrainConfig, MINIMAL)
 
     assert list(config.only(["two"]).runs) == ["two"]
     assert list(config.only(["two", "one"]).runs) == ["one", "two"]
@@ -138,7 +138,7 @@ def test_all_errors_are_told_at_once(tmp_path: Path) -> None:
     path.write_text("[loop]\nsteps = 0\n[data]\nfeatures = [{ name = 'f' }]\n")
 
     with pytest.raises(tdsp.ConfigError) as raised:
-        load_config(path)
+        load_config(TrainConfig, path)
 
     assert str(raised.value).splitlines() == [
         f"{path}: data.features.0.num_rows is missing",
@@ -178,7 +178,7 @@ def test_unreadable_files_are_refused(tmp_path: Path, text: str | None, message:
     if text is not None:
         path.write_text(text)
     with pytest.raises(tdsp.ConfigError, match=message):
-        load_config(path)
+        load_config(TrainConfig, path)
 
 
 def test_normalized_entropy_is_torchrecs() -> None:
@@ -213,7 +213,7 @@ def test_the_command_shows_the_error_and_fails(
     monkeypatch: pytest.MonkeyPatch, rank: str, said: str
 ) -> None:
     monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr("torchrec_2dsp.cli.train._LET_RANK_0_SPEAK_S", 0.0)
+    monkeypatch.setattr("torchrec_2dsp.cli.errors._LET_RANK_0_SPEAK_S", 0.0)
 
     result = CliRunner().invoke(app, ["train", "--config", "nowhere.toml"])
 

@@ -1,7 +1,5 @@
 """`train`: shows a training program as it runs, and what its runs came to."""
 
-import os
-import time
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from torchrec_2dsp.errors import TwoDError
+from torchrec_2dsp.cli.errors import shown_errors
 
 if TYPE_CHECKING:
     from torchrec_2dsp.mesh.mesh2d import Mesh2D
@@ -21,10 +19,6 @@ if TYPE_CHECKING:
     from torchrec_2dsp.train.config import TrainConfig
     from torchrec_2dsp.train.meter import Measured
     from torchrec_2dsp.train.results import RunResult, TrainResult, Watcher
-
-# An error is usually that of all ranks, and torchrun stops the others as soon as one has left: they
-# wait so that rank 0 speaks for all, and speak if it has nothing to say.
-_LET_RANK_0_SPEAK_S = 3.0
 
 
 def train(
@@ -52,26 +46,19 @@ def train(
 
     torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp train --config FILE
     """
-    try:
+    with shown_errors():
         _train(config, overrides or [], only or [])
-    except TwoDError as error:
-        rank = os.environ.get("RANK", "0")
-        if rank != "0":
-            time.sleep(_LET_RANK_0_SPEAK_S)
-        where = "" if rank == "0" else f" on rank {rank}"
-        text = Text(f"error{where}: {error}", style="bold red")
-        Console(stderr=True).print(text, soft_wrap=True)
-        raise typer.Exit(code=2) from None
 
 
 def _train(path: Path, overrides: list[str], only: list[str]) -> None:
-    from torchrec_2dsp.train.config_file import load_config
+    from torchrec_2dsp.recipe.config_file import load_config
+    from torchrec_2dsp.recipe.world import launched_world, quiet_upstream
+    from torchrec_2dsp.train.config import TrainConfig
     from torchrec_2dsp.train.program import train as train_runs
-    from torchrec_2dsp.train.world import launched_world, quiet_upstream
 
     quiet_upstream()
-    config = load_config(path, overrides).only(only)
-    with launched_world(config.loop.device) as rank:
+    config = load_config(TrainConfig, path, overrides).only(only)
+    with launched_world(config.loop.device, "train") as rank:
         if rank != 0:
             train_runs(config)
             return
@@ -136,7 +123,7 @@ class Display:
 
 def plan_table(name: str, plan: "Plan2D", config: "TrainConfig") -> Table:
     """One row per table; ranks that hold the same shard are joined by a plus."""
-    from torchrec_2dsp.train.model import table_name
+    from torchrec_2dsp.recipe.model import table_name
 
     how = f", kept equal by {type(plan.sync).__name__}" if plan.mesh.num_groups > 1 else ""
     table = Table(

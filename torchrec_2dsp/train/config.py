@@ -3,40 +3,25 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from torchrec_2dsp.data.synthetic import SyntheticConfig
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
 from torchrec_2dsp.plan.parameter_sharding import type_2d
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig, WeightSync
+from torchrec_2dsp.recipe.sections import ModelConfig, OptimizerConfig, Section
 
 _SYNCS: dict[str, type[SyncConfig]] = {kind.__name__: kind for kind in (GradientSync, WeightSync)}
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class ModelConfig(_Section):
-    """TorchRec's DLRM over one table per sparse feature."""
-
-    dim: int = Field(default=16, ge=4, multiple_of=4)
-    """The embedding dimension of all tables."""
-
-    dense_layers: tuple[int, ...] = (64,)
-    """Sizes of the hidden layers under the interaction; a last one of size `dim` is added."""
-
-    over_layers: tuple[int, ...] = (64,)
-    """Sizes of the hidden layers over the interaction; a last one of size 1 is added."""
+class PlannedModelConfig(ModelConfig):
+    """The model, and what its planner may do."""
 
     sharding_types: tuple[str, ...] = ("table_wise", "row_wise")
     """What the planner may choose from. Column-wise shards have a row-wise moment each, and
     data-parallel tables are trained by the dense optimizer: with those, runs on different meshes
     train by different rules."""
-
-    seed: int = Field(default=0, ge=0)
-    """Of the initial weights, which all runs share."""
 
     @field_validator("sharding_types")
     @classmethod
@@ -48,20 +33,7 @@ class ModelConfig(_Section):
         return types
 
 
-class OptimizerConfig(_Section):
-    """Row-wise AdaGrad for the tables, SGD for everything else."""
-
-    lr: float = Field(default=0.02, ge=0, allow_inf_nan=False)
-    """Learning rate of the tables."""
-
-    eps: float = Field(default=1e-8, ge=0, allow_inf_nan=False)
-    """Added to the root of the moment."""
-
-    dense_lr: float = Field(default=0.1, ge=0, allow_inf_nan=False)
-    """Learning rate of the other parameters."""
-
-
-class LoopConfig(_Section):
+class LoopConfig(Section):
     """How long to train, and what to tell meanwhile."""
 
     steps: int = Field(default=200, ge=1)
@@ -86,7 +58,7 @@ class LoopConfig(_Section):
     """Where to write TensorBoard scalars; empty for nowhere."""
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """One training of the model: a mesh and a way to keep its replicas equal."""
 
     num_groups: int = Field(default=1, ge=1)
@@ -115,13 +87,15 @@ class RunConfig(_Section):
         return _SYNCS[self.sync]()
 
 
-class TrainConfig(_Section):
+class TrainConfig(Section):
     """A training program: every run trains the same model on the same data.
 
     Example:
-        >>> from torchrec_2dsp.train.config_file import make_config
+        >>> from torchrec_2dsp.recipe.config_file import make_config
+        >>> from torchrec_2dsp.train.config import TrainConfig
         >>> data = {"features": [{"name": "user", "num_rows": 1_000}]}
-        >>> config = make_config({"data": data, "runs": {"exact": {"num_groups": 2}}})
+        >>> tree = {"data": data, "runs": {"exact": {"num_groups": 2}}}
+        >>> config = make_config(TrainConfig, tree)
         >>> config.mesh("exact", world_size=4).group_size
         2
     """
@@ -129,7 +103,7 @@ class TrainConfig(_Section):
     data: SyntheticConfig
     """What to train on."""
 
-    model: ModelConfig = ModelConfig()
+    model: PlannedModelConfig = PlannedModelConfig()
     """What to train."""
 
     optimizer: OptimizerConfig = OptimizerConfig()

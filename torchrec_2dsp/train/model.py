@@ -1,17 +1,13 @@
-"""The model of a training program, its plan and its optimizer."""
+"""A run's sharder, plan and optimizer."""
 
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import KernelConfig, TopologyFactory, TrainerConfig
 from torchrec.distributed.types import ModuleSharder
-from torchrec.models.dlrm import DLRM, DLRMTrain
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -21,38 +17,9 @@ from torchrec_2dsp.optim.moment_scaled import FROM_MESH, MomentScaledRowWiseAdaG
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.planner.planner2d import Planner2D
+from torchrec_2dsp.recipe.model import table_name
 from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
 from torchrec_2dsp.train.config import RunConfig, TrainConfig
-
-
-def build_model(config: TrainConfig) -> DLRMTrain:
-    """The unsharded model; equal configs give equal weights on every rank."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.model.seed)
-        tables = EmbeddingBagCollection(
-            tables=[
-                EmbeddingBagConfig(
-                    name=table_name(feature.name),
-                    num_embeddings=feature.num_rows,
-                    embedding_dim=config.model.dim,
-                    feature_names=[feature.name],
-                )
-                for feature in config.data.features
-            ]
-        )
-        return DLRMTrain(
-            DLRM(
-                embedding_bag_collection=tables,
-                dense_in_features=config.data.num_dense,
-                dense_arch_layer_sizes=[*config.model.dense_layers, config.model.dim],
-                over_arch_layer_sizes=[*config.model.over_layers, 1],
-            )
-        )
-
-
-def table_name(feature: str) -> str:
-    """The table of a feature."""
-    return f"t_{feature}"
 
 
 def make_sharder(config: TrainConfig, run: RunConfig) -> EmbeddingBagCollectionSharder2D:
@@ -107,10 +74,3 @@ def make_optimizer(model: ModelParallel2D, config: TrainConfig) -> CombinedOptim
     lr = config.optimizer.dense_lr
     wrapped = KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=lr))
     return CombinedOptimizer([model.fused_optimizer, wrapped])
-
-
-def rank_device(device: str) -> torch.device:
-    """Where this rank computes."""
-    if device == "cpu":
-        return torch.device("cpu")
-    return torch.device(device, dist.get_node_local_rank(fallback_rank=0))

@@ -13,14 +13,13 @@ from torchrec_2dsp.data.synthetic import Split, click_probability, make_batch
 from torchrec_2dsp.mesh.groups import MeshGroups, world_group
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.plan.plan2d import Plan2D
+from torchrec_2dsp.recipe.model import build_model, rank_device
 from torchrec_2dsp.train.config import TrainConfig
 from torchrec_2dsp.train.meter import Measured, Meter
 from torchrec_2dsp.train.model import (
-    build_model,
     make_optimizer,
     make_plan,
     make_sharder,
-    rank_device,
 )
 from torchrec_2dsp.train.results import RunResult, TrainResult, Watcher
 
@@ -80,7 +79,7 @@ class _Trainer:
         self._world = world_group()
         self._device = rank_device(config.loop.device)
         run = config.runs[name]
-        unsharded = build_model(config)
+        unsharded = build_model(config.data, config.model)
         sharder = make_sharder(config, run)
         mesh = config.mesh(name, dist.get_world_size(self._world))
         self.plan: Plan2D = make_plan(config, run, mesh, unsharded, sharder)

@@ -14,8 +14,18 @@ from torchrec_2dsp.errors import ConfigError
 _SET_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+def check_launched(command: str) -> None:
+    """Raise `ConfigError` unless torchrun started this process."""
+    missing = [name for name in _SET_BY_TORCHRUN if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"{missing[0]} is not set, so there are no ranks to train on; start with: torchrun "
+            f"--standalone --nproc-per-node 4 -m torchrec_2dsp {command} ..."
+        )
+
+
 @contextmanager
-def launched_world(device: str) -> Iterator[int]:
+def launched_world(device: str, command: str) -> Iterator[int]:
     """Join the ranks that torchrun started; the value is this rank.
 
     The world is left in order after a success. After an error it is left as it is: a rank that
@@ -24,12 +34,7 @@ def launched_world(device: str) -> Iterator[int]:
     Collectives:
         Makes the world's process group.
     """
-    missing = [name for name in _SET_BY_TORCHRUN if name not in os.environ]
-    if missing:
-        raise ConfigError(
-            f"{missing[0]} is not set, so there are no ranks to train on; start with: torchrun "
-            "--standalone --nproc-per-node 4 -m torchrec_2dsp train ..."
-        )
+    check_launched(command)
     if device == "cuda":
         torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")

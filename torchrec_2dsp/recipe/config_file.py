@@ -1,17 +1,18 @@
-"""Read a `TrainConfig` from a TOML file and the command line; say what is wrong with it."""
+"""Read a config from a TOML file and the command line; say what is wrong with it."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.train.config import TrainConfig
+
+Config = TypeVar("Config", bound=BaseModel)
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+def load_config(kind: type[Config], path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The config in a TOML file, with ``key.sub=value`` overrides.
 
     Raises:
@@ -25,15 +26,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         raise ConfigError(f"{path} is not TOML: {error}") from error
     for override in overrides:
         tree = overridden(tree, override)
-    return make_config(tree, source=str(path))
+    return make_config(kind, tree, source=str(path))
 
 
-def make_config(tree: Mapping[str, Any], source: str = "config") -> TrainConfig:
+def make_config(kind: type[Config], tree: Mapping[str, Any], source: str = "config") -> Config:
     """The config that plain data describes; ``source`` is named in errors."""
     try:
-        return TrainConfig.model_validate(tree)
+        return kind.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(dict(found)) for found in error.errors()]
+        lines = [_explain(kind, dict(found)) for found in error.errors()]
         raise ConfigError(f"{source}: " + "\n  ".join(lines)) from None
 
 
@@ -43,7 +44,7 @@ def overridden(tree: Mapping[str, Any], override: str) -> dict[str, Any]:
     The value is TOML; what isn't TOML is a string.
 
     Example:
-        >>> from torchrec_2dsp.train.config_file import overridden
+        >>> from torchrec_2dsp.recipe.config_file import overridden
         >>> overridden({"loop": {"steps": 5}}, "loop.steps=7")
         {'loop': {'steps': 7}}
     """
@@ -75,14 +76,14 @@ def _with(node: Any, parts: list[str], value: Any, override: str) -> Any:
     return {**node, head: _with(node.get(head, {}), rest, value, override)}
 
 
-def _explain(found: Mapping[str, Any]) -> str:
+def _explain(kind: type[BaseModel], found: Mapping[str, Any]) -> str:
     """One validation error as key, value and rule."""
     location = tuple(found["loc"])
     key = ".".join(str(part) for part in location)
     rule = str(found["msg"]).removeprefix("Value error, ")
     rule = rule[:1].lower() + rule[1:]
     if found["type"] == "extra_forbidden":
-        return f"{key} is unknown; use one of {', '.join(_known_keys(location[:-1]))}"
+        return f"{key} is unknown; use one of {', '.join(_known_keys(kind, location[:-1]))}"
     if found["type"] == "missing":
         return f"{key} is missing"
     if isinstance(found["input"], Mapping):
@@ -90,9 +91,9 @@ def _explain(found: Mapping[str, Any]) -> str:
     return f"{key}={found['input']!r}: {rule}"
 
 
-def _known_keys(location: Sequence[int | str]) -> list[str]:
+def _known_keys(kind: type[BaseModel], location: Sequence[int | str]) -> list[str]:
     """The keys of the section at ``location``."""
-    schema = TrainConfig.model_json_schema()
+    schema = kind.model_json_schema()
     node = schema
     for part in location:
         below = node.get("items") or node.get("additionalProperties") or node["properties"][part]

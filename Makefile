@@ -28,13 +28,16 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint clean
+.PHONY: help demo bench test test-all lint clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 demo: $(INSTALLED)  ## train a small model on 4 local ranks
 	$(BIN)/torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp train --config configs/runs/demo.toml
+
+bench: $(INSTALLED)  ## compare ways to train on 4 local ranks, in under 3 minutes
+	$(BIN)/torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp bench --config configs/runs/bench.toml
 
 test: $(INSTALLED)  ## run the tests, without the long ones
 	$(BIN)/pytest -m "not slow"

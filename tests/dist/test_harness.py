@@ -14,8 +14,8 @@ import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.collectives import Collective, count_collectives
 from tests.support.ranks import RankPool, RanksFailed, run_ranks
+from torchrec_2dsp.comms.counting import Collective, count_collectives
 
 ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 

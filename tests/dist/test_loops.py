@@ -9,7 +9,6 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from tests.support.collectives import count_collectives
 from tests.support.loop_oracles import LoopOracle
 from tests.support.loops import (
     PIPELINES,
@@ -25,6 +24,7 @@ from tests.support.loops import (
 from tests.support.models import BagModel
 from tests.support.parity import FUSED, LR, Cell, compare, make_optimizer
 from tests.support.ranks import RankPool
+from torchrec_2dsp.comms.counting import count_collectives
 
 MESH = tdsp.Mesh2D(2, 2)
 EXACT = Cell(MESH)

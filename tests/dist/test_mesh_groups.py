@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.collectives import count_collectives
 from tests.support.exits import NUM_RANKS, WAYS
 from tests.support.rank_worker import REPOSITORY
 from tests.support.ranks import RankPool
 from torchrec_2dsp import Mesh2D, MeshError, MeshGroups, RankLayout
+from torchrec_2dsp.comms.counting import count_collectives
 
 MESHES = [
     Mesh2D(2, 2, RankLayout.STRIDED),

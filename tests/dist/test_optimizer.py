@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed import checkpoint
 from torch.distributed.optim import (
     _apply_optimizer_in_backward as apply_optimizer_in_backward,
 )
-from torch import nn
-from torch.distributed import checkpoint
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 import torchrec_2dsp as tdsp

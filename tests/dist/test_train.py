@@ -13,8 +13,8 @@ from rich.console import Console
 from tests.support.ranks import RankPool
 from torchrec_2dsp.cli.train import Display, show_result
 from torchrec_2dsp.plan.plan2d import Plan2D
-from torchrec_2dsp.train.config import TrainConfig
 from torchrec_2dsp.recipe.config_file import load_config, make_config
+from torchrec_2dsp.train.config import TrainConfig
 from torchrec_2dsp.train.meter import Measured
 from torchrec_2dsp.train.program import train
 from torchrec_2dsp.train.results import RunResult, TrainResult, largest_loss_gap

@@ -4,12 +4,14 @@ from collections.abc import Callable
 
 import typer
 
+from torchrec_2dsp.cli.bench import bench
+from torchrec_2dsp.cli.bench_report import bench_compare, bench_report
 from torchrec_2dsp.cli.doctor import doctor
 from torchrec_2dsp.cli.train import train
 
 # A command module stays light: what it needs of torch it imports inside its function, so that
 # `--help` is quick and `doctor` runs where torch does not.
-COMMANDS: tuple[Callable[..., None], ...] = (doctor, train)
+COMMANDS: tuple[Callable[..., None], ...] = (doctor, train, bench, bench_report, bench_compare)
 
 app = typer.Typer(
     name="torchrec-2dsp",

@@ -12,21 +12,54 @@ from torchrec_2dsp.errors import ConfigError
 Config = TypeVar("Config", bound=BaseModel)
 
 
-def load_config(kind: type[Config], path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    kind: type[Config],
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    include: str | Path | None = None,
+) -> Config:
     """The config in a TOML file, with ``key.sub=value`` overrides.
+
+    A file may have ``include = "other.toml"``, relative to itself: what it says goes over what the
+    other one says, section by section.
+
+    Args:
+        kind: the config's class.
+        path: the file.
+        overrides: applied last.
+        include: a file in place of the one that the file names, relative to this process.
 
     Raises:
         ConfigError: the file can't be read, or a key or value is wrong; it names which.
     """
+    tree = _read(Path(path))
+    named = tree.pop("include", None)
+    if include is None and named is not None:
+        include = Path(path).parent / str(named)
+    if include is not None:
+        tree = _merged(_read(Path(include)), tree)
+    for override in overrides:
+        tree = overridden(tree, override)
+    return make_config(kind, tree, source=str(path))
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
-        tree = tomllib.loads(Path(path).read_text())
+        return tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
-    for override in overrides:
-        tree = overridden(tree, override)
-    return make_config(kind, tree, source=str(path))
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, sections joined key by key; ``above`` wins."""
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, Mapping) and isinstance(below.get(key), Mapping)
+        merged[key] = _merged(below[key], value) if both else value
+    return merged
 
 
 def make_config(kind: type[Config], tree: Mapping[str, Any], source: str = "config") -> Config:
@@ -78,12 +111,12 @@ def _with(node: Any, parts: list[str], value: Any, override: str) -> Any:
 
 def _explain(kind: type[BaseModel], found: Mapping[str, Any]) -> str:
     """One validation error as key, value and rule."""
-    location = tuple(found["loc"])
-    key = ".".join(str(part) for part in location)
+    parts, known = _located(kind, found["loc"])
+    key = ".".join(parts)
     rule = str(found["msg"]).removeprefix("Value error, ")
     rule = rule[:1].lower() + rule[1:]
     if found["type"] == "extra_forbidden":
-        return f"{key} is unknown; use one of {', '.join(_known_keys(kind, location[:-1]))}"
+        return f"{key} is unknown; use one of {', '.join(known)}"
     if found["type"] == "missing":
         return f"{key} is missing"
     if isinstance(found["input"], Mapping):
@@ -91,12 +124,19 @@ def _explain(kind: type[BaseModel], found: Mapping[str, Any]) -> str:
     return f"{key}={found['input']!r}: {rule}"
 
 
-def _known_keys(kind: type[BaseModel], location: Sequence[int | str]) -> list[str]:
-    """The keys of the section at ``location``."""
+def _located(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], list[str]]:
+    """A place in the config: its key as a user writes it, and the keys of its section."""
     schema = kind.model_json_schema()
-    node = schema
+    node, parts, known = schema, [], list(schema["properties"])
     for part in location:
-        below = node.get("items") or node.get("additionalProperties") or node["properties"][part]
+        known = list(node.get("properties", known))
+        if "oneOf" in node:
+            # The kind of a section that comes in several kinds, which pydantic adds.
+            below = {"$ref": node["discriminator"]["mapping"][part]}
+        else:
+            parts.append(str(part))
+            below = node.get("items") or node.get("additionalProperties")
+            below = below or node.get("properties", {}).get(part, {})
         reference = below.get("$ref", "")
         node = schema["$defs"][reference.rpartition("/")[2]] if reference else below
-    return list(node.get("properties", {}))
+    return parts, known

@@ -2,7 +2,8 @@
 
 torch.distributed's Python calls, the functional collectives (TorchRec's all-to-alls) and DDP's
 C++ reducer all end in an operator of the dispatcher, which is where they are seen. The operators
-run as ever, autograd and streams included.
+run as ever, autograd and streams included. A group that moves bytes past the dispatcher calls
+`note`.
 """
 
 from collections import Counter
@@ -45,6 +46,21 @@ class Collective:
     num_bytes: int
     """Size of this rank's input, its own part of an all-to-all included."""
 
+    @property
+    def sent_bytes(self) -> float:
+        """About what an ideal algorithm sends from this rank to others.
+
+        Parts of an all-to-all count as equal.
+        """
+        others = len(self.ranks) - 1
+        if self.op.startswith("all_reduce"):
+            return 2.0 * self.num_bytes * others / len(self.ranks)
+        if self.op.startswith(("all_to_all", "reduce_scatter")):
+            return self.num_bytes * others / len(self.ranks)
+        if self.op.startswith("all_gather"):
+            return float(self.num_bytes * others)
+        return float(self.num_bytes)
+
 
 @dataclass
 class Collectives:
@@ -78,8 +94,23 @@ class Collectives:
 def count_collectives() -> Iterator[Collectives]:
     """Count this rank's collectives inside the context, backward passes included."""
     seen = Collectives()
-    with _Recorder(seen.records):
-        yield seen
+    _NOTEBOOKS.append(seen.records)
+    try:
+        with _Recorder(seen.records):
+            yield seen
+    finally:
+        _NOTEBOOKS.remove(seen.records)
+
+
+def note(op: str, group: dist.ProcessGroup, num_bytes: int) -> None:
+    """Count a collective that doesn't reach the dispatcher, if anyone counts."""
+    for records in _NOTEBOOKS:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        records.append(Collective(op, ranks, group.group_desc, num_bytes))
+
+
+_NOTEBOOKS: list[list[Collective]] = []
+"""The records of the counters at work."""
 
 
 class _Recorder(TorchDispatchMode):

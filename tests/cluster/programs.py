@@ -1,0 +1,93 @@
+"""What the ranks do in the tests of the cluster: ``python -m tests.cluster.programs NAME ARGS``."""
+
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+from tests.cluster.network import read_interface_bytes
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def report(folder: str) -> None:
+    """Write down who this rank is."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
+    facts = {name: os.environ[name] for name in names}
+    facts["hostname"] = socket.gethostname()
+    facts["address"] = socket.gethostbyname(socket.gethostname())
+    peer = (f"::ffff:{facts['address']}", 0, 0, 0)
+    facts["name_of_peer"] = socket.getnameinfo(peer, socket.NI_NAMEREQD)[0]
+    (Path(folder) / f"rank{RANK}.json").write_text(json.dumps(facts))
+    print(f"rank {RANK} was here: ü")
+
+
+def crash(rank: str, folder: str) -> None:
+    """One rank raises, the others wait for it."""
+    Path(folder, f"rank{RANK}").touch()
+    print(f"hello from {RANK}")
+    while len(os.listdir(folder)) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)
+    if int(rank) == RANK:
+        raise ValueError(f"rank {RANK} has a reason")
+    wait_for_ever()
+
+
+def hang(folder: str) -> None:
+    """All ranks say that they started, and never end."""
+    (Path(folder) / f"rank{RANK}").touch()
+    wait_for_ever()
+
+
+def leave(exit_code: str) -> None:
+    """End with a code."""
+    raise SystemExit(int(exit_code))
+
+
+def exchange(file: str, num_bytes: str) -> None:
+    """Send to the rank with the same place on the other host, then to the one on this host.
+
+    Both ways at once; rank 0 writes the seconds and what the interfaces counted.
+    """
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    size, local_size = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
+    payload = torch.ones(int(num_bytes), dtype=torch.uint8)
+    results = {}
+    for name, peer in (("across", (RANK + local_size) % size), ("inside", RANK ^ 1)):
+        trials = []
+        for data in (payload[:1000], *[payload] * 4):  # The first makes the connections.
+            received = torch.zeros_like(data)
+            before = read_interface_bytes(Path("/proc/net/dev").read_text())
+            dist.barrier()
+            start = time.perf_counter()
+            works = [dist.irecv(received, peer), dist.isend(data, peer)]
+            for work in works:
+                assert work is not None
+                work.wait()
+            dist.barrier()
+            seconds = time.perf_counter() - start
+            counted = read_interface_bytes(Path("/proc/net/dev").read_text()).since(before)
+            assert torch.equal(data, received)
+            trials.append({"seconds": seconds, "sent": counted.sent, "inside": counted.inside})
+        # Other programs can only make it slower.
+        results[name] = min(trials[1:], key=lambda trial: trial["seconds"])
+    if RANK == 0:
+        Path(file).write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+def wait_for_ever() -> None:
+    """Where a stack trace should point to."""
+    while True:
+        time.sleep(1)
+
+
+PROGRAMS = {program.__name__: program for program in (report, crash, hang, leave, exchange)}
+
+if __name__ == "__main__":
+    PROGRAMS[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,175 @@
+"""A whole benchmark: who is measured, who fails and how, and what the numbers mean."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.faulty_bench import CONFIG
+from tests.support.ranks import RankPool
+from torchrec_2dsp.bench import replay
+from torchrec_2dsp.bench.results import BenchResult, ContestantResult, Outcome
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 200
+
+
+def torchrun(*arguments: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        + list(arguments),
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> BenchResult:
+    path = tmp_path_factory.mktemp("bench") / "result.json"
+    done = torchrun("-m", "tests.support.faulty_bench", str(path))
+    assert path.exists(), done.stdout + done.stderr
+    return BenchResult.load(path)
+
+
+def named(result: BenchResult, name: str) -> ContestantResult:
+    return next(one for one in result.contestants if one.name == name)
+
+
+def test_failures_are_told_apart_and_the_others_are_measured(result: BenchResult) -> None:
+    outcomes = {one.name: one.outcome.value for one in result.contestants}
+
+    assert outcomes == dict.fromkeys(CONFIG["contestants"], "measured") | {
+        "refused": "crashed",
+        "dies": "crashed",
+        "hangs": "hung",
+        "learns_faster": "disqualified",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("refused", "in warm_up: rank 0: "),
+        ("dies", "rank 1: the process died in "),
+        ("hangs", "block took over 20 s"),
+        ("learns_faster", "from that of planner"),
+    ],
+)
+def test_reasons_are_given(result: BenchResult, name: str, said: str) -> None:
+    assert said in named(result, name).reason
+
+
+@pytest.mark.parametrize("name", ["row_wise", "data_parallel", "exact", "hot", "duplex"])
+def test_exact_contestants_train_as_the_reference_does(result: BenchResult, name: str) -> None:
+    one, reference = named(result, name), named(result, "planner")
+
+    assert one.loss_gap is not None
+    assert one.loss_gap < 2e-6
+    assert len(one.losses) >= 4 + 5
+    # There was something to learn, or equal losses would say nothing.
+    assert max(reference.losses) - min(reference.losses) > 1e-3
+
+
+def test_every_measured_contestant_has_all_figures(result: BenchResult) -> None:
+    for one in result.measured():
+        assert [block.round for block in one.blocks] == list(range(5))
+        assert all(block.step_s > 0 and 1 <= block.num_steps <= 4 for block in one.blocks)
+        assert one.peak_memory_bytes is not None
+        assert one.peak_memory_bytes > 0
+        assert one.phases
+        assert one.sharding
+
+
+def test_the_interface_carries_what_the_collectives_send(result: BenchResult) -> None:
+    """And more: the loopback carries what other programs send as well."""
+    for name in ("planner", "row_wise", "data_parallel", "duplex"):
+        one = named(result, name)
+        counted = sum(traffic.sent_bytes for traffic in one.traffic)
+        assert counted > 1_000
+        for block in one.blocks:
+            assert block.link_bytes is not None
+            assert block.link_bytes > counted
+
+
+def test_the_full_duplex_exchange_is_counted_too(result: BenchResult) -> None:
+    traffic = {
+        name: {one.name: one.calls for one in named(result, name).traffic}
+        for name in ("planner", "duplex")
+    }
+
+    assert traffic["duplex"]["all_to_all_single"] == traffic["planner"]["all_to_all_single"] > 0
+
+
+def test_a_ceiling_communicates_nothing_and_waits_for_nobody(result: BenchResult) -> None:
+    ceiling = named(result, "ceiling")
+
+    assert ceiling.losses == ()
+    assert ceiling.loss_gap is None
+    assert not any(phase.waiting for phase in ceiling.phases)
+
+
+def replayed(rank: int, world_size: int) -> list[float]:
+    group = dist.new_group(backend=replay.BACKEND)
+    assert group is not None
+
+    def step(value: float) -> float:
+        one = torch.full((2,), value + rank)
+        dist.all_reduce(one, group=group)
+        whole = torch.empty(2 * world_size)
+        work = dist.all_to_all_single(whole, one.repeat(world_size), group=group, async_op=True)
+        assert work is not None
+        work.wait()
+        return whole.sum().item()
+
+    live = step(1.0)
+    replay.TAPE.mode = replay.Mode.RECORD
+    recorded = [step(1.0), step(2.0)]
+    replay.TAPE.mode = replay.Mode.REPLAY
+    # Nobody else takes part any more, and the inputs don't matter.
+    again = [step(7.0) for _ in range(5)] if rank == 0 else []
+    replay.TAPE.mode = replay.Mode.LIVE
+    dist.barrier()
+    assert live == recorded[0]
+    return [*recorded, *again]
+
+
+def test_collectives_are_replayed_in_a_circle_and_alone(ranks2: RankPool) -> None:
+    first, *_ = ranks2.run(replayed)
+
+    assert first == [12.0, 20.0, 12.0, 20.0, 12.0, 20.0, 12.0]
+
+
+def test_the_command_shows_a_table_and_writes_a_report(tmp_path: Path) -> None:
+    report = tmp_path / "deep" / "report.md"
+    done = torchrun(
+        *("-m", "torchrec_2dsp", "bench", "--config", "configs/runs/bench.toml"),
+        *("--set", "schedule.block_s=0.05", "--set", "schedule.batch_size=32"),
+        *("--only", "table_wise", "--output", str(report)),
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "table_wise" in done.stdout
+    assert "round 5 of 5" in done.stdout
+    assert "Traceback" not in done.stderr
+    result = BenchResult.load(report.with_suffix(".json"))
+    assert [one.outcome for one in result.contestants] == [Outcome.MEASURED] * 2
+    assert "table_wise" in report.read_text()
+    assert "--set schedule.block_s=0.05" in result.setting.command
+
+
+def test_a_network_interface_that_is_not_there_is_refused() -> None:
+    done = torchrun(
+        *("-m", "torchrec_2dsp", "bench", "--config", "configs/runs/bench.toml"),
+        *("--set", "network.interface=eth77"),
+    )
+
+    assert done.returncode != 0
+    assert "network.interface='eth77' is not here; use one of lo" in done.stderr

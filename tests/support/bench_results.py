@@ -1,0 +1,163 @@
+"""Benchmark results as a benchmark could have found them, without running one."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchrec_2dsp.bench.config import BenchConfig, TwoDContestant
+from torchrec_2dsp.bench.results import (
+    BenchResult,
+    Block,
+    ContestantResult,
+    Outcome,
+    Phase,
+    Setting,
+    Traffic,
+)
+from torchrec_2dsp.recipe.config_file import make_config
+
+CONTESTANTS: dict[str, dict[str, Any]] = {
+    "stock": {"kind": "stock"},
+    "stock_duplex": {"kind": "stock", "full_duplex": True},
+    "exact_2d": {"kind": "two_d"},
+    "floor": {"kind": "ceiling", "of": "exact_2d"},
+}
+STEPS_MS: dict[str, Sequence[float]] = {
+    "stock": (180, 176, 190, 172, 178, 181, 175),
+    "stock_duplex": (168, 161, 175, 160, 166, 170, 163),
+    "exact_2d": (131, 128, 139, 126, 129, 133, 127),
+    "floor": (108, 106, 112, 104, 107, 109, 105),
+}
+FAILED = {
+    "exact_2d": (
+        Outcome.CRASHED,
+        'Traceback (most recent call last):\n  File "x.py", line 3\nSyncError: rows | <3> of *4*',
+    ),
+    "floor": (Outcome.HUNG, "a block took over 180 s"),
+}
+DESCRIPTIONS = {
+    "stock": "stock planner and sharders",
+    "stock_duplex": "the same with full-duplex all-to-alls",
+    "exact_2d": "2D with a group in each host, kept equal by GradientSync",
+    "floor": "exact_2d with collectives that cost nothing",
+}
+_SHARDING = {
+    "stock": {"table_wise": 2, "row_wise": 1},
+    "stock_duplex": {"table_wise": 3},
+    "exact_2d": {"2d_table_wise": 3},
+}
+
+
+def bench_result(
+    *,
+    steps_ms: Mapping[str, Sequence[float]] = STEPS_MS,
+    contestants: Mapping[str, Mapping[str, Any]] = CONTESTANTS,
+    failed: Mapping[str, tuple[Outcome, str]] = {},
+    overrides: Mapping[str, Any] = {},
+    foreign_load: Mapping[str, Sequence[float]] = {},
+    is_counted: bool = True,
+    **setting: Any,
+) -> BenchResult:
+    """A result of contestants that all behaved alike.
+
+    Args:
+        steps_ms: each contestant's blocks, by round.
+        contestants: the config's.
+        failed: contestants whose numbers don't count, and why.
+        overrides: other sections of the config.
+        foreign_load: each contestant's, by round; 0.05 cores unless told.
+        is_counted: whether the bytes on the interface were counted.
+        setting: fields of `Setting` other than the usual.
+    """
+    tree = {
+        "title": "demo",
+        "data": {
+            "features": [
+                {"name": "user", "num_rows": 50_000, "skew": 1.05},
+                {"name": "item", "num_rows": 20_000, "skew": 1.2},
+                {"name": "history", "num_rows": 1_000, "min_ids": 0, "max_ids": 6},
+            ]
+        },
+        "contestants": contestants,
+        **overrides,
+    }
+    config = make_config(BenchConfig, tree)
+    fields: dict[str, Any] = {
+        "title": config.title,
+        "when": "2026-03-01 12:00",
+        "command": "torchrun --nproc-per-node 2 -m torchrec_2dsp bench --config demo.toml",
+        "hosts": 2,
+        "ranks_per_host": 2,
+        "network": "1 Gbit/s",
+        "machine": {"processor": "some processor", "cores": "2", "memory": "8 GB"},
+        "versions": {"python": "3.11", "torch": "2.13.0"},
+        "link_speeds": {"to other hosts, all-reduce": 117e6, "in a host, all-reduce": None},
+        **setting,
+    }
+    found = []
+    for name in config.contestants:
+        steps = steps_ms.get(name, ())
+        loads = foreign_load.get(name, [0.05] * len(steps))
+        outcome, reason = failed.get(name, (Outcome.MEASURED, ""))
+        blocks = _blocks(steps, loads, is_counted)
+        found.append(_contestant(config, name, blocks=blocks, outcome=outcome, reason=reason))
+    return BenchResult(
+        setting=Setting(**fields, config=config.model_dump(mode="json")),
+        reference=config.reference,
+        contestants=tuple(found),
+    )
+
+
+def _blocks(
+    steps_ms: Sequence[float], loads: Sequence[float], is_counted: bool
+) -> tuple[Block, ...]:
+    return tuple(
+        Block(
+            round=index,
+            num_steps=12,
+            step_s=step_ms / 1e3,
+            link_bytes=1.2e6 if is_counted else None,
+            loopback_bytes=0.8e6 if is_counted else None,
+            foreign_load=load,
+        )
+        for index, (step_ms, load) in enumerate(zip(steps_ms, loads, strict=True))
+    )
+
+
+def _contestant(config: BenchConfig, name: str, **found: Any) -> ContestantResult:
+    one = config.contestants[name]
+    trains = one.kind != "ceiling"
+    return ContestantResult(
+        name=name,
+        description=DESCRIPTIONS.get(name, "one more"),
+        kind=one.kind,
+        sharding=_SHARDING.get(name, {}),
+        phases=_phases(isinstance(one, TwoDContestant), not trains),
+        traffic=_TRAFFIC if trains else (),
+        peak_memory_bytes=64_000_000,
+        losses=(0.69, 0.68),
+        loss_gap=1.5e-7 if trains else None,
+        loss_bound=1e-4 if trains else None,
+        **found,
+    )
+
+
+_TRAFFIC = (
+    Traffic(name="all_to_all_single", calls=4, sent_bytes=2.5e6),
+    Traffic(name="all_reduce", calls=1.5, sent_bytes=0.4e6),
+)
+
+
+def _phases(is_2d: bool, is_ceiling: bool) -> tuple[Phase, ...]:
+    wait = 0.0 if is_ceiling else 1.0
+    parts = [
+        ("ids", 0.004 * wait, True),
+        ("pooled rows", (0.012 if is_2d else 0.043) * wait, True),
+        ("lookup", 0.011, False),
+        ("forward", 0.024, False),
+        ("dense gradients", 0.011 * wait, True),
+        ("backward", 0.041, False),
+        ("table update", 0.017, False),
+    ]
+    if is_2d:
+        parts += [("sync", 0.009, True), ("sync", 0.005, False)]
+    return tuple(Phase(name=name, seconds=s, waiting=waits) for name, s, waits in parts if s > 0)

@@ -1,0 +1,82 @@
+"""A benchmark in which some contestants fail on purpose; started by torchrun.
+
+torchrun ... -m tests.support.faulty_bench RESULT.json
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from torchrec_2dsp.bench import program
+from torchrec_2dsp.bench.config import BenchConfig
+from torchrec_2dsp.bench.worker import Worker
+from torchrec_2dsp.recipe.config_file import make_config
+
+CONFIG: dict[str, Any] = {
+    "title": "faulty",
+    "data": {
+        "num_dense": 3,
+        "features": [
+            {"name": "user", "num_rows": 200},
+            {"name": "page", "num_rows": 37, "min_ids": 0, "max_ids": 3},
+        ],
+    },
+    "model": {"dim": 8, "dense_layers": [4], "over_layers": [4]},
+    "schedule": {
+        "batch_size": 16,
+        "rounds": 5,
+        "block_s": 0.05,
+        "max_block_steps": 4,
+        "traced_steps": 2,
+        "deadline_s": 20.0,
+    },
+    "network": {"interface": "lo"},
+    "contestants": {
+        "planner": {"kind": "stock"},
+        "row_wise": {"kind": "stock", "sharding_types": ["row_wise"]},
+        "data_parallel": {"kind": "stock", "sharding_types": ["data_parallel"]},
+        "int8": {"kind": "stock", "sharding_types": ["table_wise"], "qcomms": "int8"},
+        "refused": {"kind": "stock", "sharding_types": ["row_wise"], "qcomms": "int8"},
+        "dies": {"kind": "stock"},
+        "hangs": {"kind": "stock"},
+        "learns_faster": {"kind": "two_d", "num_groups": 2},
+        "exact": {"kind": "two_d", "num_groups": 2},
+        "hot": {"kind": "two_d", "num_groups": 1, "hot_rows": 5},
+        "duplex": {"kind": "stock", "full_duplex": True},
+        "ceiling": {"kind": "ceiling", "of": "exact"},
+    },
+}
+
+
+class FaultyWorker(Worker):
+    """Fails as the contestant's name says, on the last rank where it can."""
+
+    def __init__(self, config: BenchConfig, name: str, place: Any, speeds: Any) -> None:
+        self._fault = name if place.rank == place.world_size - 1 else ""
+        if name == "learns_faster":
+            rule = config.optimizer.model_copy(update={"lr": 3 * config.optimizer.lr})
+            config = config.model_copy(update={"optimizer": rule})
+        super().__init__(config, name, place, speeds)
+
+    def block(self, num_steps: int) -> float:
+        """Dies when it is warm, hangs a little later."""
+        if self._fault == "dies" and len(self._losses) > 3:
+            os._exit(9)
+        if self._fault == "hangs" and len(self._losses) > 8:
+            time.sleep(600)
+        return super().block(num_steps)
+
+
+def main() -> None:
+    """Run it; rank 0 writes the result."""
+    config = make_config(BenchConfig, CONFIG)
+    program.Worker = FaultyWorker
+    result = program.run_bench(config)
+    if os.environ["RANK"] == "0":
+        result.save(Path(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()

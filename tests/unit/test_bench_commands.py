@@ -1,0 +1,203 @@
+"""What the benchmark commands print and write: tables, plots, pages and copies of the data."""
+
+import re
+import sys
+from collections.abc import Sequence
+from io import StringIO
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tests.support.bench_results import CONTESTANTS, FAILED, STEPS_MS, bench_result
+from torchrec_2dsp import ConfigError
+from torchrec_2dsp.bench.plot import phase_plot, scaling_plot
+from torchrec_2dsp.bench.results import BenchResult
+from torchrec_2dsp.cli.bench_report import bench_compare, bench_report
+from torchrec_2dsp.cli.bench_tables import show_bench
+
+app = typer.Typer()
+app.command()(bench_report)
+app.command()(bench_compare)
+
+SLOWER = {name: [step * 1.2 for step in steps] for name, steps in STEPS_MS.items()}
+
+
+def printed(result: BenchResult) -> str:
+    file = StringIO()
+    show_bench(result, Console(file=file, width=80))
+    return file.getvalue()
+
+
+def save(folder: Path, *results: BenchResult) -> list[str]:
+    """Where each was written."""
+    paths = [folder / f"result_{index}.json" for index in range(len(results))]
+    for path, result in zip(paths, results, strict=True):
+        result.save(path)
+    return [str(path) for path in paths]
+
+
+def text_of(path: Path) -> set[str]:
+    """All texts of an SVG."""
+    return {text.strip() for text in ElementTree.parse(path).getroot().itertext()}
+
+
+def test_the_closing_table_fits_a_log_file() -> None:
+    long = "stock_with_a_name_that_is_longer_than_any_column"
+    contestants = {long: {"kind": "stock"}, **CONTESTANTS}
+    steps_ms = {name: [step * 10 for step in steps] for name, steps in STEPS_MS.items()}
+    text = printed(bench_result(contestants=contestants, steps_ms={**steps_ms, long: [3e3] * 7}))
+
+    assert max(len(line) for line in text.splitlines()) <= 80
+    first_cells = "".join(line.split(" ")[0] for line in text.splitlines())
+    assert long in first_cells
+    assert "1,260.0 1,290.0 1,390.0 1.28 [1.26, 1.28]" in text
+
+
+def test_the_closing_table_says_what_it_compares_with_and_who_failed() -> None:
+    text = " ".join(printed(bench_result(failed=FAILED)).split())
+
+    assert "Best stock: stock_duplex, in full duplex; how many times as fast" in text
+    assert "sent on the counted interface" in text
+    assert "Of ceiling" not in text
+    assert "exact_2d crashed: Traceback (most recent call last):" in text
+    assert "SyncError: rows | <3> of *4*" in text
+    assert "floor hung: a block took over 180 s" in text
+    uncounted = " ".join(printed(bench_result(is_counted=False)).split())
+    assert "that the traced collectives send" in uncounted
+
+
+def test_plots_name_everyone_and_are_the_same_twice(tmp_path: Path) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    results = [
+        bench_result(hosts=hosts, network=network, failed=FAILED if hosts == 4 else {})
+        for hosts in (2, 4)
+        for network in ("1 Gbit/s", "for $5 to $9")
+    ]
+    before = dict(matplotlib.rcParams)
+    for number in (1, 2):
+        scaling_plot(results, tmp_path / f"scaling_{number}.svg")
+        phase_plot(results[2], tmp_path / f"phases_{number}.svg")
+
+    assert dict(matplotlib.rcParams) == before
+    for name in ("scaling", "phases"):
+        first, second = ((tmp_path / f"{name}_{n}.svg").read_bytes() for n in (1, 2))
+        assert first == second
+    scaling, phases = (text_of(tmp_path / f"{name}_1.svg") for name in ("scaling", "phases"))
+    assert {*CONTESTANTS, "1 Gbit/s", "for $5 to $9", "2x2", "4x2", "4", "8"} <= scaling
+    assert {*CONTESTANTS, "crashed", "hung", "pooled rows (waits)", "forward"} <= phases
+
+
+def test_plots_refuse_what_they_can_not_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing = bench_result(failed=dict.fromkeys(CONTESTANTS, FAILED["floor"]))
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)
+        with pytest.raises(ConfigError, match="pip install matplotlib"):
+            phase_plot(bench_result(), tmp_path / "x.svg")
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ConfigError, match="no contestant was measured"):
+        scaling_plot([nothing], tmp_path / "x.svg")
+    with pytest.raises(ConfigError, match="no contestant was traced"):
+        phase_plot(nothing, tmp_path / "x.svg")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("with_plots", [True, False])
+def test_a_report_comes_with_its_data_and_plots(tmp_path: Path, with_plots: bool) -> None:
+    if with_plots:
+        pytest.importorskip("matplotlib")
+    sources = save(tmp_path, bench_result(), bench_result(hosts=4))
+    page = tmp_path / "docs" / "benchmarks" / "demo.md"
+    flag = "--plots" if with_plots else "--no-plots"
+
+    result = CliRunner().invoke(app, ["bench-report", *sources, "--output", str(page), flag])
+
+    assert result.exit_code == 0, result.output
+    plots = ["demo_phases_1.svg", "demo_phases_2.svg", "demo_scaling.svg"] if with_plots else []
+    expected = sorted(["demo.md", "demo_1.json", "demo_2.json", *plots])
+    assert sorted(path.name for path in page.parent.iterdir()) == expected
+    links = re.findall(r"\]\(([^)]+)\)", page.read_text())
+    assert sorted(links) == sorted(set(expected) - {"demo.md"})
+    for number, source in enumerate(sources, 1):
+        copy = page.parent / f"demo_{number}.json"
+        assert copy.read_bytes() == Path(source).read_bytes()
+    assert result.output.count("wrote ") == len(expected)
+
+
+def test_a_report_is_made_again_from_its_copies_in_another_order(tmp_path: Path) -> None:
+    first, second = bench_result(), bench_result(hosts=4)
+    page = str(tmp_path / "demo.md")
+    arguments = ["--output", page, "--no-plots"]
+    CliRunner().invoke(app, ["bench-report", *save(tmp_path, first, second), *arguments])
+    copies = [str(tmp_path / f"demo_{number}.json") for number in (2, 1)]
+
+    assert CliRunner().invoke(app, ["bench-report", *copies, *arguments]).exit_code == 0
+
+    assert [BenchResult.load(copy) for copy in copies] == [first, second]
+
+
+@pytest.mark.parametrize(
+    ("sources", "output", "message"),
+    [
+        (["nowhere.json"], "x.md", "error: nowhere.json can't be read"),
+        (["x.txt"], "x.md", "x.txt is not the JSON of a benchmark"),
+        (["result_0.json"], "result_0.json", "no Markdown page; use a name that ends in .md"),
+        (["result_0.json"], "x.txt/x.md", "x.txt can't be written"),
+    ],
+)
+def test_a_report_that_can_not_be_written_fails(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sources: Sequence[str],
+    output: str,
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path, bench_result())
+    Path("x.txt").touch()
+    before = Path("result_0.json").read_bytes()
+
+    result = CliRunner().invoke(app, ["bench-report", *sources, "--output", output])
+
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert Path("result_0.json").read_bytes() == before
+
+
+def test_runs_that_agree_pass(tmp_path: Path) -> None:
+    sources = save(tmp_path, bench_result(), bench_result(), bench_result(steps_ms=SLOWER))
+
+    agreeing = CliRunner().invoke(app, ["bench-compare", *sources[:2]])
+    apart = CliRunner().invoke(app, ["bench-compare", *sources])
+    tolerated = CliRunner().invoke(app, ["bench-compare", *sources, "--tolerance", "0.25"])
+
+    assert [one.exit_code for one in (agreeing, apart, tolerated)] == [0, 1, 0]
+    assert "The runs agree: medians within 10%" in agreeing.output
+    assert re.search(r"exact_2d\s+129.0\s+129.0\s+154.8\s+20.0%", apart.output)
+    assert "The runs don't agree" in apart.output
+
+
+def test_a_turned_order_and_failures_are_shown(tmp_path: Path) -> None:
+    turned = {**STEPS_MS, "exact_2d": [step * 1.6 for step in STEPS_MS["exact_2d"]]}
+    failed = bench_result(steps_ms=turned, failed={"floor": FAILED["floor"]})
+    sources = save(tmp_path, bench_result(), failed)
+
+    result = CliRunner().invoke(app, ["bench-compare", *sources, "--tolerance", "1"])
+
+    assert result.exit_code == 1
+    assert "stock is faster than exact_2d in run 2 and slower in run 1" in result.output
+    assert re.search(r"floor\s+107.0\s+failed", result.output)
+
+
+def test_runs_of_something_else_are_an_error(tmp_path: Path) -> None:
+    sources = save(tmp_path, bench_result(), bench_result(hosts=4))
+
+    result = CliRunner().invoke(app, ["bench-compare", *sources])
+
+    assert result.exit_code == 2
+    assert "hosts is 4 instead of 2" in result.stderr

@@ -1,0 +1,141 @@
+"""Benchmark configs: what is read, what is refused, and who trains on which mesh."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import torchrec_2dsp as tdsp
+from torchrec_2dsp.bench.config import BenchConfig
+from torchrec_2dsp.recipe.config_file import load_config, make_config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+WORKLOADS = sorted((CONFIGS / "workloads").glob("*.toml"))
+CONTESTANTS = {
+    "fp16": {"kind": "stock", "qcomms": "fp16"},
+    "duplex": {"kind": "stock", "full_duplex": True},
+    "plain": {"kind": "stock"},
+    "exact": {"kind": "two_d"},
+    "strided": {"kind": "two_d", "num_groups": "ranks_per_host", "layout": "strided"},
+    "one": {"kind": "two_d", "num_groups": 1, "hot_rows": 8},
+    "ceiling": {"kind": "ceiling", "of": "exact"},
+}
+
+
+def config_of(contestants: dict[str, Any], **sections: Any) -> BenchConfig:
+    data = {"features": [{"name": "user", "num_rows": 100}]}
+    return make_config(
+        BenchConfig, {"data": data, "contestants": contestants, **sections}, source="bench"
+    )
+
+
+def test_the_reference_is_torchrec_with_nothing_changed() -> None:
+    assert config_of(CONTESTANTS).reference == "plain"
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("plain", tdsp.Mesh2D(1, 8)),
+        ("exact", tdsp.Mesh2D(4, 2, tdsp.RankLayout.CONTIGUOUS)),
+        ("strided", tdsp.Mesh2D(2, 4, tdsp.RankLayout.STRIDED)),
+        ("one", tdsp.Mesh2D(1, 8, tdsp.RankLayout.CONTIGUOUS)),
+        ("ceiling", tdsp.Mesh2D(4, 2, tdsp.RankLayout.CONTIGUOUS)),
+    ],
+)
+def test_groups_follow_hosts(name: str, mesh: tdsp.Mesh2D) -> None:
+    assert config_of(CONTESTANTS).mesh(name, world_size=8, local_world_size=2) == mesh
+
+
+def test_groups_that_do_not_divide_the_world_are_refused() -> None:
+    config = config_of({"plain": {"kind": "stock"}, "odd": {"kind": "two_d", "num_groups": 3}})
+
+    with pytest.raises(tdsp.ConfigError, match=r"contestants\.odd\.num_groups=3 does not divide"):
+        config.check_world(8, 2)
+
+
+@pytest.mark.parametrize(
+    ("contestants", "said"),
+    [
+        ({}, 'none has kind = "stock" with qcomms = "fp32"'),
+        ({"fp16": CONTESTANTS["fp16"]}, "nothing to compare with"),
+        ({"a b": {"kind": "stock"}}, "'a b' has one of"),
+        ({"a|b": {"kind": "stock"}}, r"'a|b' has one of"),
+        (
+            {"plain": {"kind": "stock"}, "ceiling": {"kind": "ceiling", "of": "ceiling"}},
+            "contestants.ceiling.of='ceiling' is no contestant that trains; use one of plain",
+        ),
+        ({"plain": {"kind": "stock", "sharding_types": ["by_hand"]}}, "'by_hand' has no 2D form"),
+        (
+            {"plain": {"kind": "stock", "hot_rows": 3}},
+            "contestants.plain.hot_rows is unknown; use one of loss_bound",
+        ),
+        ({"plain": {"kind": "magic"}}, "does not match any of the expected tags"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(contestants: dict[str, Any], said: str) -> None:
+    with pytest.raises(tdsp.ConfigError) as caught:
+        config_of(contestants)
+
+    assert said in str(caught.value)
+
+
+def test_fewer_rounds_than_a_median_needs_are_refused() -> None:
+    with pytest.raises(tdsp.ConfigError, match=r"schedule\.rounds=3"):
+        config_of({"plain": {"kind": "stock"}}, schedule={"rounds": 3})
+
+
+def test_some_contestants_keep_what_they_are_compared_with() -> None:
+    kept = config_of(CONTESTANTS).only(["ceiling"])
+
+    assert list(kept.contestants) == ["plain", "exact", "ceiling"]
+
+
+def test_an_unknown_contestant_is_named() -> None:
+    with pytest.raises(tdsp.ConfigError, match=r"no contestant .fast.; the config has fp16"):
+        config_of(CONTESTANTS).only(["fast"])
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda path: path.stem)
+def test_every_workload_fits_the_comparison(workload: Path) -> None:
+    config = load_config(BenchConfig, CONFIGS / "runs/bench_criteo.toml", include=workload)
+
+    config.check_world(8, 2)
+    assert config.data.features
+    assert config.model.dim == 64
+
+
+def test_the_workloads_are_what_they_say() -> None:
+    data = {
+        path.stem: load_config(
+            BenchConfig, CONFIGS / "runs/bench_criteo.toml", include=path
+        ).data.features
+        for path in WORKLOADS
+    }
+
+    assert {one.skew for one in data["criteo_one_hot"]} == {1.05}
+    assert {one.skew for one in data["criteo_steep"]} == {1.2}
+    assert {one.skew for one in data["mild_skew"]} == {0.3}
+    assert {one.mean_ids for one in data["multi_hot"]} == {20.0}
+    huge = [one.num_rows for one in data["few_huge"] if one.name.startswith("huge")]
+    assert len(huge) == 3
+    assert sum(huge) > 0.9 * sum(one.num_rows for one in data["few_huge"])
+    for name in ("criteo_one_hot", "criteo_steep", "mild_skew"):
+        assert len(data[name]) == 26
+
+
+def test_an_override_comes_after_what_is_included() -> None:
+    config = load_config(
+        BenchConfig, CONFIGS / "runs/bench_criteo.toml", ["model.dim=128", "network.interface=eth9"]
+    )
+
+    assert config.model.dim == 128
+    assert config.network.interface == "eth9"
+    assert len(config.data.features) == 26
+
+
+def test_a_missing_include_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('include = "nowhere.toml"\n')
+
+    with pytest.raises(tdsp.ConfigError, match=r"nowhere\.toml can't be read"):
+        load_config(BenchConfig, tmp_path / "run.toml")

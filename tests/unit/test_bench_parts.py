@@ -1,0 +1,270 @@
+"""The small parts of a benchmark: phases, judgement, processes, weights, load."""
+
+import os
+import time
+
+import pytest
+import torch
+
+import torchrec_2dsp as tdsp
+from tests.unit.test_bench_config import config_of
+from torchrec_2dsp.bench.judge import judged, loss_bound
+from torchrec_2dsp.bench.machine import Load, foreign_load, load, peak_bytes, resident_bytes, sent
+from torchrec_2dsp.bench.process import Answer, ContestantProcess, How, failure_line, failure_report
+from torchrec_2dsp.bench.results import BenchResult, ContestantResult, Outcome, Phase, Setting
+from torchrec_2dsp.bench.trace import Span, Trace, mean_phases, split_by_phase, traced
+from torchrec_2dsp.bench.weights import initial_rows
+
+STEP = Span("## bench step ##", 0, 100)
+
+
+def phases_of(*spans: Span) -> dict[tuple[str, bool], float]:
+    """Phases of a step of 100 us, in us."""
+    labels = tuple(span for span in spans if span.name.startswith("##"))
+    collectives = tuple(span for span in spans if span.name.startswith("gloo:"))
+    operators = tuple(span for span in spans if "::" in span.name)
+    found = split_by_phase(Trace((STEP, *labels), operators, collectives))
+    return {(one.name, one.waiting): round(one.seconds * 1e6, 6) for one in found}
+
+
+def test_a_step_is_split_without_gaps_or_overlaps() -> None:
+    found = phases_of(
+        Span("## forward 7 ##", 10, 50),
+        Span("aten::mm", 12, 20),
+        Span("fbgemm::split_embedding_codegen_lookup_rowwise_adagrad_function", 20, 25),
+        Span("gloo:all_to_all", 24, 40),
+        Span("## backward 7 ##", 50, 90),
+        Span("aten::mm", 50, 60),
+        Span("gloo:all_reduce", 55, 80),
+        Span("gloo:all_to_all", 58, 65),
+    )
+
+    assert found == {
+        ("pooled rows", True): 15.0,  # 25 to 40: the lookup still ran until 25
+        ("row gradients", True): 5.0,  # 60 to 65: both were in flight
+        ("dense gradients", True): 15.0,  # 65 to 80: the all-reduce alone
+        ("lookup", False): 5.0,
+        ("forward", False): 20.0,
+        ("backward", False): 20.0,
+        ("other", False): 20.0,
+    }
+    assert sum(found.values()) == 100.0
+
+
+def test_a_collective_behind_an_operator_costs_nothing() -> None:
+    found = phases_of(
+        Span("## forward 0 ##", 0, 100), Span("aten::mm", 0, 100), Span("gloo:all_to_all", 10, 90)
+    )
+
+    assert found == {("forward", False): 100.0}
+
+
+def test_several_steps_are_averaged() -> None:
+    steps = (STEP, Span("## bench step ##", 200, 400))
+
+    (phase,) = split_by_phase(Trace(steps, (), ()))
+
+    assert phase.seconds == pytest.approx(150e-6)
+
+
+def test_ranks_may_lack_a_phase() -> None:
+    one = [Phase(name="sync", seconds=2.0, waiting=True)]
+
+    (mean,) = mean_phases([one, []])
+
+    assert mean.seconds == 1.0
+
+
+def test_a_profile_has_the_steps_and_their_operators() -> None:
+    def step() -> None:
+        torch.ones(64, 64).mm(torch.ones(64, 64)).sum()
+
+    trace = traced(step, num_steps=3)
+
+    assert sum(span.name == STEP.name for span in trace.labels) == 3
+    assert sum(span.name == "aten::mm" for span in trace.operators) == 3
+
+
+def result_of(**losses: list[float]) -> BenchResult:
+    setting = Setting(
+        title="t",
+        when="now",
+        command="c",
+        hosts=1,
+        ranks_per_host=2,
+        network="n",
+        machine={},
+        versions={},
+        link_speeds={},
+        config={},
+    )
+    contestants = tuple(
+        ContestantResult(
+            name=name, description="", kind="stock", outcome=Outcome.MEASURED, losses=tuple(some)
+        )
+        for name, some in losses.items()
+    )
+    return BenchResult(setting=setting, reference="plain", contestants=contestants)
+
+
+def test_another_loss_curve_disqualifies() -> None:
+    config = config_of({"plain": {"kind": "stock"}, "other": {"kind": "two_d"}})
+    result = judged(result_of(plain=[0.7, 0.6, 0.5], other=[0.7, 0.601]), config)
+
+    plain, other = result.contestants
+    assert plain.outcome is Outcome.MEASURED
+    assert plain.loss_gap == 0.0
+    assert other.outcome is Outcome.DISQUALIFIED
+    assert other.loss_gap == pytest.approx(1e-3)
+    assert "0.001 from that of plain in 2 steps; at most 0.0001 would be" in other.reason
+
+
+def test_a_loss_that_is_no_number_disqualifies() -> None:
+    config = config_of({"plain": {"kind": "stock"}, "other": {"kind": "two_d"}})
+    result = judged(result_of(plain=[0.7, 0.6], other=[0.7, float("nan")]), config)
+
+    assert result.contestants[1].outcome is Outcome.DISQUALIFIED
+
+
+def test_without_a_reference_nothing_counts() -> None:
+    config = config_of({"plain": {"kind": "stock"}})
+    result = result_of(plain=[0.7])
+    crashed = result.contestants[0].model_copy(update={"outcome": Outcome.CRASHED})
+
+    with pytest.raises(tdsp.ConfigError, match="no stock contestant in fp32 was measured: plain"):
+        judged(result.model_copy(update={"contestants": (crashed,)}), config)
+
+
+@pytest.mark.parametrize(
+    ("contestant", "sharding", "bound"),
+    [
+        ({"kind": "stock"}, {"row_wise": 2}, 1e-4),
+        ({"kind": "stock", "qcomms": "int8"}, {"table_wise": 2}, 5e-2),
+        ({"kind": "stock"}, {"table_wise": 1, "column_wise": 1}, 5e-2),
+        ({"kind": "two_d"}, {"2d_row_wise": 2}, 1e-4),
+        ({"kind": "two_d"}, {"2d_grid_shard": 2}, 5e-2),
+        ({"kind": "two_d", "sync": "WeightSync"}, {"2d_row_wise": 2}, 5e-2),
+        ({"kind": "stock", "loss_bound": 0.5}, {"row_wise": 2}, 0.5),
+    ],
+)
+def test_who_must_train_the_same(
+    contestant: dict[str, object], sharding: dict[str, int], bound: float
+) -> None:
+    config = config_of({"plain": {"kind": "stock"}, "one": contestant})
+
+    assert loss_bound(config.planned["one"], sharding, config) == bound
+
+
+class Subject:
+    """What a contestant's process does in these tests."""
+
+    def double(self, value: int) -> int:
+        return 2 * value
+
+    def fail(self) -> None:
+        raise ValueError("it is broken")
+
+    def die(self) -> None:
+        os._exit(7)
+
+    def sleep(self) -> None:
+        time.sleep(600)
+
+
+def test_a_process_answers_and_survives_an_error() -> None:
+    process = ContestantProcess(Subject)
+    try:
+        assert process.ask("double", 4, deadline_s=30) == Answer(How.ANSWERED, 8)
+        failed = process.ask("fail", deadline_s=30)
+        assert failed.how is How.RAISED
+        assert failed.report.endswith("ValueError: it is broken\n")
+        assert process.ask("double", 5, deadline_s=30).value == 10
+    finally:
+        process.kill()
+
+
+def test_a_process_that_dies_is_noticed() -> None:
+    process = ContestantProcess(Subject)
+    try:
+        answer = process.ask("die", deadline_s=30)
+    finally:
+        process.kill()
+
+    assert answer.how is How.DIED
+    assert "died in die with exit code 7" in answer.report
+
+
+def test_a_process_that_hangs_says_where() -> None:
+    process = ContestantProcess(Subject)
+    try:
+        late = process.ask("sleep", deadline_s=0.5)
+    finally:
+        process.kill()
+
+    assert late.how is How.LATE
+    assert late.report.startswith("sleep took over 0.5 s")
+    assert "in sleep" in late.report
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
+
+
+def test_waiting_ends_when_another_rank_failed() -> None:
+    process = ContestantProcess(Subject)
+    try:
+        answer = process.ask("sleep", deadline_s=60, give_up=lambda: True)
+    finally:
+        process.kill()
+
+    assert answer.how is How.STOPPED
+
+
+def test_failures_of_all_ranks_are_told() -> None:
+    answers = [
+        Answer(How.RAISED, report="Traceback\n  line\nValueError: bad"),
+        Answer(How.ANSWERED, 3),
+        Answer(How.LATE, report="block took over 5 s\nstack"),
+        Answer(How.STOPPED, report="stopped"),
+    ]
+
+    line = failure_line("block", answers)
+
+    assert line == ("in block: rank 0: ValueError: bad; rank 2: block took over 5 s")
+    assert "in block, rank 2: block took" in failure_report("block", answers)
+
+
+def test_rows_do_not_depend_on_where_they_are_made() -> None:
+    whole = initial_rows(0, 10_000, 8, 10_000, (3, 1))
+
+    assert torch.equal(initial_rows(4_000, 4_200, 8, 10_000, (3, 1)), whole[4_000:4_200])
+    assert torch.equal(initial_rows(9_999, 10_000, 8, 10_000, (3, 1)), whole[9_999:])
+    assert whole.abs().max() <= 0.01
+    assert whole.std() == pytest.approx(0.01 / 3**0.5, rel=0.02)
+    assert not torch.equal(initial_rows(0, 10, 8, 10_000, (3, 2)), whole[:10])
+
+
+def test_foreign_load_is_what_nobody_here_used() -> None:
+    before = [Load("a", 100.0, 5.0), Load("a", 100.1, 7.0), Load("b", 50.0, 1.0)]
+    after = [Load("a", 116.0, 9.0), Load("a", 116.1, 13.0), Load("b", 51.0, 2.0)]
+
+    assert foreign_load(before, after, seconds=10.0) == pytest.approx(0.6)
+
+
+def test_a_busy_process_counts_as_its_own() -> None:
+    before = load([os.getpid()])
+    end = time.process_time() + 0.3
+    while time.process_time() < end:
+        pass
+
+    used = load([os.getpid()])
+
+    assert used.own_s - before.own_s == pytest.approx(0.3, abs=0.15)
+    assert used.busy_s - before.busy_s > 0.15
+    assert used.machine == before.machine
+
+
+def test_memory_and_bytes_are_counted() -> None:
+    resident, peak = resident_bytes(), peak_bytes()
+    assert resident is not None
+    assert peak is not None
+    assert peak >= 0.9 * resident > 1e7
+    assert sent("lo").link_bytes == sent("lo").loopback_bytes

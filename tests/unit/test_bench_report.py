@@ -1,0 +1,198 @@
+"""The page on benchmark results: every number is the data's, and nobody is left out."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+from markdown_it import MarkdownIt
+
+from tests.support.bench_results import CONTESTANTS, FAILED, STEPS_MS, bench_result
+from torchrec_2dsp import ConfigError
+from torchrec_2dsp.bench.markdown import markdown_report
+from torchrec_2dsp.bench.markdown_tables import escaped, setting_labels, table
+from torchrec_2dsp.bench.results import BenchResult, Outcome
+
+
+def settings_of(*shapes: tuple[int, str]) -> list[BenchResult]:
+    """Results of several clusters: hosts and network."""
+    return [bench_result(hosts=hosts, network=network) for hosts, network in shapes]
+
+
+def rows_of(page: str, heading: str) -> list[list[str]]:
+    """The cells of the first table after a heading, its headings first."""
+    lines = page[page.index(heading) :].splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith("|"))
+    rows = []
+    for line in lines[start:]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
+    return [rows[0], *rows[2:]]
+
+
+def test_results_survive_json(tmp_path: Path) -> None:
+    result = bench_result(failed=FAILED)
+    diverged = result.contestants[0].model_copy(update={"losses": (0.7, math.inf, math.nan)})
+    result = result.model_copy(update={"contestants": (diverged, *result.contestants[1:])})
+
+    result.save(tmp_path / "a.json")
+    again = BenchResult.load(tmp_path / "a.json")
+    again.save(tmp_path / "b.json")
+
+    assert again.contestants[1:] == result.contestants[1:]
+    assert again.setting == result.setting
+    assert [str(loss) for loss in again.contestants[0].losses] == ["0.7", "inf", "nan"]
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
+def test_every_contestant_has_a_row_with_its_figures() -> None:
+    headings, *rows = rows_of(markdown_report([bench_result()]), "### Step times")
+
+    assert [row[0] for row in rows] == list(CONTESTANTS)
+    ours = dict(zip(headings, rows[2], strict=True))
+    assert [ours[f"{which} ms"] for which in ("min", "median", "max")] == [
+        "126.0",
+        "129.0",
+        "139.0",
+    ]
+    assert ours["samples/s"] == f"{4 * 1024 / 0.129:,.0f}"
+    assert ours["x best stock"] == "1.28 [1.26, 1.28]"
+    assert ours["x best plain stock"] == "1.37 [1.37, 1.38]"
+    assert ours["of ceiling"] == f"{107 / 129:.0%}"
+    assert (ours["link MB"], ours["peak MB"], ours["loss gap"]) == ("1.20", "64", "1.5e-07")
+    assert rows[0][-1] == "reference"
+
+
+def test_all_numbers_come_from_the_data() -> None:
+    halved = {name: [step / 2 for step in steps] for name, steps in STEPS_MS.items()}
+    pages = [markdown_report([bench_result(steps_ms=steps)]) for steps in (STEPS_MS, halved)]
+    before, after = (rows_of(page, "### Step times")[3] for page in pages)
+
+    assert [float(cell) / 2 for cell in before[1:4]] == [float(cell) for cell in after[1:4]]
+    assert before[5:] == after[5:]
+
+
+def test_a_page_says_what_ran_where() -> None:
+    page = markdown_report([bench_result(overrides={"model": {"dim": 32}})], data=["demo_1.json"])
+
+    for text in (
+        "# demo\n",
+        "2 x 2 (hosts x ranks per host)",
+        "- Network: 1 Gbit/s\n",
+        "to other hosts, all-reduce 117.0 MB/s; in a host, all-reduce none",
+        "processor some processor; cores 2",
+        "torch 2.13.0",
+        "3 tables of 1,000 to 50,000 rows (71,000 in all, 9 MB in fp32)",
+        "Zipf exponent 1.05 to 1.2, 0 to 6 ids per sample and table (5 per sample), dimension 32",
+        "1,024 samples per rank and step",
+        "\n\n      torchrun --nproc-per-node 2 -m torchrec_2dsp bench --config demo.toml\n",
+        "The best stock contestant is stock_duplex, given the full-duplex all-to-all; of those "
+        "with gloo's own, it is stock. The lowest ceiling is floor.",
+        "[demo_1.json](demo_1.json)",
+    ):
+        assert text in page
+    for heading in rows_of(page, "### Step times")[0][4:]:
+        assert f"**{heading}**:" in page
+
+
+def test_phases_add_up_and_waiting_ones_are_marked() -> None:
+    headings, *rows = rows_of(markdown_report([bench_result()]), "### Where the time goes")
+
+    assert {"pooled rows (waits)", "sync", "sync (waits)", "forward"} <= set(headings)
+    waits = ["(waits)" in heading for heading in headings[1:-1]]
+    assert waits == sorted(waits)
+    for row in rows:
+        parts = [float(cell) for cell in row[1:-1] if cell != "-"]
+        assert float(row[-1]) == pytest.approx(sum(parts))
+    assert rows[0][headings.index("sync")] == "-"
+
+
+def test_noise_is_shown() -> None:
+    result = bench_result(foreign_load={"stock": [0, 0.5, 0, 0, 0, 0, 0.3]})
+    _, stock, other, *_ = rows_of(markdown_report([result]), "### Noise")
+
+    assert stock[4:] == ["10.1%", "0.00", "0.50", "1, 6"]
+    assert other[5:] == ["0.05", "0.05", "none"]
+
+
+def test_failures_are_listed_with_their_reasons() -> None:
+    page = markdown_report([bench_result(failed=FAILED)])
+    rows = {row[0]: row[2] for row in rows_of(page, "### Step times")}
+
+    assert rows["exact_2d"] == "crashed"
+    assert rows["floor"] == "hung"
+    assert "- exact_2d crashed: SyncError: rows \\| \\<3\\> of \\*4\\*\n" in page
+    assert '\n        File "x.py", line 3\n' in page
+    assert "- floor hung: a block took over 180 s\n" in page
+    assert "139.0" not in page
+
+
+def test_a_page_is_markdown() -> None:
+    network = "a|b <c> [d](e) `f` *g* __h__"
+    page = markdown_report([bench_result(failed=FAILED, network=network)])
+    tokens = MarkdownIt("commonmark").enable("table").parse(page)
+    inline = [token.content for token in tokens if token.type == "inline"]
+    html = MarkdownIt("commonmark").enable("table").render(page)
+
+    assert sum(token.type == "table_open" for token in tokens) == 5
+    assert not [text for text in inline if text.startswith("|")]
+    code = [token.content.strip() for token in tokens if token.type == "code_block"]
+    assert FAILED["exact_2d"][1] in code
+    assert "<h2>2x2, a|b &lt;c&gt; [d](e) `f` *g* __h__</h2>" in html
+
+
+def test_a_page_on_nothing_but_failures() -> None:
+    crashed = dict.fromkeys(CONTESTANTS, (Outcome.CRASHED, ""))
+    page = markdown_report([bench_result(failed=crashed)])
+
+    assert "No stock contestant was measured, so there are no ratios." in page
+    assert page.count("crashed: no reason was recorded") == len(CONTESTANTS)
+
+
+def test_uncounted_links_are_replaced_by_what_collectives_sent() -> None:
+    page = markdown_report([bench_result(is_counted=False)])
+    headings, stock, *_ = rows_of(page, "### Step times")
+
+    assert stock[headings.index("sent MB")] == "2.90"
+    assert "link MB" not in page
+
+
+def test_several_results_share_what_they_have_in_common() -> None:
+    results = settings_of((2, "1 Gbit/s"), (4, "1 Gbit/s"), (4, "1 Gbit/s"))
+    results[1] = bench_result(hosts=4, failed=FAILED)
+    page = markdown_report(results, plots={"scaling": "s.svg", "phases_2": "p.svg"})
+    headings, *rows = rows_of(page, "# demo")
+
+    labels = ["2x2, 1 Gbit/s", "4x2, 1 Gbit/s, run 1", "4x2, 1 Gbit/s, run 2"]
+    assert headings == ["contestant", *labels] == ["contestant", *setting_labels(results)]
+    assert rows[2] == ["exact_2d", "129.0 (1.28)", "crashed", "129.0 (1.28)"]
+    assert page.count("- Machine:") == page.count("- Network:") == 1
+    assert page.count("- Ranks:") == 3
+    assert page.index("(s.svg)") < page.index("## What and where")
+    assert page.index(f"## {labels[1]}") < page.index("(p.svg)") < page.index(f"## {labels[2]}")
+
+
+def test_a_contestant_that_only_some_have_is_not_left_out() -> None:
+    more = {**CONTESTANTS, "extra": {"kind": "two_d"}}
+    steps_ms = {**STEPS_MS, "extra": [100.0] * 7}
+    page = markdown_report([bench_result(), bench_result(contestants=more, steps_ms=steps_ms)])
+    assert rows_of(page, "# demo")[-1] == ["extra", "-", "100.0 (1.66)"]
+
+
+def test_a_page_refuses_what_it_has_no_place_for() -> None:
+    with pytest.raises(ConfigError, match="no result to report on"):
+        markdown_report([])
+    with pytest.raises(ConfigError, match=r"no place for the plot 'phases_2'; use \['phases_1'"):
+        markdown_report([bench_result()], plots={"phases_2": "x.svg"})
+    with pytest.raises(ConfigError, match="2 places for the data of 1 results"):
+        markdown_report([bench_result()], data=["a", "b"])
+
+
+def test_cells_are_escaped_and_aligned() -> None:
+    text = table(["a|b", "n"], [["x\ny", "1"], ["__main__ row_wise", "1,000.0"]])
+
+    assert len({len(line) for line in text.splitlines()}) == 1
+    assert rows_of(text, "|")[0] == ["a\\|b", "n"]
+    assert rows_of(text, "|")[1:] == [["x y", "1"], ["\\_\\_main\\_\\_ row_wise", "1,000.0"]]
+    assert escaped("[1, 2] [a](b)") == "[1, 2] [a\\](b)"

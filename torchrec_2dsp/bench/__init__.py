@@ -1,0 +1,1 @@
+"""Several ways to train one model, side by side."""

@@ -1,0 +1,287 @@
+"""`BenchConfig`: what is compared, on which workload, and how carefully."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from torchrec_2dsp.data.synthetic import SyntheticConfig
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
+from torchrec_2dsp.plan.parameter_sharding import base_type
+from torchrec_2dsp.recipe.sections import ModelConfig, OptimizerConfig, Section
+
+
+class _Contestant(Section):
+    loss_bound: float | Literal["by_kind"] = "by_kind"
+    """How far a step's loss may be from the reference's, before the contestant is disqualified.
+    "by_kind": `LossConfig.exact_bound` for what must train the same, and `nearly_bound` for what
+    rounds or averages."""
+
+
+class _Planned(_Contestant):
+    sharding_types: tuple[str, ...] = ()
+    """What the planner may choose from; empty for all that TorchRec has."""
+
+    bandwidths: Literal["default", "measured"] = "measured"
+    """What the planner is told of the network: its own defaults, or what was measured here."""
+
+    full_duplex: bool = False
+    """Whether all-to-alls receive and send at once (gloo alone; see `FullDuplexGroup`)."""
+
+    @field_validator("sharding_types")
+    @classmethod
+    def _check_types(cls, types: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(base_type(name) for name in types)
+
+    def _choice(self) -> str:
+        types = ", ".join(self.sharding_types).replace("_", "-") or "any sharding type"
+        told = "measured" if self.bandwidths == "measured" else "default"
+        return f"{types} (planner told {told} bandwidths)"
+
+    def _exchange(self) -> str:
+        return ", full-duplex all-to-all" if self.full_duplex else ""
+
+
+class StockContestant(_Planned):
+    """TorchRec's planner, sharder and `DistributedModelParallel`."""
+
+    kind: Literal["stock"] = "stock"
+
+    qcomms: Literal["fp32", "fp16", "bf16", "int8"] = "fp32"
+    """How TorchRec's quantised communication sends pooled embeddings and their gradients."""
+
+    def describe(self) -> str:
+        """In words."""
+        qcomms = "" if self.qcomms == "fp32" else f", {self.qcomms} communication"
+        return f"TorchRec, {self._choice()}{qcomms}{self._exchange()}"
+
+
+class TwoDContestant(_Planned):
+    """This package's planner, sharder and `ModelParallel2D`."""
+
+    kind: Literal["two_d"]
+
+    num_groups: int | Literal["hosts", "ranks_per_host"] = "hosts"
+    """How many copies of the tables there are."""
+
+    layout: RankLayout = RankLayout.CONTIGUOUS
+    """How ranks are dealt to groups."""
+
+    sync: Literal["GradientSync", "WeightSync"] = "GradientSync"
+    """How the replicas stay equal; `WeightSync` has the arithmetic of TorchRec's own 2D."""
+
+    moment_scale: float | Literal["from_mesh"] = "from_mesh"
+    """The moment scale of row-wise AdaGrad; "from_mesh" is the number of groups for WeightSync
+    and 1 otherwise."""
+
+    hot_rows: int = Field(default=0, ge=0)
+    """How many of each table's most frequent rows are replicated on every rank."""
+
+    def describe(self) -> str:
+        """In words."""
+        hot = f", {self.hot_rows:,} hot rows per table" if self.hot_rows else ""
+        groups = str(self.num_groups).replace("_", " ")
+        return (
+            f"2D, {self.layout.value} groups (as many as {groups}), {self.sync}, "
+            f"{self._choice()}{hot}{self._exchange()}"
+        )
+
+
+class CeilingContestant(_Contestant):
+    """Another contestant whose collectives cost nothing: they give what was recorded once.
+
+    The same compute on the same values, so that its step time is the least that any way of
+    communicating could reach with this plan.
+    """
+
+    kind: Literal["ceiling"]
+
+    of: str
+    """The contestant that it repeats."""
+
+    def describe(self) -> str:
+        """In words."""
+        return f"{self.of} with collectives that cost nothing"
+
+
+PlannedContestant = StockContestant | TwoDContestant
+Contestant = Annotated[
+    StockContestant | TwoDContestant | CeilingContestant, Field(discriminator="kind")
+]
+
+
+class ScheduleConfig(Section):
+    """How much is trained, and when something counts as stuck."""
+
+    batch_size: int = Field(default=1024, ge=1)
+    """Samples per rank and step."""
+
+    rounds: int = Field(default=7, ge=5)
+    """Blocks of each contestant. In a round each contestant trains one, in a random order."""
+
+    block_s: float = Field(default=2.0, gt=0)
+    """About how long a block takes."""
+
+    max_block_steps: int = Field(default=40, ge=1)
+    """The most steps of a block."""
+
+    warmup_steps: int = Field(default=4, ge=3)
+    """Steps before the first block: allocations, connections, DDP's choice of buckets."""
+
+    traced_steps: int = Field(default=4, ge=1)
+    """Steps of the block that is traced, whose times count for the split by phase alone."""
+
+    deadline_s: float = Field(default=180.0, gt=0)
+    """After so long without an answer to "build", "trace" or a block, a contestant is out."""
+
+    seed: int = Field(default=0, ge=0)
+    """Of the order of the contestants and of the bootstrap."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where each rank computes."""
+
+
+class NetworkConfig(Section):
+    """The network between the ranks."""
+
+    interface: str = ""
+    """Count bytes on this network interface, such as eth0; empty: count the payload of each
+    collective instead. An interface's counters include what others send."""
+
+    description: str = ""
+    """What the report says of the network."""
+
+
+class LossConfig(Section):
+    """Who trains the same."""
+
+    exact_bound: float = Field(default=1e-4, gt=0)
+    """For contestants whose arithmetic is that of one table on the global batch."""
+
+    nearly_bound: float = Field(default=5e-2, gt=0)
+    """For quantised communication, averaged replicas, and optimizer state by column shard."""
+
+
+class BenchConfig(Section):
+    """A benchmark: every contestant trains the same model on the same batches.
+
+    Example:
+        >>> from torchrec_2dsp.bench.config import BenchConfig
+        >>> from torchrec_2dsp.recipe.config_file import make_config
+        >>> tree = {
+        ...     "title": "demo",
+        ...     "data": {"features": [{"name": "user", "num_rows": 1_000}]},
+        ...     "contestants": {
+        ...         "stock": {"kind": "stock"},
+        ...         "floor": {"kind": "ceiling", "of": "stock"},
+        ...     },
+        ... }
+        >>> make_config(BenchConfig, tree).reference
+        'stock'
+    """
+
+    title: str = "benchmark"
+    """Names the report."""
+
+    data: SyntheticConfig
+    """The features, their cardinalities and their skew."""
+
+    model: ModelConfig = ModelConfig()
+    """What to train."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """How weights are updated."""
+
+    schedule: ScheduleConfig = ScheduleConfig()
+    """How much is trained."""
+
+    network: NetworkConfig = NetworkConfig()
+    """The network between the ranks."""
+
+    loss: LossConfig = LossConfig()
+    """Who trains the same."""
+
+    contestants: dict[str, Contestant]
+    """By name. The first stock one that communicates in fp32 is the reference of the losses."""
+
+    @model_validator(mode="after")
+    def _check_contestants(self) -> "BenchConfig":
+        unusable = [name for name in self.contestants if not name or set(name) & set("./\\ |")]
+        if unusable:
+            raise ValueError(
+                f"contestants: the name {unusable[0]!r} has one of . / \\ | or a space"
+            )
+        if not any(is_reference(one) for one in self.contestants.values()):
+            raise ValueError(
+                'contestants: none has kind = "stock" with qcomms = "fp32", so there is nothing to '
+                "compare with; add one"
+            )
+        for name, one in self.contestants.items():
+            if isinstance(one, CeilingContestant) and not isinstance(
+                self.contestants.get(one.of), StockContestant | TwoDContestant
+            ):
+                raise ValueError(
+                    f"contestants.{name}.of={one.of!r} is no contestant that trains; use one of "
+                    + ", ".join(self.planned)
+                )
+        return self
+
+    @property
+    def planned(self) -> "dict[str, PlannedContestant]":
+        """The contestants that train by a plan of their own."""
+        return {
+            name: one
+            for name, one in self.contestants.items()
+            if not isinstance(one, CeilingContestant)
+        }
+
+    @property
+    def reference(self) -> str:
+        """Whose losses the others are held against."""
+        return next(name for name, one in self.contestants.items() if is_reference(one))
+
+    def mesh(self, name: str, world_size: int, local_world_size: int) -> Mesh2D:
+        """The mesh that a contestant runs on."""
+        one = self.contestants[name]
+        if isinstance(one, CeilingContestant):
+            return self.mesh(one.of, world_size, local_world_size)
+        if isinstance(one, StockContestant):
+            return Mesh2D(1, world_size)
+        num_groups = {
+            "hosts": world_size // local_world_size,
+            "ranks_per_host": local_world_size,
+        }.get(str(one.num_groups), one.num_groups)
+        if not isinstance(num_groups, int) or num_groups < 1 or world_size % num_groups:
+            raise ConfigError(
+                f"contestants.{name}.num_groups={one.num_groups} does not divide the "
+                f"{world_size} ranks"
+            )
+        return Mesh2D(num_groups, world_size // num_groups, one.layout)
+
+    def check_world(self, world_size: int, local_world_size: int) -> None:
+        """Raise `ConfigError` at the first contestant that this world can't run."""
+        for name in self.contestants:
+            self.mesh(name, world_size, local_world_size)
+
+    def only(self, names: "list[str]") -> "BenchConfig":
+        """The config with these contestants, the reference, and all for no name."""
+        unknown = [name for name in names if name not in self.contestants]
+        if unknown:
+            raise ConfigError(
+                f"there is no contestant {unknown[0]!r}; the config has "
+                + ", ".join(self.contestants)
+            )
+        if not names:
+            return self
+        wanted = {self.reference, *names}
+        for name in names:
+            one = self.contestants[name]
+            if isinstance(one, CeilingContestant):
+                wanted.add(one.of)
+        kept = {name: one for name, one in self.contestants.items() if name in wanted}
+        return self.model_copy(update={"contestants": kept})
+
+
+def is_reference(one: object) -> bool:
+    """Whether a contestant trains as TorchRec does when nothing is changed."""
+    return isinstance(one, StockContestant) and one.qcomms == "fp32" and not one.full_duplex

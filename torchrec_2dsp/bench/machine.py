@@ -1,0 +1,147 @@
+"""What the operating system knows: load, bytes on interfaces, memory, and what this machine is."""
+
+import ctypes
+import gc
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+_PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "torchrec-2dsp", "numpy")
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True)
+class Load:
+    """Processor time so far, in seconds."""
+
+    machine: str
+    """Equal for ranks on one machine, also in containers and namespaces."""
+
+    busy_s: float
+    """What all processes of the machine used."""
+
+    own_s: float
+    """What some processes used."""
+
+
+def load(pids: Sequence[int]) -> Load:
+    """Now; zeros where the system doesn't tell.
+
+    Args:
+        pids: the processes that count as our own.
+    """
+    try:
+        user, nice, system = (
+            int(ticks) for ticks in (_PROC / "stat").read_text().splitlines()[0].split()[1:4]
+        )
+        own = sum(_process_ticks(pid) for pid in pids)
+        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return Load(platform.node(), 0.0, 0.0)
+    per_s = os.sysconf("SC_CLK_TCK")
+    return Load(boot, (user + nice + system) / per_s, own / per_s)
+
+
+def foreign_load(before: Sequence[Load], after: Sequence[Load], seconds: float) -> float:
+    """Cores that other processes kept busy, on the machine where they kept most.
+
+    Args:
+        before: of every rank, at the start.
+        after: of every rank, at the end.
+        seconds: between the two.
+    """
+    loads = {}
+    for machine in {load.machine for load in before}:
+        here = [pair for pair in zip(before, after, strict=True) if pair[0].machine == machine]
+        busy = max(end.busy_s - start.busy_s for start, end in here)
+        own = sum(end.own_s - start.own_s for start, end in here)
+        loads[machine] = max(0.0, busy - own) / seconds
+    return max(loads.values())
+
+
+def _process_ticks(pid: int) -> int:
+    # The name, which may hold anything, ends with the last parenthesis.
+    fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that left through network interfaces so far."""
+
+    link_bytes: int
+    """Through the named interface."""
+
+    loopback_bytes: int
+    """Through lo."""
+
+
+def sent(interface: str) -> Sent:
+    """What this network namespace has sent."""
+    counters = {}
+    for line in (_PROC / "net/dev").read_text().splitlines()[2:]:
+        name, _, numbers = line.partition(":")
+        counters[name.strip()] = int(numbers.split()[8])
+    return Sent(counters[interface], counters.get("lo", 0))
+
+
+def interfaces() -> list[str]:
+    """The names that `sent` knows."""
+    lines = (_PROC / "net/dev").read_text().splitlines()[2:]
+    return [line.partition(":")[0].strip() for line in lines]
+
+
+def resident_bytes() -> int | None:
+    """The memory that this process has now, after giving back what it doesn't use."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
+    if trim is not None:
+        trim(0)
+    return _status_bytes("VmRSS")
+
+
+def peak_bytes() -> int | None:
+    """The most memory that this process ever had."""
+    return _status_bytes("VmHWM")
+
+
+def _status_bytes(key: str) -> int | None:
+    try:
+        lines = (_PROC / "self/status").read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith(f"{key}:")]
+    return int(found[0]) * 1024 if found else None
+
+
+def describe_machine() -> dict[str, str]:
+    """Processor, cores, memory and kernel."""
+    model = platform.processor() or platform.machine()
+    try:
+        for line in (_PROC / "cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+                break
+    except OSError:
+        pass
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "processor": model,
+        "cores": str(os.cpu_count()),
+        "memory": f"{pages / 2**30:.0f} GiB",
+        "kernel": f"{platform.system()} {platform.release()}",
+    }
+
+
+def describe_versions() -> dict[str, str]:
+    """Of Python and the packages that matter."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,264 @@
+"""Plots of benchmark results, as SVG files that are the same byte for byte for the same result."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchrec_2dsp.bench.markdown_tables import ms, names_in, phase_label, phases_in
+from torchrec_2dsp.bench.results import BenchResult, Outcome, Phase
+from torchrec_2dsp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart. Its yellow is hard to see on
+# white, so it only fills areas.
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#333333", "#CC79A7", "#56B4E9", "#D55E00")
+_YELLOW = "#F0E442"
+_GREY = "#888888"
+_MARKERS = {"stock": "o", "two_d": "s"}
+_CEILING_MARKERS = "v^<>"
+_LETTERS_PER_INCH = 11
+_STYLE: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": "#dddddd",
+    "hatch.linewidth": 1.2,
+    "legend.frameon": False,
+    # A dollar in a name is no formula.
+    "text.parse_math": False,
+    # Text stays text: smaller files, and found by searching.
+    "svg.fonttype": "none",
+    "svg.hashsalt": "torchrec_2dsp",
+}
+
+
+def scaling_plot(results: Sequence[BenchResult], path: str | Path) -> None:
+    """Write an SVG of step times by number of ranks, with a panel for each network.
+
+    Bars reach from the fastest block to the slowest. Ceilings are grey. A cross at the upper edge
+    is a contestant that failed.
+
+    Raises:
+        ConfigError: matplotlib is missing, or nothing was measured.
+    """
+    with _plotting():
+        _save(_scaling_figure(results), path)
+
+
+def phase_plot(result: BenchResult, path: str | Path) -> None:
+    """Write an SVG of the traced step of each contestant, part by part.
+
+    First what computes; time in which ranks wait for a collective follows, hatched.
+
+    Raises:
+        ConfigError: matplotlib is missing, or nothing was traced.
+    """
+    with _plotting():
+        _save(_phase_figure(result), path)
+
+
+@contextmanager
+def _plotting() -> Iterator[None]:
+    """Our style, whatever the user's is; that is given back."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ConfigError(
+            "plots need matplotlib, which is not installed; pip install matplotlib, or do without "
+            "plots"
+        ) from error
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_STYLE)
+        yield
+
+
+def _save(figure: "Figure", path: str | Path) -> None:
+    # Without a date and a version, which differ between two plots of the same numbers.
+    metadata: dict[str, Any] = {"Date": None, "Creator": None}
+    figure.savefig(path, format="svg", facecolor="white", metadata=metadata)
+
+
+def _scaling_figure(results: Sequence[BenchResult]) -> "Figure":
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    names = names_in(results)
+    if not any(_steps_ms(results, name) for name in names):
+        raise ConfigError("no contestant was measured, so there is no step time to plot")
+    shapes = sorted({_shape(result) for result in results}, key=lambda one: (one[0] * one[1], one))
+    networks = list(dict.fromkeys(result.setting.network for result in results))
+    looks = _looks(results, names)
+    panel_inches = 0.6 + 0.7 * len(shapes)
+    figure = Figure(figsize=(2.6 + panel_inches * len(networks), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(networks), sharey=True, squeeze=False)[0]
+    panels[0].set_yscale("log")
+    for panel, network in zip(panels, networks, strict=True):
+        here = [result for result in results if result.setting.network == network]
+        for index, name in enumerate(names):
+            # Side by side, so that no bar hides another.
+            aside = 0.4 * ((index + 0.5) / len(names) - 0.5)
+            trials = [
+                (x + aside, [one for one in here if _shape(one) == shape])
+                for x, shape in enumerate(shapes)
+            ]
+            _draw_line(panel, name, [(x, found) for x, found in trials if found], looks[name])
+        panel.set_title(fill(network, int(panel_inches * _LETTERS_PER_INCH)))
+        panel.set_xlim(-0.5, len(shapes) - 0.5)
+        labels = [f"{hosts * ranks}\n{hosts}x{ranks}" for hosts, ranks in shapes]
+        panel.set_xticks(range(len(shapes)), labels)
+        panel.grid(axis="y")
+    _number_log_axis(panels[0])
+    panels[0].set_ylabel("median ms per step")
+    figure.supxlabel("ranks, as hosts x ranks per host (x: failed)", fontsize="medium")
+    slowest_first = sorted(names, key=lambda name: -_median_ms(results, name))
+    figure.legend(
+        [Line2D([], [], **looks[name]) for name in slowest_first],
+        slowest_first,
+        loc="outside right center",
+    )
+    return figure
+
+
+def _draw_line(
+    panel: "Axes",
+    name: str,
+    trials: Sequence[tuple[float, Sequence[BenchResult]]],
+    look: dict[str, Any],
+) -> None:
+    """One contestant in one panel: where it is drawn, and the results found there."""
+    points = [(x, steps) for x, found in trials if (steps := _steps_ms(found, name))]
+    medians = np.array([np.median(steps) for _, steps in points])
+    lows = medians - [min(steps) for _, steps in points]
+    highs = np.array([max(steps) for _, steps in points]) - medians
+    if points:
+        panel.errorbar([x for x, _ in points], medians, yerr=[lows, highs], elinewidth=1, **look)
+    for x, found in trials:
+        failed = [one for result in found for one in result.contestants if one.name == name]
+        if any(one.outcome is not Outcome.MEASURED for one in failed):
+            edge = panel.get_xaxis_transform()
+            panel.plot([x], [0.98], marker="x", color=look["color"], transform=edge)
+
+
+def _number_log_axis(panel: "Axes") -> None:
+    """Plain numbers, and enough of them where the axis spans less than a decade."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    low, high = panel.get_ylim()
+    is_short = high < 5 * low
+    panel.yaxis.set_major_locator(
+        MaxNLocator(6) if is_short else LogLocator(subs=(1, 2, 5), numticks=20)
+    )
+    panel.yaxis.set_minor_locator(NullLocator())
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+
+
+def _phase_figure(result: BenchResult) -> "Figure":
+    from matplotlib.figure import Figure
+
+    traced = [one for one in result.measured() if one.phases]
+    if not traced:
+        raise ConfigError("no contestant was traced, so there are no phases to plot")
+    parts = phases_in(traced)
+    shown = [one for one in result.contestants if one in traced or one not in result.measured()]
+    figure = Figure(
+        figsize=(7.6, max(0.9 + 0.36 * len(shown), 0.8 + 0.22 * len(parts))), layout="constrained"
+    )
+    panel = figure.subplots()
+    ends = np.zeros(len(shown))
+    for part in parts:
+        widths = np.array(
+            [
+                sum(found.seconds * 1e3 for found in one.phases if _is(part, found))
+                if one in traced
+                else 0.0
+                for one in shown
+            ]
+        )
+        panel.barh(
+            range(len(shown)),
+            widths,
+            left=ends,
+            label=phase_label(*part),
+            height=0.7,
+            **_fill(parts, part),
+        )
+        ends += widths
+    for y, (one, end) in enumerate(zip(shown, ends, strict=True)):
+        text = ms(end / 1e3) if one in traced else str(one.outcome)
+        panel.annotate(text, (end, y), (4, 0), textcoords="offset points", va="center")
+    panel.set_yticks(range(len(shown)), [one.name for one in shown])
+    panel.tick_params(axis="y", length=0)
+    panel.invert_yaxis()
+    panel.set_xlim(0, 1.12 * ends.max())
+    panel.grid(axis="x")
+    panel.set_xlabel("ms per step, traced; hatched: waits for a collective")
+    figure.legend(loc="outside right center")
+    return figure
+
+
+def _fill(parts: Sequence[tuple[str, bool]], part: tuple[str, bool]) -> dict[str, Any]:
+    """Colours of what computes start at one end of the palette, of what waits at the other."""
+    _, waits = part
+    palette = _COLOURS[::-1] if waits else (*_COLOURS, _YELLOW)
+    place = [one for one in parts if one[1] == waits].index(part)
+    return {
+        "facecolor": palette[place % len(palette)],
+        "hatch": "////" if waits else "",
+        "edgecolor": "white",
+        "linewidth": 0.6,
+    }
+
+
+def _is(part: tuple[str, bool], found: Phase) -> bool:
+    return part == (found.name, found.waiting)
+
+
+def _looks(results: Sequence[BenchResult], names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Colour, line and marker of each contestant."""
+    kinds = {one.name: one.kind for result in results for one in result.contestants}
+    looks: dict[str, dict[str, Any]] = {}
+    for name in names:
+        before = [
+            other for other in looks if (kinds[other] == "ceiling") == (kinds[name] == "ceiling")
+        ]
+        if kinds[name] == "ceiling":
+            marker = _CEILING_MARKERS[len(before) % len(_CEILING_MARKERS)]
+            look = {"color": _GREY, "linestyle": "--", "marker": marker}
+        else:
+            lap, place = divmod(len(before), len(_COLOURS))
+            line = ("-", ":", "-.")[lap % 3]
+            look = {"color": _COLOURS[place], "linestyle": line, "marker": _MARKERS[kinds[name]]}
+        looks[name] = {**look, "markersize": 4}
+    return looks
+
+
+def _shape(result: BenchResult) -> tuple[int, int]:
+    return result.setting.hosts, result.setting.ranks_per_host
+
+
+def _steps_ms(results: Sequence[BenchResult], name: str) -> list[float]:
+    """Step times of the blocks that count; those of repeated runs together."""
+    return [
+        block.step_s * 1e3
+        for result in results
+        for one in result.measured()
+        if one.name == name
+        for block in one.blocks
+    ]
+
+
+def _median_ms(results: Sequence[BenchResult], name: str) -> float:
+    """Over all results; 0 for what was measured in none."""
+    steps = _steps_ms(results, name)
+    return float(np.median(steps)) if steps else 0.0

@@ -1,0 +1,159 @@
+"""A contestant's process: killed without harm to the benchmark, whatever it hangs in."""
+
+import enum
+import faulthandler
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+_POLL_S = 0.2
+_PARENT_POLL_S = 1.0
+
+
+class How(enum.Enum):
+    """How a question ended."""
+
+    ANSWERED = "answered"
+    RAISED = "raised"
+    DIED = "died"
+    LATE = "late"
+    STOPPED = "stopped, because another rank failed"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of a question."""
+
+    how: How
+    """Whether `value` is an answer."""
+    value: Any = None
+    """What the method returned."""
+    report: str = ""
+    """What went wrong, with a traceback where there is one."""
+
+
+class ContestantProcess:
+    """A forked process with one object in it, whose methods are called one at a time.
+
+    Forked, because importing torch and TorchRec again for every contestant would take longer
+    than the benchmark. So the parent must not have threads that hold locks: it computes nothing.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        context = multiprocessing.get_context("fork")
+        self._connection, remote = context.Pipe()
+        self._folder = tempfile.TemporaryDirectory(prefix="torchrec_2dsp_")
+        self._stacks = Path(self._folder.name) / "stacks.txt"
+        self._process = context.Process(
+            target=_serve, args=(make, remote, self._stacks, os.getpid()), daemon=True
+        )
+        self._process.start()
+        remote.close()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        """Of the process."""
+
+    def ask(
+        self,
+        method: str,
+        *arguments: Any,
+        deadline_s: float,
+        give_up: Callable[[], bool] = lambda: False,
+    ) -> Answer:
+        """Call a method over there and wait for what it returns.
+
+        Args:
+            method: the object's method.
+            arguments: what it is called with.
+            deadline_s: how long to wait.
+            give_up: asked now and then whether to stop waiting.
+        """
+        end = time.monotonic() + deadline_s
+        try:
+            self._connection.send((method, arguments))
+            while not self._connection.poll(_POLL_S):
+                if time.monotonic() > end:
+                    report = f"{method} took over {deadline_s:g} s\n{self._where()}"
+                    return Answer(How.LATE, report=report)
+                if give_up():
+                    return Answer(How.STOPPED, report=How.STOPPED.value)
+            raised, value = self._connection.recv()
+        except (EOFError, OSError):
+            self._process.join(_POLL_S)
+            code = self._process.exitcode
+            return Answer(How.DIED, report=f"the process died in {method} with exit code {code}")
+        return Answer(How.RAISED, report=value) if raised else Answer(How.ANSWERED, value)
+
+    def kill(self) -> None:
+        """End it, whatever it does."""
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+        self._connection.close()
+        self._folder.cleanup()
+
+    def _where(self) -> str:
+        """The stacks of its threads."""
+        if not self._process.is_alive():
+            return "(it has died)"
+        os.kill(self.pid, signal.SIGUSR1)
+        time.sleep(_POLL_S)
+        return self._stacks.read_text() if self._stacks.exists() else "(no stacks)"
+
+
+def failure_line(method: str, answers: Sequence[Answer]) -> str:
+    """What every rank that failed said last."""
+    return f"in {method}: " + "; ".join(
+        f"rank {rank}: {report.splitlines()[0 if how is How.LATE else -1]}"
+        for rank, how, report in _failed(answers)
+    )
+
+
+def failure_report(method: str, answers: Sequence[Answer]) -> str:
+    """All that the ranks said, what several said only once."""
+    ranks: dict[str, list[str]] = {}
+    for rank, _, report in _failed(answers):
+        ranks.setdefault(report, []).append(str(rank))
+    return "\n".join(
+        f"in {method}, rank {', '.join(some)}: {report}" for report, some in ranks.items()
+    )
+
+
+def _failed(answers: Sequence[Answer]) -> list[tuple[int, How, str]]:
+    return [
+        (rank, one.how, one.report.strip())
+        for rank, one in enumerate(answers)
+        if one.how not in (How.ANSWERED, How.STOPPED)
+    ]
+
+
+def _serve(make: Callable[[], Any], connection: Connection, stacks: Path, parent: int) -> None:
+    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
+    # torchrun's interrupt reaches the whole process group: the parent decides what happens.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with stacks.open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        subject = make()
+        while True:
+            method, arguments = connection.recv()
+            try:
+                reply = (False, getattr(subject, method)(*arguments))
+            except Exception:
+                reply = (True, traceback.format_exc())
+            connection.send(reply)
+
+
+def _die_with(parent: int) -> None:
+    """Leave nothing behind if the parent is killed."""
+    while os.getppid() == parent:
+        time.sleep(_PARENT_POLL_S)
+    os.kill(os.getpid(), signal.SIGKILL)

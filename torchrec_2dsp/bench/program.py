@@ -1,0 +1,262 @@
+"""Run a benchmark: contestants in processes of their own, one at a time, block by block."""
+
+import os
+import random
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+from torchrec_2dsp.bench.config import BenchConfig
+from torchrec_2dsp.bench.control import Control
+from torchrec_2dsp.bench.judge import judged
+from torchrec_2dsp.bench.machine import (
+    foreign_load,
+    interfaces,
+    load,
+    sent,
+)
+from torchrec_2dsp.bench.process import ContestantProcess, How, failure_line, failure_report
+from torchrec_2dsp.bench.results import (
+    BenchResult,
+    Block,
+    ContestantResult,
+    Outcome,
+    Traffic,
+)
+from torchrec_2dsp.bench.setting import describe_setting
+from torchrec_2dsp.bench.speeds import measured_speeds
+from torchrec_2dsp.bench.trace import mean_phases
+from torchrec_2dsp.bench.worker import Place, Traced, Worker
+from torchrec_2dsp.cost.link_speed import LinkSpeeds
+from torchrec_2dsp.errors import ConfigError
+
+_PATIENCE = 3.0
+"""Ranks wait for each other this many deadlines long."""
+
+
+class Watcher(Protocol):
+    """Someone who is told what happens, usually on rank 0."""
+
+    def speeds_measured(self, speeds: LinkSpeeds) -> None:
+        """What the network gives."""
+        ...
+
+    def contestant_built(self, name: str, sharding: dict[str, int]) -> None:
+        """It has trained its first steps."""
+        ...
+
+    def block_measured(self, name: str, block: Block) -> None:
+        """One more block."""
+        ...
+
+    def contestant_out(self, name: str, outcome: Outcome, reason: str) -> None:
+        """It is not going on."""
+        ...
+
+
+def run_bench(config: BenchConfig, watchers: Sequence[Watcher] = ()) -> BenchResult:
+    """Measure all contestants of a config on the ranks that torchrun started.
+
+    This process must not have initialised `torch.distributed`, nor a GPU: it forks.
+
+    Args:
+        config: equal on all ranks.
+        watchers: told about the progress.
+
+    Returns:
+        What came out, equal on all ranks.
+    """
+    place = Place(
+        int(os.environ["RANK"]),
+        int(os.environ["WORLD_SIZE"]),
+        int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])),
+    )
+    config.check_world(place.world_size, place.local_world_size)
+    interface = config.network.interface
+    if interface and interface not in interfaces():
+        raise ConfigError(
+            f"network.interface={interface!r} is not here; use one of {', '.join(interfaces())}, "
+            "or leave it out"
+        )
+    return _Bench(config, place, watchers).run()
+
+
+class _Runner:
+    """A contestant's process on this rank, and what is known of it on all ranks."""
+
+    def __init__(self, name: str, process: ContestantProcess) -> None:
+        self.name = name
+        self.process = process
+        self.outcome = Outcome.MEASURED
+        self.reason = ""
+        self.step_s = 0.0
+        self.blocks: list[Block] = []
+        self.found: dict[str, Any] = {}
+
+
+class _Bench:
+    def __init__(self, config: BenchConfig, place: Place, watchers: Sequence[Watcher]) -> None:
+        self._config = config
+        self._schedule = config.schedule
+        self._place = place
+        self._watchers = watchers
+        self._control = Control(_PATIENCE * config.schedule.deadline_s)
+        self._runners: list[_Runner] = []
+
+    def run(self) -> BenchResult:
+        started = datetime.now(UTC)
+        try:
+            speeds = measured_speeds(self._config, self._place, self._control)
+            for watcher in self._watchers:
+                watcher.speeds_measured(speeds)
+            for name in self._config.contestants:
+                self._start(name, speeds)
+            self._measure()
+            for runner in self._alive():
+                self._trace(runner)
+        finally:
+            for runner in self._alive():
+                runner.process.kill()
+        results = [self._result(runner) for runner in self._runners]
+        return judged(
+            BenchResult(
+                setting=describe_setting(self._config, self._place, speeds, started),
+                reference=self._config.reference,
+                contestants=tuple(results),
+            ),
+            self._config,
+        )
+
+    def _alive(self) -> list[_Runner]:
+        return [runner for runner in self._runners if runner.outcome is Outcome.MEASURED]
+
+    def _start(self, name: str, speeds: LinkSpeeds) -> None:
+        process = ContestantProcess(lambda: Worker(self._config, name, self._place, speeds))
+        runner = _Runner(name, process)
+        self._runners.append(runner)
+        built = self._ask(runner, "build")
+        warm = self._ask(runner, "warm_up") if built is not None else None
+        if built is None or warm is None:
+            return
+        runner.found["sharding"] = dict(built[0])
+        runner.step_s = max(warm)
+        for watcher in self._watchers:
+            watcher.contestant_built(name, dict(built[0]))
+
+    def _measure(self) -> None:
+        shuffler = random.Random(self._schedule.seed)
+        for number in range(self._schedule.rounds):
+            # Another order in each round: who follows whom must not matter.
+            order = self._alive()
+            shuffler.shuffle(order)
+            for runner in order:
+                self._block(runner, number)
+
+    def _block(self, runner: _Runner, number: int) -> None:
+        wanted = round(self._schedule.block_s / runner.step_s)
+        num_steps = min(max(wanted, 1), self._schedule.max_block_steps)
+        before = self._control.exchange(self._counters(runner))
+        start = time.perf_counter()
+        answers = self._ask(runner, "block", num_steps)
+        seconds = time.perf_counter() - start
+        after = self._control.exchange(self._counters(runner))
+        if answers is None:
+            return
+        runner.step_s = max(answers)
+        link, loopback = self._bytes_per_step(before, after, num_steps)
+        block = Block(
+            round=number,
+            num_steps=num_steps,
+            step_s=max(answers),
+            link_bytes=link,
+            loopback_bytes=loopback,
+            foreign_load=foreign_load(
+                [one[0] for one in before], [one[0] for one in after], seconds
+            ),
+        )
+        runner.blocks.append(block)
+        for watcher in self._watchers:
+            watcher.block_measured(runner.name, block)
+
+    def _counters(self, runner: _Runner) -> Any:
+        interface = self._config.network.interface
+        is_first = self._place.rank % self._place.local_world_size == 0
+        alive = runner.outcome is Outcome.MEASURED
+        pids = [os.getpid(), runner.process.pid] if alive else [os.getpid()]
+        return load(pids), sent(interface) if interface and is_first else None
+
+    def _bytes_per_step(
+        self, before: Sequence[Any], after: Sequence[Any], num_steps: int
+    ) -> tuple[float | None, float | None]:
+        """What all hosts sent, per rank and step."""
+        pairs = [(a[1], b[1]) for a, b in zip(before, after, strict=True) if a[1] and b[1]]
+        if not pairs:
+            return None, None
+        steps = num_steps * self._place.world_size
+        link = sum(end.link_bytes - start.link_bytes for start, end in pairs)
+        loopback = sum(end.loopback_bytes - start.loopback_bytes for start, end in pairs)
+        return link / steps, loopback / steps
+
+    def _trace(self, runner: _Runner) -> None:
+        losses = self._ask(runner, "losses")
+        traced: list[Traced] | None
+        traced = self._ask(runner, "trace") if losses is not None else None
+        if losses is None or traced is None:
+            return
+        peaks = [one.peak_memory_bytes for one in traced if one.peak_memory_bytes is not None]
+        runner.found |= {
+            "losses": losses[0],
+            "phases": mean_phases([one.phases for one in traced]),
+            "traffic": _mean_traffic([one.traffic for one in traced]),
+            "peak_memory_bytes": max(peaks, default=None),
+        }
+
+    def _ask(self, runner: _Runner, method: str, *arguments: Any) -> list[Any] | None:
+        """Every rank's answer; none if the contestant is out, on all ranks alike."""
+        flag = f"{runner.name}_failed"
+        answer = runner.process.ask(
+            method,
+            *arguments,
+            deadline_s=self._schedule.deadline_s,
+            give_up=lambda: self._control.flag(flag),
+        )
+        if answer.how is not How.ANSWERED:
+            self._control.raise_flag(flag)
+        answers = self._control.exchange(answer)
+        if all(one.how is How.ANSWERED for one in answers):
+            return [one.value for one in answers]
+        runner.process.kill()
+        late = all(one.how in (How.LATE, How.STOPPED, How.ANSWERED) for one in answers)
+        runner.outcome = Outcome.HUNG if late else Outcome.CRASHED
+        runner.reason = failure_line(method, answers)
+        for watcher in self._watchers:
+            watcher.contestant_out(runner.name, runner.outcome, failure_report(method, answers))
+        return None
+
+    def _result(self, runner: _Runner) -> ContestantResult:
+        one = self._config.contestants[runner.name]
+        return ContestantResult(
+            name=runner.name,
+            description=one.describe(),
+            kind=one.kind,
+            outcome=runner.outcome,
+            reason=runner.reason,
+            blocks=tuple(runner.blocks),
+            **runner.found,
+        )
+
+
+def _mean_traffic(ranks: Sequence[Sequence[Traffic]]) -> tuple[Traffic, ...]:
+    names = sorted({one.name for traffic in ranks for one in traffic})
+    rows = {
+        name: [one for traffic in ranks for one in traffic if one.name == name] for name in names
+    }
+    return tuple(
+        Traffic(
+            name=name,
+            calls=sum(one.calls for one in some) / len(ranks),
+            sent_bytes=sum(one.sent_bytes for one in some) / len(ranks),
+        )
+        for name, some in rows.items()
+    )

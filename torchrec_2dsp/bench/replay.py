@@ -1,0 +1,123 @@
+"""Collectives that cost nothing: what they gave once, they give again.
+
+The model computes on the recorded values, so its kernels do the work that they did, on the rows
+that they touched, and no rank waits for another.
+"""
+
+import enum
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from torchrec_2dsp.comms.gloo_group import GlooGroup
+
+BACKEND = "gloo_replay"
+"""The name for `init_process_group`; importing this module registers it."""
+
+
+class Mode(enum.Enum):
+    """What the groups of this process do."""
+
+    LIVE = "communicate"
+    RECORD = "communicate, and keep what came out"
+    REPLAY = "give what came out, from the first recorded one on, again and again"
+
+
+class Tape:
+    """What the groups of this process do, and what each has recorded.
+
+    Steps that are replayed must issue the collectives of the recorded ones, in their order.
+    """
+
+    def __init__(self) -> None:
+        self.mode = Mode.LIVE
+        """Change it between two steps, on all ranks."""
+
+
+TAPE = Tape()
+"""One per process: a process runs one contestant."""
+
+
+class ReplayGroup(GlooGroup):
+    """A gloo group whose collectives can be recorded and replayed."""
+
+    def __init__(self, gloo: dist.ProcessGroupGloo) -> None:
+        super().__init__(gloo)
+        self._recorded: list[list[torch.Tensor]] = []
+        self._next = 0
+
+    def getBackendName(self) -> str:
+        """The name in logs and profiles."""
+        return BACKEND
+
+    def run(self, name: str, outputs: Any, *inputs: Any) -> dist.Work:
+        """One collective, as the tape says; ``outputs`` may be nested lists of tensors."""
+        issue = getattr(self._gloo, name)
+        if TAPE.mode is Mode.LIVE:
+            return issue(outputs, *inputs)
+        flat = pytree.tree_leaves(outputs)
+        if TAPE.mode is Mode.RECORD:
+            issue(outputs, *inputs).wait()
+            self._recorded.append([output.clone() for output in flat])
+        else:
+            recorded = self._recorded[self._next % len(self._recorded)]
+            self._next += 1
+            for output, value in zip(flat, recorded, strict=True):
+                output.copy_(value)
+        return _Done(flat)
+
+
+def _replayed(name: str) -> Callable[..., dist.Work]:
+    def collective(self: ReplayGroup, outputs: Any, *inputs: Any) -> dist.Work:
+        return self.run(name, outputs, *inputs)
+
+    return collective
+
+
+_GLOO_NAMES = {
+    "all_to_all_single": "alltoall_base",
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+}
+"""What a group calls otherwise than its backend."""
+
+# All of these have what they write as their first argument.
+for _name in (
+    *_GLOO_NAMES,
+    *_GLOO_NAMES.values(),
+    "allgather",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "broadcast",
+    "reduce_scatter",
+):
+    setattr(ReplayGroup, _name, _replayed(_GLOO_NAMES.get(_name, _name)))
+
+
+class _Done(dist.Work):
+    def __init__(self, outputs: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        self._future.set_result(outputs)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        return self._future
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def _make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> ReplayGroup:
+    return ReplayGroup(dist.ProcessGroupGloo(store, rank, size, timeout))
+
+
+if BACKEND not in dist.Backend.backend_list:
+    dist.Backend.register_backend(BACKEND, _make, devices=["cpu"])

@@ -1,0 +1,194 @@
+"""What a benchmark found: the numbers as measured, written to JSON and read again."""
+
+import enum
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, Field, ValidationError
+
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.recipe.sections import Section
+
+FORMAT = 1
+
+
+class Outcome(enum.StrEnum):
+    """How a contestant ended."""
+
+    MEASURED = "measured"
+    """All its blocks count."""
+
+    CRASHED = "crashed"
+    """A rank raised or died."""
+
+    HUNG = "hung"
+    """A rank missed the deadline."""
+
+    DISQUALIFIED = "disqualified"
+    """Its losses are not those of the reference, though they should be."""
+
+
+class Block(Section):
+    """Some steps of one contestant in one round."""
+
+    round: int
+    """From 0."""
+
+    num_steps: int
+    """Steps that were timed together."""
+
+    step_s: float = Field(gt=0)
+    """Mean time of a step on the slowest rank."""
+
+    link_bytes: float | None = None
+    """Bytes sent on the counted interface, per rank and step; None if none is counted."""
+
+    loopback_bytes: float | None = None
+    """As `link_bytes`, for traffic that stayed inside a host."""
+
+    foreign_load: float
+    """Cores kept busy by processes that don't belong to the benchmark, on the busiest machine."""
+
+
+class Phase(Section):
+    """A part of the traced step."""
+
+    name: str
+    """What the rank did, or what it waited for."""
+
+    seconds: float
+    """Per step, mean over steps and ranks."""
+
+    waiting: bool
+    """Whether it is time in which the rank waited for a collective."""
+
+
+class Traffic(Section):
+    """What one kind of collective carried."""
+
+    name: str
+    """Operation, such as all_to_all_single."""
+
+    calls: float
+    """Per rank and step."""
+
+    sent_bytes: float
+    """What an ideal algorithm sends to other ranks, per rank and step."""
+
+
+class ContestantResult(Section):
+    """All that is known of one contestant."""
+
+    # Losses that are not finite survive JSON, which has no numbers for them.
+    model_config = ConfigDict(ser_json_inf_nan="strings")
+
+    name: str
+    """As in the config."""
+
+    description: str
+    """In words."""
+
+    kind: str
+    """stock, two_d or ceiling."""
+
+    outcome: Outcome
+    """Whether its numbers count."""
+
+    reason: str = ""
+    """Why they don't."""
+
+    sharding: dict[str, int] = Field(default_factory=dict)
+    """How many tables have which sharding type."""
+
+    blocks: tuple[Block, ...] = ()
+    """In the order of the rounds."""
+
+    phases: tuple[Phase, ...] = ()
+    """The traced step, part by part; they add up to it."""
+
+    traffic: tuple[Traffic, ...] = ()
+    """What its collectives carried in the traced step."""
+
+    peak_memory_bytes: int | None = None
+    """The most memory that its process on any rank had, beyond what it started with."""
+
+    losses: tuple[float, ...] = ()
+    """Of the global batch, step by step from the first one."""
+
+    loss_gap: float | None = None
+    """The largest difference to the reference, over the steps that both did."""
+
+    loss_bound: float | None = None
+    """What `loss_gap` may be; None for a ceiling, which trains nothing."""
+
+
+class Setting(Section):
+    """Where and how it ran."""
+
+    title: str
+    """Of the benchmark."""
+
+    when: str
+    """Date and time, UTC."""
+
+    command: str
+    """What repeats it."""
+
+    hosts: int
+    """Groups of `ranks_per_host` ranks."""
+
+    ranks_per_host: int
+    """LOCAL_WORLD_SIZE."""
+
+    network: str
+    """In words."""
+
+    machine: dict[str, str]
+    """Processor, cores, memory, kernel."""
+
+    versions: dict[str, str]
+    """Of Python and the packages that matter."""
+
+    link_speeds: dict[str, float | None]
+    """Bytes per second that a rank sends while all others do; None for a link that isn't there."""
+
+    config: dict[str, Any]
+    """The whole config."""
+
+
+class BenchResult(Section):
+    """One run of a benchmark."""
+
+    format: int = FORMAT
+    """Of this file."""
+
+    setting: Setting
+    """Where and how it ran."""
+
+    reference: str
+    """Whose losses the others were held against."""
+
+    contestants: tuple[ContestantResult, ...]
+    """In the order of the config."""
+
+    def measured(self) -> tuple[ContestantResult, ...]:
+        """Those whose numbers count, ceilings included."""
+        return tuple(one for one in self.contestants if one.outcome is Outcome.MEASURED)
+
+    def save(self, path: str | Path) -> None:
+        """Write JSON."""
+        Path(path).write_text(self.model_dump_json(indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "BenchResult":
+        """Read what `save` wrote.
+
+        Raises:
+            ConfigError: it can't be read, or it is something else.
+        """
+        try:
+            return cls.model_validate_json(Path(path).read_text())
+        except OSError as error:
+            raise ConfigError(f"{path} can't be read: {error.strerror}") from error
+        except (ValidationError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not the JSON of a benchmark: {error}") from error

@@ -1,0 +1,43 @@
+"""Where and how a benchmark runs: what its report starts with."""
+
+import shlex
+import sys
+from datetime import datetime
+
+from torchrec_2dsp.bench.config import BenchConfig
+from torchrec_2dsp.bench.machine import describe_machine, describe_versions
+from torchrec_2dsp.bench.results import Setting
+from torchrec_2dsp.bench.worker import Place
+from torchrec_2dsp.cost.link_speed import LinkSpeeds
+
+
+def describe_setting(
+    config: BenchConfig, place: Place, speeds: LinkSpeeds, started: datetime
+) -> Setting:
+    """Where and how a benchmark runs."""
+    return Setting(
+        title=config.title,
+        when=started.strftime("%Y-%m-%d %H:%M"),
+        command=_command(place),
+        hosts=place.world_size // place.local_world_size,
+        ranks_per_host=place.local_world_size,
+        network=config.network.description or "network as it is",
+        machine=describe_machine(),
+        versions=describe_versions(),
+        link_speeds={
+            "in a host, all-to-all": speeds.intra_host_all_to_all_bytes_per_s,
+            "in a host, all-reduce": speeds.intra_host_all_reduce_bytes_per_s,
+            "to other hosts, all-to-all": speeds.cross_host_all_to_all_bytes_per_s,
+            "to other hosts, all-reduce": speeds.cross_host_all_reduce_bytes_per_s,
+        },
+        config=config.model_dump(mode="json"),
+    )
+
+
+def _command(place: Place) -> str:
+    arguments = shlex.join(sys.argv[1:])
+    hosts = place.world_size // place.local_world_size
+    return (
+        f"torchrun --nnodes {hosts} --nproc-per-node {place.local_world_size} "
+        f"-m torchrec_2dsp {arguments}"
+    )

@@ -1,0 +1,207 @@
+"""One contestant on one rank: what runs in its process."""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torchrec.datasets.utils import Batch
+
+from torchrec_2dsp.bench import replay
+from torchrec_2dsp.bench.config import BenchConfig, CeilingContestant
+from torchrec_2dsp.bench.contestants import Trainer, build_trainer
+from torchrec_2dsp.bench.control import contestant_store
+from torchrec_2dsp.bench.machine import peak_bytes, resident_bytes
+from torchrec_2dsp.bench.results import Phase, Traffic
+from torchrec_2dsp.bench.trace import split_by_phase, traced
+from torchrec_2dsp.comms import full_duplex
+from torchrec_2dsp.comms.counting import count_collectives
+from torchrec_2dsp.cost.link_speed import LinkSpeeds
+from torchrec_2dsp.data.synthetic import make_batch
+from torchrec_2dsp.mesh.groups import world_group
+from torchrec_2dsp.recipe.world import quiet_upstream
+
+_RECORDED_STEPS = 8
+"""A ceiling keeps the outputs of all collectives of so many steps."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank this is."""
+
+    rank: int
+    """In the world."""
+    world_size: int
+    """Ranks in all."""
+    local_world_size: int
+    """Ranks of this host."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What one rank's traced steps told."""
+
+    phases: tuple[Phase, ...]
+    """The step, part by part."""
+    traffic: tuple[Traffic, ...]
+    """What the collectives carried."""
+    peak_memory_bytes: int | None
+    """Beyond what the process started with."""
+
+
+class Worker:
+    """Answers the benchmark's questions; all ranks of a contestant get the same ones, in order."""
+
+    def __init__(self, config: BenchConfig, name: str, place: Place, speeds: LinkSpeeds) -> None:
+        self._config = config
+        self._name = name
+        self._place = place
+        self._speeds = speeds
+        one = config.contestants[name]
+        self._is_ceiling = isinstance(one, CeilingContestant)
+        self._planned = config.planned[one.of if isinstance(one, CeilingContestant) else name]
+        self._feed = _Feed(config, place, _RECORDED_STEPS if self._is_ceiling else 0)
+        self._losses: list[torch.Tensor] = []
+        self._trainer: Trainer | None = None
+        self._start_bytes: int | None = None
+
+    def build(self) -> Mapping[str, int]:
+        """Plan and shard; the number of tables of each sharding type.
+
+        Collectives:
+            Makes the contestant's world, then plans and shards.
+        """
+        quiet_upstream()
+        torch.set_num_threads(1)
+        self._start_bytes = resident_bytes()
+        schedule = self._config.schedule
+        if schedule.device == "cuda":
+            torch.cuda.set_device(self._place.rank % self._place.local_world_size)
+        number = list(self._config.contestants).index(self._name)
+        dist.init_process_group(
+            self._backend(),
+            store=contestant_store(number, schedule.deadline_s),
+            rank=self._place.rank,
+            world_size=self._place.world_size,
+            # The benchmark's own deadline comes first, and says where each rank was.
+            timeout=timedelta(seconds=2 * schedule.deadline_s),
+        )
+        mesh = self._config.mesh(self._name, self._place.world_size, self._place.local_world_size)
+        self._trainer = build_trainer(self._config, self._planned, mesh, self._speeds)
+        self._trainer.model.train()
+        return self._trainer.sharding
+
+    def warm_up(self) -> float:
+        """Train the first steps; seconds of the last one.
+
+        Collectives:
+            Those of the steps and one barrier.
+        """
+        self.block(self._config.schedule.warmup_steps - 1)
+        step_s = self.block(1)
+        if self._is_ceiling:
+            replay.TAPE.mode = replay.Mode.RECORD
+            self.block(self._feed.cycle)
+            replay.TAPE.mode = replay.Mode.REPLAY
+            step_s = self.block(1)
+        return step_s
+
+    def block(self, num_steps: int) -> float:
+        """Train some steps; the seconds of one.
+
+        Collectives:
+            A barrier, and those of the steps.
+        """
+        self._feed.prepare(num_steps)
+        dist.barrier(world_group())
+        start = time.perf_counter()
+        for _ in range(num_steps):
+            self._step()
+        seconds = time.perf_counter() - start
+        # The next batch's ids may still be under way, in another contestant's time.
+        dist.barrier(world_group())
+        return seconds / num_steps
+
+    def trace(self) -> Traced:
+        """Train some steps under observation.
+
+        Collectives:
+            Those of the steps.
+        """
+        num_steps = self._config.schedule.traced_steps
+        peak = peak_bytes()
+        self._feed.prepare(2 * num_steps)
+        with count_collectives() as seen:
+            for _ in range(num_steps):
+                self._step()
+        dist.barrier(world_group())
+        phases = split_by_phase(traced(self._step, num_steps))
+        sums: dict[str, tuple[int, float]] = {}
+        for record in seen.records:
+            calls, num_bytes = sums.get(record.op, (0, 0.0))
+            sums[record.op] = (calls + 1, num_bytes + record.sent_bytes)
+        traffic = tuple(
+            Traffic(name=op, calls=calls / num_steps, sent_bytes=num_bytes / num_steps)
+            for op, (calls, num_bytes) in sorted(sums.items())
+        )
+        grown = None if peak is None or self._start_bytes is None else peak - self._start_bytes
+        return Traced(phases, traffic, grown)
+
+    def losses(self) -> tuple[float, ...]:
+        """The loss of the global batch, for each step so far; none of a ceiling.
+
+        Collectives:
+            One all-reduce of a number per step.
+        """
+        if self._is_ceiling:
+            return ()
+        losses = torch.stack(self._losses).double()
+        dist.all_reduce(losses, group=world_group())
+        return tuple((losses.cpu() / self._place.world_size).tolist())
+
+    def _step(self) -> None:
+        assert self._trainer is not None
+        loss, _, _ = self._trainer.pipeline.progress(self._feed)
+        self._losses.append(loss.detach())
+
+    def _backend(self) -> str:
+        if self._config.schedule.device == "cuda":
+            return "nccl"
+        if self._is_ceiling:
+            return replay.BACKEND
+        return full_duplex.BACKEND_NAME if self._planned.full_duplex else "gloo"
+
+
+class _Feed(Iterator[Batch]):
+    """Batches made ahead of time, so that making them takes none of the steps'."""
+
+    def __init__(self, config: BenchConfig, place: Place, cycle: int) -> None:
+        self.cycle = cycle
+        """After so many batches the first one comes again; 0 for never."""
+        self._config = config
+        self._place = place
+        self._ready: deque[Batch] = deque()
+        self._made = 0
+
+    def prepare(self, num_steps: int) -> None:
+        """Have enough for some steps, and for what the pipeline takes ahead."""
+        while len(self._ready) < num_steps + 3:
+            self._ready.append(self._make())
+
+    def __next__(self) -> Batch:
+        return self._ready.popleft() if self._ready else self._make()
+
+    def _make(self) -> Batch:
+        size = self._config.schedule.batch_size * self._place.world_size
+        step = self._made % self.cycle if self.cycle else self._made
+        self._made += 1
+        return make_batch(
+            self._config.data,
+            step=step,
+            global_batch_size=size,
+            rank=self._place.rank,
+            world_size=self._place.world_size,
+        )

@@ -1,0 +1,294 @@
+"""A gloo backend whose all-to-all sends and receives at the same time.
+
+Gloo's own all-to-all posts a send before the receive that answers it, and two hosts then often
+take turns: the exchange takes twice as long as the link needs. Here all receives are posted before
+the first send. Importing this module registers the backend, which is gloo in all other respects:
+
+    import torchrec_2dsp.comms.full_duplex
+    torch.distributed.init_process_group("gloo_full_duplex")
+"""
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from torchrec_2dsp.comms.counting import note
+from torchrec_2dsp.comms.gloo_group import GlooGroup
+
+BACKEND_NAME = "gloo_full_duplex"
+"""What `init_process_group` and `new_group` take as the backend."""
+
+_FIRST_TAG = 2**30
+_NUM_TAGS = 2**30
+"""Tags of our messages: the upper half of gloo's, away from those that a user's ``send`` takes."""
+
+_NO_TIMEOUT = timedelta(0)
+"""What torch passes for "as long as the group allows"."""
+
+
+class FullDuplexGroup(GlooGroup):
+    """A gloo group with a full-duplex all-to-all; everything else is gloo's.
+
+    Results are bit for bit those of gloo. The differences: a non-contiguous output is refused
+    instead of filled in the wrong order, sizes that don't divide or are negative are refused, and a
+    timeout that is passed to ``wait`` breaks the connections when it is missed, as gloo's
+    ``recv`` does.
+
+    Args:
+        gloo: the group that does the work. It must not be used otherwise.
+    """
+
+    def __init__(self, gloo: dist.ProcessGroupGloo) -> None:
+        super().__init__(gloo)
+        self._num_exchanges = 0
+        self._failed: list[_Exchange] = []
+
+    def getBackendName(self) -> str:
+        """The name in logs and profiles."""
+        return BACKEND_NAME
+
+    def all_to_all_single(  # type: ignore[override]
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int] = (),
+        input_split_sizes: Sequence[int] = (),
+        opts: object = None,
+    ) -> dist.Work:
+        """What `torch.distributed.all_to_all_single` and the functional collectives call.
+
+        Collectives:
+            One send to and one receive from every peer, parts without elements left out.
+        """
+        for tensor in (output, input):
+            if not tensor.is_contiguous():
+                raise ValueError(
+                    "Tensors must be contiguous; all_to_all_single got one of shape "
+                    f"{tuple(tensor.shape)} and strides {tensor.stride()}; call .contiguous()"
+                )
+        received = _parts(output, output_split_sizes, self.size())
+        sent = _parts(input, input_split_sizes, self.size())
+        return self._exchange("all_to_all_single", received, sent, result=[output])
+
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
+    """The name before torch 2.13, which some callers still use."""
+
+    def alltoall(  # type: ignore[override]
+        self,
+        output_tensors: Sequence[torch.Tensor],
+        input_tensors: Sequence[torch.Tensor],
+        opts: object = None,
+    ) -> dist.Work:
+        """What `torch.distributed.all_to_all` calls; the tensors may be of different sizes.
+
+        Collectives:
+            One send to and one receive from every peer, empty tensors left out.
+        """
+        for name, tensors in (("output", output_tensors), ("input", input_tensors)):
+            if len(tensors) != self.size():
+                raise RuntimeError(
+                    f"{name} tensor list size {len(tensors)} does not match world size "
+                    f"{self.size()}; pass one tensor per rank"
+                )
+        outputs = [tensor.detach() for tensor in output_tensors]
+        sent = [tensor.detach().contiguous() for tensor in input_tensors]
+        # A receive needs contiguous memory; a strided output is filled from it at the end.
+        received = [tensor.contiguous() for tensor in outputs]
+        copies = [pair for pair in zip(outputs, received, strict=True) if pair[0] is not pair[1]]
+        result = list(output_tensors)
+        return self._exchange("all_to_all", received, sent, result=result, copies=copies)
+
+    def _exchange(
+        self,
+        op: str,
+        received: Sequence[torch.Tensor],
+        sent: Sequence[torch.Tensor],
+        result: list[torch.Tensor],
+        copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+    ) -> dist.Work:
+        rank, size = self.rank(), self.size()
+        _check_own_parts(received[rank], sent[rank])
+        # Counters see a functional collective themselves, and it hides their mode from us.
+        if _get_current_dispatch_mode() is not None:
+            note(op, self, sum(part.nbytes for part in sent))
+        # All ranks issue their exchanges in the same order, so equal numbers belong together.
+        tag = _FIRST_TAG + self._num_exchanges % _NUM_TAGS
+        self._num_exchanges += 1
+        exchange = _Exchange(self._gloo.options._timeout, result, copies, self._failed)
+        # Every rank starts with another peer, so that none is sent to by all at once.
+        peers = [(rank + step) % size for step in range(1, size)]
+        for peer in reversed(peers):
+            exchange.post(self._gloo.recv, received[peer], peer, tag)
+        for peer in peers:
+            exchange.post(self._gloo.send, sent[peer], peer, tag)
+        received[rank].view(-1).copy_(sent[rank].view(-1))
+        return ExchangeWork(exchange)
+
+
+class ExchangeWork(dist.Work):
+    """The handle of an all-to-all in flight.
+
+    Waiting happens in the caller's thread, without a detour. Who polls, asks for the future or
+    drops the handle gets a thread that waits, because gloo tells nobody else about the end.
+    """
+
+    def __init__(self, exchange: "_Exchange") -> None:
+        super().__init__()
+        self._exchange = exchange
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Block until all has arrived and left, or raise what went wrong, with the peer's rank.
+
+        Args:
+            timeout: at most this long; by default the group's timeout.
+        """
+        self._exchange.finish(timeout)
+        self._exchange.future.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the exchange is over, well or badly."""
+        self._exchange.watch()
+        return self._exchange.future.done()
+
+    def is_success(self) -> bool:
+        """Whether the exchange is over and went well."""
+        return self.is_completed() and self._exchange.error is None
+
+    def get_future(self) -> Future[Any]:
+        """A future of the output tensors."""
+        self._exchange.watch()
+        return self._exchange.future
+
+    def __del__(self) -> None:
+        # A receive that is dropped would leave the peer's message without a place to go.
+        if not sys.is_finalizing():
+            self._exchange.watch()
+
+
+class _Exchange:
+    """Messages in flight, and the tensors that they need.
+
+    Gloo jams if a buffer goes away while its message is under way, and then not even a timeout
+    gets through. So every message is waited for, and after a failure those that are left are kept
+    as long as the group.
+    """
+
+    def __init__(
+        self,
+        group_timeout: timedelta,
+        result: list[torch.Tensor],
+        copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        failed: "list[_Exchange]",
+    ) -> None:
+        self.future: Future[Any] = Future()
+        self.error: RuntimeError | None = None
+        self._group_timeout = group_timeout
+        self._result = result
+        self._copies = copies
+        self._failed = failed
+        self._messages: deque[tuple[int, dist.Work]] = deque()
+        self._lock = threading.RLock()
+        self._is_watched = False
+
+    def post(
+        self, transfer: Callable[..., dist.Work], tensor: torch.Tensor, peer: int, tag: int
+    ) -> None:
+        """Start a message, unless there is nothing to say. What fails is told by `finish`."""
+        if self.error is None and tensor.numel():
+            try:
+                self._messages.append((peer, transfer([tensor], peer, tag)))
+            except RuntimeError as error:
+                self._fail(peer, error)
+
+    def finish(self, timeout: timedelta) -> None:
+        """Complete the future. One thread does so, and others wait for it."""
+        timeout = timeout or self._group_timeout
+        deadline = time.monotonic() + timeout.total_seconds()
+        if not self._lock.acquire(timeout=timeout.total_seconds()):
+            raise RuntimeError(f"an all-to-all isn't over after {timeout}; wait longer")
+        try:
+            if self.future.done():
+                return
+            while self._messages and self.error is None:
+                self._wait_for_next(deadline)
+            if self.error is not None:
+                self._failed.append(self)
+                self.future.set_exception(self.error)
+                return
+            for target, source in self._copies:
+                target.copy_(source)
+            self.future.set_result(self._result)
+        finally:
+            self._lock.release()
+
+    def watch(self) -> None:
+        """Finish in a thread of its own, if nobody did or does."""
+        if not self._is_watched and not self.future.done():
+            self._is_watched = True
+            threading.Thread(target=self.finish, args=(_NO_TIMEOUT,)).start()
+
+    def _wait_for_next(self, deadline: float) -> None:
+        peer, message = self._messages.popleft()
+        # A timeout of zero would mean none.
+        seconds_left = max(deadline - time.monotonic(), 0.001)
+        try:
+            message.wait(timedelta(seconds=seconds_left))
+        except RuntimeError as error:
+            self._fail(peer, error)
+
+    def _fail(self, peer: int, error: RuntimeError) -> None:
+        if self.error is None:
+            self.error = RuntimeError(f"all-to-all with rank {peer} of the group failed: {error}")
+            self.error.__cause__ = error
+
+
+def _parts(tensor: torch.Tensor, sizes: Sequence[int], num_ranks: int) -> Sequence[torch.Tensor]:
+    """One part of the first dimension per rank, sharing memory with ``tensor``."""
+    num_rows = tensor.shape[0] if tensor.dim() else 1
+    if not sizes and (num_rows % num_ranks or not tensor.dim()):
+        raise RuntimeError(
+            f"Tensor's dim 0 of shape {tuple(tensor.shape)} does not divide equally across group "
+            f"size {num_ranks}; pass split sizes"
+        )
+    if not sizes:
+        sizes = [num_rows // num_ranks] * num_ranks
+    if len(sizes) != num_ranks:
+        raise RuntimeError(
+            f"Number of tensor splits not equal to group size: {len(sizes)} for {num_ranks} ranks; "
+            "pass one size per rank"
+        )
+    if sum(sizes) != num_rows or min(sizes) < 0:
+        raise RuntimeError(
+            f"Split sizes doesn't match total dim 0 size: {list(sizes)} for {num_rows}; "
+            "pass sizes of zero or more that add up to it"
+        )
+    return tensor.detach().split_with_sizes(list(sizes))
+
+
+def _check_own_parts(received: torch.Tensor, sent: torch.Tensor) -> None:
+    if received.dtype != sent.dtype:
+        raise ValueError(
+            f"tensors of different dtypes: {received.dtype} and {sent.dtype}; convert one"
+        )
+    if received.numel() != sent.numel():
+        raise RuntimeError(
+            f"this rank sends {sent.numel()} elements to itself and expects {received.numel()}; "
+            "give its own parts the same size"
+        )
+
+
+def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> FullDuplexGroup:
+    return FullDuplexGroup(dist.ProcessGroupGloo(store, rank, size, timeout))
+
+
+dist.Backend.register_backend(BACKEND_NAME, _create, devices=["cpu"])

@@ -1,0 +1,82 @@
+"""`GlooGroup`: gloo as a Python class, so that a subclass can do some things otherwise."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from torchrec_2dsp.comms.counting import note
+
+
+class GlooGroup(dist.ProcessGroup):
+    """Passes every operation on to gloo.
+
+    Each operation that torch calls on a Python class is passed on by Python. What is left to
+    `ProcessGroup` runs with the interpreter locked, and now and then waits forever for a thread
+    of gloo's, which waits for the interpreter to free a tensor.
+
+    Args:
+        gloo: the group that does the work. It must not be used otherwise.
+    """
+
+    def __init__(self, gloo: dist.ProcessGroupGloo) -> None:
+        super().__init__(gloo.rank(), gloo.size())  # type: ignore[call-arg]
+        self._gloo: Any = gloo  # torch's stubs leave out its send and recv
+        # What torch doesn't call on a Python class reaches gloo through the dispatcher.
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, gloo)
+        self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+
+    def getBackendName(self) -> str:
+        """The name in logs and profiles."""
+        return "gloo"
+
+
+def _sent(self: GlooGroup, name: str, arguments: tuple[Any, ...]) -> int:
+    """Bytes of this rank's input."""
+    if name in ("barrier", "recv"):
+        return 0
+    if name == "broadcast" and arguments[1].rootRank != self.rank():
+        return 0
+    inputs = arguments[1] if name in ("allgather", "reduce_scatter") else arguments[0]
+    return sum(leaf.numel() * leaf.element_size() for leaf in pytree.tree_leaves(inputs))
+
+
+def _passed_on(name: str, op: str) -> Callable[..., dist.Work]:
+    def operation(self: GlooGroup, *arguments: Any, **options: Any) -> dist.Work:
+        note(op, self, _sent(self, name, arguments))
+        return getattr(self._gloo, name)(*arguments, **options)
+
+    return operation
+
+
+for _name, _op in {
+    "allgather": "all_gather",
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce_coalesced",
+    "barrier": "barrier",
+    "broadcast": "broadcast",
+    "recv": "recv",
+    "reduce_scatter": "reduce_scatter",
+    "send": "send",
+}.items():
+    setattr(GlooGroup, _name, _passed_on(_name, _op))
+
+
+def _all_to_all_single(
+    self: GlooGroup,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Any,
+    input_split_sizes: Any,
+    opts: Any = None,
+) -> dist.Work:
+    note("all_to_all_single", self, input.numel() * input.element_size())
+    opts = dist.AllToAllOptions() if opts is None else opts
+    return self._gloo.alltoall_base(output, input, output_split_sizes, input_split_sizes, opts)
+
+
+# The second name is the one before torch 2.13, which some callers still use.
+for _name in ("all_to_all_single", "alltoall_base"):
+    setattr(GlooGroup, _name, _all_to_all_single)

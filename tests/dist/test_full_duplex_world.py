@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -87,17 +88,12 @@ def test_a_world_does_what_gloo_does(tmp_path: Path) -> None:
     assert run_ranks(use_every_operation, 2, tmp_path) == [1, 1]
 
 
-def make_and_destroy_groups(rank: int, world_size: int, folder: Path) -> list[int]:
-    """How many threads, files and groups are left after making some and destroying them."""
+def make_and_destroy_groups(rank: int, world_size: int, folder: Path) -> dict[str, int]:
+    """What is left of groups that were made, used and destroyed."""
     start_world(rank, world_size, folder / "store")
     groups = MeshGroups.for_mesh(Mesh2D(2, 1), "cpu")
-    assert isinstance(groups.sharding_group, FullDuplexGroup)
     assert isinstance(groups.replica_peers, FullDuplexGroup)
     groups.close()
-
-    def resources() -> list[int]:
-        gc.collect()
-        return [len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))]
 
     before = resources()
     made: list[weakref.ref[dist.ProcessGroup]] = []
@@ -105,29 +101,32 @@ def make_and_destroy_groups(rank: int, world_size: int, folder: Path) -> list[in
         group = dist.new_group()
         assert isinstance(group, FullDuplexGroup)
         made.append(weakref.ref(group))
-        for keep_waiting in (True, False):
-            output = torch.zeros(world_size)
-            work = dist.all_to_all_single(output, output, group=group, async_op=True)
-            assert work is not None
-            if keep_waiting:
-                work.wait()
+        parts = torch.zeros(world_size)
+        dist.all_to_all_single(parts, parts, group=group, async_op=True)
+        work: Any = dist.all_to_all_single(parts, parts, group=group, async_op=True)
+        work.wait()
+        dist.barrier(group)
         group.abort()
-        dist.barrier()
         dist.destroy_process_group(group)
         del group, work
-    after = resources()
-    dist.destroy_process_group()
-    dist.init_process_group(
-        BACKEND_NAME,
-        store=dist.FileStore(str(folder / "again"), world_size),
-        rank=rank,
-        world_size=world_size,
-    )
+    left = {name: number - before[name] for name, number in resources().items()}
+    start_world(rank, world_size, folder / "another")
     dist.barrier()
-    return [now - then for now, then in zip(after, before, strict=True)] + [
-        sum(one() is not None for one in made),
-        threading.active_count() - 2,
-    ]
+    return left | {"groups": sum(one() is not None for one in made)}
+
+
+def resources() -> dict[str, int]:
+    """What this process has open, once the threads that wait for dropped exchanges are done."""
+    gc.collect()
+    while any("finish" in thread.name for thread in threading.enumerate()):
+        time.sleep(0.01)
+    return {name: len(os.listdir(f"/proc/self/{name}")) for name in ("task", "fd")}
+
+
+def test_destroyed_groups_leave_nothing(tmp_path: Path) -> None:
+    assert (
+        run_ranks(make_and_destroy_groups, 2, tmp_path) == [{"task": 0, "fd": 0, "groups": 0}] * 2
+    )
 
 
 def train(rank: int, world_size: int, folder: Path | None) -> list[torch.Tensor]:

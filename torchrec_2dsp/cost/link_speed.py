@@ -92,7 +92,7 @@ def measure_link_speeds(
     Collectives:
         One all-gather of objects, the creation of two process groups per rank (destroyed at the
         end), and per collective and kind of link: ``repeats + 2`` times the collective, as many
-        all-reduces of one element, and three all-reduces of the times.
+        all-reduces of one element, and two all-reduces of the times.
     """
     facts = {"local_world_size": local_world_size, "num_bytes": num_bytes, "repeats": repeats}
     world_size = dist.get_world_size(group)

@@ -26,7 +26,7 @@ def main(
     ranks_per_host: Annotated[int, typer.Option(help="How many ranks on each.")] = 2,
     link: Annotated[str, typer.Option(help="Each host's rate: 200mbit, 1gbit, none.")] = "1gbit",
     delay_ms: Annotated[float, typer.Option(help="One way, where the kernel can.")] = 0.0,
-    timeout: Annotated[float, typer.Option(help="Seconds for the command.")] = 900.0,
+    timeout: Annotated[float, typer.Option(help="Seconds for the command.")] = 3600.0,
     check: Annotated[bool, typer.Option("--check", help="Measure the links first.")] = False,
 ) -> None:
     """Run a Python command on hosts emulated by network namespaces, one torchrun on each."""

@@ -71,7 +71,7 @@ class EmulatedCluster:
             self._network,
             self.ranks_per_host,
             command,
-            launch.rank_environment(self.describe()),
+            launch.rank_environment(self.describe(), self.launcher()),
             self.folder / f"run{next(self._run_numbers)}",
             timeout_s,
         )
@@ -105,6 +105,15 @@ class EmulatedCluster:
         return (
             f"{self.hosts} x {self.ranks_per_host} ranks (hosts x ranks per host), emulated on one "
             f"machine; per host {rate}, {delay}, congestion control {control}"
+        )
+
+    def launcher(self) -> str:
+        """The command line that makes such a cluster. Ranks find it in
+        ``EMULATED_CLUSTER_LAUNCHER``."""
+        delay = f" --delay-ms {self.link.delay_ms:g}" if self.link.delay_ms else ""
+        return (
+            f"python -m tests.cluster --hosts {self.hosts} --ranks-per-host {self.ranks_per_host} "
+            f"--link {self.link.rate}{delay} --"
         )
 
     def close(self) -> None:

@@ -198,8 +198,8 @@ class _Follower:
                     target.flush()
 
 
-def rank_environment(description: str) -> dict[str, str]:
-    """The caller's environment and what ranks need."""
+def rank_environment(description: str, launcher: str) -> dict[str, str]:
+    """The caller's environment, what ranks need, and what reports say of the cluster."""
     inherited = os.environ.get("PYTHONPATH")
     return os.environ | {
         "GLOO_SOCKET_IFNAME": "eth0",
@@ -207,6 +207,7 @@ def rank_environment(description: str) -> dict[str, str]:
         "PYTHONFAULTHANDLER": "1",
         "PYTHONPATH": os.pathsep.join([str(_REPOSITORY), *([inherited] if inherited else [])]),
         "EMULATED_CLUSTER": description,
+        "EMULATED_CLUSTER_LAUNCHER": launcher,
     }
 
 

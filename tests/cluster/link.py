@@ -48,6 +48,17 @@ class Link:
         return cls(bits_per_s, delay_ms)
 
     @property
+    def rate(self) -> str:
+        """As `parse` reads it.
+
+        Example:
+            >>> from tests.cluster.link import Link
+            >>> Link.parse("2.5gbit").rate
+            '2500mbit'
+        """
+        return "none" if self.bits_per_s is None else f"{self.bits_per_s / 10**6:g}mbit"
+
+    @property
     def bytes_per_s(self) -> float | None:
         """None: as fast as the machine can."""
         return None if self.bits_per_s is None else self.bits_per_s / 8

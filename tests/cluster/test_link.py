@@ -73,6 +73,8 @@ def test_one_end_delays_and_both_limit() -> None:
 
 
 def test_links_in_words() -> None:
+    assert Link.parse("2.5gbit").rate == "2500mbit"
+    assert Link.parse("none").rate == "none"
     texts = [str(Link.parse(rate)) for rate in ("200mbit", "2.5gbit", "none")]
     assert texts == ["200 Mbit/s", "2.5 Gbit/s", "no limit"]
 

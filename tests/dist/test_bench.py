@@ -10,12 +10,25 @@ import torch
 import torch.distributed as dist
 
 from tests.support.faulty_bench import CONFIG
+from tests.support.loops import local_tensors
 from tests.support.ranks import RankPool
 from torchrec_2dsp.bench import replay
+from torchrec_2dsp.bench.config import BenchConfig
+from torchrec_2dsp.bench.contestants import build_trainer
 from torchrec_2dsp.bench.results import BenchResult, ContestantResult, Outcome
+from torchrec_2dsp.cost.link_speed import LinkSpeeds
+from torchrec_2dsp.data.synthetic import make_batch
+from torchrec_2dsp.recipe.config_file import make_config
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 200
+NO_LINKS = LinkSpeeds(
+    local_world_size=2,
+    intra_host_all_to_all_bytes_per_s=None,
+    intra_host_all_reduce_bytes_per_s=None,
+    cross_host_all_to_all_bytes_per_s=None,
+    cross_host_all_reduce_bytes_per_s=None,
+)
 
 
 def torchrun(*arguments: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
@@ -114,6 +127,32 @@ def test_a_ceiling_communicates_nothing_and_waits_for_nobody(result: BenchResult
     assert ceiling.losses == ()
     assert ceiling.loss_gap is None
     assert not any(phase.waiting for phase in ceiling.phases)
+
+
+def learning(rank: int, world_size: int, name: str) -> list[list[torch.Tensor]]:
+    """All weights after a step, after a second one, and after one without learning."""
+    config = make_config(BenchConfig, CONFIG)
+    mesh = config.mesh(name, world_size, world_size)
+    trainer = build_trainer(config, config.planned[name], mesh, NO_LINKS)
+    batches = iter(
+        make_batch(config.data, step=step, global_batch_size=32, rank=rank, world_size=world_size)
+        for step in range(9)
+    )
+    seen = []
+    for step in range(3):
+        if step == 2:
+            trainer.stop_learning()
+        trainer.pipeline.progress(batches)
+        weights = trainer.model.state_dict().values()
+        seen.append([part.clone() for one in weights for part in local_tensors(one)])
+    return seen
+
+
+@pytest.mark.parametrize("name", ["planner", "exact", "data_parallel"])
+def test_a_ceiling_can_train_without_learning(ranks2: RankPool, name: str) -> None:
+    for first, second, third in ranks2.run(learning, name):
+        assert any(not torch.equal(*pair) for pair in zip(first, second, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(second, third, strict=True))
 
 
 def replayed(rank: int, world_size: int) -> list[float]:

@@ -1,7 +1,9 @@
 """Figures of a benchmark: against values computed by hand, and what must hold for all of them."""
 
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +12,13 @@ from tests.support.bench_results import CONTESTANTS, STEPS_MS, bench_result
 from torchrec_2dsp import ConfigError
 from torchrec_2dsp.bench.compare import compare_runs
 from torchrec_2dsp.bench.results import Block, ContestantResult, Outcome
-from torchrec_2dsp.bench.statistics import median_interval, speedup, step_time, summarize
+from torchrec_2dsp.bench.statistics import (
+    interval_coverage,
+    median_interval,
+    speedup,
+    step_time,
+    summarize,
+)
 
 BLOCKS_S = st.lists(st.floats(1e-3, 10.0), min_size=1, max_size=9)
 CRASHED = (Outcome.CRASHED, "out of memory")
@@ -41,6 +49,17 @@ def test_an_interval_leaves_out_what_is_too_rare() -> None:
     # Of 7 values, a resample's median is the lowest with probability 0.010 and one of the two
     # lowest with 0.10: the interval goes from the second to the second last.
     assert median_interval([7, 1, 6, 2, 5, 3, 4]) == (2, 6)
+
+
+@pytest.mark.parametrize("num_values", [5, 7, 9])
+def test_an_interval_covers_the_median_as_often_as_it_says(num_values: int) -> None:
+    rng = np.random.default_rng(5)
+    hits = 0
+    for _ in range(400):
+        low, high = median_interval(rng.exponential(size=num_values).tolist())
+        hits += low <= math.log(2) <= high
+
+    assert hits / 400 == pytest.approx(interval_coverage(num_values), abs=0.04)
 
 
 def test_an_interval_depends_on_the_seed_alone() -> None:

@@ -62,8 +62,16 @@ class Trainer:
     pipeline: TrainPipelineSparseDist[Any, Any]
     """TorchRec's: it calls the model's `sync` by itself."""
 
+    optimizer: CombinedOptimizer
+    """Of all parameters."""
+
     sharding: Mapping[str, int]
     """How many tables have which sharding type."""
+
+    def stop_learning(self) -> None:
+        """From now on, steps do their work and change no weight."""
+        for group in cast(list[dict[str, Any]], self.optimizer.param_groups):
+            group["lr"] = 0.0
 
 
 def build_trainer(
@@ -81,8 +89,9 @@ def build_trainer(
     else:
         model, plan = _stock(config, one, speeds, unsharded, device)
     fill_tables_(model, config.data, config.model.dim, config.model.seed)
-    pipeline = TrainPipelineSparseDist(model, _optimizer(config, model), device)
-    return Trainer(model, pipeline, _sharding(plan))
+    optimizer = _optimizer(config, model)
+    pipeline = TrainPipelineSparseDist(model, optimizer, device)
+    return Trainer(model, pipeline, optimizer, _sharding(plan))
 
 
 def _stock(

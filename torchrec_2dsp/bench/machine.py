@@ -21,7 +21,7 @@ class Load:
     """Equal for ranks on one machine, also in containers and namespaces."""
 
     busy_s: float
-    """What all processes of the machine used."""
+    """What all processes of the machine used, and what a virtual machine's host took."""
 
     own_s: float
     """What some processes used."""
@@ -34,19 +34,18 @@ def load(pids: Sequence[int]) -> Load:
         pids: the processes that count as our own.
     """
     try:
-        user, nice, system = (
-            int(ticks) for ticks in (_PROC / "stat").read_text().splitlines()[0].split()[1:4]
-        )
+        ticks = [int(ticks) for ticks in (_PROC / "stat").read_text().splitlines()[0].split()[1:]]
         own = sum(_process_ticks(pid) for pid in pids)
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return Load(platform.node(), 0.0, 0.0)
     per_s = os.sysconf("SC_CLK_TCK")
-    return Load(boot, (user + nice + system) / per_s, own / per_s)
+    user, nice, system, stolen = (*ticks[:3], ticks[7])
+    return Load(boot, (user + nice + system + stolen) / per_s, own / per_s)
 
 
 def foreign_load(before: Sequence[Load], after: Sequence[Load], seconds: float) -> float:
-    """Cores that other processes kept busy, on the machine where they kept most.
+    """Cores that others kept busy, on the machine where they kept most.
 
     Args:
         before: of every rank, at the start.
@@ -95,12 +94,16 @@ def interfaces() -> list[str]:
 
 
 def resident_bytes() -> int | None:
-    """The memory that this process has now, after giving back what it doesn't use."""
+    """The memory that this process has now."""
+    return _status_bytes("VmRSS")
+
+
+def give_back_memory() -> None:
+    """Return what this process has allocated and freed to the system."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
     if trim is not None:
         trim(0)
-    return _status_bytes("VmRSS")
 
 
 def peak_bytes() -> int | None:
@@ -115,6 +118,28 @@ def _status_bytes(key: str) -> int | None:
         return None
     found = [line.split()[1] for line in lines if line.startswith(f"{key}:")]
     return int(found[0]) * 1024 if found else None
+
+
+def keep_libraries_in_memory() -> bool:
+    """Pin the code of loaded libraries, for all processes that share it; whether that worked.
+
+    Some kernels take back what wasn't used for a while, and the first steps of a contestant that
+    has waited would read its code from disk. Needs the permission to lock memory.
+    """
+    try:
+        mappings = (_PROC / "self/maps").read_text().splitlines()
+        lock = ctypes.CDLL(None, use_errno=True).mlock
+    except (OSError, AttributeError):
+        return False
+    lock.argtypes = (ctypes.c_size_t, ctypes.c_size_t)
+    locked = []
+    for mapping in mappings:
+        addresses, rights, _, _, _, *path = mapping.split(maxsplit=5)
+        # What is writable is private, and the kernel has nowhere else to keep it.
+        if path and ".so" in path[0] and rights.startswith("r-"):
+            start, end = (int(address, 16) for address in addresses.split("-"))
+            locked.append(lock(start, end - start) == 0)
+    return bool(locked) and all(locked)
 
 
 def describe_machine() -> dict[str, str]:

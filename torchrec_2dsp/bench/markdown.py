@@ -25,6 +25,7 @@ from torchrec_2dsp.bench.statistics import (
     NUM_RESAMPLES,
     Summary,
     config_of,
+    interval_coverage,
     summarize,
 )
 from torchrec_2dsp.errors import ConfigError
@@ -125,12 +126,16 @@ def _contestants(results: Sequence[BenchResult]) -> str:
 
 def _columns(summaries: Sequence[Summary]) -> str:
     meanings = {
-        "min, median, max ms": "step time over the blocks, on the slowest rank",
+        "min, median, max ms": (
+            "step time over the blocks, on the slowest rank (of a ceiling, whose ranks wait for "
+            "nobody, on a rank in the mean)"
+        ),
         "samples/s": "of all ranks, at the median",
         "x best stock": (
             "how many times as fast as TorchRec's fastest contestant, whatever that was given: the "
             "median over rounds, in each of which the two blocks are compared, with its "
-            f"{CONFIDENCE:.0%} bootstrap interval ({NUM_RESAMPLES:,} resamples)"
+            f"{CONFIDENCE:.0%} bootstrap interval ({NUM_RESAMPLES:,} resamples"
+            f"{_coverage(summaries)})"
         ),
         "x best plain stock": "the same against the fastest with gloo's own all-to-all",
         "of ceiling": (
@@ -149,7 +154,10 @@ def _columns(summaries: Sequence[Summary]) -> str:
         ),
         "median within": f"the median's {CONFIDENCE:.0%} bootstrap interval",
         "spread": "(max - min) / median",
-        "foreign load": "cores that others kept busy, median and highest of the blocks",
+        "foreign load": (
+            "cores that other processes or other virtual machines kept busy, median and highest of "
+            "the blocks"
+        ),
         "loaded rounds": (
             f"rounds, counted from 0, with a foreign load above {FOREIGN_LOAD_LIMIT_CORES:g}"
         ),
@@ -165,6 +173,15 @@ def _columns(summaries: Sequence[Summary]) -> str:
     )
 
 
+def _coverage(summaries: Sequence[Summary]) -> str:
+    """How much of its confidence an interval of so few rounds keeps."""
+    rounds = {len(one.result.blocks) for summary in summaries for one in summary.contestants}
+    parts = [f"{interval_coverage(number):.0%} ({number} rounds)" for number in sorted(rounds)]
+    if not parts:
+        return ""
+    return f"; with so few values it holds the true median in {' or '.join(parts)} of all cases"
+
+
 def _facts(result: BenchResult) -> dict[str, str]:
     """What was run where, by heading."""
     setting, config = result.setting, config_of(result)
@@ -177,6 +194,7 @@ def _facts(result: BenchResult) -> dict[str, str]:
         "When": f"{escaped(setting.when)} (UTC)",
         "Ranks": f"{setting.hosts} x {setting.ranks_per_host} (hosts x ranks per host)",
         "Network": escaped(setting.network),
+        "Cluster": escaped(setting.cluster),
         "Measured links, per rank": _pairs(speeds),
         "Machine": _pairs(setting.machine),
         "Versions": _pairs(setting.versions),

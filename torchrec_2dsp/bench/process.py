@@ -2,6 +2,7 @@
 
 import enum
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -56,8 +57,13 @@ class ContestantProcess:
         self._process = context.Process(
             target=_serve, args=(make, remote, self._stacks, os.getpid()), daemon=True
         )
+        gc.collect()
+        # A collection writes to all that it looks at, and with that copies memory which parent and
+        # child share; it doesn't look at what is frozen.
+        gc.freeze()
         self._process.start()
         remote.close()
+        gc.unfreeze()
         assert self._process.pid is not None
         self.pid = self._process.pid
         """Of the process."""
@@ -94,7 +100,9 @@ class ContestantProcess:
         return Answer(How.RAISED, report=value) if raised else Answer(How.ANSWERED, value)
 
     def kill(self) -> None:
-        """End it, whatever it does."""
+        """End it, whatever it does; once more does nothing."""
+        if self._connection.closed:
+            return
         self._process.kill()
         self._process.join()
         self._process.close()

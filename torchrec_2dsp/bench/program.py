@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from torchrec_2dsp.bench.config import BenchConfig
+from torchrec_2dsp.bench.config import BenchConfig, CeilingContestant
 from torchrec_2dsp.bench.control import Control
 from torchrec_2dsp.bench.judge import judged
 from torchrec_2dsp.bench.machine import (
     foreign_load,
     interfaces,
+    keep_libraries_in_memory,
     load,
     sent,
 )
@@ -27,7 +28,7 @@ from torchrec_2dsp.bench.results import (
 from torchrec_2dsp.bench.setting import describe_setting
 from torchrec_2dsp.bench.speeds import measured_speeds
 from torchrec_2dsp.bench.trace import mean_phases
-from torchrec_2dsp.bench.worker import Place, Traced, Worker
+from torchrec_2dsp.bench.worker import LEAD_IN_STEPS, Place, Traced, Worker
 from torchrec_2dsp.cost.link_speed import LinkSpeeds
 from torchrec_2dsp.errors import ConfigError
 
@@ -106,6 +107,7 @@ class _Bench:
 
     def run(self) -> BenchResult:
         started = datetime.now(UTC)
+        keep_libraries_in_memory()
         try:
             speeds = measured_speeds(self._config, self._place, self._control)
             for watcher in self._watchers:
@@ -115,8 +117,10 @@ class _Bench:
             self._measure()
             for runner in self._alive():
                 self._trace(runner)
+                # Traces take memory, which the next one needs.
+                runner.process.kill()
         finally:
-            for runner in self._alive():
+            for runner in self._runners:
                 runner.process.kill()
         results = [self._result(runner) for runner in self._runners]
         return judged(
@@ -163,12 +167,14 @@ class _Bench:
         after = self._control.exchange(self._counters(runner))
         if answers is None:
             return
-        runner.step_s = max(answers)
+        # The ranks of a ceiling wait for nobody, so that none of them alone is what a step takes.
+        waits = not isinstance(self._config.contestants[runner.name], CeilingContestant)
+        runner.step_s = max(answers) if waits else sum(answers) / len(answers)
         link, loopback = self._bytes_per_step(before, after, num_steps)
         block = Block(
             round=number,
             num_steps=num_steps,
-            step_s=max(answers),
+            step_s=runner.step_s,
             link_bytes=link,
             loopback_bytes=loopback,
             foreign_load=foreign_load(
@@ -193,7 +199,7 @@ class _Bench:
         pairs = [(a[1], b[1]) for a, b in zip(before, after, strict=True) if a[1] and b[1]]
         if not pairs:
             return None, None
-        steps = num_steps * self._place.world_size
+        steps = (LEAD_IN_STEPS + num_steps) * self._place.world_size
         link = sum(end.link_bytes - start.link_bytes for start, end in pairs)
         loopback = sum(end.loopback_bytes - start.loopback_bytes for start, end in pairs)
         return link / steps, loopback / steps

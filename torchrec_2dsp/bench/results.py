@@ -38,7 +38,8 @@ class Block(Section):
     """Steps that were timed together."""
 
     step_s: float = Field(gt=0)
-    """Mean time of a step on the slowest rank."""
+    """Mean time of a step on the slowest rank; of a ceiling, whose ranks don't wait for each other,
+    on a rank in the mean."""
 
     link_bytes: float | None = None
     """Bytes sent on the counted interface, per rank and step; None if none is counted."""
@@ -47,7 +48,8 @@ class Block(Section):
     """As `link_bytes`, for traffic that stayed inside a host."""
 
     foreign_load: float
-    """Cores kept busy by processes that don't belong to the benchmark, on the busiest machine."""
+    """Cores that the benchmark couldn't have, on the busiest machine: other processes had them,
+    or other virtual machines."""
 
 
 class Phase(Section):
@@ -142,6 +144,9 @@ class Setting(Section):
 
     network: str
     """In words."""
+
+    cluster: str = ""
+    """What an emulated cluster says of itself; empty where machines are real."""
 
     machine: dict[str, str]
     """Processor, cores, memory, kernel."""

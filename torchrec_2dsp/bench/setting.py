@@ -1,5 +1,6 @@
 """Where and how a benchmark runs: what its report starts with."""
 
+import os
 import shlex
 import sys
 from datetime import datetime
@@ -22,6 +23,7 @@ def describe_setting(
         hosts=place.world_size // place.local_world_size,
         ranks_per_host=place.local_world_size,
         network=config.network.description or "network as it is",
+        cluster=os.environ.get("EMULATED_CLUSTER", ""),
         machine=describe_machine(),
         versions=describe_versions(),
         link_speeds={
@@ -35,9 +37,9 @@ def describe_setting(
 
 
 def _command(place: Place) -> str:
-    arguments = shlex.join(sys.argv[1:])
     hosts = place.world_size // place.local_world_size
-    return (
-        f"torchrun --nnodes {hosts} --nproc-per-node {place.local_world_size} "
-        f"-m torchrec_2dsp {arguments}"
+    launcher = os.environ.get(
+        "EMULATED_CLUSTER_LAUNCHER",
+        f"torchrun --nnodes {hosts} --nproc-per-node {place.local_world_size}",
     )
+    return f"{launcher} -m torchrec_2dsp {shlex.join(sys.argv[1:])}"

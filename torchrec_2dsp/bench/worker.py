@@ -14,7 +14,7 @@ from torchrec_2dsp.bench import replay
 from torchrec_2dsp.bench.config import BenchConfig, CeilingContestant
 from torchrec_2dsp.bench.contestants import Trainer, build_trainer
 from torchrec_2dsp.bench.control import contestant_store
-from torchrec_2dsp.bench.machine import peak_bytes, resident_bytes
+from torchrec_2dsp.bench.machine import give_back_memory, peak_bytes, resident_bytes
 from torchrec_2dsp.bench.results import Phase, Traffic
 from torchrec_2dsp.bench.trace import split_by_phase, traced
 from torchrec_2dsp.comms import full_duplex
@@ -23,6 +23,9 @@ from torchrec_2dsp.cost.link_speed import LinkSpeeds
 from torchrec_2dsp.data.synthetic import make_batch
 from torchrec_2dsp.mesh.groups import world_group
 from torchrec_2dsp.recipe.world import quiet_upstream
+
+LEAD_IN_STEPS = 1
+"""Untimed steps of a block: the caches hold what another contestant left there."""
 
 _RECORDED_STEPS = 8
 """A ceiling keeps the outputs of all collectives of so many steps."""
@@ -76,6 +79,7 @@ class Worker:
         """
         quiet_upstream()
         torch.set_num_threads(1)
+        give_back_memory()
         self._start_bytes = resident_bytes()
         schedule = self._config.schedule
         if schedule.device == "cuda":
@@ -98,23 +102,36 @@ class Worker:
         """Train the first steps; seconds of the last one.
 
         Collectives:
-            Those of the steps and one barrier.
+            Those of the steps and barriers.
         """
-        self.block(self._config.schedule.warmup_steps - 1)
-        step_s = self.block(1)
+        self._train(self._config.schedule.warmup_steps - 1)
+        step_s = self._train(1)
         if self._is_ceiling:
             replay.TAPE.mode = replay.Mode.RECORD
-            self.block(self._feed.cycle)
+            self._train(self._feed.cycle)
             replay.TAPE.mode = replay.Mode.REPLAY
-            step_s = self.block(1)
+            # The same gradients again and again would drive the weights to where arithmetic on
+            # them takes another time.
+            assert self._trainer is not None
+            self._trainer.stop_learning()
+            step_s = self._train(1)
+        give_back_memory()
         return step_s
 
     def block(self, num_steps: int) -> float:
-        """Train some steps; the seconds of one.
+        """Train `LEAD_IN_STEPS` and then some steps; the seconds of one of the latter.
 
         Collectives:
-            A barrier, and those of the steps.
+            Barriers, and those of the steps.
         """
+        self._feed.prepare(LEAD_IN_STEPS + num_steps)
+        self._train(LEAD_IN_STEPS)
+        step_s = self._train(num_steps)
+        # One contestant computes at a time; the others keep no more memory than they need.
+        give_back_memory()
+        return step_s
+
+    def _train(self, num_steps: int) -> float:
         self._feed.prepare(num_steps)
         dist.barrier(world_group())
         start = time.perf_counter()

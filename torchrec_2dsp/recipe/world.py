@@ -43,7 +43,16 @@ def launched_world(device: str, command: str) -> Iterator[int]:
 
 
 def quiet_upstream() -> None:
-    """Leave out what torch and torchrec say, once per rank, about each other's old names."""
+    """Leave out what torch and torchrec say on every rank though all is as it should be."""
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|torchrec)\..*")
     warnings.filterwarnings("ignore", r"`broadcast_buffers` is deprecated", FutureWarning)
+    # FBGEMM's lookup for data-parallel tables brings its gradient along in another way.
+    warnings.filterwarnings("ignore", r"fbgemm::dense_embedding_codegen", UserWarning)
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    logging.getLogger("torchrec.distributed.utils").addFilter(_is_news)
+    logging.getLogger("torchrec.distributed.comm").addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    said = record.getMessage()
+    return "caching params will be ignored" not in said and not said.startswith("[Connection]")

@@ -1,0 +1,146 @@
+"""A contestant's process, and what the operating system knows of it."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from torchrec_2dsp.bench.machine import (
+    Load,
+    foreign_load,
+    keep_libraries_in_memory,
+    load,
+    peak_bytes,
+    resident_bytes,
+    sent,
+)
+from torchrec_2dsp.bench.process import Answer, ContestantProcess, How, failure_line, failure_report
+
+
+class Subject:
+    """What a contestant's process does in these tests."""
+
+    def double(self, value: int) -> int:
+        return 2 * value
+
+    def fail(self) -> None:
+        raise ValueError("it is broken")
+
+    def die(self) -> None:
+        os._exit(7)
+
+    def sleep(self) -> None:
+        time.sleep(600)
+
+    def pin(self) -> tuple[bool, int]:
+        could = keep_libraries_in_memory()
+        status = Path("/proc/self/status").read_text()
+        return could, int(status.partition("VmLck:")[2].split()[0])
+
+
+def test_a_process_answers_and_survives_an_error() -> None:
+    process = ContestantProcess(Subject)
+    try:
+        assert process.ask("double", 4, deadline_s=30) == Answer(How.ANSWERED, 8)
+        failed = process.ask("fail", deadline_s=30)
+        assert failed.how is How.RAISED
+        assert failed.report.endswith("ValueError: it is broken\n")
+        assert process.ask("double", 5, deadline_s=30).value == 10
+    finally:
+        process.kill()
+
+
+def test_a_process_can_be_killed_twice() -> None:
+    process = ContestantProcess(Subject)
+
+    process.kill()
+    process.kill()
+
+
+def test_libraries_are_pinned_if_that_is_allowed() -> None:
+    process = ContestantProcess(Subject)
+    try:
+        could, locked_kib = process.ask("pin", deadline_s=60).value
+    finally:
+        process.kill()
+
+    # Torch alone has more code than this.
+    assert not could or locked_kib > 50_000
+
+
+def test_a_process_that_dies_is_noticed() -> None:
+    process = ContestantProcess(Subject)
+    try:
+        answer = process.ask("die", deadline_s=30)
+    finally:
+        process.kill()
+
+    assert answer.how is How.DIED
+    assert "died in die with exit code 7" in answer.report
+
+
+def test_a_process_that_hangs_says_where() -> None:
+    process = ContestantProcess(Subject)
+    try:
+        late = process.ask("sleep", deadline_s=0.5)
+    finally:
+        process.kill()
+
+    assert late.how is How.LATE
+    assert late.report.startswith("sleep took over 0.5 s")
+    assert "in sleep" in late.report
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
+
+
+def test_waiting_ends_when_another_rank_failed() -> None:
+    process = ContestantProcess(Subject)
+    try:
+        answer = process.ask("sleep", deadline_s=60, give_up=lambda: True)
+    finally:
+        process.kill()
+
+    assert answer.how is How.STOPPED
+
+
+def test_failures_of_all_ranks_are_told() -> None:
+    answers = [
+        Answer(How.RAISED, report="Traceback\n  line\nValueError: bad"),
+        Answer(How.ANSWERED, 3),
+        Answer(How.LATE, report="block took over 5 s\nstack"),
+        Answer(How.STOPPED, report="stopped"),
+    ]
+
+    line = failure_line("block", answers)
+
+    assert line == ("in block: rank 0: ValueError: bad; rank 2: block took over 5 s")
+    assert "in block, rank 2: block took" in failure_report("block", answers)
+
+
+def test_foreign_load_is_what_nobody_here_used() -> None:
+    before = [Load("a", 100.0, 5.0), Load("a", 100.1, 7.0), Load("b", 50.0, 1.0)]
+    after = [Load("a", 116.0, 9.0), Load("a", 116.1, 13.0), Load("b", 51.0, 2.0)]
+
+    assert foreign_load(before, after, seconds=10.0) == pytest.approx(0.6)
+
+
+def test_a_busy_process_counts_as_its_own() -> None:
+    before = load([os.getpid()])
+    end = time.process_time() + 0.3
+    while time.process_time() < end:
+        pass
+
+    used = load([os.getpid()])
+
+    assert used.own_s - before.own_s == pytest.approx(0.3, abs=0.15)
+    assert used.busy_s - before.busy_s > 0.15
+    assert used.machine == before.machine
+
+
+def test_memory_and_bytes_are_counted() -> None:
+    resident, peak = resident_bytes(), peak_bytes()
+    assert resident is not None
+    assert peak is not None
+    assert peak >= 0.9 * resident > 1e7
+    assert sent("lo").link_bytes == sent("lo").loopback_bytes

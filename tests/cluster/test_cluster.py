@@ -149,10 +149,11 @@ def test_the_deadline_shows_where_ranks_hang(tmp_path: Path) -> None:
         for timeout_s in (5, 40):
             with pytest.raises(CommandFailed, match=f"missed the deadline of {timeout_s} s") as e:
                 cluster.run([*PROGRAM, "hang", str(tmp_path)], timeout_s=timeout_s)
-            if len(list(tmp_path.iterdir())) == 2:  # Else they hadn't even started.
+            shown = all("in wait_for_ever" in tail for tail in e.value.tails)
+            if shown:  # On a busy machine they may not have got there in 5 s.
                 break
         assert wait_until_gone(str(tmp_path)) == []
-        assert all("in wait_for_ever" in tail for tail in e.value.tails)
+        assert shown
         assert e.value.exit_codes == (None, None)
 
 

@@ -143,4 +143,5 @@ def test_memory_and_bytes_are_counted() -> None:
     assert resident is not None
     assert peak is not None
     assert peak >= 0.9 * resident > 1e7
-    assert sent("lo").link_bytes == sent("lo").loopback_bytes
+    so_far = sent("lo")
+    assert so_far.link_bytes == so_far.loopback_bytes

@@ -165,7 +165,10 @@ TABLE_WISE_T0_T2 = step_of(48, 128, 128, 512, *merge_of(24, 64, 256), rows=False
 HOT_MERGE = [(op, "world", num_bytes) for op, num_bytes in merge_of(24, 64, 384)]
 HOT_T1 = step_of(48, 128, 80, 1024, *merge_of(16, 16, 128), rows=False) + HOT_MERGE
 HOT_T0_T2 = step_of(48, 128, 80, 512, *merge_of(24, 48, 192), rows=False) + HOT_MERGE
-# Averages: a shard of 20 x 8 + 12 x 16 + 17 x 8 weights and 49 moments, (488 + 49) x 4 = 2148; the
+# Averages of what was touched: a flag and row counts, 8 bytes each; then one row of each table with
+# its id and its moment, padded to 8 bytes: (8 + 32 + 8) + (8 + 64 + 8) + (8 + 32 + 8) = 176, twice.
+AVERAGE = step_of(48, 256, 128, 1536, ("all_gather", 32), ("all_to_all_single", 352), rows=True)
+# Averages of everything: a shard of 20 x 8 + 12 x 16 + 17 x 8 weights and 49 moments, (488 + 49) x 4 = 2148; the
 # other has 16 rows of t2.
 AVERAGES = [
     step_of(48, 256, 128, 1536, ("all_reduce_coalesced", num_bytes), rows=True)
@@ -182,7 +185,8 @@ STEPS_BY_CELL: list[tuple[Cell, list[Step]]] = [
     (replace(EXACT, sharding="table_column_wise"), [COLUMN_WISE] * 2),
     (replace(EXACT, sharding="grid_shard"), [GRID] * 2),
     (replace(EXACT, sharding="data_parallel"), [DATA_PARALLEL] * 2),
-    (AVERAGED, AVERAGES),
+    (AVERAGED, [AVERAGE] * 2),
+    (replace(AVERAGED, sync=tdsp.WeightSync(rows=tdsp.SyncedRows.ALL)), AVERAGES),
     (HOT, [HOT_T1, HOT_T0_T2]),
 ]
 """What the first and the second rank of a group do."""

@@ -146,7 +146,8 @@ def sync_now(rank: int, world_size: int, cell: Cell) -> tuple[tdsp.SyncReport, .
 
 
 def test_sync_now_asks_nobody(ranks4: RankPool) -> None:
-    for cell, has_averages in ((EXACT, False), (AVERAGED, True)):
+    whole = replace(AVERAGED, sync=tdsp.WeightSync(rows=tdsp.SyncedRows.ALL))
+    for cell, has_averages in ((EXACT, False), (AVERAGED, False), (whole, True)):
         for idle, forced, pending, again in ranks4.run(sync_now, cell):
             assert idle == again == tdsp.SyncReport()
             assert (forced.num_rows > 0) == has_averages

@@ -9,6 +9,9 @@ from tests.support.parity import Cell, local_world_size, make_parallel
 from tests.support.ranks import RankPool
 
 
+WHOLE = tdsp.WeightSync(rows=tdsp.SyncedRows.ALL)
+
+
 def averaged(rank: int, world_size: int, cell: Cell) -> tuple[tdsp.SyncReport, list[int]]:
     """The report of one averaging sync, and the rows of this rank's shards."""
     parallel = make_parallel(cell, world_size, local_world_size())
@@ -23,7 +26,7 @@ def averaged(rank: int, world_size: int, cell: Cell) -> tuple[tdsp.SyncReport, l
 
 def test_an_average_counts_each_row_once(ranks4: RankPool) -> None:
     """Rows, whatever state goes with them: element-wise AdaGrad's is as large as the weights."""
-    cell = Cell(tdsp.Mesh2D(2, 2), "row_wise", optimizer="adagrad", sync=tdsp.WeightSync())
+    cell = Cell(tdsp.Mesh2D(2, 2), "row_wise", optimizer="adagrad", sync=WHOLE)
     for report, rows in ranks4.run(averaged, cell):
         assert report.num_rows == sum(rows) > 0
         assert report.num_tensors == 2 * len(rows)

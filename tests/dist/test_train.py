@@ -39,7 +39,7 @@ TINY = {
     "runs": {
         "one_group": {},
         "exact": {"num_groups": 2},
-        "averaged": {"num_groups": 2, "sync": "WeightSync"},
+        "averaged": {"num_groups": 2, "sync": "WeightSync", "synced_rows": "all"},
     },
 }
 

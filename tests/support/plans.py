@@ -12,11 +12,34 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_configs import DataType
 
-from torchrec_2dsp import GradientSync, HotSet, Mesh2D, Plan2D, RankLayout, WeightSync, pin
+from torchrec_2dsp import (
+    GradientSync,
+    HotSet,
+    Mesh2D,
+    Plan2D,
+    RankLayout,
+    SyncedRows,
+    WeightSync,
+    after,
+    every,
+    never,
+    pin,
+)
 
 layouts = st.sampled_from(RankLayout)
 meshes = st.builds(Mesh2D, st.integers(1, 6), st.integers(1, 6), layouts)
-syncs = st.sampled_from([GradientSync(), WeightSync()])
+policies = st.recursive(
+    st.just(never()) | st.builds(every, st.integers(1, 9)),
+    lambda inner: st.builds(after, st.integers(0, 9), inner),
+    max_leaves=3,
+)
+averages = st.builds(
+    WeightSync,
+    policy=policies,
+    moments_policy=st.none() | policies,
+    rows=st.sampled_from(SyncedRows),
+)
+syncs = st.just(GradientSync()) | averages
 names = st.text("abcdefgh_.", min_size=1, max_size=8)
 
 

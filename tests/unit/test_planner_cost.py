@@ -172,13 +172,34 @@ def test_the_weights_and_their_state() -> None:
         weight._optimizer_classes = [torch.optim.Adam]  # pyright: ignore[reportAttributeAccessIssue]
 
     def ms(sharding_type: str, **settings: object) -> list[float]:
-        return pytest.approx(sync_ms(sharding_type, sync=tdsp.WeightSync(), **settings))  # pyright: ignore
+        sync = tdsp.WeightSync(rows=tdsp.SyncedRows.ALL)
+        return pytest.approx(sync_ms(sharding_type, sync=sync, **settings))  # pyright: ignore
 
     assert ms("table_wise") == [cost(40 * 64 * 4)]
     assert ms("row_wise") == [cost(20 * 64 * 4)] * 2
     assert ms("table_wise", batch_size=80) == [cost(40 * 64 * 4)]
     assert ms("table_wise", sharder=adagrad) == [cost(40 * 64 * 4 + 40 * 4)]
     assert ms("table_wise", model=applied) == [cost(3 * 40 * 64 * 4)]
+
+
+def test_the_weights_of_touched_rows() -> None:
+    def cost(touched_rows: float, row_bytes: int) -> float:
+        return touched_rows * (row_bytes + 4) * 3 / INTER
+
+    adagrad = AnyTypeSharder(fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD})
+
+    def ms(sync: tdsp.WeightSync, **settings: object) -> list[float]:
+        return pytest.approx(sync_ms("table_wise", sync=sync, sharder=adagrad, **settings))  # pyright: ignore
+
+    # 8 samples on 2 ranks look up 16 rows in a step
+    assert ms(tdsp.WeightSync(), rows=400) == [cost(16, 260)]
+    assert ms(tdsp.WeightSync(policy=tdsp.every(5)), rows=400) == [cost(80, 260) / 5]
+    assert ms(tdsp.WeightSync(policy=tdsp.after(9, tdsp.every(2))), rows=400) == [cost(32, 260) / 2]
+    assert ms(tdsp.WeightSync(policy=tdsp.never()), rows=400) == [0.0]
+    rare_moments = tdsp.WeightSync(moments_policy=tdsp.every(4))
+    assert ms(rare_moments, rows=400) == [cost(16, 256) + cost(64, 4) / 4]
+    # Where more would be sent than the shard has, the shard is averaged.
+    assert ms(tdsp.WeightSync(), rows=16) == [2 * 3 / 4 * 16 * 260 / INTER]
 
 
 @pytest.mark.parametrize("sync", [tdsp.GradientSync(), tdsp.WeightSync()])

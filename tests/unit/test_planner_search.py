@@ -105,8 +105,10 @@ def test_the_cost_of_the_sync_decides_between_types() -> None:
         planner = stock_planner(constraints, sync, tdsp.Mesh2D(num_groups, 2))
         return types_of(planner.plan(model, SHARDERS), "large")["t0"]
 
-    assert chosen(tdsp.WeightSync(), 1) == "2d_table_wise"
-    assert chosen(tdsp.WeightSync(), 4) == "2d_row_wise"
+    whole = tdsp.WeightSync(rows=tdsp.SyncedRows.ALL)
+    assert chosen(whole, 1) == "2d_table_wise"
+    assert chosen(whole, 4) == "2d_row_wise"
+    assert chosen(tdsp.WeightSync(), 4) == "2d_table_wise"
     assert chosen(tdsp.GradientSync(), 4) == "2d_table_wise"
 
 

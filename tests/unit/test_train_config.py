@@ -43,6 +43,9 @@ def test_a_run_names_the_sync_config_class() -> None:
 
     assert runs["one"].sync_config == tdsp.GradientSync()
     assert runs["two"].sync_config == tdsp.WeightSync()
+    rarer = overridden(MINIMAL, "runs.two.sync_policy=after(10, every(4))")
+    averaged = make_config(TrainConfig, rarer).runs["two"].sync_config
+    assert averaged == tdsp.WeightSync(policy=tdsp.after(10, tdsp.every(4)))
 
 
 def test_the_mesh_follows_from_the_world() -> None:
@@ -110,7 +113,10 @@ def test_overrides_that_lead_nowhere_are_refused(override: str, message: str) ->
         ("loop.steps=0", "loop.steps=0: input should be greater than or equal to 1"),
         ("loop.stepps=3", "loop.stepps is unknown; use one of steps, global_batch_size, "),
         ("lop.steps=3", "lop is unknown; use one of data, model, optimizer, loop, runs"),
-        ("runs.one.groups=3", "runs.one.groups is unknown; use one of num_groups, layout, sync"),
+        (
+            "runs.one.groups=3",
+            "runs.one.groups is unknown; use one of sync, sync_policy, synced_rows",
+        ),
         ("data.features.0.rows=3", "data.features.0.rows is unknown; use one of name, num_rows"),
         ("data.features.0.skew=-1", "data.features.0.skew=-1: input should be greater than or"),
         ("data.features.0.min_ids=2", "data.features.0: min_ids=2 is above max_ids=1"),
@@ -120,6 +126,9 @@ def test_overrides_that_lead_nowhere_are_refused(override: str, message: str) ->
         ("model.sharding_types=['row']", "sharding type 'row' has no 2D form; use one of data_"),
         ("model.sharding_types=[]", "it is empty; name at least one sharding type"),
         ("runs.two.sync=Sum", "sync='Sum': it is no sync config; use one of GradientSync, Weight"),
+        ("runs.two.sync_policy=every(0)", "every(0) is no interval; use every(1) or more"),
+        ("runs.two.sync_policy=4", "runs.two.sync_policy=4: input should be a valid string"),
+        ("runs.one.sync_policy=every(2)", "sync_policy='every(2)' is for WeightSync"),
         ("runs.two.layout=x", "runs.two.layout='x': input should be 'strided' or 'contiguous'"),
         ("runs.two=3", "runs.two=3: input should be"),
         ("runs={}", "runs is empty; describe at least one"),

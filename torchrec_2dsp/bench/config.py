@@ -8,7 +8,7 @@ from torchrec_2dsp.data.synthetic import SyntheticConfig
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
 from torchrec_2dsp.plan.parameter_sharding import base_type
-from torchrec_2dsp.recipe.sections import ModelConfig, OptimizerConfig, Section
+from torchrec_2dsp.recipe.sections import ModelConfig, OptimizerConfig, ReplicationConfig, Section
 
 
 class _Contestant(Section):
@@ -56,7 +56,7 @@ class StockContestant(_Planned):
         return f"TorchRec, {self._choice()}{qcomms}{self._exchange()}"
 
 
-class TwoDContestant(_Planned):
+class TwoDContestant(_Planned, ReplicationConfig):
     """This package's planner, sharder and `ModelParallel2D`."""
 
     kind: Literal["two_d"]
@@ -67,13 +67,6 @@ class TwoDContestant(_Planned):
     layout: RankLayout = RankLayout.CONTIGUOUS
     """How ranks are dealt to groups."""
 
-    sync: Literal["GradientSync", "WeightSync"] = "GradientSync"
-    """How the replicas stay equal; `WeightSync` has the arithmetic of TorchRec's own 2D."""
-
-    moment_scale: float | Literal["from_mesh"] = "from_mesh"
-    """The moment scale of row-wise AdaGrad; "from_mesh" is the number of groups for WeightSync
-    and 1 otherwise."""
-
     hot_rows: int = Field(default=0, ge=0)
     """How many of each table's most frequent rows are replicated on every rank."""
 
@@ -82,7 +75,7 @@ class TwoDContestant(_Planned):
         hot = f", {self.hot_rows:,} hot rows per table" if self.hot_rows else ""
         groups = str(self.num_groups).replace("_", " ")
         return (
-            f"2D, {self.layout.value} groups (as many as {groups}), {self.sync}, "
+            f"2D, {self.layout.value} groups (as many as {groups}), {self.sync_config}, "
             f"{self._choice()}{hot}{self._exchange()}"
         )
 

@@ -44,7 +44,6 @@ from torchrec_2dsp.optim.moment_scaled import FROM_MESH, MomentScaledRowWiseAdaG
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.plan.plan2d import Plan2D, pin
-from torchrec_2dsp.plan.sync_config import GradientSync, WeightSync
 from torchrec_2dsp.planner.planner2d import Planner2D
 from torchrec_2dsp.recipe.model import build_model, rank_device, table_name
 from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
@@ -156,7 +155,7 @@ def _two_d(
         stats=NoopEmbeddingStats(),
         debug=False,
         mesh=mesh,
-        sync=GradientSync() if one.sync == "GradientSync" else WeightSync(),
+        sync=one.sync_config,
     )
     plan = planner.collective_plan(model, sharders)
     for feature in config.data.features if one.hot_rows else ():

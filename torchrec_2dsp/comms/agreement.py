@@ -29,19 +29,22 @@ def agree(
     mine = (error, dict(facts or {}))
     gathered: list[tuple[TwoDError | None, dict[str, str]]] = [mine] * dist.get_world_size(group)
     dist.all_gather_object(gathered, mine, group=group)
-    failed = [(rank, found) for rank, (found, _) in enumerate(gathered) if found is not None]
+    ranks = dist.get_process_group_ranks(group)
+    failed = [
+        (rank, found) for rank, (found, _) in zip(ranks, gathered, strict=True) if found is not None
+    ]
     if failed:
         rank, first = failed[0]
         if all(str(found) == str(first) for _, found in failed) and len(failed) == len(gathered):
             raise first
         raise type(first)(f"{first} (found on rank {rank})")
     for name, expected in gathered[0][1].items():
-        for rank, (_, found) in enumerate(gathered):
+        for rank, (_, found) in zip(ranks, gathered, strict=True):
             if found.get(name) != expected:
                 theirs, ours = _first_difference(expected, str(found.get(name)))
                 raise ConfigError(
-                    f"{name} differs between ranks: rank 0 has {theirs}, rank {rank} has {ours}; "
-                    "give all ranks the same"
+                    f"{name} differs between ranks: rank {ranks[0]} has {theirs}, rank {rank} has "
+                    f"{ours}; give all ranks the same"
                 )
 
 

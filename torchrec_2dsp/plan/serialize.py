@@ -16,8 +16,10 @@ from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
 from torchrec_2dsp.plan.parameter_sharding import Exchange, ParameterSharding2D
 from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig, WeightSync
+from torchrec_2dsp.plan.sync_policy import parse_policy
 
 SCHEMA_VERSION = 1
+_POLICIES = {"policy", "moments_policy"}
 _SYNC_CLASSES = {cls.__name__: cls for cls in (GradientSync, WeightSync)}
 # What the constructors below raise for values of a wrong type or range.
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, RuntimeError)
@@ -42,7 +44,7 @@ def to_json(plan: Plan2D) -> str:
                 "group_size": plan.mesh.group_size,
                 "layout": plan.mesh.layout.value,
             },
-            "sync": {"kind": type(plan.sync).__name__, **vars(plan.sync)},
+            "sync": _sync_to_dict(plan.sync),
             "modules": {
                 path: {name: _table_to_dict(name, table) for name, table in module.tables()}
                 for path, module in plan.modules()
@@ -87,8 +89,7 @@ def _plan_from_dict(data: dict[str, Any]) -> Plan2D:
         )
     shape = data["mesh"]
     mesh = Mesh2D(shape["num_groups"], shape["group_size"], RankLayout(shape["layout"]))
-    sync_fields = dict(data["sync"])
-    sync: SyncConfig = _SYNC_CLASSES[sync_fields.pop("kind")](**sync_fields)
+    sync = _sync_from_dict(data["sync"])
     modules: dict[str, ModuleShardingPlan] = {
         path: ModulePlan2D(
             {name: _table_from_dict(table) for name, table in tables.items()},
@@ -98,6 +99,19 @@ def _plan_from_dict(data: dict[str, Any]) -> Plan2D:
         for path, tables in data["modules"].items()
     }
     return Plan2D(plan=modules, mesh=mesh, sync=sync)
+
+
+def _sync_to_dict(sync: SyncConfig) -> dict[str, Any]:
+    fields = {name: value if value is None else str(value) for name, value in vars(sync).items()}
+    return {"kind": type(sync).__name__, **fields}
+
+
+def _sync_from_dict(data: dict[str, Any]) -> SyncConfig:
+    data = dict(data)
+    kind = _SYNC_CLASSES[data.pop("kind")]
+    for name in _POLICIES & set(data):
+        data[name] = None if data[name] is None else parse_policy(data[name])
+    return kind(**data)
 
 
 def _table_to_dict(name: str, table: ParameterSharding2D) -> dict[str, Any]:

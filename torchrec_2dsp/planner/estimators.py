@@ -1,5 +1,6 @@
 """`ReplicaSyncEstimator`: adds what the replica sync costs to each shard's estimate."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -17,12 +18,14 @@ from torchrec.distributed.types import ShardingType
 
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import base_type
-from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
+from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig, SyncedRows
+from torchrec_2dsp.plan.sync_policy import SyncPolicy
 from torchrec_2dsp.planner.sync_cost import (
     data_parallel_ms,
     expected_touched_rows,
     gradient_sync_ms,
     state_bytes_per_row,
+    touched_sync_ms,
     weight_sync_ms,
 )
 from torchrec_2dsp.planner.topology import peer_bandwidth_bytes_per_ms
@@ -75,20 +78,52 @@ class ReplicaSyncEstimator(ShardEstimator):
         if isinstance(self._sync, GradientSync):
             return gradient_sync_ms(
                 num_groups=self._mesh.num_groups,
-                touched_rows=expected_touched_rows(
-                    shard_rows=rows,
-                    table_rows=option.tensor.shape[0],
-                    lookups_per_rank=self._lookups_per_rank(option),
-                    group_size=self._mesh.group_size,
-                ),
+                touched_rows=self._touched_rows(option, rows),
                 dim=dim,
                 bandwidth_bytes_per_ms=self._bandwidth,
             )
-        state_bytes = rows * state_bytes_per_row(_optimizer(option, sharder_data_map), dim)
-        return weight_sync_ms(
+        state_bytes = state_bytes_per_row(_optimizer(option, sharder_data_map), dim)
+        row_bytes = dim * option.tensor.element_size()
+        policy, moments_policy = self._sync.policy, self._sync.moments_policy
+        if moments_policy is None:
+            return self._average_ms(option, rows, row_bytes + state_bytes, policy, self._sync.rows)
+        return self._average_ms(
+            option, rows, row_bytes, policy, self._sync.rows
+        ) + self._average_ms(option, rows, state_bytes, moments_policy, self._sync.rows)
+
+    def _average_ms(
+        self,
+        option: ShardingOption,
+        rows: int,
+        row_bytes: int,
+        policy: SyncPolicy,
+        synced: SyncedRows,
+    ) -> float:
+        """Per step, of something that has ``row_bytes`` in each of a shard's rows."""
+        num_steps = policy.steps_per_sync
+        if math.isinf(num_steps) or not row_bytes:
+            return 0.0
+        whole_ms = weight_sync_ms(
             num_groups=self._mesh.num_groups,
-            shard_bytes=weight_bytes + state_bytes,
+            shard_bytes=rows * row_bytes,
             bandwidth_bytes_per_ms=self._bandwidth,
+        )
+        if synced is SyncedRows.ALL:
+            return whole_ms / num_steps
+        touched_ms = touched_sync_ms(
+            num_groups=self._mesh.num_groups,
+            touched_rows=self._touched_rows(option, rows, num_steps),
+            row_bytes=row_bytes,
+            bandwidth_bytes_per_ms=self._bandwidth,
+        )
+        return min(whole_ms, touched_ms) / num_steps
+
+    def _touched_rows(self, option: ShardingOption, rows: int, num_steps: float = 1) -> float:
+        return expected_touched_rows(
+            shard_rows=rows,
+            table_rows=option.tensor.shape[0],
+            lookups_per_rank=num_steps * self._lookups_per_rank(option),
+            group_size=self._mesh.group_size,
         )
 
     def _lookups_per_rank(self, option: ShardingOption) -> float:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torchrec_2dsp.optim.moment_scaled import MomentScaledRowWiseAdaGradOptimizer
 
 ID_BYTES = 8
+SHORT_ID_BYTES = 4
 GRADIENT_BYTES = 4
 """Row gradients travel as fp32."""
 STATE_BYTES = 4
@@ -37,7 +38,7 @@ def gradient_sync_ms(
 
 
 def weight_sync_ms(*, num_groups: int, shard_bytes: float, bandwidth_bytes_per_ms: float) -> float:
-    """`WeightSync`: an all-reduce of all weights and optimizer state of the shard.
+    """`WeightSync` of all rows: an all-reduce of the shard's weights and optimizer state.
 
     ``2 * (num_groups - 1) / num_groups * shard_bytes / bandwidth``
 
@@ -47,6 +48,24 @@ def weight_sync_ms(*, num_groups: int, shard_bytes: float, bandwidth_bytes_per_m
         2.0
     """
     return 2 * (num_groups - 1) / num_groups * shard_bytes / bandwidth_bytes_per_ms
+
+
+def touched_sync_ms(
+    *, num_groups: int, touched_rows: float, row_bytes: int, bandwidth_bytes_per_ms: float
+) -> float:
+    """`WeightSync` of the touched rows: each peer gets their weights, their state and their ids.
+
+    ``touched_rows * (row_bytes + 4) * (num_groups - 1) / bandwidth``
+
+    Example:
+        >>> from torchrec_2dsp.planner.sync_cost import touched_sync_ms
+        >>> touched_sync_ms(
+        ...     num_groups=3, touched_rows=10, row_bytes=12, bandwidth_bytes_per_ms=320.0
+        ... )
+        1.0
+    """
+    sent_bytes = touched_rows * (row_bytes + SHORT_ID_BYTES) * (num_groups - 1)
+    return sent_bytes / bandwidth_bytes_per_ms
 
 
 def data_parallel_ms(

@@ -1,6 +1,13 @@
 """The parts of a config file that say what is trained."""
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig, SyncedRows, WeightSync
+from torchrec_2dsp.plan.sync_policy import every, parse_policy
+
+_SYNCS = (GradientSync.__name__, WeightSync.__name__)
 
 
 class Section(BaseModel):
@@ -36,3 +43,49 @@ class OptimizerConfig(Section):
 
     dense_lr: float = Field(default=0.1, ge=0, allow_inf_nan=False)
     """Learning rate of the other parameters."""
+
+
+class ReplicationConfig(Section):
+    """How the copies of the tables stay equal."""
+
+    sync: str = "GradientSync"
+    """How the replicas stay equal: GradientSync (exact) or WeightSync (averages)."""
+
+    sync_policy: str = "every(1)"
+    """When WeightSync averages: every(4), after(1000, every(4)) or never()."""
+
+    synced_rows: SyncedRows = SyncedRows.TOUCHED
+    """What WeightSync sends: rows that have changed, or "all", which is TorchRec's arithmetic."""
+
+    moment_scale: float | Literal["from_mesh"] = "from_mesh"
+    """The moment scale of row-wise AdaGrad; "from_mesh" is the number of groups for WeightSync
+    and 1 otherwise."""
+
+    @field_validator("sync")
+    @classmethod
+    def _check_sync(cls, name: str) -> str:
+        if name not in _SYNCS:
+            raise ValueError(f"it is no sync config; use one of {', '.join(_SYNCS)}")
+        return name
+
+    @field_validator("sync_policy")
+    @classmethod
+    def _check_policy(cls, text: str) -> str:
+        return str(parse_policy(text))
+
+    @model_validator(mode="after")
+    def _check_exact(self) -> Self:
+        averages = self.sync == WeightSync.__name__
+        if not averages and self.sync_policy != str(every(1)):
+            raise ValueError(
+                f"sync_policy={self.sync_policy!r} is for WeightSync; GradientSync merges the "
+                "gradients of every step"
+            )
+        return self
+
+    @property
+    def sync_config(self) -> SyncConfig:
+        """The config object that a plan carries."""
+        if self.sync == GradientSync.__name__:
+            return GradientSync()
+        return WeightSync(policy=parse_policy(self.sync_policy), rows=self.synced_rows)

@@ -12,7 +12,13 @@ import torch.distributed as dist
 from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_2dsp._compat.fbgemm import learning_rate_of, optimizer_states, set_learning_rate
+from torchrec_2dsp._compat.fbgemm import (
+    last_lookup,
+    learning_rate_of,
+    optimizer_states,
+    set_learning_rate,
+    tbe_shape,
+)
 from torchrec_2dsp._compat.torchrec import (
     BatchedFusedEmbedding,
     BatchedFusedEmbeddingBag,
@@ -95,8 +101,7 @@ class _CapturingKernel:
         self.capture = RowCapture(self._emb_module)
         self.captures = False
         """Whether backwards are captured; otherwise they update at once, as in TorchRec."""
-        self.on_backward: Callable[[], None] | None = None
-        """Called when a backward has updated this kernel at once."""
+        self._update_watchers: list[Callable[[Callable[[], list[torch.Tensor]]], None]] = []
         if self.moment_scale != 1.0:
             self._optim = ScaledFusedOptimizer(
                 self._config,
@@ -127,8 +132,8 @@ class _CapturingKernel:
             return run()
         if not self.captures:
             output = run()
-            if self.on_backward is not None and output.requires_grad:
-                output.register_hook(self._backward_seen)
+            if self._update_watchers and output.requires_grad:
+                self._announce_update(output, features)
             return output
         if features.variable_stride_per_key():
             raise UnsupportedError(
@@ -141,9 +146,28 @@ class _CapturingKernel:
             weights = None
         return self.capture.lookup(run, weights)
 
-    def _backward_seen(self, grad: torch.Tensor) -> None:
-        if self.on_backward is not None:
-            self.on_backward()
+    def tell_updates(self, watcher: Callable[[Callable[[], list[torch.Tensor]]], None]) -> None:
+        """Call ``watcher`` before each backward that updates this kernel at once, with a function
+        that gives the rows that it updates, table by table."""
+        self._update_watchers.append(watcher)
+
+    def _announce_update(self, output: torch.Tensor, features: KeyedJaggedTensor) -> None:
+        ids, _ = last_lookup(self._emb_module)
+        shape = tbe_shape(self._emb_module)
+
+        def rows() -> list[torch.Tensor]:
+            by_feature = ids.split(features.length_per_key())
+            return [
+                torch.cat([by_feature[feature] for feature in shape.features_of(table)])
+                for table in range(shape.num_tables)
+            ]
+
+        def tell(grad: torch.Tensor) -> None:
+            for watcher in self._update_watchers:
+                watcher(rows)
+
+        # Autograd runs it when the output's gradient is known, before the kernel's update.
+        output.register_hook(tell)
 
 
 class EmbeddingBagKernel(_CapturingKernel, BatchedFusedEmbeddingBag):

@@ -13,11 +13,11 @@ from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec_2dsp.mesh.groups import MeshGroups
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
 from torchrec_2dsp.rows.merge import RowMerge
+from torchrec_2dsp.shard.averaging import averages
 from torchrec_2dsp.shard.kernels import EmbeddingBagKernel, EmbeddingKernel, Kernel
 from torchrec_2dsp.shard.synced_optimizer import SyncedOptimizer
 from torchrec_2dsp.sync.gradient_sync import MergeRowGradients
 from torchrec_2dsp.sync.point import SyncAction, SyncPoint
-from torchrec_2dsp.sync.weight_sync import AverageWeights
 
 logger = logging.getLogger(__name__)
 
@@ -91,22 +91,30 @@ class ReplicatedModule:
                     world = self._replication.groups.world
                     dist.broadcast(param.detach(), group_src=0, group=world)
 
+    @torch.no_grad()
     def _broadcast_shards(self: Any) -> None:
+        self._complete_replicas()
         peers = self._replication.groups.replica_peers
         for tensor in self._replica_tensors():
             dist.broadcast(tensor, group_src=0, group=peers)
         self._state_loaded()
 
-    @torch.no_grad()
     def _before_lookup(self: Any) -> None:
-        """Sync what is pending; before the first lookup, make sure that replicas start equal."""
-        self._sync_pending()
+        """Sync what is due; before the first lookup, make sure that replicas start equal.
+
+        An evaluation sees equal replicas, whatever the policy.
+        """
+        if self.training and torch.is_grad_enabled():
+            self._sync_pending()
+        else:
+            self._complete_replicas()
         if not self._has_looked_up:
             self._has_looked_up = True
             if self._replicas_differ():
                 logger.warning("replicas start from different weights: taking the first group's")
                 self._broadcast_shards()
 
+    @torch.no_grad()
     def _replicas_differ(self: Any) -> bool:
         """Compare the replica peers' tensors by one number each (an all-gather on "replicate")."""
         groups: MeshGroups = self._replication.groups
@@ -139,22 +147,23 @@ class ReplicatedModule:
             return [MergeRowGradients(RowMerge(captures, groups.replica_peers))]
         if groups.mesh.num_groups == 1:
             return []
-        average = AverageWeights([kernel.emb_module for kernel in kernels], groups.replica_peers)
-        for kernel in kernels:
-            kernel.on_backward = average.mark_backward
-        return [average]
+        return [*averages(kernels, replication.sync, groups.replica_peers)]
 
     def _sync_pending(self) -> None:
         if self._sync_point is not None:
             self._sync_point.sync()
 
     def _before_load(self) -> None:
-        self._sync_pending()
+        self._complete_replicas()
         self._state_loaded()
 
     def _complete_state(self) -> None:
         """Before weights or optimizer state are read."""
-        self._sync_pending()
+        self._complete_replicas()
+
+    def _complete_replicas(self) -> None:
+        if self._sync_point is not None:
+            self._sync_point.complete()
 
     def _state_loaded(self) -> None:
         """Weights or optimizer state are written by hand, or from a checkpoint."""

@@ -23,6 +23,10 @@ class MergeRowGradients:
         """Whether a captured backward waits."""
         return self._merge.pending
 
+    def is_due(self) -> bool:
+        """Captured gradients can't wait: no lookup may miss them."""
+        return self.pending
+
     def run(self) -> SyncReport:
         """Merge and apply what was captured.
 

@@ -4,6 +4,8 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
+
 from torchrec_2dsp.sync.report import SyncReport
 
 
@@ -13,6 +15,10 @@ class SyncAction(Protocol):
     @property
     def pending(self) -> bool:
         """Whether a backward has happened since the last run."""
+        ...
+
+    def is_due(self) -> bool:
+        """Whether training may not go on before a run."""
         ...
 
     def run(self) -> SyncReport:
@@ -40,13 +46,20 @@ class SyncPoint:
         return any(action.pending for action in self._actions)
 
     def sync(self) -> SyncReport:
-        """Sync what is pending; a no-op if nothing is."""
+        """Sync what is due; a no-op if nothing is."""
+        return self._run([action for action in self._actions if action.is_due()])
+
+    def complete(self) -> SyncReport:
+        """Sync what is pending, due or not: someone looks at the replicas."""
         return self._run([action for action in self._actions if action.pending])
 
     def sync_now(self) -> SyncReport:
         """Sync, pending or not."""
         return self._run(self._actions)
 
+    # A sync point may be reached in inference mode, whose tensors can't be changed afterwards.
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
     def _run(self, actions: Sequence[SyncAction]) -> SyncReport:
         start = time.perf_counter()
         report = SyncReport()

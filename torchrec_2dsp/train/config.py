@@ -9,10 +9,7 @@ from torchrec_2dsp.data.synthetic import SyntheticConfig
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
 from torchrec_2dsp.plan.parameter_sharding import type_2d
-from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig, WeightSync
-from torchrec_2dsp.recipe.sections import ModelConfig, OptimizerConfig, Section
-
-_SYNCS: dict[str, type[SyncConfig]] = {kind.__name__: kind for kind in (GradientSync, WeightSync)}
+from torchrec_2dsp.recipe.sections import ModelConfig, OptimizerConfig, ReplicationConfig, Section
 
 
 class PlannedModelConfig(ModelConfig):
@@ -58,7 +55,7 @@ class LoopConfig(Section):
     """Where to write TensorBoard scalars; empty for nowhere."""
 
 
-class RunConfig(Section):
+class RunConfig(ReplicationConfig):
     """One training of the model: a mesh and a way to keep its replicas equal."""
 
     num_groups: int = Field(default=1, ge=1)
@@ -66,25 +63,6 @@ class RunConfig(Section):
 
     layout: RankLayout = RankLayout.STRIDED
     """How ranks are dealt to groups."""
-
-    sync: str = "GradientSync"
-    """How the replicas stay equal: GradientSync (exact) or WeightSync (averages)."""
-
-    moment_scale: float | Literal["from_mesh"] = "from_mesh"
-    """The moment scale of row-wise AdaGrad; "from_mesh" is the number of groups for WeightSync
-    and 1 otherwise."""
-
-    @field_validator("sync")
-    @classmethod
-    def _check_sync(cls, name: str) -> str:
-        if name not in _SYNCS:
-            raise ValueError(f"it is no sync config; use one of {', '.join(_SYNCS)}")
-        return name
-
-    @property
-    def sync_config(self) -> SyncConfig:
-        """The config object that a plan carries."""
-        return _SYNCS[self.sync]()
 
 
 class TrainConfig(Section):

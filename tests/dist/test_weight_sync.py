@@ -1,0 +1,260 @@
+"""Averaging what changed: the same as averaging everything, and nothing else is written."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+import torchrec_2dsp as tdsp
+from tests.support.loops import Tensors, largest_gap, make_stream, parts_of, shard, snapshot, train
+from tests.support.models import SEQUENCE_TABLES, ModelSpec, TableSpec
+from tests.support.oracle import local_loss
+from tests.support.parity import Cell, make_optimizer
+from tests.support.ranks import RankPool, RanksFailed
+from torchrec_2dsp.plan.sync_policy import SyncPolicy
+
+LARGE = ModelSpec(
+    (
+        TableSpec("t0", 400, 8, ("f0",)),
+        TableSpec("t1", 240, 16, ("f1", "f2")),
+        TableSpec("t2", 330, 8, ("f3",)),
+    )
+)
+"""Few of its rows are in a batch. Of the default model most are, so that whole shards travel."""
+
+WHOLE = tdsp.WeightSync(rows=tdsp.SyncedRows.ALL)
+TOUCHED = tdsp.WeightSync()
+TWO = tdsp.Mesh2D(2, 2)
+THREE = tdsp.Mesh2D(3, 1)
+FOUR = tdsp.Mesh2D(4, 1)
+CONTIGUOUS = tdsp.RankLayout.CONTIGUOUS
+ROUNDING = 1e-6
+"""Four copies may be added in another order."""
+
+
+@pytest.fixture(scope="module")
+def ranks3() -> Iterator[RankPool]:
+    """Three ranks: the mean of three equal floats need not be that float."""
+    with RankPool(3) as pool:
+        yield pool
+
+
+def touched_and_whole(rank: int, world_size: int, cells: list[Cell]) -> list[float]:
+    """How far the two ways are apart after some steps."""
+    gaps = []
+    for cell in cells:
+        stream = make_stream(cell, 4)
+        assert isinstance(cell.sync, tdsp.WeightSync)
+        whole = replace(cell, sync=replace(cell.sync, rows=tdsp.SyncedRows.ALL))
+        gaps.append(largest_gap(train(cell, rank, stream), train(whole, rank, stream)))
+    return gaps
+
+
+def test_two_replicas_get_the_dense_result_bit_for_bit(ranks4: RankPool) -> None:
+    base = Cell(TWO, spec=LARGE, sync=TOUCHED)
+    cells = [replace(base, sharding=kind) for kind in ("row_wise", "table_wise", "column_wise")]
+    cells += [replace(base, optimizer=name) for name in ("sgd", "adagrad")]
+    cells += [replace(base, spec=ModelSpec()), replace(base, mesh=tdsp.Mesh2D(2, 2, CONTIGUOUS))]
+    cells += [replace(base, spec=ModelSpec(SEQUENCE_TABLES, sequence=True))]
+    policies = [tdsp.every(2), tdsp.after(1, tdsp.every(3)), tdsp.never()]
+    cells += [replace(base, sync=tdsp.WeightSync(policy=policy)) for policy in policies]
+    cells += [replace(base, sync=tdsp.WeightSync(moments_policy=tdsp.every(2)))]
+
+    assert ranks4.run(touched_and_whole, cells, timeout_s=200) == [[0.0] * len(cells)] * 4
+
+
+def test_more_replicas_get_it_up_to_the_order_of_additions(ranks4: RankPool) -> None:
+    cells = [Cell(FOUR, "table_wise", spec, sync=TOUCHED) for spec in (LARGE, ModelSpec())]
+    for gaps in ranks4.run(touched_and_whole, cells):
+        assert max(gaps) < ROUNDING
+
+
+@dataclass(frozen=True)
+class Apart:
+    """What one of several replicas saw."""
+
+    start: Tensors
+    end: Tensors
+    looked_up: list[set[int]]
+    num_bytes: int
+
+
+def train_apart(rank: int, world_size: int, cell: Cell, num_steps: int) -> Apart:
+    parallel, stream = shard(cell), make_stream(cell, num_steps)
+    assert isinstance(parallel, tdsp.ModelParallel2D)
+    optimizer, start = make_optimizer(parallel), snapshot(parallel)
+    looked_up: list[set[int]] = [set() for _ in cell.spec.tables]
+    for batches in stream:
+        optimizer.zero_grad()
+        local_loss(parallel(batches[rank])).backward()
+        optimizer.step()
+        for rows, table in zip(looked_up, cell.spec.tables, strict=True):
+            for feature in table.features:
+                rows |= set(batches[rank][feature].values().tolist())
+    return Apart(start, snapshot(parallel), looked_up, parallel.sync_total.num_bytes)
+
+
+def check_untouched(answers: list[Apart], spec: ModelSpec) -> None:
+    for answer in answers:
+        assert largest_gap(answer.end, answers[0].end) == 0.0
+    start, end = answers[0].start, answers[0].end
+    for number, table in enumerate(spec.tables):
+        touched = set.union(*(answer.looked_up[number] for answer in answers))
+        untouched = sorted(set(range(table.num_rows)) - touched)
+        assert untouched
+        for name in start:
+            if f".{table.name}." in name:
+                assert torch.equal(end[name][untouched], start[name][untouched])
+                assert not torch.equal(end[name], start[name])
+
+
+def test_rows_that_nobody_looked_up_are_never_written(ranks3: RankPool) -> None:
+    cell = Cell(THREE, "table_wise", LARGE, sync=TOUCHED)
+    check_untouched(ranks3.run(train_apart, cell, 3), LARGE)
+
+
+def test_nor_are_they_when_whole_shards_are_averaged(ranks3: RankPool) -> None:
+    spec = ModelSpec((TableSpec("t0", 48, 4, ("f0", "f1", "f2")),))
+    answers = ranks3.run(train_apart, Cell(THREE, "table_wise", spec, sync=TOUCHED), 1)
+    check_untouched(answers, spec)
+    # A ring of three sends all weights and moments, and which rows are touched.
+    assert {answer.num_bytes for answer in answers} == {4 * 48 * (4 * 4 + 4 + 1) // 3}
+
+
+def raw(parallel: torch.nn.Module, name: str) -> torch.Tensor:
+    """All values of a kind on this rank, read behind the sync point's back."""
+    tensors = [
+        shard.tensors[name].reshape(-1)
+        for part in parts_of(parallel)
+        for kernel in part.kernels()
+        for shard in kernel.shards()
+    ]
+    return torch.cat(tensors).clone()
+
+
+def watch_replicas(
+    rank: int, world_size: int, sync: tdsp.WeightSync
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Weights and moments after every step, then after an evaluation and after a read."""
+    cell = Cell(FOUR, "table_wise", LARGE, sync=sync)
+    parallel, stream, seen = shard(cell), make_stream(cell, 7), []
+    optimizer = make_optimizer(parallel)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        local_loss(parallel(stream[number][rank])).backward()
+        parallel.sync()  # pyright: ignore[reportCallIssue]
+        optimizer.step()
+
+    def look() -> None:
+        seen.append((raw(parallel, "weight"), raw(parallel, "sum")))
+
+    for number in range(4):
+        step(number)
+        look()
+    with torch.no_grad():
+        parallel(stream[4][rank])
+    look()
+    step(5)
+    parallel.state_dict()
+    look()
+    step(6)
+    parallel.eval()
+    parallel(stream[4][rank])
+    look()
+    return seen
+
+
+@pytest.mark.parametrize("rows", tdsp.SyncedRows)
+@pytest.mark.parametrize(
+    ("policy", "moments_policy", "equal_weights", "equal_moments"),
+    [
+        (tdsp.every(1), None, [1, 1, 1, 1], [1, 1, 1, 1]),
+        (tdsp.every(2), None, [0, 1, 0, 1], [0, 1, 0, 1]),
+        (tdsp.after(1, tdsp.every(2)), tdsp.every(4), [0, 0, 1, 0], [0, 0, 0, 1]),
+        (tdsp.never(), tdsp.never(), [0, 0, 0, 0], [0, 0, 0, 0]),
+    ],
+    ids=str,
+)
+def test_replicas_are_equal_when_the_policy_says_so_and_whenever_someone_looks(
+    ranks4: RankPool,
+    rows: tdsp.SyncedRows,
+    policy: SyncPolicy,
+    moments_policy: SyncPolicy | None,
+    equal_weights: list[int],
+    equal_moments: list[int],
+) -> None:
+    sync = tdsp.WeightSync(policy=policy, moments_policy=moments_policy, rows=rows)
+    answers = ranks4.run(watch_replicas, sync)
+
+    def equal(kind: int) -> list[int]:
+        by_moment = zip(*answers, strict=True)
+        return [
+            int(all(torch.equal(one[kind], ranks[0][kind]) for one in ranks)) for ranks in by_moment
+        ]
+
+    # Whoever evaluates or reads the state sees equal replicas.
+    assert equal(0) == [*equal_weights, 1, 1, 1]
+    assert equal(1) == [*equal_moments, 1, 1, 1]
+
+
+def report_of_a_step(rank: int, world_size: int, cell: Cell) -> tuple[tdsp.SyncReport, set[int]]:
+    parallel, (batches,) = shard(cell), make_stream(cell, 1)
+    assert isinstance(parallel, tdsp.ModelParallel2D)
+    local_loss(parallel(batches[rank])).backward()
+    rows = {row for batch in batches for row in batch["f0"].values().tolist()}
+    return parallel.sync(), rows
+
+
+def test_a_report_counts_what_was_written_and_sent(ranks4: RankPool) -> None:
+    spec = ModelSpec(LARGE.tables[:1])
+    for report, rows in ranks4.run(report_of_a_step, Cell(FOUR, "table_wise", spec, sync=TOUCHED)):
+        assert report.num_rows == len(rows)
+        assert report.num_tensors == 2
+        # Its own rows with id, 8 weights and a moment to 3 peers; 8 bytes of padding for each.
+        assert 0 < report.num_bytes <= 3 * (len(rows) * 4 * 10 + 24)
+
+
+def step_with(rank: int, world_size: int, cell: Cell, value: float) -> tuple[str, float]:
+    """One step after rank 1 got a bad weight: what it raises, and how much the sync wrote."""
+    parallel, (batches,) = shard(cell), make_stream(cell, 1)
+    local_loss(parallel(batches[rank])).backward()
+    (tensor,) = [
+        shard.tensors["weight"]
+        for part in parts_of(parallel)
+        for kernel in part.kernels()
+        for shard in kernel.shards()
+        if shard.table == "t1"
+    ]
+    if rank == 1:
+        tensor[batches[rank]["f1"].values()] = value
+    before = raw(parallel, "weight")
+    try:
+        parallel.sync()  # pyright: ignore[reportCallIssue]
+    except tdsp.SyncError as error:
+        return str(error), (raw(parallel, "weight") - before).abs().nan_to_num(0.0).max().item()
+    return "", 0.0
+
+
+@pytest.mark.parametrize("spec", [LARGE, ModelSpec()], ids=["rows", "whole shards"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_bad_value_stops_all_peers_before_anything_is_written(
+    ranks4: RankPool, spec: ModelSpec, value: float
+) -> None:
+    for said, change in ranks4.run(step_with, Cell(FOUR, "table_wise", spec, sync=TOUCHED), value):
+        assert said.startswith("table 't1' has weights or optimizer state that are not finite")
+        assert said.endswith("(found on rank 1)")
+        assert change == 0.0
+
+
+def shard_stateless(rank: int, world_size: int) -> None:
+    sync = tdsp.WeightSync(moments_policy=tdsp.every(4))
+    shard(Cell(TWO, optimizer="sgd", sync=sync))
+
+
+def test_a_policy_for_moments_that_do_not_exist_is_refused(ranks4: RankPool) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        ranks4.run(shard_stateless)
+    said = r"has no optimizer state that moments_policy=every(4) could sync; leave it out"
+    assert all(said in report for report in failed.value.reports.values())

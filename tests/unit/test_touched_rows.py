@@ -1,0 +1,111 @@
+"""Which rows are noted, against brute force; packing; and the rules of optimizer states."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchrec_2dsp.comms.packing import Packed, pack, unpack
+from torchrec_2dsp.errors import UnsupportedError
+from torchrec_2dsp.sync.state_rules import StateRule, rule_for
+from torchrec_2dsp.sync.touched import TouchedRows, break_even_share
+
+NUM_ROWS = 12
+ids = st.lists(st.integers(0, NUM_ROWS - 1), max_size=20)
+
+
+@given(st.lists(st.lists(ids, max_size=4), max_size=4))
+@settings(deadline=None)
+def test_noted_rows_have_the_values_of_the_last_sync(intervals: list[list[list[int]]]) -> None:
+    """Several intervals of several backwards, each of which changes the rows that it noted."""
+    weight, moment = torch.rand(NUM_ROWS, 3), torch.rand(NUM_ROWS)
+    touched = TouchedRows([weight, moment], max_share=1.0)
+    for backwards in intervals:
+        bases = weight.clone(), moment.clone()
+        for batch in backwards:
+            rows = torch.tensor(batch, dtype=torch.int64)
+            touched.note(rows)
+            weight[rows], moment[rows] = torch.rand(len(batch), 3), torch.rand(len(batch))
+        changed = touched.changed()
+        expected = sorted({row for batch in backwards for row in batch})
+        assert sorted(changed.rows.tolist()) == expected
+        for noted, base in zip(changed.bases, bases, strict=True):
+            assert torch.equal(noted, base[changed.rows])
+        assert touched.bitmap().nonzero().view(-1).tolist() == expected
+        touched.forget()
+        assert touched.changed().rows.numel() == 0
+        assert not touched.bitmap().any()
+
+
+@given(st.lists(ids, min_size=1, max_size=5), st.floats(0.0, 1.0))
+@settings(deadline=None)
+def test_too_many_rows_are_remembered_by_the_bitmap(
+    backwards: list[list[int]], share: float
+) -> None:
+    touched = TouchedRows([torch.rand(NUM_ROWS, 2)], max_share=share)
+    for batch in backwards:
+        touched.note(torch.tensor(batch, dtype=torch.int32))
+    expected = {row for batch in backwards for row in batch}
+
+    assert touched.is_overfull == (len(expected) > int(share * NUM_ROWS))
+    assert set(touched.bitmap().nonzero().view(-1).tolist()) == expected
+    assert touched.changed().rows.numel() == (0 if touched.is_overfull else len(expected))
+    touched.forget()
+    assert not touched.is_overfull
+    assert not touched.bitmap().any()
+
+
+def test_the_whole_shard_is_cheaper_beyond_the_break_even() -> None:
+    for num_peers in (2, 3, 4, 8):
+        for row_bytes in (8, 260, 1028):
+            share = break_even_share(row_bytes, num_peers)
+            touched = share * (row_bytes + 4) * (num_peers - 1)
+            whole = 2 * (num_peers - 1) / num_peers * row_bytes
+            assert touched < whole
+            assert touched > 0.7 * whole
+
+
+DTYPES = [torch.float32, torch.float16, torch.int32, torch.int64, torch.uint8, torch.float64]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.sampled_from(DTYPES))))
+@settings(deadline=None)
+def test_tensors_survive_packing(sizes: list[tuple[int, int, torch.dtype]]) -> None:
+    tensors = [torch.randint(0, 100, size[:2]).to(size[2]) for size in sizes]
+    layout = [Packed(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+
+    buffer = pack(tensors)
+
+    assert buffer.dtype == torch.uint8
+    assert buffer.numel() == sum(one.num_bytes for one in layout)
+    for found, tensor in zip(unpack(buffer, layout), tensors, strict=True):
+        assert found.dtype == tensor.dtype
+        assert torch.equal(found, tensor)
+
+
+def test_a_column_is_packed_as_it_reads() -> None:
+    table = torch.arange(6).view(2, 3)
+
+    (column,) = unpack(pack([table[:, 1]]), [Packed((2,), torch.int64)])
+
+    assert column.tolist() == [1, 4]
+
+
+def test_rules() -> None:
+    copies = [torch.tensor([1.0, 5.0]), torch.tensor([4.0, 2.0]), torch.tensor([1.0, 2.0])]
+    assert StateRule.AVERAGE.combine(copies).tolist() == [2.0, 3.0]
+    assert StateRule.MAX.combine(copies).tolist() == [4.0, 5.0]
+    counts = [torch.tensor([3, 2**60 + 1]), torch.tensor([4, 2])]
+    assert StateRule.MAX.combine(counts).tolist() == [4, 2**60 + 1]
+
+
+def test_half_precision_is_averaged_in_full() -> None:
+    copies = [torch.tensor([60_000.0], dtype=torch.float16)] * 2
+    average = StateRule.AVERAGE.combine(copies)
+    assert average.dtype == torch.float16
+    assert average.item() == 60_000.0
+
+
+def test_an_unknown_state_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="no rule for the optimizer state 'fancy' of table"):
+        rule_for("fancy", "t0")

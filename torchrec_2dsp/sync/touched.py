@@ -1,0 +1,123 @@
+"""`TouchedRows`: which rows of a table shard have changed since the last sync, and what they were.
+
+Replicas are equal after a sync. So whoever knows a row's value from then, its *base*, and the
+peers that have changed it since, knows what every peer's copy is.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+_ROW_WORK = 1.3
+"""How much longer a row takes alone, looked up and put back, than as a part of its shard."""
+
+
+def break_even_share(row_bytes: int, num_peers: int) -> float:
+    """The share of touched rows from which on it is quicker to average the whole shard.
+
+    A ring all-reduce moves ``2 (M - 1) / M`` times the shard. Touched rows go to each of the
+    ``M - 1`` peers, with 4 bytes of row id, and cost some work besides.
+
+    Example:
+        >>> from torchrec_2dsp.sync.touched import break_even_share
+        >>> [round(break_even_share(row_bytes=260, num_peers=peers), 2) for peers in (2, 4)]
+        [0.76, 0.38]
+    """
+    return 2 / num_peers * row_bytes / (row_bytes + 4) / _ROW_WORK
+
+
+@dataclass(frozen=True)
+class Changed:
+    """The rows of one table shard that this rank has changed."""
+
+    rows: torch.Tensor
+    """Distinct row ids, int64 `[n]`."""
+
+    bases: tuple[torch.Tensor, ...]
+    """For each tensor of the shard, these rows as they were after the last sync."""
+
+
+class TouchedRows:
+    """Notes the rows of one table shard before they change.
+
+    A bitmap tells which rows are noted already; it is made when a second backward comes before
+    a sync. When too many rows are noted, their bases are dropped and the bitmap alone goes on: it
+    is quicker then to send the whole shard.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], max_share: float) -> None:
+        """
+        Args:
+            tensors: the shard's weights and optimizer state, one row of each per row.
+            max_share: the share of touched rows from which on the whole shard is sent.
+        """
+        self.tensors = tuple(tensors)
+        """Views of the shard."""
+        self.num_rows = self.tensors[0].shape[0]
+        """Of the shard."""
+        self._max_noted = int(max_share * self.num_rows)
+        self._noted: list[Changed] = []
+        self._num_noted = 0
+        self._is_noted: torch.Tensor | None = None
+        self.is_overfull = False
+        """Whether so many rows were touched that their bases were dropped."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the shard is."""
+        return self.tensors[0].device
+
+    @torch.no_grad()
+    def note(self, rows: torch.Tensor) -> None:
+        """These rows are about to change.
+
+        Args:
+            rows: ids in any order, as often as they come.
+        """
+        if self.is_overfull:
+            self.bitmap()[rows] = True
+            return
+        if rows.numel() == 0:
+            return
+        new = torch.unique(rows)
+        if self._noted:
+            is_noted = self.bitmap()
+            new = new[~is_noted[new]]
+            is_noted[new] = True
+        self._num_noted += new.numel()
+        if self._num_noted > self._max_noted:
+            self.bitmap()[new] = True
+            self._noted, self.is_overfull = [], True
+        elif new.numel():
+            self._noted.append(Changed(new.long(), self._values(new)))
+
+    def changed(self) -> Changed:
+        """What was noted."""
+        nothing = torch.empty(0, dtype=torch.int64, device=self.device)
+        noted = self._noted or [Changed(nothing, self._values(nothing))]
+        return Changed(
+            torch.cat([one.rows for one in noted]),
+            tuple(torch.cat(bases) for bases in zip(*(one.bases for one in noted), strict=True)),
+        )
+
+    def forget(self) -> None:
+        """Start anew, with nothing touched."""
+        if self._is_noted is not None:
+            if self.is_overfull:
+                self._is_noted.zero_()
+            for one in self._noted:
+                self._is_noted[one.rows] = False
+        self._noted, self._num_noted, self.is_overfull = [], 0, False
+
+    def bitmap(self) -> torch.Tensor:
+        """Whether each row is touched, bool `[num_rows]`."""
+        if self._is_noted is None:
+            self._is_noted = torch.zeros(self.num_rows, dtype=torch.bool, device=self.device)
+        if len(self._noted) == 1:
+            # The first backward after a sync needs no bitmap, so it hasn't marked its rows.
+            self._is_noted[self._noted[0].rows] = True
+        return self._is_noted
+
+    def _values(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.index_select(0, rows) for tensor in self.tensors)

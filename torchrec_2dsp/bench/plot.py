@@ -1,7 +1,6 @@
 """Plots of benchmark results, as SVG files that are the same byte for byte for the same result."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
@@ -11,35 +10,18 @@ import numpy as np
 from torchrec_2dsp.bench.markdown_tables import ms, names_in, phase_label, phases_in
 from torchrec_2dsp.bench.results import BenchResult, Outcome, Phase
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.recipe.plotting import PALETTE, plotting, save_plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart. Its yellow is hard to see on
-# white, so it only fills areas.
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#333333", "#CC79A7", "#56B4E9", "#D55E00")
+# The palette's last colour. It is hard to see on white, so it only fills areas.
 _YELLOW = "#F0E442"
 _GREY = "#888888"
 _MARKERS = {"stock": "o", "two_d": "s"}
 _CEILING_MARKERS = "v^<>"
 _LETTERS_PER_INCH = 11
-_STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "axes.titlesize": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "grid.color": "#dddddd",
-    "hatch.linewidth": 1.2,
-    "legend.frameon": False,
-    # A dollar in a name is no formula.
-    "text.parse_math": False,
-    # Text stays text: smaller files, and found by searching.
-    "svg.fonttype": "none",
-    "svg.hashsalt": "torchrec_2dsp",
-}
 
 
 def scaling_plot(results: Sequence[BenchResult], path: str | Path) -> None:
@@ -51,8 +33,8 @@ def scaling_plot(results: Sequence[BenchResult], path: str | Path) -> None:
     Raises:
         ConfigError: matplotlib is missing, or nothing was measured.
     """
-    with _plotting():
-        _save(_scaling_figure(results), path)
+    with plotting():
+        save_plot(_scaling_figure(results), path)
 
 
 def phase_plot(result: BenchResult, path: str | Path) -> None:
@@ -63,30 +45,8 @@ def phase_plot(result: BenchResult, path: str | Path) -> None:
     Raises:
         ConfigError: matplotlib is missing, or nothing was traced.
     """
-    with _plotting():
-        _save(_phase_figure(result), path)
-
-
-@contextmanager
-def _plotting() -> Iterator[None]:
-    """Our style, whatever the user's is; that is given back."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigError(
-            "plots need matplotlib, which is not installed; pip install matplotlib, or do without "
-            "plots"
-        ) from error
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_STYLE)
-        yield
-
-
-def _save(figure: "Figure", path: str | Path) -> None:
-    # Without a date and a version, which differ between two plots of the same numbers.
-    metadata: dict[str, Any] = {"Date": None, "Creator": None}
-    figure.savefig(path, format="svg", facecolor="white", metadata=metadata)
+    with plotting():
+        save_plot(_phase_figure(result), path)
 
 
 def _scaling_figure(results: Sequence[BenchResult]) -> "Figure":
@@ -210,7 +170,7 @@ def _phase_figure(result: BenchResult) -> "Figure":
 def _fill(parts: Sequence[tuple[str, bool]], part: tuple[str, bool]) -> dict[str, Any]:
     """Colours of what computes start at one end of the palette, of what waits at the other."""
     _, waits = part
-    palette = _COLOURS[::-1] if waits else (*_COLOURS, _YELLOW)
+    palette = PALETTE[::-1] if waits else (*PALETTE, _YELLOW)
     place = [one for one in parts if one[1] == waits].index(part)
     return {
         "facecolor": palette[place % len(palette)],
@@ -236,9 +196,9 @@ def _looks(results: Sequence[BenchResult], names: Sequence[str]) -> dict[str, di
             marker = _CEILING_MARKERS[len(before) % len(_CEILING_MARKERS)]
             look = {"color": _GREY, "linestyle": "--", "marker": marker}
         else:
-            lap, place = divmod(len(before), len(_COLOURS))
+            lap, place = divmod(len(before), len(PALETTE))
             line = ("-", ":", "-.")[lap % 3]
-            look = {"color": _COLOURS[place], "linestyle": line, "marker": _MARKERS[kinds[name]]}
+            look = {"color": PALETTE[place], "linestyle": line, "marker": _MARKERS[kinds[name]]}
         looks[name] = {**look, "markersize": 4}
     return looks
 

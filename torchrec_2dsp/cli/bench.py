@@ -9,6 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from torchrec_2dsp.cli.errors import shown_errors
+from torchrec_2dsp.cli.outputs import check_writable
 
 if TYPE_CHECKING:
     from torchrec_2dsp.bench.config import BenchConfig
@@ -77,7 +78,7 @@ def _bench(
     if os.environ["RANK"] != "0":
         return run_bench(config)
     console = Console()
-    _check_writable(output)
+    check_writable(output)
     with BenchDisplay(console, config) as display:
         result = run_bench(config, [display])
     show_bench(result, console)
@@ -88,19 +89,6 @@ def _bench(
         output.write_text(markdown_report([result]))
         console.print(f"wrote {output} and {output.with_suffix('.json')}", soft_wrap=True)
     return result
-
-
-def _check_writable(output: Path | None) -> None:
-    """Before the work, not after it."""
-    from torchrec_2dsp.errors import ConfigError
-
-    if output is None:
-        return
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.touch()
-    except OSError as error:
-        raise ConfigError(f"--output {output} can't be written: {error.strerror}") from error
 
 
 class BenchDisplay:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torchrec_2dsp.cli.errors import shown_errors
+from torchrec_2dsp.cli.outputs import check_writable
 
 if TYPE_CHECKING:
     from torchrec_2dsp.mesh.mesh2d import Mesh2D
@@ -39,6 +40,10 @@ def train(
         list[str] | None,
         typer.Option(metavar="RUN", help="Leave out the other runs. Can be repeated."),
     ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Write what the runs came to here, as JSON: see train-study."),
+    ] = None,
 ) -> None:
     """Train a DLRM on synthetic clicks, once per run of a config, and compare the runs.
 
@@ -47,14 +52,15 @@ def train(
     torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp train --config FILE
     """
     with shown_errors():
-        _train(config, overrides or [], only or [])
+        _train(config, overrides or [], only or [], output)
 
 
-def _train(path: Path, overrides: list[str], only: list[str]) -> None:
+def _train(path: Path, overrides: list[str], only: list[str], output: Path | None) -> None:
     from torchrec_2dsp.recipe.config_file import load_config
     from torchrec_2dsp.recipe.world import launched_world, quiet_upstream
     from torchrec_2dsp.train.config import TrainConfig
     from torchrec_2dsp.train.program import train as train_runs
+    from torchrec_2dsp.train.record import Recorder
 
     quiet_upstream()
     config = load_config(TrainConfig, path, overrides).only(only)
@@ -63,9 +69,14 @@ def _train(path: Path, overrides: list[str], only: list[str]) -> None:
             train_runs(config)
             return
         console = Console()
+        check_writable(output)
+        recorder = Recorder()
         with closing(Display(console)) as display:
-            result = train_runs(config, [display, *_writers(config)])
+            result = train_runs(config, [display, recorder, *_writers(config)])
         show_result(result, console)
+        if output is not None:
+            recorder.record(config, result).save(output)
+            console.print(f"wrote {output}", soft_wrap=True)
 
 
 def _writers(config: "TrainConfig") -> "list[Watcher]":

@@ -1,0 +1,100 @@
+"""Runs with several seeds: gaps by seed, intervals, the page and the plot."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from torchrec_2dsp import ConfigError
+from torchrec_2dsp.cli.app import app
+from torchrec_2dsp.train.record import CurvePoint, RunRecord, TrainRecord
+from torchrec_2dsp.train.study import gaps_to
+from torchrec_2dsp.train.study_report import study_report
+
+NE = {"one_group": [0.80, 0.82, 0.81], "averaged": [0.84, 0.86, 0.82], "scaled": [0.81, 0.83, 0.82]}
+
+
+def record(seed: int, **changes: object) -> TrainRecord:
+    config = {
+        "data": {"seed": seed, "num_dense": 3},
+        "model": {"seed": seed, "dim": 8},
+        "loop": {"steps": 20, "global_batch_size": 512},
+        **changes,
+    }
+    runs = [
+        RunRecord(
+            name=name,
+            mesh="Mesh2D(4x1, strided)",
+            sync="WeightSync()",
+            num_groups=1 if name == "one_group" else 4,
+            curve=tuple(CurvePoint(step=step, ne=values[seed] + 0.1 / step) for step in (10, 20)),
+            eval_loss=0.5,
+            eval_ne=values[seed],
+            samples_per_s=1e3,
+            sync_bytes_per_step=2e6,
+        )
+        for name, values in NE.items()
+    ]
+    return TrainRecord(config=config, world_size=4, planted_ne=0.7, runs=tuple(runs))
+
+
+RECORDS = [record(seed) for seed in range(3)]
+
+
+def test_gaps_are_between_runs_of_one_seed() -> None:
+    reference, averaged, scaled = gaps_to(RECORDS, "one_group")
+    assert reference.gaps == (0.0, 0.0, 0.0)
+    assert averaged.gaps == pytest.approx((0.04, 0.04, 0.01))
+    assert averaged.mean == pytest.approx(0.03)
+    # Student's 97.5% quantile for three values is 4.303; their standard deviation 0.01732.
+    assert averaged.interval == pytest.approx((0.03 - 0.04303, 0.03 + 0.04303), abs=1e-5)
+    assert scaled.gaps == pytest.approx((0.01,) * 3)
+    assert gaps_to(RECORDS[:1], "one_group")[1].interval == (float("-inf"), float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("records", "reference", "said"),
+    [
+        ([], "one_group", "there is no record"),
+        (RECORDS, "two_groups", "there is no run 'two_groups'; the records have one_group, "),
+        ([RECORDS[0], RECORDS[0]], "one_group", "two records have the same seeds"),
+        (
+            [RECORDS[0], record(1, loop={"steps": 9})],
+            "one_group",
+            "differ in more than their seeds",
+        ),
+    ],
+)
+def test_what_does_not_belong_together(
+    records: list[TrainRecord], reference: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        gaps_to(records, reference)
+
+
+def test_the_page_says_how_much_of_a_gap_is_closed() -> None:
+    page = study_report(RECORDS, reference="one_group", baseline="averaged")
+    (row,) = [line for line in page.splitlines() if line.startswith("| scaled ")]
+    assert "| 0.82000 | 1000.0 |" in row
+    assert row.endswith("| 67% |")
+    assert "10,240 samples in 20 steps, 4 ranks" in page
+
+
+def test_the_command_writes_page_plot_and_data(tmp_path: Path) -> None:
+    sources = [tmp_path / f"seed_{seed}.json" for seed in range(3)]
+    for source, one in zip(sources, RECORDS, strict=True):
+        one.save(source)
+    page = tmp_path / "quality.md"
+    arguments = ["train-study", *map(str, sources), "--reference", "one_group"]
+    done = CliRunner().invoke(app, [*arguments, "--output", str(page)])
+    assert done.exit_code == 0, done.output
+    assert "(quality.svg)" in page.read_text()
+    assert "<svg" in (tmp_path / "quality.svg").read_text()
+    assert TrainRecord.load(tmp_path / "quality_3.json") == RECORDS[2]
+
+
+def test_another_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="is not what train --output writes"):
+        TrainRecord.load(path)

@@ -1,0 +1,16 @@
+"""Files that commands write."""
+
+from pathlib import Path
+
+from torchrec_2dsp.errors import ConfigError
+
+
+def check_writable(output: Path | None) -> None:
+    """Raise `ConfigError` if ``output`` can't be written: before the work, not after it."""
+    if output is None:
+        return
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.touch()
+    except OSError as error:
+        raise ConfigError(f"--output {output} can't be written: {error.strerror}") from error

@@ -1,0 +1,151 @@
+"""`TrainRecord`: what `train` found, in a file, so that runs with other seeds can join it."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, ValidationError
+
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.plan.plan2d import Plan2D
+from torchrec_2dsp.recipe.sections import Section
+from torchrec_2dsp.train.config import TrainConfig
+from torchrec_2dsp.train.meter import Measured
+from torchrec_2dsp.train.results import RunResult, TrainResult
+
+FORMAT = 1
+
+
+class CurvePoint(Section):
+    """Some steps of a run."""
+
+    step: int
+    """The last of them, from 1."""
+
+    ne: float
+    """Their normalized entropy, on batches before the model had learned from them."""
+
+
+class RunRecord(Section):
+    """One run."""
+
+    # A run that diverges has figures for which JSON has no numbers.
+    model_config = ConfigDict(ser_json_inf_nan="strings")
+
+    name: str
+    """As in the config."""
+
+    mesh: str
+    """In words."""
+
+    sync: str
+    """In words."""
+
+    num_groups: int
+    """Copies of the tables."""
+
+    curve: tuple[CurvePoint, ...]
+    """While it trained."""
+
+    eval_loss: float
+    """Of the held-out batches."""
+
+    eval_ne: float
+    """The same, normalized."""
+
+    samples_per_s: float
+    """Of all ranks."""
+
+    sync_bytes_per_step: float
+    """Sent by a rank to its replica peers."""
+
+
+class TrainRecord(Section):
+    """All runs of one call."""
+
+    format: int = FORMAT
+    """Of this file."""
+
+    config: dict[str, Any]
+    """The whole config, seeds included."""
+
+    world_size: int
+    """How many ranks trained."""
+
+    planted_ne: float
+    """Of the held-out batches, as the model behind the labels predicts them."""
+
+    runs: tuple[RunRecord, ...]
+    """In the order of the config."""
+
+    @property
+    def num_samples(self) -> int:
+        """That each run was trained on."""
+        loop = self.config["loop"]
+        return loop["steps"] * loop["global_batch_size"]
+
+    @property
+    def seeds(self) -> tuple[int, int]:
+        """Of the data and of the initial weights."""
+        return self.config["data"]["seed"], self.config["model"]["seed"]
+
+    def find(self, name: str) -> RunRecord | None:
+        """The run of this name."""
+        return next((run for run in self.runs if run.name == name), None)
+
+    def save(self, path: str | Path) -> None:
+        """Write JSON."""
+        Path(path).write_text(self.model_dump_json(indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "TrainRecord":
+        """Read what `save` wrote.
+
+        Raises:
+            ConfigError: it can't be read, or it is something else.
+        """
+        try:
+            return cls.model_validate_json(Path(path).read_text())
+        except OSError as error:
+            raise ConfigError(f"{path} can't be read: {error.strerror}") from error
+        except (ValidationError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not what train --output writes: {error}") from error
+
+
+class Recorder:
+    """A watcher that keeps the curves for a `TrainRecord`."""
+
+    def __init__(self) -> None:
+        self._curves: dict[str, list[CurvePoint]] = {}
+
+    def run_planned(self, name: str, plan: Plan2D, config: TrainConfig) -> None:
+        """A run begins."""
+        self._curves[name] = []
+
+    def steps_trained(self, name: str, last_step: int, measured: Measured) -> None:
+        """One more point."""
+        self._curves[name].append(CurvePoint(step=last_step, ne=measured.ne))
+
+    def run_finished(self, result: RunResult) -> None:
+        """Nothing to do: its figures are in the result."""
+
+    def record(self, config: TrainConfig, result: TrainResult) -> TrainRecord:
+        """Everything, once all runs are over."""
+        return TrainRecord(
+            config=config.model_dump(mode="json"),
+            world_size=result.runs[0].plan.mesh.world_size,
+            planted_ne=result.planted.ne,
+            runs=tuple(
+                RunRecord(
+                    name=run.name,
+                    mesh=str(run.plan.mesh),
+                    sync=str(run.plan.sync),
+                    num_groups=run.plan.mesh.num_groups,
+                    curve=tuple(self._curves[run.name]),
+                    eval_loss=run.evaluated.loss,
+                    eval_ne=run.evaluated.ne,
+                    samples_per_s=run.samples_per_s,
+                    sync_bytes_per_step=run.sync_bytes_per_step,
+                )
+                for run in result.runs
+            ),
+        )

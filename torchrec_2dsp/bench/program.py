@@ -125,7 +125,14 @@ class _Bench:
         results = [self._result(runner) for runner in self._runners]
         return judged(
             BenchResult(
-                setting=describe_setting(self._config, self._place, speeds, started),
+                setting=describe_setting(
+                    self._config,
+                    title=self._config.title,
+                    network=self._config.network.description,
+                    place=self._place,
+                    speeds=speeds,
+                    started=started,
+                ),
                 reference=self._config.reference,
                 contestants=tuple(results),
             ),

@@ -5,24 +5,39 @@ import shlex
 import sys
 from datetime import datetime
 
-from torchrec_2dsp.bench.config import BenchConfig
 from torchrec_2dsp.bench.machine import describe_machine, describe_versions
 from torchrec_2dsp.bench.results import Setting
 from torchrec_2dsp.bench.worker import Place
 from torchrec_2dsp.cost.link_speed import LinkSpeeds
+from torchrec_2dsp.recipe.sections import Section
 
 
 def describe_setting(
-    config: BenchConfig, place: Place, speeds: LinkSpeeds, started: datetime
+    config: Section,
+    *,
+    title: str,
+    network: str,
+    place: Place,
+    speeds: LinkSpeeds,
+    started: datetime,
 ) -> Setting:
-    """Where and how a benchmark runs."""
+    """Where and how a benchmark runs.
+
+    Args:
+        config: all of it.
+        title: of the benchmark.
+        network: in words, if any.
+        place: which rank this is.
+        speeds: of the links.
+        started: when.
+    """
     return Setting(
-        title=config.title,
+        title=title,
         when=started.strftime("%Y-%m-%d %H:%M"),
         command=_command(place),
         hosts=place.world_size // place.local_world_size,
         ranks_per_host=place.local_world_size,
-        network=config.network.description or "network as it is",
+        network=network or "network as it is",
         cluster=os.environ.get("EMULATED_CLUSTER", ""),
         machine=describe_machine(),
         versions=describe_versions(),

@@ -6,12 +6,22 @@ import typer
 
 from torchrec_2dsp.cli.bench import bench
 from torchrec_2dsp.cli.bench_report import bench_compare, bench_report
+from torchrec_2dsp.cli.bench_sync import bench_sync
 from torchrec_2dsp.cli.doctor import doctor
 from torchrec_2dsp.cli.train import train
+from torchrec_2dsp.cli.train_study import train_study
 
 # A command module stays light: what it needs of torch it imports inside its function, so that
 # `--help` is quick and `doctor` runs where torch does not.
-COMMANDS: tuple[Callable[..., None], ...] = (doctor, train, bench, bench_report, bench_compare)
+COMMANDS: tuple[Callable[..., None], ...] = (
+    doctor,
+    train,
+    bench,
+    bench_report,
+    bench_compare,
+    bench_sync,
+    train_study,
+)
 
 app = typer.Typer(
     name="torchrec-2dsp",

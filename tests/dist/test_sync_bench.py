@@ -1,0 +1,95 @@
+"""`bench-sync`, as a user runs it: every sync is timed, and the bytes are those of theory."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchrec_2dsp.bench.syncs.results import SyncBenchResult
+
+ROOT = Path(__file__).parents[2]
+NUM_ROWS, DIM = 4096, 64
+"""Of a shard of 1 MiB."""
+
+
+def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+        + ["-m", "torchrec_2dsp", "bench-sync", "--config", "configs/runs/bench_sync.toml"]
+        + ["--set", "shard_mib=[1]", "--set", "repeats=2", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bench_sync")
+    shares = "touched_shares=[0.01, 1.0]"
+    done = torchrun("--set", shares, "--output", str(folder / "syncs.md"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 copies of 1 MiB" in done.stdout
+    return folder
+
+
+@pytest.fixture(scope="module")
+def result(folder: Path) -> SyncBenchResult:
+    return SyncBenchResult.load(folder / "syncs.json")
+
+
+def test_every_sync_is_timed_in_every_case(result: SyncBenchResult) -> None:
+    names = ["dense", "touched", "touched_bf16", "gradients", "gradients_bf16"]
+    assert [one.sync for one in result.times] == names * 4
+    cases = [(copies, 1.0, share) for copies in (2, 4) for share in (0.01, 1.0)]
+    assert list(dict.fromkeys(one.case for one in result.times)) == cases
+    for one in result.times:
+        assert len(one.seconds) == len(one.tracking_s) == 2
+        assert min(one.seconds) > 0
+        assert all(seconds > 0 for seconds in one.tracking_s) != one.sync.startswith("gradients")
+
+
+@pytest.mark.parametrize("num_groups", [2, 4])
+def test_bytes_are_those_of_theory(result: SyncBenchResult, num_groups: int) -> None:
+    def sent(sync: str, share: float) -> float:
+        return result.find((num_groups, 1.0, share), sync).sent_bytes
+
+    dense = 2 * (num_groups - 1) / num_groups * NUM_ROWS * (4 * DIM + 4)
+    assert sent("dense", 0.01) == sent("dense", 1.0) == pytest.approx(dense, rel=1e-3)
+    # Beyond the break-even share, whole shards are averaged.
+    assert sent("touched", 1.0) == pytest.approx(dense, rel=1e-2)
+    rows = (num_groups - 1) * round(0.01 * NUM_ROWS)
+    for sync, row_bytes in {
+        "touched": 4 + 4 * DIM + 4,
+        "touched_bf16": 4 + 2 * DIM + 2,
+        "gradients": 4 + 4 * DIM,
+        "gradients_bf16": 4 + 2 * DIM,
+    }.items():
+        # Buffers are padded, and headers say how many rows there are.
+        assert sent(sync, 0.01) == pytest.approx(rows * row_bytes, abs=48 * (num_groups - 1))
+
+
+def test_the_page_has_a_plot_and_its_numbers(folder: Path) -> None:
+    page = (folder / "syncs.md").read_text()
+    for said in ("## 2 copies of 1 MiB", "(syncs.svg)", "(syncs.json)", "torchrun", "| 0.01 |"):
+        assert said in page
+    assert "<svg" in (folder / "syncs.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("num_groups=[3]", "num_groups=3 does not divide the 4 ranks"),
+        ("reference='sparse'", "reference='sparse' is no sync; use one of dense, touched"),
+        ("touched_shares=[2.0]", "goes beyond 1, all rows"),
+    ],
+)
+def test_bad_input(override: str, said: str) -> None:
+    done = torchrun("--set", override)
+    assert done.returncode != 0
+    assert said in " ".join((done.stdout + done.stderr).split())

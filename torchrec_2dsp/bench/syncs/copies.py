@@ -1,0 +1,121 @@
+"""A table shard with a copy on each replica peer, which several syncs keep equal in turns."""
+
+import time
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from torchrec_2dsp._compat.fbgemm import (
+    ComputeDevice,
+    EmbeddingLocation,
+    EmbOptimType,
+    SplitTableBatchedEmbeddingBagsCodegen,
+    optimizer_states,
+)
+from torchrec_2dsp.errors import SyncError
+from torchrec_2dsp.mesh.groups import MeshGroups
+from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig, SyncedRows, WeightSync
+from torchrec_2dsp.rows.capture import RowCapture
+from torchrec_2dsp.rows.merge import RowMerge
+from torchrec_2dsp.shard.averaging import synced_shard
+from torchrec_2dsp.shard.kernels import TableShard
+from torchrec_2dsp.sync.row_average import RowAverage
+from torchrec_2dsp.sync.whole_shard import ShardAverage
+
+
+class Timed(NamedTuple):
+    """One sync on this rank."""
+
+    seconds: float
+    """From a barrier to the end of the sync."""
+    tracking_s: float
+    """What noting the changed rows took, before."""
+    num_bytes: int
+    """Bytes that this rank sent."""
+
+
+class Copies:
+    """This rank's copy: a fused kernel with one table and row-wise AdaGrad."""
+
+    def __init__(self, groups: MeshGroups, num_rows: int, dim: int) -> None:
+        self._groups = groups
+        self.num_rows = num_rows
+        """Of the shard."""
+        self._dim = dim
+        self._tbe = SplitTableBatchedEmbeddingBagsCodegen(
+            [(num_rows, dim, EmbeddingLocation.HOST, ComputeDevice.CPU)],
+            optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+            learning_rate=0.01,
+        )
+        (weight,), (state,) = self._tbe.split_embedding_weights(), optimizer_states(self._tbe)
+        self._shard = TableShard("table", 0, 0, {"weight": weight, **state})
+        for tensor in self._shard.tensors.values():
+            tensor.zero_()
+
+    def timed_sync(self, sync: SyncConfig, rows: torch.Tensor, seed: int) -> Timed:
+        """Change ``rows`` and make the copies equal; the changes count for a `GradientSync` only,
+        whose update is its own.
+
+        Collectives:
+            A barrier, and those of the sync.
+        """
+        if isinstance(sync, GradientSync):
+            return self._merge(sync, rows, seed)
+        return self._average(sync, rows, seed)
+
+    def check_equal(self) -> None:
+        """Raise `SyncError` where the copies differ, in a sample of rows.
+
+        Collectives:
+            One all-gather over the replica peers.
+        """
+        rows = torch.randperm(self.num_rows, generator=_generator(self.num_rows))[:10_000]
+        tensors = self._shard.tensors.values()
+        mine = torch.cat([tensor[rows].reshape(-1) for tensor in tensors])
+        peers = [torch.empty_like(mine) for _ in range(self._groups.mesh.num_groups)]
+        dist.all_gather(peers, mine, group=self._groups.replica_peers)
+        if not all(torch.equal(peer, mine) for peer in peers):
+            raise SyncError("copies differ after a sync; what it took is worth nothing")
+
+    def _average(self, sync: WeightSync, rows: torch.Tensor, seed: int) -> Timed:
+        peers = self._groups.replica_peers
+        shard = synced_shard(
+            self._shard, lambda name: True, dist.get_world_size(peers), sync.transport
+        )
+        if sync.rows is SyncedRows.TOUCHED:
+            average = RowAverage([shard], peers, self._groups.alarm)
+        else:
+            average = ShardAverage([shard], peers)
+        start = time.perf_counter()
+        average.before_update([shard], lambda: [rows])
+        tracking_s = time.perf_counter() - start
+        generator = _generator(seed)
+        for tensor in self._shard.tensors.values():
+            changes = torch.rand((rows.numel(), *tensor.shape[1:]), generator=generator)
+            tensor.index_add_(0, rows, changes)
+        dist.barrier(self._groups.world)
+        start = time.perf_counter()
+        report = average.run()
+        return Timed(time.perf_counter() - start, tracking_s, report.num_bytes)
+
+    def _merge(self, sync: GradientSync, rows: torch.Tensor, seed: int) -> Timed:
+        """The lookup comes before; the sums of the backward and the update are part of the time."""
+        capture = RowCapture(
+            self._tbe, ["table"], peers=self._groups.row_exchange, transport=sync.transport.dtype
+        )
+        merge = RowMerge([capture], self._groups.alarm)
+        offsets = torch.arange(rows.numel() + 1)
+        grads = torch.rand((rows.numel(), self._dim), generator=_generator(seed))
+        output = capture.lookup(lambda: self._tbe(rows, offsets), None)
+        dist.barrier(self._groups.world)
+        start = time.perf_counter()
+        merge.backward_seen()
+        output.backward(grads)
+        with torch.no_grad():
+            stats = merge.run(everything=True)
+        return Timed(time.perf_counter() - start, 0.0, stats.num_bytes)
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)

@@ -33,6 +33,7 @@ PUBLIC_NAMES = [
     "SyncError",
     "SyncReport",
     "SyncedRows",
+    "Transport",
     "TwoDError",
     "UnsupportedError",
     "VersionError",

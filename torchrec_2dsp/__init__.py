@@ -32,7 +32,7 @@ if not is_doctor_command(sys.orig_argv, sys.argv):
     from torchrec_2dsp.plan.parameter_sharding import Exchange, ParameterSharding2D, ShardingType2D
     from torchrec_2dsp.plan.plan2d import Plan2D, pin
     from torchrec_2dsp.plan.remap import plan_for_rank
-    from torchrec_2dsp.plan.sync_config import GradientSync, SyncedRows, WeightSync
+    from torchrec_2dsp.plan.sync_config import GradientSync, SyncedRows, Transport, WeightSync
     from torchrec_2dsp.plan.sync_policy import after, every, never
     from torchrec_2dsp.planner.enumerator import Enumerator2D
     from torchrec_2dsp.planner.partitioner import Partitioner2D
@@ -73,6 +73,7 @@ __all__ = [
     "SyncError",
     "SyncReport",
     "SyncedRows",
+    "Transport",
     "TwoDError",
     "UnsupportedError",
     "VersionError",

@@ -75,10 +75,11 @@ def main() -> None:
         optimizer.zero_grad()
         loss = nn.functional.binary_cross_entropy_with_logits(parallel(features), labels)
         loss.backward()
-        report = parallel.sync()
+        parallel.sync()
         optimizer.step()
         if dist.get_rank() == 0 and step % 5 == 0:
-            print(f"step {step}: loss {loss.item():.4f}, {report.num_rows} rows synced")
+            rows = parallel.sync_total.num_rows
+            print(f"step {step}: loss {loss.item():.4f}, {rows} rows synced so far")
     if dist.get_rank() == 0:
         print("done")
     dist.barrier()

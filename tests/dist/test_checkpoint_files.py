@@ -179,8 +179,7 @@ def pending_is_saved(rank: int, world_size: int, path: Path, cell: Cell) -> None
     for model in models:
         backward(model, cell, 0)
     save_checkpoint(path, models[0])
-    for part in cast(tdsp.ModelParallel2D, models[1]).sharded_modules():
-        assert part.sync_point.sync().num_rows > 0
+    assert cast(tdsp.ModelParallel2D, models[1]).sync_now().num_rows > 0
     expected = full_state(models[1])
     load_checkpoint(path, models[1])
     loaded = full_state(models[1])

@@ -35,6 +35,7 @@ from tests.support.parity import (
 )
 from tests.support.ranks import RankPool
 from torchrec_2dsp.errors import SyncError
+from torchrec_2dsp.sync.moment import Moment
 
 MESH = tdsp.Mesh2D(2, 2)
 EXACT = Cell(MESH)
@@ -61,6 +62,7 @@ TRIGGERS: dict[str, Trigger] = {
     "zero_grad": lambda parallel, batch: parallel.fused_optimizer.zero_grad(),
     "lookup": lambda parallel, batch: parallel(batch),
     "evaluation": evaluate,
+    "sync_now": lambda parallel, batch: parallel.sync_now(),
     "weights": lambda parallel, batch: parallel.state_dict(),
     "state": lambda parallel, batch: parallel.fused_optimizer.state_dict(),
     "hyper-parameters": lambda parallel, batch: parallel.fused_optimizer.update_hyper_parameters(
@@ -69,12 +71,17 @@ TRIGGERS: dict[str, Trigger] = {
 }
 
 
-def each_trigger_first(rank: int, world_size: int, cell: Cell) -> tuple[list[int], float]:
-    """Per trigger, how many syncs it caused; each step another one comes first."""
+ENDS_OF_A_STEP = ("sync", "step", "zero_grad")
+
+
+def each_trigger_first(
+    rank: int, world_size: int, cell: Cell
+) -> tuple[list[int], list[int], float]:
+    """Per trigger, how many syncs it caused, and all of them; each step another comes first."""
     parallel = shard(cell)
     assert isinstance(parallel, tdsp.ModelParallel2D)
     optimizer, oracle = make_optimizer(parallel), make_oracle(cell)
-    stream, counts = make_stream(cell, len(TRIGGERS)), []
+    stream, counts, totals = make_stream(cell, len(TRIGGERS)), [], []
     with counting_syncs(parallel) as reports:
         for first, batches in zip(TRIGGERS.values(), stream, strict=True):
             optimizer.zero_grad()
@@ -86,23 +93,31 @@ def each_trigger_first(rank: int, world_size: int, cell: Cell) -> tuple[list[int
                 trigger(parallel, batches[rank])
             assert parallel.sync() == tdsp.SyncReport()
             optimizer.step()
-            assert len(reports) - before == counts[-1], "a second sync of one backward"
+            totals.append(len(reports) - before)
             oracle.step(batches)
         assert not any(part.sync_point.pending for part in parts_of(parallel))
-    return counts, compare(parallel, oracle).worst
+    return counts, totals, compare(parallel, oracle).worst
 
 
 @pytest.mark.parametrize(
-    ("cell", "num_actions"),
-    [(EXACT, 1), (HOT, 2), (AVERAGED, 1), (BOTH, 2), (SEQUENCE, 1)],
+    ("cell", "num_averages", "num_merges"),
+    [(EXACT, 0, 1), (HOT, 0, 2), (AVERAGED, 1, 0), (BOTH, 1, 1), (SEQUENCE, 0, 1)],
     ids=str,
 )
-def test_one_sync_whoever_is_first(ranks4: RankPool, cell: Cell, num_actions: int) -> None:
-    """Hot rows are merged besides what keeps the replicas equal; a rank may hold no table."""
+def test_one_sync_whoever_is_first(
+    ranks4: RankPool, cell: Cell, num_averages: int, num_merges: int
+) -> None:
+    """Hot rows are merged besides what keeps the replicas equal; a rank may hold no table.
+
+    Merges go on until the rows are needed, so the end of a step doesn't run them.
+    """
     answers = ranks4.run(each_trigger_first, cell)
-    assert max(counts for counts, _ in answers) == [num_actions] * len(TRIGGERS)
-    for counts, gap in answers:
-        assert len(set(counts)) == 1
+    num_actions = num_averages + num_merges
+    expected = [num_averages if name in ENDS_OF_A_STEP else num_actions for name in TRIGGERS]
+    assert max(counts for counts, _, _ in answers) == expected
+    for counts, totals, gap in answers:
+        assert all(count <= most for count, most in zip(counts, expected, strict=True))
+        assert set(totals) == {max(counts)}, "a second sync of one backward, or none"
         assert gap < ROUNDING
 
 
@@ -140,17 +155,17 @@ def test_stock_dmp_trains_the_same_bit_for_bit(ranks4: RankPool) -> None:
 def sync_now(rank: int, world_size: int, cell: Cell) -> tuple[tdsp.SyncReport, ...]:
     parallel = shard(cell)
     assert isinstance(parallel, tdsp.ModelParallel2D)
-    idle, forced = parallel.sync(), parallel.sync_now()
+    idle = parallel.sync_now()
     local_loss(parallel(make_stream(cell, 1)[0][rank])).backward()
-    return idle, forced, parallel.sync_now(), parallel.sync()
+    due = parallel.sync()
+    return idle, due, parallel.sync_now(), parallel.sync_now()
 
 
-def test_sync_now_asks_nobody(ranks4: RankPool) -> None:
-    whole = replace(AVERAGED, sync=tdsp.WeightSync(rows=tdsp.SyncedRows.ALL))
-    for cell, has_averages in ((EXACT, False), (AVERAGED, False), (whole, True)):
-        for idle, forced, pending, again in ranks4.run(sync_now, cell):
-            assert idle == again == tdsp.SyncReport()
-            assert (forced.num_rows > 0) == has_averages
+def test_sync_now_does_not_ask_the_policy(ranks4: RankPool) -> None:
+    rarely = replace(AVERAGED, sync=tdsp.WeightSync(policy=tdsp.every(2)))
+    for cell in (EXACT, rarely, replace(rarely, sync=tdsp.WeightSync(policy=tdsp.never()))):
+        for idle, due, pending, again in ranks4.run(sync_now, cell):
+            assert idle == due == again == tdsp.SyncReport()
             assert pending.num_rows > 0
             assert pending.num_bytes > 0
             assert pending.seconds > 0
@@ -216,14 +231,14 @@ def test_weights_and_state_are_broadcast(ranks4: RankPool, cell: Cell) -> None:
 
 
 def different_rates(rank: int, world_size: int, cell: Cell, rates: tuple[float, float]) -> str:
-    """What a step says when each group has a learning rate of its own."""
+    """What a sync says when each group has a learning rate of its own."""
     parallel = shard(cell)
     (group,) = parallel.fused_optimizer.param_groups
     group["lr"] = rates[MESH.group_of(rank)]  # type: ignore[index]
     parallel.fused_optimizer.zero_grad()
     local_loss(parallel(make_stream(cell, 1)[0][rank])).backward()
     try:
-        parallel.fused_optimizer.step()
+        parallel.state_dict()
     except SyncError as error:
         return str(error)
     return "no error"
@@ -238,61 +253,3 @@ def test_peers_need_one_learning_rate(
     assert message.startswith("ranks that hold the same rows have different learning rates [0.")
     assert message.endswith("set the same schedule on every rank")
     assert ranks4.run(different_rates, cell, (rates[0], rates[0])) == ["no error"] * 4
-
-
-def twice(rank: int, world_size: int, cell: Cell) -> float:
-    torch.manual_seed(0)
-    parallel = shard(cell, model=TwiceModel(cell.spec))
-    stream = make_stream(cell, 3)
-    plain_loop(parallel, make_optimizer(parallel), [step[rank] for step in stream])
-    return compare(parallel, twice_oracle(cell, stream)).worst
-
-
-def test_two_lookups_in_one_forward(ranks4: RankPool) -> None:
-    for cell in (EXACT, HOT, replace(EXACT, mesh=tdsp.Mesh2D(1, 4))):
-        assert max(ranks4.run(twice, cell)) < ROUNDING
-
-
-def two_backwards(rank: int, world_size: int, cell: Cell) -> float:
-    """Two forwards, two backwards, then one sync, on the sharded module itself."""
-    parallel = shard(cell)
-    (part,) = parts_of(parallel)
-    stream = make_stream(cell, 2)
-    losses = [bag_loss(cell, cast(Any, part)(batches[rank])) for batches in stream]
-    with counting_syncs(parallel) as reports:
-        for loss in losses:
-            loss.backward()
-        assert not reports
-        part.sync_point.sync()
-        assert len(reports) == len(part.sync_point._actions)
-        assert not part.sync_point.pending
-    return compare(parallel, bag_oracle(cell, stream)).worst
-
-
-def test_two_backwards_between_syncs(ranks4: RankPool) -> None:
-    for cell in (EXACT, HOT):
-        assert max(ranks4.run(two_backwards, cell)) < ROUNDING
-
-
-def undivided(rank: int, world_size: int, cell: Cell, late: bool) -> float:
-    oracle = LoopOracle(cell.spec, optimizer=cell.optimizer, lr=LR, eps=cell.eps)
-    oracle.table_factor, stream = float(world_size), make_stream(cell, 3)
-    assert comm_ops.get_gradient_division()
-    comm_ops.set_gradient_division(late)
-    try:
-        parallel = shard(cell)
-        comm_ops.set_gradient_division(False)
-        plain_loop(parallel, make_optimizer(parallel), [step[rank] for step in stream])
-    finally:
-        comm_ops.set_gradient_division(True)
-    for batches in stream:
-        oracle.accumulate([batches])
-    return compare(parallel, oracle).worst
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_gradients_that_are_summed_over_ranks(ranks4: RankPool, late: bool) -> None:
-    """TorchRec reads the switch in every backward, so it may come after the construction."""
-    for cell in (EXACT, HOT):
-        # Gradients, and so their roundings, are four times as large as elsewhere.
-        assert max(ranks4.run(undivided, cell, late)) < 4 * ROUNDING

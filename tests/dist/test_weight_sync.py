@@ -16,9 +16,9 @@ from torchrec_2dsp.plan.sync_policy import SyncPolicy
 
 LARGE = ModelSpec(
     (
-        TableSpec("t0", 400, 8, ("f0",)),
-        TableSpec("t1", 240, 16, ("f1", "f2")),
-        TableSpec("t2", 330, 8, ("f3",)),
+        TableSpec("t0", 1600, 8, ("f0",)),
+        TableSpec("t1", 960, 16, ("f1", "f2")),
+        TableSpec("t2", 1320, 8, ("f3",)),
     )
 )
 """Few of its rows are in a batch. Of the default model most are, so that whole shards travel."""

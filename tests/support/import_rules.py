@@ -9,8 +9,9 @@ from pathlib import Path
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
     frozenset({"_compat"}),
+    frozenset({"comms"}),
     frozenset({"mesh", "access", "optim"}),
-    frozenset({"plan", "comms", "data"}),
+    frozenset({"plan", "data"}),
     frozenset({"rows", "cost"}),
     frozenset({"sync"}),
     frozenset({"planner", "shard"}),

@@ -1,5 +1,7 @@
 """Oracles of loops and algorithms that aren't one exact update per step."""
 
+from collections import deque
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -65,6 +67,35 @@ class LoopOracle(Oracle):
             eps=self.eps,
             moment_scale=self.moment_scale,
         )
+
+
+class DelayedOracle(Oracle):
+    """The tables' update of each step is applied before the lookup of the second step after it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._waiting: deque[Tensors] = deque()
+        self._found: Tensors = {}
+
+    def step(self, batches: Sequence[KeyedJaggedTensor]) -> list[float]:
+        if len(self._waiting) == 2:
+            self._apply_oldest()
+        losses = super().step(batches)
+        self._waiting.append(self._found)
+        self._found = {}
+        return losses
+
+    def finish(self) -> None:
+        """Apply what is left, as a read of the state does."""
+        while self._waiting:
+            self._apply_oldest()
+
+    def _update_(self, name: str, grad: torch.Tensor) -> None:
+        self._found[name] = grad.clone()
+
+    def _apply_oldest(self) -> None:
+        for name, grad in self._waiting.popleft().items():
+            super()._update_(name, grad)
 
 
 class Emulation:

@@ -32,6 +32,7 @@ from tests.support.parity import (
 )
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.shard.replicated import ReplicatedModule
+from torchrec_2dsp.sync.moment import Moment
 
 Tensors = dict[str, torch.Tensor]
 Stream = list[list[KeyedJaggedTensor]]
@@ -146,23 +147,23 @@ def counting_syncs(parallel: nn.Module) -> Iterator[list[tdsp.SyncReport]]:
     """The reports of all syncs that had something to do, whoever triggered them."""
     reports: list[tdsp.SyncReport] = []
 
-    def counted(run: Callable[[], tdsp.SyncReport]) -> Callable[[], tdsp.SyncReport]:
-        def run_and_keep() -> tdsp.SyncReport:
-            report = run()
+    def counted(reach: Callable[[Moment], tdsp.SyncReport]) -> Callable[[Moment], tdsp.SyncReport]:
+        def reach_and_keep(moment: Moment) -> tdsp.SyncReport:
+            report = reach(moment)
             if report.num_tensors:
                 reports.append(report)
             return report
 
-        return run_and_keep
+        return reach_and_keep
 
     actions = [action for part in parts_of(parallel) for action in part.sync_point._actions]
     for action in actions:
-        action.run = counted(action.run)
+        cast(Any, action).reach = counted(action.reach)
     try:
         yield reports
     finally:
         for action in actions:
-            del action.run
+            del action.reach
 
 
 def plain_loop(

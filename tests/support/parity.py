@@ -139,7 +139,7 @@ def run_cell(rank: int, world_size: int, cell: Cell, steps: int = STEPS) -> Gap:
     optimizer = make_optimizer(parallel)
     oracle = make_oracle(cell)
     sizes = cell.batch_sizes or (6,) * world_size
-    loss_gap, synced = 0.0, 0
+    loss_gap = 0.0
     for step in range(steps):
         batches = [
             make_batch(cell.spec, cell.seed + 1000 * step + peer, size, cell.max_length)
@@ -148,12 +148,13 @@ def run_cell(rank: int, world_size: int, cell: Cell, steps: int = STEPS) -> Gap:
         optimizer.zero_grad()
         loss = local_loss(parallel(batches[rank]))
         loss.backward()
-        synced += _sync(parallel)
+        if isinstance(parallel, tdsp.ModelParallel2D):
+            parallel.sync()
         optimizer.step()
         expected = oracle.step(batches)
         if all(sizes):
             loss_gap = max(loss_gap, abs(loss.item() - expected[rank]) / (1 + expected[rank]))
-    return compare(parallel, oracle, loss_gap, synced)
+    return compare(parallel, oracle, loss_gap)
 
 
 def run_cells(rank: int, world_size: int, cells: list[Cell], steps: int = STEPS) -> list[Gap]:
@@ -169,9 +170,7 @@ def make_oracle(cell: Cell) -> Oracle:
     return Oracle(cell.spec, optimizer=optimizer, lr=LR, eps=cell.eps, column_blocks=blocks)
 
 
-def compare(
-    parallel: DistributedModelParallel, oracle: Oracle, loss_gap: float = 0.0, synced: int = 0
-) -> Gap:
+def compare(parallel: DistributedModelParallel, oracle: Oracle, loss_gap: float = 0.0) -> Gap:
     """Every local shard and moment against the oracle's."""
     weight_gap, moment_gap, count = 0.0, 0.0, 0
     for name, value in parallel.state_dict().items():
@@ -199,6 +198,7 @@ def compare(
                         )
                         gap = (moment - expected).abs() / expected.max().clamp(min=1e-12)
                         moment_gap = max(moment_gap, gap.max().item() if gap.numel() else 0.0)
+    synced = parallel.sync_total.num_rows if isinstance(parallel, tdsp.ModelParallel2D) else 0
     return Gap(loss_gap, weight_gap, moment_gap, count, synced)
 
 
@@ -224,12 +224,6 @@ def local_world_size() -> int:
     import os
 
     return int(os.environ["LOCAL_WORLD_SIZE"])
-
-
-def _sync(parallel: DistributedModelParallel) -> int:
-    if isinstance(parallel, tdsp.ModelParallel2D):
-        return parallel.sync().num_rows
-    return 0
 
 
 def _column_blocks(cell: Cell, dim: int) -> int:

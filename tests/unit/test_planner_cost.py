@@ -20,7 +20,7 @@ from torchrec_2dsp.planner.enumerator import Enumerator2D
 from torchrec_2dsp.planner.sync_cost import (
     data_parallel_ms,
     expected_touched_rows,
-    gradient_sync_ms,
+    row_sync_ms,
     state_bytes_per_row,
     weight_sync_ms,
 )
@@ -36,8 +36,11 @@ def costs_ms(num_groups: int, rows: int, dim: int) -> list[float]:
     """What each kind of sync costs for one shard of a table of its own."""
     table_bytes = rows * dim * 4
     return [
-        gradient_sync_ms(
-            num_groups=num_groups, touched_rows=rows, dim=dim, bandwidth_bytes_per_ms=INTER
+        row_sync_ms(
+            num_groups=num_groups,
+            touched_rows=rows,
+            row_bytes=4 * dim,
+            bandwidth_bytes_per_ms=INTER,
         ),
         weight_sync_ms(
             num_groups=num_groups, shard_bytes=table_bytes, bandwidth_bytes_per_ms=INTER
@@ -145,8 +148,8 @@ def sync_ms(
 
 
 def test_the_gradients_of_touched_rows() -> None:
-    def cost(touched_rows: float, dim: int) -> float:
-        return touched_rows * (dim * 4 + 8) * 3 / INTER
+    def cost(touched_rows: float, dim: int, num_bytes: int = 4) -> float:
+        return touched_rows * (dim * num_bytes + 4) * 3 / INTER
 
     def ms(sharding_type: str, **settings: object) -> list[float]:
         return pytest.approx(sync_ms(sharding_type, sync=tdsp.GradientSync(), **settings))  # pyright: ignore
@@ -158,6 +161,8 @@ def test_the_gradients_of_touched_rows() -> None:
     assert ms("grid_shard") == [cost(8, 32)] * 4
     assert ms("table_wise", rows=10) == [cost(10, 64)]
     assert ms("table_wise", rows=400, pooling_factors=[3.0]) == [cost(48, 64)]
+    half = sync_ms("table_wise", sync=tdsp.GradientSync(transport=tdsp.Transport.BF16))
+    assert half == pytest.approx([cost(16, 64, num_bytes=2)])
     assert ms("table_wise", rows=400, batch_sizes=[20]) == [cost(40, 64)]
     assert ms("table_wise", rows=400, num_poolings=[2.0]) == [cost(32, 64)]
 
@@ -226,7 +231,7 @@ def test_sequence_tables_have_a_cost_too() -> None:
         sharder=AnySequenceSharder(),  # pyright: ignore[reportArgumentType]
     )
 
-    assert found == pytest.approx([16 * (64 * 4 + 8) * 3 / INTER])
+    assert found == pytest.approx([16 * (64 * 4 + 4) * 3 / INTER])
 
 
 def test_replica_peers_in_one_host_sync_faster() -> None:

@@ -1,6 +1,7 @@
 """Rows that are captured and applied later, against FBGEMM's own fused backward."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -25,19 +26,23 @@ from torchrec_2dsp._compat.fbgemm import (
     EmbOptimType,
     PoolingMode,
     SparseType,
+    SplitTableBatchedEmbeddingBagsCodegen,
     iteration_of,
     learning_rate_of,
     set_learning_rate,
 )
-from torchrec_2dsp.errors import UnsupportedError
+from torchrec_2dsp.errors import SyncError, UnsupportedError
 from torchrec_2dsp.rows.capture import RowCapture
-from torchrec_2dsp.rows.gradients import TableGradients, sum_tables
 from torchrec_2dsp.rows.update import RowUpdater
 
 ROUNDING = 1e-6
 """Where the kernel adds in another order than we do: a few float32 roundings of values near 1."""
 HALF_ROUNDING = 1e-3
 """The same for fp16 tables: such a difference can tip a weight near 1 to its fp16 neighbour."""
+
+
+def row_capture(tbe: SplitTableBatchedEmbeddingBagsCodegen, **options: Any) -> RowCapture:
+    return RowCapture(tbe, [f"t{table}" for table in range(len(tbe.embedding_specs))], **options)
 
 
 def captured(capture: RowCapture, batch: Batch) -> torch.Tensor:
@@ -51,7 +56,7 @@ def train_both(case: Case, batches: list[Batch]) -> tuple[list[torch.Tensor], li
     """Weights and state after fused steps, and after captured ones."""
     fused, ours = make_tbe(case), make_tbe(case)
     start = tensors_of(ours)
-    capture, updater = RowCapture(ours), RowUpdater(ours)
+    capture, updater = row_capture(ours), RowUpdater(ours)
     for seed, batch in enumerate(batches):
         ids, offsets, weights = batch
         output = fused(ids.clone(), offsets, weights)
@@ -62,9 +67,8 @@ def train_both(case: Case, batches: list[Batch]) -> tuple[list[torch.Tensor], li
         assert torch.equal(own_output, output)
         own_output.backward(grad)
         assert all(map(torch.equal, tensors_of(ours), before)), "a captured backward updated"
-        (gradients,) = capture.take()
-        assert gradients.num_rows == sum(table.rows.numel() for table in gradients.tables)
-        updater.apply(gradients)
+        (backward,) = capture.take()
+        updater.apply(backward.gradients())
     assert ours.optimizer_args == fused.optimizer_args
     assert iteration_of(ours) == iteration_of(fused)
     assert learning_rate_of(ours) == learning_rate_of(fused)
@@ -87,6 +91,8 @@ def check(case: Case, batches: list[Batch]) -> None:
 SHAPES = {
     "sum": Case(),
     "one table": Case(((5, 4),), (0,)),
+    "one dimension": Case(((11, 8), (7, 8), (3, 8)), (0, 1, 1, 2)),
+    "one dimension, mean": Case(((11, 8), (7, 8), (3, 8)), (0, 1, 2, 2), pooling=MEAN),
     "several features": Case(((11, 8), (7, 16), (6, 4)), (0, 0, 1, 2, 2, 2)),
     "mean": Case(pooling=MEAN),
     "weighted": Case(weighted=True),
@@ -117,11 +123,11 @@ def test_rows_of_a_kernel_with_half_precision_output(factor: float) -> None:
     case = replace(SHAPES["long bags"], optimizer=SGD, output=SparseType.FP16)
     fused, ours = make_tbe(case), make_tbe(case)
     batch = make_ids(case, 0)
-    output, own_output = fused(*batch), captured(capture := RowCapture(ours), batch)
+    output, own_output = fused(*batch), captured(capture := row_capture(ours), batch)
     assert output.dtype == own_output.dtype == torch.float16
     for one in (output, own_output):
         one.backward(upstream_gradient(one, 0).half() * factor)
-    RowUpdater(ours).apply(capture.take()[0])
+    RowUpdater(ours).apply(capture.take()[0].gradients())
     assert all(map(torch.equal, tensors_of(ours), tensors_of(fused)))
 
 
@@ -142,12 +148,12 @@ def test_ids_out_of_range_act_as_in_the_kernel(pooling: PoolingMode) -> None:
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_the_learning_rate_is_that_of_the_backward(elsewhere: bool) -> None:
+def test_the_learning_rate_is_that_of_the_lookup(elsewhere: bool) -> None:
     """That of the kernel, or where else it is said to come from."""
     case = Case(optimizer=ADAGRAD)
     fused, ours = make_tbe(case), make_tbe(case)
     rate = 0.0
-    capture = RowCapture(ours, learning_rate=lambda: rate) if elsewhere else RowCapture(ours)
+    capture = row_capture(ours, learning_rate=lambda: rate) if elsewhere else row_capture(ours)
     for seed, rate in enumerate([0.1, 0.02, 0.3]):
         set_learning_rate(fused, rate)
         if not elsewhere:
@@ -156,10 +162,11 @@ def test_the_learning_rate_is_that_of_the_backward(elsewhere: bool) -> None:
         for output in (fused(*batch), captured(capture, batch)):
             output.backward(upstream_gradient(output, seed))
     set_learning_rate(ours, 7.0)
-    assert capture.num_pending == 3
-    for gradients in capture.take():
-        RowUpdater(ours).apply(gradients)
-    assert capture.num_pending == 0
+    backwards = capture.take()
+    assert len(backwards) == 3
+    for backward in backwards:
+        RowUpdater(ours).apply(backward.gradients())
+    assert not capture.take()
     assert all(map(torch.equal, tensors_of(ours), tensors_of(fused)))
     assert learning_rate_of(ours) == 7.0
 
@@ -167,10 +174,10 @@ def test_the_learning_rate_is_that_of_the_backward(elsewhere: bool) -> None:
 def test_the_iteration_is_that_of_the_backward() -> None:
     case = Case()
     tbe = make_tbe(case)
-    capture, updater = RowCapture(tbe), RowUpdater(tbe)
+    capture, updater = row_capture(tbe), RowUpdater(tbe)
     for seed in range(3):
         captured(capture, make_ids(case, seed)).sum().backward()
-    pending = capture.take()
+    pending = [backward.gradients() for backward in capture.take()]
     assert [gradients.step.iteration for gradients in pending] == [1, 2, 3]
     seen = []
     tbe.register_forward_hook(lambda *_: seen.append(iteration_of(tbe)))
@@ -183,11 +190,11 @@ def test_the_iteration_is_that_of_the_backward() -> None:
 def test_the_iteration_is_that_of_the_forward() -> None:
     """The kernel's backward uses the count of its own forward, also if others came between."""
     case = Case()
-    capture = RowCapture(make_tbe(case))
+    capture = row_capture(make_tbe(case))
     outputs = [captured(capture, make_ids(case, seed)) for seed in range(2)]
     for output in outputs:
         output.sum().backward()
-    assert [gradients.step.iteration for gradients in capture.take()] == [1, 2]
+    assert [backward.iteration for backward in capture.take()] == [1, 2]
 
 
 def test_weights_that_need_a_gradient_are_refused() -> None:
@@ -196,22 +203,37 @@ def test_weights_that_need_a_gradient_are_refused() -> None:
     assert weights is not None
     weights.requires_grad_()
     with pytest.raises(UnsupportedError, match="detach the weights or use WeightSync"):
-        captured(RowCapture(make_tbe(case)), (ids, offsets, weights))
+        captured(row_capture(make_tbe(case)), (ids, offsets, weights))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("tables", [((11, 8), (7, 8)), ((11, 8), (7, 16))], ids=["one", "two"])
+def test_a_gradient_that_is_not_finite_is_named(
+    tables: tuple[tuple[int, int], ...], bad: float
+) -> None:
+    """With the table and the row, however many dimensions the kernel has."""
+    capture = row_capture(make_tbe(Case(tables)))
+    ids, offsets = torch.tensor([3, 5, 2, 6]), torch.arange(5)
+    output = capture.lookup(lambda: capture.tbe(ids, offsets), None)
+    grad = torch.ones_like(output)
+    grad[1, -1] = bad
+    output.backward(grad)
+    with pytest.raises(SyncError, match=r"^table 't1' has a gradient for its row 6 .* not finite"):
+        capture.take()
 
 
 def test_rows_are_distinct_and_ascending() -> None:
-    capture = RowCapture(make_tbe(case := Case(feature_tables=(0, 0, 1))))
+    capture = row_capture(make_tbe(case := Case(feature_tables=(0, 0, 1))))
     ids, offsets, _ = batch = make_ids(case, 0)
     captured(capture, batch).sum().backward()
-    (gradients,) = capture.take()
+    (backward,) = capture.take()
     second_table = int(offsets[2 * case.batch_size])
-    for table, looked_up in zip(
-        gradients.tables, (ids[:second_table], ids[second_table:]), strict=True
-    ):
+    blocks = backward.gradients().blocks
+    for block, looked_up in zip(blocks, (ids[:second_table], ids[second_table:]), strict=True):
         rows, counts = looked_up.unique(return_counts=True)
-        assert torch.equal(table.rows, rows)
+        assert torch.equal(block.keys, rows)
         # A gradient of ones reaches a row as often as it was looked up.
-        assert torch.equal(table.grads, counts[:, None].expand_as(table.grads).float())
+        assert torch.equal(block.grads, counts[:, None].expand_as(block.grads).float())
 
 
 def test_weighted_means_have_the_gradient_of_their_forward() -> None:
@@ -224,34 +246,15 @@ def test_weighted_means_have_the_gradient_of_their_forward() -> None:
     assert weights is not None
     share = weights / offsets.diff()[bag_of]
     expected = torch.zeros(case.batch_size, 8).index_add(0, bag_of, table[ids] * share[:, None])
-    capture = RowCapture(tbe)
+    capture = row_capture(tbe)
     output = captured(capture, batch)
     torch.testing.assert_close(output, expected, rtol=ROUNDING, atol=ROUNDING)
     grad = upstream_gradient(output, 0)
     output.backward(grad)
     expected.backward(grad)
-    (gradients,) = capture.take()[0].tables
+    (block,) = capture.take()[0].gradients().blocks
     assert table.grad is not None
-    torch.testing.assert_close(
-        gradients.grads, table.grad[gradients.rows], rtol=ROUNDING, atol=ROUNDING
-    )
-
-
-ids_of_a_part = st.lists(st.integers(0, 9), unique=True, max_size=6).map(sorted)
-
-
-@given(st.lists(ids_of_a_part, min_size=1, max_size=4), st.sampled_from([1.0, 2.0, 3.0]))
-def test_the_sum_of_tables_is_the_dense_sum(parts: list[list[int]], divisor: float) -> None:
-    dense = torch.zeros(10, 2)
-    tables = []
-    for index, rows in enumerate(parts):
-        # Whole numbers: their sums are exact in any order.
-        grads = torch.arange(2 * len(rows)).view(-1, 2).float() + index
-        tables.append(TableGradients(torch.tensor(rows, dtype=torch.int64), grads))
-        dense[rows] += grads
-    total = sum_tables(tables, divisor)
-    assert total.rows.tolist() == sorted({row for rows in parts for row in rows})
-    assert torch.equal(total.grads, dense[total.rows] / divisor)
+    torch.testing.assert_close(block.grads, table.grad[block.keys], rtol=ROUNDING, atol=ROUNDING)
 
 
 @st.composite

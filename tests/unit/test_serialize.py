@@ -166,7 +166,12 @@ def test_what_a_file_cannot_hold_is_refused() -> None:
 def test_the_text_is_made_for_people() -> None:
     data = json.loads(EXAMPLE)
     assert data["mesh"] == {"num_groups": 2, "group_size": 2, "layout": "strided"}
-    assert data["sync"] == {"kind": GradientSync.__name__}
+    assert data["sync"] == {
+        "kind": GradientSync.__name__,
+        "transport": "fp32",
+        "delay": 0,
+        "drift_every": 0,
+    }
     table = data["modules"]["ebc"]["t_row"]
     assert table["hot_rows"] == [3, 12]
     assert table["shards"][1] == {

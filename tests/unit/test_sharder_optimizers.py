@@ -11,7 +11,12 @@ from tests.support.models import ModelSpec, build, tables_of
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.shard.kernels import MOMENT_SCALE
-from torchrec_2dsp.shard.optimizers import params_for_plan, stock_optimizer_classes, stock_params
+from torchrec_2dsp.shard.optimizers import (
+    check_optimizers,
+    params_for_plan,
+    stock_optimizer_classes,
+    stock_params,
+)
 
 AVERAGED = ModulePlan2D({}, mesh=tdsp.Mesh2D(4, 2), sync=tdsp.WeightSync())
 EXACT = ModulePlan2D({}, mesh=tdsp.Mesh2D(4, 2), sync=tdsp.GradientSync())
@@ -63,3 +68,20 @@ def test_a_parameters_own_optimizer_brings_its_own_scale(kind: Any, scale: float
         assert param._optimizer_kwargs[0][MOMENT_SCALE] == scale
     assert param._optimizer_kwargs[0] == before
     assert param._optimizer_classes == [kind]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_attached"),
+    [("weight_decay", False), ("weight_decay", True), ("max_norm", False)],
+)
+def test_what_cpu_kernels_ignore_is_refused_there(name: str, is_attached: bool) -> None:
+    model, arguments = build(ModelSpec()), {name: 0.5}
+    if is_attached:
+        params = [table.weight for table in tables_of(model).values()]
+        _apply_optimizer_in_backward(torch.optim.SGD, params, {"lr": 0.1, **arguments})
+    fused_params = {} if is_attached else arguments
+
+    with pytest.raises(tdsp.UnsupportedError, match=f"{name}=0.5 does nothing in FBGEMM's CPU"):
+        check_optimizers(model, fused_params, AVERAGED, "cpu")
+    check_optimizers(model, fused_params, AVERAGED, "cuda")
+    check_optimizers(build(ModelSpec()), {name: 0.0}, AVERAGED, "cpu")

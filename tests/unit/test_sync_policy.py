@@ -68,12 +68,21 @@ def test_a_start_is_a_number_and_has_a_policy() -> None:
         ({"policy": 3}, r"policy=3\) is no policy; use every\(4\)"),
         ({"policy": None}, r"policy=None\) is no policy"),
         ({"moments_policy": "every(2)"}, r"moments_policy='every\(2\)'\) is no policy"),
-        ({"rows": "most"}, "rows='most'.* is neither 'touched' nor 'all'"),
+        ({"rows": "most"}, "rows='most'.* is none of 'touched', 'all'; use one of them"),
+        ({"transport": "int8"}, "transport='int8'.* is none of 'fp32', 'bf16', 'fp16'"),
+        ({"rows": "all", "transport": "bf16"}, "whole shards are all-reduced as they are"),
     ],
 )
 def test_a_config_says_what_is_wrong(fields: dict[str, object], said: str) -> None:
     with pytest.raises(tdsp.ConfigError, match=said):
         tdsp.WeightSync(**fields)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("fields", [{"transport": "int4"}, {"delay": 2}, {"delay": -1}])
+def test_an_exact_config_says_what_is_wrong(fields: dict[str, object]) -> None:
+    ((name, value),) = fields.items()
+    with pytest.raises(tdsp.ConfigError, match=rf"^GradientSync\({name}={value!r}\) is n"):
+        tdsp.GradientSync(**fields)  # pyright: ignore[reportArgumentType]
 
 
 @given(st.sampled_from(tdsp.SyncedRows))

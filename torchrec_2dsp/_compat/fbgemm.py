@@ -40,6 +40,8 @@ __all__ = [
 class TbeShape:
     """The tables and features of a TBE."""
 
+    table_rows: tuple[int, ...]
+    """Rows of each table."""
     table_dims: tuple[int, ...]
     """Columns of each table."""
     feature_tables: tuple[int, ...]
@@ -61,7 +63,7 @@ class TbeShape:
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """The point of a schedule at which an update was computed."""
+    """The point of a schedule at which rows were looked up."""
 
     learning_rate: float
     """In the kernel's own units."""
@@ -72,6 +74,7 @@ class OptimizerStep:
 def tbe_shape(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> TbeShape:
     """The tables and features of ``tbe``."""
     return TbeShape(
+        table_rows=tuple(int(spec[0]) for spec in tbe.embedding_specs),
         table_dims=tuple(int(spec[1]) for spec in tbe.embedding_specs),
         feature_tables=tuple(int(table) for table in tbe.feature_table_map),
         is_sequence=tbe.pooling_mode == PoolingMode.NONE,
@@ -121,9 +124,12 @@ def optimizer_states(
 
 @contextmanager
 def updating_as_of(
-    tbe: SplitTableBatchedEmbeddingBagsCodegen, step: OptimizerStep
+    tbe: SplitTableBatchedEmbeddingBagsCodegen, step: OptimizerStep, *, as_sequence: bool
 ) -> Iterator[None]:
     """Run one forward and backward of ``tbe`` as it would have run at ``step``, unclipped.
+
+    With ``as_sequence``, the forward gives one output row per id, whatever the kernel pools by; its
+    tables must have one dimension.
 
     Clipping belongs to what a bag contributes, which was clipped when it was captured: the
     merged gradient of a row is a sum of such contributions and is never clipped.
@@ -131,11 +137,13 @@ def updating_as_of(
     learning_rate, args = learning_rate_of(tbe), tbe.optimizer_args
     counters = (_tensor(tbe.iter), _tensor(tbe.iter_cpu))
     counted = [counter.clone() for counter in counters]
-    output_dtype = tbe.output_dtype
+    output_dtype, pooling = tbe.output_dtype, (tbe.pooling_mode, tbe.is_nobag)
     set_learning_rate(tbe, step.learning_rate)
     tbe.optimizer_args = args._replace(gradient_clipping=False)
     # The gradient of an output has the output's type, and a merged row gradient is float32.
     tbe.output_dtype = SparseType.FP32.as_int()
+    if as_sequence:
+        tbe.pooling_mode, tbe.is_nobag = PoolingMode.NONE, True
     # The forward counts one iteration up before it uses the counter.
     for counter in counters:
         counter.fill_(step.iteration - 1)
@@ -145,6 +153,7 @@ def updating_as_of(
         set_learning_rate(tbe, learning_rate)
         tbe.optimizer_args = args
         tbe.output_dtype = output_dtype
+        tbe.pooling_mode, tbe.is_nobag = pooling
         for counter, value in zip(counters, counted, strict=True):
             counter.copy_(value)
 

@@ -110,14 +110,7 @@ def _stock(
         qcomm_codecs_registry=_codecs(one.qcomms, device),
     )
     sharders = cast(list[ModuleSharder[nn.Module]], [sharder])
-    planner = EmbeddingShardingPlanner(
-        topology=_topology(config, one, speeds),
-        batch_size=config.schedule.batch_size,
-        constraints=_constraints(config.data, one),
-        storage_reservation=FixedPercentageStorageReservation(_RESERVATION),
-        stats=NoopEmbeddingStats(),
-        debug=False,
-    )
+    planner = EmbeddingShardingPlanner(**_planner_arguments(config, one, speeds))
     world = dist.group.WORLD
     assert world is not None
     plan = planner.collective_plan(model, sharders, world)
@@ -147,16 +140,8 @@ def _two_d(
         )
     )
     sharders = cast(list[ModuleSharder[nn.Module]], [sharder])
-    planner = Planner2D(
-        topology=_topology(config, one, speeds),
-        batch_size=config.schedule.batch_size,
-        constraints=_constraints(config.data, one),
-        storage_reservation=FixedPercentageStorageReservation(_RESERVATION),
-        stats=NoopEmbeddingStats(),
-        debug=False,
-        mesh=mesh,
-        sync=one.sync_config,
-    )
+    arguments = _planner_arguments(config, one, speeds)
+    planner = Planner2D(**arguments, mesh=mesh, sync=one.sync_config)
     plan = planner.collective_plan(model, sharders)
     for feature in config.data.features if one.hot_rows else ():
         if _is_data_parallel(plan, table_name(feature.name)):
@@ -170,6 +155,20 @@ def _two_d(
 def _is_data_parallel(plan: Plan2D, table: str) -> bool:
     types = {name: one.sharding_type for _, part in plan.modules() for name, one in part.tables()}
     return base_type(types[table]) == ShardingType.DATA_PARALLEL.value
+
+
+def _planner_arguments(
+    config: BenchConfig, one: PlannedContestant, speeds: LinkSpeeds
+) -> dict[str, Any]:
+    """What TorchRec's planner and ours are told alike."""
+    return {
+        "topology": _topology(config, one, speeds),
+        "batch_size": config.schedule.batch_size,
+        "constraints": _constraints(config.data, one),
+        "storage_reservation": FixedPercentageStorageReservation(_RESERVATION),
+        "stats": NoopEmbeddingStats(),
+        "debug": False,
+    }
 
 
 def _topology(config: BenchConfig, one: PlannedContestant, speeds: LinkSpeeds) -> Topology:

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torchrec_2dsp.bench.results import Phase
 
 _STEP = "## bench step ##"
-_SYNC = "## dmp_collection_sync"
+_SYNC = ("## dmp_collection_sync", "## replica sync")
 _INPUT = ("## start_sparse_data_dist", "## wait_sparse_data_dist")
 _LOOKUPS = ("embedding_codegen_lookup", "embedding_codegen_forward", "embedding_forward")
 _UPDATES = ("embedding_codegen_backward", "embedding_backward")
@@ -96,7 +96,7 @@ def split_by_phase(trace: Trace) -> tuple[Phase, ...]:
     backward = clock.inside(trace.labels, "## backward")
     forward = clock.inside(trace.labels, "## forward")
     ids = clock.inside(trace.labels, *_INPUT)
-    sync = clock.inside(trace.labels, _SYNC)
+    sync = clock.inside(trace.labels, *_SYNC)
     optimizer = clock.inside(trace.labels, "## optimizer")
     lookup = clock.inside(trace.operators, *_LOOKUPS, anywhere=True)
     update = clock.inside(trace.operators, *_UPDATES, anywhere=True)

@@ -70,12 +70,24 @@ class agreeing(AbstractContextManager[dict[str, str]]):
     ) -> None:
         if error is None:
             agree(self._group, facts=self._facts)
-        elif isinstance(error, TwoDError):
-            agree(self._group, error=error)
         elif isinstance(error, Exception):
-            known = ConfigError(f"{type(error).__name__}: {error}")
-            known.__cause__ = error
-            agree(self._group, error=known)
+            agree(self._group, error=as_ours(error, ConfigError))
+
+
+def as_ours(error: Exception, kind: type[TwoDError]) -> TwoDError:
+    """``error`` if it's one of ours, else one of ``kind`` with its text, for other ranks to raise.
+
+    Example:
+        >>> from torchrec_2dsp.comms.agreement import as_ours
+        >>> from torchrec_2dsp.errors import SyncError
+        >>> as_ours(ValueError("no such row"), SyncError)
+        SyncError('ValueError: no such row')
+    """
+    if isinstance(error, TwoDError):
+        return error
+    known = kind(f"{type(error).__name__}: {error}")
+    known.__cause__ = error
+    return known
 
 
 def _first_difference(one: str, other: str, limit: int = 300) -> tuple[str, str]:

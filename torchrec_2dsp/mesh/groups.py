@@ -2,17 +2,22 @@
 
 import atexit
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchrec_2dsp._compat.c10d import timeout_of
 from torchrec_2dsp._compat.torchrec import (
     NodeGroupCache,
     ShardingEnv2D,
     get_local_size,
     node_group_cache,
 )
+from torchrec_2dsp.comms.alarm import Alarm
+from torchrec_2dsp.comms.full_duplex import BACKEND_NAME as FULL_DUPLEX
 from torchrec_2dsp.errors import MeshError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
 
@@ -54,14 +59,32 @@ class MeshGroups:
         """The ranks that share this rank's copy of the tables."""
         self.replica_peers = self.device_mesh.get_group("replicate")
         """The ranks that hold this rank's shard."""
-        # Hot rows are merged over all ranks while DDP's reductions may still run on the world
-        # group: a group of their own keeps the two from interleaving differently on two ranks.
-        self.hot_rows = cast(dist.ProcessGroup, dist.new_group(group_desc="hot_rows"))
+        # Rows travel while the training thread goes on to other collectives. Groups of their own
+        # keep the two from interleaving differently on two ranks.
+        backend = FULL_DUPLEX if dist.get_backend(world) == dist.Backend.GLOO else None
+        timeout = timeout_of(world, device_type)
+        hot_rows = dist.new_group(timeout=timeout, backend=backend, group_desc="hot_rows")
+        self.hot_rows = cast(dist.ProcessGroup, hot_rows)
         """All ranks again, used by nothing but the hot rows."""
+        self.row_exchange = self._new_row_exchange(backend, timeout)
+        """The replica peers again, used by nothing but merges of row gradients."""
+        everyone = cast(dist.ProcessGroup, dist.new_group(timeout=timeout, group_desc="alarm"))
+        self._alarm_group = everyone
+        self.alarm = Alarm(everyone, torch.device(device_type))
+        """Tells all ranks of an error of one."""
         self.local_world_size = get_local_size(mesh.world_size)
         """Ranks of this host (LOCAL_WORLD_SIZE)."""
         self._node_groups = NodeGroupCache()
         self._closed = False
+
+    def _new_row_exchange(self, backend: str | None, timeout: timedelta) -> dist.ProcessGroup:
+        if self.mesh.num_groups == 1:
+            return self.replica_peers
+        peers = [list(ranks) for ranks in zip(*self.mesh.rank_matrix(), strict=True)]
+        group, _ = dist.new_subgroups_by_enumeration(
+            peers, timeout=timeout, backend=backend, group_desc="row_exchange"
+        )
+        return cast(dist.ProcessGroup, group)
 
     @classmethod
     def for_mesh(cls, mesh: Mesh2D, device_type: str) -> "MeshGroups":
@@ -107,6 +130,9 @@ class MeshGroups:
         dist.barrier(self.world)
         # The node groups were made last; a mesh axis that spans the world may be its own group.
         made = (self.replica_peers, self.sharding_group, self.hot_rows)
+        if self.row_exchange is not self.replica_peers:
+            made += (self.row_exchange,)
+        made += (self._alarm_group,)
         made += tuple(reversed(self._node_groups.groups()))
         for group in reversed(made):
             if group is not self.world:

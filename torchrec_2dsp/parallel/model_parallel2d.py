@@ -25,6 +25,7 @@ from torchrec_2dsp.shard.sharders import (
     EmbeddingBagCollectionSharder2D,
     EmbeddingCollectionSharder2D,
 )
+from torchrec_2dsp.sync.moment import Moment
 from torchrec_2dsp.sync.report import SyncReport
 
 
@@ -116,7 +117,10 @@ class ModelParallel2D(DMPCollection):
     def sync(  # type: ignore[override]  # upstream returns nothing
         self, include_optimizer_state: bool = True
     ) -> SyncReport:
-        """Make the replicas equal after a backward; a no-op if that has happened already.
+        """Sync what the plan's policy says is due after a backward; a no-op if nothing is.
+
+        The row gradients of a `GradientSync` aren't waited for here: they travel until the next
+        lookup needs the rows.
 
         Args:
             include_optimizer_state: must be true; weights and state are synced together.
@@ -129,15 +133,20 @@ class ModelParallel2D(DMPCollection):
                 "sync(include_optimizer_state=False) would let the optimizer states of replicas "
                 "drift apart; call sync()"
             )
-        return sum((part.sync_point.sync() for part in self.sharded_modules()), SyncReport())
+        return self._reach(Moment.STEP)
 
     def sync_now(self) -> SyncReport:
-        """Make the replicas equal, whether or not a backward has happened.
+        """Make the replicas equal, whatever the policy says; a no-op if they are.
+
+        Call it on all ranks before tables are read directly, past the state dicts.
 
         Collectives:
             Those of the plan's sync config, for each sharded module.
         """
-        return sum((part.sync_point.sync_now() for part in self.sharded_modules()), SyncReport())
+        return self._reach(Moment.READ)
+
+    def _reach(self, moment: Moment) -> SyncReport:
+        return sum((part.sync_point.reach(moment) for part in self.sharded_modules()), SyncReport())
 
     @property
     def sync_total(self) -> SyncReport:

@@ -2,6 +2,9 @@
 
 import enum
 from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.sync_policy import After, Every, Never, SyncPolicy
@@ -19,13 +22,64 @@ class SyncedRows(enum.StrEnum):
     """Whole shards, as TorchRec does."""
 
 
+class Transport(enum.StrEnum):
+    """The type in which numbers travel."""
+
+    FP32 = "fp32"
+    """As they are."""
+
+    BF16 = "bf16"
+    """Half the bytes, 8 bits of each number."""
+
+    FP16 = "fp16"
+    """Half the bytes, 11 bits of each number; what is beyond 65,504 becomes infinite."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Torch's name."""
+        return _DTYPES[self]
+
+
+_DTYPES = {
+    Transport.FP32: torch.float32,
+    Transport.BF16: torch.bfloat16,
+    Transport.FP16: torch.float16,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class GradientSync:
     """Exact: merge the peers' row gradients, then every peer applies one fused update.
 
     Training equals one sharding group on the global batch, for any fused optimizer, up to the
-    order in which floats are added.
+    order in which floats are added. The fields give that up for speed; replicas stay equal bit for
+    bit in any case.
+
+    Example:
+        >>> import torchrec_2dsp as tdsp
+        >>> print(tdsp.GradientSync(transport="bf16"))
+        GradientSync(transport=bf16)
     """
+
+    transport: Transport = Transport.FP32
+    """How row gradients travel. With another type than fp32, each rank's gradients are rounded
+    before they are added."""
+
+    delay: int = 0
+    """How many steps an update may be late: with 1, that of step t is applied before the lookup of
+    step t + 2, and travels behind a whole step."""
+
+    drift_every: int = 0
+    """Compare the copies after every n-th sync, and raise where they differ; 0 for never."""
+
+    def __post_init__(self) -> None:
+        _check_interval(self)
+        _set_choice(self, "transport", Transport)
+        if not isinstance(self.delay, int) or self.delay not in (0, 1):
+            raise ConfigError(f"GradientSync(delay={self.delay!r}) is neither 0 nor 1")
+
+    def __str__(self) -> str:
+        return _shown(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,26 +106,60 @@ class WeightSync:
     rows: SyncedRows = SyncedRows.TOUCHED
     """What is sent. Both give the same weights; touched rows cost what has changed."""
 
+    transport: Transport = Transport.FP32
+    """How touched rows travel. With another type than fp32, what travels is their change since the
+    last sync, so that weights keep their precision; replicas are equal bit for bit all the same."""
+
+    drift_every: int = 0
+    """Compare the copies after every n-th sync, and raise where they differ; 0 for never."""
+
     def __post_init__(self) -> None:
+        _check_interval(self)
         for name in ("policy", "moments_policy"):
             policy = getattr(self, name)
             is_missing = policy is None and name == "moments_policy"
             if not is_missing and not isinstance(policy, Every | After | Never):
                 raise ConfigError(f"WeightSync({name}={policy!r}) is no policy; use every(4)")
-        try:
-            object.__setattr__(self, "rows", SyncedRows(self.rows))
-        except ValueError:
+        _set_choice(self, "rows", SyncedRows)
+        _set_choice(self, "transport", Transport)
+        if self.rows is SyncedRows.ALL and self.transport is not Transport.FP32:
             raise ConfigError(
-                f"WeightSync(rows={self.rows!r}) is neither 'touched' nor 'all'; use one of them"
-            ) from None
+                f"WeightSync(rows='all', transport={self.transport.value!r}): whole shards are "
+                "all-reduced as they are; send touched rows, or leave out the transport"
+            )
 
     def __str__(self) -> str:
-        changed = [
-            f"{field.name}={getattr(self, field.name)}"
-            for field in fields(self)
-            if getattr(self, field.name) != field.default
-        ]
-        return f"WeightSync({', '.join(changed)})"
+        return _shown(self)
+
+
+def _check_interval(config: "GradientSync | WeightSync") -> None:
+    if not isinstance(config.drift_every, int) or config.drift_every < 0:
+        raise ConfigError(
+            f"{type(config).__name__}(drift_every={config.drift_every!r}) is no number of syncs; "
+            "use 1 or more, or 0 for never"
+        )
+
+
+def _set_choice(config: object, name: str, kind: type[enum.StrEnum]) -> None:
+    """Turn a text into the choice that it names, in place."""
+    value = getattr(config, name)
+    try:
+        object.__setattr__(config, name, kind(value))
+    except ValueError:
+        choices = ", ".join(repr(choice.value) for choice in kind)
+        raise ConfigError(
+            f"{type(config).__name__}({name}={value!r}) is none of {choices}; use one of them"
+        ) from None
+
+
+def _shown(config: Any) -> str:
+    """The class and the fields that aren't as by default."""
+    changed = [
+        f"{field.name}={getattr(config, field.name)}"
+        for field in fields(config)
+        if getattr(config, field.name) != field.default
+    ]
+    return f"{type(config).__name__}({', '.join(changed)})"
 
 
 SyncConfig = GradientSync | WeightSync

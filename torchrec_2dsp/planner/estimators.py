@@ -18,14 +18,12 @@ from torchrec.distributed.types import ShardingType
 
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import base_type
-from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig, SyncedRows
-from torchrec_2dsp.plan.sync_policy import SyncPolicy
+from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig, SyncedRows, WeightSync
 from torchrec_2dsp.planner.sync_cost import (
     data_parallel_ms,
     expected_touched_rows,
-    gradient_sync_ms,
+    row_sync_ms,
     state_bytes_per_row,
-    touched_sync_ms,
     weight_sync_ms,
 )
 from torchrec_2dsp.planner.topology import peer_bandwidth_bytes_per_ms
@@ -76,31 +74,26 @@ class ReplicaSyncEstimator(ShardEstimator):
                 bandwidth_bytes_per_ms=self._bandwidth,
             )
         if isinstance(self._sync, GradientSync):
-            return gradient_sync_ms(
+            return row_sync_ms(
                 num_groups=self._mesh.num_groups,
                 touched_rows=self._touched_rows(option, rows),
-                dim=dim,
+                row_bytes=dim * self._sync.transport.dtype.itemsize,
                 bandwidth_bytes_per_ms=self._bandwidth,
             )
         state_bytes = state_bytes_per_row(_optimizer(option, sharder_data_map), dim)
         row_bytes = dim * option.tensor.element_size()
-        policy, moments_policy = self._sync.policy, self._sync.moments_policy
-        if moments_policy is None:
-            return self._average_ms(option, rows, row_bytes + state_bytes, policy, self._sync.rows)
-        return self._average_ms(
-            option, rows, row_bytes, policy, self._sync.rows
-        ) + self._average_ms(option, rows, state_bytes, moments_policy, self._sync.rows)
+        if self._sync.moments_policy is None:
+            return self._average_ms(option, rows, row_bytes + state_bytes, self._sync)
+        moments = replace(self._sync, policy=self._sync.moments_policy)
+        return self._average_ms(option, rows, row_bytes, self._sync) + self._average_ms(
+            option, rows, state_bytes, moments
+        )
 
     def _average_ms(
-        self,
-        option: ShardingOption,
-        rows: int,
-        row_bytes: int,
-        policy: SyncPolicy,
-        synced: SyncedRows,
+        self, option: ShardingOption, rows: int, row_bytes: int, sync: WeightSync
     ) -> float:
         """Per step, of something that has ``row_bytes`` in each of a shard's rows."""
-        num_steps = policy.steps_per_sync
+        num_steps = sync.policy.steps_per_sync
         if math.isinf(num_steps) or not row_bytes:
             return 0.0
         whole_ms = weight_sync_ms(
@@ -108,12 +101,12 @@ class ReplicaSyncEstimator(ShardEstimator):
             shard_bytes=rows * row_bytes,
             bandwidth_bytes_per_ms=self._bandwidth,
         )
-        if synced is SyncedRows.ALL:
+        if sync.rows is SyncedRows.ALL:
             return whole_ms / num_steps
-        touched_ms = touched_sync_ms(
+        touched_ms = row_sync_ms(
             num_groups=self._mesh.num_groups,
             touched_rows=self._touched_rows(option, rows, num_steps),
-            row_bytes=row_bytes,
+            row_bytes=row_bytes * sync.transport.dtype.itemsize // 4,
             bandwidth_bytes_per_ms=self._bandwidth,
         )
         return min(whole_ms, touched_ms) / num_steps

@@ -11,30 +11,26 @@ from torch.optim import Optimizer
 
 from torchrec_2dsp.optim.moment_scaled import MomentScaledRowWiseAdaGradOptimizer
 
-ID_BYTES = 8
-SHORT_ID_BYTES = 4
-GRADIENT_BYTES = 4
-"""Row gradients travel as fp32."""
+ID_BYTES = 4
+"""Row ids travel as int32."""
 STATE_BYTES = 4
 """Optimizer state is fp32."""
 
 
-def gradient_sync_ms(
-    *, num_groups: int, touched_rows: float, dim: int, bandwidth_bytes_per_ms: float
+def row_sync_ms(
+    *, num_groups: int, touched_rows: float, row_bytes: int, bandwidth_bytes_per_ms: float
 ) -> float:
-    """`GradientSync`: an all-gather of the touched rows' gradients and ids among the peers.
+    """Each peer gets the touched rows' gradients, or their weights and state, and their ids.
 
-    ``touched_rows * (dim * 4 + 8) * (num_groups - 1) / bandwidth``
+    ``touched_rows * (row_bytes + 4) * (num_groups - 1) / bandwidth``
 
     Example:
-        >>> from torchrec_2dsp.planner.sync_cost import gradient_sync_ms
-        >>> gradient_sync_ms(
-        ...     num_groups=3, touched_rows=10, dim=2, bandwidth_bytes_per_ms=320.0
-        ... )
+        >>> from torchrec_2dsp.planner.sync_cost import row_sync_ms
+        >>> row_sync_ms(num_groups=3, touched_rows=10, row_bytes=12, bandwidth_bytes_per_ms=320.0)
         1.0
     """
-    row_bytes = dim * GRADIENT_BYTES + ID_BYTES
-    return touched_rows * row_bytes * (num_groups - 1) / bandwidth_bytes_per_ms
+    sent_bytes = touched_rows * (row_bytes + ID_BYTES) * (num_groups - 1)
+    return sent_bytes / bandwidth_bytes_per_ms
 
 
 def weight_sync_ms(*, num_groups: int, shard_bytes: float, bandwidth_bytes_per_ms: float) -> float:
@@ -48,24 +44,6 @@ def weight_sync_ms(*, num_groups: int, shard_bytes: float, bandwidth_bytes_per_m
         2.0
     """
     return 2 * (num_groups - 1) / num_groups * shard_bytes / bandwidth_bytes_per_ms
-
-
-def touched_sync_ms(
-    *, num_groups: int, touched_rows: float, row_bytes: int, bandwidth_bytes_per_ms: float
-) -> float:
-    """`WeightSync` of the touched rows: each peer gets their weights, their state and their ids.
-
-    ``touched_rows * (row_bytes + 4) * (num_groups - 1) / bandwidth``
-
-    Example:
-        >>> from torchrec_2dsp.planner.sync_cost import touched_sync_ms
-        >>> touched_sync_ms(
-        ...     num_groups=3, touched_rows=10, row_bytes=12, bandwidth_bytes_per_ms=320.0
-        ... )
-        1.0
-    """
-    sent_bytes = touched_rows * (row_bytes + SHORT_ID_BYTES) * (num_groups - 1)
-    return sent_bytes / bandwidth_bytes_per_ms
 
 
 def data_parallel_ms(

@@ -4,7 +4,13 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig, SyncedRows, WeightSync
+from torchrec_2dsp.plan.sync_config import (
+    GradientSync,
+    SyncConfig,
+    SyncedRows,
+    Transport,
+    WeightSync,
+)
 from torchrec_2dsp.plan.sync_policy import every, parse_policy
 
 _SYNCS = (GradientSync.__name__, WeightSync.__name__)
@@ -57,6 +63,15 @@ class ReplicationConfig(Section):
     synced_rows: SyncedRows = SyncedRows.TOUCHED
     """What WeightSync sends: rows that have changed, or "all", which is TorchRec's arithmetic."""
 
+    transport: Transport = Transport.FP32
+    """The type in which gradients or changed rows travel: fp32, bf16 or fp16."""
+
+    delay: int = Field(default=0, ge=0, le=1)
+    """How many steps GradientSync's updates may be late."""
+
+    drift_every: int = Field(default=0, ge=0)
+    """Compare the copies after every n-th sync, and stop where they differ; 0 for never."""
+
     moment_scale: float | Literal["from_mesh"] = "from_mesh"
     """The moment scale of row-wise AdaGrad; "from_mesh" is the number of groups for WeightSync
     and 1 otherwise."""
@@ -81,11 +96,27 @@ class ReplicationConfig(Section):
                 f"sync_policy={self.sync_policy!r} is for WeightSync; GradientSync merges the "
                 "gradients of every step"
             )
+        if averages and self.delay:
+            raise ValueError(
+                f"delay={self.delay} is for GradientSync; WeightSync has a sync_policy"
+            )
+        if averages and self.synced_rows is SyncedRows.ALL and self.transport is not Transport.FP32:
+            raise ValueError(
+                f"transport={self.transport.value!r} is for touched rows; whole shards travel as "
+                "they are"
+            )
         return self
 
     @property
     def sync_config(self) -> SyncConfig:
         """The config object that a plan carries."""
         if self.sync == GradientSync.__name__:
-            return GradientSync()
-        return WeightSync(policy=parse_policy(self.sync_policy), rows=self.synced_rows)
+            return GradientSync(
+                transport=self.transport, delay=self.delay, drift_every=self.drift_every
+            )
+        return WeightSync(
+            policy=parse_policy(self.sync_policy),
+            rows=self.synced_rows,
+            transport=self.transport,
+            drift_every=self.drift_every,
+        )

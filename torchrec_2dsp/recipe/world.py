@@ -42,6 +42,9 @@ def launched_world(device: str, command: str) -> Iterator[int]:
     dist.destroy_process_group()
 
 
+_NO_NEWS = ("[Connection]", "Sharding spec not found for ")
+
+
 def quiet_upstream() -> None:
     """Leave out what torch and torchrec say on every rank though all is as it should be."""
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|torchrec)\..*")
@@ -51,8 +54,10 @@ def quiet_upstream() -> None:
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     logging.getLogger("torchrec.distributed.utils").addFilter(_is_news)
     logging.getLogger("torchrec.distributed.comm").addFilter(_is_news)
+    # TorchRec's planner tells the root logger of each table that is to be data-parallel.
+    logging.getLogger().addFilter(_is_news)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
     said = record.getMessage()
-    return "caching params will be ignored" not in said and not said.startswith("[Connection]")
+    return "caching params will be ignored" not in said and not said.startswith(_NO_NEWS)

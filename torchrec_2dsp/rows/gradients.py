@@ -1,19 +1,21 @@
-"""`RowGradients`: what one backward contributes to the distinct rows of a TBE's tables."""
+"""From the gradient of a lookup's output to one gradient per distinct row."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from torchrec_2dsp._compat.fbgemm import OptimizerStep, TbeShape
+from torchrec_2dsp.rows.blocks import Block
 
 
 @dataclass(frozen=True)
-class TableGradients:
-    """The gradients of the touched rows of one table."""
+class BlockGradients:
+    """The gradients of the touched rows of a block."""
 
-    rows: torch.Tensor
-    """Row ids, ascending and distinct, int64 `[n]`."""
+    keys: torch.Tensor
+    """Of the rows, ascending and distinct, int64 `[n]`."""
 
     grads: torch.Tensor
     """One gradient per row, float32 `[n, dim]`."""
@@ -21,18 +23,18 @@ class TableGradients:
 
 @dataclass(frozen=True)
 class RowGradients:
-    """The gradients of the touched rows of all tables of a TBE."""
+    """The gradients of the touched rows of a TBE."""
 
-    tables: tuple[TableGradients, ...]
-    """One entry per table of the TBE, in its order."""
+    blocks: tuple[BlockGradients, ...]
+    """One entry per block of the TBE."""
 
     step: OptimizerStep
-    """Where the schedule stood when the gradients were computed."""
+    """Where the schedule stood at the lookup."""
 
     @property
     def num_rows(self) -> int:
         """Touched rows of all tables."""
-        return sum(table.rows.numel() for table in self.tables)
+        return sum(block.keys.numel() for block in self.blocks)
 
 
 @dataclass(frozen=True)
@@ -45,90 +47,142 @@ class Lookup:
     """Bag boundaries in ``ids``: features x batch + 1."""
     weights: torch.Tensor | None
     """Per-sample weights, if any."""
-    iteration: int
-    """The count of this forward, which its update uses even if other forwards came since."""
 
 
-def gradients_of_lookup(
-    shape: TbeShape, lookup: Lookup, grad_output: torch.Tensor, max_gradient: float | None
-) -> tuple[TableGradients, ...]:
-    """The row gradients that a lookup's output gradient stands for.
+class RowSum:
+    """Adds contributions to rows: which row gets which, sorted once.
 
-    The occurrences of a row are added in the order of the batch, as the fused kernel does, so
-    that for unweighted sums over one feature per table both give the same bits.
-
-    Args:
-        shape: the tables and features.
-        lookup: what was looked up.
-        grad_output: the gradient of the TBE's output, `[batch, sum of dims]`, or
-            `[ids, dim]` for a sequence lookup.
-        max_gradient: clip ``grad_output`` to this bound first.
+    The contributions of a row are added in the order in which they are given. On the order of the
+    batch, that gives the bits of FBGEMM's fused backward (unweighted sums, one feature per table).
     """
-    grad_output = grad_output.float()
-    if max_gradient is not None:
-        grad_output = grad_output.clamp(-max_gradient, max_gradient)
+
+    def __init__(
+        self,
+        keys: torch.Tensor,
+        sources: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
+    ) -> None:
+        """
+        Args:
+            keys: the row of each contribution, in any order.
+            sources: where each contribution stands; by default the i-th in the i-th place.
+            weights: what each is multiplied with, by default nothing.
+        """
+        ascending, order = keys.sort(stable=True)
+        self.keys, counts = torch.unique_consecutive(ascending, return_counts=True)
+        """The distinct rows, ascending."""
+        self._starts = counts.cumsum(0) - counts
+        self._sources = order if sources is None else sources[order]
+        self._weights = None if weights is None else weights[order]
+
+    def of(self, contributions: torch.Tensor) -> torch.Tensor:
+        """One sum for each distinct row, `[n, dim]`."""
+        if self.keys.numel() == 0:
+            return contributions.new_empty((0, contributions.shape[1]))
+        # An embedding bag over the contributions gathers and adds without materialising them; each
+        # bag is added sequentially on every backend, so the result is deterministic.
+        return F.embedding_bag(
+            self._sources,
+            contributions,
+            self._starts,
+            mode="sum",
+            per_sample_weights=self._weights,
+        )
+
+
+class LookupRows:
+    """The rows that one lookup touches: known before any gradient is."""
+
+    def __init__(self, shape: TbeShape, blocks: Sequence[Block], lookup: Lookup) -> None:
+        """
+        Args:
+            shape: the tables and features.
+            blocks: the same, by dimension.
+            lookup: what was looked up.
+        """
+        self._shape = shape
+        self._blocks = tuple(blocks)
+        self.sums = tuple(
+            _sum_by_row(shape, block, found)
+            for block, found in zip(blocks, _by_block(shape, blocks, lookup), strict=True)
+        )
+        """For each block, its rows and how they get their gradients."""
+
+    def gradients(
+        self, grad_output: torch.Tensor, max_gradient: float | None
+    ) -> list[BlockGradients]:
+        """The row gradients that the output's gradient stands for.
+
+        Args:
+            grad_output: the gradient of the TBE's output, `[batch, sum of dims]`, or
+                `[ids, dim]` for a sequence lookup.
+            max_gradient: clip ``grad_output`` to this bound first.
+        """
+        grad_output = grad_output.float()
+        if max_gradient is not None:
+            grad_output = grad_output.clamp(-max_gradient, max_gradient)
+        return [
+            BlockGradients(rows.keys, rows.of(self._contributions(block, grad_output)))
+            for block, rows in zip(self._blocks, self.sums, strict=True)
+        ]
+
+    def _contributions(self, block: Block, grad_output: torch.Tensor) -> torch.Tensor:
+        """`[batch x features, dim]`; for a sequence `[ids, dim]`."""
+        if len(self._blocks) > 1:
+            dims = [self._shape.table_dims[table] for table in self._shape.feature_tables]
+            columns = grad_output.split(dims, dim=1)
+            grad_output = torch.cat([columns[feature] for feature in block.features], dim=1)
+        return grad_output.reshape(-1, block.dim)
+
+
+@dataclass(frozen=True)
+class _Occurrences:
+    """What the features of a block look up, feature by feature."""
+
+    ids: torch.Tensor
+    """Row numbers in their tables, int64."""
+    lengths: torch.Tensor
+    """Ids per bag, `[features, batch]`."""
+    weights: torch.Tensor | None
+
+
+def _by_block(shape: TbeShape, blocks: Sequence[Block], lookup: Lookup) -> list[_Occurrences]:
     num_features = len(shape.feature_tables)
     batch_size = (lookup.offsets.numel() - 1) // num_features
-    bounds = [0] * (num_features + 1)
-    if batch_size > 0:
-        bounds = lookup.offsets[::batch_size].tolist()
-    feature_dims = [shape.table_dims[table] for table in shape.feature_tables]
-    columns = [] if shape.is_sequence else list(grad_output.split(feature_dims, dim=1))
+    lengths = lookup.offsets.diff().view(num_features, batch_size)
+    weights = None if lookup.weights is None else lookup.weights.float()
+    if len(blocks) == 1:
+        return [_Occurrences(lookup.ids.long(), lengths, weights)]
+    sizes = lengths.sum(dim=1).tolist()
 
-    def of_table(table: int) -> TableGradients:
-        features = shape.features_of(table)
-        # Features of a table are adjacent, and so are their ids.
-        first, last = bounds[features[0]], bounds[features[-1] + 1]
-        ids = lookup.ids[first:last].long()
-        weights = None if lookup.weights is None else lookup.weights[first:last].float()
-        if shape.is_sequence:
-            contributions = grad_output[first:last]
-            source = torch.arange(last - first, device=ids.device)
-        else:
-            contributions = torch.cat([columns[feature] for feature in features])
-            offsets = lookup.offsets[features[0] * batch_size : (features[-1] + 1) * batch_size + 1]
-            lengths = offsets.diff()
-            bags = torch.arange(lengths.numel(), device=ids.device)
-            source = bags.repeat_interleave(lengths, output_size=last - first)
-            if shape.is_mean:
-                share = lengths.clamp(min=1).reciprocal()[source]
-                weights = share if weights is None else weights * share
-        return _sum_by_row(ids, contributions, source, weights)
+    def of(block: Block, values: torch.Tensor) -> torch.Tensor:
+        by_feature = values.split(sizes)
+        return torch.cat([by_feature[feature] for feature in block.features])
 
-    return tuple(of_table(table) for table in range(shape.num_tables))
+    return [
+        _Occurrences(
+            of(block, lookup.ids).long(),
+            lengths[list(block.features)],
+            None if weights is None else of(block, weights),
+        )
+        for block in blocks
+    ]
 
 
-def sum_tables(parts: list[TableGradients], divisor: float) -> TableGradients:
-    """The sum of several ranks' gradients of one table, divided by ``divisor``.
-
-    Every rank that adds the same parts in the same order gets the same bits.
-    """
-    if len(parts) == 1 and divisor == 1.0:
-        return parts[0]
-    rows = torch.cat([part.rows for part in parts])
-    grads = torch.cat([part.grads for part in parts])
-    summed = _sum_by_row(rows, grads, torch.arange(rows.numel(), device=rows.device), None)
-    return TableGradients(summed.rows, summed.grads / divisor if divisor != 1.0 else summed.grads)
-
-
-def _sum_by_row(
-    ids: torch.Tensor,
-    contributions: torch.Tensor,
-    source: torch.Tensor,
-    weights: torch.Tensor | None,
-) -> TableGradients:
-    """Add ``contributions[source[i]] * weights[i]`` into row ``ids[i]``, in the order of i."""
-    sorted_ids, order = ids.sort(stable=True)
-    rows, counts = torch.unique_consecutive(sorted_ids, return_counts=True)
-    if rows.numel() == 0:
-        return TableGradients(rows, contributions.new_empty((0, contributions.shape[1])))
-    # An embedding bag over the contributions gathers and adds without materialising them; each
-    # bag is added sequentially on every backend, so the result is deterministic.
-    grads = F.embedding_bag(
-        source[order],
-        contributions,
-        counts.cumsum(0) - counts,
-        mode="sum",
-        per_sample_weights=None if weights is None else weights[order],
-    )
-    return TableGradients(rows, grads)
+def _sum_by_row(shape: TbeShape, block: Block, found: _Occurrences) -> RowSum:
+    """How the rows of a block get their gradients from those of the output."""
+    ids, lengths, weights = found.ids, found.lengths, found.weights
+    num_ids = ids.numel()
+    bases = block.feature_bases(shape, ids.device)
+    keys = ids + bases.repeat_interleave(lengths.sum(dim=1), output_size=num_ids)
+    if shape.is_sequence:
+        return RowSum(keys, weights=weights)
+    per_bag = lengths.reshape(-1)
+    num_features, batch_size = lengths.shape
+    # Contributions stand sample by sample, occurrences feature by feature.
+    places = torch.arange(per_bag.numel(), device=ids.device).view(batch_size, num_features)
+    sources = places.t().reshape(-1).repeat_interleave(per_bag, output_size=num_ids)
+    if shape.is_mean:
+        shares = per_bag.clamp(min=1).reciprocal().repeat_interleave(per_bag, output_size=num_ids)
+        weights = shares if weights is None else weights * shares
+    return RowSum(keys, sources, weights)

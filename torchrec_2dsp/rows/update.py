@@ -1,5 +1,7 @@
 """`RowUpdater`: apply row gradients once, through the TBE's own fused optimizer."""
 
+from typing import NamedTuple
+
 import torch
 
 from torchrec_2dsp._compat.fbgemm import (
@@ -7,52 +9,92 @@ from torchrec_2dsp._compat.fbgemm import (
     tbe_shape,
     updating_as_of,
 )
+from torchrec_2dsp.rows.blocks import blocks_of
 from torchrec_2dsp.rows.gradients import RowGradients
+
+_MAX_PADDING = 4
+"""How many bags per row are worth the bags' kernel, which is the quicker one per row."""
 
 
 class RowUpdater:
     """Applies `RowGradients` to a TBE, as its fused backward would have.
 
-    A forward over the distinct rows with one row per bag, and a backward with each row's
-    gradient, is the fused update of those rows for every optimizer that sees a row's summed
-    gradient (FBGEMM's exact optimizers), bit for bit.
+    A forward over the distinct rows, one row per bag, and a backward with each row's gradient is
+    the fused update of those rows for every optimizer that sees a row's summed gradient (FBGEMM's
+    exact optimizers), bit for bit. All tables have as many bags as the one with most rows; where
+    that would be mostly empty bags, rows are a sequence instead, whose kernel rounds otherwise.
     """
 
     def __init__(self, tbe: SplitTableBatchedEmbeddingBagsCodegen) -> None:
         self._tbe = tbe
         self._shape = tbe_shape(tbe)
-        # The first feature of a table carries its rows; further ones get empty bags.
-        self._table_of_feature = [
-            table if feature == self._shape.features_of(table)[0] else None
-            for feature, table in enumerate(self._shape.feature_tables)
-        ]
+        self._blocks = blocks_of(self._shape)
+
+    @property
+    def num_tables(self) -> int:
+        """How many tables the kernel holds."""
+        return self._shape.num_tables
 
     def apply(self, gradients: RowGradients) -> None:
-        """One fused update with ``gradients``, at the schedule's point where they were captured."""
-        batch_size = max(table.rows.numel() for table in gradients.tables)
-        if batch_size == 0:
+        """One fused update with ``gradients``, at the schedule's point of their lookup."""
+        if gradients.num_rows == 0:
             return
-        ids, lengths, output_grads = [], [], []
-        for feature, table_index in enumerate(self._table_of_feature):
-            table = gradients.tables[self._shape.feature_tables[feature]]
-            length = torch.zeros(batch_size, dtype=torch.int64, device=table.rows.device)
-            grads = table.grads[:0]
-            if table_index is not None:
-                ids.append(table.rows)
-                length[: table.rows.numel()] = 1
-                grads = table.grads
-            lengths.append(length)
-            output_grads.append(grads if self._shape.is_sequence else _padded(grads, batch_size))
-        offsets = torch.cat(lengths).cumsum(0)
-        grad_output = torch.cat(output_grads, dim=0 if self._shape.is_sequence else 1)
-        with updating_as_of(self._tbe, gradients.step), torch.enable_grad():
-            output = self._tbe(torch.cat(ids), torch.cat([offsets.new_zeros(1), offsets]))
-            output.backward(grad_output.to(output.dtype))
+        features = self._by_feature(gradients)
+        ids = torch.cat([feature.rows for feature in features])
+        num_bags = max(feature.rows.numel() for feature in features) * len(features)
+        as_sequence = self._shape.is_sequence or (
+            len(self._blocks) == 1 and num_bags > _MAX_PADDING * gradients.num_rows
+        )
+        if as_sequence:
+            (block,) = gradients.blocks
+            offsets, grad_output = _as_sequence(features), block.grads
+        else:
+            offsets, grad_output = _as_bags(features)
+        with (
+            updating_as_of(self._tbe, gradients.step, as_sequence=as_sequence),
+            torch.enable_grad(),
+        ):
+            self._tbe(ids, offsets.to(ids.device)).backward(grad_output)
+
+    def _by_feature(self, gradients: RowGradients) -> list["_FeatureRows"]:
+        """The first feature of a table carries its rows; further ones have none."""
+        carried: dict[int, _FeatureRows] = {}
+        for block, found in zip(self._blocks, gradients.blocks, strict=True):
+            rows = block.rows_of(found.keys)
+            grads = found.grads.split([part.numel() for part in rows])
+            for table, *parts in zip(block.tables, rows, grads, strict=True):
+                carried[self._shape.features_of(table)[0]] = _FeatureRows(*parts)
+        without = {
+            feature: carried[self._shape.features_of(table)[0]].without_rows()
+            for feature, table in enumerate(self._shape.feature_tables)
+        }
+        return [carried.get(feature, without[feature]) for feature in sorted(without)]
 
 
-def _padded(grads: torch.Tensor, num_rows: int) -> torch.Tensor:
-    if grads.shape[0] == num_rows:
-        return grads
-    padded = grads.new_zeros((num_rows, grads.shape[1]))
-    padded[: grads.shape[0]] = grads
-    return padded
+class _FeatureRows(NamedTuple):
+    """What one feature looks up to update it."""
+
+    rows: torch.Tensor
+    grads: torch.Tensor
+
+    def without_rows(self) -> "_FeatureRows":
+        return _FeatureRows(self.rows[:0], self.grads[:0])
+
+
+def _as_sequence(features: list[_FeatureRows]) -> torch.Tensor:
+    """Offsets with one bag per feature: a sequence has one output row per id."""
+    return torch.tensor([0, *(feature.rows.numel() for feature in features)]).cumsum(0)
+
+
+def _as_bags(features: list[_FeatureRows]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Offsets with one row per bag, empty bags at the end; and the gradient of the bags."""
+    sizes = torch.tensor([feature.rows.numel() for feature in features])
+    batch_size = int(sizes.max())
+    ends = torch.arange(1, batch_size + 1).minimum(sizes[:, None])
+    ends += (sizes.cumsum(0) - sizes)[:, None]
+    offsets = torch.cat([ends.new_zeros(1), ends.view(-1)])
+    dims = [feature.grads.shape[1] for feature in features]
+    grad_output = features[0].grads.new_zeros((batch_size, sum(dims)))
+    for feature, column in zip(features, grad_output.split(dims, dim=1), strict=True):
+        column[: feature.grads.shape[0]] = feature.grads
+    return offsets, grad_output

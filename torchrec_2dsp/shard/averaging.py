@@ -3,26 +3,27 @@
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 
-from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.plan.sync_config import SyncedRows, WeightSync
+from torchrec_2dsp.errors import ConfigError, UnsupportedError
+from torchrec_2dsp.mesh.groups import MeshGroups
+from torchrec_2dsp.plan.sync_config import SyncedRows, Transport, WeightSync
 from torchrec_2dsp.plan.sync_policy import SyncPolicy
 from torchrec_2dsp.shard.kernels import Kernel, TableShard
-from torchrec_2dsp.sync.row_average import SyncedShard
-from torchrec_2dsp.sync.state_rules import UNSYNCED_STATES, rule_for
+from torchrec_2dsp.sync.drift import CopiedShard, DriftCheck
+from torchrec_2dsp.sync.row_average import RowAverage
+from torchrec_2dsp.sync.state_rules import UNSYNCED_STATES, StateRule, rule_for
+from torchrec_2dsp.sync.synced_shard import SyncedShard
 from torchrec_2dsp.sync.touched import TouchedRows, break_even_share
-from torchrec_2dsp.sync.weight_sync import AverageShards, AverageTouchedRows
-
-Average = AverageShards | AverageTouchedRows
+from torchrec_2dsp.sync.weight_sync import AverageReplicas
+from torchrec_2dsp.sync.whole_shard import ShardAverage
 
 
 def averages(
-    kernels: Sequence[Kernel], sync: WeightSync, group: dist.ProcessGroup
-) -> list[Average]:
+    kernels: Sequence[Kernel], sync: WeightSync, groups: MeshGroups
+) -> list[AverageReplicas]:
     """The sync actions of these kernels, which tell them what they update."""
     if sync.moments_policy is None:
-        return [_average(kernels, sync, sync.policy, group, lambda name: True)]
+        return [_average(kernels, sync, sync.policy, groups, lambda name: True)]
     for kernel in kernels:
         for shard in kernel.shards():
             if not set(shard.tensors) - {"weight"} - UNSYNCED_STATES:
@@ -31,8 +32,8 @@ def averages(
                     f"moments_policy={sync.moments_policy} could sync; leave it out"
                 )
     return [
-        _average(kernels, sync, sync.policy, group, lambda name: name == "weight"),
-        _average(kernels, sync, sync.moments_policy, group, lambda name: name != "weight"),
+        _average(kernels, sync, sync.policy, groups, lambda name: name == "weight"),
+        _average(kernels, sync, sync.moments_policy, groups, lambda name: name != "weight"),
     ]
 
 
@@ -40,33 +41,76 @@ def _average(
     kernels: Sequence[Kernel],
     sync: WeightSync,
     policy: SyncPolicy,
-    group: dist.ProcessGroup,
+    groups: MeshGroups,
     is_synced: Callable[[str], bool],
-) -> Average:
+) -> AverageReplicas:
     """The action for some of each shard's tensors."""
-    num_peers = dist.get_world_size(group)
+    num_peers, peers = groups.mesh.num_groups, groups.replica_peers
     by_kernel = [
-        [_synced_shard(shard, is_synced, num_peers) for shard in kernel.shards()]
+        [synced_shard(shard, is_synced, num_peers, sync.transport) for shard in kernel.shards()]
         for kernel in kernels
     ]
-    kind = AverageTouchedRows if sync.rows is SyncedRows.TOUCHED else AverageShards
-    action = kind([shard for shards in by_kernel for shard in shards], group, policy)
+    shards = [shard for of_kernel in by_kernel for shard in of_kernel]
+    if sync.rows is SyncedRows.TOUCHED:
+        average = RowAverage(shards, peers, groups.alarm)
+    else:
+        average = ShardAverage(shards, peers)
+    copied = copied_shards(kernels, is_synced)
+    drift = DriftCheck(copied, peers, groups.alarm, sync.drift_every)
+    action = AverageReplicas(average, policy, drift)
     for kernel, shards in zip(kernels, by_kernel, strict=True):
         kernel.tell_updates(lambda rows, shards=shards: action.before_update(shards, rows))
     return action
 
 
-def _synced_shard(
-    shard: TableShard, is_synced: Callable[[str], bool], num_peers: int
+def copied_shards(
+    kernels: Sequence[Kernel], is_synced: Callable[[str], bool] = lambda name: True
+) -> list[CopiedShard]:
+    """The shards of these kernels, with those of their tensors that are equal after a sync."""
+    return [
+        CopiedShard(
+            shard.table,
+            shard.row,
+            tuple(
+                tensor
+                for name, tensor in shard.tensors.items()
+                if name not in UNSYNCED_STATES and is_synced(name)
+            ),
+        )
+        for kernel in kernels
+        for shard in kernel.shards()
+    ]
+
+
+def synced_shard(
+    shard: TableShard, is_synced: Callable[[str], bool], num_peers: int, transport: Transport
 ) -> SyncedShard:
+    """What an average needs to know of a shard.
+
+    Args:
+        shard: of this rank.
+        is_synced: which of its tensors are averaged, by name.
+        num_peers: how many copies it has.
+        transport: how changed rows travel.
+    """
     names = [name for name in shard.tensors if name not in UNSYNCED_STATES and is_synced(name)]
     tensors = [shard.tensors[name] for name in names]
-    return SyncedShard(
-        shard.table,
-        TouchedRows(tensors, break_even_share(_row_bytes(tensors), num_peers)),
-        tuple(rule_for(name, shard.table) for name in names),
+    rules = tuple(rule_for(name, shard.table) for name in names)
+    types = tuple(
+        tensor.dtype if rule is StateRule.MAX else _sent_as(tensor, transport, shard.table)
+        for tensor, rule in zip(tensors, rules, strict=True)
     )
+    row_bytes = sum(tensor[:1].nbytes for tensor in tensors)
+    share = break_even_share(row_bytes, num_peers)
+    return SyncedShard(shard.table, TouchedRows(tensors, share), rules, types)
 
 
-def _row_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(tensor[:1].nbytes for tensor in tensors)
+def _sent_as(tensor: torch.Tensor, transport: Transport, table: str) -> torch.dtype:
+    if transport is Transport.FP32:
+        return tensor.dtype
+    if transport.dtype.itemsize >= tensor.dtype.itemsize:
+        raise UnsupportedError(
+            f"table {table!r} has {tensor.dtype} values, which transport={transport.value!r} "
+            "wouldn't make smaller; leave the transport out"
+        )
+    return transport.dtype

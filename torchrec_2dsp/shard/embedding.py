@@ -18,7 +18,7 @@ class ShardedEmbeddingCollection2D(ReplicatedModule, ShardedEmbeddingCollection)
         self, module: Any, plan: ModulePlan2D, *, replication: Replication, **stock: Any
     ) -> None:
         ShardedEmbeddingCollection.__init__(self, module, plan, **stock)
-        self._init_replication(replication, module, actions=[])
+        self._init_replication(replication, module, plan, actions=[])
 
     @classmethod
     def create_embedding_sharding(
@@ -44,4 +44,4 @@ class ShardedEmbeddingCollection2D(ReplicatedModule, ShardedEmbeddingCollection)
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
         """Sync what is pending, then look up."""
         self._before_lookup()
-        return super().compute_and_output_dist(ctx, input)
+        return self._watch_backward(super().compute_and_output_dist(ctx, input))

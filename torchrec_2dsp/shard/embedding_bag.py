@@ -84,10 +84,11 @@ class ShardedEmbeddingBagCollection2D(ReplicatedModule, ShardedEmbeddingBagColle
                 },
                 self.kernels(),
                 replication.groups,
+                replication.sync,
                 self._device or torch.device("cpu"),
             )
             actions.append(self._hot_rows.action())
-        self._init_replication(replication, module, actions)
+        self._init_replication(replication, module, plan, actions)
 
     @classmethod
     def create_embedding_bag_sharding(
@@ -146,7 +147,7 @@ class ShardedEmbeddingBagCollection2D(ReplicatedModule, ShardedEmbeddingBagColle
             awaitable.callbacks.append(
                 lambda cold: _complete_bags(cold, hot or {}, ctx.bag_lengths or {})
             )
-        return awaitable
+        return self._watch_backward(awaitable)
 
     def _complete_state(self) -> None:
         super()._complete_state()

@@ -19,10 +19,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec_2dsp.errors import SyncError
 from torchrec_2dsp.mesh.groups import MeshGroups
+from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
 from torchrec_2dsp.rows.merge import RowMerge
 from torchrec_2dsp.shard.hot_split import HotBatch, split_hot_rows
 from torchrec_2dsp.shard.hot_tables import HotSlice, HotTbe, hot_slices
 from torchrec_2dsp.shard.kernels import Kernel
+from torchrec_2dsp.sync.drift import CopiedShard, DriftCheck
 from torchrec_2dsp.sync.gradient_sync import MergeRowGradients
 
 Tensors = dict[str, torch.Tensor]
@@ -38,6 +40,7 @@ class HotRows:
         fused_params: Mapping[str, dict[str, Any]],
         kernels: Sequence[Kernel],
         groups: MeshGroups,
+        sync: SyncConfig,
         device: torch.device,
     ) -> None:
         """
@@ -47,12 +50,23 @@ class HotRows:
             fused_params: the optimizer of each table, in the user's units.
             kernels: this rank's kernels, the homes.
             groups: the communicators.
+            sync: a `GradientSync` says how hot gradients travel, too.
             device: where the replicas live.
         """
         self._groups = groups
         self._kernels = list(kernels)
+        gradients = sync if isinstance(sync, GradientSync) else GradientSync()
+        self._sync, self._gradients = sync, gradients
         self._tbes = [
-            HotTbe(slices, params, data_type, device, self._home_learning_rate)
+            HotTbe(
+                slices,
+                params,
+                data_type,
+                device,
+                peers=groups.hot_rows,
+                transport=gradients.transport.dtype,
+                learning_rate=self._home_learning_rate,
+            )
             for (params, data_type), slices in _by_kernel(
                 hot_slices(configs, tables), configs, fused_params
             )
@@ -69,8 +83,15 @@ class HotRows:
 
     def action(self) -> MergeRowGradients:
         """What keeps the replicas equal: their gradients, merged over all ranks."""
-        merge = RowMerge([tbe.capture for tbe in self._tbes], self._groups.hot_rows)
-        return MergeRowGradients(merge, on_update=self._mark_dirty)
+        alarm = self._groups.alarm
+        merge = RowMerge([tbe.capture for tbe in self._tbes], alarm, self._gradients.delay)
+        copies = [
+            CopiedShard(f"{hot.table} (hot rows)", 0, tuple(tensors.values()))
+            for tbe in self._tbes
+            for hot, tensors in zip(tbe.slices, tbe.tensors(), strict=True)
+        ]
+        drift = DriftCheck(copies, self._groups.hot_rows, alarm, self._sync.drift_every)
+        return MergeRowGradients(merge, drift, on_update=self._mark_dirty)
 
     def split(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, HotBatch]:
         """``features`` without hot ids, and the hot ids."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, data_type_to_sparse_type
 
 from torchrec_2dsp._compat.fbgemm import (
@@ -67,6 +68,9 @@ class HotTbe:
         fused_params: dict[str, Any],
         data_type: Any,
         device: torch.device,
+        *,
+        peers: dist.ProcessGroup,
+        transport: torch.dtype,
         learning_rate: Callable[[Sequence[HotSlice]], float],
     ) -> None:
         self.slices = list(slices)
@@ -89,7 +93,13 @@ class HotTbe:
             # Merged over all ranks the moments are exact: no moment scale here.
             **{name: value for name, value in fused_params.items() if name != MOMENT_SCALE},
         )
-        self.capture = RowCapture(tbe, learning_rate=lambda: learning_rate(self.slices))
+        self.capture = RowCapture(
+            tbe,
+            [hot.table for hot in slices],
+            lambda: learning_rate(self.slices),
+            peers,
+            transport,
+        )
         """The kernel, and the gradients that wait for their merge."""
 
     def tensors(self) -> list[dict[str, torch.Tensor]]:

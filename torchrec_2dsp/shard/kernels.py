@@ -98,9 +98,7 @@ class _CapturingKernel:
 
     def _init_capture(self, pg: dist.ProcessGroup | None, user_params: dict[str, Any]) -> None:
         self.moment_scale = float(user_params.get(MOMENT_SCALE, 1.0))
-        self.capture = RowCapture(self._emb_module)
-        self.captures = False
-        """Whether backwards are captured; otherwise they update at once, as in TorchRec."""
+        self._capture: RowCapture | None = None
         self._update_watchers: list[Callable[[Callable[[], list[torch.Tensor]]], None]] = []
         if self.moment_scale != 1.0:
             self._optim = ScaledFusedOptimizer(
@@ -110,6 +108,15 @@ class _CapturingKernel:
                 moment_scale=self.moment_scale,
                 lr=user_params["learning_rate"],
             )
+
+    def capture_rows(self, peers: dist.ProcessGroup, transport: torch.dtype) -> RowCapture:
+        """From now on backwards are captured, for a merge over ``peers``.
+
+        Otherwise they update at once, as in TorchRec.
+        """
+        tables = [table.name for table in self._config.embedding_tables]
+        self._capture = RowCapture(self._emb_module, tables, peers=peers, transport=transport)
+        return self._capture
 
     def shards(self) -> list["TableShard"]:
         """The table shards that the kernel holds."""
@@ -130,7 +137,7 @@ class _CapturingKernel:
     def _lookup(self, run: Callable[[], torch.Tensor], features: KeyedJaggedTensor) -> torch.Tensor:
         if not torch.is_grad_enabled():
             return run()
-        if not self.captures:
+        if self._capture is None:
             output = run()
             if self._update_watchers and output.requires_grad:
                 self._announce_update(output, features)
@@ -144,7 +151,7 @@ class _CapturingKernel:
         if weights is not None and not weights.is_floating_point():
             # Scores that travel as integer weights; TorchRec's lookup ignores them, too.
             weights = None
-        return self.capture.lookup(run, weights)
+        return self._capture.lookup(run, weights)
 
     def tell_updates(self, watcher: Callable[[Callable[[], list[torch.Tensor]]], None]) -> None:
         """Call ``watcher`` before each backward that updates this kernel at once, with a function

@@ -34,6 +34,8 @@ ON_CPU = frozenset(
 )
 """What FBGEMM's CPU kernel can run."""
 
+_IGNORED_ON_CPU = ("weight_decay", "max_norm")
+
 FROM_ROW_GRADIENTS = frozenset(
     {
         EmbOptimType.EXACT_SGD,
@@ -98,6 +100,8 @@ def check_optimizers(
     module: nn.Module, params: dict[str, Any], plan: ModulePlan2D, device_type: str
 ) -> None:
     """Raise if a table's optimizer can't run on this device, or not from row gradients."""
+    if device_type == "cpu":
+        _check_arguments(module, params)
     for optimizer in _optimizers(module, params):
         if device_type == "cpu" and optimizer not in ON_CPU:
             raise UnsupportedError(
@@ -109,6 +113,19 @@ def check_optimizers(
                 f"hot rows need; use WeightSync without hot rows, or one of "
                 f"{_names(FROM_ROW_GRADIENTS)}"
             )
+
+
+def _check_arguments(module: nn.Module, params: dict[str, Any]) -> None:
+    """Refuse what FBGEMM's CPU kernels take and don't do."""
+    attached = [in_backward_optimizers(param) for param in module.parameters()]
+    given = [params, *(one.kwargs[0] for one in attached if one is not None)]
+    for arguments in given:
+        for name in _IGNORED_ON_CPU:
+            if arguments.get(name):
+                raise UnsupportedError(
+                    f"{name}={arguments[name]} does nothing in FBGEMM's CPU kernels; leave it out, "
+                    "or train on CUDA"
+                )
 
 
 def _optimizers(module: nn.Module, params: dict[str, Any]) -> set[EmbOptimType]:

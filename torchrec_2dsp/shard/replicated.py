@@ -8,17 +8,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.types import ShardingType
+from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec_2dsp.mesh.groups import MeshGroups
+from torchrec_2dsp.plan.parameter_sharding import base_type
+from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
 from torchrec_2dsp.rows.merge import RowMerge
-from torchrec_2dsp.shard.averaging import averages
+from torchrec_2dsp.shard.averaging import averages, copied_shards
 from torchrec_2dsp.shard.kernels import EmbeddingBagKernel, EmbeddingKernel, Kernel
 from torchrec_2dsp.shard.synced_optimizer import SyncedOptimizer
+from torchrec_2dsp.sync.drift import DriftCheck
 from torchrec_2dsp.sync.gradient_sync import MergeRowGradients
+from torchrec_2dsp.sync.moment import Moment
 from torchrec_2dsp.sync.point import SyncAction, SyncPoint
 
+_DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
 logger = logging.getLogger(__name__)
 
 
@@ -43,16 +50,21 @@ class ReplicatedModule:
     _has_looked_up = False
 
     def _init_replication(
-        self: Any, replication: Replication, unsharded: Any, actions: list[SyncAction]
+        self: Any,
+        replication: Replication,
+        unsharded: Any,
+        plan: ModulePlan2D,
+        actions: list[SyncAction],
     ) -> None:
         """Call at the end of the constructor; ``actions`` are synced besides the replicas."""
         self._replication = replication
         if replication.keep_weights and torch.device(unsharded.device).type != "meta":
             self.load_state_dict(unsharded.state_dict(), strict=False)
-        self._sync_point = SyncPoint([*self._replica_actions(), *actions])
+        self._sync_point = SyncPoint([*self._replica_actions(plan), *actions])
         self._optim = SyncedOptimizer(
             self._optim,
-            before_step=self._sync_pending,
+            before_step=lambda: self._reach(Moment.STEP),
+            before_change=lambda: self._reach(Moment.READ),
             before_read=self._complete_state,
             after_load=self._state_loaded,
             beside=self._kernels_beside(),
@@ -93,7 +105,7 @@ class ReplicatedModule:
 
     @torch.no_grad()
     def _broadcast_shards(self: Any) -> None:
-        self._complete_replicas()
+        self._reach(Moment.READ)
         peers = self._replication.groups.replica_peers
         for tensor in self._replica_tensors():
             dist.broadcast(tensor, group_src=0, group=peers)
@@ -104,15 +116,31 @@ class ReplicatedModule:
 
         An evaluation sees equal replicas, whatever the policy.
         """
-        if self.training and torch.is_grad_enabled():
-            self._sync_pending()
-        else:
-            self._complete_replicas()
+        is_training = self.training and torch.is_grad_enabled()
+        self._reach(Moment.LOOKUP if is_training else Moment.READ)
         if not self._has_looked_up:
             self._has_looked_up = True
             if self._replicas_differ():
                 logger.warning("replicas start from different weights: taking the first group's")
                 self._broadcast_shards()
+
+    def _watch_backward(self: Any, awaitable: Any) -> Any:
+        """Tell the sync point when the output gets its gradient, before any kernel does.
+
+        Every rank has an output, also one that holds no table.
+        """
+
+        def watch(output: Any) -> Any:
+            parts = [output] if isinstance(output, KeyedTensor) else output.values()
+            for part in parts:
+                values = part.values()
+                if values.requires_grad:
+                    values.register_hook(lambda grad: self.sync_point.backward_seen())
+            return output
+
+        if torch.is_grad_enabled():
+            awaitable.callbacks.append(watch)
+        return awaitable
 
     @torch.no_grad()
     def _replicas_differ(self: Any) -> bool:
@@ -135,35 +163,37 @@ class ReplicatedModule:
             for tensor in shard.tensors.values()
         ]
 
-    def _replica_actions(self: Any) -> list[SyncAction]:
+    def _replica_actions(self: Any, plan: ModulePlan2D) -> list[SyncAction]:
+        """The same on all ranks, also on those that hold no table."""
+        if all(base_type(table.sharding_type) == _DATA_PARALLEL for _, table in plan.tables()):
+            return []
         replication: Replication = self._replication
         groups, kernels = replication.groups, self.kernels()
-        if isinstance(replication.sync, GradientSync):
+        sync = replication.sync
+        if isinstance(sync, GradientSync):
             if groups.mesh.num_groups == 1 and not replication.always_capture:
                 return []
-            for kernel in kernels:
-                kernel.captures = True
-            captures = [kernel.capture for kernel in kernels]
-            return [MergeRowGradients(RowMerge(captures, groups.replica_peers))]
+            peers, transport = groups.row_exchange, sync.transport.dtype
+            captures = [kernel.capture_rows(peers, transport) for kernel in kernels]
+            merge = RowMerge(captures, groups.alarm, sync.delay)
+            copied = copied_shards(kernels)
+            drift = DriftCheck(copied, groups.replica_peers, groups.alarm, sync.drift_every)
+            return [MergeRowGradients(merge, drift)]
         if groups.mesh.num_groups == 1:
             return []
-        return [*averages(kernels, replication.sync, groups.replica_peers)]
-
-    def _sync_pending(self) -> None:
-        if self._sync_point is not None:
-            self._sync_point.sync()
+        return [*averages(kernels, sync, groups)]
 
     def _before_load(self) -> None:
-        self._complete_replicas()
+        self._reach(Moment.READ)
         self._state_loaded()
 
     def _complete_state(self) -> None:
         """Before weights or optimizer state are read."""
-        self._complete_replicas()
+        self._reach(Moment.READ)
 
-    def _complete_replicas(self) -> None:
+    def _reach(self, moment: Moment) -> None:
         if self._sync_point is not None:
-            self._sync_point.complete()
+            self._sync_point.reach(moment)
 
     def _state_loaded(self) -> None:
         """Weights or optimizer state are written by hand, or from a checkpoint."""

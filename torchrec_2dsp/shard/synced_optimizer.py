@@ -10,10 +10,10 @@ from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
 
 
 class SyncedOptimizer(CombinedOptimizer):
-    """TorchRec's combined optimizer, before which pending updates are always applied.
+    """TorchRec's combined optimizer, in front of which a sync point stands.
 
-    The learning rate that a step hands to the kernels must not reach updates that were captured
-    under the old one, and whoever reads the state must see it complete.
+    Updates that were captured keep the learning rate of their lookup, whatever a step hands to the
+    kernels meanwhile. Other changes come after them, and whoever reads the state sees it complete.
     """
 
     def __init__(
@@ -21,6 +21,7 @@ class SyncedOptimizer(CombinedOptimizer):
         stock: CombinedOptimizer,
         *,
         before_step: Callable[[], None],
+        before_change: Callable[[], None],
         before_read: Callable[[], None],
         after_load: Callable[[], None],
         beside: Sequence[SplitTableBatchedEmbeddingBagsCodegen] = (),
@@ -28,24 +29,26 @@ class SyncedOptimizer(CombinedOptimizer):
         """
         Args:
             stock: the optimizer to wrap.
-            before_step: applies what is pending.
+            before_step: a step is over.
+            before_change: applies what is pending.
             before_read: the same, and completes the state that a reader sees.
             after_load: the state has been overwritten.
             beside: kernels that follow those of ``stock``.
         """
         self._before_step = before_step
+        self._before_change = before_change
         self._before_read = before_read
         self._after_load = after_load
         self._beside = list(beside)
         super().__init__(list(stock.optimizers))
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Sync what is pending, then TorchRec's, which sets the kernels' learning rate."""
+        """Sync what is due, then TorchRec's, which sets the kernels' learning rate."""
         self._before_step()
         super().zero_grad(set_to_none)
 
     def step(self, closure: Any = None) -> None:
-        """Sync what is pending, then TorchRec's, which sets the kernels' learning rate."""
+        """Sync what is due, then TorchRec's, which sets the kernels' learning rate."""
         self._before_step()
         super().step(closure)
 
@@ -62,14 +65,14 @@ class SyncedOptimizer(CombinedOptimizer):
 
     def set_optimizer_step(self, step: int) -> None:
         """Sync what is pending, then set the iteration."""
-        self._before_step()
+        self._before_change()
         super().set_optimizer_step(step)
         for tbe in self._beside:
             tbe.set_optimizer_step(step)
 
     def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
         """Sync what is pending, then change the running kernels."""
-        self._before_step()
+        self._before_change()
         super().update_hyper_parameters(params_dict)
         for tbe in self._beside:
             tbe.update_hyper_parameters(params_dict)

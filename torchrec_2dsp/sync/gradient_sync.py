@@ -3,37 +3,51 @@
 from collections.abc import Callable
 
 from torchrec_2dsp.rows.merge import RowMerge
+from torchrec_2dsp.sync.drift import DriftCheck
+from torchrec_2dsp.sync.moment import Moment
 from torchrec_2dsp.sync.report import SyncReport
 
 
 class MergeRowGradients:
-    """The sync action of `GradientSync`, and of hot rows under either config."""
+    """The sync action of `GradientSync`, and of hot rows under either config.
 
-    def __init__(self, merge: RowMerge, *, on_update: Callable[[], None] | None = None) -> None:
+    Gradients are sent at the end of a step, and may travel until a lookup needs the rows.
+    """
+
+    def __init__(
+        self, merge: RowMerge, drift: DriftCheck, *, on_update: Callable[[], None] | None = None
+    ) -> None:
         """
         Args:
             merge: the TBEs and the ranks that hold copies of their rows.
+            drift: looks at what came out.
             on_update: called after rows were updated.
         """
         self._merge = merge
+        self._drift = drift
         self._on_update = on_update
+
+    def backward_seen(self) -> None:
+        """A backward has begun."""
+        self._merge.backward_seen()
 
     @property
     def pending(self) -> bool:
-        """Whether a captured backward waits."""
+        """Whether a captured backward waits to be applied."""
         return self._merge.pending
 
-    def is_due(self) -> bool:
-        """Captured gradients can't wait: no lookup may miss them."""
-        return self.pending
-
-    def run(self) -> SyncReport:
-        """Merge and apply what was captured.
+    def reach(self, moment: Moment) -> SyncReport:
+        """Send, or apply, what was captured.
 
         Collectives:
-            Those of `RowMerge.run`; none if nothing was captured.
+            Those of `RowMerge.send` or `RowMerge.run`.
         """
-        stats = self._merge.run()
+        if moment is Moment.STEP:
+            self._merge.send()
+            return SyncReport()
+        stats = self._merge.run(everything=moment is Moment.READ)
         if self._on_update is not None and stats.num_rows:
             self._on_update()
+        if stats.num_steps:
+            self._drift.synced()
         return SyncReport(stats.num_tensors, stats.num_rows, stats.num_bytes)

@@ -5,8 +5,13 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+from torch.profiler import record_function
 
+from torchrec_2dsp.sync.moment import Moment
 from torchrec_2dsp.sync.report import SyncReport
+
+_LABEL = "## replica sync ##"
+"""In profiles."""
 
 
 class SyncAction(Protocol):
@@ -14,15 +19,15 @@ class SyncAction(Protocol):
 
     @property
     def pending(self) -> bool:
-        """Whether a backward has happened since the last run."""
+        """Whether a backward hasn't been synced yet."""
         ...
 
-    def is_due(self) -> bool:
-        """Whether training may not go on before a run."""
+    def backward_seen(self) -> None:
+        """A backward has begun."""
         ...
 
-    def run(self) -> SyncReport:
-        """Make the copies equal, whatever is pending."""
+    def reach(self, moment: Moment) -> SyncReport:
+        """Do what can't wait any longer; an empty report if that is nothing."""
         ...
 
 
@@ -30,9 +35,9 @@ class SyncPoint:
     """The sync of one sharded module.
 
     A training backward leaves its actions pending. The first to ask, be it ``model.sync()``,
-    the fused optimizer's ``step()``, the next lookup or a read of the state, runs them; the
-    others find nothing to do. All ranks reach the same trigger first because they run the same
-    program.
+    the fused optimizer's ``step()``, the next lookup or a read of the state, runs those that
+    can't wait any longer; the others find nothing to do. All ranks reach the same trigger first
+    because they run the same program.
     """
 
     def __init__(self, actions: Sequence[SyncAction]) -> None:
@@ -45,27 +50,22 @@ class SyncPoint:
         """Whether a backward hasn't been synced yet."""
         return any(action.pending for action in self._actions)
 
-    def sync(self) -> SyncReport:
-        """Sync what is due; a no-op if nothing is."""
-        return self._run([action for action in self._actions if action.is_due()])
-
-    def complete(self) -> SyncReport:
-        """Sync what is pending, due or not: someone looks at the replicas."""
-        return self._run([action for action in self._actions if action.pending])
-
-    def sync_now(self) -> SyncReport:
-        """Sync, pending or not."""
-        return self._run(self._actions)
+    def backward_seen(self) -> None:
+        """A training backward has begun, on all ranks, also on those that hold no table."""
+        for action in self._actions:
+            action.backward_seen()
 
     # A sync point may be reached in inference mode, whose tensors can't be changed afterwards.
     @torch.inference_mode(mode=False)
     @torch.no_grad()
-    def _run(self, actions: Sequence[SyncAction]) -> SyncReport:
+    def reach(self, moment: Moment) -> SyncReport:
+        """Sync what is due; a no-op if nothing is."""
+        if not self.pending:
+            return SyncReport()
         start = time.perf_counter()
-        report = SyncReport()
-        if actions:
-            for action in actions:
-                report += action.run()
+        with record_function(_LABEL):
+            report = sum((action.reach(moment) for action in self._actions), SyncReport())
+        if report.num_tensors:
             report += SyncReport(seconds=time.perf_counter() - start)
             self.total += report
         return report

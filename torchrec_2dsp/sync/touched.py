@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-_ROW_WORK = 1.3
-"""How much longer a row takes alone, looked up and put back, than as a part of its shard."""
+_ROW_WORK = 2.2
+"""How much longer a row takes alone, looked up and put back, than as a part of its shard. Measured
+between hosts at 1 Gbit/s: with 45 % of the rows touched, two copies are as quick either way."""
 
 
 def break_even_share(row_bytes: int, num_peers: int) -> float:
@@ -22,7 +23,7 @@ def break_even_share(row_bytes: int, num_peers: int) -> float:
     Example:
         >>> from torchrec_2dsp.sync.touched import break_even_share
         >>> [round(break_even_share(row_bytes=260, num_peers=peers), 2) for peers in (2, 4)]
-        [0.76, 0.38]
+        [0.45, 0.22]
     """
     return 2 / num_peers * row_bytes / (row_bytes + 4) / _ROW_WORK
 

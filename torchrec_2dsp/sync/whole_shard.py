@@ -1,20 +1,56 @@
-"""Average whole table shards, where too many of their rows were touched to send these alone."""
+"""Average whole table shards: on request, or where too many rows were touched to send these."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from torchrec_2dsp.sync.report import SyncReport
 from torchrec_2dsp.sync.state_rules import StateRule
-from torchrec_2dsp.sync.touched import TouchedRows
+from torchrec_2dsp.sync.synced_shard import SyncedShard
 
 _CHUNK_BYTES = 64 * 2**20
 
 
-def average_whole_shard(
-    touched: TouchedRows, rules: Sequence[StateRule], group: dist.ProcessGroup
-) -> SyncReport:
+class ShardAverage:
+    """TorchRec's way: all shards at once, whatever has changed."""
+
+    def __init__(self, shards: Sequence[SyncedShard], group: dist.ProcessGroup) -> None:
+        """
+        Args:
+            shards: in the same order on every rank of the group.
+            group: the ranks that hold copies.
+        """
+        self._group = group
+        self._tensors: dict[tuple[torch.dtype, StateRule], list[torch.Tensor]] = defaultdict(list)
+        for shard in shards:
+            for tensor, rule in zip(shard.touched.tensors, shard.rules, strict=True):
+                self._tensors[tensor.dtype, rule].append(tensor)
+        self._num_rows = sum(shard.touched.num_rows for shard in shards)
+
+    def before_update(
+        self, shards: Sequence[SyncedShard], rows: Callable[[], Sequence[torch.Tensor]]
+    ) -> None:
+        """Nothing to note: all rows are averaged."""
+
+    def run(self) -> SyncReport:
+        """Average.
+
+        Collectives:
+            One coalesced all-reduce per dtype and rule.
+        """
+        report = SyncReport(num_rows=self._num_rows)
+        for (_, rule), tensors in self._tensors.items():
+            options = dist.AllreduceCoalescedOptions()
+            options.reduceOp = _op(rule)  # type: ignore[assignment]  # stub says enum
+            self._group.allreduce_coalesced(tensors, options).wait()
+            num_bytes = sum(tensor.nbytes for tensor in tensors)
+            report += SyncReport(len(tensors), num_bytes=_ring_bytes(num_bytes, self._group))
+        return report
+
+
+def average_whole_shard(shard: SyncedShard, group: dist.ProcessGroup) -> SyncReport:
     """All-reduce the tensors of a shard in place.
 
     The mean of equal floats is that float only for a power of two of them. With another number of
@@ -24,31 +60,34 @@ def average_whole_shard(
         One all-reduce per tensor; with other numbers of peers one of the bitmaps, and one per
         64 MiB of each tensor.
     """
-    world_size = dist.get_world_size(group)
+    touched, world_size = shard.touched, dist.get_world_size(group)
     is_exact = world_size & (world_size - 1) == 0
     is_touched = None
     if not is_exact:
         is_touched = touched.bitmap().to(torch.uint8)
         dist.all_reduce(is_touched, dist.ReduceOp.MAX, group=group)
     num_bytes = 0 if is_touched is None else is_touched.nbytes
-    for tensor, rule in zip(touched.tensors, rules, strict=True):
+    for tensor, rule in zip(touched.tensors, shard.rules, strict=True):
         num_bytes += tensor.nbytes
         if is_touched is None:
-            _reduce(tensor, rule, group)
+            dist.all_reduce(tensor, _op(rule), group=group)
         else:
             _reduce_touched(tensor, rule, group, is_touched.bool())
-    # What an all-reduce moves at best, as a ring does.
-    ring_share = 2 * (world_size - 1) / world_size
     return SyncReport(
         num_tensors=len(touched.tensors),
         num_rows=touched.num_rows if is_touched is None else int(is_touched.sum()),
-        num_bytes=int(ring_share * num_bytes),
+        num_bytes=_ring_bytes(num_bytes, group),
     )
 
 
-def _reduce(tensor: torch.Tensor, rule: StateRule, group: dist.ProcessGroup) -> None:
-    op = dist.ReduceOp.MAX if rule is StateRule.MAX else dist.ReduceOp.AVG
-    dist.all_reduce(tensor, op, group=group)
+def _op(rule: StateRule) -> dist.ReduceOp.RedOpType:
+    return dist.ReduceOp.MAX if rule is StateRule.MAX else dist.ReduceOp.AVG
+
+
+def _ring_bytes(num_bytes: int, group: dist.ProcessGroup) -> int:
+    """What each rank sends in an all-reduce at best, as in a ring."""
+    world_size = dist.get_world_size(group)
+    return 2 * (world_size - 1) * num_bytes // world_size
 
 
 def _reduce_touched(
@@ -58,6 +97,6 @@ def _reduce_touched(
     for start in range(0, tensor.shape[0], rows_per_chunk):
         chunk = tensor[start : start + rows_per_chunk]
         reduced = chunk.clone()
-        _reduce(reduced, rule, group)
+        dist.all_reduce(reduced, _op(rule), group=group)
         rows = is_touched[start : start + rows_per_chunk].nonzero().view(-1)
         chunk.index_copy_(0, rows, reduced.index_select(0, rows))

@@ -95,6 +95,7 @@ class _Trainer:
         dist.barrier(self._world)
         start = time.perf_counter()
         losses = self._train(watchers)
+        self._model.sync_now()
         # The last steps end with a collective, so that no rank is ahead of the others.
         seconds = time.perf_counter() - start
         synced = self._model.sync_total

@@ -1,0 +1,169 @@
+"""What goes wrong in a sync is told on every rank, before anything is applied."""
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchrec_2dsp as tdsp
+from tests.support.loops import make_stream, parts_of, shard
+from tests.support.models import SEQUENCE_TABLES, ModelSpec, TableSpec
+from tests.support.oracle import local_loss
+from tests.support.parity import Cell, make_optimizer
+from tests.support.ranks import RankPool, run_ranks
+from torchrec_2dsp.rows.capture import RowCapture
+from torchrec_2dsp.shard.kernels import TableShard
+from torchrec_2dsp.sync.touched import TouchedRows
+
+MESH = tdsp.Mesh2D(2, 2)
+SPEC = ModelSpec((TableSpec("t0", 400, 8, ("f0",)), TableSpec("t1", 240, 16, ("f1", "f2"))))
+"""Few of its rows are in a batch."""
+HOT_ROWS = (("t0", (0, 1, 5)), ("t1", (0, 2)))
+EXACT = Cell(MESH, spec=SPEC)
+ONE_TABLE = Cell(MESH, "table_wise", ModelSpec(SPEC.tables[:1]))
+"""Half of the ranks hold none."""
+SEQUENCE = Cell(MESH, spec=ModelSpec(SEQUENCE_TABLES, sequence=True))
+AVERAGED = replace(EXACT, sync=tdsp.WeightSync())
+
+FAULTY_RANK = 1
+
+
+def shards_of(parallel: torch.nn.Module) -> list[TableShard]:
+    """What this rank holds, read behind the sync point's back."""
+    kernels = [kernel for part in parts_of(parallel) for kernel in part.kernels()]
+    return [shard for kernel in kernels for shard in kernel.shards()]
+
+
+def values_of(parallel: torch.nn.Module) -> torch.Tensor:
+    tensors = [shard.tensors["weight"].reshape(-1) for shard in shards_of(parallel)]
+    return torch.cat([torch.zeros(1), *tensors])
+
+
+def syncing(parallel: Any) -> tuple[str, float]:
+    """What a sync raises, and how much it has changed."""
+    before = values_of(parallel)
+    try:
+        parallel.sync()
+        parallel.sync_now()
+    except tdsp.SyncError as error:
+        changed = (values_of(parallel) - before).abs().nan_to_num(0.0).max().item()
+        return str(error), changed
+    return "", 0.0
+
+
+def bad_loss(rank: int, world_size: int, cell: Cell, factor: float) -> tuple[str, float]:
+    parallel, (batches,) = shard(cell), make_stream(cell, 1)
+    loss = local_loss(parallel(batches[rank]))
+    (loss * (factor if rank == FAULTY_RANK else 1.0)).backward()
+    return syncing(parallel)
+
+
+def told_alike(answers: list[tuple[str, float]]) -> str:
+    """What all ranks were told; nothing may have been written."""
+    (said,) = {said for said, _ in answers}
+    assert max(changed for _, changed in answers) == 0.0
+    return said
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "cell", [EXACT, ONE_TABLE, SEQUENCE, replace(EXACT, hot_rows=HOT_ROWS)], ids=str
+)
+def test_a_bad_gradient(ranks4: RankPool, cell: Cell, factor: float) -> None:
+    said = told_alike(ranks4.run(bad_loss, cell, factor))
+    assert said.startswith("table 't")
+    assert "is not finite; nothing was applied" in said
+    assert "(found on rank " in said
+
+
+def bad_weights(rank: int, world_size: int, cell: Cell) -> tuple[str, float]:
+    parallel, (batches,) = shard(cell), make_stream(cell, 1)
+    local_loss(parallel(batches[rank])).backward()
+    for table in shards_of(parallel) if rank == FAULTY_RANK else []:
+        table.tensors["weight"].fill_(float("nan"))
+    return syncing(parallel)
+
+
+def test_a_bad_weight(ranks4: RankPool) -> None:
+    said = told_alike(ranks4.run(bad_weights, AVERAGED))
+    assert said.startswith("table 't0' has weights or optimizer state that are not finite")
+    assert said.endswith(f"(found on rank {FAULTY_RANK})")
+
+
+def crashing(rank: int, world_size: int, cell: Cell) -> tuple[str, float]:
+    parallel, (batches,) = shard(cell), make_stream(cell, 1)
+    local_loss(parallel(batches[rank])).backward()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == FAULTY_RANK:
+            patch.delattr(RowCapture, "send")
+            patch.delattr(TouchedRows, "changed")
+        return syncing(parallel)
+
+
+@pytest.mark.parametrize("cell", [EXACT, AVERAGED], ids=str)
+def test_an_error_that_nobody_thought_of(cell: Cell) -> None:
+    """In processes of their own: peers still wait for what the faulty rank didn't send."""
+    said = told_alike(run_ranks(crashing, 4, cell))
+    assert said.startswith("AttributeError: ")
+    assert said.endswith(f"(found on rank {FAULTY_RANK})")
+
+
+def drifting(rank: int, world_size: int, cell: Cell, faulty_rank: int) -> tuple[int, str]:
+    """After how many steps a changed row is found, and what is said."""
+    parallel = shard(cell)
+    assert isinstance(parallel, tdsp.ModelParallel2D)
+    optimizer = make_optimizer(parallel)
+    for step, batches in enumerate(make_stream(cell, 4), 1):
+        optimizer.zero_grad()
+        local_loss(parallel(batches[rank])).backward()
+        if rank == faulty_rank:
+            # A row that no batch looks up, so that no sync mends it.
+            shards_of(parallel)[0].tensors["weight"][-1] += 1e-3
+        try:
+            parallel.sync_now()
+        except tdsp.SyncError as error:
+            return step, str(error)
+        optimizer.step()
+    return 0, ""
+
+
+@pytest.mark.parametrize("sync", [tdsp.GradientSync, tdsp.WeightSync])
+def test_drift_is_found_at_the_next_check(ranks4: RankPool, sync: Any) -> None:
+    cell = replace(EXACT, sync=sync(drift_every=3), hot_rows=HOT_ROWS)
+    (answer,) = set(ranks4.run(drifting, cell, 3))
+    step, said = answer
+    assert step == 3
+    assert said.startswith("copies of table 't0' differ in rows 200 to 399 after a sync; if weights")
+    assert "call model.broadcast_replicas() (found on rank " in said
+
+
+@pytest.mark.parametrize("sync", [tdsp.GradientSync, tdsp.WeightSync])
+def test_equal_copies_are_no_drift(ranks4: RankPool, sync: Any) -> None:
+    cells = [EXACT, ONE_TABLE, replace(EXACT, hot_rows=HOT_ROWS), SEQUENCE]
+    for cell in cells:
+        checked = replace(cell, sync=sync(drift_every=1))
+        assert set(ranks4.run(drifting, checked, -1)) == {(0, "")}
+
+
+def alone(rank: int, world_size: int) -> str:
+    """What a rank is told that reaches a sync which the other one never reaches."""
+    world = dist.group.WORLD
+    assert world is not None
+    options = world._get_backend(torch.device("cpu")).options
+    options._timeout = timedelta(seconds=3)  # pyright: ignore[reportAttributeAccessIssue]
+    cell = Cell(tdsp.Mesh2D(2, 1), "table_wise", SPEC)
+    parallel, (batches,) = shard(cell), make_stream(cell, 1)
+    local_loss(parallel(batches[rank])).backward()
+    if rank == 0:
+        said, _ = syncing(parallel)
+        dist.barrier()
+        return said
+    dist.barrier()
+    return ""
+
+
+def test_a_wait_has_a_deadline() -> None:
+    assert run_ranks(alone, 2)[0].startswith("not all ranks have reached this sync; lookups, syncs")

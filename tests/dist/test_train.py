@@ -18,6 +18,7 @@ from torchrec_2dsp.train.config import TrainConfig
 from torchrec_2dsp.train.meter import Measured
 from torchrec_2dsp.train.program import train
 from torchrec_2dsp.train.results import RunResult, TrainResult, largest_loss_gap
+from torchrec_2dsp.train.record import TrainRecord
 
 ROOT = Path(__file__).parents[2]
 TINY = {
@@ -199,9 +200,10 @@ def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_demo_command_trains_and_prints_the_table(tmp_path: Path) -> None:
+    folder, output = tmp_path / "tensorboard", tmp_path / "record.json"
     done = launch(
-        *("--set", "loop.steps=3", "--set", "loop.eval_steps=1"),
-        *("--set", f"loop.tensorboard_dir={tmp_path}"),
+        *("--set", "loop.steps=3", "--set", "loop.eval_steps=1", "--set", "loop.report_every=2"),
+        *("--set", f"loop.tensorboard_dir={folder}", "--output", str(output)),
     )
 
     assert done.returncode == 0, done.stderr
@@ -213,5 +215,10 @@ def test_the_demo_command_trains_and_prints_the_table(tmp_path: Path) -> None:
     assert "exact     2x2  GradientSync" in table
     assert "averaged  2x2  WeightSync" in table
     runs = load_config(TrainConfig, ROOT / "configs" / "runs" / "demo.toml").runs
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(runs)
-    assert all(list(folder.glob("events.*")) for folder in tmp_path.iterdir())
+    assert sorted(path.name for path in folder.iterdir()) == sorted(runs)
+    assert all(list(one.glob("events.*")) for one in folder.iterdir())
+    record = TrainRecord.load(output)
+    assert [run.name for run in record.runs] == list(runs)
+    assert all([point.step for point in run.curve] == [2, 3] for run in record.runs)
+    assert [run.sync_bytes_per_step > 0 for run in record.runs] == [False, True, True]
+    assert record.num_samples == 3 * record.config["loop"]["global_batch_size"]

@@ -1,12 +1,11 @@
 """What a benchmark found: the numbers as measured, written to JSON and read again."""
 
 import enum
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 
-from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.recipe.json_file import JsonFile
 from torchrec_2dsp.recipe.sections import Section
 
 FORMAT = 1
@@ -161,8 +160,10 @@ class Setting(Section):
     """The whole config."""
 
 
-class BenchResult(Section):
+class BenchResult(JsonFile):
     """One run of a benchmark."""
+
+    what_it_is: ClassVar[str] = "the JSON of a benchmark"
 
     format: int = FORMAT
     """Of this file."""
@@ -179,21 +180,3 @@ class BenchResult(Section):
     def measured(self) -> tuple[ContestantResult, ...]:
         """Those whose numbers count, ceilings included."""
         return tuple(one for one in self.contestants if one.outcome is Outcome.MEASURED)
-
-    def save(self, path: str | Path) -> None:
-        """Write JSON."""
-        Path(path).write_text(self.model_dump_json(indent=1) + "\n")
-
-    @classmethod
-    def load(cls, path: str | Path) -> "BenchResult":
-        """Read what `save` wrote.
-
-        Raises:
-            ConfigError: it can't be read, or it is something else.
-        """
-        try:
-            return cls.model_validate_json(Path(path).read_text())
-        except OSError as error:
-            raise ConfigError(f"{path} can't be read: {error.strerror}") from error
-        except (ValidationError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not the JSON of a benchmark: {error}") from error

@@ -1,12 +1,11 @@
 """`TrainRecord`: what `train` found, in a file, so that runs with other seeds can join it."""
 
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import ConfigDict
 
-from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.plan2d import Plan2D
+from torchrec_2dsp.recipe.json_file import JsonFile
 from torchrec_2dsp.recipe.sections import Section
 from torchrec_2dsp.train.config import TrainConfig
 from torchrec_2dsp.train.meter import Measured
@@ -59,8 +58,10 @@ class RunRecord(Section):
     """Sent by a rank to its replica peers."""
 
 
-class TrainRecord(Section):
+class TrainRecord(JsonFile):
     """All runs of one call."""
+
+    what_it_is: ClassVar[str] = "what train --output writes"
 
     format: int = FORMAT
     """Of this file."""
@@ -91,24 +92,6 @@ class TrainRecord(Section):
     def find(self, name: str) -> RunRecord | None:
         """The run of this name."""
         return next((run for run in self.runs if run.name == name), None)
-
-    def save(self, path: str | Path) -> None:
-        """Write JSON."""
-        Path(path).write_text(self.model_dump_json(indent=1) + "\n")
-
-    @classmethod
-    def load(cls, path: str | Path) -> "TrainRecord":
-        """Read what `save` wrote.
-
-        Raises:
-            ConfigError: it can't be read, or it is something else.
-        """
-        try:
-            return cls.model_validate_json(Path(path).read_text())
-        except OSError as error:
-            raise ConfigError(f"{path} can't be read: {error.strerror}") from error
-        except (ValidationError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not what train --output writes: {error}") from error
 
 
 class Recorder:

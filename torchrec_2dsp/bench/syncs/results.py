@@ -1,12 +1,10 @@
 """What `bench-sync` found: the numbers as measured, written to JSON and read again."""
 
 import statistics
-from pathlib import Path
-
-from pydantic import ValidationError
+from typing import ClassVar
 
 from torchrec_2dsp.bench.results import Setting
-from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.recipe.json_file import JsonFile
 from torchrec_2dsp.recipe.sections import Section
 
 FORMAT = 1
@@ -47,8 +45,10 @@ class SyncTimes(Section):
         return (self.num_groups, self.shard_mib, self.touched_share)
 
 
-class SyncBenchResult(Section):
+class SyncBenchResult(JsonFile):
     """One run of `bench-sync`."""
+
+    what_it_is: ClassVar[str] = "the JSON of bench-sync"
 
     format: int = FORMAT
     """Of this file."""
@@ -65,21 +65,3 @@ class SyncBenchResult(Section):
     def find(self, case: tuple[int, float, float], sync: str) -> SyncTimes:
         """One contestant in one case."""
         return next(one for one in self.times if (one.case, one.sync) == (case, sync))
-
-    def save(self, path: str | Path) -> None:
-        """Write JSON."""
-        Path(path).write_text(self.model_dump_json(indent=1) + "\n")
-
-    @classmethod
-    def load(cls, path: str | Path) -> "SyncBenchResult":
-        """Read what `save` wrote.
-
-        Raises:
-            ConfigError: it can't be read, or it is something else.
-        """
-        try:
-            return cls.model_validate_json(Path(path).read_text())
-        except OSError as error:
-            raise ConfigError(f"{path} can't be read: {error.strerror}") from error
-        except (ValidationError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not the JSON of bench-sync: {error}") from error

@@ -1,5 +1,7 @@
 """When a sync is due, and how that is written down."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -76,6 +78,12 @@ def test_a_start_is_a_number_and_has_a_policy() -> None:
 def test_a_config_says_what_is_wrong(fields: dict[str, object], said: str) -> None:
     with pytest.raises(tdsp.ConfigError, match=said):
         tdsp.WeightSync(**fields)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("sync", [tdsp.GradientSync, tdsp.WeightSync])
+def test_drift_is_looked_for_every_so_often(sync: Any) -> None:
+    with pytest.raises(tdsp.ConfigError, match=r"Sync\(drift_every=-1\) is no number of syncs"):
+        sync(drift_every=-1)
 
 
 @pytest.mark.parametrize("fields", [{"transport": "int4"}, {"delay": 2}, {"delay": -1}])

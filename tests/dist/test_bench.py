@@ -95,6 +95,7 @@ def test_every_measured_contestant_has_all_figures(result: BenchResult) -> None:
     for one in result.measured():
         assert [block.round for block in one.blocks] == list(range(5))
         assert all(block.step_s > 0 and 1 <= block.num_steps <= 4 for block in one.blocks)
+        assert all(block.probe_s for block in one.blocks)
         assert one.peak_memory_bytes is not None
         assert one.peak_memory_bytes > 0
         assert one.phases

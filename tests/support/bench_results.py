@@ -55,6 +55,7 @@ def bench_result(
     overrides: Mapping[str, Any] = {},
     foreign_load: Mapping[str, Sequence[float]] = {},
     is_counted: bool = True,
+    probe_ms: float | None = None,
     **setting: Any,
 ) -> BenchResult:
     """A result of contestants that all behaved alike.
@@ -66,6 +67,7 @@ def bench_result(
         overrides: other sections of the config.
         foreign_load: each contestant's, by round; 0.05 cores unless told.
         is_counted: whether the bytes on the interface were counted.
+        probe_ms: what the fixed piece of work took before each block.
         setting: fields of `Setting` other than the usual.
     """
     tree = {
@@ -98,7 +100,7 @@ def bench_result(
         steps = steps_ms.get(name, ())
         loads = foreign_load.get(name, [0.05] * len(steps))
         outcome, reason = failed.get(name, (Outcome.MEASURED, ""))
-        blocks = _blocks(steps, loads, is_counted)
+        blocks = _blocks(steps, loads, is_counted, probe_ms)
         found.append(_contestant(config, name, blocks=blocks, outcome=outcome, reason=reason))
     return BenchResult(
         setting=Setting(**fields, config=config.model_dump(mode="json")),
@@ -108,7 +110,7 @@ def bench_result(
 
 
 def _blocks(
-    steps_ms: Sequence[float], loads: Sequence[float], is_counted: bool
+    steps_ms: Sequence[float], loads: Sequence[float], is_counted: bool, probe_ms: float | None
 ) -> tuple[Block, ...]:
     return tuple(
         Block(
@@ -118,6 +120,7 @@ def _blocks(
             link_bytes=1.2e6 if is_counted else None,
             loopback_bytes=0.8e6 if is_counted else None,
             foreign_load=load,
+            probe_s=None if probe_ms is None else probe_ms / 1e3,
         )
         for index, (step_ms, load) in enumerate(zip(steps_ms, loads, strict=True))
     )

@@ -109,11 +109,11 @@ def test_phases_add_up_and_waiting_ones_are_marked() -> None:
 
 
 def test_noise_is_shown() -> None:
-    result = bench_result(foreign_load={"stock": [0, 0.5, 0, 0, 0, 0, 0.3]})
+    result = bench_result(foreign_load={"stock": [0, 0.5, 0, 0, 0, 0, 0.3]}, probe_ms=1.5)
     _, stock, other, *_ = rows_of(markdown_report([result]), "### Noise")
 
-    assert stock[4:] == ["10.1%", "0.00", "0.50", "1, 6"]
-    assert other[5:] == ["0.05", "0.05", "none"]
+    assert stock[4:] == ["10.1%", "0.00", "0.50", "1, 6", "1.50 / 1.50 / 1.50"]
+    assert other[5:] == ["0.05", "0.05", "none", "1.50 / 1.50 / 1.50"]
 
 
 def test_failures_are_listed_with_their_reasons() -> None:

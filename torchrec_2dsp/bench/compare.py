@@ -62,6 +62,10 @@ class Agreement:
     tolerance: float
     """How far medians may be apart."""
 
+    probes_s: tuple[float | None, ...] = ()
+    """What a fixed piece of work took, median over each run's blocks; None where it wasn't timed.
+    Where it differs, the machine was not equally fast, whatever ran on it."""
+
     @property
     def apart(self) -> tuple[ContestantAgreement, ...]:
         """Those whose medians differ by more than the tolerance, or that failed in some runs."""
@@ -114,6 +118,7 @@ def compare_runs(results: Sequence[BenchResult], *, tolerance: float = 0.1) -> A
             if (pair := _swapped(first, second, steps[first], steps[second]))
         ),
         tolerance=tolerance,
+        probes_s=tuple(summary.probe_s for summary in summaries),
     )
 
 

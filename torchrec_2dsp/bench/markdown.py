@@ -161,6 +161,10 @@ def _columns(summaries: Sequence[Summary]) -> str:
         "loaded rounds": (
             f"rounds, counted from 0, with a foreign load above {FOREIGN_LOAD_LIMIT_CORES:g}"
         ),
+        "probe": (
+            "processor time of a fixed piece of work before each block, lowest, median and "
+            "highest; where it differs, the machine was not equally fast"
+        ),
     }
     if not any(shows_plain_stock(summary) for summary in summaries):
         del meanings["x best plain stock"]

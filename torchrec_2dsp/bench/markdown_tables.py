@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Sequence
+from statistics import median
 
 from torchrec_2dsp.bench.results import BenchResult, ContestantResult, Outcome
 from torchrec_2dsp.bench.statistics import ContestantSummary, Speedup, Summary
@@ -187,6 +188,7 @@ def noise_table(summary: Summary) -> str:
             f"{one.foreign_load_cores:.2f}",
             f"{max(block.foreign_load for block in blocks):.2f}",
             ", ".join(str(number) for number in one.loaded_rounds) or "none",
+            _range_ms([block.probe_s for block in blocks if block.probe_s]),
         ]
 
     return table(
@@ -199,9 +201,17 @@ def noise_table(summary: Summary) -> str:
             "foreign load",
             "highest",
             "loaded rounds",
+            "probe ms",
         ],
         [row(one) for one in summary.contestants],
     )
+
+
+def _range_ms(values_s: Sequence[float]) -> str:
+    """The lowest, the median and the highest."""
+    if not values_s:
+        return MISSING
+    return " / ".join(f"{s * 1e3:.2f}" for s in (min(values_s), median(values_s), max(values_s)))
 
 
 def failures(result: BenchResult) -> str:

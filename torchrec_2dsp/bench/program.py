@@ -17,6 +17,7 @@ from torchrec_2dsp.bench.machine import (
     load,
     sent,
 )
+from torchrec_2dsp.bench.probe import ComputeProbe
 from torchrec_2dsp.bench.process import ContestantProcess, How, failure_line, failure_report
 from torchrec_2dsp.bench.results import (
     BenchResult,
@@ -103,6 +104,7 @@ class _Bench:
         self._place = place
         self._watchers = watchers
         self._control = Control(_PATIENCE * config.schedule.deadline_s)
+        self._probe = ComputeProbe()
         self._runners: list[_Runner] = []
 
     def run(self) -> BenchResult:
@@ -167,6 +169,7 @@ class _Bench:
     def _block(self, runner: _Runner, number: int) -> None:
         wanted = round(self._schedule.block_s / runner.step_s)
         num_steps = min(max(wanted, 1), self._schedule.max_block_steps)
+        probes_s = self._control.exchange(self._probe.run())
         before = self._control.exchange(self._counters(runner))
         start = time.perf_counter()
         answers = self._ask(runner, "block", num_steps)
@@ -187,6 +190,7 @@ class _Bench:
             foreign_load=foreign_load(
                 [one[0] for one in before], [one[0] for one in after], seconds
             ),
+            probe_s=sum(probes_s) / len(probes_s),
         )
         runner.blocks.append(block)
         for watcher in self._watchers:

@@ -50,6 +50,10 @@ class Block(Section):
     """Cores that the benchmark couldn't have, on the busiest machine: other processes had them,
     or other virtual machines."""
 
+    probe_s: float | None = None
+    """What a fixed piece of work took just before, in processor time, mean over ranks; None in
+    files from before there was one."""
+
 
 class Phase(Section):
     """A part of the traced step."""

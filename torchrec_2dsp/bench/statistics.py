@@ -127,6 +127,9 @@ class Summary:
     ceiling: str | None
     """The fastest ceiling."""
 
+    probe_s: float | None = None
+    """What a fixed piece of work took, median over all blocks; None if it wasn't timed."""
+
     def find(self, name: str) -> ContestantSummary | None:
         """The contestant of this name, None if it was not measured."""
         return next((one for one in self.contestants if one.name == name), None)
@@ -252,11 +255,13 @@ def summarize(result: BenchResult) -> Summary:
             ),
         )
 
+    probes_s = [block.probe_s for one in result.measured() for block in one.blocks if block.probe_s]
     return Summary(
         contestants=tuple(figures(one) for one in result.measured()),
         best_stock=best_stock.name if best_stock else None,
         best_plain_stock=best_plain.name if best_plain else None,
         ceiling=ceiling.name if ceiling else None,
+        probe_s=float(np.median(probes_s)) if probes_s else None,
     )
 
 

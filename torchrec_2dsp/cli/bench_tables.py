@@ -65,7 +65,17 @@ def show_agreement(agreement: "Agreement", console: Console) -> None:
         is_known = any(median is not None for median in one.medians_s)
         difference = f"{one.difference:.1%}" if is_known else "-"
         table.add_row(Text(one.name), *figures, difference, style=style)
+    probes_s = [probe_s for probe_s in agreement.probes_s if probe_s]
+    if len(probes_s) == num_runs:
+        table.add_section()
+        difference = f"{max(probes_s) / min(probes_s) - 1:.1%}"
+        table.add_row("(machine)", *(f"{s * 1e3:.3f}" for s in probes_s), difference, style="dim")
     console.print(table)
+    if len(probes_s) == num_runs:
+        console.print(
+            "\n(machine): processor time of a fixed piece of work, in ms; where it differs, the "
+            "machine was not equally fast."
+        )
     console.print()
     for pair in agreement.swapped:
         text = (

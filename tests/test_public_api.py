@@ -10,6 +10,7 @@ PUBLIC_NAMES = [
     "FROM_MESH",
     "CheckpointError",
     "ConfigError",
+    "DelayedMomentRowWiseAdaGrad",
     "EmbeddingBagCollectionSharder2D",
     "EmbeddingCollectionSharder2D",
     "Enumerator2D",

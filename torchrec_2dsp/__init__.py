@@ -22,6 +22,7 @@ if not is_doctor_command(sys.orig_argv, sys.argv):
     )
     from torchrec_2dsp.mesh.groups import MeshGroups
     from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
+    from torchrec_2dsp.optim.delayed_moment import DelayedMomentRowWiseAdaGrad
     from torchrec_2dsp.optim.moment_scaled import (
         FROM_MESH,
         MomentScaledRowWiseAdaGrad,
@@ -50,6 +51,7 @@ __all__ = [
     "FROM_MESH",
     "CheckpointError",
     "ConfigError",
+    "DelayedMomentRowWiseAdaGrad",
     "EmbeddingBagCollectionSharder2D",
     "EmbeddingCollectionSharder2D",
     "Enumerator2D",

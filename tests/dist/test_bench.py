@@ -102,6 +102,19 @@ def test_every_measured_contestant_has_all_figures(result: BenchResult) -> None:
         assert one.sharding
 
 
+def test_row_gradients_travel_only_where_replicas_merge_them(result: BenchResult) -> None:
+    travelling = {one.name for one in result.measured() if one.row_travel}
+    exact = {
+        one.name for one in result.measured() if "capture rows" in {part.name for part in one.phases}
+    }
+    assert travelling == exact != set()
+    for name in travelling:
+        travel = named(result, name).row_travel
+        assert travel is not None
+        assert travel.window_s > 0
+        assert travel.waited_s >= 0
+
+
 def test_the_interface_carries_what_the_collectives_send(result: BenchResult) -> None:
     """And more: the loopback carries what other programs send as well."""
     for name in ("planner", "row_wise", "data_parallel", "duplex"):

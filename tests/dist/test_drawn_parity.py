@@ -49,7 +49,7 @@ def cells(draw: st.DrawFn) -> Cell:
         sharding=draw(st.sampled_from(sequence_types if spec.sequence else BAG_TYPES)),
         spec=spec,
         optimizer=optimizer,
-        sync=draw(st.sampled_from([GradientSync(), WeightSync()]))
+        sync=draw(st.sampled_from([GradientSync(), WeightSync(), WeightSync(dense_above=1.0)]))
         if optimizer == "sgd"
         else GradientSync(),
         hot_rows=hot_rows,

@@ -37,7 +37,7 @@ HOT_ROWS = (("t0", (0, 1, 5, 39)), ("t1", (0, 2)))
 METHODS = (
     ("sgd", GradientSync()),
     ("rowwise_adagrad", GradientSync()),
-    ("sgd", WeightSync()),
+    ("sgd", WeightSync(dense_above=1.0)),
 )
 
 
@@ -79,6 +79,18 @@ def check(cells: list[Cell], per_rank: list[list[Gap]]) -> None:
 def test_bags_equal_the_unsharded_model(ranks4: RankPool, sharding: str) -> None:
     cells = matrix(sharding, MESHES)
     check(cells, ranks4.run(run_cells, cells, timeout_s=200))
+
+
+def test_a_table_may_be_hot_from_end_to_end(ranks4: RankPool) -> None:
+    """A table on every rank whose gradients are merged by row instead of all-reduced."""
+    (first, *_) = ModelSpec().tables
+    everything = ((first.name, tuple(range(first.num_rows))),)
+    cells = [
+        Cell(mesh, sharding, optimizer="rowwise_adagrad", hot_rows=everything)
+        for mesh in MESHES[:2]
+        for sharding in ("table_wise", "row_wise")
+    ]
+    check(cells, ranks4.run(run_cells, cells))
 
 
 @pytest.mark.parametrize("sharding", ["table_wise", "column_wise", "row_wise"])

@@ -139,12 +139,12 @@ HOT_T0_T2 = step_of(
     hot_header=24,
 )
 # Averages of what was touched: row counts, 8 bytes each; then one row of each table with its id and
-# its moment, padded to 8 bytes: (8 + 32 + 8) + (8 + 64 + 8) + (8 + 32 + 8) = 176, twice.
+# its moment, padded to 8 bytes: (8 + 32 + 8) + (8 + 64 + 8) + (8 + 32 + 8) = 176, to the one other peer.
 AVERAGE = step_of(
     *(48, 256, 128, 1536),
     ALARM,
     ("all_gather", "replicate", 24),
-    ("all_to_all_single", "replicate", 352),
+    ("all_to_all_single", "replicate", 176),
     rows=True,
 )
 # Averages of everything: a shard of 20 x 8 + 12 x 16 + 17 x 8 weights and 49 moments, (488 + 49) x 4 = 2148; the

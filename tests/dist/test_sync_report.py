@@ -1,5 +1,7 @@
 """What a sync says that it did."""
 
+import time
+
 import torch
 
 import torchrec_2dsp as tdsp
@@ -35,3 +37,27 @@ def test_an_average_counts_each_row_once(ranks4: RankPool) -> None:
         # A ring of two peers sends every value of weights and state once.
         assert report.num_bytes == 2 * 4 * values
         assert report.seconds > 0
+
+
+PAUSE_S = 0.2
+
+
+def travelling(rank: int, world_size: int, cell: Cell) -> tuple[tdsp.SyncReport, tdsp.SyncReport]:
+    """What a merge says whose gradients were sent some time before their rows were needed."""
+    parallel = make_parallel(cell, world_size, local_world_size())
+    assert isinstance(parallel, tdsp.ModelParallel2D)
+    local_loss(parallel(make_batch(cell.spec, rank))).backward()
+    assert parallel.sync() == tdsp.SyncReport()
+    time.sleep(PAUSE_S)
+    report = parallel.sync_now()
+    local_loss(parallel(make_batch(cell.spec, rank))).backward()
+    time.sleep(PAUSE_S)
+    return report, parallel.sync_now()
+
+
+def test_a_merge_tells_how_long_gradients_had_to_travel(ranks4: RankPool) -> None:
+    cell = Cell(tdsp.Mesh2D(2, 2), "row_wise")
+    for sent, unsent in ranks4.run(travelling, cell):
+        assert sent.window_s >= PAUSE_S > sent.waited_s
+        assert unsent.window_s < PAUSE_S, "nothing was sent before it was asked for"
+        assert sent.waited_s < sent.seconds

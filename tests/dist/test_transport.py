@@ -68,7 +68,7 @@ def test_short_gradients(ranks4: RankPool, transport: tdsp.Transport) -> None:
 
 @pytest.mark.parametrize("transport", SHORT)
 def test_short_changes(ranks4: RankPool, transport: tdsp.Transport) -> None:
-    sync = tdsp.WeightSync(transport=transport, policy=tdsp.every(2))
+    sync = tdsp.WeightSync(transport=transport, policy=tdsp.every(2), dense_above=0.5)
     for mesh in (FOUR, TWO):
         exact = Cell(mesh, spec=LARGE, sync=tdsp.WeightSync(policy=tdsp.every(2)))
         check(ranks4, replace(exact, sync=sync), exact, transport)

@@ -65,5 +65,5 @@ def test_touched_rows_are_averaged_as_whole_shards_are(ranks4: RankPool) -> None
 def test_row_gradients_are_refused_by_name(ranks4: RankPool) -> None:
     with pytest.raises(RanksFailed) as failed:
         ranks4.run(train, tdsp.GradientSync())
-    said = r"variable batch sizes per feature (VBE) can't be trained with GradientSync yet"
+    said = r"variable batch sizes per feature (VBE) can't be trained with GradientSync, nor"
     assert any(said in report for report in failed.value.reports.values())

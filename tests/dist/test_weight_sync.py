@@ -13,6 +13,7 @@ from tests.support.oracle import local_loss
 from tests.support.parity import Cell, make_optimizer
 from tests.support.ranks import RankPool, RanksFailed
 from torchrec_2dsp.plan.sync_policy import SyncPolicy
+from torchrec_2dsp.sync import row_average
 
 LARGE = ModelSpec(
     (
@@ -24,7 +25,7 @@ LARGE = ModelSpec(
 """Few of its rows are in a batch. Of the default model most are, so that whole shards travel."""
 
 WHOLE = tdsp.WeightSync(rows=tdsp.SyncedRows.ALL)
-TOUCHED = tdsp.WeightSync()
+TOUCHED = tdsp.WeightSync(dense_above=0.5)
 TWO = tdsp.Mesh2D(2, 2)
 THREE = tdsp.Mesh2D(3, 1)
 FOUR = tdsp.Mesh2D(4, 1)
@@ -46,7 +47,8 @@ def touched_and_whole(rank: int, world_size: int, cells: list[Cell]) -> list[flo
     for cell in cells:
         stream = make_stream(cell, 4)
         assert isinstance(cell.sync, tdsp.WeightSync)
-        whole = replace(cell, sync=replace(cell.sync, rows=tdsp.SyncedRows.ALL))
+        all_rows = replace(cell.sync, rows=tdsp.SyncedRows.ALL, dense_above=None)
+        whole = replace(cell, sync=all_rows)
         gaps.append(largest_gap(train(cell, rank, stream), train(whole, rank, stream)))
     return gaps
 
@@ -58,10 +60,28 @@ def test_two_replicas_get_the_dense_result_bit_for_bit(ranks4: RankPool) -> None
     cells += [replace(base, spec=ModelSpec()), replace(base, mesh=tdsp.Mesh2D(2, 2, CONTIGUOUS))]
     cells += [replace(base, spec=ModelSpec(SEQUENCE_TABLES, sequence=True))]
     policies = [tdsp.every(2), tdsp.after(1, tdsp.every(3)), tdsp.never()]
-    cells += [replace(base, sync=tdsp.WeightSync(policy=policy)) for policy in policies]
-    cells += [replace(base, sync=tdsp.WeightSync(moments_policy=tdsp.every(2)))]
+    cells += [replace(base, sync=replace(TOUCHED, policy=policy)) for policy in policies]
+    cells += [replace(base, sync=replace(TOUCHED, moments_policy=tdsp.every(2)))]
+    cells += [replace(base, sync=tdsp.WeightSync(dense_above=share)) for share in (None, 1.0)]
 
     assert ranks4.run(touched_and_whole, cells, timeout_s=200) == [[0.0] * len(cells)] * 4
+
+
+def in_small_chunks(rank: int, world_size: int, cells: list[Cell]) -> list[float]:
+    """As `touched_and_whole`, with three rows at a time instead of thousands."""
+    usual, row_average._CHUNK_BYTES = row_average._CHUNK_BYTES, 3 * 4 * 8
+    try:
+        return touched_and_whole(rank, world_size, cells)
+    finally:
+        row_average._CHUNK_BYTES = usual
+
+
+def test_rows_are_averaged_some_at_a_time(ranks4: RankPool) -> None:
+    cells = [
+        Cell(TWO, spec=LARGE, sync=replace(TOUCHED, policy=policy))
+        for policy in (tdsp.every(1), tdsp.every(3))
+    ]
+    assert ranks4.run(in_small_chunks, cells) == [[0.0] * len(cells)] * 4
 
 
 def test_more_replicas_get_it_up_to_the_order_of_additions(ranks4: RankPool) -> None:
@@ -116,7 +136,7 @@ def test_rows_that_nobody_looked_up_are_never_written(ranks3: RankPool) -> None:
 
 def test_nor_are_they_when_whole_shards_are_averaged(ranks3: RankPool) -> None:
     spec = ModelSpec((TableSpec("t0", 48, 4, ("f0", "f1", "f2")),))
-    answers = ranks3.run(train_apart, Cell(THREE, "table_wise", spec, sync=TOUCHED), 1)
+    answers = ranks3.run(train_apart, Cell(THREE, "table_wise", spec, sync=tdsp.WeightSync()), 1)
     check_untouched(answers, spec)
     # A ring of three sends all weights and moments, and which rows are touched.
     assert {answer.num_bytes for answer in answers} == {4 * 48 * (4 * 4 + 4 + 1) // 3}
@@ -185,7 +205,10 @@ def test_replicas_are_equal_when_the_policy_says_so_and_whenever_someone_looks(
     equal_weights: list[int],
     equal_moments: list[int],
 ) -> None:
-    sync = tdsp.WeightSync(policy=policy, moments_policy=moments_policy, rows=rows)
+    share = 0.5 if rows is tdsp.SyncedRows.TOUCHED else None
+    sync = tdsp.WeightSync(
+        policy=policy, moments_policy=moments_policy, rows=rows, dense_above=share
+    )
     answers = ranks4.run(watch_replicas, sync)
 
     def equal(kind: int) -> list[int]:
@@ -214,6 +237,16 @@ def test_a_report_counts_what_was_written_and_sent(ranks4: RankPool) -> None:
         assert report.num_tensors == 2
         # Its own rows with id, 8 weights and a moment to 3 peers; 8 bytes of padding for each.
         assert 0 < report.num_bytes <= 3 * (len(rows) * 4 * 10 + 24)
+
+
+@pytest.mark.parametrize(("share", "is_whole"), [(0.0, True), (1.0, False), (None, False)])
+def test_the_share_decides_what_is_written(
+    ranks4: RankPool, share: float | None, is_whole: bool
+) -> None:
+    spec = ModelSpec((TableSpec("t0", 6_000, 64, ("f0",)),))
+    sync = tdsp.WeightSync(dense_above=share)
+    for report, rows in ranks4.run(report_of_a_step, Cell(FOUR, "table_wise", spec, sync=sync)):
+        assert report.num_rows == (6_000 if is_whole else len(rows))
 
 
 def step_with(rank: int, world_size: int, cell: Cell, value: float) -> tuple[str, float]:

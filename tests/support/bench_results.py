@@ -10,6 +10,7 @@ from torchrec_2dsp.bench.results import (
     ContestantResult,
     Outcome,
     Phase,
+    RowTravel,
     Setting,
     Traffic,
 )
@@ -136,6 +137,7 @@ def _contestant(config: BenchConfig, name: str, **found: Any) -> ContestantResul
         sharding=_SHARDING.get(name, {}),
         phases=_phases(isinstance(one, TwoDContestant), not trains),
         traffic=_TRAFFIC if trains else (),
+        row_travel=_TRAVEL if isinstance(one, TwoDContestant) else None,
         peak_memory_bytes=64_000_000,
         losses=(0.69, 0.68),
         loss_gap=1.5e-7 if trains else None,
@@ -144,6 +146,7 @@ def _contestant(config: BenchConfig, name: str, **found: Any) -> ContestantResul
     )
 
 
+_TRAVEL = RowTravel(window_s=0.0123, waited_s=0.0045)
 _TRAFFIC = (
     Traffic(name="all_to_all_single", calls=4, sent_bytes=2.5e6),
     Traffic(name="all_reduce", calls=1.5, sent_bytes=0.4e6),

@@ -1,7 +1,7 @@
 """Oracles of loops and algorithms that aren't one exact update per step."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -22,8 +22,10 @@ class LoopOracle(Oracle):
     """Clip the dense gradient to this norm."""
     table_factor: float = 1.0
     """What embedding gradients are multiplied by; the world size where they are summed."""
-    moment_scale: float = 1.0
+    moment_scale: float | Mapping[str, float] = 1.0
     """That of `MomentScaledRowWiseAdaGrad`."""
+    delays_moment: bool = False
+    """Train by `DelayedMomentRowWiseAdaGrad`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -56,17 +58,16 @@ class LoopOracle(Oracle):
 
     def _update_(self, name: str, grad: torch.Tensor) -> None:
         self.grads[name] = grad
-        if self.moment_scale == 1.0:
+        state = (self.weights[name], grad, self.moments[name][:, 0])
+        scale = self.moment_scale
+        if isinstance(scale, Mapping):
+            scale = scale[name]
+        if self.delays_moment:
+            reference.delayed_row_wise_adagrad_(*state, lr=self.lr, eps=self.eps)
+        elif scale == 1.0:
             super()._update_(name, grad)
-            return
-        reference.row_wise_adagrad_(
-            self.weights[name],
-            grad,
-            self.moments[name][:, 0],
-            lr=self.lr,
-            eps=self.eps,
-            moment_scale=self.moment_scale,
-        )
+        else:
+            reference.row_wise_adagrad_(*state, lr=self.lr, eps=self.eps, moment_scale=scale)
 
 
 class DelayedOracle(Oracle):
@@ -104,7 +105,13 @@ class Emulation:
     Hot rows see the mean of all groups' gradients, unscaled, and are not averaged.
     """
 
-    def __init__(self, cell: Cell, moment_scale: float) -> None:
+    def __init__(
+        self,
+        cell: Cell,
+        moment_scale: float | Mapping[str, float] = 1.0,
+        *,
+        delays_moment: bool = False,
+    ) -> None:
         self._mesh = cell.mesh
         self._hot_rows = {table: list(rows) for table, rows in cell.hot_rows}
         self.groups = [
@@ -113,6 +120,7 @@ class Emulation:
         ]
         for group in self.groups:
             group.moment_scale = moment_scale
+            group.delays_moment = delays_moment
 
     def set(self, **values: float) -> None:
         """Change ``lr`` or ``eps``."""

@@ -19,6 +19,7 @@ from torchrec_2dsp import (
     Plan2D,
     RankLayout,
     SyncedRows,
+    Transport,
     WeightSync,
     after,
     every,
@@ -37,9 +38,11 @@ averages = st.builds(
     WeightSync,
     policy=policies,
     moments_policy=st.none() | policies,
-    rows=st.sampled_from(SyncedRows),
-)
-syncs = st.just(GradientSync()) | averages
+    transport=st.sampled_from(Transport),
+    dense_above=st.none() | st.floats(0, 1),
+) | st.builds(WeightSync, policy=policies, rows=st.just(SyncedRows.ALL))
+merges = st.builds(GradientSync, transport=st.sampled_from(Transport), delay=st.integers(0, 1))
+syncs = merges | averages
 names = st.text("abcdefgh_.", min_size=1, max_size=8)
 
 

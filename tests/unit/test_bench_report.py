@@ -108,6 +108,13 @@ def test_phases_add_up_and_waiting_ones_are_marked() -> None:
     assert rows[0][headings.index("sync")] == "-"
 
 
+def test_the_way_of_row_gradients_is_shown_where_they_travel() -> None:
+    page = markdown_report([bench_result()])
+    assert "| exact_2d   |      12.3 |       4.5 |" in page
+    stock = {"stock": {"kind": "stock"}, "stock_duplex": {"kind": "stock", "full_duplex": True}}
+    assert "waited ms" not in markdown_report([bench_result(contestants=stock)])
+
+
 def test_noise_is_shown() -> None:
     result = bench_result(foreign_load={"stock": [0, 0.5, 0, 0, 0, 0, 0.3]}, probe_ms=1.5)
     _, stock, other, *_ = rows_of(markdown_report([result]), "### Noise")

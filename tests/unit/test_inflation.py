@@ -3,7 +3,11 @@
 import pytest
 import torch
 
-from torchrec_2dsp.optim.inflation import expected_moment_inflation, moment_inflation
+from torchrec_2dsp.optim.inflation import (
+    expected_moment_inflation,
+    expected_moment_scale,
+    moment_inflation,
+)
 from torchrec_2dsp.optim.reference import row_wise_adagrad_
 
 NUM_ROWS, DIM, NUM_STEPS = 500, 8, 30
@@ -53,3 +57,14 @@ def test_a_row_that_is_looked_up_at_random(num_groups: int, rho: float, hits: fl
     found = measured(num_groups, rho, counts.long(), seed=2)
     expected = expected_moment_inflation(num_groups=num_groups, hits=hits, rho=rho)
     assert found == pytest.approx(expected, rel=TOLERANCE)
+
+
+def test_a_tables_scale_is_the_mean_inflation_of_its_lookups() -> None:
+    def inflation(hits: float) -> float:
+        return expected_moment_inflation(num_groups=4, hits=hits, rho=0.5)
+
+    scale = expected_moment_scale([8.0, 2.0, 0.0], num_groups=4, rho=0.5)
+    assert scale == pytest.approx(0.8 * inflation(8.0) + 0.2 * inflation(2.0))
+    assert expected_moment_scale([3.0, 3.0], num_groups=4, rho=0.5) == pytest.approx(inflation(3.0))
+    assert expected_moment_scale([5.0, 1e-9], num_groups=8, rho=0.0) == pytest.approx(8.0)
+    assert expected_moment_scale([0.0, 0.0], num_groups=8, rho=0.5) == 8.0, "nothing to average"

@@ -72,6 +72,9 @@ def test_a_start_is_a_number_and_has_a_policy() -> None:
         ({"moments_policy": "every(2)"}, r"moments_policy='every\(2\)'\) is no policy"),
         ({"rows": "most"}, "rows='most'.* is none of 'touched', 'all'; use one of them"),
         ({"transport": "int8"}, "transport='int8'.* is none of 'fp32', 'bf16', 'fp16'"),
+        ({"dense_above": 1.5}, r"dense_above=1.5\) is no share of rows; use 0 to 1"),
+        ({"dense_above": -0.1}, "is no share of rows"),
+        ({"rows": "all", "dense_above": 0.5}, "all rows are averaged anyway"),
         ({"rows": "all", "transport": "bf16"}, "whole shards are all-reduced as they are"),
     ],
 )

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from torchrec_2dsp import ConfigError
 from torchrec_2dsp.cli.app import app
-from torchrec_2dsp.train.record import CurvePoint, RunRecord, TrainRecord
+from torchrec_2dsp.train.record import CurvePoint, RunRecord, TrainRecord, joined
 from torchrec_2dsp.train.study import gaps_to
 from torchrec_2dsp.train.study_report import study_report
 
@@ -98,3 +98,50 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(ConfigError, match="is not what train --output writes"):
         TrainRecord.load(path)
+
+
+def part(seed: int, *names: str, **changes: object) -> TrainRecord:
+    """A record of these runs alone."""
+    whole = record(seed, runs={name: {"num_groups": 4} for name in names}, **changes)
+    return whole.model_copy(update={"runs": tuple(run for run in whole.runs if run.name in names)})
+
+
+def test_runs_of_the_same_seeds_join() -> None:
+    parts = [part(0, "one_group", "scaled"), part(1, *NE), part(0, "averaged")]
+    first, second = joined(parts)
+    assert [run.name for run in first.runs] == ["one_group", "scaled", "averaged"]
+    assert list(first.config["runs"]) == ["one_group", "scaled", "averaged"]
+    assert second is parts[1]
+    assert joined(RECORDS) == RECORDS
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (part(0, "scaled", "averaged"), r"the seeds \(0, 0\) have the run 'scaled'; give one"),
+        (part(0, "averaged", loop={"steps": 9}), "differ in more than their runs"),
+    ],
+)
+def test_runs_that_do_not_join(other: TrainRecord, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        joined([part(0, "one_group", "scaled"), other])
+
+
+def test_a_study_may_leave_runs_out(tmp_path: Path) -> None:
+    sources = [tmp_path / f"seed_{seed}.json" for seed in range(2)]
+    part(0, *NE).save(sources[0])
+    part(1, "one_group", "scaled").save(sources[1])
+    page = tmp_path / "quality.md"
+    arguments = ["train-study", *map(str, sources), "--reference", "one_group"]
+    arguments += ["--output", str(page)]
+
+    whole = CliRunner().invoke(app, arguments)
+    some = CliRunner().invoke(app, [*arguments, "--only", "one_group", "--only", "scaled"])
+
+    assert whole.exit_code == 2
+    assert "differ in more than their seeds" in whole.stderr
+    assert some.exit_code == 0, some.output
+    assert "| scaled" in page.read_text()
+    assert "averaged" not in page.read_text()
+    with pytest.raises(ConfigError, match="no run 'most'; the records have one_group, averaged"):
+        record(0).only(["most"])

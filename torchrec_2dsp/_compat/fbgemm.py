@@ -25,6 +25,7 @@ __all__ = [
     "SparseType",
     "SplitTableBatchedEmbeddingBagsCodegen",
     "TbeShape",
+    "eps_of",
     "iteration_of",
     "last_lookup",
     "learning_rate_of",
@@ -97,6 +98,11 @@ def learning_rate_of(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> float:
 def set_learning_rate(tbe: SplitTableBatchedEmbeddingBagsCodegen, learning_rate: float) -> None:
     """Set the kernel's learning rate in place, in its own units."""
     _tensor(tbe.learning_rate_tensor).fill_(learning_rate)
+
+
+def eps_of(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> float:
+    """The optimizer's eps, in the kernel's own units."""
+    return float(tbe.optimizer_args.eps)
 
 
 def iteration_of(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> int:

@@ -80,6 +80,7 @@ __all__ = [
     "TwRwPooledEmbeddingDist",
     "TwRwPooledEmbeddingSharding",
     "TwSequenceEmbeddingSharding",
+    "detach_in_backward_optimizers",
     "get_gradient_division",
     "get_local_size",
     "in_backward_optimizers",
@@ -144,6 +145,12 @@ class InBackwardOptimizers:
         """Write them to ``param``, as copies."""
         param._optimizer_classes = list(self.classes)  # type: ignore[attr-defined]
         param._optimizer_kwargs = [dict(kwargs) for kwargs in self.kwargs]  # type: ignore[attr-defined]
+
+
+def detach_in_backward_optimizers(param: torch.nn.Parameter) -> None:
+    """Take off what `InBackwardOptimizers.attach_to` wrote."""
+    for name in ("_optimizer_classes", "_optimizer_kwargs"):
+        delattr(param, name)
 
 
 def in_backward_optimizers(param: torch.nn.Parameter) -> InBackwardOptimizers | None:

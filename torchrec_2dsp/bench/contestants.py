@@ -40,12 +40,12 @@ from torchrec_2dsp.cost.link_speed import LinkSpeeds
 from torchrec_2dsp.data.synthetic import SyntheticConfig
 from torchrec_2dsp.data.zipf import Zipf
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
-from torchrec_2dsp.optim.moment_scaled import FROM_MESH, MomentScaledRowWiseAdaGrad
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.plan.plan2d import Plan2D, pin
 from torchrec_2dsp.planner.planner2d import Planner2D
 from torchrec_2dsp.recipe.model import build_model, rank_device, table_name
+from torchrec_2dsp.recipe.optimizer import table_optimizer
 from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
 
 _RESERVATION = 0.15
@@ -133,10 +133,13 @@ def _two_d(
     model: nn.Module,
     device: torch.device,
 ) -> tuple[DistributedModelParallel, ShardingPlan]:
-    scale = FROM_MESH if one.moment_scale == "from_mesh" else one.moment_scale
     sharder = EmbeddingBagCollectionSharder2D(
-        MomentScaledRowWiseAdaGrad(
-            lr=config.optimizer.lr, eps=config.optimizer.eps, moment_scale=scale
+        table_optimizer(
+            config.optimizer,
+            one,
+            config.data,
+            num_groups=mesh.num_groups,
+            global_batch_size=config.schedule.batch_size * mesh.world_size,
         )
     )
     sharders = cast(list[ModuleSharder[nn.Module]], [sharder])

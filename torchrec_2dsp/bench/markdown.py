@@ -17,6 +17,7 @@ from torchrec_2dsp.bench.markdown_tables import (
     shows_plain_stock,
     step_table,
     traffic_table,
+    travel_table,
 )
 from torchrec_2dsp.bench.results import BenchResult
 from torchrec_2dsp.bench.statistics import (
@@ -80,6 +81,13 @@ _OVERVIEW = (
 )
 
 
+_TRAVEL = (
+    "Row gradients are sent behind the step. *Window*: from then until a lookup needs their rows, "
+    "in which they travel for nothing; *waited*: what the lookup still waits. Means over ranks, of "
+    "steps without a profiler."
+)
+
+
 def _section(result: BenchResult, summary: Summary, plot: str | None) -> list[str]:
     phases, traffic, plan = phase_table(summary), traffic_table(summary), plan_table(result)
     failed = failures(result)
@@ -91,6 +99,7 @@ def _section(result: BenchResult, summary: Summary, plot: str | None) -> list[st
         "### Where the time goes" if phases or plot else "",
         f"![Traced step by phase]({plot})" if plot else "",
         phases,
+        f"{_TRAVEL}\n\n{travel}" if (travel := travel_table(summary)) else "",
         f"### Traffic\n\n{traffic}" if traffic else "",
         f"### Plans\n\n{plan}" if plan else "",
         f"### Noise\n\n{noise_table(summary)}" if summary.contestants else "",

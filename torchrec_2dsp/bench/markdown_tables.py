@@ -149,6 +149,16 @@ def phase_table(summary: Summary) -> str:
     return table(["contestant", *headings, "whole step"], rows)
 
 
+def travel_table(summary: Summary) -> str:
+    """How row gradients travel; empty if nobody sends any."""
+    rows = [
+        [one.name, ms(travel.window_s), ms(travel.waited_s)]
+        for one in summary.contestants
+        if (travel := one.result.row_travel)
+    ]
+    return table(["contestant", "window ms", "waited ms"], rows) if rows else ""
+
+
 def traffic_table(summary: Summary) -> str:
     """What each kind of collective carried; empty if nothing was traced."""
     rows = [

@@ -24,6 +24,7 @@ from torchrec_2dsp.bench.results import (
     Block,
     ContestantResult,
     Outcome,
+    RowTravel,
     Traffic,
 )
 from torchrec_2dsp.bench.setting import describe_setting
@@ -226,6 +227,7 @@ class _Bench:
             "losses": losses[0],
             "phases": mean_phases([one.phases for one in traced]),
             "traffic": _mean_traffic([one.traffic for one in traced]),
+            "row_travel": _mean_travel([one.row_travel for one in traced]),
             "peak_memory_bytes": max(peaks, default=None),
         }
 
@@ -276,4 +278,14 @@ def _mean_traffic(ranks: Sequence[Sequence[Traffic]]) -> tuple[Traffic, ...]:
             sent_bytes=sum(one.sent_bytes for one in some) / len(ranks),
         )
         for name, some in rows.items()
+    )
+
+
+def _mean_travel(ranks: Sequence[RowTravel | None]) -> RowTravel | None:
+    known = [one for one in ranks if one is not None]
+    if not known:
+        return None
+    return RowTravel(
+        window_s=sum(one.window_s for one in known) / len(known),
+        waited_s=sum(one.waited_s for one in known) / len(known),
     )

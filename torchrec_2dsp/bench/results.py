@@ -81,6 +81,16 @@ class Traffic(Section):
     """What an ideal algorithm sends to other ranks, per rank and step."""
 
 
+class RowTravel(Section):
+    """How the row gradients of a step travel, mean over ranks."""
+
+    window_s: float
+    """From when they are sent until their rows are needed: so long they cost nothing."""
+
+    waited_s: float
+    """What the lookup then waits for them."""
+
+
 class ContestantResult(Section):
     """All that is known of one contestant."""
 
@@ -113,6 +123,9 @@ class ContestantResult(Section):
 
     traffic: tuple[Traffic, ...] = ()
     """What its collectives carried in the traced step."""
+
+    row_travel: RowTravel | None = None
+    """Of a `GradientSync`; None of others."""
 
     peak_memory_bytes: int | None = None
     """The most memory that its process on any rank had, beyond what it started with."""

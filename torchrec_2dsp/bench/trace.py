@@ -97,6 +97,8 @@ def split_by_phase(trace: Trace) -> tuple[Phase, ...]:
     forward = clock.inside(trace.labels, "## forward")
     ids = clock.inside(trace.labels, *_INPUT)
     sync = clock.inside(trace.labels, *_SYNC)
+    capture = clock.inside(trace.labels, "## capture rows")
+    apply = clock.inside(trace.labels, "## apply rows")
     optimizer = clock.inside(trace.labels, "## optimizer")
     lookup = clock.inside(trace.operators, *_LOOKUPS, anywhere=True)
     update = clock.inside(trace.operators, *_UPDATES, anywhere=True)
@@ -107,6 +109,8 @@ def split_by_phase(trace: Trace) -> tuple[Phase, ...]:
     only_dense = ~clock.inside(others, "")
     parts: list[tuple[str, NDArray[np.bool_], bool]] = [
         ("sync", sync & waits, True),
+        ("capture rows", capture, False),
+        ("apply rows", apply, False),
         ("sync", sync, False),
         ("ids", ids & waits, True),
         ("ids", ids, False),

@@ -15,13 +15,14 @@ from torchrec_2dsp.bench.config import BenchConfig, CeilingContestant
 from torchrec_2dsp.bench.contestants import Trainer, build_trainer
 from torchrec_2dsp.bench.control import contestant_store
 from torchrec_2dsp.bench.machine import give_back_memory, peak_bytes, resident_bytes
-from torchrec_2dsp.bench.results import Phase, Traffic
+from torchrec_2dsp.bench.results import Phase, RowTravel, Traffic
 from torchrec_2dsp.bench.trace import split_by_phase, traced
 from torchrec_2dsp.comms import full_duplex
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.cost.link_speed import LinkSpeeds
 from torchrec_2dsp.data.synthetic import make_batch
 from torchrec_2dsp.mesh.groups import world_group
+from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.recipe.world import quiet_upstream
 
 LEAD_IN_STEPS = 1
@@ -51,6 +52,8 @@ class Traced:
     """The step, part by part."""
     traffic: tuple[Traffic, ...]
     """What the collectives carried."""
+    row_travel: RowTravel | None
+    """How long row gradients could travel, and were waited for."""
     peak_memory_bytes: int | None
     """Beyond what the process started with."""
 
@@ -151,9 +154,15 @@ class Worker:
         num_steps = self._config.schedule.traced_steps
         peak = peak_bytes()
         self._feed.prepare(2 * num_steps)
+        window_s, waited_s = self._row_travel()
         with count_collectives() as seen:
             for _ in range(num_steps):
                 self._step()
+        window_s, waited_s = (
+            (now - before) / num_steps
+            for now, before in zip(self._row_travel(), (window_s, waited_s), strict=True)
+        )
+        travel = RowTravel(window_s=window_s, waited_s=waited_s) if window_s else None
         dist.barrier(world_group())
         phases = split_by_phase(traced(self._step, num_steps))
         sums: dict[str, tuple[int, float]] = {}
@@ -165,7 +174,15 @@ class Worker:
             for op, (calls, num_bytes) in sorted(sums.items())
         )
         grown = None if peak is None or self._start_bytes is None else peak - self._start_bytes
-        return Traced(phases, traffic, grown)
+        return Traced(phases, traffic, travel, grown)
+
+    def _row_travel(self) -> tuple[float, float]:
+        """Since the start: how long row gradients had to travel, and were waited for."""
+        assert self._trainer is not None
+        model = self._trainer.model
+        if not isinstance(model, ModelParallel2D):
+            return 0.0, 0.0
+        return model.sync_total.window_s, model.sync_total.waited_s
 
     def losses(self) -> tuple[float, ...]:
         """The loss of the global batch, for each step so far; none of a ceiling.

@@ -13,7 +13,7 @@ from torchrec_2dsp.cli.errors import shown_errors
 def train_study(
     records: Annotated[
         list[Path],
-        typer.Argument(metavar="RECORD.json...", help="What train --output has written, by seed."),
+        typer.Argument(metavar="RECORD.json...", help="What train --output has written."),
     ],
     reference: Annotated[str, typer.Option(help="The run that the others are held against.")],
     output: Annotated[
@@ -22,26 +22,35 @@ def train_study(
     baseline: Annotated[
         str, typer.Option(help="The run whose gap to the reference the others may close.")
     ] = "",
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="RUN", help="Compare only these runs; repeatable.")
+    ] = None,
     title: Annotated[str, typer.Option(help="Of the page.")] = "Quality",
 ) -> None:
     """Write a Markdown page on runs with several seeds, with its plot and its data beside it."""
     with shown_errors():
-        for path in _write(records, reference, output, baseline, title):
+        for path in _write(records, reference, output, baseline, only or [], title):
             Console().print(Text(f"wrote {path}"), soft_wrap=True)
 
 
 def _write(
-    sources: list[Path], reference: str, output: Path, baseline: str, title: str
+    sources: list[Path],
+    reference: str,
+    output: Path,
+    baseline: str,
+    only: list[str],
+    title: str,
 ) -> list[Path]:
     """All files that were written, the page last."""
     from torchrec_2dsp.cli.outputs import check_writable
     from torchrec_2dsp.errors import ConfigError
-    from torchrec_2dsp.train.record import TrainRecord
+    from torchrec_2dsp.train.record import TrainRecord, joined
     from torchrec_2dsp.train.study_report import study_plot, study_report
 
     if output.suffix != ".md":
         raise ConfigError(f"--output {output} is no Markdown page; use a name that ends in .md")
-    records = [TrainRecord.load(source) for source in sources]
+    records = joined([TrainRecord.load(source) for source in sources])
+    records = [record.only(only) for record in records]
     data = [output.with_name(f"{output.stem}_{n}.json") for n in range(1, len(records) + 1)]
     plot = output.with_suffix(".svg")
     page = study_report(

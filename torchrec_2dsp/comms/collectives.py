@@ -1,32 +1,83 @@
 """Collectives that torch doesn't offer on every backend."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 
 
-def all_gather_ragged(
-    local: torch.Tensor, sizes: list[int], group: dist.ProcessGroup
-) -> list[torch.Tensor]:
-    """The tensors of all ranks of ``group``, which may differ in their first dimension.
+@dataclass(frozen=True)
+class Gathered:
+    """The tensors of all ranks of a group, on their way."""
+
+    values: torch.Tensor
+    """Those of the other ranks in their order, then the own one."""
+    sent: torch.Tensor
+    """Kept until it has left."""
+    work: dist.Work
+    counts: tuple[int, ...]
+    """The first dimension, by rank."""
+    rank: int
+    """This one."""
+
+    def wait(self) -> torch.Tensor:
+        """The values, all of which have come."""
+        self.work.wait()
+        return self.values
+
+    def by_rank(self) -> list[torch.Tensor]:
+        """The same, rank by rank."""
+        return self._by_rank(self.wait())
+
+    def places(self) -> torch.Tensor:
+        """Where the values of rank 0 stand, then those of rank 1, and so on."""
+        places = torch.arange(self.values.shape[0], device=self.values.device)
+        return torch.cat(self._by_rank(places))
+
+    def _by_rank(self, values: torch.Tensor) -> list[torch.Tensor]:
+        others = [count for rank, count in enumerate(self.counts) if rank != self.rank]
+        parts = list(values.split([*others, self.counts[self.rank]]))
+        parts.insert(self.rank, parts.pop())
+        return parts
+
+
+def start_all_gather_ragged(
+    mine: torch.Tensor, counts: Sequence[int], group: dist.ProcessGroup
+) -> Gathered:
+    """Give every rank the tensors of all, which may differ in their first dimension.
 
     Args:
-        local: this rank's tensor.
-        sizes: the first dimension of every rank's tensor, known to all.
-        group: the ranks that take part.
+        mine: this rank's tensor.
+        counts: the first dimension of every rank's tensor, known to all.
+        group: the ranks that take part, at least two.
 
     Collectives:
-        One all-to-all on ``group`` (gloo has no all-gather of different sizes); each rank sends
-        its tensor to every rank.
+        One all-to-all (gloo has no all-gather of different sizes), not waited for. Nothing is sent
+        to oneself, and nothing is copied for a single peer.
     """
-    world_size = len(sizes)
-    if world_size == 1:
-        return [local]
-    gathered = local.new_empty((sum(sizes), *local.shape[1:]))
-    dist.all_to_all_single(
-        gathered,
-        local.repeat(world_size, *([1] * (local.dim() - 1))),
-        output_split_sizes=sizes,
-        input_split_sizes=[local.shape[0]] * world_size,
-        group=group,
+    rank, world_size = dist.get_rank(group), len(counts)
+    values = mine.new_empty((sum(counts), *mine.shape[1:]))
+    num_received = values.shape[0] - mine.shape[0]
+    received = [0 if other == rank else count for other, count in enumerate(counts)]
+    sent = [0 if other == rank else mine.shape[0] for other in range(world_size)]
+    buffer = torch.cat([mine] * (world_size - 1)) if world_size > 2 else mine
+    work = dist.all_to_all_single(
+        values[:num_received], buffer, received, sent, group=group, async_op=True
     )
-    return list(gathered.split(sizes))
+    assert work is not None
+    values[num_received:] = mine
+    return Gathered(values, buffer, work, tuple(counts), rank)
+
+
+def all_gather_ragged(
+    local: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup
+) -> list[torch.Tensor]:
+    """As `start_all_gather_ragged`, waited for: the tensors rank by rank.
+
+    Collectives:
+        One all-to-all on ``group``.
+    """
+    if len(sizes) == 1:
+        return [local]
+    return start_all_gather_ragged(local, sizes, group).by_rank()

@@ -67,7 +67,8 @@ class MeshGroups:
         self.hot_rows = cast(dist.ProcessGroup, hot_rows)
         """All ranks again, used by nothing but the hot rows."""
         self.row_exchange = self._new_row_exchange(backend, timeout)
-        """The replica peers again, used by nothing but merges of row gradients."""
+        """The replica peers again, used by nothing but the exchange of rows: their gradients, or
+        their weights."""
         everyone = cast(dist.ProcessGroup, dist.new_group(timeout=timeout, group_desc="alarm"))
         self._alarm_group = everyone
         self.alarm = Alarm(everyone, torch.device(device_type))

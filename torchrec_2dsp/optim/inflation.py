@@ -8,6 +8,11 @@ A row's gradients in one batch are modelled as ``mean + noise``, one draw for ea
 row is looked up; ``rho`` is the squared mean over the variance of the noise.
 """
 
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
 
 def moment_inflation(*, num_groups: int, hits: float, rho: float) -> float:
     """The ratio of the averaged moment to one group's, for a row that is looked up ``hits`` times.
@@ -35,9 +40,38 @@ def expected_moment_inflation(*, num_groups: int, hits: float, rho: float) -> fl
 
     As the ``moment_scale`` of `MomentScaledRowWiseAdaGrad` it undoes the inflation of such rows.
 
+    Args:
+        num_groups: M.
+        hits: lookups of the row in a global batch, in the mean.
+        rho: the squared mean over the variance of a lookup's gradient.
+
     Example:
         >>> from torchrec_2dsp.optim.inflation import expected_moment_inflation
         >>> expected_moment_inflation(num_groups=4, hits=4.0, rho=1.0)
         2.0
     """
     return 1 + (num_groups - 1) * (1 + rho) / (1 + rho + hits * rho)
+
+
+def expected_moment_scale(
+    hits: Sequence[float] | NDArray[np.floating], *, num_groups: int, rho: float
+) -> float:
+    """One ``moment_scale`` for all rows of a table: their expected inflation, by lookups.
+
+    A row counts as often as it is looked up, because so often its learning rate matters.
+
+    Args:
+        hits: for each row, its lookups in a global batch in the mean.
+        num_groups: M.
+        rho: the squared mean over the variance of a lookup's gradient.
+
+    Example:
+        >>> from torchrec_2dsp.optim.inflation import expected_moment_scale
+        >>> round(expected_moment_scale([100.0, 1.0, 1.0], num_groups=4, rho=1.0), 2)
+        1.1
+    """
+    found = np.asarray(hits, dtype=np.float64)
+    if not found.sum() > 0:
+        return float(num_groups)
+    inflation = 1 + (num_groups - 1) * (1 + rho) / (1 + rho + found * rho)
+    return float((found * inflation).sum() / found.sum())

@@ -13,8 +13,8 @@ stock row-wise AdaGrad.
 
 import enum
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 import torch
@@ -53,11 +53,15 @@ class MomentScaledRowWiseAdaGrad:
     eps: float = 1e-8
     """Added to the root of the scaled moment."""
 
-    moment_scale: float | FromMesh = FROM_MESH
-    """The c above: a number, or what the mesh and the sync config imply."""
+    moment_scale: float | FromMesh | Mapping[str, float] = field(default=FROM_MESH, hash=False)
+    """The c above: a number, what the mesh and the sync config imply, or a number for each table by
+    its name, such as `expected_moment_scale` gives."""
 
     def __post_init__(self) -> None:
-        check_hyperparameters(self.lr, self.eps, self.moment_scale)
+        scales = self.moment_scale
+        by_table = scales if isinstance(scales, Mapping) else {"": scales}
+        for scale in by_table.values():
+            check_hyperparameters(self.lr, self.eps, scale)
 
 
 class MomentScaledRowWiseAdaGradOptimizer(torch.optim.Optimizer):

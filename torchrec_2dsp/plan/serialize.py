@@ -103,7 +103,7 @@ def _plan_from_dict(data: dict[str, Any]) -> Plan2D:
 
 def _sync_to_dict(sync: SyncConfig) -> dict[str, Any]:
     fields = {
-        name: value if isinstance(value, int | None) else str(value)
+        name: value if isinstance(value, int | float | None) else str(value)
         for name, value in vars(sync).items()
     }
     return {"kind": type(sync).__name__, **fields}

@@ -113,8 +113,17 @@ class WeightSync:
     drift_every: int = 0
     """Compare the copies after every n-th sync, and raise where they differ; 0 for never."""
 
+    dense_above: float | None = None
+    """The share of a shard's rows from which on the whole shard is averaged, 0 to 1; `None` for
+    one that is not too high on the fastest of links. `bench-sync` finds it for a network."""
+
     def __post_init__(self) -> None:
         _check_interval(self)
+        if self.dense_above is not None and not 0 <= self.dense_above <= 1:
+            raise ConfigError(
+                f"WeightSync(dense_above={self.dense_above}) is no share of rows; use 0 to 1, or "
+                "None"
+            )
         for name in ("policy", "moments_policy"):
             policy = getattr(self, name)
             is_missing = policy is None and name == "moments_policy"
@@ -126,6 +135,11 @@ class WeightSync:
             raise ConfigError(
                 f"WeightSync(rows='all', transport={self.transport.value!r}): whole shards are "
                 "all-reduced as they are; send touched rows, or leave out the transport"
+            )
+        if self.rows is SyncedRows.ALL and self.dense_above is not None:
+            raise ConfigError(
+                f"WeightSync(rows='all', dense_above={self.dense_above}): all rows are averaged "
+                "anyway; leave one of the two out"
             )
 
     def __str__(self) -> str:

@@ -72,9 +72,19 @@ class ReplicationConfig(Section):
     drift_every: int = Field(default=0, ge=0)
     """Compare the copies after every n-th sync, and stop where they differ; 0 for never."""
 
-    moment_scale: float | Literal["from_mesh"] = "from_mesh"
+    dense_above: float | None = Field(default=None, ge=0, le=1)
+    """The share of a shard's rows from which on WeightSync averages the whole shard; by default
+    one that isn't too high for a fast link."""
+
+    moment_scale: float | Literal["from_mesh", "expected"] = "from_mesh"
     """The moment scale of row-wise AdaGrad; "from_mesh" is the number of groups for WeightSync
-    and 1 otherwise."""
+    and 1 otherwise; "expected" is one for each table, by how often its rows are looked up."""
+
+    moment_rho: float = Field(default=0.01, ge=0, allow_inf_nan=False)
+    """What "expected" takes for the squared mean of a lookup's gradient over its variance."""
+
+    delayed_moment: bool = False
+    """Divide by the moment before the step, instead of scaling it."""
 
     @field_validator("sync")
     @classmethod
@@ -96,9 +106,20 @@ class ReplicationConfig(Section):
                 f"sync_policy={self.sync_policy!r} is for WeightSync; GradientSync merges the "
                 "gradients of every step"
             )
+        if not averages and self.moment_scale == "expected":
+            raise ValueError("moment_scale='expected' is for WeightSync; GradientSync needs none")
+        if self.delayed_moment and self.moment_scale != "from_mesh":
+            raise ValueError(
+                f"moment_scale={self.moment_scale!r} and delayed_moment are two remedies; choose "
+                "one"
+            )
         if averages and self.delay:
             raise ValueError(
                 f"delay={self.delay} is for GradientSync; WeightSync has a sync_policy"
+            )
+        if self.dense_above is not None and (not averages or self.synced_rows is SyncedRows.ALL):
+            raise ValueError(
+                f"dense_above={self.dense_above} is for a WeightSync of touched rows; leave it out"
             )
         if averages and self.synced_rows is SyncedRows.ALL and self.transport is not Transport.FP32:
             raise ValueError(
@@ -119,4 +140,5 @@ class ReplicationConfig(Section):
             rows=self.synced_rows,
             transport=self.transport,
             drift_every=self.drift_every,
+            dense_above=self.dense_above,
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from torchrec_2dsp.comms.collectives import Gathered, start_all_gather_ragged
 from torchrec_2dsp.errors import SyncError
 from torchrec_2dsp.rows.blocks import Block
 from torchrec_2dsp.rows.gradients import BlockGradients, RowSum
@@ -63,7 +64,6 @@ class RowExchange:
         self._transport = transport
         self.num_ranks = 1 if group is None else dist.get_world_size(group)
         """How many ranks' gradients are added."""
-        self._rank = 0 if group is None else dist.get_rank(group)
 
     def announce(self, num_rows: Sequence[int], learning_rate: float) -> Announcement:
         """Tell the peers what this rank's gradients will look like.
@@ -97,63 +97,27 @@ class RowExchange:
             Two all-to-alls per block, of keys and of gradients, not waited for.
         """
         counts, learning_rate = announced.arrived()
-        if self.num_ranks == 1:
+        if self._group is None or self.num_ranks == 1:
             return InFlight(tuple(mine), learning_rate, 0, divisor)
         parts, num_bytes = [], announced.headers[0].nbytes
         for block, one, by_rank in zip(self._blocks, mine, zip(*counts, strict=True), strict=True):
             keys, grads = one.keys.to(block.key_dtype), one.grads.to(self._transport)
             num_bytes += keys.nbytes + grads.nbytes
-            parts.append(_BlockInFlight(self._gather(keys, by_rank), self._gather(grads, by_rank)))
+            parts.append(
+                _BlockInFlight(
+                    start_all_gather_ragged(keys, by_rank, self._group),
+                    start_all_gather_ragged(grads, by_rank, self._group),
+                )
+            )
         return InFlight(tuple(parts), learning_rate, num_bytes * (self.num_ranks - 1), divisor)
-
-    def _gather(self, mine: torch.Tensor, counts: Sequence[int]) -> "_Gathered":
-        """The tensors of all ranks. Nothing is sent to oneself, and nothing copied for one peer."""
-        num_others = self.num_ranks - 1
-        values = mine.new_empty((sum(counts), *mine.shape[1:]))
-        num_received = values.shape[0] - mine.shape[0]
-        received = [0 if rank == self._rank else count for rank, count in enumerate(counts)]
-        sent = [0 if rank == self._rank else mine.shape[0] for rank in range(self.num_ranks)]
-        buffer = torch.cat([mine] * num_others) if num_others > 1 else mine
-        work = dist.all_to_all_single(
-            values[:num_received], buffer, received, sent, group=self._group, async_op=True
-        )
-        assert work is not None
-        values[num_received:] = mine
-        return _Gathered(values, buffer, work, tuple(counts), self._rank)
-
-
-@dataclass(frozen=True)
-class _Gathered:
-    """Tensors of several ranks: those of the others in their order, then the own one."""
-
-    values: torch.Tensor
-    sent: torch.Tensor
-    """Kept until it has left."""
-    work: dist.Work
-    counts: tuple[int, ...]
-    """By rank."""
-    rank: int
-
-    def wait(self) -> torch.Tensor:
-        """The values, all of which have come."""
-        self.work.wait()
-        return self.values
-
-    def places(self) -> torch.Tensor:
-        """Where the values of rank 0 stand, then those of rank 1, and so on."""
-        others = [count for rank, count in enumerate(self.counts) if rank != self.rank]
-        places = torch.arange(self.values.shape[0], device=self.values.device)
-        parts = list(places.split([*others, self.counts[self.rank]]))
-        parts.insert(self.rank, parts.pop())
-        return torch.cat(parts)
 
 
 @dataclass(frozen=True)
 class _BlockInFlight:
     """The gradients of a block, of all ranks."""
 
-    keys: _Gathered
-    grads: _Gathered
+    keys: Gathered
+    grads: Gathered
 
     def collect(self, divisor: int) -> BlockGradients:
         # All ranks add in the order of ranks, so all get the same bits.
@@ -174,6 +138,13 @@ class InFlight:
     num_bytes: int
     """Bytes that this rank sends to others."""
     divisor: int
+
+    def wait(self) -> None:
+        """Until all ranks' gradients have come."""
+        for part in self.parts:
+            if isinstance(part, _BlockInFlight):
+                part.keys.wait()
+                part.grads.wait()
 
     def collect(self) -> tuple[BlockGradients, ...]:
         """Wait for all ranks' gradients; their sums."""

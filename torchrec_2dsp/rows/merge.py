@@ -1,17 +1,21 @@
 """`RowMerge`: the captured row gradients of several TBEs, applied when they have come."""
 
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import chain
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.profiler import record_function
 
+from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec_2dsp.comms.agreement import as_ours
 from torchrec_2dsp.comms.alarm import Alarm, Check
 from torchrec_2dsp.errors import SyncError, TwoDError
 from torchrec_2dsp.rows.capture import Backward, RowCapture
+from torchrec_2dsp.rows.gradients import RowGradients
 from torchrec_2dsp.rows.update import RowUpdater
 
 _LABEL = "## apply rows ##"
@@ -21,18 +25,42 @@ _LABEL = "## apply rows ##"
 class MergeStats(NamedTuple):
     """What one merge moved."""
 
-    num_steps: int
+    num_steps: int = 0
     """Steps whose backwards were applied."""
-    num_tensors: int
+    num_tensors: int = 0
     """Tables that were updated."""
-    num_rows: int
+    num_rows: int = 0
     """Distinct rows that were updated."""
-    num_bytes: int
+    num_bytes: int = 0
     """Bytes that this rank sent to other ranks."""
+    window_s: float = 0.0
+    """From sending to the moment when the rows were needed."""
+    waited_s: float = 0.0
+    """What this rank then waited."""
 
     def and_(self, other: "MergeStats") -> "MergeStats":
         """Both together."""
-        return MergeStats(*map(sum, zip(self, other, strict=True)))
+        return MergeStats(
+            num_steps=self.num_steps + other.num_steps,
+            num_tensors=self.num_tensors + other.num_tensors,
+            num_rows=self.num_rows + other.num_rows,
+            num_bytes=self.num_bytes + other.num_bytes,
+            window_s=self.window_s + other.window_s,
+            waited_s=self.waited_s + other.waited_s,
+        )
+
+
+class Updater(Protocol):
+    """Applies row gradients to a TBE."""
+
+    @property
+    def num_tables(self) -> int:
+        """How many tables the kernel holds."""
+        ...
+
+    def apply(self, gradients: RowGradients) -> None:
+        """One update."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -43,6 +71,8 @@ class _Step:
     """By TBE."""
     check: Check
     """Whether all ranks could send."""
+    sent_at: float
+    """When they had sent."""
 
 
 class RowMerge:
@@ -52,15 +82,22 @@ class RowMerge:
     for bit.
     """
 
-    def __init__(self, captures: Sequence[RowCapture], alarm: Alarm, delay: int = 0) -> None:
+    def __init__(
+        self,
+        captures: Sequence[RowCapture],
+        alarm: Alarm,
+        delay: int = 0,
+        make_updater: Callable[[SplitTableBatchedEmbeddingBagsCodegen], Updater] = RowUpdater,
+    ) -> None:
         """
         Args:
             captures: the TBEs; none on a rank that holds no table.
             alarm: of all ranks, also of those that don't merge with this one.
             delay: how many steps may wait when a lookup comes.
+            make_updater: what applies the gradients to a TBE.
         """
         self._captures = list(captures)
-        self._updaters = [RowUpdater(capture.tbe) for capture in captures]
+        self._updaters = [make_updater(capture.tbe) for capture in captures]
         self._alarm = alarm
         self._delay = delay
         self._is_unsent = False
@@ -90,7 +127,8 @@ class RowMerge:
             backwards = [capture.take() for capture in self._captures]
         except Exception as raised:
             error = as_ours(raised, SyncError)
-        self._steps.append(_Step(backwards, self._alarm.check(error)))
+        check = self._alarm.check(error)
+        self._steps.append(_Step(backwards, check, time.perf_counter()))
 
     # A sync point may be reached in inference mode, whose tensors autograd can't use.
     @torch.inference_mode(mode=False)
@@ -103,18 +141,23 @@ class RowMerge:
             Those of `send` for what isn't sent yet; waits for the others.
         """
         self.send()
-        total = MergeStats(0, 0, 0, 0)
+        total = MergeStats()
         while len(self._steps) > (0 if everything else self._delay):
             step = self._steps.popleft()
+            needed_at = time.perf_counter()
             step.check.wait()
-            total = total.and_(MergeStats(1, 0, 0, 0))
+            for backward in chain.from_iterable(step.backwards):
+                backward.in_flight.wait()
+            waited_s = time.perf_counter() - needed_at
+            window_s = needed_at - step.sent_at
+            total = total.and_(MergeStats(1, window_s=window_s, waited_s=waited_s))
             for updater, backwards in zip(self._updaters, step.backwards, strict=True):
                 for backward in backwards:
                     total = total.and_(_apply(updater, backward))
         return total
 
 
-def _apply(updater: RowUpdater, backward: Backward) -> MergeStats:
+def _apply(updater: Updater, backward: Backward) -> MergeStats:
     gradients = backward.gradients()
     with record_function(_LABEL):
         updater.apply(gradients)

@@ -47,12 +47,12 @@ def _average(
     """The action for some of each shard's tensors."""
     num_peers, peers = groups.mesh.num_groups, groups.replica_peers
     by_kernel = [
-        [synced_shard(shard, is_synced, num_peers, sync.transport) for shard in kernel.shards()]
+        [synced_shard(shard, is_synced, num_peers, sync) for shard in kernel.shards()]
         for kernel in kernels
     ]
     shards = [shard for of_kernel in by_kernel for shard in of_kernel]
     if sync.rows is SyncedRows.TOUCHED:
-        average = RowAverage(shards, peers, groups.alarm)
+        average = RowAverage(shards, groups.row_exchange, groups.alarm)
     else:
         average = ShardAverage(shards, peers)
     copied = copied_shards(kernels, is_synced)
@@ -83,7 +83,7 @@ def copied_shards(
 
 
 def synced_shard(
-    shard: TableShard, is_synced: Callable[[str], bool], num_peers: int, transport: Transport
+    shard: TableShard, is_synced: Callable[[str], bool], num_peers: int, sync: WeightSync
 ) -> SyncedShard:
     """What an average needs to know of a shard.
 
@@ -91,17 +91,18 @@ def synced_shard(
         shard: of this rank.
         is_synced: which of its tensors are averaged, by name.
         num_peers: how many copies it has.
-        transport: how changed rows travel.
+        sync: how changed rows travel, and how many may.
     """
     names = [name for name in shard.tensors if name not in UNSYNCED_STATES and is_synced(name)]
     tensors = [shard.tensors[name] for name in names]
     rules = tuple(rule_for(name, shard.table) for name in names)
     types = tuple(
-        tensor.dtype if rule is StateRule.MAX else _sent_as(tensor, transport, shard.table)
+        tensor.dtype if rule is StateRule.MAX else _sent_as(tensor, sync.transport, shard.table)
         for tensor, rule in zip(tensors, rules, strict=True)
     )
-    row_bytes = sum(tensor[:1].nbytes for tensor in tensors)
-    share = break_even_share(row_bytes, num_peers)
+    share = sync.dense_above
+    if share is None:
+        share = break_even_share(sum(tensor[:1].nbytes for tensor in tensors), num_peers)
     return SyncedShard(shard.table, TouchedRows(tensors, share), rules, types)
 
 

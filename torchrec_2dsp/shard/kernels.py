@@ -109,8 +109,8 @@ class _CapturingKernel:
                 lr=user_params["learning_rate"],
             )
 
-    def capture_rows(self, peers: dist.ProcessGroup, transport: torch.dtype) -> RowCapture:
-        """From now on backwards are captured, for a merge over ``peers``.
+    def capture_rows(self, peers: dist.ProcessGroup | None, transport: torch.dtype) -> RowCapture:
+        """From now on backwards are captured, for a merge over ``peers``, or for this rank alone.
 
         Otherwise they update at once, as in TorchRec.
         """
@@ -144,14 +144,18 @@ class _CapturingKernel:
             return output
         if features.variable_stride_per_key():
             raise UnsupportedError(
-                "variable batch sizes per feature (VBE) can't be trained with GradientSync yet; "
-                "use equal batch sizes for all features of a batch, or WeightSync"
+                "variable batch sizes per feature (VBE) can't be trained with GradientSync, nor "
+                "with a delayed moment; use equal batch sizes for all features of a batch, or "
+                "WeightSync with another optimizer"
             )
         weights = features.weights_or_none()
         if weights is not None and not weights.is_floating_point():
             # Scores that travel as integer weights; TorchRec's lookup ignores them, too.
             weights = None
-        return self._capture.lookup(run, weights)
+        output = self._capture.lookup(run, weights)
+        if self._update_watchers:
+            self._announce_update(output, features)
+        return output
 
     def tell_updates(self, watcher: Callable[[Callable[[], list[torch.Tensor]]], None]) -> None:
         """Call ``watcher`` before each backward that updates this kernel at once, with a function

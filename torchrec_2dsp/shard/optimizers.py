@@ -1,6 +1,6 @@
 """From the user's optimizer to fused parameters: ours, FBGEMM's and per-parameter ones."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,8 +9,13 @@ from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
-from torchrec_2dsp._compat.torchrec import InBackwardOptimizers, in_backward_optimizers
+from torchrec_2dsp._compat.torchrec import (
+    InBackwardOptimizers,
+    detach_in_backward_optimizers,
+    in_backward_optimizers,
+)
 from torchrec_2dsp.errors import ConfigError, UnsupportedError
+from torchrec_2dsp.optim.delayed_moment import DelayedMomentRowWiseAdaGrad
 from torchrec_2dsp.optim.moment_scaled import (
     FROM_MESH,
     FromMesh,
@@ -22,7 +27,7 @@ from torchrec_2dsp.plan.sync_config import GradientSync
 from torchrec_2dsp.shard.kernels import MOMENT_SCALE
 from torchrec_2dsp.shard.validate import check_rounding
 
-Optimizer = MomentScaledRowWiseAdaGrad | EmbOptimType
+Optimizer = MomentScaledRowWiseAdaGrad | DelayedMomentRowWiseAdaGrad | EmbOptimType
 
 ON_CPU = frozenset(
     {
@@ -60,7 +65,7 @@ def stock_params(
         raise ConfigError(
             f"both optimizer={optimizer!r} and fused_params['optimizer'] are given; give one"
         )
-    if isinstance(optimizer, MomentScaledRowWiseAdaGrad):
+    if not isinstance(optimizer, EmbOptimType):
         for name in ("learning_rate", "eps"):
             if name in (fused_params or {}):
                 raise ConfigError(
@@ -82,7 +87,9 @@ def params_for_plan(
     """A sharder's fused parameters, with what follows from the plan."""
     params = dict(params or {})
     if isinstance(optimizer, MomentScaledRowWiseAdaGrad):
-        params[MOMENT_SCALE] = _resolved(optimizer.moment_scale, plan)
+        scale = optimizer.moment_scale
+        if not isinstance(scale, Mapping):
+            params[MOMENT_SCALE] = _resolved(scale, plan)
     if keeps_exact_copies(plan):
         check_rounding("fused_params", params.get("stochastic_rounding"))
         # FBGEMM rounds 16-bit tables at random by default.
@@ -112,6 +119,21 @@ def check_optimizers(
                 f"{_name(optimizer)} can't be updated from row gradients, which GradientSync and "
                 f"hot rows need; use WeightSync without hot rows, or one of "
                 f"{_names(FROM_ROW_GRADIENTS)}"
+            )
+
+
+def check_delayed_moment(module: nn.Module, plan: ModulePlan2D) -> None:
+    """Raise if some rows would be trained by another rule."""
+    if any(in_backward_optimizers(param) is not None for param in module.parameters()):
+        raise ConfigError(
+            "apply_optimizer_in_backward gives tables an optimizer of their own, beside the "
+            "sharder's DelayedMomentRowWiseAdaGrad; give one of the two"
+        )
+    for name, table in plan.tables():
+        if table.hot_set is not None:
+            raise UnsupportedError(
+                f"table {name!r} has hot rows, whose moments are exact; a delayed moment is for "
+                "tables without: use MomentScaledRowWiseAdaGrad, or leave out the hot rows"
             )
 
 
@@ -166,15 +188,22 @@ def _resolved(scale: float | FromMesh, plan: ModulePlan2D) -> float:
 
 
 @contextmanager
-def stock_optimizer_classes(module: nn.Module, plan: ModulePlan2D) -> Iterator[None]:
+def stock_optimizer_classes(
+    module: nn.Module, plan: ModulePlan2D, optimizer: Optimizer | None = None
+) -> Iterator[None]:
     """Show TorchRec the class it knows for parameters that carry our optimizer class.
 
-    TorchRec also edits the parameters' optimizer arguments in place; both are put back.
+    Tables whose moment scale is their own carry it meanwhile, as an optimizer of their own.
+    TorchRec also edits the parameters' optimizer arguments in place; all is put back.
     """
-    saved: list[tuple[nn.Parameter, InBackwardOptimizers]] = []
-    for param in module.parameters():
+    saved: list[tuple[nn.Parameter, InBackwardOptimizers | None]] = []
+    own = _scaled_by_table(module, plan, optimizer)
+    for name, param in module.named_parameters():
         original = in_backward_optimizers(param)
         if original is None:
+            if name in own:
+                saved.append((param, None))
+                own[name].attach_to(param)
             continue
         saved.append((param, original))
         classes, kwargs = list(original.classes), [dict(entry) for entry in original.kwargs]
@@ -192,4 +221,42 @@ def stock_optimizer_classes(module: nn.Module, plan: ModulePlan2D) -> Iterator[N
         yield
     finally:
         for param, original in saved:
-            original.attach_to(param)
+            if original is None:
+                detach_in_backward_optimizers(param)
+            else:
+                original.attach_to(param)
+
+
+def _scaled_by_table(
+    module: nn.Module, plan: ModulePlan2D, optimizer: Optimizer | None
+) -> dict[str, InBackwardOptimizers]:
+    """What gives each parameter the moment scale of its table; empty if all have the same."""
+    if not isinstance(optimizer, MomentScaledRowWiseAdaGrad):
+        return {}
+    scales = optimizer.moment_scale
+    if not isinstance(scales, Mapping):
+        return {}
+    tables = [name for name, _ in plan.tables()]
+    if missing := [name for name in tables if name not in scales]:
+        raise ConfigError(
+            f"moment_scale has nothing for table {missing[0]!r}; it needs a number for each of "
+            f"{', '.join(tables)}"
+        )
+    return {
+        name: InBackwardOptimizers(
+            [RowWiseAdagrad],
+            [
+                {
+                    "lr": optimizer.lr,
+                    "eps": optimizer.eps,
+                    MOMENT_SCALE: _resolved(scales[_table_of(name)], plan),
+                }
+            ],
+        )
+        for name, _ in module.named_parameters()
+    }
+
+
+def _table_of(parameter: str) -> str:
+    """The table of a parameter of an embedding module, such as ``embedding_bags.t0.weight``."""
+    return parameter.split(".")[-2]

@@ -1,7 +1,7 @@
 """What sharded modules have in common: their replicas, and the one place where they sync."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,15 @@ from torchrec_2dsp.mesh.groups import MeshGroups
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
-from torchrec_2dsp.rows.merge import RowMerge
+from torchrec_2dsp.rows.delayed_update import DelayedMomentUpdater
+from torchrec_2dsp.rows.merge import RowMerge, Updater
+from torchrec_2dsp.rows.update import RowUpdater
 from torchrec_2dsp.shard.averaging import averages, copied_shards
 from torchrec_2dsp.shard.kernels import EmbeddingBagKernel, EmbeddingKernel, Kernel
 from torchrec_2dsp.shard.synced_optimizer import SyncedOptimizer
 from torchrec_2dsp.sync.drift import DriftCheck
 from torchrec_2dsp.sync.gradient_sync import MergeRowGradients
+from torchrec_2dsp.sync.local_updates import LocalUpdates
 from torchrec_2dsp.sync.moment import Moment
 from torchrec_2dsp.sync.point import SyncAction, SyncPoint
 
@@ -41,6 +44,13 @@ class Replication:
     """Capture and apply rows even with one group, where the fused backward would do."""
     keep_weights: bool = False
     """Take over the weights of the unsharded module."""
+    delays_moment: bool = False
+    """Update rows by `DelayedMomentRowWiseAdaGrad`."""
+
+    @property
+    def make_updater(self) -> Callable[[SplitTableBatchedEmbeddingBagsCodegen], Updater]:
+        """What applies captured rows."""
+        return DelayedMomentUpdater if self.delays_moment else RowUpdater
 
 
 class ReplicatedModule:
@@ -171,17 +181,27 @@ class ReplicatedModule:
         groups, kernels = replication.groups, self.kernels()
         sync = replication.sync
         if isinstance(sync, GradientSync):
-            if groups.mesh.num_groups == 1 and not replication.always_capture:
+            captures = replication.always_capture or replication.delays_moment
+            if groups.mesh.num_groups == 1 and not captures:
                 return []
             peers, transport = groups.row_exchange, sync.transport.dtype
-            captures = [kernel.capture_rows(peers, transport) for kernel in kernels]
-            merge = RowMerge(captures, groups.alarm, sync.delay)
+            merge = RowMerge(
+                [kernel.capture_rows(peers, transport) for kernel in kernels],
+                groups.alarm,
+                sync.delay,
+                replication.make_updater,
+            )
             copied = copied_shards(kernels)
             drift = DriftCheck(copied, groups.replica_peers, groups.alarm, sync.drift_every)
             return [MergeRowGradients(merge, drift)]
-        if groups.mesh.num_groups == 1:
-            return []
-        return [*averages(kernels, sync, groups)]
+        actions: list[SyncAction] = []
+        if replication.delays_moment:
+            alone = [kernel.capture_rows(None, torch.float32) for kernel in kernels]
+            merge = RowMerge(alone, groups.alarm, make_updater=replication.make_updater)
+            actions.append(LocalUpdates(merge))
+        if groups.mesh.num_groups > 1:
+            actions += averages(kernels, sync, groups)
+        return actions
 
     def _before_load(self) -> None:
         self._reach(Moment.READ)

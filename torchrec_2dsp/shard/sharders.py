@@ -12,6 +12,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.comms.agreement import agreeing
 from torchrec_2dsp.mesh.groups import MeshGroups, world_group
+from torchrec_2dsp.optim.delayed_moment import DelayedMomentRowWiseAdaGrad
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.remap import module_plan_for_rank
 from torchrec_2dsp.plan.serialize import to_json
@@ -19,6 +20,7 @@ from torchrec_2dsp.shard.embedding import ShardedEmbeddingCollection2D
 from torchrec_2dsp.shard.embedding_bag import ShardedEmbeddingBagCollection2D
 from torchrec_2dsp.shard.optimizers import (
     Optimizer,
+    check_delayed_moment,
     check_optimizers,
     params_for_plan,
     stock_optimizer_classes,
@@ -37,6 +39,7 @@ class _Sharder2D:
     def _init_2d(self, optimizer: Optimizer | None, keep_weights: bool) -> None:
         self.optimizer = optimizer
         self.keep_weights = keep_weights
+        self._delays_moment = isinstance(optimizer, DelayedMomentRowWiseAdaGrad)
 
     def _shard_2d(
         self: Any,
@@ -61,8 +64,10 @@ class _Sharder2D:
             plan.mesh.check_world(dist.get_world_size())
             fused_params = params_for_plan(self.fused_params, self.optimizer, plan)
             check_optimizers(module, fused_params, plan, device.type)
+            if self._delays_moment:
+                check_delayed_moment(module, plan)
             facts["the plan"] = to_json(Plan2D({path or "": plan}, mesh=plan.mesh, sync=plan.sync))
-            facts["the sharder's optimizer"] = repr(sorted(fused_params.items()))
+            facts["the sharder's optimizer"] = repr((self.optimizer, sorted(fused_params.items())))
             facts["the device type"] = device.type
             facts["LOCAL_WORLD_SIZE"] = str(local_world_size)
         groups = MeshGroups.for_mesh(plan.mesh, device.type)
@@ -71,6 +76,7 @@ class _Sharder2D:
             sync=plan.sync,
             always_capture=self.always_capture,
             keep_weights=self.keep_weights,
+            delays_moment=self._delays_moment,
         )
         rank_plan = module_plan_for_rank(
             plan, groups.rank, device_type=device.type, local_world_size=local_world_size
@@ -78,7 +84,7 @@ class _Sharder2D:
         with (
             agreeing(world_group()),
             groups.node_groups(),
-            stock_optimizer_classes(module, plan),
+            stock_optimizer_classes(module, plan, self.optimizer),
         ):
             sharded = make(
                 module,

@@ -50,4 +50,10 @@ class MergeRowGradients:
             self._on_update()
         if stats.num_steps:
             self._drift.synced()
-        return SyncReport(stats.num_tensors, stats.num_rows, stats.num_bytes)
+        return SyncReport(
+            num_tensors=stats.num_tensors,
+            num_rows=stats.num_rows,
+            num_bytes=stats.num_bytes,
+            window_s=stats.window_s,
+            waited_s=stats.waited_s,
+        )

@@ -1,6 +1,6 @@
 """`SyncReport`: what one sync did."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
@@ -10,7 +10,7 @@ class SyncReport:
     Example:
         >>> from torchrec_2dsp import SyncReport
         >>> SyncReport(num_tensors=1, num_rows=3) + SyncReport(num_rows=2)
-        SyncReport(num_tensors=1, num_rows=5, num_bytes=0, seconds=0.0)
+        SyncReport(num_tensors=1, num_rows=5, num_bytes=0, seconds=0.0, window_s=0.0, waited_s=0.0)
     """
 
     num_tensors: int = 0
@@ -25,10 +25,14 @@ class SyncReport:
     seconds: float = 0.0
     """Wall-clock time on this rank."""
 
+    window_s: float = 0.0
+    """How long row gradients could travel unnoticed: from when they were sent until their rows
+    were needed."""
+
+    waited_s: float = 0.0
+    """How long this rank then still waited for them."""
+
     def __add__(self, other: "SyncReport") -> "SyncReport":
         return SyncReport(
-            self.num_tensors + other.num_tensors,
-            self.num_rows + other.num_rows,
-            self.num_bytes + other.num_bytes,
-            self.seconds + other.seconds,
+            *(getattr(self, part.name) + getattr(other, part.name) for part in fields(self))
         )

@@ -1,6 +1,6 @@
 """`RowAverage`: average the touched rows of table shards over the ranks that hold copies."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,9 @@ from torchrec_2dsp.sync.synced_shard import SyncedShard
 from torchrec_2dsp.sync.touched import Changed
 from torchrec_2dsp.sync.whole_shard import average_whole_shard
 
+_CHUNK_BYTES = 512 * 2**10
+"""Rows are averaged so many bytes at a time, so that all copies of them stay in a core's cache."""
+
 _WHOLE = -1
 """In place of a row count: so many rows were touched that the whole shard is averaged."""
 
@@ -25,6 +28,7 @@ class _PeerRows:
     """The rows of a shard that one peer has changed, and their values there."""
 
     rows: torch.Tensor
+    """Ascending."""
     values: tuple[torch.Tensor, ...]
     """As they travel, see `_sent`."""
 
@@ -51,7 +55,7 @@ class RowAverage:
         """
         Args:
             shards: in the same order on every rank of the group; none on a rank without tables.
-            group: the ranks that hold copies.
+            group: the ranks that hold copies, in full duplex where that makes a difference.
             alarm: of all ranks, also of those that hold no copies of these shards.
         """
         self._shards = list(shards)
@@ -186,17 +190,32 @@ def _average_shard(
     bases: Sequence[torch.Tensor],
 ) -> SyncReport:
     """Write the average of the rows that any peer has changed."""
-    touched = shard.touched
+    tensors = shard.touched.tensors
     union = torch.unique(torch.cat([peer.rows for peer in peers]))
     if union.numel() == 0:
         return SyncReport()
     places = [torch.searchsorted(union, peer.rows) for peer in peers]
-    for index, (tensor, rule) in enumerate(zip(touched.tensors, shard.rules, strict=True)):
-        base = tensor.index_select(0, union)
-        base.index_copy_(0, places[rank], bases[index])
-        copies = [
-            base.index_copy(0, place, _received(base, place, peer.values[index]))
-            for place, peer in zip(places, peers, strict=True)
-        ]
-        tensor.index_copy_(0, union, rule.combine(copies))
-    return SyncReport(num_tensors=len(touched.tensors), num_rows=union.numel())
+    for index, (tensor, rule) in enumerate(zip(tensors, shard.rules, strict=True)):
+        for rows, start, parts in _chunks(union, places, tensor[:1].nbytes):
+            base = tensor.index_select(0, rows)
+            base.index_copy_(0, places[rank][parts[rank]] - start, bases[index][parts[rank]])
+            copies = []
+            for peer, place, part in zip(peers, places, parts, strict=True):
+                here = place[part] - start
+                sent = peer.values[index][part]
+                copies.append(base.index_copy(0, here, _received(base, here, sent)))
+            tensor.index_copy_(0, rows, rule.combine(copies))
+    return SyncReport(num_tensors=len(tensors), num_rows=union.numel())
+
+
+def _chunks(
+    union: torch.Tensor, places: Sequence[torch.Tensor], row_bytes: int
+) -> Iterator[tuple[torch.Tensor, int, list[slice]]]:
+    """Parts of the union: their rows, where they start, and which of each peer's rows they have."""
+    size = max(1, _CHUNK_BYTES // row_bytes)
+    starts = list(range(0, union.numel(), size))
+    bounds = torch.tensor([*starts, union.numel()], device=union.device)
+    ends = [torch.searchsorted(place, bounds).tolist() for place in places]
+    for number, start in enumerate(starts):
+        parts = [slice(end[number], end[number + 1]) for end in ends]
+        yield union[start : start + size], start, parts

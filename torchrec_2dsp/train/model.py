@@ -13,24 +13,25 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
-from torchrec_2dsp.optim.moment_scaled import FROM_MESH, MomentScaledRowWiseAdaGrad
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.planner.planner2d import Planner2D
 from torchrec_2dsp.recipe.model import table_name
+from torchrec_2dsp.recipe.optimizer import table_optimizer
 from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
 from torchrec_2dsp.train.config import RunConfig, TrainConfig
 
 
 def make_sharder(config: TrainConfig, run: RunConfig) -> EmbeddingBagCollectionSharder2D:
     """The sharder of a run, which keeps the weights that `build_model` made."""
-    scale = FROM_MESH if run.moment_scale == "from_mesh" else run.moment_scale
-    return EmbeddingBagCollectionSharder2D(
-        MomentScaledRowWiseAdaGrad(
-            lr=config.optimizer.lr, eps=config.optimizer.eps, moment_scale=scale
-        ),
-        keep_weights=True,
+    optimizer = table_optimizer(
+        config.optimizer,
+        run,
+        config.data,
+        num_groups=run.num_groups,
+        global_batch_size=config.loop.global_batch_size,
     )
+    return EmbeddingBagCollectionSharder2D(optimizer, keep_weights=True)
 
 
 def make_plan(

@@ -1,9 +1,11 @@
 """`TrainRecord`: what `train` found, in a file, so that runs with other seeds can join it."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from pydantic import ConfigDict
 
+from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.recipe.json_file import JsonFile
 from torchrec_2dsp.recipe.sections import Section
@@ -89,9 +91,62 @@ class TrainRecord(JsonFile):
         """Of the data and of the initial weights."""
         return self.config["data"]["seed"], self.config["model"]["seed"]
 
+    def only(self, names: Sequence[str]) -> "TrainRecord":
+        """The record with these runs alone; all of them for no name.
+
+        Raises:
+            ConfigError: it has no such run.
+        """
+        if not names:
+            return self
+        have = [run.name for run in self.runs]
+        if unknown := [name for name in names if name not in have]:
+            raise ConfigError(f"there is no run {unknown[0]!r}; the records have {', '.join(have)}")
+        runs = {name: run for name, run in self.config["runs"].items() if name in names}
+        return self.model_copy(
+            update={
+                "config": {**self.config, "runs": runs},
+                "runs": tuple(run for run in self.runs if run.name in names),
+            }
+        )
+
     def find(self, name: str) -> RunRecord | None:
         """The run of this name."""
         return next((run for run in self.runs if run.name == name), None)
+
+
+def joined(records: Sequence[TrainRecord]) -> list[TrainRecord]:
+    """One record for each pair of seeds: other runs of the same config and seeds are put together.
+
+    So a variant can be trained later, with `train --only`, and join a study.
+
+    Raises:
+        ConfigError: two records of the same seeds differ in more than their runs, or have a run
+            in common.
+    """
+    by_seeds: dict[tuple[int, int], TrainRecord] = {}
+    for record in records:
+        first = by_seeds.setdefault(record.seeds, record)
+        if first is record:
+            continue
+        if common := {run.name for run in first.runs} & {run.name for run in record.runs}:
+            raise ConfigError(
+                f"two records with the seeds {record.seeds} have the run {min(common)!r}; give one"
+            )
+        if _without_runs(first) != _without_runs(record):
+            raise ConfigError(
+                f"two records with the seeds {record.seeds} differ in more than their runs; "
+                "compare runs of one config"
+            )
+        runs = {**first.config["runs"], **record.config["runs"]}
+        by_seeds[record.seeds] = first.model_copy(
+            update={"config": {**first.config, "runs": runs}, "runs": first.runs + record.runs}
+        )
+    return list(by_seeds.values())
+
+
+def _without_runs(record: TrainRecord) -> tuple[dict[str, Any], int]:
+    return {name: part for name, part in record.config.items() if name != "runs"}, record.world_size
 
 
 class Recorder:

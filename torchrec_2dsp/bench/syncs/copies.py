@@ -80,11 +80,9 @@ class Copies:
 
     def _average(self, sync: WeightSync, rows: torch.Tensor, seed: int) -> Timed:
         peers = self._groups.replica_peers
-        shard = synced_shard(
-            self._shard, lambda name: True, dist.get_world_size(peers), sync.transport
-        )
+        shard = synced_shard(self._shard, lambda name: True, dist.get_world_size(peers), sync)
         if sync.rows is SyncedRows.TOUCHED:
-            average = RowAverage([shard], peers, self._groups.alarm)
+            average = RowAverage([shard], self._groups.row_exchange, self._groups.alarm)
         else:
             average = ShardAverage([shard], peers)
         start = time.perf_counter()

@@ -1,0 +1,34 @@
+"""Updates of the local replica that the fused backward can't do, before replicas are averaged."""
+
+from torchrec_2dsp.rows.merge import RowMerge
+from torchrec_2dsp.sync.moment import Moment
+from torchrec_2dsp.sync.report import SyncReport
+
+
+class LocalUpdates:
+    """A sync action that sends nothing: it applies what the kernels of this rank have captured."""
+
+    def __init__(self, merge: RowMerge) -> None:
+        """
+        Args:
+            merge: the TBEs, captured for no peers.
+        """
+        self._merge = merge
+
+    def backward_seen(self) -> None:
+        """A backward has begun."""
+        self._merge.backward_seen()
+
+    @property
+    def pending(self) -> bool:
+        """Whether a captured backward waits to be applied."""
+        return self._merge.pending
+
+    def reach(self, moment: Moment) -> SyncReport:
+        """Apply everything, at any moment: whoever averages comes next.
+
+        Collectives:
+            That of `Alarm.check`.
+        """
+        self._merge.run(everything=True)
+        return SyncReport()

@@ -54,6 +54,26 @@ def test_a_collective_behind_an_operator_costs_nothing() -> None:
     assert found == {("forward", False): 100.0}
 
 
+def test_work_on_rows_is_not_the_part_of_the_step_that_it_lies_in() -> None:
+    found = phases_of(
+        Span("## forward 0 ##", 0, 50),
+        Span("## replica sync ##", 0, 20),
+        Span("## apply rows ##", 5, 15),
+        Span("## capture rows ##", 30, 35),
+        Span("## backward 0 ##", 50, 100),
+        Span("## note rows ##", 60, 70),
+    )
+
+    assert found == {
+        ("sync", False): 10.0,
+        ("apply rows", False): 10.0,
+        ("capture rows", False): 5.0,
+        ("note rows", False): 10.0,
+        ("forward", False): 25.0,
+        ("backward", False): 40.0,
+    }
+
+
 def test_several_steps_are_averaged() -> None:
     steps = (STEP, Span("## bench step ##", 200, 400))
 

@@ -99,6 +99,7 @@ def split_by_phase(trace: Trace) -> tuple[Phase, ...]:
     sync = clock.inside(trace.labels, *_SYNC)
     capture = clock.inside(trace.labels, "## capture rows")
     apply = clock.inside(trace.labels, "## apply rows")
+    note = clock.inside(trace.labels, "## note rows")
     optimizer = clock.inside(trace.labels, "## optimizer")
     lookup = clock.inside(trace.operators, *_LOOKUPS, anywhere=True)
     update = clock.inside(trace.operators, *_UPDATES, anywhere=True)
@@ -111,6 +112,7 @@ def split_by_phase(trace: Trace) -> tuple[Phase, ...]:
         ("sync", sync & waits, True),
         ("capture rows", capture, False),
         ("apply rows", apply, False),
+        ("note rows", note, False),
         ("sync", sync, False),
         ("ids", ids & waits, True),
         ("ids", ids, False),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from torchrec_2dsp.comms.agreement import as_ours
 from torchrec_2dsp.comms.alarm import Alarm
@@ -15,6 +16,9 @@ from torchrec_2dsp.sync.report import SyncReport
 from torchrec_2dsp.sync.synced_shard import SyncedShard
 from torchrec_2dsp.sync.touched import Changed
 from torchrec_2dsp.sync.whole_shard import average_whole_shard
+
+_LABEL = "## note rows ##"
+"""In profiles."""
 
 _CHUNK_BYTES = 512 * 2**10
 """Rows are averaged so many bytes at a time, so that all copies of them stay in a core's cache."""
@@ -39,6 +43,20 @@ class _OwnRows(_PeerRows):
 
     bases: tuple[torch.Tensor, ...]
     """The values after the last sync."""
+
+
+@dataclass(frozen=True)
+class _Announced:
+    """How many rows each peer sends, on its way."""
+
+    headers: list[torch.Tensor]
+    """By peer, a number for each shard."""
+    work: dist.Work
+
+    def arrived(self) -> list[list[int]]:
+        """Every peer's row counts by shard."""
+        self.work.wait()
+        return torch.stack(self.headers).tolist()
 
 
 class RowAverage:
@@ -68,8 +86,9 @@ class RowAverage:
         self, shards: Sequence[SyncedShard], rows: Callable[[], Sequence[torch.Tensor]]
     ) -> None:
         """Note the rows of these shards that a backward is about to change."""
-        for shard, changing in zip(shards, rows(), strict=True):
-            shard.touched.note(changing)
+        with record_function(_LABEL):
+            for shard, changing in zip(shards, rows(), strict=True):
+                shard.touched.note(changing)
 
     def run(self) -> SyncReport:
         """Average.
@@ -85,10 +104,12 @@ class RowAverage:
             mine = self._collect()
         except Exception as raised:
             error = as_ours(raised, SyncError)
-        self._alarm.check(error).wait()
-        if not self._shards:
+        check = self._alarm.check(error)
+        announced = self._announce(mine)
+        check.wait()
+        if announced is None:
             return SyncReport()
-        counts = self._exchange_counts(mine)
+        counts = announced.arrived()
         is_whole = [_WHOLE in shard_counts for shard_counts in zip(*counts, strict=True)]
         report = self._average_rows(mine, counts, is_whole)
         for shard, whole in zip(self._shards, is_whole, strict=True):
@@ -115,13 +136,20 @@ class RowAverage:
             mine.append(sent)
         return mine
 
-    def _exchange_counts(self, mine: Sequence[_OwnRows | None]) -> list[list[int]]:
-        """Every peer's row counts by shard."""
+    def _announce(self, mine: Sequence[_OwnRows | None]) -> "_Announced | None":
+        """Tell the peers how many rows of each shard come, without waiting; None without shards.
+
+        A rank that couldn't collect its rows announces none, which nobody will look at.
+        """
+        if not self._shards:
+            return None
         counts = [_WHOLE if one is None else one.rows.numel() for one in mine]
+        counts += [0] * (len(self._shards) - len(counts))
         header = torch.tensor(counts, device=self._shards[0].touched.device)
         headers = [torch.empty_like(header) for _ in range(self._world_size)]
-        dist.all_gather(headers, header, group=self._group)
-        return torch.stack(headers).tolist()
+        work = dist.all_gather(headers, header, group=self._group, async_op=True)
+        assert work is not None
+        return _Announced(headers, work)
 
     def _average_rows(
         self,

@@ -1,11 +1,15 @@
 """`sync_report`: a result of `bench-sync` as a page, and its plot."""
 
+import statistics
 from pathlib import Path
 
 from torchrec_2dsp.bench.syncs.results import SyncBenchResult, SyncTimes
 from torchrec_2dsp.recipe.plotting import MARKERS, PALETTE, plotting, save_plot
 
-HEADINGS = ("changed rows", "sync", "min ms", "median ms", "max ms", "x reference", "MB", "x bytes")
+HEADINGS = (
+    *("changed rows", "sync", "min ms", "median ms", "max ms"),
+    *("x reference", "MB", "x bytes", "noting ms"),
+)
 """Of the table of one shard."""
 
 
@@ -48,8 +52,9 @@ _HOW_TO_READ = (
     "Each copy changes its own random rows of one shard with row-wise AdaGrad; then all copies are "
     "made equal, and compared. A time is that of the slowest rank. MB are what a rank sends to "
     "others. *x reference* and *x bytes* are how many times less time and bytes than *{reference}* "
-    "it takes. A gradient sync's time includes adding up gradients, and the update, which a weight "
-    "sync follows."
+    "it takes. *Noting* is what a backward takes before, to keep the rows that it changes. A "
+    "gradient sync's time includes adding up gradients, and the update, which a weight sync "
+    "follows."
 )
 
 
@@ -74,6 +79,7 @@ def table_of(result: SyncBenchResult, num_groups: int, shard_mib: float) -> list
                 f"{reference.median_s / one.median_s:.2f}",
                 f"{one.sent_bytes / 1e6:.3f}",
                 f"{reference.sent_bytes / one.sent_bytes:.1f}" if one.sent_bytes else "-",
+                f"{1e3 * statistics.median(one.tracking_s):.1f}" if any(one.tracking_s) else "-",
             )
         )
     return rows

@@ -111,7 +111,8 @@ def test_row_gradients_travel_only_where_replicas_merge_them(result: BenchResult
     for name in travelling:
         travel = named(result, name).row_travel
         assert travel is not None
-        assert travel.window_s > 0
+        # Of one step, not of the time in which others were measured.
+        assert 0 < travel.window_s < 10 * max(block.step_s for block in named(result, name).blocks)
         assert travel.waited_s >= 0
 
 

@@ -153,7 +153,9 @@ class Worker:
         """
         num_steps = self._config.schedule.traced_steps
         peak = peak_bytes()
-        self._feed.prepare(2 * num_steps)
+        self._feed.prepare(1 + 2 * num_steps)
+        # What the last block has sent has travelled in other contestants' time.
+        self._step()
         window_s, waited_s = self._row_travel()
         with count_collectives() as seen:
             for _ in range(num_steps):

@@ -1,7 +1,7 @@
-"""Eager update rules on plain tensors: the oracles that fused and distributed runs must match.
+"""Eager update rules on plain tensors, which fused and distributed runs must match.
 
-Each function takes a table's weight, the dense gradient of the *global* batch and the state,
-and changes weight and state in place. Rows with a zero gradient don't move.
+Each function takes the weight of a table, or of some of its rows, the gradient of the *global*
+batch and the state, and changes weight and state in place. Rows with a zero gradient don't move.
 """
 
 import torch
@@ -43,7 +43,7 @@ def delayed_row_wise_adagrad_(
     """
     added = grad.pow(2).mean(dim=1)
     root = torch.where(moment > 0, moment, added).sqrt()
-    weight -= (lr * grad / (root + eps)[:, None]).to(weight.dtype)
+    weight -= lr * grad / (root + eps)[:, None]
     moment += added
 
 

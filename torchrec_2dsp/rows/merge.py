@@ -15,6 +15,7 @@ from torchrec_2dsp.comms.agreement import as_ours
 from torchrec_2dsp.comms.alarm import Alarm, Check
 from torchrec_2dsp.errors import SyncError, TwoDError
 from torchrec_2dsp.rows.capture import Backward, RowCapture
+from torchrec_2dsp.rows.direct_update import RULES, DirectUpdater
 from torchrec_2dsp.rows.gradients import RowGradients
 from torchrec_2dsp.rows.update import RowUpdater
 
@@ -63,6 +64,14 @@ class Updater(Protocol):
         ...
 
 
+def quickest_updater(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> Updater:
+    """On a CPU the rule itself, where it is known; elsewhere FBGEMM's fused optimizer."""
+    rule = RULES.get(tbe.optimizer)
+    if rule is None or torch.device(tbe.current_device).type != "cpu":
+        return RowUpdater(tbe)
+    return DirectUpdater(tbe, rule)
+
+
 @dataclass(frozen=True)
 class _Step:
     """What the backwards of a step have sent."""
@@ -87,14 +96,14 @@ class RowMerge:
         captures: Sequence[RowCapture],
         alarm: Alarm,
         delay: int = 0,
-        make_updater: Callable[[SplitTableBatchedEmbeddingBagsCodegen], Updater] = RowUpdater,
+        make_updater: Callable[[SplitTableBatchedEmbeddingBagsCodegen], Updater] = quickest_updater,
     ) -> None:
         """
         Args:
             captures: the TBEs; none on a rank that holds no table.
             alarm: of all ranks, also of those that don't merge with this one.
             delay: how many steps may wait when a lookup comes.
-            make_updater: what applies the gradients to a TBE.
+            make_updater: what applies the gradients to a TBE, the quickest by default.
         """
         self._captures = list(captures)
         self._updaters = [make_updater(capture.tbe) for capture in captures]

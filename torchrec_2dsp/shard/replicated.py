@@ -13,11 +13,12 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec_2dsp.mesh.groups import MeshGroups
+from torchrec_2dsp.optim.reference import delayed_row_wise_adagrad_
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
-from torchrec_2dsp.rows.delayed_update import DelayedMomentUpdater
-from torchrec_2dsp.rows.merge import RowMerge, Updater
+from torchrec_2dsp.rows.direct_update import DirectUpdater
+from torchrec_2dsp.rows.merge import RowMerge, Updater, quickest_updater
 from torchrec_2dsp.rows.update import RowUpdater
 from torchrec_2dsp.shard.averaging import averages, copied_shards
 from torchrec_2dsp.shard.kernels import EmbeddingBagKernel, EmbeddingKernel, Kernel
@@ -41,7 +42,8 @@ class Replication:
     sync: SyncConfig
     """How the replicas stay equal."""
     always_capture: bool = False
-    """Capture and apply rows even with one group, where the fused backward would do."""
+    """Capture and apply rows even with one group, where the fused backward would do, and with its
+    bits."""
     keep_weights: bool = False
     """Take over the weights of the unsharded module."""
     delays_moment: bool = False
@@ -50,7 +52,9 @@ class Replication:
     @property
     def make_updater(self) -> Callable[[SplitTableBatchedEmbeddingBagsCodegen], Updater]:
         """What applies captured rows."""
-        return DelayedMomentUpdater if self.delays_moment else RowUpdater
+        if self.delays_moment:
+            return lambda tbe: DirectUpdater(tbe, delayed_row_wise_adagrad_)
+        return RowUpdater if self.always_capture else quickest_updater
 
 
 class ReplicatedModule:

@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from tests.support.tbe import Batch, Case, make_ids, make_tbe, tensors_of, upstream_gradient
-from torchrec_2dsp._compat.fbgemm import SparseType
+from torchrec_2dsp._compat.fbgemm import EmbOptimType, SparseType
 from torchrec_2dsp.optim.reference import delayed_row_wise_adagrad_
 from torchrec_2dsp.rows.capture import RowCapture
-from torchrec_2dsp.rows.delayed_update import DelayedMomentUpdater
+from torchrec_2dsp.rows.direct_update import RULES, DirectUpdater
+from torchrec_2dsp.rows.merge import quickest_updater
+from torchrec_2dsp.rows.update import RowUpdater
 
 ROUNDING = 1e-6
 """Row gradients are added in another order: a few float32 roundings of values near 1."""
@@ -36,7 +38,7 @@ def test_rows_are_updated_by_the_delayed_moment(
     case = Case(tables, eps=0.01, precision=precision)
     tbe = make_tbe(case)
     capture = RowCapture(tbe, ["t0", "t1"])
-    updater = DelayedMomentUpdater(tbe)
+    updater = DirectUpdater(tbe, delayed_row_wise_adagrad_)
     expected = tensors_of(tbe)
     weights, moments = expected[: len(tables)], expected[len(tables) :]
     for seed in range(4):
@@ -52,3 +54,35 @@ def test_rows_are_updated_by_the_delayed_moment(
     rounding = ROUNDING if precision is SparseType.FP32 else HALF_ROUNDING
     for found, wanted in zip(tensors_of(tbe), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=ROUNDING, atol=rounding)
+
+
+def trained(case: Case, direct: bool) -> list[torch.Tensor]:
+    """Weights and state after some steps, updated by the rule or by FBGEMM's kernel."""
+    tbe = make_tbe(case)
+    capture = RowCapture(tbe, [f"t{table}" for table in range(len(case.tables))])
+    updater = DirectUpdater(tbe, RULES[case.optimizer]) if direct else RowUpdater(tbe)
+    for seed in range(4):
+        ids, offsets, _ = make_ids(case, seed)
+        output = capture.lookup(lambda: tbe(ids, offsets), None)  # noqa: B023
+        output.backward(upstream_gradient(output, seed))
+        (backward,) = capture.take()
+        updater.apply(backward.gradients())
+    return tensors_of(tbe)
+
+
+@pytest.mark.parametrize("optimizer", RULES, ids=lambda optimizer: optimizer.name)
+@pytest.mark.parametrize("precision", [SparseType.FP32, SparseType.FP16])
+@pytest.mark.parametrize("feature_tables", [(0, 1), (0, 0, 1)], ids=str)
+def test_a_rule_does_what_the_kernel_does(
+    optimizer: EmbOptimType, precision: SparseType, feature_tables: tuple[int, ...]
+) -> None:
+    case = Case(feature_tables=feature_tables, optimizer=optimizer, precision=precision, eps=0.01)
+    rounding = ROUNDING if precision is SparseType.FP32 else HALF_ROUNDING
+    for direct, fused in zip(trained(case, True), trained(case, False), strict=True):
+        torch.testing.assert_close(direct, fused, rtol=rounding, atol=rounding)
+
+
+def test_a_rule_is_used_where_there_is_one() -> None:
+    assert isinstance(quickest_updater(make_tbe(Case())), DirectUpdater)
+    other = Case(optimizer=EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD)
+    assert isinstance(quickest_updater(make_tbe(other)), RowUpdater)

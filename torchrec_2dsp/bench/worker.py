@@ -32,6 +32,10 @@ _RECORDED_STEPS = 8
 """A ceiling keeps the outputs of all collectives of so many steps."""
 
 
+_LATE_STEPS = 2
+"""After so many steps, nothing of the steps before is under way, even if updates may be late."""
+
+
 @dataclass(frozen=True)
 class Place:
     """Which rank this is."""
@@ -153,9 +157,10 @@ class Worker:
         """
         num_steps = self._config.schedule.traced_steps
         peak = peak_bytes()
-        self._feed.prepare(1 + 2 * num_steps)
+        self._feed.prepare(_LATE_STEPS + 2 * num_steps)
         # What the last block has sent has travelled in other contestants' time.
-        self._step()
+        for _ in range(_LATE_STEPS):
+            self._step()
         window_s, waited_s = self._row_travel()
         with count_collectives() as seen:
             for _ in range(num_steps):

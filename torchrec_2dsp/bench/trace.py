@@ -46,12 +46,22 @@ class Trace:
     """What was in flight."""
 
 
-def traced(step: Callable[[], None], num_steps: int) -> Trace:
-    """Run ``step`` some times under the profiler."""
+def traced(
+    step: Callable[[], None], num_steps: int, settle: Callable[[], None] = lambda: None
+) -> Trace:
+    """Run ``step`` some times under the profiler.
+
+    Args:
+        step: what is profiled.
+        num_steps: how often.
+        settle: waits for what the last step has left under way. A collective that ends after the
+            profiler can crash torch where it reads what was profiled.
+    """
     with _silenced(), profile(activities=[ProfilerActivity.CPU]) as profiled:
         for _ in range(num_steps):
             with record_function(_STEP):
                 step()
+        settle()
     return _sorted_out(profiled.events() or [])
 
 

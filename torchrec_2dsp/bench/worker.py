@@ -171,7 +171,7 @@ class Worker:
         )
         travel = RowTravel(window_s=window_s, waited_s=waited_s) if window_s else None
         dist.barrier(world_group())
-        phases = split_by_phase(traced(self._step, num_steps))
+        phases = split_by_phase(traced(self._step, num_steps, self._settle))
         sums: dict[str, tuple[int, float]] = {}
         for record in seen.records:
             calls, num_bytes = sums.get(record.op, (0, 0.0))
@@ -182,6 +182,14 @@ class Worker:
         )
         grown = None if peak is None or self._start_bytes is None else peak - self._start_bytes
         return Traced(phases, traffic, travel, grown)
+
+    def _settle(self) -> None:
+        """Wait for all collectives that steps have left under way."""
+        assert self._trainer is not None
+        model = self._trainer.model
+        if isinstance(model, ModelParallel2D):
+            model.sync_now()
+        dist.barrier(world_group())
 
     def _row_travel(self) -> tuple[float, float]:
         """Since the start: how long row gradients had to travel, and were waited for."""

@@ -100,6 +100,16 @@ def test_a_profile_has_the_steps_and_their_operators() -> None:
     assert sum(span.name == "aten::mm" for span in trace.operators) == 3
 
 
+def test_what_steps_left_under_way_ends_inside_the_profile() -> None:
+    def settle() -> None:
+        torch.ones(4, 4).mm(torch.ones(4, 4))
+
+    trace = traced(lambda: None, num_steps=2, settle=settle)
+
+    (settled,) = [span for span in trace.operators if span.name == "aten::mm"]
+    assert all(span.end_us <= settled.start_us for span in trace.labels)
+
+
 def result_of(**losses: list[float]) -> BenchResult:
     setting = Setting(
         title="t",

@@ -1,10 +1,22 @@
 """Rows that are captured and updated by the plugin itself, against the rule on dense tensors."""
 
+from typing import Any
+
 import pytest
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    CounterBasedRegularizationDefinition,
+    WeightDecayMode,
+)
 
 from tests.support.tbe import Batch, Case, make_ids, make_tbe, tensors_of, upstream_gradient
-from torchrec_2dsp._compat.fbgemm import EmbOptimType, SparseType
+from torchrec_2dsp._compat.fbgemm import (
+    ComputeDevice,
+    EmbeddingLocation,
+    EmbOptimType,
+    SparseType,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from torchrec_2dsp.optim.reference import delayed_row_wise_adagrad_
 from torchrec_2dsp.rows.capture import RowCapture
 from torchrec_2dsp.rows.direct_update import RULES, DirectUpdater
@@ -82,7 +94,25 @@ def test_a_rule_does_what_the_kernel_does(
         torch.testing.assert_close(direct, fused, rtol=rounding, atol=rounding)
 
 
+ROW_WISE = EmbOptimType.EXACT_ROWWISE_ADAGRAD
+OTHERS: list[tuple[EmbOptimType, dict[str, Any]]] = [
+    (EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD, {}),
+    # Rows are bytes with a scale; the kernel counts how often each is seen.
+    (ROW_WISE, {"weights_precision": SparseType.INT8}),
+    (
+        ROW_WISE,
+        {
+            "weight_decay_mode": WeightDecayMode.COUNTER,
+            "counter_based_regularization": CounterBasedRegularizationDefinition(),
+        },
+    ),
+]
+
+
 def test_a_rule_is_used_where_there_is_one() -> None:
     assert isinstance(quickest_updater(make_tbe(Case())), DirectUpdater)
-    other = Case(optimizer=EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD)
-    assert isinstance(quickest_updater(make_tbe(other)), RowUpdater)
+    for optimizer, options in OTHERS:
+        tbe = SplitTableBatchedEmbeddingBagsCodegen(
+            [(10, 8, EmbeddingLocation.HOST, ComputeDevice.CPU)], optimizer=optimizer, **options
+        )
+        assert isinstance(quickest_updater(tbe), RowUpdater), (optimizer, options)

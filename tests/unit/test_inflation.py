@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.optim.inflation import (
     expected_moment_inflation,
     expected_moment_scale,
@@ -68,3 +69,11 @@ def test_a_tables_scale_is_the_mean_inflation_of_its_lookups() -> None:
     assert expected_moment_scale([3.0, 3.0], num_groups=4, rho=0.5) == pytest.approx(inflation(3.0))
     assert expected_moment_scale([5.0, 1e-9], num_groups=8, rho=0.0) == pytest.approx(8.0)
     assert expected_moment_scale([0.0, 0.0], num_groups=8, rho=0.5) == 8.0, "nothing to average"
+
+
+@pytest.mark.parametrize(
+    ("hits", "rho"), [([-1.0], 0.1), ([float("nan")], 0.1), ([float("inf")], 0.1), ([1.0], -0.5)]
+)
+def test_numbers_that_mean_nothing_are_refused(hits: list[float], rho: float) -> None:
+    with pytest.raises(ConfigError, match=f"hits and rho={rho} must be numbers >= 0"):
+        expected_moment_scale(hits, num_groups=4, rho=rho)

@@ -206,3 +206,13 @@ def test_the_delayed_rule_divides_by_the_moment_before_the_step() -> None:
     expected = [[-0.1 * 3 / 2.5, -0.1 * 4 / 2.5], [-0.1 / 1.5, -0.1 / 1.5]]
     torch.testing.assert_close(weight, torch.tensor(expected))
     assert moment.tolist() == [16.5, 1.0]
+
+
+def test_scales_by_table_are_checked_copied_and_put_in_order() -> None:
+    scales = {"t1": 2.0, "t0": 3.0}
+    config = MomentScaledRowWiseAdaGrad(lr=0.02, moment_scale=scales)
+    scales["t1"] = 9.0
+    assert repr(config).endswith("moment_scale={'t0': 3.0, 't1': 2.0})")
+    assert hash(config) == hash(MomentScaledRowWiseAdaGrad(lr=0.02))
+    with pytest.raises(ConfigError, match=r"moment_scale=-1.0 must be a finite number > 0"):
+        MomentScaledRowWiseAdaGrad(lr=0.02, moment_scale={"t0": -1.0})

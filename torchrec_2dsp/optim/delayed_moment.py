@@ -7,7 +7,7 @@ After a sync all groups have the same moment, so with this rule they all divide 
 where the plain rule lets each divide by what its own gradient has just added. A row without a
 moment yet has nothing to divide by; its first step divides by its own, as the plain rule does.
 
-FBGEMM has no such kernel, so rows are updated one by one by the plugin, which takes longer.
+FBGEMM has no such kernel, so the plugin captures the row gradients and updates the rows itself.
 """
 
 from dataclasses import dataclass

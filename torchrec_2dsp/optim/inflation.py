@@ -9,9 +9,14 @@ row is looked up; ``rho`` is the squared mean over the variance of the noise.
 """
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from torchrec_2dsp.errors import ConfigError
+
+_Hits = TypeVar("_Hits", float, NDArray[np.floating])
 
 
 def moment_inflation(*, num_groups: int, hits: float, rho: float) -> float:
@@ -33,8 +38,8 @@ def moment_inflation(*, num_groups: int, hits: float, rho: float) -> float:
     return 1 + (num_groups - 1) * (1 + rho) / (1 + hits * rho)
 
 
-def expected_moment_inflation(*, num_groups: int, hits: float, rho: float) -> float:
-    """The same for a row that is looked up ``hits`` times in the mean, by a Poisson law.
+def expected_moment_inflation(*, num_groups: int, hits: _Hits, rho: float) -> _Hits:
+    """The same for rows that are looked up ``hits`` times in the mean, by a Poisson law.
 
     ``1 + (M - 1) (1 + rho) / (1 + rho + hits * rho)``
 
@@ -42,7 +47,7 @@ def expected_moment_inflation(*, num_groups: int, hits: float, rho: float) -> fl
 
     Args:
         num_groups: M.
-        hits: lookups of the row in a global batch, in the mean.
+        hits: lookups of the row in a global batch, in the mean; of one row, or of many.
         rho: the squared mean over the variance of a lookup's gradient.
 
     Example:
@@ -65,13 +70,18 @@ def expected_moment_scale(
         num_groups: M.
         rho: the squared mean over the variance of a lookup's gradient.
 
+    Raises:
+        ConfigError: a number is negative, or none.
+
     Example:
         >>> from torchrec_2dsp.optim.inflation import expected_moment_scale
         >>> round(expected_moment_scale([100.0, 1.0, 1.0], num_groups=4, rho=1.0), 2)
         1.1
     """
     found = np.asarray(hits, dtype=np.float64)
+    if not (np.isfinite(found).all() and (found >= 0).all() and rho >= 0):
+        raise ConfigError(f"hits and rho={rho} must be numbers >= 0; see optim.inflation")
     if not found.sum() > 0:
         return float(num_groups)
-    inflation = 1 + (num_groups - 1) * (1 + rho) / (1 + rho + found * rho)
+    inflation = expected_moment_inflation(num_groups=num_groups, hits=found, rho=rho)
     return float((found * inflation).sum() / found.sum())

@@ -59,6 +59,9 @@ class MomentScaledRowWiseAdaGrad:
 
     def __post_init__(self) -> None:
         scales = self.moment_scale
+        if isinstance(scales, Mapping):
+            # A copy, in one order: ranks compare what it prints.
+            object.__setattr__(self, "moment_scale", dict(sorted(scales.items())))
         by_table = scales if isinstance(scales, Mapping) else {"": scales}
         for scale in by_table.values():
             check_hyperparameters(self.lr, self.eps, scale)

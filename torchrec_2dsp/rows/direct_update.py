@@ -32,6 +32,20 @@ RULES: dict[EmbOptimType, Rule] = {
 time of these kernels, which sort once more and look every row up first."""
 
 
+def rule_for(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> Rule | None:
+    """The rule that can stand for a kernel, `None` where only the kernel itself will do.
+
+    A GPU's kernels are quick, quantised rows aren't numbers, and an optimizer with more states than
+    the rule knows does something else.
+    """
+    is_on_cpu = torch.device(tbe.current_device).type == "cpu"
+    has_numbers = all(weight.is_floating_point() for weight in tbe.split_embedding_weights())
+    rule = RULES.get(tbe.optimizer)
+    if rule is None or not is_on_cpu or not has_numbers:
+        return None
+    return rule if all(set(states) <= {"sum"} for states in optimizer_states(tbe)) else None
+
+
 class DirectUpdater:
     """Applies `RowGradients` to the weights and the state of a TBE.
 

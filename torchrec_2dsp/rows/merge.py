@@ -15,7 +15,7 @@ from torchrec_2dsp.comms.agreement import as_ours
 from torchrec_2dsp.comms.alarm import Alarm, Check
 from torchrec_2dsp.errors import SyncError, TwoDError
 from torchrec_2dsp.rows.capture import Backward, RowCapture
-from torchrec_2dsp.rows.direct_update import RULES, DirectUpdater
+from torchrec_2dsp.rows.direct_update import DirectUpdater, rule_for
 from torchrec_2dsp.rows.gradients import RowGradients
 from torchrec_2dsp.rows.update import RowUpdater
 
@@ -66,10 +66,8 @@ class Updater(Protocol):
 
 def quickest_updater(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> Updater:
     """On a CPU the rule itself, where it is known; elsewhere FBGEMM's fused optimizer."""
-    rule = RULES.get(tbe.optimizer)
-    if rule is None or torch.device(tbe.current_device).type != "cpu":
-        return RowUpdater(tbe)
-    return DirectUpdater(tbe, rule)
+    rule = rule_for(tbe)
+    return RowUpdater(tbe) if rule is None else DirectUpdater(tbe, rule)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ class SyncReport:
     were needed."""
 
     waited_s: float = 0.0
-    """How long this rank then still waited for them."""
+    """How long this rank then still waited for them; with NCCL, whose waits are the stream's, only
+    what the thread noticed of it."""
 
     def __add__(self, other: "SyncReport") -> "SyncReport":
         return SyncReport(

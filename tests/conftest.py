@@ -27,6 +27,13 @@ def ranks4() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
+def two_hosts() -> Iterator[RankPool]:
+    """Two ranks on each of two hosts."""
+    with RankPool(4, local_world_size=2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
 def ranks8() -> Iterator[RankPool]:
     """Eight ranks on four hosts of two."""
     with RankPool(8, local_world_size=2) as pool:

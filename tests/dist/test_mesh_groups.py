@@ -15,6 +15,7 @@ from tests.support.rank_worker import REPOSITORY
 from tests.support.ranks import RankPool
 from torchrec_2dsp import Mesh2D, MeshError, MeshGroups, RankLayout
 from torchrec_2dsp.comms.counting import count_collectives
+from torchrec_2dsp.comms.peers import Peers
 
 MESHES = [
     Mesh2D(2, 2, RankLayout.STRIDED),
@@ -30,6 +31,7 @@ def ranks_and_sums(rank: int, groups: MeshGroups) -> dict[str, tuple[list[int], 
     found = {}
     for axis in AXES:
         group = getattr(groups, axis)
+        group = group.everyone if isinstance(group, Peers) else group
         total = torch.tensor(2**rank)
         dist.all_reduce(total, group=group)
         found[axis] = (dist.get_process_group_ranks(group), int(total))
@@ -150,6 +152,36 @@ def node_group_sizes(rank: int, world_size: int) -> list[int]:
 def test_node_groups_follow_the_hosts(ranks8: RankPool) -> None:
     """Hosts of two ranks: strided groups have one rank on each, contiguous ones both."""
     assert ranks8.run(node_group_sizes) == [[1, 2]] * 8
+
+
+def peers_by_host(rank: int, world_size: int, mesh: Mesh2D) -> list[list[list[int]]]:
+    """Of the row exchange and of the hot rows: all, those in this host, one on each host."""
+    groups = MeshGroups.for_mesh(mesh, "cpu")
+    members = [
+        [
+            dist.get_process_group_ranks(group)
+            for group in (peers.everyone, peers.in_host, peers.across)
+            if group is not None
+        ]
+        for peers in (groups.row_exchange, groups.hot_rows)
+    ]
+    groups.close()
+    return members
+
+
+def test_peers_that_share_hosts_have_groups_for_that(ranks8: RankPool, ranks4: RankPool) -> None:
+    everyone = list(range(8))
+    hot = [everyone, [2, 3], [1, 3, 5, 7]]
+    for mesh, holders in (
+        (Mesh2D(4, 2), [[0, 1, 2, 3], [2, 3], [1, 3]]),
+        (Mesh2D(8, 1), hot),
+        # One on each host, or all on one.
+        (Mesh2D(4, 2, RankLayout.CONTIGUOUS), [[1, 3, 5, 7]]),
+        (Mesh2D(2, 4), [[2, 3]]),
+        (Mesh2D(1, 8), [[3]]),
+    ):
+        assert ranks8.run(peers_by_host, mesh)[3] == [holders, hot], mesh
+    assert ranks4.run(peers_by_host, Mesh2D(4, 1))[3] == [[[0, 1, 2, 3]]] * 2
 
 
 def wrong_world(rank: int, world_size: int) -> list[str]:

@@ -14,12 +14,18 @@ from torchrec_2dsp.comms.counting import count_collectives
 MESH = tdsp.Mesh2D(2, 2)
 EXACT = Cell(MESH)
 AVERAGED = replace(EXACT, sync=tdsp.WeightSync())
-HOT = replace(EXACT, sharding="table_wise", hot_rows=(("t0", (0, 1, 5)), ("t1", (0, 2))))
+HOT = replace(EXACT, sharding="table_wise", hot_rows=(("t0", (0, 1, 5)), ("t1", (0, 2, 3))))
 
-def one_hot_batch(cell: Cell) -> KeyedJaggedTensor:
-    """Four samples with one id per feature: the first and the last row of each table, twice."""
-    features = cell.spec.features
-    ids = [row for _, table in features for row in (0, table.num_rows - 1) * 2]
+def one_hot_batch(cell: Cell, rank: int) -> KeyedJaggedTensor:
+    """Four samples with one id per feature: the first and the last row of each table, twice.
+
+    Instead of the first a hot row, not the same on all ranks, if the table has any.
+    """
+    features, hot_rows = cell.spec.features, dict(cell.hot_rows)
+    ids = []
+    for _, table in features:
+        hot = hot_rows.get(table.name, (0,))
+        ids += [hot[rank % len(hot)], table.num_rows - 1] * 2
     return KeyedJaggedTensor.from_lengths_sync(
         keys=[name for name, _ in features],
         values=torch.tensor(ids),
@@ -35,7 +41,7 @@ def collectives_of_a_step(rank: int, world_size: int, cells: list[Cell]) -> list
     steps = []
     for cell in cells:
         parallel = shard(cell)
-        optimizer, batch = make_optimizer(parallel), one_hot_batch(cell)
+        optimizer, batch = make_optimizer(parallel), one_hot_batch(cell, rank)
         # The first step also compares the replicas.
         plain_loop(parallel, optimizer, [batch])
         with count_collectives() as seen:
@@ -119,8 +125,9 @@ TABLE_WISE_T1 = step_of(
 TABLE_WISE_T0_T2 = step_of(
     48, 128, 128, 512, *merge_of("replicate", (16, 128)), rows=False, header=16
 )
-# Hot are the first rows of t0 and t1: 6 of 16 ids, which leaves 80 bytes. A rank tells 3 others of a
-# row of 8 and of one of 16 columns: 3 x 4 and 3 x 8 x 4, 3 x 4 and 3 x 16 x 4.
+# Hot are one row of t0 and one of t1: 6 of 16 ids, which leaves 80 bytes. A rank tells 3 others of a
+# row of 8 and of one of 16 columns: 3 x 4 and 3 x 8 x 4, 3 x 4 and 3 x 16 x 4. In the header stand
+# the rows of 4 possible owners, for each dimension.
 HOT_MERGE = merge_of("world", (12, 96), (12, 192))
 HOT_T1 = step_of(
     *(48, 128, 80, 1024),
@@ -128,7 +135,7 @@ HOT_T1 = step_of(
     *HOT_MERGE,
     rows=False,
     header=16,
-    hot_header=24,
+    hot_header=72,
 )
 HOT_T0_T2 = step_of(
     *(48, 128, 80, 512),
@@ -136,7 +143,7 @@ HOT_T0_T2 = step_of(
     *HOT_MERGE,
     rows=False,
     header=16,
-    hot_header=24,
+    hot_header=72,
 )
 # Averages of what was touched: row counts, 8 bytes each; then one row of each table with its id and
 # its moment, padded to 8 bytes: (8 + 32 + 8) + (8 + 64 + 8) + (8 + 32 + 8) = 176, to the one other peer.

@@ -26,6 +26,8 @@ EXACT = Cell(MESH, spec=SPEC)
 ONE_TABLE = Cell(MESH, "table_wise", ModelSpec(SPEC.tables[:1]))
 """Half of the ranks hold none."""
 SEQUENCE = Cell(MESH, spec=ModelSpec(SEQUENCE_TABLES, sequence=True))
+LAYERED = replace(EXACT, mesh=tdsp.Mesh2D(4, 1))
+"""On two hosts, gradients are added up inside each first."""
 AVERAGED = replace(EXACT, sync=tdsp.WeightSync())
 
 FAULTY_RANK = 1
@@ -79,6 +81,12 @@ def test_a_bad_gradient(ranks4: RankPool, cell: Cell, factor: float) -> None:
     assert "(found on rank " in said
 
 
+@pytest.mark.parametrize("cell", [LAYERED, replace(EXACT, hot_rows=HOT_ROWS)], ids=str)
+def test_a_bad_gradient_on_one_of_two_hosts(two_hosts: RankPool, cell: Cell) -> None:
+    said = told_alike(two_hosts.run(bad_loss, cell, float("nan")))
+    assert "is not finite; nothing was applied" in said
+
+
 def bad_weights(rank: int, world_size: int, cell: Cell) -> tuple[str, float]:
     parallel, (batches,) = shard(cell), make_stream(cell, 1)
     local_loss(parallel(batches[rank])).backward()
@@ -109,6 +117,12 @@ def test_an_error_that_nobody_thought_of(cell: Cell) -> None:
     said = told_alike(run_ranks(crashing, 4, cell))
     assert said.startswith("AttributeError: ")
     assert said.endswith(f"(found on rank {FAULTY_RANK})")
+
+
+def test_an_error_that_nobody_thought_of_on_one_of_two_hosts() -> None:
+    """The faulty rank's neighbour must hear of it before it waits for its rows."""
+    said = told_alike(run_ranks(crashing, 4, LAYERED, local_world_size=2, timeout_s=60))
+    assert said.startswith("AttributeError: ")
 
 
 def drifting(rank: int, world_size: int, cell: Cell, faulty_rank: int) -> tuple[int, str]:

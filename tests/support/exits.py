@@ -41,7 +41,12 @@ def use_groups(rank: int, store: str, leave: Callable[[MeshGroups], None]) -> No
         "gloo", store=dist.FileStore(store, NUM_RANKS), rank=rank, world_size=NUM_RANKS
     )
     groups = MeshGroups.for_mesh(Mesh2D(2, 2), "cpu")
-    for group in (groups.sharding_group, groups.replica_peers, groups.hot_rows, groups.world):
+    for group in (
+        groups.sharding_group,
+        groups.replica_peers,
+        groups.hot_rows.everyone,
+        groups.world,
+    ):
         dist.all_reduce(torch.ones(1000), group=group)
     leave(groups)
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True)
-class Gathered:
-    """The tensors of all ranks of a group, on their way."""
+class Arriving:
+    """Tensors from all ranks of a group, on their way."""
 
     values: torch.Tensor
     """Those of the other ranks in their order, then the own one."""
@@ -42,9 +42,39 @@ class Gathered:
         return parts
 
 
+def start_all_to_all_ragged(
+    parts: Sequence[torch.Tensor], counts: Sequence[int], group: dist.ProcessGroup
+) -> Arriving:
+    """Give every rank its part, which may differ from others in the first dimension.
+
+    Args:
+        parts: of this rank, by the rank that gets it.
+        counts: the first dimension of what each rank has for this one.
+        group: the ranks that take part, at least two.
+
+    Collectives:
+        One all-to-all, not waited for. Nothing is sent to oneself, and nothing is copied for a
+        single peer.
+    """
+    rank = dist.get_rank(group)
+    mine = parts[rank]
+    others = [part for other, part in enumerate(parts) if other != rank]
+    values = mine.new_empty((sum(counts), *mine.shape[1:]))
+    num_received = values.shape[0] - mine.shape[0]
+    received = [0 if other == rank else count for other, count in enumerate(counts)]
+    sent = [0 if other == rank else part.shape[0] for other, part in enumerate(parts)]
+    buffer = torch.cat(others) if len(others) > 1 else others[0]
+    work = dist.all_to_all_single(
+        values[:num_received], buffer, received, sent, group=group, async_op=True
+    )
+    assert work is not None
+    values[num_received:] = mine
+    return Arriving(values, buffer, work, tuple(counts), rank)
+
+
 def start_all_gather_ragged(
     mine: torch.Tensor, counts: Sequence[int], group: dist.ProcessGroup
-) -> Gathered:
+) -> Arriving:
     """Give every rank the tensors of all, which may differ in their first dimension.
 
     Args:
@@ -53,21 +83,9 @@ def start_all_gather_ragged(
         group: the ranks that take part, at least two.
 
     Collectives:
-        One all-to-all (gloo has no all-gather of different sizes), not waited for. Nothing is sent
-        to oneself, and nothing is copied for a single peer.
+        As `start_all_to_all_ragged`: gloo has no all-gather of different sizes.
     """
-    rank, world_size = dist.get_rank(group), len(counts)
-    values = mine.new_empty((sum(counts), *mine.shape[1:]))
-    num_received = values.shape[0] - mine.shape[0]
-    received = [0 if other == rank else count for other, count in enumerate(counts)]
-    sent = [0 if other == rank else mine.shape[0] for other in range(world_size)]
-    buffer = torch.cat([mine] * (world_size - 1)) if world_size > 2 else mine
-    work = dist.all_to_all_single(
-        values[:num_received], buffer, received, sent, group=group, async_op=True
-    )
-    assert work is not None
-    values[num_received:] = mine
-    return Gathered(values, buffer, work, tuple(counts), rank)
+    return start_all_to_all_ragged([mine] * len(counts), counts, group)
 
 
 def all_gather_ragged(

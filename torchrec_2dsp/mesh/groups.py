@@ -2,7 +2,6 @@
 
 import atexit
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from typing import cast
 
 import torch
@@ -18,6 +17,7 @@ from torchrec_2dsp._compat.torchrec import (
 )
 from torchrec_2dsp.comms.alarm import Alarm
 from torchrec_2dsp.comms.full_duplex import BACKEND_NAME as FULL_DUPLEX
+from torchrec_2dsp.comms.peers import Peers, by_host
 from torchrec_2dsp.errors import MeshError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
 
@@ -59,33 +59,56 @@ class MeshGroups:
         """The ranks that share this rank's copy of the tables."""
         self.replica_peers = self.device_mesh.get_group("replicate")
         """The ranks that hold this rank's shard."""
-        # Rows travel while the training thread goes on to other collectives. Groups of their own
-        # keep the two from interleaving differently on two ranks.
-        backend = FULL_DUPLEX if dist.get_backend(world) == dist.Backend.GLOO else None
-        timeout = timeout_of(world, device_type)
-        hot_rows = dist.new_group(timeout=timeout, backend=backend, group_desc="hot_rows")
-        self.hot_rows = cast(dist.ProcessGroup, hot_rows)
-        """All ranks again, used by nothing but the hot rows."""
-        self.row_exchange = self._new_row_exchange(backend, timeout)
-        """The replica peers again, used by nothing but the exchange of rows: their gradients, or
-        their weights."""
-        everyone = cast(dist.ProcessGroup, dist.new_group(timeout=timeout, group_desc="alarm"))
-        self._alarm_group = everyone
-        self.alarm = Alarm(everyone, torch.device(device_type))
-        """Tells all ranks of an error of one."""
         self.local_world_size = get_local_size(mesh.world_size)
         """Ranks of this host (LOCAL_WORLD_SIZE)."""
+        # Rows travel while the training thread goes on to other collectives. Groups of their own
+        # keep the two from interleaving differently on two ranks.
+        self._made: list[dist.ProcessGroup] = []
+        self.hot_rows = self._new_peers("hot_rows", [list(range(mesh.world_size))])
+        """All ranks again, used by nothing but the hot rows."""
+        self.row_exchange = Peers(self.replica_peers)
+        """The replica peers again, used by nothing but the exchange of rows: their gradients, or
+        their weights."""
+        if mesh.num_groups > 1:
+            holders = [list(ranks) for ranks in zip(*mesh.rank_matrix(), strict=True)]
+            self.row_exchange = self._new_peers("row_exchange", holders)
+        everyone = self._new_group("alarm", [list(range(mesh.world_size))], backend=None)
+        self.alarm = Alarm(everyone, torch.device(device_type))
+        """Tells all ranks of an error of one."""
         self._node_groups = NodeGroupCache()
         self._closed = False
 
-    def _new_row_exchange(self, backend: str | None, timeout: timedelta) -> dist.ProcessGroup:
-        if self.mesh.num_groups == 1:
-            return self.replica_peers
-        peers = [list(ranks) for ranks in zip(*self.mesh.rank_matrix(), strict=True)]
-        group, _ = dist.new_subgroups_by_enumeration(
-            peers, timeout=timeout, backend=backend, group_desc="row_exchange"
+    def _new_peers(self, name: str, sets: list[list[int]]) -> Peers:
+        """Groups for rows that travel, in full duplex where that makes a difference.
+
+        Args:
+            name: of the groups.
+            sets: of ranks; this one belongs to one of them.
+        """
+        backend = FULL_DUPLEX if dist.get_backend(self.world) == dist.Backend.GLOO else None
+        everyone = self._new_group(name, sets, backend)
+        placed = [by_host(ranks, self.local_world_size) for ranks in sets]
+        hosts = [hosts for hosts in placed if hosts is not None]
+        if len(hosts) < len(placed):
+            return Peers(everyone)
+        in_host = [ranks for of_set in hosts for ranks in of_set]
+        across = [list(ranks) for of_set in hosts for ranks in zip(*of_set, strict=True)]
+        return Peers(
+            everyone,
+            self._new_group(f"{name}_in_host", in_host, backend),
+            self._new_group(f"{name}_across", across, backend),
         )
-        return cast(dist.ProcessGroup, group)
+
+    def _new_group(
+        self, name: str, sets: list[list[int]], backend: str | None
+    ) -> dist.ProcessGroup:
+        """The group of the set that this rank belongs to."""
+        timeout = timeout_of(self.world, self.device_mesh.device_type)
+        group, _ = dist.new_subgroups_by_enumeration(
+            sets, timeout=timeout, backend=backend, group_desc=name
+        )
+        self._made.append(cast(dist.ProcessGroup, group))
+        return self._made[-1]
 
     @classmethod
     def for_mesh(cls, mesh: Mesh2D, device_type: str) -> "MeshGroups":
@@ -130,11 +153,8 @@ class MeshGroups:
             return
         dist.barrier(self.world)
         # The node groups were made last; a mesh axis that spans the world may be its own group.
-        made = (self.replica_peers, self.sharding_group, self.hot_rows)
-        if self.row_exchange is not self.replica_peers:
-            made += (self.row_exchange,)
-        made += (self._alarm_group,)
-        made += tuple(reversed(self._node_groups.groups()))
+        made = [self.replica_peers, self.sharding_group, *self._made]
+        made += reversed(self._node_groups.groups())
         for group in reversed(made):
             if group is not self.world:
                 dist.destroy_process_group(group)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.profiler import record_function
 
 from torchrec_2dsp._compat.fbgemm import (
@@ -18,10 +17,12 @@ from torchrec_2dsp._compat.fbgemm import (
     tbe_shape,
 )
 from torchrec_2dsp._compat.torchrec import get_gradient_division
+from torchrec_2dsp.comms.peers import Peers
 from torchrec_2dsp.errors import SyncError, UnsupportedError
 from torchrec_2dsp.rows.blocks import blocks_of
-from torchrec_2dsp.rows.exchange import Announcement, InFlight, RowExchange
+from torchrec_2dsp.rows.exchange import Announcement, RowExchange
 from torchrec_2dsp.rows.gradients import BlockGradients, Lookup, LookupRows, RowGradients
+from torchrec_2dsp.rows.in_flight import InFlight
 
 _LABEL = "## capture rows ##"
 """In profiles."""
@@ -70,7 +71,7 @@ class RowCapture:
         tbe: SplitTableBatchedEmbeddingBagsCodegen,
         tables: Sequence[str],
         learning_rate: Callable[[], float] | None = None,
-        peers: dist.ProcessGroup | None = None,
+        peers: Peers | None = None,
         transport: torch.dtype = torch.float32,
     ) -> None:
         """
@@ -112,8 +113,8 @@ class RowCapture:
         with record_function(_LABEL):
             lookup = Lookup(*last_lookup(self.tbe), weights)
             rows = LookupRows(self._shape, self._blocks, lookup)
-            num_rows = [one.keys.numel() for one in rows.sums]
-            announced = self._exchange.announce(num_rows, self._learning_rate())
+            keys = [one.keys for one in rows.sums]
+            announced = self._exchange.announce(keys, self._learning_rate())
             return _Captured(rows, iteration_of(self.tbe), announced)
 
     def record(self, captured: _Captured, grad_output: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """`RowExchange`: the row gradients of several ranks, brought together while they go on computing.
 
-At the lookup, ranks tell each other how many rows they touch; in the backward, they send the rows
-and their gradients; where the rows are needed next, each waits, and adds what all have sent.
+At the lookup, ranks tell each other how many rows they touch; after the backward, they send the
+rows and their gradients; where the rows are needed next, each waits, and has what all have sent.
 """
 
 from collections.abc import Sequence
@@ -10,22 +10,25 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from torchrec_2dsp.comms.collectives import Gathered, start_all_gather_ragged
+from torchrec_2dsp.comms.peers import Peers
 from torchrec_2dsp.errors import SyncError
 from torchrec_2dsp.rows.blocks import Block
-from torchrec_2dsp.rows.gradients import BlockGradients, RowSum
+from torchrec_2dsp.rows.gradients import BlockGradients
+from torchrec_2dsp.rows.hops import Route, Sizes, routes
+from torchrec_2dsp.rows.in_flight import InFlight, Wire
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """How many rows each rank touches, on its way."""
+    """How many rows each rank sends to whom first, on its way."""
 
     headers: tuple[torch.Tensor, ...]
-    """By rank: how many rows of each block, then the bits of the learning rate."""
+    """By rank: block by block how many rows each owner gets, then the bits of the learning rate."""
+    num_blocks: int
     work: dist.Work | None
 
-    def arrived(self) -> tuple[list[list[int]], float]:
-        """Rows by rank, then by block; and the learning rate that all ranks have."""
+    def arrived(self) -> tuple[Sizes, float]:
+        """What all ranks send; and the learning rate that all have."""
         if self.work is not None:
             self.work.wait()
         headers = torch.stack(self.headers).cpu()
@@ -37,7 +40,10 @@ class Announcement:
                 f"ranks that hold the same rows have different learning rates {known.tolist()}; "
                 "set the same schedule on every rank"
             )
-        return headers[:, :-1].tolist(), float(known[0])
+        if not self.num_blocks:
+            return [], float(known[0])
+        sizes = headers[:, :-1].reshape(len(headers), self.num_blocks, -1)
+        return sizes.tolist(), float(known[0])
 
 
 class RowExchange:
@@ -47,45 +53,53 @@ class RowExchange:
         self,
         blocks: Sequence[Block],
         device: torch.device,
-        group: dist.ProcessGroup | None,
+        peers: Peers | None,
         transport: torch.dtype = torch.float32,
     ) -> None:
         """
         Args:
             blocks: of the TBE.
             device: where it is.
-            transport: the type in which gradients travel. This rank rounds its own ones, too, so
-                that all ranks add the same numbers.
-            group: the ranks that hold the same rows, used by nothing else while rows travel.
+            peers: the ranks that hold the same rows, by groups used for nothing else while rows
+                travel; none if this rank is alone.
+            transport: the type in which gradients travel.
         """
-        self._blocks = tuple(blocks)
-        self._device = device
-        self._group = group
-        self._transport = transport
-        self.num_ranks = 1 if group is None else dist.get_world_size(group)
+        self.num_ranks = 1 if peers is None else dist.get_world_size(peers.everyone)
         """How many ranks' gradients are added."""
+        self._wire = Wire(tuple(block.key_dtype for block in blocks), transport, device)
+        self._peers = None if self.num_ranks == 1 else peers
+        if self._peers is None:
+            return
+        self._gathered, self._owned = routes(self._peers)
+        # Two ranks never gain by owners, so they needn't tell what these would get.
+        told = self._owned if self.num_ranks > 2 else self._gathered
+        self._first_hop = told.hops[0]
+        members = dist.get_process_group_ranks(self._peers.everyone)
+        first = dist.get_process_group_ranks(self._first_hop.group)
+        self._places = [members.index(rank) for rank in first]
 
-    def announce(self, num_rows: Sequence[int], learning_rate: float) -> Announcement:
+    def announce(self, keys: Sequence[torch.Tensor], learning_rate: float) -> Announcement:
         """Tell the peers what this rank's gradients will look like.
 
         Args:
-            num_rows: by block.
+            keys: of the touched rows, by block.
             learning_rate: what this rank knows of it.
 
         Collectives:
-            One all-gather of 8 bytes per block and 8 bytes more, not waited for.
+            One all-gather of 8 bytes per block and owner and 8 bytes more, not waited for.
         """
         (rate,) = torch.tensor([learning_rate], dtype=torch.float64).view(torch.int64).tolist()
-        header = torch.tensor([*num_rows, rate], device=self._device)
-        if self.num_ranks == 1:
-            return Announcement((header,), None)
+        if self._peers is None:
+            return Announcement((torch.tensor([rate]),), 0, None)
+        sizes = [size for one in keys for size in self._first_hop.part_sizes(one)]
+        header = torch.tensor([*sizes, rate], device=self._wire.device)
         headers = tuple(torch.empty_like(header) for _ in range(self.num_ranks))
-        work = dist.all_gather(list(headers), header, group=self._group, async_op=True)
-        return Announcement(headers, work)
+        work = dist.all_gather(list(headers), header, group=self._peers.everyone, async_op=True)
+        return Announcement(headers, len(keys), work)
 
     def send(
         self, mine: Sequence[BlockGradients], announced: Announcement, divisor: int
-    ) -> "InFlight":
+    ) -> InFlight:
         """Start the exchange.
 
         Args:
@@ -94,61 +108,16 @@ class RowExchange:
             divisor: of the sum over ranks.
 
         Collectives:
-            Two all-to-alls per block, of keys and of gradients, not waited for.
+            Per block two all-to-alls, of keys and of gradients, not waited for.
         """
-        counts, learning_rate = announced.arrived()
-        if self._group is None or self.num_ranks == 1:
-            return InFlight(tuple(mine), learning_rate, 0, divisor)
-        parts, num_bytes = [], announced.headers[0].nbytes
-        for block, one, by_rank in zip(self._blocks, mine, zip(*counts, strict=True), strict=True):
-            keys, grads = one.keys.to(block.key_dtype), one.grads.to(self._transport)
-            num_bytes += keys.nbytes + grads.nbytes
-            parts.append(
-                _BlockInFlight(
-                    start_all_gather_ragged(keys, by_rank, self._group),
-                    start_all_gather_ragged(grads, by_rank, self._group),
-                )
-            )
-        return InFlight(tuple(parts), learning_rate, num_bytes * (self.num_ranks - 1), divisor)
-
-
-@dataclass(frozen=True)
-class _BlockInFlight:
-    """The gradients of a block, of all ranks."""
-
-    keys: Gathered
-    grads: Gathered
-
-    def collect(self, divisor: int) -> BlockGradients:
-        # All ranks add in the order of ranks, so all get the same bits.
-        keys, places = self.keys.wait().long(), self.keys.places()
-        rows = RowSum(keys[places], places)
-        grads = rows.of(self.grads.wait().float())
-        return BlockGradients(rows.keys, grads if divisor == 1 else grads.div_(divisor))
-
-
-@dataclass(frozen=True)
-class InFlight:
-    """One backward's gradients, on their way."""
-
-    parts: tuple[_BlockInFlight | BlockGradients, ...]
-    """By block; those of a single rank have arrived."""
-    learning_rate: float
-    """Of all ranks."""
-    num_bytes: int
-    """Bytes that this rank sends to others."""
-    divisor: int
-
-    def wait(self) -> None:
-        """Until all ranks' gradients have come."""
-        for part in self.parts:
-            if isinstance(part, _BlockInFlight):
-                part.keys.wait()
-                part.grads.wait()
-
-    def collect(self) -> tuple[BlockGradients, ...]:
-        """Wait for all ranks' gradients; their sums."""
-        return tuple(
-            part if isinstance(part, BlockGradients) else part.collect(self.divisor)
-            for part in self.parts
-        )
+        told, learning_rate = announced.arrived()
+        if self._peers is None:
+            alone = Route(())
+            return InFlight(mine, learning_rate, divisor, wire=self._wire, route=alone, sizes=[])
+        route = self._owned if self._wire.overlap.is_large else self._gathered
+        sizes = [told[place] for place in self._places]
+        if not route.hops[0].stride:
+            sizes = [[[sum(parts)] for parts in blocks] for blocks in sizes]
+        sent = InFlight(mine, learning_rate, divisor, wire=self._wire, route=route, sizes=sizes)
+        sent.num_bytes += announced.headers[0].nbytes * (self.num_ranks - 1)
+        return sent

@@ -94,6 +94,8 @@ class RowMerge:
         captures: Sequence[RowCapture],
         alarm: Alarm,
         delay: int = 0,
+        *,
+        is_layered: bool = False,
         make_updater: Callable[[SplitTableBatchedEmbeddingBagsCodegen], Updater] = quickest_updater,
     ) -> None:
         """
@@ -101,12 +103,14 @@ class RowMerge:
             captures: the TBEs; none on a rank that holds no table.
             alarm: of all ranks, also of those that don't merge with this one.
             delay: how many steps may wait when a lookup comes.
+            is_layered: whether rows are added up inside hosts first; the same on all ranks.
             make_updater: what applies the gradients to a TBE, the quickest by default.
         """
         self._captures = list(captures)
         self._updaters = [make_updater(capture.tbe) for capture in captures]
         self._alarm = alarm
         self._delay = delay
+        self._is_layered = is_layered
         self._is_unsent = False
         self._steps: deque[_Step] = deque()
 
@@ -123,7 +127,8 @@ class RowMerge:
         """Send what the backwards have left.
 
         Collectives:
-            Those of `RowCapture.take`, and of `Alarm.check`.
+            Those of `RowCapture.take`, and of `Alarm.check`; and of `InFlight.leave_host`, if
+            that is needed.
         """
         if not self._is_unsent:
             return
@@ -135,6 +140,11 @@ class RowMerge:
         except Exception as raised:
             error = as_ours(raised, SyncError)
         check = self._alarm.check(error)
+        if self._is_layered:
+            # Peers of a rank that failed would wait for its rows.
+            check.wait()
+            for backward in chain.from_iterable(backwards):
+                backward.in_flight.leave_host()
         self._steps.append(_Step(backwards, check, time.perf_counter()))
 
     # A sync point may be reached in inference mode, whose tensors autograd can't use.

@@ -52,7 +52,7 @@ def _average(
     ]
     shards = [shard for of_kernel in by_kernel for shard in of_kernel]
     if sync.rows is SyncedRows.TOUCHED:
-        average = RowAverage(shards, groups.row_exchange, groups.alarm)
+        average = RowAverage(shards, groups.row_exchange.everyone, groups.alarm)
     else:
         average = ShardAverage(shards, peers)
     copied = copied_shards(kernels, is_synced)

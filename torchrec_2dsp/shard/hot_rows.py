@@ -83,14 +83,19 @@ class HotRows:
 
     def action(self) -> MergeRowGradients:
         """What keeps the replicas equal: their gradients, merged over all ranks."""
-        alarm = self._groups.alarm
-        merge = RowMerge([tbe.capture for tbe in self._tbes], alarm, self._gradients.delay)
+        alarm, peers = self._groups.alarm, self._groups.hot_rows
+        merge = RowMerge(
+            [tbe.capture for tbe in self._tbes],
+            alarm,
+            self._gradients.delay,
+            is_layered=peers.is_layered,
+        )
         copies = [
             CopiedShard(f"{hot.table} (hot rows)", 0, tuple(tensors.values()))
             for tbe in self._tbes
             for hot, tensors in zip(tbe.slices, tbe.tensors(), strict=True)
         ]
-        drift = DriftCheck(copies, self._groups.hot_rows, alarm, self._sync.drift_every)
+        drift = DriftCheck(copies, peers.everyone, alarm, self._sync.drift_every)
         return MergeRowGradients(merge, drift, on_update=self._mark_dirty)
 
     def split(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, HotBatch]:

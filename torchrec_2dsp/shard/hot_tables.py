@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, data_type_to_sparse_type
 
 from torchrec_2dsp._compat.fbgemm import (
@@ -15,6 +14,7 @@ from torchrec_2dsp._compat.fbgemm import (
     SplitTableBatchedEmbeddingBagsCodegen,
     optimizer_states,
 )
+from torchrec_2dsp.comms.peers import Peers
 from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D
 from torchrec_2dsp.rows.capture import RowCapture
 from torchrec_2dsp.shard.hot_split import HotBatch
@@ -69,7 +69,7 @@ class HotTbe:
         data_type: Any,
         device: torch.device,
         *,
-        peers: dist.ProcessGroup,
+        peers: Peers,
         transport: torch.dtype,
         learning_rate: Callable[[Sequence[HotSlice]], float],
     ) -> None:

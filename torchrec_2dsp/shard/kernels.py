@@ -25,6 +25,7 @@ from torchrec_2dsp._compat.torchrec import (
     EmbeddingFusedOptimizer,
     GroupedEmbeddingConfig,
 )
+from torchrec_2dsp.comms.peers import Peers
 from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.optim.moment_scaled import to_kernel_units
 from torchrec_2dsp.rows.capture import RowCapture
@@ -109,7 +110,7 @@ class _CapturingKernel:
                 lr=user_params["learning_rate"],
             )
 
-    def capture_rows(self, peers: dist.ProcessGroup | None, transport: torch.dtype) -> RowCapture:
+    def capture_rows(self, peers: Peers | None, transport: torch.dtype) -> RowCapture:
         """From now on backwards are captured, for a merge over ``peers``, or for this rank alone.
 
         Otherwise they update at once, as in TorchRec.

@@ -193,7 +193,8 @@ class ReplicatedModule:
                 [kernel.capture_rows(peers, transport) for kernel in kernels],
                 groups.alarm,
                 sync.delay,
-                replication.make_updater,
+                is_layered=peers.is_layered,
+                make_updater=replication.make_updater,
             )
             copied = copied_shards(kernels)
             drift = DriftCheck(copied, groups.replica_peers, groups.alarm, sync.drift_every)

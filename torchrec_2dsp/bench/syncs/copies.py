@@ -82,7 +82,7 @@ class Copies:
         peers = self._groups.replica_peers
         shard = synced_shard(self._shard, lambda name: True, dist.get_world_size(peers), sync)
         if sync.rows is SyncedRows.TOUCHED:
-            average = RowAverage([shard], self._groups.row_exchange, self._groups.alarm)
+            average = RowAverage([shard], self._groups.row_exchange.everyone, self._groups.alarm)
         else:
             average = ShardAverage([shard], peers)
         start = time.perf_counter()
@@ -99,10 +99,9 @@ class Copies:
 
     def _merge(self, sync: GradientSync, rows: torch.Tensor, seed: int) -> Timed:
         """The lookup comes before; the sums of the backward and the update are part of the time."""
-        capture = RowCapture(
-            self._tbe, ["table"], peers=self._groups.row_exchange, transport=sync.transport.dtype
-        )
-        merge = RowMerge([capture], self._groups.alarm)
+        peers = self._groups.row_exchange
+        capture = RowCapture(self._tbe, ["table"], peers=peers, transport=sync.transport.dtype)
+        merge = RowMerge([capture], self._groups.alarm, is_layered=peers.is_layered)
         offsets = torch.arange(rows.numel() + 1)
         grads = torch.rand((rows.numel(), self._dim), generator=_generator(seed))
         output = capture.lookup(lambda: self._tbe(rows, offsets), None)

@@ -176,12 +176,15 @@ def test_an_owner_that_is_ended_leaves_nothing(
 ) -> None:
     command = [*PROGRAM, "hang", str(tmp_path)]
     options = ["--hosts", "2", "--ranks-per-host", "1"]
+    # A shell starts what runs in the background deaf to Ctrl-C, and its children inherit that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     owner = subprocess.Popen(
         [sys.executable, "-m", "tests.cluster", *options, "--", *command],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         cwd=Path(__file__).parents[2],
     )
+    signal.signal(signal.SIGINT, before)
     deadline = time.monotonic() + START_TIMEOUT_S
     while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)

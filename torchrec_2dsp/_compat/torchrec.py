@@ -19,15 +19,17 @@ from torchrec.distributed.batched_embedding_kernel import (
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.dist_data import (
+    KJTAllToAll,
     PooledEmbeddingsAwaitable,
     PooledEmbeddingsReduceScatter,
+    SequenceEmbeddingsAllToAll,
 )
 from torchrec.distributed.embedding_kernel import BaseEmbedding
 from torchrec.distributed.embedding_lookup import (
     GroupedEmbeddingsLookup,
     GroupedPooledEmbeddingsLookup,
 )
-from torchrec.distributed.embedding_sharding import BaseEmbeddingDist
+from torchrec.distributed.embedding_sharding import BaseEmbeddingDist, EmbeddingShardingContext
 from torchrec.distributed.embedding_types import (
     BaseEmbeddingLookup,
     EmbeddingComputeKernel,
@@ -44,6 +46,7 @@ from torchrec.distributed.sharding.rw_sharding import (
     RwPooledEmbeddingDist,
     RwPooledEmbeddingSharding,
 )
+from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
 from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
 from torchrec.distributed.sharding.twrw_sharding import (
@@ -63,18 +66,22 @@ __all__ = [
     "DMPCollectionContext",
     "EmbeddingComputeKernel",
     "EmbeddingFusedOptimizer",
+    "EmbeddingShardingContext",
     "GridPooledEmbeddingDist",
     "GridPooledEmbeddingSharding",
     "GroupedEmbeddingConfig",
     "GroupedEmbeddingsLookup",
     "GroupedPooledEmbeddingsLookup",
     "InBackwardOptimizers",
+    "KJTAllToAll",
     "NodeGroupCache",
     "PooledEmbeddingsAwaitable",
     "PooledEmbeddingsReduceScatter",
     "RwPooledEmbeddingDist",
     "RwPooledEmbeddingSharding",
     "RwSequenceEmbeddingSharding",
+    "SequenceEmbeddingsAllToAll",
+    "SequenceShardingContext",
     "ShardingEnv2D",
     "TwPooledEmbeddingSharding",
     "TwRwPooledEmbeddingDist",

@@ -8,6 +8,9 @@ from torchrec.distributed.types import ParameterSharding, ShardingType
 from torchrec_2dsp.access.hot_set import HotSet
 from torchrec_2dsp.errors import PlanError
 
+ROW_EXCHANGE = "row_exchange"
+"""What the sharded module sees as the type of a table with `Exchange.ROW`."""
+
 
 class ShardingType2D(enum.Enum):
     """The 2D form of each TorchRec sharding type: sharded in a group, replicated over groups.
@@ -51,6 +54,8 @@ def type_2d(sharding_type: str) -> str:
 
 def base_type(sharding_type: str) -> str:
     """TorchRec's own name of a sharding type: the inverse of `type_2d`."""
+    if sharding_type == ROW_EXCHANGE:
+        return ShardingType.ROW_WISE.value
     return ShardingType2D(type_2d(sharding_type)).base.value
 
 
@@ -59,6 +64,9 @@ class Exchange(enum.Enum):
 
     STOCK = "stock"
     """TorchRec's own output exchange of the sharding type."""
+
+    ROW = "row"
+    """Each distinct row of a batch travels once, for tables that are sharded row-wise."""
 
 
 @dataclass

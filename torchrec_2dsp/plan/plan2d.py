@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torchrec.distributed.types import (
@@ -16,6 +16,7 @@ from torchrec_2dsp.access.hot_set import HotSet
 from torchrec_2dsp.errors import PlanError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import (
+    Exchange,
     ParameterSharding2D,
     ShardingType2D,
     num_rows,
@@ -100,13 +101,22 @@ class Plan2D(ShardingPlan):
         return f"{self.mesh}, {self.sync}\n{super().__str__()}"
 
 
-def pin(plan: Plan2D, table: str, *, hot_rows: "Iterable[int] | torch.Tensor | HotSet") -> Plan2D:
-    """A copy of ``plan`` in which ``hot_rows`` of ``table`` are replicated on every rank.
+def pin(
+    plan: Plan2D,
+    table: str,
+    *,
+    hot_rows: "Iterable[int] | torch.Tensor | HotSet | None" = None,
+    exchange: Exchange | str | None = None,
+) -> Plan2D:
+    """A copy of ``plan`` with another exchange or other hot rows for ``table``.
 
     Args:
         plan: left as it is.
         table: a table's name, as in its config.
-        hot_rows: row ids in any order; an empty one removes the table's hot set.
+        hot_rows: ids of the rows that every rank holds, in any order; an empty one removes the
+            table's hot set. By default it stays.
+        exchange: how the table's rows reach their samples, as a member of `Exchange` or its value.
+            By default it stays.
 
     Example:
         >>> import torchrec_2dsp as tdsp
@@ -116,14 +126,19 @@ def pin(plan: Plan2D, table: str, *, hot_rows: "Iterable[int] | torch.Tensor | H
         ...
         torchrec_2dsp.errors.PlanError: the plan has no table 't_user'; it has no tables
     """
-    hot_set = hot_rows if isinstance(hot_rows, HotSet) else _hot_set_of(hot_rows)
+    changes: dict[str, Any] = {}
+    if hot_rows is not None:
+        is_set = isinstance(hot_rows, HotSet)
+        changes["hot_set"] = hot_rows if is_set else _hot_set_of(hot_rows)
+    if exchange is not None:
+        changes["exchange"] = _exchange_of(exchange)
     modules: dict[str, ModuleShardingPlan] = {}
     found = False
     for path, module_plan in plan.modules():
         tables = dict(module_plan.tables())
         if table in tables:
             found = True
-            tables[table] = replace(tables[table], hot_set=hot_set)
+            tables[table] = replace(tables[table], **changes)
         modules[path] = ModulePlan2D(tables, mesh=plan.mesh, sync=plan.sync)
     if not found:
         names = sorted(name for _, module_plan in plan.modules() for name in module_plan)
@@ -136,6 +151,14 @@ def pin(plan: Plan2D, table: str, *, hot_rows: "Iterable[int] | torch.Tensor | H
     return made
 
 
+def _exchange_of(exchange: Exchange | str) -> Exchange:
+    try:
+        return Exchange(exchange)
+    except ValueError as error:
+        known = ", ".join(repr(one.value) for one in Exchange)
+        raise PlanError(f"exchange={exchange!r} is unknown; use one of {known}") from error
+
+
 def _hot_set_of(ids: "Iterable[int] | torch.Tensor") -> HotSet | None:
     values = [int(value) for value in ids]
     return HotSet.of(values) if values else None
@@ -143,6 +166,11 @@ def _hot_set_of(ids: "Iterable[int] | torch.Tensor") -> HotSet | None:
 
 def _validate_table(where: str, table: ParameterSharding2D, mesh: Mesh2D) -> None:
     kind = ShardingType2D(table.sharding_type)
+    if table.exchange is Exchange.ROW and kind is not ShardingType2D.ROW_WISE:
+        raise PlanError(
+            f"table {where} is {kind.value}, but exchange='row' is for tables sharded row-wise: "
+            "constrain it with sharding_types=['row_wise'] when you plan"
+        )
     if kind is ShardingType2D.DATA_PARALLEL:
         if table.hot_set is not None:
             raise PlanError(

@@ -7,7 +7,12 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed.types import ShardingPlan
 
-from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D, ShardingType2D
+from torchrec_2dsp.plan.parameter_sharding import (
+    ROW_EXCHANGE,
+    Exchange,
+    ParameterSharding2D,
+    ShardingType2D,
+)
 from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D
 
 
@@ -58,7 +63,7 @@ def module_plan_for_rank(
             spec = EnumerableShardingSpec([moved(shard) for shard in spec.shards])
         return replace(
             table,
-            sharding_type=_runtime_type(table.sharding_type),
+            sharding_type=_runtime_type(table),
             ranks=None if table.ranks is None else [world_rank(index) for index in table.ranks],
             sharding_spec=spec,
         )
@@ -68,8 +73,10 @@ def module_plan_for_rank(
     )
 
 
-def _runtime_type(sharding_type: str) -> str:
-    kind = ShardingType2D(sharding_type)
+def _runtime_type(table: ParameterSharding2D) -> str:
+    kind = ShardingType2D(table.sharding_type)
+    if table.exchange is Exchange.ROW:
+        return ROW_EXCHANGE
     if kind is ShardingType2D.TABLE_COLUMN_WISE:
         # Column-wise on the ranks of one host: the same shards and code at run time, but
         # TorchRec's 2D state dict only knows the plain name.

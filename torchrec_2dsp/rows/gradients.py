@@ -71,9 +71,23 @@ class RowSum:
         ascending, order = keys.sort(stable=True)
         self.keys, counts = torch.unique_consecutive(ascending, return_counts=True)
         """The distinct rows, ascending."""
+        self._order, self._counts = order, counts
         self._starts = counts.cumsum(0) - counts
         self._sources = order if sources is None else sources[order]
         self._weights = None if weights is None else weights[order]
+
+    def places(self) -> torch.Tensor:
+        """For each contribution, in the order in which they were given, the index of its row."""
+        rows = torch.arange(self.keys.numel(), device=self.keys.device)
+        places = torch.empty_like(self._order)
+        places[self._order] = rows.repeat_interleave(self._counts, output_size=places.numel())
+        return places
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the tensors alive for ``stream``."""
+        for tensor in vars(self).values():
+            if isinstance(tensor, torch.Tensor):
+                tensor.record_stream(stream)  # pyright: ignore[reportArgumentType]
 
     def of(self, contributions: torch.Tensor) -> torch.Tensor:
         """One sum for each distinct row, `[n, dim]`."""

@@ -8,6 +8,7 @@ from torchrec.distributed.types import ShardingEnv
 
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.shard.replicated import ReplicatedModule, Replication
+from torchrec_2dsp.shard.row_exchange import keep_needed_rows
 from torchrec_2dsp.shard.shardings import SEQUENCE
 
 
@@ -40,6 +41,12 @@ class ShardedEmbeddingCollection2D(ReplicatedModule, ShardedEmbeddingCollection)
             device=device,
             qcomm_codecs_registry=qcomm_codecs_registry,
         )
+
+    def input_dist(self, ctx: Any, features: Any) -> Any:
+        """TorchRec's, or the row exchange."""
+        asked = super().input_dist(ctx, features)
+        keep_needed_rows(ctx.sharding_contexts, self._input_dists)
+        return asked
 
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
         """Sync what is pending, then look up."""

@@ -21,6 +21,7 @@ from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.shard.hot_rows import HotRows
 from torchrec_2dsp.shard.hot_split import HotBatch
 from torchrec_2dsp.shard.replicated import ReplicatedModule, Replication
+from torchrec_2dsp.shard.row_exchange import keep_needed_rows
 from torchrec_2dsp.shard.shardings import POOLED
 
 
@@ -134,7 +135,9 @@ class ShardedEmbeddingBagCollection2D(ReplicatedModule, ShardedEmbeddingBagColle
             }
         if self._hot_rows is not None:
             features, ctx.hot = self._hot_rows.split(features)
-        return super().input_dist(ctx, features)
+        asked = super().input_dist(ctx, features)
+        keep_needed_rows(ctx.sharding_contexts, self._input_dists)
+        return asked
 
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
         """Sync what is pending, then look up; hot rows are added while the cold ones travel."""

@@ -24,7 +24,9 @@ from torchrec_2dsp._compat.torchrec import (
     TwRwPooledEmbeddingSharding,
     TwSequenceEmbeddingSharding,
 )
+from torchrec_2dsp.plan.parameter_sharding import ROW_EXCHANGE
 from torchrec_2dsp.shard.kernels import EmbeddingBagKernel, EmbeddingKernel
+from torchrec_2dsp.shard.row_exchange import RowExchangePooled, RowExchangeSequence
 from torchrec_2dsp.shard.uneven_batches import UnevenReduceScatter
 
 
@@ -143,6 +145,7 @@ POOLED = {
     ShardingType.ROW_WISE.value: RwPooled,
     ShardingType.TABLE_ROW_WISE.value: TwRwPooled,
     ShardingType.GRID_SHARD.value: GridPooled,
+    ROW_EXCHANGE: RowExchangePooled,
 }
 """Bag shardings by TorchRec's type; data parallel is stock, table-column-wise runs as
 column-wise."""
@@ -151,5 +154,6 @@ SEQUENCE = {
     ShardingType.TABLE_WISE.value: TwSequence,
     ShardingType.COLUMN_WISE.value: CwSequence,
     ShardingType.ROW_WISE.value: RwSequence,
+    ROW_EXCHANGE: RowExchangeSequence,
 }
 """Sequence shardings by TorchRec's type; data parallel is stock."""

@@ -196,12 +196,12 @@ def compare(parallel: DistributedModelParallel, oracle: Oracle, loss_gap: float 
         for kernel in part.kernels():
             for shard in kernel.shards():
                 for name, moment in shard.tensors.items():
-                    if name == "sum":
+                    if name == "sum" and moment.numel():
                         expected = _expected_moment(
                             oracle, shard.table, shard.row, shard.column, moment
                         )
                         gap = (moment - expected).abs() / expected.max().clamp(min=1e-12)
-                        moment_gap = max(moment_gap, gap.max().item() if gap.numel() else 0.0)
+                        moment_gap = max(moment_gap, gap.max().item())
     synced = parallel.sync_total.num_rows if isinstance(parallel, tdsp.ModelParallel2D) else 0
     return Gap(loss_gap, weight_gap, moment_gap, count, synced)
 

@@ -70,13 +70,21 @@ class TwoDContestant(_Planned, ReplicationConfig):
     hot_rows: int = Field(default=0, ge=0)
     """How many of each table's most frequent rows are replicated on every rank."""
 
+    exchange: Literal["stock", "row"] = "stock"
+    """How the rows of tables that are sharded row-wise reach their samples."""
+
+    qcomms: Literal["fp32", "fp16", "bf16"] = "fp32"
+    """How TorchRec's quantised communication sends embeddings and their gradients."""
+
     def describe(self) -> str:
         """In words."""
+        rows = ", row exchange" if self.exchange == "row" else ""
+        rows += "" if self.qcomms == "fp32" else f", {self.qcomms} communication"
         hot = f", {self.hot_rows:,} hot rows per table" if self.hot_rows else ""
         groups = str(self.num_groups).replace("_", " ")
         return (
             f"2D, {self.layout.value} groups (as many as {groups}), {self.sync_config}, "
-            f"{self._choice()}{hot}{self._exchange()}"
+            f"{self._choice()}{rows}{hot}{self._exchange()}"
         )
 
 

@@ -140,12 +140,16 @@ def _two_d(
             config.data,
             num_groups=mesh.num_groups,
             global_batch_size=config.schedule.batch_size * mesh.world_size,
-        )
+        ),
+        qcomm_codecs_registry=_codecs(one.qcomms, device),
     )
     sharders = cast(list[ModuleSharder[nn.Module]], [sharder])
     arguments = _planner_arguments(config, one, speeds)
     planner = Planner2D(**arguments, mesh=mesh, sync=one.sync_config)
     plan = planner.collective_plan(model, sharders)
+    for name, sharding_type in _types(plan).items() if one.exchange == "row" else ():
+        if base_type(sharding_type) == ShardingType.ROW_WISE.value:
+            plan = pin(plan, name, exchange="row")
     for feature in config.data.features if one.hot_rows else ():
         if _is_data_parallel(plan, table_name(feature.name)):
             continue  # All its rows are on every rank already.
@@ -156,8 +160,12 @@ def _two_d(
 
 
 def _is_data_parallel(plan: Plan2D, table: str) -> bool:
-    types = {name: one.sharding_type for _, part in plan.modules() for name, one in part.tables()}
-    return base_type(types[table]) == ShardingType.DATA_PARALLEL.value
+    return base_type(_types(plan)[table]) == ShardingType.DATA_PARALLEL.value
+
+
+def _types(plan: Plan2D) -> dict[str, str]:
+    """The sharding type of each table."""
+    return {name: one.sharding_type for _, part in plan.modules() for name, one in part.tables()}
 
 
 def _planner_arguments(

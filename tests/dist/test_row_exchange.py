@@ -1,0 +1,236 @@
+"""Row exchange: training equals the unsharded model, and what travels are the distinct rows."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import (
+    CommType,
+    QCommsConfig,
+    get_qcomm_codecs_registry,
+)
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import torchrec_2dsp as tdsp
+from tests.dist.test_checkpoint_harness import Trip, check_arrivals, stock
+from tests.support.loops import PIPELINES, largest_gap, make_stream, plain_loop, shard, train
+from tests.support.models import SEQUENCE_TABLES, ModelSpec, TableSpec, build
+from tests.support.parity import (
+    LR,
+    Cell,
+    group_plan,
+    make_optimizer,
+    make_sharder,
+    run_cells,
+)
+from tests.support.ranks import RankPool
+from torchrec_2dsp.comms.counting import count_collectives
+
+TOLERANCE = 1e-6
+"""As in the parity matrix; averaged bags too, which TorchRec's row-wise sharding rounds."""
+
+LONG_BAGS_TOLERANCE = 4e-6
+"""Sums of many rows round more often."""
+
+ONE, TWO = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2)
+INSIDE = tdsp.Mesh2D(2, 2, tdsp.RankLayout.CONTIGUOUS)
+BAGS = (ModelSpec(), ModelSpec(pooling="mean"), ModelSpec(weighted=True))
+SEQUENCE = ModelSpec(SEQUENCE_TABLES, sequence=True)
+HOT_ROWS = (("t0", (0, 1, 5, 39)), ("t1", (0, 2)))
+EVERYTHING = tuple((table.name, tuple(range(table.num_rows))) for table in ModelSpec().tables)
+ROWS = Cell(ONE, exchange="row")
+
+
+def check(cells: Sequence[Cell], ranks: RankPool, steps: int = 6) -> None:
+    for gaps in ranks.run(run_cells, list(cells), steps, timeout_s=200):
+        for cell, gap in zip(cells, gaps, strict=True):
+            tolerance = TOLERANCE if cell.max_length < 10 else LONG_BAGS_TOLERANCE
+            assert gap.worst <= tolerance, f"{cell}: {gap}"
+
+
+@pytest.mark.parametrize("mesh", [ONE, TWO, INSIDE], ids=str)
+def test_bags_equal_the_unsharded_model(ranks4: RankPool, mesh: tdsp.Mesh2D) -> None:
+    cells = [
+        replace(ROWS, mesh=mesh, spec=spec, optimizer=optimizer, hot_rows=hot_rows)
+        for spec, optimizer, hot_rows in product(
+            BAGS, ("sgd", "adagrad", "rowwise_adagrad"), ((), HOT_ROWS)
+        )
+    ]
+    check(cells, ranks4)
+
+
+def test_unusual_batches_equal_the_unsharded_model(ranks4: RankPool) -> None:
+    """Ranks without samples, or with hot rows alone; ids many times in a bag."""
+    cells = [
+        replace(ROWS, mesh=mesh, hot_rows=hot_rows, batch_sizes=sizes, max_length=length)
+        for mesh, hot_rows, (sizes, length) in product(
+            (ONE, TWO),
+            ((), (("t0", (3,)),), EVERYTHING),
+            (((3, 0, 5, 2), 4), ((0, 0, 1, 0), 4), ((2, 2, 2, 2), 60)),
+        )
+    ]
+    check(cells, ranks4, 3)
+
+
+def test_sequences_equal_the_unsharded_model(ranks4: RankPool) -> None:
+    cells = [
+        replace(ROWS, mesh=mesh, spec=SEQUENCE, optimizer=optimizer)
+        for mesh, optimizer in product((ONE, TWO), ("sgd", "adagrad", "rowwise_adagrad"))
+    ]
+    check(cells, ranks4)
+
+
+def test_averaged_replicas_equal_the_unsharded_model(ranks4: RankPool) -> None:
+    """With SGD an average of replicas is exact, and it needs to know which rows change."""
+    sync = tdsp.WeightSync(dense_above=1.0)
+    cells = [
+        replace(ROWS, mesh=TWO, optimizer="sgd", sync=sync, spec=spec)
+        for spec in (*BAGS, SEQUENCE)
+    ]
+    check(cells, ranks4)
+
+
+MIXED = ModelSpec(
+    (
+        TableSpec("t0", 9, 4, ("f0", "f1", "f2")),
+        TableSpec("t1", 50, 12, ("f3",)),
+        TableSpec("t2", 31, 4, ("f4",)),
+    )
+)
+"""Kernels of several dimensions, whose tables don't follow one another."""
+
+
+def test_one_rank_and_two_dimensions_equal_the_unsharded_model(ranks2: RankPool) -> None:
+    meshes = (tdsp.Mesh2D(1, 2), tdsp.Mesh2D(2, 1))
+    check([replace(ROWS, mesh=mesh, spec=MIXED) for mesh in meshes], ranks2)
+
+
+def test_groups_over_hosts_equal_the_unsharded_model(ranks8: RankPool) -> None:
+    cells = [replace(ROWS, mesh=mesh) for mesh in (tdsp.Mesh2D(1, 8), tdsp.Mesh2D(2, 4))]
+    check(cells, ranks8, 4)
+
+
+def by_pipelines(rank: int, world_size: int, cell: Cell) -> list[float]:
+    """How far each of TorchRec's pipelines ends from the plain loop."""
+    stream = make_stream(cell, 5)
+    expected = train(cell, rank, stream)
+    return [largest_gap(train(cell, rank, stream, kind), expected) for kind in PIPELINES]
+
+
+@pytest.mark.parametrize("hot_rows", [(), HOT_ROWS], ids=["cold", "hot"])
+def test_pipelines_change_nothing(
+    ranks4: RankPool, hot_rows: tuple[tuple[str, tuple[int, ...]], ...]
+) -> None:
+    for gaps in ranks4.run(by_pipelines, replace(ROWS, mesh=TWO, hot_rows=hot_rows)):
+        assert gaps == [0.0] * len(PIPELINES)
+
+
+TRIPS = [
+    Trip(replace(ROWS, mesh=TWO, hot_rows=HOT_ROWS), stock("table_wise")),
+    Trip(stock("row_wise"), ROWS),
+    Trip(
+        replace(ROWS, optimizer="adagrad"),
+        Cell(TWO, "column_wise", optimizer="adagrad", hot_rows=HOT_ROWS),
+    ),
+    Trip(replace(ROWS, spec=SEQUENCE), stock("row_wise", spec=SEQUENCE)),
+]
+
+
+def test_checkpoints_are_those_of_row_wise_tables(ranks4: RankPool, tmp_path: Path) -> None:
+    check_arrivals(ranks4, TRIPS, tmp_path)
+
+
+ONE_TABLE = ModelSpec((TableSpec("t0", 40, 8, ("f0", "f1")),))
+IDS = [
+    ([0, 0, 1, 15], [0, 39]),
+    ([7, 7, 7, 7], [7, 7]),
+    ([], []),
+    ([9, 10, 19, 20, 29, 30], [0]),
+]
+"""Of each rank's two features. The owners have the rows 0-9, 10-19, 20-29 and 30-39."""
+
+
+def batch_of(rank: int) -> KeyedJaggedTensor:
+    """Two samples; all ids of a feature are in the first one's bag."""
+    first, second = IDS[rank]
+    return KeyedJaggedTensor.from_lengths_sync(
+        keys=["f0", "f1"],
+        values=torch.tensor(first + second),
+        lengths=torch.tensor([len(first), 0, len(second), 0]),
+    )
+
+
+def bytes_of_a_step(rank: int, world_size: int, cell: Cell) -> list[int]:
+    parallel = shard(cell)
+    optimizer = make_optimizer(parallel)
+    plain_loop(parallel, optimizer, [batch_of(rank)])
+    with count_collectives() as seen:
+        plain_loop(parallel, optimizer, [batch_of(rank)])
+    exchanges = [one for one in seen.records if one.op == "all_to_all_single"]
+    return [one.num_bytes for one in exchanges]
+
+
+def test_each_distinct_row_travels_once(ranks4: RankPool) -> None:
+    """Sizes, then distinct ids; rows from their owners, and gradients to them."""
+    asked = [[0] * 4 for _ in IDS]
+    for rank, (first, second) in enumerate(IDS):
+        for row in {*first, *second}:
+            asked[rank][row // 10] += 1
+    answers = ranks4.run(bytes_of_a_step, replace(ROWS, spec=ONE_TABLE))
+    for rank, sent in enumerate(answers):
+        splits, lengths, ids, rows, gradients = sent
+        # For each owner: how many lengths, ids and samples come, 8 bytes each; one length.
+        assert (splits, lengths) == (4 * 3 * 8, 4 * 8)
+        assert ids == sum(asked[rank]) * 4
+        assert rows == sum(of_rank[rank] for of_rank in asked) * 8 * 4
+        assert gradients == sum(asked[rank]) * 8 * 4
+
+
+def test_nothing_travels_if_all_rows_are_hot(ranks4: RankPool) -> None:
+    cell = replace(ROWS, spec=ONE_TABLE, hot_rows=(("t0", tuple(range(40))),))
+    for _, _, ids, rows, gradients, *hot in ranks4.run(bytes_of_a_step, cell):
+        assert (ids, rows, gradients) == (0, 0, 0)
+        assert len(hot) == 2
+
+
+def quantised(rank: int, world_size: int, cell: Cell, qcomms: CommType) -> tuple[float, int]:
+    """The gap to fp32 after some steps, and the bytes of rows in one of them."""
+    stream, codecs = make_stream(cell, 4), QCommsConfig(qcomms, qcomms)
+    sharder = make_sharder(cell)
+    assert isinstance(sharder, EmbeddingBagCollectionSharder)
+    sharder._qcomm_codecs_registry = get_qcomm_codecs_registry(
+        codecs, device=torch.device("cpu")
+    )
+    parallel, exact = shard(cell, sharder), shard(cell)
+    batches = [step[rank] for step in stream]
+    losses = plain_loop(parallel, make_optimizer(parallel), batches[:-1])
+    expected = plain_loop(exact, make_optimizer(exact), batches[:-1])
+    gap = max(abs(one - other) for one, other in zip(losses, expected, strict=True))
+    with count_collectives() as seen:
+        plain_loop(parallel, make_optimizer(parallel), batches[-1:])
+    sent = [one.num_bytes for one in seen.records if one.op == "all_to_all_single"]
+    return gap, sum(sent[3:])
+
+
+@pytest.mark.parametrize("qcomms", [CommType.FP16, CommType.BF16])
+def test_quantised_communication_halves_the_bytes(ranks4: RankPool, qcomms: CommType) -> None:
+    short, full = (
+        ranks4.run(quantised, ROWS, one) for one in (qcomms, CommType.FP32)
+    )
+    for (gap, sent), (no_gap, fully_sent) in zip(short, full, strict=True):
+        assert no_gap == 0.0 < gap < 10 * LR * 2**-8
+        assert sent * 2 == fully_sent > 0
+
+
+def test_a_plan_says_what_it_needs() -> None:
+    cell = Cell(ONE, "table_wise")
+    plan = group_plan(cell, build(cell.spec), make_sharder(cell), 4)
+    needs = r"2d_table_wise, but exchange='row' is for tables sharded row-wise: constrain it with"
+    with pytest.raises(tdsp.PlanError, match=needs):
+        tdsp.pin(plan, "t0", exchange="row")
+    with pytest.raises(tdsp.PlanError, match="exchange='rows' is unknown; use one of 'stock', 'row'"):
+        tdsp.pin(plan, "t0", exchange="rows")

@@ -17,6 +17,7 @@ PUBLIC_NAMES = [
     "Exchange",
     "GradientSync",
     "HotSet",
+    "InputError",
     "Mesh2D",
     "MeshError",
     "MeshGroups",

@@ -13,6 +13,7 @@ if not is_doctor_command(sys.orig_argv, sys.argv):
     from torchrec_2dsp.errors import (
         CheckpointError,
         ConfigError,
+        InputError,
         MeshError,
         PlanError,
         SyncError,
@@ -58,6 +59,7 @@ __all__ = [
     "Exchange",
     "GradientSync",
     "HotSet",
+    "InputError",
     "Mesh2D",
     "MeshError",
     "MeshGroups",

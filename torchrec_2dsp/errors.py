@@ -35,5 +35,9 @@ class CheckpointError(TwoDError, RuntimeError):
     """A checkpoint that can't be written, read, or doesn't fit the model."""
 
 
+class InputError(TwoDError, IndexError):
+    """A batch with an id that its table has no row for."""
+
+
 class SyncError(TwoDError, RuntimeError):
     """Replicas could not be made equal."""

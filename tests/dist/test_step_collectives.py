@@ -73,12 +73,13 @@ def step_of(
 ) -> Step:
     """What all sharding types have in common; sizes are per rank.
 
-    The pooled output is 8 + 16 + 16 + 8 = 48 columns wide. Its gradient comes back for the 4
+    The first tells of an id that no table has. The pooled output is 8 + 16 + 16 + 8 = 48 columns wide. Its gradient comes back for the 4
     samples of the rank: 4 x 48 x 4 = 768 bytes. DDP reduces 48 weights and a bias: 196 bytes.
     """
     a2a = "all_to_all_single"
     forward, backward = ("reduce_scatter_tensor", "all_gather_into_tensor") if rows else (a2a, a2a)
     return [
+        ALARM,
         (a2a, "shard", splits),
         (a2a, "shard", lengths),
         (a2a, "shard", ids),
@@ -161,7 +162,7 @@ AVERAGES = [
     for num_bytes in (2148, 2112)
 ]
 # Data parallel: (40 x 8 + 24 x 16 + 33 x 8) x 4 = 3872.
-DATA_PARALLEL = [("all_reduce", "world", 196), ("all_reduce", "world", 3872)]
+DATA_PARALLEL = [ALARM, ("all_reduce", "world", 196), ("all_reduce", "world", 3872)]
 
 STEPS_BY_CELL: list[tuple[Cell, list[Step]]] = [
     (replace(EXACT, sharding="table_wise"), [TABLE_WISE_T1, TABLE_WISE_T0_T2]),

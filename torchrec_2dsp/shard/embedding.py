@@ -1,15 +1,27 @@
 """Sequence embeddings in 2D."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding import EmbeddingCollectionContext, ShardedEmbeddingCollection
 from torchrec.distributed.types import ShardingEnv
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_2dsp.comms.alarm import Check
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
+from torchrec_2dsp.shard.id_check import IdCheck
 from torchrec_2dsp.shard.replicated import ReplicatedModule, Replication
 from torchrec_2dsp.shard.row_exchange import keep_needed_rows
 from torchrec_2dsp.shard.shardings import SEQUENCE
+
+
+@dataclass
+class SequenceContext(EmbeddingCollectionContext):
+    """TorchRec's per-batch context, with the check of the batch's ids."""
+
+    id_check: Check | None = None
+    """Whether all ranks' ids are right, on its way."""
 
 
 class ShardedEmbeddingCollection2D(ReplicatedModule, ShardedEmbeddingCollection):
@@ -19,6 +31,8 @@ class ShardedEmbeddingCollection2D(ReplicatedModule, ShardedEmbeddingCollection)
         self, module: Any, plan: ModulePlan2D, *, replication: Replication, **stock: Any
     ) -> None:
         ShardedEmbeddingCollection.__init__(self, module, plan, **stock)
+        configs = module.embedding_configs()
+        self._id_check = IdCheck(configs, replication.bad_ids, replication.groups.alarm)
         self._init_replication(replication, module, plan, actions=[])
 
     @classmethod
@@ -42,13 +56,21 @@ class ShardedEmbeddingCollection2D(ReplicatedModule, ShardedEmbeddingCollection)
             qcomm_codecs_registry=qcomm_codecs_registry,
         )
 
+    def create_context(self) -> SequenceContext:
+        """TorchRec's context, widened."""
+        return SequenceContext()
+
     def input_dist(self, ctx: Any, features: Any) -> Any:
-        """TorchRec's, or the row exchange."""
+        """Check the ids, then distribute them as TorchRec does, or by the row exchange."""
+        if isinstance(features, KeyedJaggedTensor):
+            features, ctx.id_check = self._id_check(features)
         asked = super().input_dist(ctx, features)
         keep_needed_rows(ctx.sharding_contexts, self._input_dists)
         return asked
 
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
         """Sync what is pending, then look up."""
+        if ctx.id_check is not None:
+            ctx.id_check.wait()
         self._before_lookup()
         return self._watch_backward(super().compute_and_output_dist(ctx, input))

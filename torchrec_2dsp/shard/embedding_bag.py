@@ -16,10 +16,12 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
+from torchrec_2dsp.comms.alarm import Check
 from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.shard.hot_rows import HotRows
 from torchrec_2dsp.shard.hot_split import HotBatch
+from torchrec_2dsp.shard.id_check import IdCheck
 from torchrec_2dsp.shard.replicated import ReplicatedModule, Replication
 from torchrec_2dsp.shard.row_exchange import keep_needed_rows
 from torchrec_2dsp.shard.shardings import POOLED
@@ -31,6 +33,8 @@ class BagContext(EmbeddingBagCollectionContext):
 
     hot: HotBatch | None = None
     """`None` without hot rows."""
+    id_check: Check | None = None
+    """Whether all ranks' ids are right, on its way."""
     bag_lengths: dict[str, torch.Tensor] | None = None
     """Ids per bag of the features that this module averages itself."""
 
@@ -72,6 +76,7 @@ class ShardedEmbeddingBagCollection2D(ReplicatedModule, ShardedEmbeddingBagColle
         )
         summing = cast(EmbeddingBagCollection, _Summing(module, averaged_here))
         ShardedEmbeddingBagCollection.__init__(self, summing, plan, **stock)
+        self._id_check = IdCheck(configs, replication.bad_ids, replication.groups.alarm)
         actions = []
         self._replication = replication
         if any(table.hot_set is not None for table in tables.values()):
@@ -118,7 +123,9 @@ class ShardedEmbeddingBagCollection2D(ReplicatedModule, ShardedEmbeddingBagColle
         return BagContext()
 
     def input_dist(self, ctx: Any, features: Any) -> Any:
-        """Take the hot ids out, then distribute the others as TorchRec does."""
+        """Check the ids, take the hot ones out, then distribute the others as TorchRec does."""
+        if isinstance(features, KeyedJaggedTensor):
+            features, ctx.id_check = self._id_check(features)
         if (self._features_averaged_here or self._hot_rows is not None) and (
             not isinstance(features, KeyedJaggedTensor) or features.variable_stride_per_key()
         ):
@@ -141,6 +148,8 @@ class ShardedEmbeddingBagCollection2D(ReplicatedModule, ShardedEmbeddingBagColle
 
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
         """Sync what is pending, then look up; hot rows are added while the cold ones travel."""
+        if ctx.id_check is not None:
+            ctx.id_check.wait()
         self._before_lookup()
         awaitable = super().compute_and_output_dist(ctx, input)
         hot = None

@@ -57,7 +57,7 @@ def split_hot_rows(
         if key in hot_ids:
             part = slice(bounds[index], bounds[index + 1])
             slots[part], is_hot[part] = _positions(values[part].long(), hot_ids[key])
-    num_hot = _count_per_bag(is_hot, features.offsets()).view(len(keys), batch_size)
+    num_hot = count_per_bag(is_hot, features.offsets()).view(len(keys), batch_size)
     batch = HotBatch(
         features={
             key: HotFeature(
@@ -87,6 +87,7 @@ def _positions(ids: torch.Tensor, hot: torch.Tensor) -> tuple[torch.Tensor, torc
     return slots, hot[slots] == ids
 
 
-def _count_per_bag(flags: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def count_per_bag(flags: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """How many of a bag's ids are flagged."""
     running = torch.cat([flags.new_zeros(1, dtype=torch.int64), flags.cumsum(0)])
     return running[offsets.long()].diff()

@@ -21,6 +21,7 @@ from torchrec_2dsp.rows.direct_update import DirectUpdater
 from torchrec_2dsp.rows.merge import RowMerge, Updater, quickest_updater
 from torchrec_2dsp.rows.update import RowUpdater
 from torchrec_2dsp.shard.averaging import averages, copied_shards
+from torchrec_2dsp.shard.id_check import BadIds, IdCheck
 from torchrec_2dsp.shard.kernels import EmbeddingBagKernel, EmbeddingKernel, Kernel
 from torchrec_2dsp.shard.synced_optimizer import SyncedOptimizer
 from torchrec_2dsp.sync.drift import DriftCheck
@@ -46,6 +47,8 @@ class Replication:
     bits."""
     keep_weights: bool = False
     """Take over the weights of the unsharded module."""
+    bad_ids: BadIds = BadIds.RAISE
+    """What is done with ids that no row has."""
     delays_moment: bool = False
     """Update rows by `DelayedMomentRowWiseAdaGrad`."""
 
@@ -61,6 +64,7 @@ class ReplicatedModule:
     """A mixin for TorchRec's sharded modules: kernels, sync point, equal replicas at start."""
 
     _sync_point: SyncPoint | None = None
+    _id_check: IdCheck
     _has_looked_up = False
 
     def _init_replication(
@@ -92,6 +96,11 @@ class ReplicatedModule:
         """Where this module's replicas are made equal."""
         assert self._sync_point is not None, "the module is still being constructed"
         return self._sync_point
+
+    @property
+    def num_bad_ids(self) -> int:
+        """Ids of this rank so far that their tables had no rows for, see `BadIds`."""
+        return self._id_check.num_bad
 
     def kernels(self: Any) -> list[Kernel]:
         """The fused kernels of this rank."""

@@ -18,6 +18,7 @@ from torchrec_2dsp.plan.remap import module_plan_for_rank
 from torchrec_2dsp.plan.serialize import to_json
 from torchrec_2dsp.shard.embedding import ShardedEmbeddingCollection2D
 from torchrec_2dsp.shard.embedding_bag import ShardedEmbeddingBagCollection2D
+from torchrec_2dsp.shard.id_check import BadIds
 from torchrec_2dsp.shard.optimizers import (
     Optimizer,
     check_delayed_moment,
@@ -36,9 +37,12 @@ class _Sharder2D:
     always_capture = False
     """Take the exact path even where one group needs none; for tests and measurements."""
 
-    def _init_2d(self, optimizer: Optimizer | None, keep_weights: bool) -> None:
+    def _init_2d(
+        self, optimizer: Optimizer | None, keep_weights: bool, bad_ids: BadIds | str
+    ) -> None:
         self.optimizer = optimizer
         self.keep_weights = keep_weights
+        self.bad_ids = BadIds.of(bad_ids)
         self._delays_moment = isinstance(optimizer, DelayedMomentRowWiseAdaGrad)
 
     def _shard_2d(
@@ -68,6 +72,7 @@ class _Sharder2D:
                 check_delayed_moment(module, plan)
             facts["the plan"] = to_json(Plan2D({path or "": plan}, mesh=plan.mesh, sync=plan.sync))
             facts["the sharder's optimizer"] = repr((self.optimizer, sorted(fused_params.items())))
+            facts["bad_ids"] = self.bad_ids.value
             facts["the device type"] = device.type
             facts["LOCAL_WORLD_SIZE"] = str(local_world_size)
         groups = MeshGroups.for_mesh(plan.mesh, device.type)
@@ -76,6 +81,7 @@ class _Sharder2D:
             sync=plan.sync,
             always_capture=self.always_capture,
             keep_weights=self.keep_weights,
+            bad_ids=self.bad_ids,
             delays_moment=self._delays_moment,
         )
         rank_plan = module_plan_for_rank(
@@ -120,6 +126,7 @@ class EmbeddingBagCollectionSharder2D(_Sharder2D, EmbeddingBagCollectionSharder)
         fused_params: dict[str, Any] | None = None,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         keep_weights: bool = False,
+        bad_ids: BadIds | str = BadIds.RAISE,
     ) -> None:
         """
         Args:
@@ -129,11 +136,13 @@ class EmbeddingBagCollectionSharder2D(_Sharder2D, EmbeddingBagCollectionSharder)
             qcomm_codecs_registry: quantised communication, as in TorchRec.
             keep_weights: take over the weights of a module that isn't on the meta device,
                 which TorchRec drops.
+            bad_ids: what is done with ids that a table has no row for: "raise" an `InputError` on
+                all ranks, "drop" them, or "clamp" them to the first or last row.
         """
         EmbeddingBagCollectionSharder.__init__(
             self, stock_params(optimizer, fused_params), qcomm_codecs_registry
         )
-        self._init_2d(optimizer, keep_weights)
+        self._init_2d(optimizer, keep_weights, bad_ids)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """All of TorchRec's types, on every device."""
@@ -172,6 +181,7 @@ class EmbeddingCollectionSharder2D(_Sharder2D, EmbeddingCollectionSharder):
         fused_params: dict[str, Any] | None = None,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         use_index_dedup: bool = False,
+        bad_ids: BadIds | str = BadIds.RAISE,
     ) -> None:
         """
         Args:
@@ -179,6 +189,7 @@ class EmbeddingCollectionSharder2D(_Sharder2D, EmbeddingCollectionSharder):
             fused_params: FBGEMM's parameters, as in TorchRec.
             qcomm_codecs_registry: quantised communication, as in TorchRec.
             use_index_dedup: as in TorchRec, which offers it on CUDA only.
+            bad_ids: as in `EmbeddingBagCollectionSharder2D`.
         """
         EmbeddingCollectionSharder.__init__(
             self,
@@ -187,7 +198,7 @@ class EmbeddingCollectionSharder2D(_Sharder2D, EmbeddingCollectionSharder):
             use_index_dedup,
         )
         # TorchRec keeps the weights of an EmbeddingCollection by itself.
-        self._init_2d(optimizer, keep_weights=False)
+        self._init_2d(optimizer, keep_weights=False, bad_ids=bad_ids)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """TorchRec's types for sequences."""

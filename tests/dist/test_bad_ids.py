@@ -1,0 +1,157 @@
+"""Ids that no row has: told on every rank, dropped, or clamped; and they never train a row."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import torchrec_2dsp as tdsp
+from tests.support.loops import (
+    PIPELINES,
+    Tensors,
+    largest_gap,
+    make_stream,
+    parts_of,
+    plain_loop,
+    shard,
+    shard_loss_model,
+    snapshot,
+)
+from tests.support.models import SEQUENCE_TABLES, ModelSpec
+from tests.support.oracle import local_loss
+from tests.support.parity import Cell, make_optimizer, make_sharder
+from tests.support.ranks import RankPool
+
+FAULTY_RANK = 2
+MESH = tdsp.Mesh2D(2, 2)
+HOT_ROWS = (("t0", (0, 1, 5)), ("t1", (0, 2)))
+CELLS = [
+    Cell(MESH, "table_wise"),
+    Cell(MESH, "row_wise", hot_rows=HOT_ROWS),
+    Cell(tdsp.Mesh2D(1, 4), exchange="row", spec=ModelSpec(weighted=True)),
+    Cell(MESH, exchange="row", spec=ModelSpec(SEQUENCE_TABLES, sequence=True)),
+]
+BAD = [-1, 24, 10**12]
+"""For the features of t1, which has 24 rows."""
+
+
+def with_id(batch: KeyedJaggedTensor, bad: int) -> tuple[KeyedJaggedTensor, int, int]:
+    """The batch with ``bad`` as the last id of f1; the id's sample, and its place."""
+    place = batch.offset_per_key()[batch.keys().index("f1") + 1] - 1
+    values = batch.values().clone()
+    values[place] = bad
+    lengths = batch["f1"].lengths()
+    sample = int(lengths.nonzero()[-1])
+    changed = KeyedJaggedTensor(
+        batch.keys(), values, batch.weights_or_none(), lengths=batch.lengths()
+    )
+    return changed, sample, place
+
+
+def without_place(batch: KeyedJaggedTensor, sample: int, place: int) -> KeyedJaggedTensor:
+    """The batch without the id there."""
+    kept = torch.arange(batch.values().numel()) != place
+    lengths, weights = batch.lengths().clone(), batch.weights_or_none()
+    lengths[batch.keys().index("f1") * batch.stride() + sample] -= 1
+    return KeyedJaggedTensor(
+        batch.keys(),
+        batch.values()[kept],
+        None if weights is None else weights[kept],
+        lengths=lengths,
+    )
+
+
+def raising(rank: int, world_size: int, cell: Cell, bad: int) -> tuple[str, int, Tensors, Tensors]:
+    """What is said, how often, and the state after a good step, a bad one, and a good one; and
+    without the bad one."""
+    stream, states = make_stream(cell, 3), []
+    said, found, sample = "", 0, -1
+    for with_bad in (True, False):
+        parallel = shard(cell)
+        optimizer = make_optimizer(parallel)
+        plain_loop(parallel, optimizer, [stream[0][rank]])
+        batch = stream[1][rank]
+        if rank == FAULTY_RANK:
+            batch, sample, _ = with_id(batch, bad)
+        if with_bad:
+            with pytest.raises(tdsp.InputError) as caught:
+                local_loss(parallel(batch))
+            said = str(caught.value)
+            found = sum(part.num_bad_ids for part in parts_of(parallel))
+        plain_loop(parallel, optimizer, [stream[2][rank]])
+        states.append(snapshot(parallel))
+    if rank == FAULTY_RANK:
+        assert f"has the id {bad} in sample {sample} of this rank's batch" in said
+    return said, found, states[0], states[1]
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_all_ranks_raise_and_may_go_on(ranks4: RankPool, cell: Cell, bad: int) -> None:
+    answers = ranks4.run(raising, cell, bad)
+    (said,) = {said for said, *_ in answers}
+    assert said.startswith(f"feature 'f1' has the id {bad} in sample ")
+    assert "but its table 't1' has 24 rows (0 to 23); correct the data, or pass bad_ids=" in said
+    assert said.endswith(f"(found on rank {FAULTY_RANK})")
+    assert [found for _, found, *_ in answers] == [int(rank == FAULTY_RANK) for rank in range(4)]
+    for _, _, with_bad, without in answers:
+        assert largest_gap(with_bad, without) == 0.0
+
+
+def correcting(rank: int, world_size: int, cell: Cell, policy: str, bad: int) -> tuple[float, int]:
+    """The gap between training with a bad id, and on what the policy makes of it."""
+    states, found = [], 0
+    for with_bad in (True, False):
+        sharder: Any = make_sharder(cell)
+        sharder.bad_ids = type(sharder.bad_ids).of(policy)
+        parallel = shard(cell, sharder)
+        batches = []
+        for step in make_stream(cell, 3):
+            batch, sample, place = with_id(step[rank], bad)
+            if not with_bad and policy == "drop":
+                batch = without_place(batch, sample, place)
+            elif not with_bad:
+                batch.values()[place] = min(max(bad, 0), 23)
+            batches.append(batch)
+        plain_loop(parallel, make_optimizer(parallel), batches)
+        states.append(snapshot(parallel))
+        found = found or sum(part.num_bad_ids for part in parts_of(parallel))
+    return largest_gap(*states), found
+
+
+@pytest.mark.parametrize("policy", ["drop", "clamp"])
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_bad_ids_are_corrected(ranks4: RankPool, cell: Cell, policy: str) -> None:
+    for bad in BAD:
+        assert ranks4.run(correcting, cell, policy, bad) == [(0.0, 3)] * 4
+
+
+def raising_in_a_pipeline(rank: int, world_size: int, cell: Cell) -> tuple[int, str]:
+    """How many batches were trained on, and what was said."""
+    parallel = shard_loss_model(cell)
+    stream = [step[rank] for step in make_stream(cell, 6)]
+    if rank == FAULTY_RANK:
+        stream[3], *_ = with_id(stream[3], 24)
+    pipeline = PIPELINES["sparse dist"](parallel, make_optimizer(parallel), torch.device("cpu"))
+    batches = iter(stream)
+    for step in range(len(stream)):
+        try:
+            pipeline.progress(batches)
+        except tdsp.InputError as error:
+            return step, str(error)
+    return len(stream), ""
+
+
+@pytest.mark.parametrize("cell", CELLS[1:3], ids=str)
+def test_pipelines_stop_at_the_batch(ranks4: RankPool, cell: Cell) -> None:
+    (answer,) = set(ranks4.run(raising_in_a_pipeline, cell))
+    step, said = answer
+    assert step == 3
+    assert said.startswith("feature 'f1' has the id 24")
+
+
+def test_an_unknown_policy_is_told() -> None:
+    with pytest.raises(tdsp.ConfigError, match="bad_ids='ignore' is unknown; use one of 'raise'"):
+        tdsp.EmbeddingBagCollectionSharder2D(bad_ids="ignore")

@@ -1,0 +1,132 @@
+"""`IdCheck`: ids that no row has are found before anything travels, on all ranks alike."""
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_2dsp.comms.alarm import Alarm, Check
+from torchrec_2dsp.errors import ConfigError, InputError
+from torchrec_2dsp.shard.hot_split import count_per_bag
+
+
+class BadIds(enum.Enum):
+    """What is done with an id that its table has no row for."""
+
+    RAISE = "raise"
+    """All ranks raise the same `InputError`, before the batch is looked up."""
+
+    DROP = "drop"
+    """It leaves its bag."""
+
+    CLAMP = "clamp"
+    """It becomes the table's first or last row."""
+
+    @classmethod
+    def of(cls, value: "BadIds | str") -> "BadIds":
+        """A member, or the error that names those that there are."""
+        try:
+            return cls(value)
+        except ValueError as error:
+            known = ", ".join(repr(one.value) for one in cls)
+            raise ConfigError(f"bad_ids={value!r} is unknown; use one of {known}") from error
+
+
+class IdCheck:
+    """Looks at the ids of each batch."""
+
+    def __init__(self, configs: Sequence[Any], policy: BadIds, alarm: Alarm) -> None:
+        """
+        Args:
+            configs: the module's tables.
+            policy: what to do with bad ids.
+            alarm: of all ranks.
+        """
+        self._policy = policy
+        self._alarm = alarm
+        self._tables: dict[str, tuple[str, int]] = {}
+        for config in configs:
+            for feature in config.feature_names:
+                table = (config.name, config.num_embeddings)
+                known = self._tables.setdefault(feature, table)
+                # A feature may look up several tables: the smallest one decides.
+                self._tables[feature] = min(known, table, key=lambda one: one[1])
+        self.num_bad = 0
+        """Bad ids of this rank so far."""
+
+    @torch.no_grad()
+    def __call__(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Check | None]:
+        """The features without bad ids, and what is to be waited for before they are looked up.
+
+        Collectives:
+            With ``"raise"``, that of `Alarm.check`.
+        """
+        values = features.values()
+        limits = self._limits(features)
+        is_bad = (values < 0) | (values >= limits)
+        error = None
+        if bool(is_bad.any()):
+            self.num_bad += int(is_bad.sum())
+            error = self._error(features, int(is_bad.nonzero()[0]))
+            if self._policy is BadIds.DROP:
+                features = _without(features, is_bad)
+            else:
+                # What is about to be raised has to travel first, and may not hurt on its way.
+                clamped = values.long().clamp(min=0).minimum(limits - 1).to(values.dtype)
+                features = _rebuilt(features, clamped, features.lengths())
+        if self._policy is not BadIds.RAISE:
+            return features, None
+        return features, self._alarm.check(error)
+
+    def _limits(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        """For each id, how many rows its table has."""
+        device = features.values().device
+        keys = features.keys()
+        tables = [self._tables.get(key) for key in keys]
+        by_key = [_NO_LIMIT if table is None else table[1] for table in tables]
+        return torch.tensor(by_key, device=device).repeat_interleave(
+            torch.tensor(features.length_per_key(), device=device),
+            output_size=features.values().numel(),
+        )
+
+    def _error(self, features: KeyedJaggedTensor, position: int) -> InputError:
+        bounds = features.offset_per_key()
+        index = next(i for i, end in enumerate(bounds[1:]) if position < end)
+        key = features.keys()[index]
+        table, num_rows = self._tables[key]
+        strides = features.stride_per_key()
+        offsets = features.offsets()[sum(strides[:index]) : sum(strides[: index + 1]) + 1]
+        sample = int(torch.searchsorted(offsets, position, right=True)) - 1
+        return InputError(
+            f"feature {key!r} has the id {int(features.values()[position])} in sample {sample} of "
+            f"this rank's batch, but its table {table!r} has {num_rows} rows (0 to "
+            f"{num_rows - 1}); correct the data, or pass bad_ids='drop' to the sharder"
+        )
+
+
+_NO_LIMIT = torch.iinfo(torch.int64).max
+
+
+def _without(features: KeyedJaggedTensor, is_bad: torch.Tensor) -> KeyedJaggedTensor:
+    dropped = count_per_bag(is_bad, features.offsets())
+    lengths = features.lengths() - dropped.to(features.lengths().dtype)
+    return _rebuilt(features, features.values()[~is_bad], lengths, ~is_bad)
+
+
+def _rebuilt(
+    features: KeyedJaggedTensor,
+    values: torch.Tensor,
+    lengths: torch.Tensor,
+    kept: torch.Tensor | None = None,
+) -> KeyedJaggedTensor:
+    weights = features.weights_or_none()
+    if weights is not None and kept is not None:
+        weights = weights[kept]
+    options: dict[str, Any] = {"stride": features.stride()}
+    if features.variable_stride_per_key():
+        options = {"stride_per_key_per_rank": features.stride_per_key_per_rank()}
+    return KeyedJaggedTensor(
+        keys=features.keys(), values=values, weights=weights, lengths=lengths, **options
+    )

@@ -1,5 +1,6 @@
 """Row exchange: training equals the unsharded model, and what travels are the distinct rows."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -37,6 +38,7 @@ LONG_BAGS_TOLERANCE = 4e-6
 """Sums of many rows round more often."""
 
 ONE, TWO = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2)
+FOUR = tdsp.Mesh2D(4, 1)
 INSIDE = tdsp.Mesh2D(2, 2, tdsp.RankLayout.CONTIGUOUS)
 BAGS = (ModelSpec(), ModelSpec(pooling="mean"), ModelSpec(weighted=True))
 SEQUENCE = ModelSpec(SEQUENCE_TABLES, sequence=True)
@@ -224,6 +226,31 @@ def test_quantised_communication_halves_the_bytes(ranks4: RankPool, qcomms: Comm
     for (gap, sent), (no_gap, fully_sent) in zip(short, full, strict=True):
         assert no_gap == 0.0 < gap < 10 * LR * 2**-8
         assert sent * 2 == fully_sent > 0
+
+
+def warnings_of(rank: int, world_size: int, cells: list[Cell]) -> list[list[str]]:
+    """What is logged when each cell is sharded."""
+    heard = []
+    for cell in cells:
+        records: list[logging.LogRecord] = []
+        handler = logging.Handler()
+        handler.emit = records.append  # type: ignore[method-assign]
+        log = logging.getLogger("torchrec_2dsp.shard.sharders")
+        log.addHandler(handler)
+        shard(cell)
+        log.removeHandler(handler)
+        heard.append([record.getMessage() for record in records])
+    return heard
+
+
+def test_hot_rows_that_save_no_bytes_are_told(ranks4: RankPool) -> None:
+    stock_exchange = Cell(TWO, hot_rows=HOT_ROWS)
+    quiet = [replace(ROWS, hot_rows=HOT_ROWS), Cell(TWO), replace(stock_exchange, mesh=FOUR)]
+    first, *others = ranks4.run(warnings_of, [stock_exchange, *quiet])
+    ((said,), *silent) = first
+    assert said.startswith("hot rows of t0, t1 save no bytes: TorchRec's output exchange ships")
+    assert silent == [[], [], []]
+    assert others == [[[], [], [], []]] * 3
 
 
 def test_a_plan_says_what_it_needs() -> None:

@@ -1,5 +1,6 @@
 """The sharders that a user swaps in."""
 
+import logging
 from typing import Any
 
 import torch
@@ -28,7 +29,9 @@ from torchrec_2dsp.shard.optimizers import (
     stock_params,
 )
 from torchrec_2dsp.shard.replicated import Replication
-from torchrec_2dsp.shard.validate import check_module_plan
+from torchrec_2dsp.shard.validate import check_module_plan, idle_hot_sets
+
+logger = logging.getLogger(__name__)
 
 
 class _Sharder2D:
@@ -75,6 +78,13 @@ class _Sharder2D:
             facts["bad_ids"] = self.bad_ids.value
             facts["the device type"] = device.type
             facts["LOCAL_WORLD_SIZE"] = str(local_world_size)
+        idle = idle_hot_sets(plan)
+        if idle and dist.get_rank() == 0:
+            logger.warning(
+                "hot rows of %s save no bytes: TorchRec's output exchange ships every bag; shard "
+                "the tables row-wise and pin them with exchange='row'",
+                ", ".join(idle),
+            )
         groups = MeshGroups.for_mesh(plan.mesh, device.type)
         replication = Replication(
             groups=groups,

@@ -10,7 +10,11 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
-from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D, ShardingType2D
+from torchrec_2dsp.plan.parameter_sharding import (
+    Exchange,
+    ParameterSharding2D,
+    ShardingType2D,
+)
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.plan.sync_config import GradientSync
 
@@ -107,6 +111,20 @@ def _check_hot_sets(plan: ModulePlan2D, configs: list[Any], *, is_weighted: bool
                 f"feature {shared[0]!r} looks up several tables, one of which ({config.name!r}) "
                 "has hot rows; remove its hot set or give each table a feature of its own"
             )
+
+
+def idle_hot_sets(plan: ModulePlan2D) -> list[str]:
+    """The tables whose hot rows save no bytes.
+
+    TorchRec's output exchange ships one vector per bag, also for a bag whose ids were all hot.
+    """
+    if plan.mesh.group_size == 1:
+        return []
+    return [
+        name
+        for name, table in plan.tables()
+        if table.hot_set is not None and table.exchange is Exchange.STOCK
+    ]
 
 
 def _check_sequences(plan: ModulePlan2D, configs: list[Any], device_type: str) -> None:

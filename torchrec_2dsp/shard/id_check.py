@@ -65,7 +65,7 @@ class IdCheck:
         """
         values = features.values()
         limits = self._limits(features)
-        is_bad = (values < 0) | (values >= limits)
+        is_bad = (values >= limits) | ((values < 0) & (limits < _NO_LIMIT))
         error = None
         if bool(is_bad.any()):
             self.num_bad += int(is_bad.sum())
@@ -75,7 +75,8 @@ class IdCheck:
             else:
                 # What is about to be raised has to travel first, and may not hurt on its way.
                 clamped = values.long().clamp(min=0).minimum(limits - 1).to(values.dtype)
-                features = _rebuilt(features, clamped, features.lengths())
+                values = torch.where(is_bad, clamped, values)
+                features = _rebuilt(features, values, features.lengths())
         if self._policy is not BadIds.RAISE:
             return features, None
         return features, self._alarm.check(error)
@@ -107,6 +108,7 @@ class IdCheck:
 
 
 _NO_LIMIT = torch.iinfo(torch.int64).max
+"""For features that look up no table."""
 
 
 def _without(features: KeyedJaggedTensor, is_bad: torch.Tensor) -> KeyedJaggedTensor:

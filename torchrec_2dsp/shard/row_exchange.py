@@ -30,32 +30,32 @@ from torchrec_2dsp.shard.row_pooling import pool_rows
 from torchrec_2dsp.shard.row_requests import NeededRows, RowBlock, RowRequests
 
 
+class _NeedsRows:
+    """What both contexts below add to TorchRec's."""
+
+    needed: list[NeededRows]
+
+    def record_stream(self: Any, stream: torch.Stream) -> None:
+        """Keep the tensors alive for ``stream``."""
+        super().record_stream(stream)  # type: ignore[misc]
+        for one in self.needed:
+            one.record_stream(stream)
+
+
 @dataclass
-class RowContext(EmbeddingShardingContext):
+class RowContext(_NeedsRows, EmbeddingShardingContext):
     """TorchRec's context of a batch in one sharding, with the rows that it needs."""
 
     needed: list[NeededRows] = field(default_factory=list)
     """By block."""
 
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the tensors alive for ``stream``."""
-        super().record_stream(stream)
-        for one in self.needed:
-            one.record_stream(stream)
-
 
 @dataclass
-class SequenceRowContext(SequenceShardingContext):
+class SequenceRowContext(_NeedsRows, SequenceShardingContext):
     """The same for sequences."""
 
     needed: list[NeededRows] = field(default_factory=list)
     """By block."""
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the tensors alive for ``stream``."""
-        super().record_stream(stream)
-        for one in self.needed:
-            one.record_stream(stream)
 
 
 def keep_needed_rows(contexts: list[Any], input_dists: Sequence[nn.Module]) -> None:

@@ -14,7 +14,7 @@ from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.comms.agreement import agreeing
 from torchrec_2dsp.mesh.groups import MeshGroups, world_group
 from torchrec_2dsp.optim.delayed_moment import DelayedMomentRowWiseAdaGrad
-from torchrec_2dsp.plan.plan2d import Plan2D
+from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D
 from torchrec_2dsp.plan.remap import module_plan_for_rank
 from torchrec_2dsp.plan.serialize import to_json
 from torchrec_2dsp.shard.embedding import ShardedEmbeddingCollection2D
@@ -73,18 +73,10 @@ class _Sharder2D:
             check_optimizers(module, fused_params, plan, device.type)
             if self._delays_moment:
                 check_delayed_moment(module, plan)
-            facts["the plan"] = to_json(Plan2D({path or "": plan}, mesh=plan.mesh, sync=plan.sync))
-            facts["the sharder's optimizer"] = repr((self.optimizer, sorted(fused_params.items())))
-            facts["bad_ids"] = self.bad_ids.value
+            facts |= self._facts(path or "", plan, fused_params)
             facts["the device type"] = device.type
             facts["LOCAL_WORLD_SIZE"] = str(local_world_size)
-        idle = idle_hot_sets(plan)
-        if idle and dist.get_rank() == 0:
-            logger.warning(
-                "hot rows of %s save no bytes: TorchRec's output exchange ships every bag; shard "
-                "the tables row-wise and pin them with exchange='row'",
-                ", ".join(idle),
-            )
+        _warn_of_idle_hot_sets(plan)
         groups = MeshGroups.for_mesh(plan.mesh, device.type)
         replication = Replication(
             groups=groups,
@@ -115,6 +107,24 @@ class _Sharder2D:
         # Only now that no rank has failed: this waits for the others.
         sharded.broadcast_replicas()
         return sharded
+
+    def _facts(self, path: str, plan: ModulePlan2D, fused_params: dict[str, Any]) -> dict[str, str]:
+        """What must be equal on all ranks."""
+        return {
+            "the plan": to_json(Plan2D({path: plan}, mesh=plan.mesh, sync=plan.sync)),
+            "the sharder's optimizer": repr((self.optimizer, sorted(fused_params.items()))),
+            "bad_ids": self.bad_ids.value,
+        }
+
+
+def _warn_of_idle_hot_sets(plan: ModulePlan2D) -> None:
+    idle = idle_hot_sets(plan)
+    if idle and dist.get_rank() == 0:
+        logger.warning(
+            "hot rows of %s save no bytes: TorchRec's output exchange ships every bag; shard "
+            "the tables row-wise and pin them with exchange='row'",
+            ", ".join(idle),
+        )
 
 
 class EmbeddingBagCollectionSharder2D(_Sharder2D, EmbeddingBagCollectionSharder):

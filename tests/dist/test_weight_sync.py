@@ -13,7 +13,7 @@ from tests.support.oracle import local_loss
 from tests.support.parity import Cell, make_optimizer
 from tests.support.ranks import RankPool, RanksFailed
 from torchrec_2dsp.plan.sync_policy import SyncPolicy
-from torchrec_2dsp.sync import row_average
+from torchrec_2dsp.sync import row_transfer
 
 LARGE = ModelSpec(
     (
@@ -67,21 +67,23 @@ def test_two_replicas_get_the_dense_result_bit_for_bit(ranks4: RankPool) -> None
     assert ranks4.run(touched_and_whole, cells, timeout_s=200) == [[0.0] * len(cells)] * 4
 
 
-def in_small_chunks(rank: int, world_size: int, cells: list[Cell]) -> list[float]:
-    """As `touched_and_whole`, with three rows at a time instead of thousands."""
-    usual, row_average._CHUNK_BYTES = row_average._CHUNK_BYTES, 3 * 4 * 8
-    try:
+def in_small_messages(rank: int, world_size: int, cells: list[Cell]) -> list[float]:
+    """As `touched_and_whole`, with a few rows at a time instead of thousands."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_transfer, "_RANGE_BYTES", 7 * 4 * 8)
+        patch.setattr(row_transfer, "_MESSAGE_BYTES", 3 * 4 * 8)
         return touched_and_whole(rank, world_size, cells)
-    finally:
-        row_average._CHUNK_BYTES = usual
 
 
-def test_rows_are_averaged_some_at_a_time(ranks4: RankPool) -> None:
+def test_rows_travel_some_at_a_time(ranks4: RankPool) -> None:
     cells = [
         Cell(TWO, spec=LARGE, sync=replace(TOUCHED, policy=policy))
         for policy in (tdsp.every(1), tdsp.every(3))
     ]
-    assert ranks4.run(in_small_chunks, cells) == [[0.0] * len(cells)] * 4
+    assert ranks4.run(in_small_messages, cells) == [[0.0] * len(cells)] * 4
+    cells = [Cell(FOUR, "table_wise", LARGE, sync=TOUCHED)]
+    for gaps in ranks4.run(in_small_messages, cells):
+        assert max(gaps) < ROUNDING
 
 
 def test_more_replicas_get_it_up_to_the_order_of_additions(ranks4: RankPool) -> None:

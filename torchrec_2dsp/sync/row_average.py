@@ -1,7 +1,8 @@
 """`RowAverage`: average the touched rows of table shards over the ranks that hold copies."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -9,10 +10,10 @@ from torch.profiler import record_function
 
 from torchrec_2dsp.comms.agreement import as_ours
 from torchrec_2dsp.comms.alarm import Alarm
-from torchrec_2dsp.comms.collectives import all_gather_ragged
-from torchrec_2dsp.comms.packing import Packed, pack, unpack
 from torchrec_2dsp.errors import SyncError, TwoDError
 from torchrec_2dsp.sync.report import SyncReport
+from torchrec_2dsp.sync.row_copies import SentRows, average_rows, rows_to_send
+from torchrec_2dsp.sync.row_transfer import RowTransfer, messages, range_ends
 from torchrec_2dsp.sync.synced_shard import SyncedShard
 from torchrec_2dsp.sync.touched import Changed
 from torchrec_2dsp.sync.whole_shard import average_whole_shard
@@ -20,29 +21,19 @@ from torchrec_2dsp.sync.whole_shard import average_whole_shard
 _LABEL = "## note rows ##"
 """In profiles."""
 
-_CHUNK_BYTES = 512 * 2**10
-"""Rows are averaged so many bytes at a time, so that all copies of them stay in a core's cache."""
-
 _WHOLE = -1
 """In place of a row count: so many rows were touched that the whole shard is averaged."""
 
 
-@dataclass(frozen=True)
-class _PeerRows:
-    """The rows of a shard that one peer has changed, and their values there."""
+class _OwnRows(NamedTuple):
+    """What this rank has changed of a shard."""
 
-    rows: torch.Tensor
-    """Ascending."""
-    values: tuple[torch.Tensor, ...]
-    """As they travel, see `_sent`."""
+    changed: Changed
+    sent: SentRows
 
-
-@dataclass(frozen=True)
-class _OwnRows(_PeerRows):
-    """The same for this rank."""
-
-    bases: tuple[torch.Tensor, ...]
-    """The values after the last sync."""
+    def part(self, places: slice) -> "_OwnRows":
+        """Some of the rows."""
+        return _OwnRows(self.changed.part(places), self.sent.part(places))
 
 
 @dataclass(frozen=True)
@@ -50,13 +41,16 @@ class _Announced:
     """How many rows each peer sends, on its way."""
 
     headers: list[torch.Tensor]
-    """By peer, a number for each shard."""
+    """By peer, a number for each range of each shard."""
+    num_ranges: list[int]
+    """By shard."""
     work: dist.Work
 
-    def arrived(self) -> list[list[int]]:
-        """Every peer's row counts by shard."""
+    def arrived(self) -> list[list[list[int]]]:
+        """Row counts by shard, by range and by peer."""
         self.work.wait()
-        return torch.stack(self.headers).tolist()
+        counts = torch.stack(self.headers, dim=1)
+        return [of_shard.tolist() for of_shard in counts.split(self.num_ranges)]
 
 
 class RowAverage:
@@ -64,7 +58,7 @@ class RowAverage:
 
     Each peer sends the rows that it has changed. For the rows that a peer didn't send, its copy
     is the base, which every peer knows. So all compute the average of all copies, in the same
-    order.
+    order (see `row_copies`).
     """
 
     def __init__(
@@ -81,6 +75,10 @@ class RowAverage:
         self._alarm = alarm
         self._rank = dist.get_rank(group)
         self._world_size = dist.get_world_size(group)
+        self._ends = [range_ends(shard) for shard in shards]
+        self._row_bytes = [
+            sum(tensor[:1].nbytes for tensor in shard.touched.tensors) for shard in shards
+        ]
 
     def before_update(
         self, shards: Sequence[SyncedShard], rows: Callable[[], Sequence[torch.Tensor]]
@@ -95,8 +93,8 @@ class RowAverage:
 
         Collectives:
             An all-reduce of 8 bytes on the alarm's group, by which an error of one rank is raised
-            by all; one all-gather of a header and one all-to-all on the group, and all-reduces of
-            the shards of which too many rows were touched.
+            by all; one all-gather of a header and all-to-alls on the group, and all-reduces of the
+            shards of which too many rows were touched.
         """
         mine: list[_OwnRows | None] = []
         error: TwoDError | None = None
@@ -110,8 +108,9 @@ class RowAverage:
         if announced is None:
             return SyncReport()
         counts = announced.arrived()
-        is_whole = [_WHOLE in shard_counts for shard_counts in zip(*counts, strict=True)]
-        report = self._average_rows(mine, counts, is_whole)
+        is_whole = [_WHOLE in ranges[0] for ranges in counts]
+        sparse = [[] if whole else one for whole, one in zip(is_whole, counts, strict=True)]
+        report = self._average_rows(mine, sparse)
         for shard, whole in zip(self._shards, is_whole, strict=True):
             if whole:
                 report += average_whole_shard(shard, self._group)
@@ -123,17 +122,17 @@ class RowAverage:
         mine: list[_OwnRows | None] = []
         for shard in self._shards:
             if shard.touched.is_overfull:
-                sent, looked_at = None, shard.touched.tensors
+                own, looked_at = None, shard.touched.tensors
             else:
                 changed = shard.touched.changed()
-                looked_at = _sent(shard, changed)
-                sent = _OwnRows(changed.rows, looked_at, changed.bases)
+                own = _OwnRows(changed, rows_to_send(shard, changed, self._world_size))
+                looked_at = own.sent.values
             if not all(map(_is_finite, looked_at)):
                 raise SyncError(
                     f"table {shard.table!r} has weights or optimizer state that are not finite; "
                     "nothing was synced. Lower the learning rate, or clip gradients"
                 )
-            mine.append(sent)
+            mine.append(own)
         return mine
 
     def _announce(self, mine: Sequence[_OwnRows | None]) -> "_Announced | None":
@@ -143,107 +142,48 @@ class RowAverage:
         """
         if not self._shards:
             return None
-        counts = [_WHOLE if one is None else one.rows.numel() for one in mine]
-        counts += [0] * (len(self._shards) - len(counts))
-        header = torch.tensor(counts, device=self._shards[0].touched.device)
+        own = [*mine, *[None] * (len(self._shards) - len(mine))]
+        counts = [_counts(*pair) for pair in zip(self._ends, own, strict=True)]
+        header = torch.cat(counts)
         headers = [torch.empty_like(header) for _ in range(self._world_size)]
         work = dist.all_gather(headers, header, group=self._group, async_op=True)
         assert work is not None
-        return _Announced(headers, work)
+        return _Announced(headers, [one.numel() for one in counts], work)
 
     def _average_rows(
-        self,
-        mine: Sequence[_OwnRows | None],
-        counts: Sequence[Sequence[int]],
-        is_whole: Sequence[bool],
+        self, mine: Sequence[_OwnRows | None], counts: Sequence[Sequence[Sequence[int]]]
     ) -> SyncReport:
-        """Average the shards of which few rows were touched."""
-        sparse = [index for index, whole in enumerate(is_whole) if not whole]
-        layouts = [
-            [part for index in sparse for part in _layout(self._shards[index], peer[index])]
-            for peer in counts
-        ]
-        sizes = [sum(part.num_bytes for part in layout) for layout in layouts]
-        if not sum(sizes):
-            return SyncReport()
-        own_rows = [own for index in sparse if (own := mine[index]) is not None]
-        buffer = pack([part for own in own_rows for part in (own.rows.int(), *own.values)])
-        gathered = all_gather_ragged(buffer, sizes, self._group)
-        received = [iter(unpack(*pair)) for pair in zip(gathered, layouts, strict=True)]
-        report = SyncReport(num_bytes=buffer.nbytes * (self._world_size - 1))
-        for index, own in zip(sparse, own_rows, strict=True):
-            shard = self._shards[index]
-            peers = [
-                _PeerRows(next(parts).long(), tuple(next(parts) for _ in shard.rules))
-                for parts in received
-            ]
-            report += _average_shard(shard, peers, self._rank, own.bases)
+        """Average the shards of which few rows were touched; the others have no counts here."""
+        sent: list[tuple[RowTransfer, list[Changed]]] = []
+        done = [0] * len(self._shards)
+        for pieces in messages(counts, self._row_bytes):
+            own: list[_OwnRows] = []
+            for piece in pieces:
+                rows, start = mine[piece.shard], done[piece.shard]
+                assert rows is not None
+                done[piece.shard] += piece.counts[self._rank]
+                own.append(rows.part(slice(start, done[piece.shard])))
+            transfer = RowTransfer(pieces, self._shards, [one.sent for one in own], self._group)
+            sent.append((transfer, [one.changed for one in own]))
+        report = SyncReport()
+        for transfer, own_rows in sent:
+            report += SyncReport(num_bytes=transfer.num_bytes)
+            for (piece, peers), own_changes in zip(transfer.arrived(), own_rows, strict=True):
+                num_rows = average_rows(self._shards[piece.shard], own_changes, peers)
+                report += SyncReport(num_rows=num_rows)
+        for shard, ranges in zip(self._shards, counts, strict=True):
+            report += SyncReport(num_tensors=len(shard.rules) if any(map(any, ranges)) else 0)
         return report
+
+
+def _counts(ends: torch.Tensor, own: _OwnRows | None) -> torch.Tensor:
+    """How many rows come from each range of a shard."""
+    if own is None:
+        return torch.full_like(ends, _WHOLE)
+    places = torch.searchsorted(own.changed.rows, ends)
+    return places.diff(prepend=places.new_zeros(1))
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
     """Whether all values are, which their sum says in one pass; fp16 is added in float32."""
     return not tensor.is_floating_point() or bool(tensor.sum(dtype=torch.float32).isfinite())
-
-
-def _sent(shard: SyncedShard, changed: Changed) -> tuple[torch.Tensor, ...]:
-    """The changed rows as they travel: in a shorter type, their change since the last sync."""
-    values = [tensor.index_select(0, changed.rows) for tensor in shard.touched.tensors]
-    return tuple(
-        value if value.dtype == sent_as else (value - base).to(sent_as)
-        for value, base, sent_as in zip(values, changed.bases, shard.sent_as, strict=True)
-    )
-
-
-def _received(base: torch.Tensor, places: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
-    """A peer's rows, which it has sent by `_sent`; it gets the same from its own."""
-    if sent.dtype == base.dtype:
-        return sent
-    return base.index_select(0, places) + sent.to(base.dtype)
-
-
-def _layout(shard: SyncedShard, num_rows: int) -> list[Packed]:
-    """How ``num_rows`` rows travel: their ids, then each tensor's rows."""
-    values = [
-        Packed((num_rows, *one.shape[1:]), sent_as)
-        for one, sent_as in zip(shard.touched.tensors, shard.sent_as, strict=True)
-    ]
-    return [Packed((num_rows,), torch.int32), *values]
-
-
-def _average_shard(
-    shard: SyncedShard,
-    peers: Sequence[_PeerRows],
-    rank: int,
-    bases: Sequence[torch.Tensor],
-) -> SyncReport:
-    """Write the average of the rows that any peer has changed."""
-    tensors = shard.touched.tensors
-    union = torch.unique(torch.cat([peer.rows for peer in peers]))
-    if union.numel() == 0:
-        return SyncReport()
-    places = [torch.searchsorted(union, peer.rows) for peer in peers]
-    for index, (tensor, rule) in enumerate(zip(tensors, shard.rules, strict=True)):
-        for rows, start, parts in _chunks(union, places, tensor[:1].nbytes):
-            base = tensor.index_select(0, rows)
-            base.index_copy_(0, places[rank][parts[rank]] - start, bases[index][parts[rank]])
-            copies = []
-            for peer, place, part in zip(peers, places, parts, strict=True):
-                here = place[part] - start
-                sent = peer.values[index][part]
-                copies.append(base.index_copy(0, here, _received(base, here, sent)))
-            tensor.index_copy_(0, rows, rule.combine(copies))
-    return SyncReport(num_tensors=len(tensors), num_rows=union.numel())
-
-
-def _chunks(
-    union: torch.Tensor, places: Sequence[torch.Tensor], row_bytes: int
-) -> Iterator[tuple[torch.Tensor, int, list[slice]]]:
-    """Parts of the union: their rows, where they start, and which of each peer's rows they have."""
-    size = max(1, _CHUNK_BYTES // row_bytes)
-    starts = list(range(0, union.numel(), size))
-    bounds = torch.tensor([*starts, union.numel()], device=union.device)
-    ends = [torch.searchsorted(place, bounds).tolist() for place in places]
-    for number, start in enumerate(starts):
-        parts = [slice(end[number], end[number + 1]) for end in ends]
-        yield union[start : start + size], start, parts

@@ -42,6 +42,10 @@ class Changed:
     bases: tuple[torch.Tensor, ...]
     """For each tensor of the shard, these rows as they were after the last sync."""
 
+    def part(self, places: slice) -> "Changed":
+        """Some of the rows."""
+        return Changed(self.rows[places], tuple(base[places] for base in self.bases))
+
 
 class TouchedRows:
     """Notes the rows of one table shard before they change.

@@ -8,6 +8,7 @@ import torchrec_2dsp
 
 PUBLIC_NAMES = [
     "FROM_MESH",
+    "AccessStats",
     "CheckpointError",
     "ConfigError",
     "DelayedMomentRowWiseAdaGrad",
@@ -30,11 +31,13 @@ PUBLIC_NAMES = [
     "PlanError",
     "Planner2D",
     "RankLayout",
+    "RowCounter",
     "ShardingType2D",
     "Stats2D",
     "SyncError",
     "SyncReport",
     "SyncedRows",
+    "TableAccess",
     "Transport",
     "TwoDError",
     "UnsupportedError",

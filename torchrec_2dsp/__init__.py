@@ -9,7 +9,10 @@ from torchrec_2dsp._compat.versions import is_doctor_command, require_supported_
 if not is_doctor_command(sys.orig_argv, sys.argv):
     require_supported_versions()
 
+    from torchrec_2dsp.access.counter import RowCounter
     from torchrec_2dsp.access.hot_set import HotSet
+    from torchrec_2dsp.access.stats import AccessStats
+    from torchrec_2dsp.access.table_access import TableAccess
     from torchrec_2dsp.errors import (
         CheckpointError,
         ConfigError,
@@ -50,6 +53,7 @@ if not is_doctor_command(sys.orig_argv, sys.argv):
 __version__ = "0.1.0"
 __all__ = [
     "FROM_MESH",
+    "AccessStats",
     "CheckpointError",
     "ConfigError",
     "DelayedMomentRowWiseAdaGrad",
@@ -72,11 +76,13 @@ __all__ = [
     "PlanError",
     "Planner2D",
     "RankLayout",
+    "RowCounter",
     "ShardingType2D",
     "Stats2D",
     "SyncError",
     "SyncReport",
     "SyncedRows",
+    "TableAccess",
     "Transport",
     "TwoDError",
     "UnsupportedError",

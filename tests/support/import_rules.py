@@ -8,7 +8,7 @@ from pathlib import Path
 
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
-    frozenset({"_compat"}),
+    frozenset({"_compat", "plotting"}),
     frozenset({"comms"}),
     frozenset({"mesh", "access", "optim"}),
     frozenset({"plan", "data"}),

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from torchrec_2dsp.errors import PlanError
+from torchrec_2dsp.access.stats import AccessStats
+from torchrec_2dsp.errors import ConfigError, PlanError
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,37 @@ class HotSet:
     def of(cls, ids: "Iterable[int] | torch.Tensor") -> "HotSet":
         """A hot set from ids in any order, duplicates allowed."""
         return cls(tuple(sorted({int(value) for value in ids})))
+
+    @classmethod
+    def from_stats(
+        cls,
+        stats: AccessStats,
+        table: str,
+        *,
+        rows: int | None = None,
+        share: float | None = None,
+    ) -> "HotSet":
+        """The rows of a table that are used most.
+
+        Args:
+            stats: what was counted.
+            table: the table's name.
+            rows: how many rows; fewer if the log has fewer.
+            share: the fewest rows that take this share of the table's lookups; instead of ``rows``.
+        """
+        if (rows is None) == (share is None):
+            raise ConfigError(
+                f"rows={rows}, share={share}: say how many rows, or which share of the lookups "
+                "they take, and not both"
+            )
+        if share is not None and not 0 < share <= 1:
+            raise ConfigError(f"share={share} must be above 0, and at most 1")
+        access = stats[table]
+        if not access.num_lookups:
+            raise ConfigError(f"table {table!r} was never looked up, so none of its rows is hot")
+        num_hot = rows if share is None else access.rows_for(share)
+        assert num_hot is not None
+        return cls.of(access.rows[: max(0, num_hot)].tolist())
 
     def __len__(self) -> int:
         return len(self.row_ids)

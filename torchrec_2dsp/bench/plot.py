@@ -10,7 +10,7 @@ import numpy as np
 from torchrec_2dsp.bench.markdown_tables import ms, names_in, phase_label, phases_in
 from torchrec_2dsp.bench.results import BenchResult, Outcome, Phase
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.recipe.plotting import PALETTE, plotting, save_plot
+from torchrec_2dsp.plotting import PALETTE, plotting, save_plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

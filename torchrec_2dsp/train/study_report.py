@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchrec_2dsp.recipe.plotting import MARKERS, PALETTE, plotting, save_plot
+from torchrec_2dsp.plotting import MARKERS, PALETTE, plotting, save_plot
 from torchrec_2dsp.train.record import TrainRecord
 from torchrec_2dsp.train.study import CONFIDENCE, Gap, gaps_to
 

@@ -4,7 +4,7 @@ import statistics
 from pathlib import Path
 
 from torchrec_2dsp.bench.syncs.results import SyncBenchResult, SyncTimes
-from torchrec_2dsp.recipe.plotting import MARKERS, PALETTE, plotting, save_plot
+from torchrec_2dsp.plotting import MARKERS, PALETTE, plotting, save_plot
 
 HEADINGS = (
     *("changed rows", "sync", "min ms", "median ms", "max ms"),

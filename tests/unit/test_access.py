@@ -1,0 +1,199 @@
+"""What follows from counted accesses, against brute force."""
+
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import torchrec_2dsp as tdsp
+from torchrec_2dsp.access.table_access import TableAccess
+
+COUNTS = st.lists(st.integers(0, 5), min_size=1, max_size=6)
+
+
+def log_of(counts: list[int]) -> list[int]:
+    return [row for row, count in enumerate(counts) for _ in range(count)]
+
+
+def access(counts: list[int], num_samples: int = 10) -> TableAccess:
+    return TableAccess.of_counts(counts, num_samples)
+
+
+@given(COUNTS.filter(lambda counts: 0 < sum(counts) <= 10), st.data())
+def test_expected_distinct_rows_are_the_mean_over_all_draws(
+    counts: list[int], data: st.DataObject
+) -> None:
+    log = log_of(counts)
+    num_drawn = data.draw(st.integers(0, len(log)))
+    draws = list(combinations(log, num_drawn))
+    by_hand = sum(len(set(draw)) for draw in draws) / len(draws)
+
+    assert access(counts).expected_distinct(num_drawn) == pytest.approx(by_hand, abs=1e-9)
+
+
+@given(COUNTS, st.lists(st.floats(0, 100), min_size=2, max_size=20))
+def test_more_lookups_touch_no_fewer_rows_and_none_that_is_not_there(
+    counts: list[int], lookups: list[float]
+) -> None:
+    found = [access(counts).expected_distinct(num) for num in sorted(lookups)]
+
+    assert all(low <= high + 1e-9 for low, high in pairwise(found))
+    assert all(0 <= one <= np.count_nonzero(counts) + 1e-9 for one in found)
+
+
+@given(COUNTS.filter(any))
+def test_hot_rows_take_their_share(counts: list[int]) -> None:
+    table = access(counts)
+    descending = sorted(counts, reverse=True)
+
+    for num_hot in range(len(counts) + 2):
+        share = table.share_of(num_hot)
+        assert share == pytest.approx(sum(descending[:num_hot]) / sum(counts))
+        if 0 < num_hot <= len(table.rows):
+            assert table.rows_for(share) == num_hot
+
+
+def test_rows_that_are_used_alike_come_in_their_order() -> None:
+    assert access([2, 3, 0, 2, 3]).rows.tolist() == [1, 4, 0, 3]
+
+
+@given(st.lists(st.lists(st.integers(0, 5), min_size=4, max_size=4), min_size=1, max_size=4))
+def test_merged_logs_are_one_log(logs: list[list[int]]) -> None:
+    first, *others = (tdsp.AccessStats({"t": access(counts)}) for counts in logs)
+    merged = first.merge(*others)["t"]
+    whole = access([sum(counts) for counts in zip(*logs, strict=True)], 10 * len(logs))
+
+    assert merged.rows.tolist() == whole.rows.tolist()
+    assert merged.counts.tolist() == whole.counts.tolist()
+    assert merged.num_samples == whole.num_samples
+    assert merged.tail_rows == merged.tail_lookups == 0
+
+
+def test_logs_of_different_tables_are_not_merged() -> None:
+    few, many = (tdsp.AccessStats({"t": access([1] * size)}) for size in (3, 4))
+    with pytest.raises(tdsp.ConfigError, match=r"'t' had \[3, 4\] rows"):
+        few.merge(many)
+
+
+def test_a_tail_is_taken_as_used_alike() -> None:
+    known = access([0, 0, 6, 0, 0])
+    table = TableAccess(5, 10, known.rows, known.counts, tail_rows=3, tail_lookups=6.0)
+    whole = access([2, 2, 6, 2, 0])
+
+    assert table.num_lookups == 12
+    assert table.share_of(1) == 0.5
+    for num_drawn in (1, 4, 12, 100):
+        assert table.expected_distinct(num_drawn) == pytest.approx(
+            whole.expected_distinct(num_drawn)
+        )
+    with pytest.raises(tdsp.ConfigError, match=r"share=0\.7: the counted rows take 0\.5"):
+        table.rows_for(0.7)
+
+
+def test_batches_and_steps_are_lookups() -> None:
+    stats = tdsp.AccessStats({"t": access([5, 3, 2, 0], num_samples=5)})
+
+    assert stats["t"].lookups_per_sample == 2
+    assert stats.expected_distinct_rows("t", 2) == stats["t"].expected_distinct(4)
+    assert stats.expected_touched_rows("t", 2, steps=2) == stats["t"].expected_distinct(8)
+
+
+def test_saved_stats_come_back(tmp_path: Path) -> None:
+    known = access([0, 4, 4])
+    tables = {
+        "b": known,
+        "empty": access([0, 0]),
+        "a": TableAccess(9, 2.5, known.rows, known.counts / 3, 2, 1.5, 0.5),
+    }
+    tdsp.AccessStats(tables).save(tmp_path / "new" / "stats.parquet")
+    back = tdsp.AccessStats.load(tmp_path / "new" / "stats.parquet")
+
+    assert list(back) == list(tables)
+    for name, table in tables.items():
+        for field, value in vars(table).items():
+            assert np.array_equal(getattr(back[name], field), value), field
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["stats.parquet"]
+
+
+def test_any_reader_sees_the_counts(tmp_path: Path) -> None:
+    tdsp.AccessStats({"ads": access([0, 1, 4])}).save(tmp_path / "stats.parquet")
+
+    assert pq.read_table(tmp_path / "stats.parquet").to_pylist() == [
+        {"table": "ads", "row": 2, "count": 4.0},
+        {"table": "ads", "row": 1, "count": 1.0},
+    ]
+
+
+def test_the_files_of_a_folder_are_merged(tmp_path: Path) -> None:
+    for rank, counts in enumerate(([1, 0], [2, 3])):
+        tdsp.AccessStats({"t": access(counts)}).save(tmp_path / f"rank_{rank}.parquet")
+
+    assert tdsp.AccessStats.load(tmp_path)["t"].counts.tolist() == [3, 3]
+
+
+def test_files_that_are_none_are_named(tmp_path: Path) -> None:
+    with pytest.raises(tdsp.ConfigError, match="no access statistics at"):
+        tdsp.AccessStats.load(tmp_path / "missing.parquet")
+    with pytest.raises(tdsp.ConfigError, match=r"no \*\.parquet files"):
+        tdsp.AccessStats.load(tmp_path)
+    (tmp_path / "text").write_text("no parquet")
+    with pytest.raises(tdsp.ConfigError, match="is not a Parquet file"):
+        tdsp.AccessStats.load(tmp_path / "text")
+    pq.write_table(pa.table({"row": [1]}), tmp_path / "other.parquet")
+    with pytest.raises(tdsp.ConfigError, match="is Parquet, but no access statistics"):
+        tdsp.AccessStats.load(tmp_path / "other.parquet")
+    newer = pa.table({"row": [1]}).replace_schema_metadata(
+        {"torchrec_2dsp.access": '{"version": 2}'}
+    )
+    pq.write_table(newer, tmp_path / "newer.parquet")
+    with pytest.raises(tdsp.ConfigError, match="version 2, and this package reads version 1"):
+        tdsp.AccessStats.load(tmp_path / "newer.parquet")
+
+
+def test_hot_sets_are_the_most_used_rows() -> None:
+    stats = tdsp.AccessStats({"t": access([1, 5, 0, 4])})
+
+    assert tdsp.HotSet.from_stats(stats, "t", rows=2).row_ids == (1, 3)
+    assert tdsp.HotSet.from_stats(stats, "t", rows=100).row_ids == (0, 1, 3)
+    assert tdsp.HotSet.from_stats(stats, "t", share=0.5).row_ids == (1,)
+    assert tdsp.HotSet.from_stats(stats, "t", share=0.9).row_ids == (1, 3)
+    assert tdsp.HotSet.from_stats(stats, "t", share=1.0).row_ids == (0, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "say how many rows"),
+        ({"rows": 1, "share": 0.5}, "and not both"),
+        ({"share": 0.0}, "share=0.0 must be above 0"),
+        ({"share": 1.1}, "at most 1"),
+    ],
+)
+def test_hot_sets_that_make_no_sense(arguments: dict[str, float], message: str) -> None:
+    stats = tdsp.AccessStats({"t": access([1, 5])})
+    with pytest.raises(tdsp.ConfigError, match=message):
+        tdsp.HotSet.from_stats(stats, "t", **arguments)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_table_that_was_never_looked_up_has_no_hot_rows() -> None:
+    with pytest.raises(tdsp.ConfigError, match="'t' was never looked up"):
+        tdsp.HotSet.from_stats(tdsp.AccessStats({"t": access([0, 0])}), "t", rows=1)
+
+
+def test_a_table_without_counts_is_named() -> None:
+    with pytest.raises(tdsp.ConfigError, match=r"nothing was counted for table 'x'.* ads"):
+        tdsp.AccessStats({"ads": access([1])})["x"]
+
+
+def test_a_plot_shows_every_table(tmp_path: Path) -> None:
+    tables = {f"table_{number}": access([number + 1, 2, 1]) for number in range(9)}
+    tdsp.AccessStats({**tables, "unused": access([0])}).plot(tmp_path / "cdf.svg")
+    drawn = (tmp_path / "cdf.svg").read_text()
+
+    assert all(name in drawn for name in tables)
+    assert "unused" not in drawn

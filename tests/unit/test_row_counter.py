@@ -1,0 +1,142 @@
+"""Counted batches, exactly and by a sketch, against plain Python."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import torchrec_2dsp as tdsp
+
+NUM_ROWS = 10
+TABLES = [
+    EmbeddingBagConfig(NUM_ROWS, 8, name="ads", feature_names=["shown", "clicked"]),
+    EmbeddingBagConfig(NUM_ROWS, 8, name="users", feature_names=["user"]),
+]
+BAGS = st.lists(st.lists(st.integers(0, NUM_ROWS - 1), max_size=3), min_size=3, max_size=3)
+BATCHES = st.lists(BAGS, min_size=1, max_size=5)
+EXACT = 2**24
+SKETCH = 1
+
+
+def batch_of(
+    bags: list[list[int]], keys: tuple[str, ...] = ("shown", "other", "clicked")
+) -> KeyedJaggedTensor:
+    """A sample per batch, one bag for each key."""
+    lengths = torch.tensor([len(bag) for bag in bags])
+    return KeyedJaggedTensor(
+        list(keys), torch.tensor([row for bag in bags for row in bag]), lengths=lengths
+    )
+
+
+@pytest.mark.parametrize("exact_rows", [EXACT, SKETCH])
+@given(batches=BATCHES)
+def test_every_lookup_is_counted(batches: list[list[list[int]]], exact_rows: int) -> None:
+    counter = tdsp.RowCounter(TABLES, exact_rows=exact_rows)
+    for bags in batches:
+        counter.update(batch_of(bags))
+    by_hand = Counter(row for shown, _, clicked in batches for row in [*shown, *clicked])
+    ads, users = (counter.stats()[name] for name in ("ads", "users"))
+
+    assert dict(zip(ads.rows.tolist(), ads.counts.tolist(), strict=True)) == by_hand
+    assert (ads.num_samples, users.num_samples) == (len(batches), 0)
+    assert ads.num_lookups == sum(by_hand.values())
+    assert (ads.tail_rows, ads.tail_lookups, ads.max_error) == (0, 0, 0)
+    assert users.num_lookups == 0
+
+
+def test_a_sketch_keeps_the_most_used_rows_within_its_error() -> None:
+    random = np.random.default_rng(0)
+    num_rows, sketch_rows = 200_000, 1024
+    ids = np.minimum(random.zipf(1.2, 300_000), num_rows) - 1
+    table = [EmbeddingBagConfig(num_rows, 8, name="t", feature_names=["f"])]
+    counter = tdsp.RowCounter(table, exact_rows=1, sketch_rows=sketch_rows)
+    exact = tdsp.RowCounter(table)
+    for part in ids.reshape(30, -1):
+        batch = KeyedJaggedTensor(
+            ["f"], torch.from_numpy(part), lengths=torch.ones(len(part), dtype=torch.int64)
+        )
+        counter.update(batch)
+        exact.update(batch)
+    sketched, known = counter.stats()["t"], exact.stats()["t"]
+    true_counts = np.bincount(ids, minlength=num_rows)
+    allowed = 3.5 / sketch_rows * len(ids)
+
+    assert 0 < sketched.max_error <= allowed
+    lacking = true_counts[sketched.rows] - sketched.counts
+    assert lacking.min() >= 0
+    assert lacking.max() <= sketched.max_error
+    assert set(np.flatnonzero(true_counts > sketched.max_error)) <= set(sketched.rows.tolist())
+    assert sketched.num_lookups == known.num_lookups
+    assert sketched.num_used_rows == pytest.approx(known.num_used_rows, rel=0.03)
+    for num_drawn in (100, 10_000):
+        assert sketched.expected_distinct(num_drawn) >= 0.97 * known.expected_distinct(num_drawn)
+    assert sketched.share_of(100) == pytest.approx(known.share_of(100), abs=0.05)
+
+
+@pytest.mark.parametrize("exact_rows", [EXACT, SKETCH])
+def test_old_batches_count_less(exact_rows: int) -> None:
+    counter = tdsp.RowCounter(TABLES, exact_rows=exact_rows, half_life=2)
+    for shown in ([1] * 8, [], [2] * 4, [], [3], []):
+        counter.update(batch_of([shown, [], []]))
+    ads = counter.stats()["ads"]
+
+    assert dict(zip(ads.rows.tolist(), ads.counts.tolist(), strict=True)) == {1: 2, 2: 2, 3: 1}
+    assert ads.num_samples == 2 + 2 / 2 + 2 / 4
+    assert ads.num_lookups == 5
+
+
+def test_what_is_halved_away_stays_in_the_tail() -> None:
+    counter = tdsp.RowCounter(TABLES, exact_rows=SKETCH, half_life=1)
+    counter.update(batch_of([[1, 1, 2], [], []]))
+    counter.update(batch_of([[], [], []]))
+    ads = counter.stats()["ads"]
+
+    assert (ads.rows.tolist(), ads.counts.tolist()) == ([1], [1])
+    assert (ads.tail_rows, ads.tail_lookups) == (1, 0.5)
+
+
+def test_all_tables_of_a_model_are_counted() -> None:
+    model = nn.Sequential(
+        EmbeddingBagCollection(tables=TABLES, device=torch.device("meta")),
+        EmbeddingCollection(
+            tables=[EmbeddingConfig(5, 8, name="words", feature_names=["word"])],
+            device=torch.device("meta"),
+        ),
+    )
+    assert list(tdsp.RowCounter.for_model(model).stats()) == ["ads", "users", "words"]
+
+
+def test_a_model_without_tables_is_refused() -> None:
+    with pytest.raises(tdsp.ConfigError, match="Linear has no EmbeddingBagCollection"):
+        tdsp.RowCounter.for_model(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("bad", [-1, NUM_ROWS])
+def test_a_bad_id_is_named(bad: int) -> None:
+    counter = tdsp.RowCounter(TABLES)
+    with pytest.raises(tdsp.InputError, match=f"id {bad} of table 'ads' is out of range"):
+        counter.update(batch_of([[1], [], [bad]]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"half_life": 0}, "half_life=0"),
+        ({"exact_rows": 1, "sketch_rows": 100}, "sketch_rows=100 must be a power of two"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(tdsp.ConfigError, match=message):
+        tdsp.RowCounter(TABLES, **arguments)
+
+
+def test_two_tables_of_one_name_are_refused() -> None:
+    with pytest.raises(tdsp.ConfigError, match="two tables are named 'ads'"):
+        tdsp.RowCounter([*TABLES, TABLES[0]])

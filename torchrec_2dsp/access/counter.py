@@ -1,0 +1,160 @@
+"""`RowCounter`: counts how often each row is looked up, batch by batch."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_2dsp.access.exact_counts import ExactCounts
+from torchrec_2dsp.access.sketched_counts import SketchedCounts
+from torchrec_2dsp.access.stats import AccessStats
+from torchrec_2dsp.errors import ConfigError, InputError
+
+
+class RowCounter:
+    """Counts the lookups of every table.
+
+    Tables with at most ``exact_rows`` rows are counted exactly, 8 bytes a row. Of larger ones, a
+    sketch keeps the rows that are used most, about three quarters of ``sketch_rows``: their counts
+    lack at most ``3.5 / sketch_rows`` of all lookups, and so does that of any row which it has
+    dropped.
+
+    Example:
+        >>> import torch
+        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        >>> from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+        >>> import torchrec_2dsp as tdsp
+        >>> counter = tdsp.RowCounter(
+        ...     [EmbeddingBagConfig(100, 8, name="ads", feature_names=["ad"])]
+        ... )
+        >>> batch = KeyedJaggedTensor.from_lengths_sync(
+        ...     ["ad"], torch.tensor([7, 3, 7]), torch.tensor([2, 1])
+        ... )
+        >>> counter.update(batch)
+        >>> stats = counter.stats()
+        >>> stats["ads"].rows, stats["ads"].counts
+        (array([7, 3]), array([2., 1.]))
+        >>> tdsp.HotSet.from_stats(stats, "ads", share=0.5)
+        HotSet(row_ids=(7,))
+    """
+
+    def __init__(
+        self,
+        tables: Iterable[BaseEmbeddingConfig],
+        *,
+        exact_rows: int = 2**24,
+        sketch_rows: int = 2**16,
+        half_life: int | None = None,
+    ) -> None:
+        """
+        Args:
+            tables: what is looked up, as TorchRec's modules are configured.
+            exact_rows: up to how many rows a table is counted exactly.
+            sketch_rows: how large a sketch is, a power of two.
+            half_life: after so many batches all counts are halved, so that the last ones say more
+                than old ones; by default all batches count alike.
+        """
+        if half_life is not None and half_life < 1:
+            raise ConfigError(f"half_life={half_life} must be at least one batch")
+        self._half_life = half_life
+        self._num_batches = 0
+        self._tables: dict[str, _Table] = {}
+        for config in tables:
+            if config.name in self._tables:
+                raise ConfigError(f"two tables are named {config.name!r}; count them separately")
+            num_rows = config.num_embeddings
+            is_exact = num_rows <= exact_rows
+            counts = ExactCounts(num_rows) if is_exact else SketchedCounts(num_rows, sketch_rows)
+            self._tables[config.name] = _Table(tuple(config.feature_names), counts)
+
+    @classmethod
+    def for_model(
+        cls,
+        model: nn.Module,
+        *,
+        exact_rows: int = 2**24,
+        sketch_rows: int = 2**16,
+        half_life: int | None = None,
+    ) -> "RowCounter":
+        """For all tables of an unsharded model."""
+        tables: list[BaseEmbeddingConfig] = []
+        for module in model.modules():
+            if isinstance(module, EmbeddingBagCollection):
+                tables += module.embedding_bag_configs()
+            elif isinstance(module, EmbeddingCollection):
+                tables += module.embedding_configs()
+        if not tables:
+            raise ConfigError(
+                f"{type(model).__name__} has no EmbeddingBagCollection and no EmbeddingCollection; "
+                "count before the model is sharded"
+            )
+        return cls(tables, exact_rows=exact_rows, sketch_rows=sketch_rows, half_life=half_life)
+
+    @torch.no_grad()
+    def update(self, features: KeyedJaggedTensor) -> None:
+        """Count one batch. Features of no table are left alone; those that it lacks count nothing.
+
+        On a GPU this waits for the ids; count every hundredth batch there.
+        """
+        if self._half_life and self._num_batches and self._num_batches % self._half_life == 0:
+            for table in self._tables.values():
+                table.counts.halve()
+                table.num_samples /= 2
+        self._num_batches += 1
+        found = {key: features[key].values() for key in features.keys()}  # noqa: SIM118
+        for name, table in self._tables.items():
+            parts = [found[feature] for feature in table.features if feature in found]
+            if not parts:
+                continue
+            ids = torch.cat(parts).cpu()
+            _check(name, ids, table.counts.num_rows)
+            table.counts.add(ids)
+            table.num_samples += features.stride()
+
+    def gather(self, group: dist.ProcessGroup | None = None) -> None:
+        """Make this the counter of all ranks' batches, on every rank. Do it once, at the end.
+
+        Args:
+            group: of the ranks, by default all of them.
+
+        Collectives:
+            For each table an all-reduce of its counts, or an all-gather of its sketch, and one
+            all-gather of the numbers of samples; tensors travel on the CPU, so the group needs a
+            backend for it, as gloo.
+        """
+        for table in self._tables.values():
+            table.counts.gather(group)
+        mine = [table.num_samples for table in self._tables.values()]
+        every: list[list[float]] = [[] for _ in range(dist.get_world_size(group))]
+        dist.all_gather_object(every, mine, group=group)
+        for table, numbers in zip(self._tables.values(), zip(*every, strict=True), strict=True):
+            table.num_samples = sum(numbers)
+
+    def stats(self) -> AccessStats:
+        """What was counted so far."""
+        return AccessStats(
+            {name: table.counts.access(table.num_samples) for name, table in self._tables.items()}
+        )
+
+
+@dataclass
+class _Table:
+    features: tuple[str, ...]
+    counts: ExactCounts | SketchedCounts
+    num_samples: float = 0.0
+
+
+def _check(table: str, ids: torch.Tensor, num_rows: int) -> None:
+    if not ids.numel():
+        return
+    low, high = (int(bound) for bound in torch.aminmax(ids))
+    if low < 0 or high >= num_rows:
+        raise InputError(
+            f"id {low if low < 0 else high} of table {table!r} is out of range: the table has "
+            f"{num_rows} rows (0..{num_rows - 1})"
+        )

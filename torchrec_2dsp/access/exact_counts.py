@@ -1,0 +1,36 @@
+"""`ExactCounts`: a number for each row of a table."""
+
+import torch
+import torch.distributed as dist
+
+from torchrec_2dsp.access.table_access import TableAccess
+
+
+class ExactCounts:
+    """How often each row of a table was looked up."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        """Of the table."""
+        self._counts = torch.zeros(num_rows, dtype=torch.float64)
+
+    def add(self, ids: torch.Tensor) -> None:
+        """Count these lookups."""
+        ones = torch.ones((), dtype=torch.float64).expand(ids.numel())
+        self._counts.index_add_(0, ids.long(), ones)
+
+    def halve(self) -> None:
+        """Let all lookups until now count half."""
+        self._counts /= 2
+
+    def gather(self, group: dist.ProcessGroup | None) -> None:
+        """Add the counts of all ranks.
+
+        Collectives:
+            One all-reduce.
+        """
+        dist.all_reduce(self._counts, group=group)
+
+    def access(self, num_samples: float) -> TableAccess:
+        """What was counted."""
+        return TableAccess.of_counts(self._counts.numpy(), num_samples)

@@ -1,0 +1,99 @@
+"""`SketchedCounts`: the most used rows of a table that has too many to count them all."""
+
+from typing import Any
+
+import datasketches
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from torchrec_2dsp.access.table_access import TableAccess
+from torchrec_2dsp.errors import ConfigError
+
+ds: Any = datasketches
+"""Its names come from a compiled module without types."""
+
+_LG_DISTINCT = 14
+"""Registers of the sketch that counts distinct rows, as a power of two: 0.8 % standard error."""
+
+
+class SketchedCounts:
+    """Apache DataSketches' frequent items, and its HyperLogLog for how many rows there are."""
+
+    def __init__(self, num_rows: int, sketch_rows: int) -> None:
+        """
+        Args:
+            num_rows: of the table.
+            sketch_rows: how many places the sketch has, a power of two.
+        """
+        if sketch_rows < 8 or sketch_rows & (sketch_rows - 1):
+            raise ConfigError(f"sketch_rows={sketch_rows} must be a power of two, at least 8")
+        self.num_rows = num_rows
+        """Of the table."""
+        self._lg_size = sketch_rows.bit_length() - 1
+        self._used = ds.frequent_items_sketch(self._lg_size)
+        self._distinct = ds.hll_sketch(_LG_DISTINCT)
+        self._num_lookups = 0.0
+
+    def add(self, ids: torch.Tensor) -> None:
+        """Count these lookups."""
+        self._num_lookups += ids.numel()
+        rows, counts = torch.unique(ids, return_counts=True)
+        for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
+            self._used.update(row, count)
+            self._distinct.update(row)
+
+    def halve(self) -> None:
+        """Let all lookups until now count half; rows with a single one are dropped.
+
+        How many rows there were stays as it is: it can't be taken back.
+        """
+        halved = ds.frequent_items_sketch(self._lg_size)
+        for row, _, lower, _ in self._items():
+            if lower > 1:
+                halved.update(row, lower // 2)
+        self._used = halved
+        self._num_lookups /= 2
+
+    def gather(self, group: dist.ProcessGroup | None) -> None:
+        """Merge the sketches of all ranks.
+
+        Collectives:
+            One all-gather of the sketches.
+        """
+        longs = ds.PyLongsSerDe()
+        mine = (
+            self._used.serialize(longs),
+            self._distinct.serialize_compact(),
+            self._num_lookups,
+        )
+        every: list[tuple[bytes, bytes, float]] = [mine] * dist.get_world_size(group)
+        dist.all_gather_object(every, mine, group=group)
+        self._used = ds.frequent_items_sketch(self._lg_size)
+        union = ds.hll_union(_LG_DISTINCT)
+        for used, distinct, _ in every:
+            self._used.merge(ds.frequent_items_sketch.deserialize(used, longs))
+            union.update(ds.hll_sketch.deserialize(distinct))
+        self._distinct = union.get_result()
+        self._num_lookups = sum(num_lookups for *_, num_lookups in every)
+
+    def access(self, num_samples: float) -> TableAccess:
+        """What was counted."""
+        items = self._items()
+        rows = np.array([row for row, *_ in items], dtype=np.int64)
+        # The lower bounds: a count is never too high, and what they lack is the tail's.
+        counts = np.array([lower for _, _, lower, _ in items], dtype=np.float64)
+        num_distinct = min(round(self._distinct.get_estimate()), self.num_rows)
+        return TableAccess.of_rows(
+            self.num_rows,
+            num_samples,
+            rows,
+            counts,
+            tail_rows=max(num_distinct - len(rows), 0),
+            tail_lookups=self._num_lookups - float(counts.sum()),
+            max_error=max((float(upper - lower) for *_, lower, upper in items), default=0.0),
+        )
+
+    def _items(self) -> list[tuple[int, int, int, int]]:
+        """The rows that the sketch has, with an estimate and bounds of their counts."""
+        return self._used.get_frequent_items(ds.frequent_items_error_type.NO_FALSE_NEGATIVES)

@@ -1,0 +1,155 @@
+"""`TableAccess`: how often the rows of one table are looked up, and what follows from it."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import gammaln
+
+from torchrec_2dsp.errors import ConfigError
+
+
+@dataclass(frozen=True, eq=False)
+class TableAccess:
+    """The lookups of one table in a log.
+
+    Every row that was looked up is *known*, with its count, unless the table had too many of them
+    to count. Then the most used ones are known, and the others are the *tail*.
+
+    Example:
+        Ten lookups of three rows.
+
+        >>> import numpy as np
+        >>> from torchrec_2dsp.access.table_access import TableAccess
+        >>> table = TableAccess.of_counts(np.array([0, 7, 0, 2, 1]), num_samples=5)
+        >>> table.rows
+        array([1, 3, 4])
+        >>> table.share_of(1), table.rows_for(0.8)
+        (0.7, 2)
+        >>> round(table.expected_distinct(2), 3)
+        1.511
+    """
+
+    num_rows: int
+    """Of the table."""
+
+    num_samples: float
+    """Samples in the log."""
+
+    rows: NDArray[np.int64]
+    """The known rows, the most used first."""
+
+    counts: NDArray[np.float64]
+    """How often each was looked up, at least. No integers if old lookups count less."""
+
+    tail_rows: int = 0
+    """How many other rows were looked up, by an estimate."""
+
+    tail_lookups: float = 0.0
+    """How often, with what the counts of known rows lack."""
+
+    max_error: float = 0.0
+    """How much a known row's count may lack; no row of the tail was looked up more often."""
+
+    @classmethod
+    def of_counts(cls, counts: ArrayLike, num_samples: float) -> "TableAccess":
+        """From a count for every row of the table."""
+        by_row = np.asarray(counts, dtype=np.float64)
+        rows = by_row.nonzero()[0]
+        return cls.of_rows(len(by_row), num_samples, rows, by_row[rows])
+
+    @classmethod
+    def of_rows(
+        cls,
+        num_rows: int,
+        num_samples: float,
+        rows: NDArray[np.int64],
+        counts: NDArray[np.float64],
+        **tail: Any,
+    ) -> "TableAccess":
+        """From counts of some rows, in any order; ``tail`` says what is unknown of the others."""
+        # Of rows that are used alike, the first is the hotter one, so that all ranks agree.
+        order = np.lexsort((rows, -counts))
+        return cls(num_rows, num_samples, rows[order].astype(np.int64), counts[order], **tail)
+
+    @property
+    def num_lookups(self) -> float:
+        """Of all rows."""
+        return self._shares_end + self.tail_lookups
+
+    @property
+    def lookups_per_sample(self) -> float:
+        """In the mean."""
+        return self.num_lookups / self.num_samples if self.num_samples else 0.0
+
+    @property
+    def num_used_rows(self) -> int:
+        """How many rows were looked up at all; with a tail, an estimate."""
+        return len(self.rows) + self.tail_rows
+
+    def share_of(self, num_hot: int) -> float:
+        """The share of lookups that the ``num_hot`` hottest rows take, at least."""
+        taken = self._ascending_shares[: max(0, num_hot)]
+        return float(taken[-1]) / self.num_lookups if len(taken) else 0.0
+
+    def rows_for(self, share: float) -> int:
+        """How many of the hottest rows take this share of the lookups."""
+        wanted = share * self.num_lookups
+        # Counts are added up in another order than the wanted share was.
+        num_hot = int(np.searchsorted(self._ascending_shares, wanted * (1 - 1e-12))) + 1
+        if num_hot > len(self.rows):
+            known = self.share_of(len(self.rows))
+            raise ConfigError(
+                f"share={share}: the counted rows take {known:.4g} of the lookups; ask for less, "
+                "or count more rows"
+            )
+        return num_hot
+
+    def expected_distinct(self, num_lookups: float) -> float:
+        """How many different rows so many lookups of the log touch, in the mean.
+
+        Lookups are drawn from the log without putting them back, each as probable as any other;
+        beyond the log's length they are drawn with putting back, which says too little, since
+        rows that the log doesn't have are never drawn. The rows of a tail count as used alike, so
+        that what comes out is at most too large.
+        """
+        total = self.num_lookups
+        if not total or num_lookups <= 0:
+            return 0.0
+        # Many rows were looked up equally often.
+        counts, times = np.unique(self.counts, return_counts=True)
+        if self.tail_rows:
+            counts = np.append(counts, self.tail_lookups / self.tail_rows)
+            times = np.append(times, self.tail_rows)
+        if num_lookups <= total:
+            return float(times @ (1 - _absent(counts, num_lookups, total)))
+        drawn = float(times @ (1 - (1 - np.minimum(counts / total, 1)) ** num_lookups))
+        return max(drawn, float(self.num_used_rows))
+
+    @cached_property
+    def _ascending_shares(self) -> NDArray[np.float64]:
+        return self.counts.cumsum()
+
+    @property
+    def _shares_end(self) -> float:
+        return float(self._ascending_shares[-1]) if len(self.counts) else 0.0
+
+
+def _absent(counts: NDArray[np.float64], drawn: float, total: float) -> NDArray[np.float64]:
+    """For rows with so many of ``total`` lookups, the chance that none of ``drawn`` is theirs.
+
+    The number of ways to draw from the others over the number of ways to draw from all, binomials
+    whose logarithms stay small; counts needn't be integers.
+    """
+    left = total - counts - drawn
+    possible = left >= 0
+    left = np.where(possible, left, 0.0)
+    logarithm = (
+        gammaln(total - counts + 1)
+        + gammaln(total - drawn + 1)
+        - gammaln(left + 1)
+        - gammaln(total + 1)
+    )
+    return np.where(possible, np.exp(np.minimum(logarithm, 0.0)), 0.0)

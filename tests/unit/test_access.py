@@ -74,6 +74,16 @@ def test_merged_logs_are_one_log(logs: list[list[int]]) -> None:
     assert merged.tail_rows == merged.tail_lookups == 0
 
 
+def test_merged_tails_lose_no_lookups() -> None:
+    known = access([4, 0, 2, 0, 0, 0])
+    one = TableAccess(6, 10, known.rows, known.counts, 2, 3.0, 1.0)
+    other = TableAccess(6, 10, known.rows[:1], known.counts[:1], 3, 5.0, 2.0)
+    merged = tdsp.AccessStats({"t": one}).merge(tdsp.AccessStats({"t": other}))["t"]
+
+    assert merged.num_lookups == one.num_lookups + other.num_lookups
+    assert (merged.tail_rows, merged.tail_lookups, merged.max_error) == (4, 8.0, 3.0)
+
+
 def test_logs_of_different_tables_are_not_merged() -> None:
     few, many = (tdsp.AccessStats({"t": access([1] * size)}) for size in (3, 4))
     with pytest.raises(tdsp.ConfigError, match=r"'t' had \[3, 4\] rows"):

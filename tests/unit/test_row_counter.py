@@ -92,6 +92,24 @@ def test_old_batches_count_less(exact_rows: int) -> None:
     assert ads.num_lookups == 5
 
 
+def test_a_halved_sketch_counts_nothing_twice() -> None:
+    random = np.random.default_rng(1)
+    num_rows = 50_000
+    table = [EmbeddingBagConfig(num_rows, 8, name="t", feature_names=["f"])]
+    counter = tdsp.RowCounter(table, exact_rows=1, sketch_rows=64, half_life=1)
+    true_counts = np.zeros(num_rows)
+    # After the last one nothing was dropped, so that only the halved counts are seen.
+    for num_lookups in (5_000, 5_000, 0):
+        part = np.minimum(random.zipf(1.1, num_lookups), num_rows) - 1
+        true_counts = true_counts / 2 + np.bincount(part, minlength=num_rows)
+        lengths = torch.ones(len(part), dtype=torch.int64)
+        counter.update(KeyedJaggedTensor(["f"], torch.from_numpy(part), lengths=lengths))
+    table_access = counter.stats()["t"]
+
+    assert (true_counts[table_access.rows] - table_access.counts).min() >= 0
+    assert table_access.num_lookups == true_counts.sum()
+
+
 def test_what_is_halved_away_stays_in_the_tail() -> None:
     counter = tdsp.RowCounter(TABLES, exact_rows=SKETCH, half_life=1)
     counter.update(batch_of([[1, 1, 2], [], []]))

@@ -256,8 +256,8 @@ def test_hot_rows_that_save_no_bytes_are_told(ranks4: RankPool) -> None:
 def test_a_plan_says_what_it_needs() -> None:
     cell = Cell(ONE, "table_wise")
     plan = group_plan(cell, build(cell.spec), make_sharder(cell), 4)
-    needs = r"2d_table_wise, but exchange='row' is for tables sharded row-wise: constrain it with"
+    needs = r"2d_table_wise, but exchange='row' is for tables sharded row_wise: constrain it with"
     with pytest.raises(tdsp.PlanError, match=needs):
         tdsp.pin(plan, "t0", exchange="row")
-    with pytest.raises(tdsp.PlanError, match="exchange='rows' is unknown; use one of 'stock', 'row'"):
+    with pytest.raises(tdsp.PlanError, match="exchange='rows' is unknown; use one of 'pooled', 'nonempty'"):
         tdsp.pin(plan, "t0", exchange="rows")

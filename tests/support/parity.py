@@ -45,13 +45,13 @@ class Cell:
     eps: float = EPS
     seed: int = 0
     max_length: int = 4
-    exchange: str = "stock"
+    exchange: str = "pooled"
 
     def __str__(self) -> str:
         kind = "sequence" if self.spec.sequence else self.spec.pooling
         parts = [self.sharding, kind + ("-weighted" if self.spec.weighted else "")]
         parts += [self.optimizer, str(self.mesh), type(self.sync).__name__]
-        parts += [f"{self.exchange}-exchange"] * (self.exchange != "stock")
+        parts += [f"{self.exchange}-exchange"] * (self.exchange != "pooled")
         parts += ["hot"] * bool(self.hot_rows) + ["stock-dmp"] * self.stock_wrapper
         return " ".join(parts + ["captured"] * self.always_capture)
 

@@ -41,7 +41,7 @@ from torchrec_2dsp.data.synthetic import SyntheticConfig
 from torchrec_2dsp.data.zipf import Zipf
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
-from torchrec_2dsp.plan.parameter_sharding import base_type
+from torchrec_2dsp.plan.parameter_sharding import Exchange, base_type, kinds_of
 from torchrec_2dsp.plan.plan2d import Plan2D, pin
 from torchrec_2dsp.planner.planner2d import Planner2D
 from torchrec_2dsp.recipe.model import build_model, rank_device, table_name
@@ -147,9 +147,10 @@ def _two_d(
     arguments = _planner_arguments(config, one, speeds)
     planner = Planner2D(**arguments, mesh=mesh, sync=one.sync_config)
     plan = planner.collective_plan(model, sharders)
-    for name, sharding_type in _types(plan).items() if one.exchange == "row" else ():
-        if base_type(sharding_type) == ShardingType.ROW_WISE.value:
-            plan = pin(plan, name, exchange="row")
+    exchange = Exchange(one.exchange)
+    for name, sharding_type in _types(plan).items():
+        if base_type(sharding_type) in kinds_of(exchange):
+            plan = pin(plan, name, exchange=exchange)
     for feature in config.data.features if one.hot_rows else ():
         if _is_data_parallel(plan, table_name(feature.name)):
             continue  # All its rows are on every rank already.

@@ -12,6 +12,14 @@ ROW_EXCHANGE = "row_exchange"
 """What the sharded module sees as the type of a table with `Exchange.ROW`."""
 
 
+_NONEMPTY = "nonempty_"
+
+
+def nonempty_type(kind: ShardingType) -> str:
+    """What the sharded module sees as the type of a table with `Exchange.NONEMPTY`."""
+    return _NONEMPTY + kind.value
+
+
 class ShardingType2D(enum.Enum):
     """The 2D form of each TorchRec sharding type: sharded in a group, replicated over groups.
 
@@ -56,24 +64,52 @@ def base_type(sharding_type: str) -> str:
     """TorchRec's own name of a sharding type: the inverse of `type_2d`."""
     if sharding_type == ROW_EXCHANGE:
         return ShardingType.ROW_WISE.value
-    return ShardingType2D(type_2d(sharding_type)).base.value
+    return ShardingType2D(type_2d(sharding_type.removeprefix(_NONEMPTY))).base.value
 
 
 class Exchange(enum.Enum):
     """How the rows of a table reach the samples that need them."""
 
-    STOCK = "stock"
-    """TorchRec's own output exchange of the sharding type."""
+    POOLED = "pooled"
+    """TorchRec's own output exchange of the sharding type: a vector for each bag, or for each id
+    of a sequence."""
+
+    NONEMPTY = "nonempty"
+    """The same without bags that have no ids, for bags of tables that are sharded table-wise,
+    column-wise or row-wise."""
 
     ROW = "row"
     """Each distinct row of a batch travels once, for tables that are sharded row-wise."""
+
+
+_KINDS = {
+    Exchange.ROW: (ShardingType2D.ROW_WISE,),
+    Exchange.NONEMPTY: (
+        ShardingType2D.TABLE_WISE,
+        ShardingType2D.COLUMN_WISE,
+        ShardingType2D.TABLE_COLUMN_WISE,
+        ShardingType2D.ROW_WISE,
+    ),
+}
+
+
+def kinds_of(exchange: Exchange) -> tuple[str, ...]:
+    """TorchRec's names of the sharding types that an exchange works for.
+
+    Example:
+        >>> from torchrec_2dsp import Exchange
+        >>> from torchrec_2dsp.plan.parameter_sharding import kinds_of
+        >>> kinds_of(Exchange.ROW)
+        ('row_wise',)
+    """
+    return tuple(kind.base.value for kind in _KINDS.get(exchange, ShardingType2D))
 
 
 @dataclass
 class ParameterSharding2D(ParameterSharding):
     """A `ParameterSharding` whose ranks are positions inside a sharding group."""
 
-    exchange: Exchange = Exchange.STOCK
+    exchange: Exchange = Exchange.POOLED
     """How rows travel inside the group."""
 
     hot_set: HotSet | None = None

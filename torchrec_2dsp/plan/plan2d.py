@@ -19,6 +19,7 @@ from torchrec_2dsp.plan.parameter_sharding import (
     Exchange,
     ParameterSharding2D,
     ShardingType2D,
+    kinds_of,
     num_rows,
 )
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
@@ -166,10 +167,12 @@ def _hot_set_of(ids: "Iterable[int] | torch.Tensor") -> HotSet | None:
 
 def _validate_table(where: str, table: ParameterSharding2D, mesh: Mesh2D) -> None:
     kind = ShardingType2D(table.sharding_type)
-    if table.exchange is Exchange.ROW and kind is not ShardingType2D.ROW_WISE:
+    allowed = kinds_of(table.exchange)
+    if kind.base.value not in allowed:
         raise PlanError(
-            f"table {where} is {kind.value}, but exchange='row' is for tables sharded row-wise: "
-            "constrain it with sharding_types=['row_wise'] when you plan"
+            f"table {where} is {kind.value}, but exchange={table.exchange.value!r} is for tables "
+            f"sharded {', '.join(allowed)}: constrain it with sharding_types={[allowed[0]]} when you "
+            "plan"
         )
     if kind is ShardingType2D.DATA_PARALLEL:
         if table.hot_set is not None:

@@ -12,6 +12,7 @@ from torchrec_2dsp.plan.parameter_sharding import (
     Exchange,
     ParameterSharding2D,
     ShardingType2D,
+    nonempty_type,
 )
 from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D
 
@@ -75,10 +76,12 @@ def module_plan_for_rank(
 
 def _runtime_type(table: ParameterSharding2D) -> str:
     kind = ShardingType2D(table.sharding_type)
-    if table.exchange is Exchange.ROW:
-        return ROW_EXCHANGE
     if kind is ShardingType2D.TABLE_COLUMN_WISE:
         # Column-wise on the ranks of one host: the same shards and code at run time, but
         # TorchRec's 2D state dict only knows the plain name.
         kind = ShardingType2D.COLUMN_WISE
+    if table.exchange is Exchange.ROW:
+        return ROW_EXCHANGE
+    if table.exchange is Exchange.NONEMPTY:
+        return nonempty_type(kind.base)
     return kind.base.value

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -16,15 +16,25 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
+from torchrec_2dsp._compat.torchrec import CwPooledEmbeddingSharding
 from torchrec_2dsp.comms.alarm import Check
 from torchrec_2dsp.errors import UnsupportedError
+from torchrec_2dsp.plan.parameter_sharding import (
+    ParameterSharding2D,
+    base_type,
+    nonempty_type,
+)
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.shard.hot_rows import HotRows
 from torchrec_2dsp.shard.hot_split import HotBatch
 from torchrec_2dsp.shard.id_check import IdCheck
+from torchrec_2dsp.shard.nonempty_bags import keep_filled_bags
 from torchrec_2dsp.shard.replicated import ReplicatedModule, Replication
 from torchrec_2dsp.shard.row_exchange import keep_needed_rows
 from torchrec_2dsp.shard.shardings import POOLED
+
+_LEFT_TO_US = (ShardingType.GRID_SHARD.value, nonempty_type(ShardingType.ROW_WISE))
+"""Types that TorchRec doesn't average."""
 
 
 @dataclass
@@ -57,15 +67,16 @@ class ShardedEmbeddingBagCollection2D(ReplicatedModule, ShardedEmbeddingBagColle
     ) -> None:
         tables = dict(plan.tables())
         configs: list[EmbeddingBagConfig] = module.embedding_bag_configs()
-        # TorchRec averages by the ids it sees, which lack the hot ones, and doesn't average grid
-        # tables at all: those tables are summed by TorchRec and averaged here.
+        # TorchRec averages by the ids it sees, which lack the hot ones, doesn't average grid
+        # tables at all, and row-wise ones only under their own type: those tables are summed by
+        # TorchRec and averaged here.
         averaged_here = {
             config.name
             for config in configs
             if config.pooling is PoolingType.MEAN
             and (
                 tables[config.name].hot_set is not None
-                or tables[config.name].sharding_type == ShardingType.GRID_SHARD.value
+                or tables[config.name].sharding_type in _LEFT_TO_US
             )
         }
         self._features_averaged_here = frozenset(
@@ -96,6 +107,18 @@ class ShardedEmbeddingBagCollection2D(ReplicatedModule, ShardedEmbeddingBagColle
             actions.append(self._hot_rows.action())
         self._init_replication(replication, module, plan, actions)
 
+    @property
+    def module_sharding_plan(self) -> Any:
+        """What TorchRec makes state dicts by; it knows its own sharding types only."""
+        return self._module_sharding_plan
+
+    @module_sharding_plan.setter
+    def module_sharding_plan(self, plan: dict[str, ParameterSharding2D]) -> None:  # pyright: ignore
+        self._module_sharding_plan = {
+            name: replace(table, sharding_type=base_type(table.sharding_type))
+            for name, table in plan.items()
+        }
+
     @classmethod
     def create_embedding_bag_sharding(
         cls,
@@ -111,10 +134,11 @@ class ShardedEmbeddingBagCollection2D(ReplicatedModule, ShardedEmbeddingBagColle
             return super().create_embedding_bag_sharding(
                 sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry
             )
+        made = POOLED[sharding_type]
         extra = {}
-        if sharding_type == ShardingType.COLUMN_WISE.value:
+        if issubclass(made, CwPooledEmbeddingSharding):
             extra["permute_embeddings"] = permute_embeddings
-        return POOLED[sharding_type](
+        return made(
             sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry, **extra
         )
 
@@ -144,6 +168,7 @@ class ShardedEmbeddingBagCollection2D(ReplicatedModule, ShardedEmbeddingBagColle
             features, ctx.hot = self._hot_rows.split(features)
         asked = super().input_dist(ctx, features)
         keep_needed_rows(ctx.sharding_contexts, self._input_dists)
+        keep_filled_bags(ctx.sharding_contexts, self._input_dists)
         return asked
 
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:

@@ -121,8 +121,8 @@ def _warn_of_idle_hot_sets(plan: ModulePlan2D) -> None:
     idle = idle_hot_sets(plan)
     if idle and dist.get_rank() == 0:
         logger.warning(
-            "hot rows of %s save no bytes: TorchRec's output exchange ships every bag; shard "
-            "the tables row-wise and pin them with exchange='row'",
+            "hot rows of %s save no bytes: TorchRec's output exchange ships every bag; pin the "
+            "tables with exchange='nonempty', or, if they are sharded row-wise, exchange='row'",
             ", ".join(idle),
         )
 

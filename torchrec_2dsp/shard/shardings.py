@@ -15,7 +15,6 @@ from torchrec_2dsp._compat.torchrec import (
     GridPooledEmbeddingSharding,
     GroupedEmbeddingConfig,
     GroupedEmbeddingsLookup,
-    GroupedPooledEmbeddingsLookup,
     RwPooledEmbeddingDist,
     RwPooledEmbeddingSharding,
     RwSequenceEmbeddingSharding,
@@ -24,19 +23,12 @@ from torchrec_2dsp._compat.torchrec import (
     TwRwPooledEmbeddingSharding,
     TwSequenceEmbeddingSharding,
 )
-from torchrec_2dsp.plan.parameter_sharding import ROW_EXCHANGE
-from torchrec_2dsp.shard.kernels import EmbeddingBagKernel, EmbeddingKernel
+from torchrec_2dsp.plan.parameter_sharding import ROW_EXCHANGE, nonempty_type
+from torchrec_2dsp.shard.kernels import EmbeddingKernel
+from torchrec_2dsp.shard.pooled_exchange import NonEmptyCw, NonEmptyRw, NonEmptyTw
+from torchrec_2dsp.shard.pooled_lookup import PooledLookup
 from torchrec_2dsp.shard.row_exchange import RowExchangePooled, RowExchangeSequence
 from torchrec_2dsp.shard.uneven_batches import UnevenReduceScatter
-
-
-class PooledLookup(GroupedPooledEmbeddingsLookup):
-    """A lookup over `EmbeddingBagKernel`s."""
-
-    def _create_embedding_kernel(
-        self, config: GroupedEmbeddingConfig, device: Any, pg: Any, sharding_type: Any, env: Any
-    ) -> BaseEmbedding:
-        return EmbeddingBagKernel(config, pg, device, sharding_type, env)
 
 
 class SequenceLookup(GroupedEmbeddingsLookup):
@@ -146,6 +138,9 @@ POOLED = {
     ShardingType.TABLE_ROW_WISE.value: TwRwPooled,
     ShardingType.GRID_SHARD.value: GridPooled,
     ROW_EXCHANGE: RowExchangePooled,
+    nonempty_type(ShardingType.TABLE_WISE): NonEmptyTw,
+    nonempty_type(ShardingType.COLUMN_WISE): NonEmptyCw,
+    nonempty_type(ShardingType.ROW_WISE): NonEmptyRw,
 }
 """Bag shardings by TorchRec's type; data parallel is stock, table-column-wise runs as
 column-wise."""

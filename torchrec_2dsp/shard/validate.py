@@ -123,7 +123,7 @@ def idle_hot_sets(plan: ModulePlan2D) -> list[str]:
     return [
         name
         for name, table in plan.tables()
-        if table.hot_set is not None and table.exchange is Exchange.STOCK
+        if table.hot_set is not None and table.exchange is Exchange.POOLED
     ]
 
 
@@ -131,6 +131,11 @@ def _check_sequences(plan: ModulePlan2D, configs: list[Any], device_type: str) -
     for config in configs:
         kind = ShardingType2D(plan[config.name].sharding_type)
         is_sequence = not hasattr(config, "pooling")
+        if is_sequence and plan[config.name].exchange is Exchange.NONEMPTY:  # type: ignore[attr-defined]
+            raise UnsupportedError(
+                f"table {config.name!r} has exchange='nonempty', which is for bags, and belongs to "
+                "an EmbeddingCollection; a sequence has no empty bags to leave out"
+            )
         if is_sequence and kind is ShardingType2D.DATA_PARALLEL and device_type == "cpu":
             raise UnsupportedError(
                 f"table {config.name!r} is data parallel in an EmbeddingCollection, which "

@@ -1,0 +1,237 @@
+"""Exchange of non-empty bags: training equals the unsharded model, and no zeros travel."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import (
+    CommType,
+    QCommsConfig,
+    get_qcomm_codecs_registry,
+)
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import torchrec_2dsp as tdsp
+from tests.dist.test_checkpoint_harness import Trip, check_arrivals, stock
+from tests.support.loops import PIPELINES, largest_gap, make_stream, plain_loop, shard, train
+from tests.support.models import SEQUENCE_TABLES, ModelSpec, TableSpec, build
+from tests.support.parity import LR, Cell, group_plan, make_optimizer, make_sharder, run_cells
+from tests.support.ranks import RankPool, RanksFailed
+from torchrec_2dsp.comms.counting import count_collectives
+
+TOLERANCE = 1e-6
+"""As in the parity matrix."""
+
+LONG_BAGS_TOLERANCE = 1e-5
+"""Sums of many rows round more often, in parts even more."""
+
+ONE, TWO = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2)
+KINDS = ("table_wise", "column_wise", "row_wise")
+BAGS = (ModelSpec(), ModelSpec(pooling="mean"), ModelSpec(weighted=True))
+HOT_ROWS = (("t0", (0, 1, 5, 39)), ("t1", (0, 2)))
+EVERYTHING = tuple((table.name, tuple(range(table.num_rows))) for table in ModelSpec().tables)
+NONEMPTY = Cell(ONE, exchange="nonempty")
+MIXED = ModelSpec(
+    (
+        TableSpec("t0", 9, 4, ("f0", "f1", "f2")),
+        TableSpec("t1", 50, 12, ("f3",)),
+        TableSpec("t2", 31, 4, ("f4",)),
+    )
+)
+"""Several dimensions, which don't follow one another."""
+
+
+def check(cells: Sequence[Cell], ranks: RankPool, steps: int = 6) -> None:
+    for gaps in ranks.run(run_cells, list(cells), steps, timeout_s=200):
+        for cell, gap in zip(cells, gaps, strict=True):
+            tolerance = TOLERANCE if cell.max_length < 10 else LONG_BAGS_TOLERANCE
+            assert gap.worst <= tolerance, f"{cell}: {gap}"
+
+
+@pytest.mark.parametrize("mesh", [ONE, TWO], ids=str)
+def test_bags_equal_the_unsharded_model(ranks4: RankPool, mesh: tdsp.Mesh2D) -> None:
+    cells = [
+        replace(NONEMPTY, mesh=mesh, sharding=kind, spec=spec, hot_rows=hot_rows)
+        for kind, spec, hot_rows in product(KINDS, BAGS, ((), HOT_ROWS))
+        if not (hot_rows and spec.weighted and spec.pooling == "mean")
+    ]
+    cells += [
+        replace(NONEMPTY, mesh=mesh, sharding=kind, optimizer=optimizer)
+        for kind, optimizer in product(KINDS, ("sgd", "adagrad"))
+    ]
+    check(cells, ranks4)
+
+
+def test_unusual_batches_equal_the_unsharded_model(ranks4: RankPool) -> None:
+    """Ranks without samples, or with hot rows alone; ids many times in a bag."""
+    cells = [
+        replace(
+            NONEMPTY,
+            mesh=mesh,
+            sharding=kind,
+            hot_rows=hot_rows,
+            batch_sizes=sizes,
+            max_length=length,
+        )
+        for mesh, kind, hot_rows, (sizes, length) in product(
+            (ONE, TWO),
+            ("table_wise", "row_wise"),
+            ((), EVERYTHING),
+            (((3, 0, 5, 2), 4), ((0, 0, 1, 0), 4), ((2, 2, 2, 2), 60)),
+        )
+    ]
+    check(cells, ranks4, 3)
+
+
+def test_several_dimensions_equal_the_unsharded_model(ranks2: RankPool) -> None:
+    cells = [
+        replace(NONEMPTY, mesh=mesh, sharding=kind, spec=MIXED)
+        for mesh, kind in product((tdsp.Mesh2D(1, 2), tdsp.Mesh2D(2, 1)), KINDS)
+    ]
+    check(cells, ranks2)
+
+
+def test_averaged_replicas_equal_the_unsharded_model(ranks4: RankPool) -> None:
+    sync = tdsp.WeightSync(dense_above=1.0)
+    cells = [replace(NONEMPTY, mesh=TWO, sharding=kind, optimizer="sgd", sync=sync) for kind in KINDS]
+    check(cells, ranks4)
+
+
+def by_pipelines(rank: int, world_size: int, cell: Cell) -> list[float]:
+    """How far each of TorchRec's pipelines ends from the plain loop."""
+    stream = make_stream(cell, 5)
+    expected = train(cell, rank, stream)
+    return [largest_gap(train(cell, rank, stream, kind), expected) for kind in PIPELINES]
+
+
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
+def test_pipelines_change_nothing(ranks4: RankPool, kind: str) -> None:
+    cell = replace(NONEMPTY, mesh=TWO, sharding=kind, hot_rows=HOT_ROWS)
+    for gaps in ranks4.run(by_pipelines, cell):
+        assert gaps == [0.0] * len(PIPELINES)
+
+
+def as_pooled(rank: int, world_size: int, cells: list[Cell]) -> list[float]:
+    """How far each cell ends from the same with TorchRec's own exchange."""
+    gaps = []
+    for cell in cells:
+        stream = make_stream(cell, 4)
+        whole = train(replace(cell, exchange="pooled"), rank, stream)
+        gaps.append(largest_gap(train(cell, rank, stream), whole))
+    return gaps
+
+
+def test_whole_bags_have_the_bits_of_the_pooled_exchange(ranks4: RankPool) -> None:
+    cells = [replace(NONEMPTY, mesh=mesh, sharding=kind) for mesh in (ONE, TWO) for kind in KINDS[:2]]
+    assert ranks4.run(as_pooled, cells) == [[0.0] * len(cells)] * 4
+
+
+TRIPS = [
+    Trip(replace(NONEMPTY, mesh=TWO, sharding="table_wise", hot_rows=HOT_ROWS), stock("row_wise")),
+    Trip(stock("table_wise"), replace(NONEMPTY, sharding="row_wise")),
+    Trip(replace(NONEMPTY, sharding="column_wise"), stock("column_wise")),
+]
+
+
+def test_checkpoints_are_those_of_the_sharding_type(ranks4: RankPool, tmp_path: Path) -> None:
+    check_arrivals(ranks4, TRIPS, tmp_path)
+
+
+ONE_TABLE = ModelSpec((TableSpec("t0", 40, 8, ("f0", "f1")),))
+IDS = [
+    [[0, 0, 1, 15], [], [0, 39], [3]],
+    [[7, 7, 7, 7], [2], [], []],
+    [[], [], [], []],
+    [[9, 10, 19, 20, 29, 30], [], [0], [38, 39]],
+]
+"""Of each rank's bags: two samples of the first feature, then of the second. Row-wise, the owners
+have the rows 0-9, 10-19, 20-29 and 30-39."""
+
+
+def batch_of(rank: int) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor.from_lengths_sync(
+        keys=["f0", "f1"],
+        values=torch.tensor([row for bag in IDS[rank] for row in bag], dtype=torch.int64),
+        lengths=torch.tensor([len(bag) for bag in IDS[rank]]),
+    )
+
+
+def bytes_of_a_step(rank: int, world_size: int, cell: Cell) -> tuple[int, int]:
+    """Of embeddings, and of their gradients."""
+    parallel = shard(cell)
+    optimizer = make_optimizer(parallel)
+    plain_loop(parallel, optimizer, [batch_of(rank)])
+    with count_collectives() as seen:
+        plain_loop(parallel, optimizer, [batch_of(rank)])
+    sent = [one.num_bytes for one in seen.records if one.op == "all_to_all_single"]
+    embeddings, gradients = sent[3:5]
+    return embeddings, gradients
+
+
+def test_only_bags_with_ids_travel(ranks4: RankPool) -> None:
+    filled = [sum(bool(bag) for bag in bags) for bags in IDS]
+    cell = replace(NONEMPTY, spec=ONE_TABLE, sharding="table_wise")
+    answers = ranks4.run(bytes_of_a_step, cell)
+    owner = [sum(filled) * 8 * 4 if embeddings else 0 for embeddings, _ in answers]
+    assert sorted(owner) == [0, 0, 0, sum(filled) * 8 * 4]
+    assert [embeddings for embeddings, _ in answers] == owner
+    assert [gradients for _, gradients in answers] == [one * 8 * 4 for one in filled]
+
+
+def test_only_parts_of_bags_with_ids_travel(ranks4: RankPool) -> None:
+    """An owner sends a part of each bag that has any of its rows."""
+    parts = [[sum(any(row // 10 == owner for row in bag) for bag in bags) for owner in range(4)] for bags in IDS]
+    answers = ranks4.run(bytes_of_a_step, replace(NONEMPTY, spec=ONE_TABLE, sharding="row_wise"))
+    for rank, sent in enumerate(answers):
+        assert sent == (sum(of[rank] for of in parts) * 8 * 4, sum(parts[rank]) * 8 * 4)
+
+
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
+def test_nothing_travels_if_all_rows_are_hot(ranks4: RankPool, kind: str) -> None:
+    hot_rows = (("t0", tuple(range(40))),)
+    cell = replace(NONEMPTY, spec=ONE_TABLE, sharding=kind, hot_rows=hot_rows)
+    assert ranks4.run(bytes_of_a_step, cell) == [(0, 0)] * 4
+
+
+def quantised(rank: int, world_size: int, cell: Cell) -> tuple[float, float]:
+    """The gap of the losses to fp32, and how many times fewer bytes of bags travel."""
+    stream, codecs = make_stream(cell, 4), QCommsConfig(CommType.FP16, CommType.FP16)
+    sharder = make_sharder(cell)
+    assert isinstance(sharder, EmbeddingBagCollectionSharder)
+    sharder._qcomm_codecs_registry = get_qcomm_codecs_registry(codecs, device=torch.device("cpu"))
+    batches = [step[rank] for step in stream]
+    losses, sent = [], []
+    for parallel in (shard(cell, sharder), shard(cell)):
+        optimizer = make_optimizer(parallel)
+        losses.append(plain_loop(parallel, optimizer, batches[:-1]))
+        with count_collectives() as seen:
+            plain_loop(parallel, optimizer, batches[-1:])
+        of_bags = [one.num_bytes for one in seen.records if one.op == "all_to_all_single"]
+        sent.append(sum(of_bags[3:]))
+    gap = max(abs(one - other) for one, other in zip(*losses, strict=True))
+    return gap, sent[1] / sent[0]
+
+
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
+def test_quantised_communication_halves_the_bytes(ranks4: RankPool, kind: str) -> None:
+    for gap, ratio in ranks4.run(quantised, replace(NONEMPTY, sharding=kind)):
+        assert 0 < gap < 10 * LR * 2**-8
+        assert ratio == 2
+
+
+def sharded(rank: int, world_size: int, cell: Cell) -> None:
+    shard(cell)
+
+
+def test_what_it_is_not_for_is_refused(ranks4: RankPool) -> None:
+    cell = Cell(ONE, "table_row_wise")
+    plan = group_plan(cell, build(cell.spec), make_sharder(cell), 4)
+    with pytest.raises(tdsp.PlanError, match="exchange='nonempty' is for tables sharded table_wise, "):
+        tdsp.pin(plan, "t0", exchange="nonempty")
+    sequence = ModelSpec(SEQUENCE_TABLES, sequence=True)
+    with pytest.raises(RanksFailed, match="has exchange='nonempty', which is for bags"):
+        ranks4.run(sharded, replace(NONEMPTY, sharding="row_wise", spec=sequence))

@@ -1,0 +1,175 @@
+"""Pooled exchange of non-empty bags, first step: which bags of a batch have ids, and where.
+
+A bag without ids sums up to nothing, and both ends know how many ids it has: the rank that sends
+them, and the owner that gets them. So neither tells the other which sums it leaves out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_2dsp._compat.torchrec import EmbeddingShardingContext, KJTAllToAll
+from torchrec_2dsp.errors import UnsupportedError
+from torchrec_2dsp.rows.gradients import RowSum
+
+
+@dataclass(frozen=True)
+class Channel:
+    """The features of one dimension, whose bags travel together."""
+
+    dim: int
+    features: tuple[tuple[int, ...], ...]
+    """By owner, their places among its features."""
+    is_summed: bool
+    """Whether all owners have parts of the same bags; or each has bags of its own."""
+
+    @property
+    def num_features(self) -> int:
+        """Of the output."""
+        return len(self.features[0]) if self.is_summed else sum(map(len, self.features))
+
+    @property
+    def bases(self) -> tuple[int, ...]:
+        """By owner, where its first feature is in the output."""
+        if self.is_summed:
+            return (0,) * len(self.features)
+        return tuple(sum(map(len, self.features[:owner])) for owner in range(len(self.features)))
+
+
+def channels_of(dims: Sequence[Sequence[int]], *, is_summed: bool) -> tuple[Channel, ...]:
+    """The channels of a sharding.
+
+    Args:
+        dims: of each owner's features.
+        is_summed: see `Channel`.
+
+    Example:
+        >>> from torchrec_2dsp.shard.nonempty_bags import channels_of
+        >>> for channel in channels_of([[8, 4, 8], [8]], is_summed=False):
+        ...     print(channel.dim, channel.features, channel.bases)
+        4 ((1,), ()) (0, 1)
+        8 ((0, 2), (0,)) (0, 2)
+    """
+    return tuple(
+        Channel(
+            dim,
+            tuple(
+                tuple(place for place, one in enumerate(of_owner) if one == dim)
+                for of_owner in dims
+            ),
+            is_summed,
+        )
+        for dim in sorted({dim for of_owner in dims for dim in of_owner})
+    )
+
+
+@dataclass(frozen=True)
+class FilledBags:
+    """The local samples' bags that have ids, owner by owner, in a channel."""
+
+    counts: list[int]
+    """How many come from each owner."""
+    places: torch.Tensor
+    """Where each belongs in the output, which stands sample by sample."""
+    num_bags: int
+    """Of the output."""
+    sums: RowSum | None
+    """How parts of the same bag are added; `None` if each comes whole."""
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the tensors alive for ``stream``."""
+        self.places.record_stream(stream)  # pyright: ignore[reportArgumentType]
+        if self.sums is not None:
+            self.sums.record_stream(stream)
+
+
+@dataclass
+class NonEmptyContext(EmbeddingShardingContext):
+    """TorchRec's context of a batch in one sharding, with the bags that will come."""
+
+    filled: list[FilledBags] | None = None
+    """By channel."""
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the tensors alive for ``stream``."""
+        super().record_stream(stream)
+        for one in self.filled or ():
+            one.record_stream(stream)
+
+
+class BagNotes:
+    """Notes which bags of a batch have ids, when TorchRec exchanges the ids."""
+
+    def __init__(self, channels: Sequence[Channel], num_features: Sequence[int]) -> None:
+        """
+        Args:
+            channels: of the sharding.
+            num_features: by owner.
+        """
+        self._channels = tuple(channels)
+        self._num_features = list(num_features)
+        self._filled: list[FilledBags] = []
+
+    def listen(self, exchange: KJTAllToAll) -> None:
+        """Note all that goes through this exchange, whose features stand owner by owner."""
+        # A hook, because TorchRec's pipelines replace `forward` by one that fuses exchanges.
+        exchange.register_forward_pre_hook(lambda _, arguments: self._note(arguments[0]))
+
+    def take(self) -> list[FilledBags]:
+        """What was noted of the last batch, by channel, forgotten here."""
+        taken, self._filled = self._filled, []
+        return taken
+
+    def _note(self, features: KeyedJaggedTensor) -> None:
+        if features.variable_stride_per_key():
+            raise UnsupportedError(
+                "an exchange of non-empty bags needs one batch size for all features of a batch; "
+                "variable batch sizes per feature (VBE) need exchange='pooled'"
+            )
+        by_feature = features.lengths().view(sum(self._num_features), features.stride())
+        by_owner = by_feature.split(self._num_features)
+        self._filled = [_find(channel, by_owner) for channel in self._channels]
+
+
+def keep_filled_bags(contexts: list[Any], input_dists: Sequence[nn.Module]) -> None:
+    """Put what was noted of the last batch into its contexts, sharding by sharding."""
+    for index, input_dist in enumerate(input_dists):
+        notes = getattr(input_dist, "bag_notes", None)
+        if notes is not None:
+            contexts[index] = NonEmptyContext(**vars(contexts[index]), filled=notes.take())
+
+
+def _find(channel: Channel, lengths: Sequence[torch.Tensor]) -> FilledBags:
+    """The bags of a channel that have ids.
+
+    Args:
+        channel: which features.
+        lengths: of all bags, by owner `[features, batch]`.
+    """
+    places = []
+    batch_size = lengths[0].shape[1]
+    for base, features, of_owner in zip(channel.bases, channel.features, lengths, strict=True):
+        sample, feature = filled_bags(of_owner, features).nonzero(as_tuple=True)
+        places.append(sample * channel.num_features + feature + base)
+    every = torch.cat(places)
+    return FilledBags(
+        counts=[len(one) for one in places],
+        places=every,
+        num_bags=batch_size * channel.num_features,
+        sums=RowSum(every) if channel.is_summed else None,
+    )
+
+
+def filled_bags(lengths: torch.Tensor, features: Sequence[int]) -> torch.Tensor:
+    """Whether bags have ids, in the order in which they travel: `[batch, features]`.
+
+    Args:
+        lengths: `[all features, batch]`.
+        features: some of the features.
+    """
+    some = lengths if len(features) == len(lengths) else lengths[list(features)]
+    return some.t() > 0

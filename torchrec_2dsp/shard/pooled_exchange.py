@@ -1,0 +1,259 @@
+"""Pooled exchange of non-empty bags: TorchRec's sharding types, without the zeros.
+
+TorchRec sends a vector for every bag, also for one without ids, be it that a sample has no value
+there or that all its rows are hot. Here only bags with ids travel (`nonempty_bags.py`), and the
+others are zeros at both ends. Nothing else changes: which ranks have which tables, what is pooled
+where, and in which order is TorchRec's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.types import Awaitable, CommOp, ShardingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_2dsp._compat.torchrec import (
+    CwPooledEmbeddingSharding,
+    RwPooledEmbeddingSharding,
+    SequenceEmbeddingsAllToAll,
+    TwPooledEmbeddingSharding,
+)
+from torchrec_2dsp.shard.nonempty_bags import (
+    BagNotes,
+    Channel,
+    FilledBags,
+    NonEmptyContext,
+    channels_of,
+    filled_bags,
+)
+from torchrec_2dsp.shard.pooled_lookup import PooledLookup
+
+
+@dataclass(frozen=True)
+class OwnedBags:
+    """What a rank's shards make of all ranks' samples."""
+
+    pooled: torch.Tensor
+    """`[samples, columns of all features]`."""
+    lengths: torch.Tensor
+    """Ids of each bag, `[features, samples]`."""
+
+
+class NonEmptyLookup(PooledLookup):
+    """A lookup that tells which bags had ids."""
+
+    def forward(self, sparse_features: KeyedJaggedTensor) -> OwnedBags:  # type: ignore[override]
+        """The bags of one batch of all ranks."""
+        pooled = super().forward(sparse_features)
+        num_features = len(sparse_features.keys())
+        return OwnedBags(
+            pooled, sparse_features.lengths().view(num_features, sparse_features.stride())
+        )
+
+
+class NonEmptyExchange(nn.Module):
+    """TorchRec's output exchange, of bags with ids only."""
+
+    def __init__(
+        self,
+        dims: Sequence[Sequence[int]],
+        channels: Sequence[Channel],
+        group: Any,
+        device: torch.device,
+        codecs: Any,
+        callbacks: Sequence[Any],
+    ) -> None:
+        """
+        Args:
+            dims: of each owner's features.
+            channels: the same by dimension.
+            group: the owners.
+            device: of the bags.
+            codecs: for quantised communication, by TorchRec's names, if any.
+            callbacks: what TorchRec does with the output.
+        """
+        super().__init__()
+        self._rank = group.rank()
+        self._dims = [list(of_owner) for of_owner in dims]
+        self._channels = tuple(channels)
+        self._callbacks = list(callbacks)
+        self._exchanges = nn.ModuleList(
+            SequenceEmbeddingsAllToAll(group, [1] * group.size(), device, codecs) for _ in channels
+        )
+
+    def forward(self, owned: OwnedBags, sharding_ctx: NonEmptyContext) -> "ExchangedBags":
+        """Start to exchange.
+
+        Collectives:
+            One all-to-all for each dimension, waited for by what is returned; one more in the
+            backward.
+        """
+        assert sharding_ctx.filled is not None
+        coming = []
+        for channel, exchange, filled in zip(
+            self._channels, self._exchanges, sharding_ctx.filled, strict=True
+        ):
+            is_filled = filled_bags(owned.lengths, channel.features[self._rank])
+            per_rank = is_filled.sum(dim=1).split(sharding_ctx.batch_size_per_rank)
+            counts = torch.stack([one.sum() for one in per_rank])
+            coming.append(
+                exchange(
+                    _Taken.apply(self._bags(owned, channel), is_filled),
+                    lengths=counts[None],
+                    input_splits=filled.counts,
+                    output_splits=counts.tolist(),
+                )
+            )
+        made = ExchangedBags(coming, sharding_ctx.filled, self._channels, self._dims)
+        made.callbacks.extend(self._callbacks)
+        return made
+
+    def _bags(self, owned: OwnedBags, channel: Channel) -> torch.Tensor:
+        """A channel's bags, sample by sample: `[bags, dim]`. Where there are none they hang on the
+        pooled tensor as well, so that all ranks have a backward."""
+        mine = channel.features[self._rank]
+        pooled = owned.pooled
+        if len(mine) != len(owned.lengths):
+            columns = pooled.split(self._dims[self._rank], dim=1)
+            pooled = torch.cat([pooled[:, :0], *(columns[feature] for feature in mine)], dim=1)
+        return pooled.reshape(len(pooled) * len(mine), channel.dim)
+
+
+class ExchangedBags(Awaitable[torch.Tensor]):
+    """Bags that come, and zeros where none do: `[batch, columns of all features]`."""
+
+    def __init__(
+        self,
+        coming: Sequence[Awaitable[torch.Tensor]],
+        filled: Sequence[FilledBags],
+        channels: Sequence[Channel],
+        dims: Sequence[Sequence[int]],
+    ) -> None:
+        super().__init__()
+        self._coming = coming
+        self._filled = filled
+        self._channels = channels
+        self._dims = dims
+
+    def _wait_impl(self) -> torch.Tensor:
+        bags = [
+            _Put.apply(one.wait(), filled)
+            for one, filled in zip(self._coming, self._filled, strict=True)
+        ]
+        by_channel = [
+            one.view(-1, channel.num_features * channel.dim)  # type: ignore[union-attr]
+            for one, channel in zip(bags, self._channels, strict=True)
+        ]
+        if len(by_channel) == 1:
+            return by_channel[0]
+        columns = {
+            channel.dim: iter(one.split(channel.dim, dim=1))
+            for one, channel in zip(by_channel, self._channels, strict=True)
+        }
+        owners = self._dims[:1] if self._channels[0].is_summed else self._dims
+        return torch.cat([next(columns[dim]) for of_owner in owners for dim in of_owner], dim=1)
+
+
+class _Taken(torch.autograd.Function):
+    """Some of the bags. In the backward the others get no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, bags: torch.Tensor, is_taken: torch.Tensor) -> torch.Tensor:
+        ctx.places = is_taken.reshape(-1).nonzero().view(-1)
+        ctx.num_bags = bags.shape[0]
+        return bags.index_select(0, ctx.places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (grad,) = grads
+        whole = grad.new_zeros((ctx.num_bags, grad.shape[1]))
+        return whole.index_copy_(0, ctx.places, grad), None
+
+
+class _Put(torch.autograd.Function):
+    """Bags put where they belong; parts of one bag added in the order of owners."""
+
+    @staticmethod
+    def forward(ctx: Any, come: torch.Tensor, filled: FilledBags) -> torch.Tensor:
+        ctx.places = filled.places
+        whole = come.new_zeros((filled.num_bags, come.shape[1]))
+        if filled.sums is None:
+            return whole.index_copy_(0, filled.places, come)
+        return whole.index_copy_(0, filled.sums.keys, filled.sums.of(come))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0].index_select(0, ctx.places), None
+
+
+class _NonEmpty:
+    """What the shardings below have in common."""
+
+    _LOOKUP_TYPE: ShardingType | None = None
+    _IS_SUMMED = False
+
+    @property
+    def _dims(self: Any) -> list[list[int]]:
+        """Of each owner's features."""
+        return [
+            [dim for config in configs for dim in config.embedding_dims()]
+            for configs in self._grouped_embedding_configs_per_rank
+        ]
+
+    @property
+    def _channels(self: Any) -> tuple[Channel, ...]:
+        return channels_of(self._dims, is_summed=self._IS_SUMMED)
+
+    def create_input_dist(self: Any, device: torch.device | None = None) -> Any:
+        """TorchRec's, which notes which bags have ids."""
+        made = super().create_input_dist(device)  # type: ignore[misc]
+        made.bag_notes = BagNotes(self._channels, [len(one) for one in self._dims])
+        made.bag_notes.listen(made._dist)
+        return made
+
+    def create_lookup(
+        self: Any,
+        device: torch.device | None = None,
+        fused_params: dict[str, Any] | None = None,
+        feature_processor: Any = None,
+    ) -> Any:
+        """What looks up this rank's shards."""
+        return NonEmptyLookup(
+            grouped_configs=self._grouped_embedding_configs_per_rank[self._rank],
+            pg=self._pg,
+            device=device or self._device,
+            feature_processor=feature_processor,
+            sharding_type=self._LOOKUP_TYPE,
+            env=self._env,
+        )
+
+    def create_output_dist(self: Any, device: torch.device | None = None) -> Any:
+        """What exchanges the bags."""
+        stock = super().create_output_dist(device)  # type: ignore[misc]
+        registry = self.qcomm_codecs_registry or {}
+        return NonEmptyExchange(
+            self._dims,
+            self._channels,
+            self._pg,
+            device or self._device,
+            registry.get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name),
+            getattr(stock, "_callbacks", None) or [],
+        )
+
+
+class NonEmptyTw(_NonEmpty, TwPooledEmbeddingSharding):
+    """Table-wise bags."""
+
+
+class NonEmptyCw(_NonEmpty, CwPooledEmbeddingSharding):
+    """Column-wise and table-column-wise bags."""
+
+
+class NonEmptyRw(_NonEmpty, RwPooledEmbeddingSharding):
+    """Row-wise bags: an owner sends its part of a bag if it has any of its rows."""
+
+    _LOOKUP_TYPE = ShardingType.ROW_WISE
+    _IS_SUMMED = True

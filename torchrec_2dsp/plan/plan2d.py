@@ -171,8 +171,8 @@ def _validate_table(where: str, table: ParameterSharding2D, mesh: Mesh2D) -> Non
     if kind.base.value not in allowed:
         raise PlanError(
             f"table {where} is {kind.value}, but exchange={table.exchange.value!r} is for tables "
-            f"sharded {', '.join(allowed)}: constrain it with sharding_types={[allowed[0]]} when you "
-            "plan"
+            f"sharded {', '.join(allowed)}: constrain it with sharding_types={[allowed[0]]} when "
+            "you plan"
         )
     if kind is ShardingType2D.DATA_PARALLEL:
         if table.hot_set is not None:

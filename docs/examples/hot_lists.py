@@ -1,0 +1,105 @@
+"""Count a log, put its most used rows on every rank, and send no empty bags.
+
+OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 docs/examples/hot_lists.py
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed.planner import ParameterConstraints
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+import torchrec_2dsp as tdsp
+
+NUM_ROWS, BATCH_SIZE, STEPS = 10_000, 256, 20
+
+
+class Model(nn.Module):
+    """What a user has looked at, summed, and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ebc = EmbeddingBagCollection(
+            device=torch.device("meta"),
+            tables=[
+                EmbeddingBagConfig(
+                    name="t_history",
+                    num_embeddings=NUM_ROWS,
+                    embedding_dim=16,
+                    feature_names=["history"],
+                )
+            ],
+        )
+        self.over = nn.Linear(16, 1)
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        return self.over(self.ebc(features)["history"]).squeeze(1)
+
+
+def make_batch(step: int, rank: int) -> tuple[KeyedJaggedTensor, torch.Tensor]:
+    """Lists of none to three ids, the small ones much more often, and a label of their number."""
+    generator = torch.Generator().manual_seed(1_000 * step + rank)
+    lengths = torch.randint(0, 4, (BATCH_SIZE,), generator=generator)
+    draws = torch.rand(int(lengths.sum()), generator=generator)
+    ids = (NUM_ROWS**draws).long() - 1  # Each tenfold of ids is drawn as often as the next.
+    features = KeyedJaggedTensor(keys=["history"], values=ids, lengths=lengths)
+    return features, (lengths > 1).float()
+
+
+def hot_rows(model: nn.Module) -> tdsp.HotSet:
+    """The rows that take half of all lookups, of all ranks' logs."""
+    counter = tdsp.RowCounter.for_model(model)
+    for step in range(50):
+        features, _ = make_batch(step, dist.get_rank())
+        counter.update(features)
+    counter.gather()
+    stats = counter.stats()
+    hot = tdsp.HotSet.from_stats(stats, "t_history", share=0.5)
+    if dist.get_rank() == 0:
+        distinct = stats.expected_distinct_rows("t_history", BATCH_SIZE)
+        print(f"{len(hot)} of {NUM_ROWS} rows take half of the lookups")
+        print(f"a batch of {BATCH_SIZE} samples has {distinct:.0f} distinct rows")
+    return hot
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = Model()
+    sharders = [tdsp.EmbeddingBagCollectionSharder2D(tdsp.MomentScaledRowWiseAdaGrad(lr=0.1))]
+    planner = tdsp.Planner2D(
+        mesh=tdsp.Mesh2D.for_world(dist.get_world_size(), group_size=4),
+        sync=tdsp.GradientSync(),
+        batch_size=BATCH_SIZE,
+        constraints={"t_history": ParameterConstraints(sharding_types=["table_wise"])},
+    )
+    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    plan = tdsp.pin(plan, "t_history", hot_rows=hot_rows(model), exchange="nonempty")
+    parallel = tdsp.ModelParallel2D(model, plan=plan, sharders=sharders)
+
+    dense = dict(in_backward_optimizer_filter(parallel.named_parameters()))
+    optimizer = CombinedOptimizer(
+        [
+            parallel.fused_optimizer,
+            KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=0.1)),
+        ]
+    )
+    for step in range(STEPS):
+        features, labels = make_batch(1_000 + step, dist.get_rank())
+        optimizer.zero_grad()
+        loss = nn.functional.binary_cross_entropy_with_logits(parallel(features), labels)
+        loss.backward()
+        parallel.sync()
+        optimizer.step()
+        if dist.get_rank() == 0 and step % 5 == 0:
+            print(f"step {step}: loss {loss.item():.4f}")
+    if dist.get_rank() == 0:
+        print("done")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -138,7 +138,7 @@ class RowAverage:
     def _announce(self, mine: Sequence[_OwnRows | None]) -> "_Announced | None":
         """Tell the peers how many rows of each shard come, without waiting; None without shards.
 
-        A rank that couldn't collect its rows announces none, which nobody will look at.
+        What a rank announces that couldn't collect its rows, nobody will look at.
         """
         if not self._shards:
             return None

@@ -198,6 +198,7 @@ def test_a_table_that_was_never_looked_up_has_no_hot_rows() -> None:
 def test_a_table_without_counts_is_named() -> None:
     with pytest.raises(tdsp.ConfigError, match=r"nothing was counted for table 'x'.* ads"):
         tdsp.AccessStats({"ads": access([1])})["x"]
+    assert tdsp.AccessStats({}).get("x") is None
 
 
 def test_a_plot_shows_every_table(tmp_path: Path) -> None:

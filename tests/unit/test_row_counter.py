@@ -143,6 +143,13 @@ def test_a_bad_id_is_named(bad: int) -> None:
         counter.update(batch_of([[1], [], [bad]]))
 
 
+def test_a_batch_with_a_bad_id_counts_nothing() -> None:
+    counter = tdsp.RowCounter(TABLES)
+    with pytest.raises(tdsp.InputError, match="table 'users'"):
+        counter.update(batch_of([[1], [-1], []], ("shown", "user", "clicked")))
+    assert counter.stats()["ads"].num_lookups == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

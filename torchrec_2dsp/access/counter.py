@@ -13,6 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_2dsp.access.exact_counts import ExactCounts
 from torchrec_2dsp.access.sketched_counts import SketchedCounts
 from torchrec_2dsp.access.stats import AccessStats
+from torchrec_2dsp.comms.agreement import agree
 from torchrec_2dsp.errors import ConfigError, InputError
 
 
@@ -97,22 +98,26 @@ class RowCounter:
 
     @torch.no_grad()
     def update(self, features: KeyedJaggedTensor) -> None:
-        """Count one batch. Features of no table are left alone; those that it lacks count nothing.
+        """Count one batch, or nothing of it if it has an id that its table has no row for.
+
+        Features of no table are left alone; those that the batch lacks count nothing.
 
         On a GPU this waits for the ids; count every hundredth batch there.
         """
+        found = {key: features[key].values() for key in features.keys()}  # noqa: SIM118
+        looked_up: list[tuple[_Table, torch.Tensor]] = []
+        for name, table in self._tables.items():
+            parts = [found[feature] for feature in table.features if feature in found]
+            if parts:
+                ids = torch.cat(parts).cpu()
+                _check(name, ids, table.counts.num_rows)
+                looked_up.append((table, ids))
         if self._half_life and self._num_batches and self._num_batches % self._half_life == 0:
             for table in self._tables.values():
                 table.counts.halve()
                 table.num_samples /= 2
         self._num_batches += 1
-        found = {key: features[key].values() for key in features.keys()}  # noqa: SIM118
-        for name, table in self._tables.items():
-            parts = [found[feature] for feature in table.features if feature in found]
-            if not parts:
-                continue
-            ids = torch.cat(parts).cpu()
-            _check(name, ids, table.counts.num_rows)
+        for table, ids in looked_up:
             table.counts.add(ids)
             table.num_samples += features.stride()
 
@@ -123,10 +128,15 @@ class RowCounter:
             group: of the ranks, by default all of them.
 
         Collectives:
-            For each table an all-reduce of its counts, or an all-gather of its sketch, and one
-            all-gather of the numbers of samples; tensors travel on the CPU, so the group needs a
-            backend for it, as gloo.
+            An all-gather of what is counted, which must be the same on all ranks; for each table an
+            all-reduce of its counts, or an all-gather of its sketch; and one all-gather of the
+            numbers of samples. Tensors travel on the CPU, so the group needs a backend for it, as
+            gloo.
         """
+        group = group or dist.group.WORLD
+        assert group is not None
+        counted = [f"{name}: {table.counts.describe()}" for name, table in self._tables.items()]
+        agree(group, facts={"what the RowCounter counts": "\n".join(counted)})
         for table in self._tables.values():
             table.counts.gather(group)
         mine = [table.num_samples for table in self._tables.values()]

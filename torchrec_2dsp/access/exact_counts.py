@@ -14,6 +14,10 @@ class ExactCounts:
         """Of the table."""
         self._counts = torch.zeros(num_rows, dtype=torch.float64)
 
+    def describe(self) -> str:
+        """What other ranks must have, too."""
+        return f"{self.num_rows} rows, exactly"
+
     def add(self, ids: torch.Tensor) -> None:
         """Count these lookups."""
         ones = torch.ones((), dtype=torch.float64).expand(ids.numel())
@@ -23,7 +27,7 @@ class ExactCounts:
         """Let all lookups until now count half."""
         self._counts /= 2
 
-    def gather(self, group: dist.ProcessGroup | None) -> None:
+    def gather(self, group: dist.ProcessGroup) -> None:
         """Add the counts of all ranks.
 
         Collectives:

@@ -35,6 +35,10 @@ class SketchedCounts:
         self._distinct = ds.hll_sketch(_LG_DISTINCT)
         self._num_lookups = 0.0
 
+    def describe(self) -> str:
+        """What other ranks must have, too."""
+        return f"{self.num_rows} rows, by a sketch of {2**self._lg_size}"
+
     def add(self, ids: torch.Tensor) -> None:
         """Count these lookups."""
         self._num_lookups += ids.numel()
@@ -55,7 +59,7 @@ class SketchedCounts:
         self._used = halved
         self._num_lookups /= 2
 
-    def gather(self, group: dist.ProcessGroup | None) -> None:
+    def gather(self, group: dist.ProcessGroup) -> None:
         """Merge the sketches of all ranks.
 
         Collectives:

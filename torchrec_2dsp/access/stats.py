@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from torchrec_2dsp.access.merge import merged
 from torchrec_2dsp.access.parquet import read_tables, write_tables
@@ -32,6 +33,10 @@ class AccessStats(Mapping[str, TableAccess]):
                 f"{', '.join(self._tables) or 'none'}"
             )
         return self._tables[table]
+
+    def get(self, table: str, default: Any = None) -> Any:
+        """A table's accesses, or ``default``; `Mapping` would expect a `KeyError`."""
+        return self._tables.get(table, default)
 
     def __contains__(self, table: object) -> bool:
         return table in self._tables

@@ -5,7 +5,7 @@ them, and the owner that gets them. So neither tells the other which sums it lea
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -91,13 +91,13 @@ class FilledBags:
 class NonEmptyContext(EmbeddingShardingContext):
     """TorchRec's context of a batch in one sharding, with the bags that will come."""
 
-    filled: list[FilledBags] | None = None
+    filled: list[FilledBags] = field(default_factory=list)
     """By channel."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""
         super().record_stream(stream)
-        for one in self.filled or ():
+        for one in self.filled:
             one.record_stream(stream)
 
 

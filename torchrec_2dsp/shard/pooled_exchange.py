@@ -8,7 +8,7 @@ where, and in which order is TorchRec's.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from torchrec_2dsp.shard.nonempty_bags import (
     channels_of,
     filled_bags,
 )
-from torchrec_2dsp.shard.pooled_lookup import PooledLookup
+from torchrec_2dsp.shard.pooled_lookup import LooksUpBags, PooledLookup
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,6 @@ class NonEmptyExchange(nn.Module):
             One all-to-all for each dimension, waited for by what is returned; one more in the
             backward.
         """
-        assert sharding_ctx.filled is not None
         coming = []
         for channel, exchange, filled in zip(
             self._channels, self._exchanges, sharding_ctx.filled, strict=True
@@ -139,13 +138,11 @@ class ExchangedBags(Awaitable[torch.Tensor]):
         self._dims = dims
 
     def _wait_impl(self) -> torch.Tensor:
-        bags = [
-            _Put.apply(one.wait(), filled)
-            for one, filled in zip(self._coming, self._filled, strict=True)
-        ]
-        by_channel = [
-            one.view(-1, channel.num_features * channel.dim)  # type: ignore[union-attr]
-            for one, channel in zip(bags, self._channels, strict=True)
+        by_channel: list[torch.Tensor] = [
+            cast(torch.Tensor, _Put.apply(one.wait(), filled)).view(
+                -1, channel.num_features * channel.dim
+            )
+            for one, filled, channel in zip(self._coming, self._filled, self._channels, strict=True)
         ]
         if len(by_channel) == 1:
             return by_channel[0]
@@ -189,10 +186,10 @@ class _Put(torch.autograd.Function):
         return grads[0].index_select(0, ctx.places), None
 
 
-class _NonEmpty:
+class _NonEmpty(LooksUpBags):
     """What the shardings below have in common."""
 
-    _LOOKUP_TYPE: ShardingType | None = None
+    _LOOKUP = NonEmptyLookup
     _IS_SUMMED = False
 
     @property
@@ -213,22 +210,6 @@ class _NonEmpty:
         made.bag_notes = BagNotes(self._channels, [len(one) for one in self._dims])
         made.bag_notes.listen(made._dist)
         return made
-
-    def create_lookup(
-        self: Any,
-        device: torch.device | None = None,
-        fused_params: dict[str, Any] | None = None,
-        feature_processor: Any = None,
-    ) -> Any:
-        """What looks up this rank's shards."""
-        return NonEmptyLookup(
-            grouped_configs=self._grouped_embedding_configs_per_rank[self._rank],
-            pg=self._pg,
-            device=device or self._device,
-            feature_processor=feature_processor,
-            sharding_type=self._LOOKUP_TYPE,
-            env=self._env,
-        )
 
     def create_output_dist(self: Any, device: torch.device | None = None) -> Any:
         """What exchanges the bags."""

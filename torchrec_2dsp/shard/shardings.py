@@ -26,7 +26,7 @@ from torchrec_2dsp._compat.torchrec import (
 from torchrec_2dsp.plan.parameter_sharding import ROW_EXCHANGE, nonempty_type
 from torchrec_2dsp.shard.kernels import EmbeddingKernel
 from torchrec_2dsp.shard.pooled_exchange import NonEmptyCw, NonEmptyRw, NonEmptyTw
-from torchrec_2dsp.shard.pooled_lookup import PooledLookup
+from torchrec_2dsp.shard.pooled_lookup import LooksUpBags
 from torchrec_2dsp.shard.row_exchange import RowExchangePooled, RowExchangeSequence
 from torchrec_2dsp.shard.uneven_batches import UnevenReduceScatter
 
@@ -38,27 +38,6 @@ class SequenceLookup(GroupedEmbeddingsLookup):
         self, config: GroupedEmbeddingConfig, pg: Any, device: Any, env: Any = None
     ) -> BaseEmbedding:
         return EmbeddingKernel(config, pg, device)
-
-
-class _Pooled:
-    _LOOKUP_TYPE: ShardingType | None = None
-    """How TorchRec's own `create_lookup` names the type to the lookup, which decides whether
-    the kernel averages a bag or leaves that to the output."""
-
-    def create_lookup(
-        self: Any,
-        device: torch.device | None = None,
-        fused_params: dict[str, Any] | None = None,
-        feature_processor: Any = None,
-    ) -> BaseEmbeddingLookup:
-        return PooledLookup(
-            grouped_configs=self._grouped_embedding_configs_per_rank[self._rank],
-            pg=self._pg,
-            device=device if device is not None else self._device,
-            feature_processor=feature_processor,
-            sharding_type=self._LOOKUP_TYPE,
-            env=self._env,
-        )
 
 
 class _Sequence:
@@ -76,15 +55,15 @@ class _Sequence:
         )
 
 
-class TwPooled(_Pooled, TwPooledEmbeddingSharding):
+class TwPooled(LooksUpBags, TwPooledEmbeddingSharding):
     """Table-wise bags."""
 
 
-class CwPooled(_Pooled, CwPooledEmbeddingSharding):
+class CwPooled(LooksUpBags, CwPooledEmbeddingSharding):
     """Column-wise and table-column-wise bags."""
 
 
-class RwPooled(_Pooled, RwPooledEmbeddingSharding):
+class RwPooled(LooksUpBags, RwPooledEmbeddingSharding):
     """Row-wise bags."""
 
     _LOOKUP_TYPE = ShardingType.ROW_WISE
@@ -97,7 +76,7 @@ class RwPooled(_Pooled, RwPooledEmbeddingSharding):
         return made
 
 
-class _NodeWise(_Pooled):
+class _NodeWise(LooksUpBags):
     """Table-row-wise and grid sharding: row-wise inside a node."""
 
     _LOOKUP_TYPE = ShardingType.TABLE_ROW_WISE

@@ -17,8 +17,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.dist.test_checkpoint_harness import Trip, check_arrivals, stock
-from tests.support.loops import PIPELINES, largest_gap, make_stream, plain_loop, shard, train
-from tests.support.models import SEQUENCE_TABLES, ModelSpec, TableSpec, build
+from tests.support.loops import PIPELINES, by_pipelines, largest_gap, make_stream, plain_loop, shard, train
+from tests.support.models import MIXED, SEQUENCE_TABLES, ModelSpec, TableSpec, build
 from tests.support.parity import LR, Cell, group_plan, make_optimizer, make_sharder, run_cells
 from tests.support.ranks import RankPool, RanksFailed
 from torchrec_2dsp.comms.counting import count_collectives
@@ -35,14 +35,6 @@ BAGS = (ModelSpec(), ModelSpec(pooling="mean"), ModelSpec(weighted=True))
 HOT_ROWS = (("t0", (0, 1, 5, 39)), ("t1", (0, 2)))
 EVERYTHING = tuple((table.name, tuple(range(table.num_rows))) for table in ModelSpec().tables)
 NONEMPTY = Cell(ONE, exchange="nonempty")
-MIXED = ModelSpec(
-    (
-        TableSpec("t0", 9, 4, ("f0", "f1", "f2")),
-        TableSpec("t1", 50, 12, ("f3",)),
-        TableSpec("t2", 31, 4, ("f4",)),
-    )
-)
-"""Several dimensions, which don't follow one another."""
 
 
 def check(cells: Sequence[Cell], ranks: RankPool, steps: int = 6) -> None:
@@ -63,6 +55,7 @@ def test_bags_equal_the_unsharded_model(ranks4: RankPool, mesh: tdsp.Mesh2D) -> 
         replace(NONEMPTY, mesh=mesh, sharding=kind, optimizer=optimizer)
         for kind, optimizer in product(KINDS, ("sgd", "adagrad"))
     ]
+    cells.append(replace(NONEMPTY, mesh=mesh, sharding="table_column_wise", hot_rows=HOT_ROWS))
     check(cells, ranks4)
 
 
@@ -99,13 +92,6 @@ def test_averaged_replicas_equal_the_unsharded_model(ranks4: RankPool) -> None:
     sync = tdsp.WeightSync(dense_above=1.0)
     cells = [replace(NONEMPTY, mesh=TWO, sharding=kind, optimizer="sgd", sync=sync) for kind in KINDS]
     check(cells, ranks4)
-
-
-def by_pipelines(rank: int, world_size: int, cell: Cell) -> list[float]:
-    """How far each of TorchRec's pipelines ends from the plain loop."""
-    stream = make_stream(cell, 5)
-    expected = train(cell, rank, stream)
-    return [largest_gap(train(cell, rank, stream, kind), expected) for kind in PIPELINES]
 
 
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise"])

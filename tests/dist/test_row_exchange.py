@@ -18,8 +18,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.dist.test_checkpoint_harness import Trip, check_arrivals, stock
-from tests.support.loops import PIPELINES, largest_gap, make_stream, plain_loop, shard, train
-from tests.support.models import SEQUENCE_TABLES, ModelSpec, TableSpec, build
+from tests.support.loops import PIPELINES, by_pipelines, largest_gap, make_stream, plain_loop, shard, train
+from tests.support.models import MIXED, SEQUENCE_TABLES, ModelSpec, TableSpec, build
 from tests.support.parity import (
     LR,
     Cell,
@@ -96,16 +96,6 @@ def test_averaged_replicas_equal_the_unsharded_model(ranks4: RankPool) -> None:
     check(cells, ranks4)
 
 
-MIXED = ModelSpec(
-    (
-        TableSpec("t0", 9, 4, ("f0", "f1", "f2")),
-        TableSpec("t1", 50, 12, ("f3",)),
-        TableSpec("t2", 31, 4, ("f4",)),
-    )
-)
-"""Kernels of several dimensions, whose tables don't follow one another."""
-
-
 def test_one_rank_and_two_dimensions_equal_the_unsharded_model(ranks2: RankPool) -> None:
     meshes = (tdsp.Mesh2D(1, 2), tdsp.Mesh2D(2, 1))
     check([replace(ROWS, mesh=mesh, spec=MIXED) for mesh in meshes], ranks2)
@@ -114,13 +104,6 @@ def test_one_rank_and_two_dimensions_equal_the_unsharded_model(ranks2: RankPool)
 def test_groups_over_hosts_equal_the_unsharded_model(ranks8: RankPool) -> None:
     cells = [replace(ROWS, mesh=mesh) for mesh in (tdsp.Mesh2D(1, 8), tdsp.Mesh2D(2, 4))]
     check(cells, ranks8, 4)
-
-
-def by_pipelines(rank: int, world_size: int, cell: Cell) -> list[float]:
-    """How far each of TorchRec's pipelines ends from the plain loop."""
-    stream = make_stream(cell, 5)
-    expected = train(cell, rank, stream)
-    return [largest_gap(train(cell, rank, stream, kind), expected) for kind in PIPELINES]
 
 
 @pytest.mark.parametrize("hot_rows", [(), HOT_ROWS], ids=["cold", "hot"])

@@ -38,9 +38,11 @@ def variable_batch(seed: int) -> KeyedJaggedTensor:
     )
 
 
-def train(rank: int, world_size: int, sync: Any) -> tuple[Tensors, Tensors]:
+def train(
+    rank: int, world_size: int, sync: Any, exchange: str = "pooled"
+) -> tuple[Tensors, Tensors]:
     """The state before and after some steps of the sharded module."""
-    parallel = shard(Cell(tdsp.Mesh2D(2, 2), "table_wise", SPEC, sync=sync))
+    parallel = shard(Cell(tdsp.Mesh2D(2, 2), "table_wise", SPEC, sync=sync, exchange=exchange))
     (part,), optimizer = parts_of(parallel), make_optimizer(parallel)
     start = snapshot(parallel)
     for step in range(3):
@@ -67,3 +69,11 @@ def test_row_gradients_are_refused_by_name(ranks4: RankPool) -> None:
         ranks4.run(train, tdsp.GradientSync())
     said = r"variable batch sizes per feature (VBE) can't be trained with GradientSync, nor"
     assert any(said in report for report in failed.value.reports.values())
+
+
+def test_an_exchange_of_non_empty_bags_refuses_them_on_all_ranks(ranks4: RankPool) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        ranks4.run(train, tdsp.WeightSync(), "nonempty")
+    said = "an exchange of non-empty bags needs one batch size for all features of a batch"
+    assert len(failed.value.reports) == 4
+    assert all(said in report for report in failed.value.reports.values())

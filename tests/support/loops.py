@@ -230,3 +230,10 @@ def train(cell: Cell, rank: int, stream: Stream, kind: str = "plain", **options:
     else:
         pipeline_loop(kind, parallel, optimizer, batches, **options)
     return snapshot(parallel)
+
+
+def by_pipelines(rank: int, world_size: int, cell: Cell) -> list[float]:
+    """How far each of TorchRec's pipelines ends from the plain loop."""
+    stream = make_stream(cell, 5)
+    expected = train(cell, rank, stream)
+    return [largest_gap(train(cell, rank, stream, kind), expected) for kind in PIPELINES]

@@ -53,6 +53,16 @@ class ModelSpec:
         return [(feature, table) for table in self.tables for feature in table.features]
 
 
+MIXED = ModelSpec(
+    (
+        TableSpec("t0", 9, 4, ("f0", "f1", "f2")),
+        TableSpec("t1", 50, 12, ("f3",)),
+        TableSpec("t2", 31, 4, ("f4",)),
+    )
+)
+"""Tables of several dimensions, which don't follow one another."""
+
+
 class BagModel(nn.Module):
     """Bags, joined by feature name, then one dense layer: `[batch]` scores."""
 

@@ -244,3 +244,18 @@ def test_a_plan_says_what_it_needs() -> None:
         tdsp.pin(plan, "t0", exchange="row")
     with pytest.raises(tdsp.PlanError, match="exchange='rows' is unknown; use one of 'pooled', 'nonempty'"):
         tdsp.pin(plan, "t0", exchange="rows")
+TINY = ModelSpec((TableSpec("t0", 3, 8, ("f0", "f1")),))
+
+
+def test_ranks_without_rows_equal_the_unsharded_model(ranks4: RankPool) -> None:
+    """FBGEMM can't look up a kernel whose tables have no rows on a rank."""
+    one_row = ModelSpec((TableSpec("t0", 1, 8, ("f0",)),))
+    cells = [
+        Cell(ONE, spec=TINY),
+        Cell(ONE, exchange="nonempty", spec=TINY),
+        replace(ROWS, spec=TINY, hot_rows=(("t0", (1,)),)),
+        replace(ROWS, spec=replace(TINY, sequence=True)),
+        # So few ids that the one row doesn't run away.
+        replace(ROWS, mesh=TWO, spec=one_row, batch_sizes=(1, 0, 0, 1), max_length=1),
+    ]
+    check(cells, ranks4)

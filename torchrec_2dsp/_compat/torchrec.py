@@ -16,7 +16,7 @@ from torchrec.distributed.batched_embedding_kernel import (
     BatchedFusedEmbeddingBag,
     EmbeddingFusedOptimizer,
 )
-from torchrec.distributed.comm import get_local_size
+from torchrec.distributed.comm import get_local_size, intra_and_cross_node_pg_2D
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.dist_data import (
     KJTAllToAll,
@@ -91,6 +91,7 @@ __all__ = [
     "get_gradient_division",
     "get_local_size",
     "in_backward_optimizers",
+    "intra_and_cross_node_pg_2D",
     "node_group_cache",
 ]
 

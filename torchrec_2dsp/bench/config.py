@@ -70,7 +70,7 @@ class TwoDContestant(_Planned, ReplicationConfig):
     hot_rows: int = Field(default=0, ge=0)
     """How many of each table's most frequent rows are replicated on every rank."""
 
-    exchange: Literal["pooled", "nonempty", "row"] = "pooled"
+    exchange: Literal["pooled", "nonempty", "row", "row_per_host"] = "pooled"
     """How rows reach their samples, of tables whose sharding type allows it."""
 
     qcomms: Literal["fp32", "fp16", "bf16"] = "fp32"
@@ -78,7 +78,7 @@ class TwoDContestant(_Planned, ReplicationConfig):
 
     def describe(self) -> str:
         """In words."""
-        rows = "" if self.exchange == "pooled" else f", {self.exchange} exchange"
+        rows = "" if self.exchange == "pooled" else f", {self.exchange.replace('_', ' ')} exchange"
         rows += "" if self.qcomms == "fp32" else f", {self.qcomms} communication"
         hot = f", {self.hot_rows:,} hot rows per table" if self.hot_rows else ""
         groups = str(self.num_groups).replace("_", " ")

@@ -11,6 +11,8 @@ from torchrec_2dsp.errors import PlanError
 ROW_EXCHANGE = "row_exchange"
 """What the sharded module sees as the type of a table with `Exchange.ROW`."""
 
+ROW_EXCHANGE_PER_HOST = "row_exchange_per_host"
+"""The same with `Exchange.ROW_PER_HOST`."""
 
 _NONEMPTY = "nonempty_"
 
@@ -62,7 +64,7 @@ def type_2d(sharding_type: str) -> str:
 
 def base_type(sharding_type: str) -> str:
     """TorchRec's own name of a sharding type: the inverse of `type_2d`."""
-    if sharding_type == ROW_EXCHANGE:
+    if sharding_type in (ROW_EXCHANGE, ROW_EXCHANGE_PER_HOST):
         return ShardingType.ROW_WISE.value
     return ShardingType2D(type_2d(sharding_type.removeprefix(_NONEMPTY))).base.value
 
@@ -79,11 +81,16 @@ class Exchange(enum.Enum):
     column-wise or row-wise."""
 
     ROW = "row"
-    """Each distinct row of a batch travels once, for tables that are sharded row-wise."""
+    """Each distinct row of a rank's batch travels once, for tables that are sharded row-wise."""
+
+    ROW_PER_HOST = "row_per_host"
+    """As `ROW`, but ranks of a host ask together, so that a row that several of them need crosses
+    from another host once. Inside one host it is `ROW`."""
 
 
 _KINDS = {
     Exchange.ROW: (ShardingType2D.ROW_WISE,),
+    Exchange.ROW_PER_HOST: (ShardingType2D.ROW_WISE,),
     Exchange.NONEMPTY: (
         ShardingType2D.TABLE_WISE,
         ShardingType2D.COLUMN_WISE,

@@ -9,6 +9,7 @@ from torchrec.distributed.types import ShardingPlan
 
 from torchrec_2dsp.plan.parameter_sharding import (
     ROW_EXCHANGE,
+    ROW_EXCHANGE_PER_HOST,
     Exchange,
     ParameterSharding2D,
     ShardingType2D,
@@ -82,6 +83,8 @@ def _runtime_type(table: ParameterSharding2D) -> str:
         kind = ShardingType2D.COLUMN_WISE
     if table.exchange is Exchange.ROW:
         return ROW_EXCHANGE
+    if table.exchange is Exchange.ROW_PER_HOST:
+        return ROW_EXCHANGE_PER_HOST
     if table.exchange is Exchange.NONEMPTY:
         return nonempty_type(kind.base)
     return kind.base.value

@@ -101,6 +101,7 @@ class _CapturingKernel:
         self.moment_scale = float(user_params.get(MOMENT_SCALE, 1.0))
         self._capture: RowCapture | None = None
         self._update_watchers: list[Callable[[Callable[[], list[torch.Tensor]]], None]] = []
+        self._has_no_rows = not any(table.local_rows for table in self._config.embedding_tables)
         if self.moment_scale != 1.0:
             self._optim = ScaledFusedOptimizer(
                 self._config,
@@ -136,6 +137,8 @@ class _CapturingKernel:
         return learning_rate_of(self._emb_module) / to_kernel_units(1.0, self.moment_scale)
 
     def _lookup(self, run: Callable[[], torch.Tensor], features: KeyedJaggedTensor) -> torch.Tensor:
+        if self._has_no_rows:
+            return self._zeros(features)
         if not torch.is_grad_enabled():
             return run()
         if self._capture is None:
@@ -157,6 +160,14 @@ class _CapturingKernel:
         if self._update_watchers:
             self._announce_update(output, features)
         return output
+
+    def _zeros(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        """What shards without rows give, which FBGEMM's CPU kernels don't look up."""
+        shape = tbe_shape(self._emb_module)
+        dims = [shape.table_dims[table] for table in shape.feature_tables]
+        size = (0, dims[0]) if shape.is_sequence else (features.stride(), sum(dims))
+        needs_grad = torch.is_grad_enabled()
+        return torch.zeros(size, device=features.device(), requires_grad=needs_grad)
 
     def tell_updates(self, watcher: Callable[[Callable[[], list[torch.Tensor]]], None]) -> None:
         """Call ``watcher`` before each backward that updates this kernel at once, with a function

@@ -3,11 +3,11 @@
 Tables are sharded by rows. TorchRec's row-wise sharding sends partial sums of every bag to every
 sample's rank; here a rank asks the owners for the distinct rows of its batch (`row_requests.py`),
 they are fetched, and bags are summed where the samples are (`row_pooling.py`). In the backward, one
-gradient per distinct row goes to its owner.
+gradient per distinct row goes to its owner. Ranks of a host may ask together (`rows_per_host.py`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,38 +24,41 @@ from torchrec_2dsp._compat.torchrec import (
     RwSequenceEmbeddingSharding,
     SequenceEmbeddingsAllToAll,
     SequenceShardingContext,
+    intra_and_cross_node_pg_2D,
 )
+from torchrec_2dsp.comms.peers import Peers
 from torchrec_2dsp.shard.kernels import EmbeddingKernel
+from torchrec_2dsp.shard.needed_rows import RowBlock
 from torchrec_2dsp.shard.row_pooling import pool_rows
-from torchrec_2dsp.shard.row_requests import NeededRows, RowBlock, RowRequests
+from torchrec_2dsp.shard.row_requests import Requested, RowRequests
+from torchrec_2dsp.shard.rows_per_host import HostHandover
 
 
 class _NeedsRows:
     """What both contexts below add to TorchRec's."""
 
-    needed: list[NeededRows]
+    requested: Requested
 
     def record_stream(self: Any, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""
         super().record_stream(stream)  # type: ignore[misc]
-        for one in self.needed:
-            one.record_stream(stream)
+        self.requested.record_stream(stream)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RowContext(_NeedsRows, EmbeddingShardingContext):
     """TorchRec's context of a batch in one sharding, with the rows that it needs."""
 
-    needed: list[NeededRows] = field(default_factory=list)
-    """By block."""
+    requested: Requested
+    """What the owners have been asked for."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class SequenceRowContext(_NeedsRows, SequenceShardingContext):
     """The same for sequences."""
 
-    needed: list[NeededRows] = field(default_factory=list)
-    """By block."""
+    requested: Requested
+    """What the owners have been asked for."""
 
 
 def keep_needed_rows(contexts: list[Any], input_dists: Sequence[nn.Module]) -> None:
@@ -65,7 +68,7 @@ def keep_needed_rows(contexts: list[Any], input_dists: Sequence[nn.Module]) -> N
             stock = contexts[index]
             is_sequence = isinstance(stock, SequenceShardingContext)
             made = SequenceRowContext if is_sequence else RowContext
-            contexts[index] = made(**vars(stock), needed=requests.take())
+            contexts[index] = made(**vars(stock), requested=requests.take())
 
 
 class OwnedRows(list[torch.Tensor]):
@@ -100,14 +103,15 @@ class RowFetch(nn.Module):
     """TorchRec's output exchange of a row-exchange sharding: rows to the ranks that need them."""
 
     def __init__(
-        self, blocks: Sequence[RowBlock], group: Any, device: torch.device, codecs: Any
+        self, blocks: Sequence[RowBlock], owners: Peers, device: torch.device, codecs: Any
     ) -> None:
         super().__init__()
-        num_ranks = group.size()
+        asking = owners.everyone if owners.across is None else owners.across
         self._exchanges = nn.ModuleList(
-            SequenceEmbeddingsAllToAll(group, [len(block.tables)] * num_ranks, device, codecs)
+            SequenceEmbeddingsAllToAll(asking, [len(block.tables)] * asking.size(), device, codecs)
             for block in blocks
         )
+        self._in_host = owners.in_host and HostHandover(owners.in_host, device)
 
     def forward(
         self, owned: OwnedRows, sharding_ctx: "RowContext | SequenceRowContext"
@@ -116,20 +120,21 @@ class RowFetch(nn.Module):
 
         Collectives:
             One all-to-all for each block, waited for by what is returned; one more in the
-            backward.
+            backward. If ranks of a host ask together, as many inside the host.
         """
+        requested = sharding_ctx.requested
         fetching = [
             exchange(
                 rows,
                 lengths=counts,
-                input_splits=needed.counts.sum(dim=1).tolist(),
+                input_splits=asked.counts.sum(dim=1).tolist(),
                 output_splits=counts.sum(dim=0).tolist(),
             )
-            for exchange, rows, counts, needed in zip(
-                self._exchanges, owned, owned.counts, sharding_ctx.needed, strict=True
+            for exchange, rows, counts, asked in zip(
+                self._exchanges, owned, owned.counts, requested.from_owners, strict=True
             )
         ]
-        return PooledRows(fetching, sharding_ctx.needed)
+        return PooledRows(fetching, requested, self._in_host)
 
 
 class PooledRows(Awaitable[torch.Tensor]):
@@ -137,23 +142,33 @@ class PooledRows(Awaitable[torch.Tensor]):
     sequences are spread: `[ids, dim]`."""
 
     def __init__(
-        self, fetching: Sequence[Awaitable[torch.Tensor]], needed: Sequence[NeededRows]
+        self,
+        fetching: Sequence[Awaitable[torch.Tensor]],
+        requested: Requested,
+        in_host: HostHandover | None,
     ) -> None:
         super().__init__()
         self._fetching = fetching
-        self._needed = needed
+        self._requested = requested
+        self._in_host = in_host
 
     def _wait_impl(self) -> torch.Tensor:
-        pooled = [
-            pool_rows(fetched.wait(), needed)
-            for fetched, needed in zip(self._fetching, self._needed, strict=True)
-        ]
-        is_sequence = self._needed[0].bags is None
+        fetching, needed = self._fetching, self._requested.needed
+        if self._in_host is not None:
+            assert self._requested.of_host is not None
+            fetching = [
+                self._in_host(fetched.wait(), of_host)
+                for fetched, of_host in zip(fetching, self._requested.of_host, strict=True)
+            ]
+        pooled = [pool_rows(rows.wait(), of) for rows, of in zip(fetching, needed, strict=True)]
+        is_sequence = needed[0].bags is None
         return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=0 if is_sequence else 1)
 
 
 class _RowExchange:
-    """What the two shardings have in common."""
+    """What the shardings have in common."""
+
+    _PER_HOST = False
 
     def _init_blocks(self: Any) -> None:
         # One row per id comes out of a kernel, so a kernel has tables of one dimension.
@@ -161,16 +176,20 @@ class _RowExchange:
         self._grouped_embedding_configs_per_rank = per_rank
         self._grouped_embedding_configs = per_rank[self._rank]
         self._blocks = [RowBlock.of(config) for config in self._grouped_embedding_configs]
+        self._owners = Peers(self._pg)
+        per_host = self._env.node_group_size
+        if self._PER_HOST and 1 < per_host < self._pg.size():
+            self._owners = Peers(self._pg, *intra_and_cross_node_pg_2D(self._env, self._device))
 
     def create_input_dist(self: Any, device: torch.device | None = None) -> Any:
         """What asks for rows."""
-        return RowRequests(self._blocks, self._pg, device or self._device)
+        return RowRequests(self._blocks, self._owners, device or self._device)
 
     def create_output_dist(self: Any, device: torch.device | None = None) -> Any:
         """What fetches rows."""
         registry = self.qcomm_codecs_registry or {}
         codecs = registry.get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name)
-        return RowFetch(self._blocks, self._pg, device or self._device, codecs)
+        return RowFetch(self._blocks, self._owners, device or self._device, codecs)
 
     def create_lookup(
         self: Any,
@@ -195,12 +214,24 @@ class RowExchangePooled(_RowExchange, RwPooledEmbeddingSharding):
         self._init_blocks()
 
 
+class PerHostRowExchangePooled(RowExchangePooled):
+    """Bags whose rows are asked for by whole hosts."""
+
+    _PER_HOST = True
+
+
 class RowExchangeSequence(_RowExchange, RwSequenceEmbeddingSharding):
     """Sequences whose rows are exchanged."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._init_blocks()
+
+
+class PerHostRowExchangeSequence(RowExchangeSequence):
+    """Sequences whose rows are asked for by whole hosts."""
+
+    _PER_HOST = True
 
 
 def _by_dim(groups: Sequence[GroupedEmbeddingConfig]) -> list[GroupedEmbeddingConfig]:

@@ -23,11 +23,16 @@ from torchrec_2dsp._compat.torchrec import (
     TwRwPooledEmbeddingSharding,
     TwSequenceEmbeddingSharding,
 )
-from torchrec_2dsp.plan.parameter_sharding import ROW_EXCHANGE, nonempty_type
+from torchrec_2dsp.plan.parameter_sharding import ROW_EXCHANGE, ROW_EXCHANGE_PER_HOST, nonempty_type
 from torchrec_2dsp.shard.kernels import EmbeddingKernel
 from torchrec_2dsp.shard.pooled_exchange import NonEmptyCw, NonEmptyRw, NonEmptyTw
 from torchrec_2dsp.shard.pooled_lookup import LooksUpBags
-from torchrec_2dsp.shard.row_exchange import RowExchangePooled, RowExchangeSequence
+from torchrec_2dsp.shard.row_exchange import (
+    PerHostRowExchangePooled,
+    PerHostRowExchangeSequence,
+    RowExchangePooled,
+    RowExchangeSequence,
+)
 from torchrec_2dsp.shard.uneven_batches import UnevenReduceScatter
 
 
@@ -117,6 +122,7 @@ POOLED = {
     ShardingType.TABLE_ROW_WISE.value: TwRwPooled,
     ShardingType.GRID_SHARD.value: GridPooled,
     ROW_EXCHANGE: RowExchangePooled,
+    ROW_EXCHANGE_PER_HOST: PerHostRowExchangePooled,
     nonempty_type(ShardingType.TABLE_WISE): NonEmptyTw,
     nonempty_type(ShardingType.COLUMN_WISE): NonEmptyCw,
     nonempty_type(ShardingType.ROW_WISE): NonEmptyRw,
@@ -129,5 +135,6 @@ SEQUENCE = {
     ShardingType.COLUMN_WISE.value: CwSequence,
     ShardingType.ROW_WISE.value: RwSequence,
     ROW_EXCHANGE: RowExchangeSequence,
+    ROW_EXCHANGE_PER_HOST: PerHostRowExchangeSequence,
 }
 """Sequence shardings by TorchRec's type; data parallel is stock."""

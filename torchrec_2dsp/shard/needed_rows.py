@@ -1,0 +1,220 @@
+"""Row exchange, first step: the distinct rows that a batch needs, and who owns them.
+
+Every id becomes a *key*, the number of its row in the order of owners. One sort of the keys of a
+kernel's features finds the distinct rows, by owner and by table, and where each one goes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_2dsp._compat.torchrec import GroupedEmbeddingConfig
+from torchrec_2dsp.rows.gradients import RowSum
+
+_MAX_INT32 = torch.iinfo(torch.int32).max
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """The tables of one kernel, cut into blocks of rows, one for each owner."""
+
+    dim: int
+    """Columns of each table."""
+    tables: tuple[str, ...]
+    """Their names."""
+    features: tuple[str, ...]
+    """What looks them up, table by table."""
+    feature_tables: tuple[int, ...]
+    """The table of each feature."""
+    rows_per_owner: tuple[int, ...]
+    """For each table; the last owners may have fewer."""
+    pooling: str
+    """"SUM", "MEAN", or "NONE" for a sequence."""
+
+    @classmethod
+    def of(cls, config: GroupedEmbeddingConfig) -> "RowBlock":
+        """The block of a kernel, of any rank."""
+        tables = config.embedding_tables
+        metadata = [table.global_metadata for table in tables]
+        return cls(
+            dim=tables[0].local_cols,
+            tables=tuple(table.name for table in tables),
+            features=tuple(name for table in tables for name in table.feature_names),
+            feature_tables=tuple(
+                index for index, table in enumerate(tables) for _ in table.feature_names
+            ),
+            rows_per_owner=tuple(
+                one.shards_metadata[0].shard_sizes[0] for one in metadata if one is not None
+            ),
+            pooling=config.pooling.value,
+        )
+
+    @property
+    def stride(self) -> int:
+        """Keys per owner."""
+        return sum(self.rows_per_owner)
+
+    @property
+    def bases(self) -> tuple[int, ...]:
+        """For each table, the first key of an owner's rows, counted from the owner's first one."""
+        return tuple(sum(self.rows_per_owner[:table]) for table in range(len(self.tables)))
+
+
+@dataclass(frozen=True)
+class Bags:
+    """Which occurrences are summed, sample by sample, so that sums are a `KeyedTensor`'s rows."""
+
+    num_features: int
+    lengths: torch.Tensor
+    """Occurrences in each bag."""
+    weights: torch.Tensor | None
+    """Of the occurrences."""
+
+
+@dataclass(frozen=True)
+class NeededRows:
+    """What the local batch needs of one block, once it has come: its distinct rows, by owner."""
+
+    sums: RowSum
+    """The rows, and how they get their gradients."""
+    places: torch.Tensor
+    """For each occurrence, which of the rows it is: in bags bag by bag, else as in the batch."""
+    counts: torch.Tensor
+    """How many rows come from each owner, for each table: `[owners, tables]`."""
+    bags: Bags | None
+    """`None` for a sequence."""
+    first_owner: int = 0
+    """The one that counts begin with, in the order of keys."""
+
+    def of_place(self, place: int, num_places: int) -> "NeededRows":
+        """The same, counting only the owners with a place, which has all of the rows."""
+        counts = self.counts.view(num_places, -1, self.counts.shape[1])[place]
+        return replace(self, counts=counts, first_owner=place * counts.shape[0])
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the tensors alive for ``stream``."""
+        tensors = [self.places, self.counts]
+        if self.bags is not None:
+            tensors += [self.bags.lengths, self.bags.weights]
+        for tensor in tensors:
+            if tensor is not None:
+                tensor.record_stream(stream)  # pyright: ignore[reportArgumentType]
+        self.sums.record_stream(stream)
+
+
+class RowNumbering:
+    """The keys of a block's rows.
+
+    Owners stand in the order of their places on their hosts: first all that are the first of
+    their host, then all that are the second. So the rows of one place are neighbours, and in them
+    those of one host.
+    """
+
+    def __init__(
+        self, block: RowBlock, num_owners: int, ranks_per_host: int, device: torch.device
+    ) -> None:
+        """
+        Args:
+            block: the tables.
+            num_owners: ranks that have a part of each.
+            ranks_per_host: how many of them share a host; if that doesn't matter, all of them.
+            device: of the batches.
+        """
+        self._block = block
+        self._num_owners = num_owners
+        bases = torch.tensor(block.bases, device=device)
+        rows = torch.tensor(block.rows_per_owner, device=device)
+        tables = torch.tensor(block.feature_tables, device=device)
+        self._feature_bases, self._feature_rows = bases[tables], rows[tables]
+        # Sorting is quicker for shorter numbers.
+        num_keys = num_owners * block.stride
+        key_dtype = torch.int32 if num_keys <= _MAX_INT32 else torch.int64
+        owners = torch.arange(num_owners, device=device)
+        starts = (owners[:, None] * block.stride + bases).reshape(-1).to(key_dtype)
+        self._starts = starts
+        """The first key of each table of each owner."""
+        self._bounds = torch.cat([starts, starts.new_tensor([num_keys])])
+        by_place = owners.view(-1, ranks_per_host).t().reshape(-1)
+        self._positions = by_place.argsort() if 1 < ranks_per_host < num_owners else None
+        """Of each owner in the order of keys, `None` if that is their own order."""
+
+    def find(self, features: KeyedJaggedTensor) -> NeededRows:
+        """The distinct rows of the block's features."""
+        lengths = features.lengths().view(len(self._block.features), features.stride())
+        keys = self._keys(features.values().long(), lengths.sum(dim=1))
+        keys = keys.to(self._bounds.dtype)
+        if self._block.pooling == "NONE":
+            return self.distinct(keys)
+        sums, places, bags = _in_bags(keys, features, lengths, self._block.pooling)
+        return NeededRows(sums, places, self._counts(sums), bags)
+
+    def distinct(self, keys: torch.Tensor) -> NeededRows:
+        """The distinct rows of a sequence of keys."""
+        sums = RowSum(keys.to(self._bounds.dtype))
+        return NeededRows(sums, sums.places(), self._counts(sums), bags=None)
+
+    def ids(self, needed: NeededRows) -> torch.Tensor:
+        """The numbers of distinct rows in their owners' shards."""
+        keys, counts = needed.sums.keys, needed.counts.reshape(-1)
+        starts = self._starts[needed.first_owner * needed.counts.shape[1] :][: counts.numel()]
+        return (keys - starts.repeat_interleave(counts, output_size=keys.numel())).int()
+
+    def _counts(self, sums: RowSum) -> torch.Tensor:
+        return torch.searchsorted(sums.keys, self._bounds).diff().view(self._num_owners, -1)
+
+    def _keys(self, ids: torch.Tensor, ids_per_feature: torch.Tensor) -> torch.Tensor:
+        def spread(by_feature: torch.Tensor) -> torch.Tensor:
+            return by_feature.repeat_interleave(ids_per_feature, output_size=ids.numel())
+
+        rows = spread(self._feature_rows)
+        owners = torch.div(ids, rows, rounding_mode="floor")
+        in_shard = ids - owners * rows
+        if self._positions is not None:
+            owners = self._positions[owners]
+        return owners * self._block.stride + in_shard + spread(self._feature_bases)
+
+
+def _in_bags(
+    keys: torch.Tensor, features: KeyedJaggedTensor, lengths: torch.Tensor, pooling: str
+) -> tuple[RowSum, torch.Tensor, Bags]:
+    """How rows get gradients from bags, and bags their sums from rows.
+
+    Args:
+        keys: of the occurrences, feature by feature.
+        features: the batch.
+        lengths: of the bags, `[features, batch]`.
+        pooling: "SUM" or "MEAN".
+    """
+    num_ids, (num_features, batch_size) = keys.numel(), lengths.shape
+    per_bag = lengths.reshape(-1)
+    weights = features.weights_or_none()
+    weights = None if weights is None else weights.float()
+    if pooling == "MEAN":
+        # An average is a weighted sum.
+        shares = per_bag.clamp(min=1).reciprocal().repeat_interleave(per_bag, output_size=num_ids)
+        weights = shares if weights is None else weights * shares
+    bags = torch.arange(num_features * batch_size, device=keys.device)
+    by_sample = bags.view(batch_size, num_features).t().reshape(-1)
+    sums = RowSum(keys, by_sample.repeat_interleave(per_bag, output_size=num_ids), weights)
+    by_feature = bags.view(num_features, batch_size).t().reshape(-1).int()
+    bag_lengths, places, bag_weights = torch.ops.fbgemm.permute_1D_sparse_data(
+        by_feature, per_bag, sums.places(), weights, num_ids
+    )
+    return sums, places, Bags(num_features, bag_lengths, bag_weights)
+
+
+def part_by_part(lists: Sequence[torch.Tensor], sizes: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Lists that are cut into equally many parts: the first part of each, then the second, ...
+
+    Example:
+        >>> import torch
+        >>> from torchrec_2dsp.shard.needed_rows import part_by_part
+        >>> part_by_part([torch.tensor([1, 2]), torch.tensor([3, 4, 5])], [[1, 1], [2, 1]])
+        tensor([1, 3, 4, 2, 5])
+    """
+    if len(lists) == 1:
+        return lists[0]
+    parts = [one.split(list(of)) for one, of in zip(lists, sizes, strict=True)]
+    return torch.cat([part for level in zip(*parts, strict=True) for part in level])

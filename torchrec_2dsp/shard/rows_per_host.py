@@ -1,0 +1,128 @@
+"""Row exchange between hosts: a row that several ranks of a host need crosses once.
+
+Owners with the same place on their hosts are asked by the rank with that place: the ranks of a host
+first ask *it*, it asks the owners for each distinct row, and hands the rows on. Gradients take the
+same way back and are added where rows were handed on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.types import Awaitable
+
+from torchrec_2dsp._compat.torchrec import SequenceEmbeddingsAllToAll
+from torchrec_2dsp.shard.needed_rows import NeededRows, RowNumbering, part_by_part
+from torchrec_2dsp.shard.row_pooling import pool_rows
+
+
+@dataclass(frozen=True)
+class HostRows:
+    """What the ranks of a host need from the owners that have this rank's place on their hosts."""
+
+    needed: NeededRows
+    """The distinct rows; the occurrences are what was asked for, rank by rank. Its counts are of
+    those owners, host by host."""
+    given: torch.Tensor
+    """How many rows each rank of the host gets from this one."""
+    num_given: tuple[int, ...]
+    """The same, on the host."""
+    num_taken: tuple[int, ...]
+    """How many rows each rank of the host gives to this one."""
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the tensors alive for ``stream``."""
+        self.given.record_stream(stream)  # pyright: ignore[reportArgumentType]
+        self.needed.record_stream(stream)
+
+
+class HostRequests:
+    """The first half of a request for rows, inside the host."""
+
+    def __init__(self, numberings: Sequence[RowNumbering], host: dist.ProcessGroup) -> None:
+        """
+        Args:
+            numberings: of the blocks.
+            host: the ranks of this host, by place.
+        """
+        self._numberings = tuple(numberings)
+        self._host = host
+
+    def collect(self, needed: Sequence[NeededRows]) -> list[HostRows]:
+        """Ask for the rows that each block needs.
+
+        Args:
+            needed: by this rank.
+
+        Collectives:
+            Two all-to-alls on the host, waited for: how many keys come, and the keys.
+        """
+        num_places, place = dist.get_world_size(self._host), dist.get_rank(self._host)
+        taken = torch.stack([one.counts.view(num_places, -1).sum(dim=1) for one in needed], dim=1)
+        given = torch.empty_like(taken)
+        dist.all_to_all_single(given, taken, group=self._host)
+        takes, gives = torch.stack([taken, given]).tolist()
+        keys = self._exchange([one.sums.keys for one in needed], takes, gives)
+        made = []
+        for block, (numbering, asked) in enumerate(zip(self._numberings, keys, strict=True)):
+            of_host = numbering.distinct(asked)
+            made.append(
+                HostRows(
+                    of_host.of_place(place, num_places),
+                    given[:, block],
+                    num_given=tuple(of_rank[block] for of_rank in gives),
+                    num_taken=tuple(of_rank[block] for of_rank in takes),
+                )
+            )
+        return made
+
+    def _exchange(
+        self, keys: list[torch.Tensor], sent: list[list[int]], received: list[list[int]]
+    ) -> Sequence[torch.Tensor]:
+        """Keys, block by block, to the ranks of their places.
+
+        Args:
+            keys: by block, in them by place.
+            sent: how many, by place, then by block.
+            received: how many come, by rank, then by block.
+
+        Returns:
+            By block, what each rank has sent.
+        """
+        outgoing = part_by_part(keys, list(zip(*sent, strict=True)))
+        incoming = outgoing.new_empty(sum(map(sum, received)))
+        sizes = [[sum(of_rank) for of_rank in counts] for counts in (received, sent)]
+        dist.all_to_all_single(incoming, outgoing, *sizes, group=self._host)
+        of_blocks = [sum(of_block) for of_block in zip(*received, strict=True)]
+        return part_by_part(incoming.split(sizes[0]), received).split(of_blocks)
+
+
+class HostHandover(nn.Module):
+    """The second half of the answer: rows that have come to the host, to the ranks that need them.
+
+    Gradients come back the same way, and are added by row.
+    """
+
+    def __init__(self, host: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__()
+        self._exchange = SequenceEmbeddingsAllToAll(host, [1] * host.size(), device)
+
+    def forward(self, rows: torch.Tensor, of_host: HostRows) -> Awaitable[torch.Tensor]:
+        """Start to hand rows on.
+
+        Args:
+            rows: the distinct ones, as owners have sent them.
+            of_host: who needs which.
+
+        Collectives:
+            One all-to-all on the host, waited for by what is returned; one more in the backward.
+            They are not quantised: inside a host, bytes are cheap, and gradients are added exactly.
+        """
+        return self._exchange(
+            pool_rows(rows, of_host.needed),
+            lengths=of_host.given[None],
+            input_splits=list(of_host.num_taken),
+            output_splits=list(of_host.num_given),
+        )

@@ -32,6 +32,7 @@ PUBLIC_NAMES = [
     "Planner2D",
     "RankLayout",
     "RowCounter",
+    "RowOwners",
     "ShardingType2D",
     "Stats2D",
     "SyncError",

@@ -34,7 +34,12 @@ if not is_doctor_command(sys.orig_argv, sys.argv):
     )
     from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
     from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
-    from torchrec_2dsp.plan.parameter_sharding import Exchange, ParameterSharding2D, ShardingType2D
+    from torchrec_2dsp.plan.parameter_sharding import (
+        Exchange,
+        ParameterSharding2D,
+        RowOwners,
+        ShardingType2D,
+    )
     from torchrec_2dsp.plan.plan2d import Plan2D, pin
     from torchrec_2dsp.plan.remap import plan_for_rank
     from torchrec_2dsp.plan.sync_config import GradientSync, SyncedRows, Transport, WeightSync
@@ -77,6 +82,7 @@ __all__ = [
     "Planner2D",
     "RankLayout",
     "RowCounter",
+    "RowOwners",
     "ShardingType2D",
     "Stats2D",
     "SyncError",

@@ -46,12 +46,14 @@ class Cell:
     seed: int = 0
     max_length: int = 4
     exchange: str = "pooled"
+    owners: str = "block"
 
     def __str__(self) -> str:
         kind = "sequence" if self.spec.sequence else self.spec.pooling
         parts = [self.sharding, kind + ("-weighted" if self.spec.weighted else "")]
         parts += [self.optimizer, str(self.mesh), type(self.sync).__name__]
         parts += [f"{self.exchange}-exchange"] * (self.exchange != "pooled")
+        parts += ["hash"] * (self.owners == "hash")
         parts += ["hot"] * bool(self.hot_rows) + ["stock-dmp"] * self.stock_wrapper
         return " ".join(parts + ["captured"] * self.always_capture)
 
@@ -92,7 +94,7 @@ def group_plan(cell: Cell, model: nn.Module, sharder: object, local_world_size: 
     )
     plan = planner.plan(model, [sharder])  # type: ignore[list-item]
     for table in cell.spec.tables:
-        plan = tdsp.pin(plan, table.name, exchange=cell.exchange)
+        plan = tdsp.pin(plan, table.name, exchange=cell.exchange, owners=cell.owners)
     for name, rows in cell.hot_rows:
         plan = tdsp.pin(plan, name, hot_rows=rows)
     return plan

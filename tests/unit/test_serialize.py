@@ -127,6 +127,7 @@ def test_other_versions_are_refused_by_number() -> None:
         (f"{TABLE}/hot_rows", [1.5]),
         (f"{TABLE}/hot_rows", [1000]),
         (f"{TABLE}/exchange", "pigeon"),
+        (f"{TABLE}/owners", "pigeon"),
         (f"{TABLE}/output_dtype", "FP1"),
         (f"{TABLE}/bounds_check_mode", 0),
         (f"{TABLE}/unknown", 1),

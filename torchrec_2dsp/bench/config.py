@@ -73,12 +73,16 @@ class TwoDContestant(_Planned, ReplicationConfig):
     exchange: Literal["pooled", "nonempty", "row", "row_per_host"] = "pooled"
     """How rows reach their samples, of tables whose sharding type allows it."""
 
+    owners: Literal["block", "hash"] = "block"
+    """Which rank has which rows, with an exchange of rows."""
+
     qcomms: Literal["fp32", "fp16", "bf16"] = "fp32"
     """How TorchRec's quantised communication sends embeddings and their gradients."""
 
     def describe(self) -> str:
         """In words."""
         rows = "" if self.exchange == "pooled" else f", {self.exchange.replace('_', ' ')} exchange"
+        rows += ", rows spread over owners" if self.owners == "hash" else ""
         rows += "" if self.qcomms == "fp32" else f", {self.qcomms} communication"
         hot = f", {self.hot_rows:,} hot rows per table" if self.hot_rows else ""
         groups = str(self.num_groups).replace("_", " ")

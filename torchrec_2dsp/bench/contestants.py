@@ -38,7 +38,6 @@ from torchrec_2dsp.bench.config import BenchConfig, PlannedContestant, TwoDConte
 from torchrec_2dsp.bench.weights import fill_tables_
 from torchrec_2dsp.cost.link_speed import LinkSpeeds
 from torchrec_2dsp.data.synthetic import SyntheticConfig
-from torchrec_2dsp.data.zipf import Zipf
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.plan.parameter_sharding import Exchange, base_type, kinds_of
@@ -150,11 +149,11 @@ def _two_d(
     exchange = Exchange(one.exchange)
     for name, sharding_type in _types(plan).items():
         if base_type(sharding_type) in kinds_of(exchange):
-            plan = pin(plan, name, exchange=exchange)
+            plan = pin(plan, name, exchange=exchange, owners=one.owners)
     for feature in config.data.features if one.hot_rows else ():
         if _is_data_parallel(plan, table_name(feature.name)):
             continue  # All its rows are on every rank already.
-        zipf = Zipf(feature.num_rows, feature.skew)
+        zipf = config.data.distribution(feature)
         ranks = np.arange(1, min(one.hot_rows, feature.num_rows) + 1)
         plan = pin(plan, table_name(feature.name), hot_rows=zipf.row_of_rank(ranks).tolist())
     return ModelParallel2D(model, device=device, plan=plan, sharders=sharders), plan

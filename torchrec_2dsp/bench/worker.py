@@ -24,6 +24,7 @@ from torchrec_2dsp.data.synthetic import make_batch
 from torchrec_2dsp.mesh.groups import world_group
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.recipe.world import quiet_upstream
+from torchrec_2dsp.sync.moment import Moment
 
 LEAD_IN_STEPS = 1
 """Untimed steps of a block: the caches hold what another contestant left there."""
@@ -188,7 +189,8 @@ class Worker:
         assert self._trainer is not None
         model = self._trainer.model
         if isinstance(model, ModelParallel2D):
-            model.sync_now()
+            for part in model.sharded_modules():
+                part.sync_point.reach(Moment.READ)
         dist.barrier(world_group())
 
     def _row_travel(self) -> tuple[float, float]:

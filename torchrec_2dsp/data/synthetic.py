@@ -83,6 +83,10 @@ class SyntheticConfig(BaseModel):
     num_dense: int = Field(default=13, ge=1)
     """How many dense features there are; they are standard normal."""
 
+    sorted_ids: bool = False
+    """Whether ids are numbered by frequency, as those of a vocabulary often are: the most frequent
+    is 0. Otherwise frequent ids are spread over the table."""
+
     seed: int = Field(default=0, ge=0)
     """Another seed is another stream with another planted model."""
 
@@ -94,6 +98,10 @@ class SyntheticConfig(BaseModel):
 
     dense_share: float = Field(default=0.2, ge=0, le=1)
     """The part of the logit's variance that the dense features explain."""
+
+    def distribution(self, feature: SparseFeature) -> Zipf:
+        """Of a feature's ids."""
+        return Zipf(feature.num_rows, feature.skew, self.sorted_ids)
 
     @model_validator(mode="after")
     def _check_names(self) -> "SyntheticConfig":
@@ -197,7 +205,7 @@ def _sparse(
     lengths = feature.min_ids + np.floor(draws * spread).astype(np.int64)
     starts = np.cumsum(lengths) - lengths
     position = np.arange(lengths.sum()) - np.repeat(starts, lengths)
-    zipf = Zipf(feature.num_rows, feature.skew)
+    zipf = config.distribution(feature)
     seed = _seed(config, _Purpose.ROW, split)
     return zipf.sample(seed, np.repeat(samples, lengths), position, np.array([index])), lengths
 

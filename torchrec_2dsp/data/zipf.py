@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from torchrec_2dsp.access.row_spread import golden_step
 from torchrec_2dsp.data.counters import uniforms
 from torchrec_2dsp.errors import ConfigError
 
@@ -36,6 +37,9 @@ class Zipf:
     skew: float
     """The exponent: 0 is uniform, click logs are near 1."""
 
+    is_sorted: bool = False
+    """Whether the most frequent row is the first, and so on."""
+
     def __post_init__(self) -> None:
         if not 1 <= self.num_rows <= _MAX_NUM_ROWS:
             raise ConfigError(f"num_rows={self.num_rows} is not in 1..{_MAX_NUM_ROWS}")
@@ -61,8 +65,8 @@ class Zipf:
         return ranks.reshape(shape)
 
     def row_of_rank(self, rank: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where the ``rank``-th most frequent row lies: spread, as real ids are, over the table."""
-        return ((rank - 1) * self._stride) % self.num_rows
+        """Where the ``rank``-th most frequent row lies: spread over the table unless sorted."""
+        return (rank - 1) * (1 if self.is_sorted else golden_step(self.num_rows)) % self.num_rows
 
     def probability(self, rank: NDArray[np.int64]) -> NDArray[np.float64]:
         """The probability of the ``rank``-th most frequent row. Takes memory for all rows."""
@@ -91,11 +95,3 @@ class Zipf:
         # Rounding must not reach log(0).
         scaled = np.maximum(area * exponent, np.nextafter(-1.0, 0.0))
         return np.exp(np.log1p(scaled) / exponent)
-
-    @property
-    def _stride(self) -> int:
-        """A step near the golden section that visits every row once."""
-        stride = max(1, round(self.num_rows * 0.6180339887))
-        while math.gcd(stride, self.num_rows) != 1:
-            stride += 1
-        return stride

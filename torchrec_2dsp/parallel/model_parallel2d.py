@@ -136,14 +136,18 @@ class ModelParallel2D(DMPCollection):
         return self._reach(Moment.STEP)
 
     def sync_now(self) -> SyncReport:
-        """Make the replicas equal, whatever the policy says; a no-op if they are.
+        """Make the replicas equal and the tables complete, whatever the policy says.
 
         Call it on all ranks before tables are read directly, past the state dicts.
 
         Collectives:
-            Those of the plan's sync config, for each sharded module.
+            Those of the plan's sync config and of `ReplicatedModule.complete_state`, for each
+            sharded module; none if there is nothing to do.
         """
-        return self._reach(Moment.READ)
+        report = self._reach(Moment.READ)
+        for part in self.sharded_modules():
+            part.complete_state()
+        return report
 
     def _reach(self, moment: Moment) -> SyncReport:
         return sum((part.sync_point.reach(moment) for part in self.sharded_modules()), SyncReport())

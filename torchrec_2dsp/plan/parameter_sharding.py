@@ -88,6 +88,9 @@ class Exchange(enum.Enum):
     from another host once. Inside one host it is `ROW`."""
 
 
+ROW_EXCHANGES = (Exchange.ROW, Exchange.ROW_PER_HOST)
+"""Those of distinct rows."""
+
 _KINDS = {
     Exchange.ROW: (ShardingType2D.ROW_WISE,),
     Exchange.ROW_PER_HOST: (ShardingType2D.ROW_WISE,),
@@ -112,12 +115,26 @@ def kinds_of(exchange: Exchange) -> tuple[str, ...]:
     return tuple(kind.base.value for kind in _KINDS.get(exchange, ShardingType2D))
 
 
+class RowOwners(enum.Enum):
+    """Which rank of a group has which rows of a table with row exchange."""
+
+    BLOCK = "block"
+    """Blocks of consecutive rows, as TorchRec's row-wise sharding deals them."""
+
+    HASH = "hash"
+    """Neighbours have different owners, so that the rows that are used most are spread evenly
+    wherever in the table they are. Checkpoints don't show it."""
+
+
 @dataclass
 class ParameterSharding2D(ParameterSharding):
     """A `ParameterSharding` whose ranks are positions inside a sharding group."""
 
     exchange: Exchange = Exchange.POOLED
     """How rows travel inside the group."""
+
+    owners: RowOwners = RowOwners.BLOCK
+    """Which of its ranks has which rows."""
 
     hot_set: HotSet | None = None
     """Rows that every rank of the world keeps a replica of."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torchrec.distributed.types import (
@@ -16,13 +16,17 @@ from torchrec_2dsp.access.hot_set import HotSet
 from torchrec_2dsp.errors import PlanError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import (
+    ROW_EXCHANGES,
     Exchange,
     ParameterSharding2D,
+    RowOwners,
     ShardingType2D,
     kinds_of,
     num_rows,
 )
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
+
+_Choice = TypeVar("_Choice", Exchange, RowOwners)
 
 
 class ModulePlan2D(EmbeddingModuleShardingPlan):
@@ -108,8 +112,9 @@ def pin(
     *,
     hot_rows: "Iterable[int] | torch.Tensor | HotSet | None" = None,
     exchange: Exchange | str | None = None,
+    owners: RowOwners | str | None = None,
 ) -> Plan2D:
-    """A copy of ``plan`` with another exchange or other hot rows for ``table``.
+    """A copy of ``plan`` with another exchange, other owners or other hot rows for ``table``.
 
     Args:
         plan: left as it is.
@@ -118,6 +123,8 @@ def pin(
             table's hot set. By default it stays.
         exchange: how the table's rows reach their samples, as a member of `Exchange` or its value.
             By default it stays.
+        owners: which rank has which rows, as a member of `RowOwners` or its value; for row exchange
+            only. By default they stay.
 
     Example:
         >>> import torchrec_2dsp as tdsp
@@ -132,7 +139,9 @@ def pin(
         is_set = isinstance(hot_rows, HotSet)
         changes["hot_set"] = hot_rows if is_set else _hot_set_of(hot_rows)
     if exchange is not None:
-        changes["exchange"] = _exchange_of(exchange)
+        changes["exchange"] = _member(Exchange, "exchange", exchange)
+    if owners is not None:
+        changes["owners"] = _member(RowOwners, "owners", owners)
     modules: dict[str, ModuleShardingPlan] = {}
     found = False
     for path, module_plan in plan.modules():
@@ -152,12 +161,12 @@ def pin(
     return made
 
 
-def _exchange_of(exchange: Exchange | str) -> Exchange:
+def _member(kind: type[_Choice], name: str, value: _Choice | str) -> _Choice:
     try:
-        return Exchange(exchange)
+        return kind(value)
     except ValueError as error:
-        known = ", ".join(repr(one.value) for one in Exchange)
-        raise PlanError(f"exchange={exchange!r} is unknown; use one of {known}") from error
+        known = ", ".join(repr(one.value) for one in kind)
+        raise PlanError(f"{name}={value!r} is unknown; use one of {known}") from error
 
 
 def _hot_set_of(ids: "Iterable[int] | torch.Tensor") -> HotSet | None:
@@ -173,6 +182,11 @@ def _validate_table(where: str, table: ParameterSharding2D, mesh: Mesh2D) -> Non
             f"table {where} is {kind.value}, but exchange={table.exchange.value!r} is for tables "
             f"sharded {', '.join(allowed)}: constrain it with sharding_types={[allowed[0]]} when "
             "you plan"
+        )
+    if table.owners is RowOwners.HASH and table.exchange not in ROW_EXCHANGES:
+        raise PlanError(
+            f"table {where} has owners='hash', which is for row exchange: pin it with "
+            "exchange='row', or with owners='block'"
         )
     if kind is ShardingType2D.DATA_PARALLEL:
         if table.hot_set is not None:

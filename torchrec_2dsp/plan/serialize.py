@@ -13,7 +13,7 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec_2dsp.access.hot_set import HotSet
 from torchrec_2dsp.errors import PlanError, UnsupportedError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
-from torchrec_2dsp.plan.parameter_sharding import Exchange, ParameterSharding2D
+from torchrec_2dsp.plan.parameter_sharding import Exchange, ParameterSharding2D, RowOwners
 from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig, WeightSync
 from torchrec_2dsp.plan.sync_policy import parse_policy
@@ -136,6 +136,7 @@ def _table_to_dict(name: str, table: ParameterSharding2D) -> dict[str, Any]:
         "bounds_check_mode": _name(table.bounds_check_mode),
         "output_dtype": _name(table.output_dtype),
         "exchange": table.exchange.value,
+        "owners": table.owners.value,
         "hot_rows": None if table.hot_set is None else list(table.hot_set.row_ids),
     }
 
@@ -153,6 +154,8 @@ def _table_from_dict(data: dict[str, Any]) -> ParameterSharding2D:
         bounds_check_mode=None if bounds is None else BoundsCheckMode[bounds],
         output_dtype=None if dtype is None else DataType[dtype],
         exchange=Exchange(data.pop("exchange")),
+        # Plan files of before have none.
+        owners=RowOwners(data.pop("owners", RowOwners.BLOCK.value)),
         **data,
     )
 

@@ -186,10 +186,15 @@ class ShardedEmbeddingBagCollection2D(ReplicatedModule, ShardedEmbeddingBagColle
             )
         return self._watch_backward(awaitable)
 
-    def _complete_state(self) -> None:
-        super()._complete_state()
+    def complete_state(self) -> None:
+        """Replicas of hot rows, too."""
+        super().complete_state()
         if self._hot_rows is not None:
             self._hot_rows.write_home()
+
+    def _state_read(self) -> None:
+        if self._hot_rows is not None:
+            self._hot_rows.read_home()
 
     def _state_loaded(self) -> None:
         super()._state_loaded()

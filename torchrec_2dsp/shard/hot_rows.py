@@ -103,13 +103,7 @@ class HotRows:
         return split_hot_rows(features, self._ids)
 
     def lookup(self, batch: HotBatch) -> dict[str, torch.Tensor]:
-        """The summed hot rows of each hot feature, `[batch, dim]`.
-
-        Collectives:
-            After the state was loaded, one all-reduce per hot tensor on the "shard" axis.
-        """
-        if self._stale:
-            self.read_home()
+        """The summed hot rows of each hot feature, `[batch, dim]`."""
         return {name: pooled for tbe in self._tbes for name, pooled in tbe.lookup(batch).items()}
 
     def mark_stale(self) -> None:
@@ -127,17 +121,20 @@ class HotRows:
             return
         for replica, home, slots, rows in self._homes():
             for name, tensor in home.items():
-                tensor[rows] = replica[name][slots]
+                # Unseen by autograd: no lookup reads a hot row at home.
+                tensor.data[rows] = replica[name][slots]
         self._dirty = False
 
     @torch.no_grad()
     def read_home(self) -> None:
-        """Fill the replicas from the shards of this rank's group.
+        """Fill the replicas from the shards of this rank's group, if those are newer.
 
         Collectives:
             One all-reduce per weight and state of each hot table on the "shard" axis: owners
             contribute their rows, the others zeros.
         """
+        if not self._stale:
+            return
         for tbe in self._tbes:
             for tensors in tbe.tensors():
                 for tensor in tensors.values():

@@ -4,13 +4,14 @@ Every id becomes a *key*, the number of its row in the order of owners. One sort
 kernel's features finds the distinct rows, by owner and by table, and where each one goes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp._compat.torchrec import GroupedEmbeddingConfig
+from torchrec_2dsp.access.row_spread import MAX_ROWS, RowSpread
 from torchrec_2dsp.rows.gradients import RowSum
 
 _MAX_INT32 = torch.iinfo(torch.int32).max
@@ -30,12 +31,19 @@ class RowBlock:
     """The table of each feature."""
     rows_per_owner: tuple[int, ...]
     """For each table; the last owners may have fewer."""
+    spreads: tuple[RowSpread | None, ...]
+    """For each table, how its rows are spread over owners; `None` for blocks."""
     pooling: str
     """"SUM", "MEAN", or "NONE" for a sequence."""
 
     @classmethod
-    def of(cls, config: GroupedEmbeddingConfig) -> "RowBlock":
-        """The block of a kernel, of any rank."""
+    def of(cls, config: GroupedEmbeddingConfig, is_spread: Container[str]) -> "RowBlock":
+        """The block of a kernel, of any rank.
+
+        Args:
+            config: of the kernel.
+            is_spread: tables whose rows are spread over owners.
+        """
         tables = config.embedding_tables
         metadata = [table.global_metadata for table in tables]
         return cls(
@@ -47,6 +55,10 @@ class RowBlock:
             ),
             rows_per_owner=tuple(
                 one.shards_metadata[0].shard_sizes[0] for one in metadata if one is not None
+            ),
+            spreads=tuple(
+                RowSpread(table.num_embeddings) if table.name in is_spread else None
+                for table in tables
             ),
             pooling=config.pooling.value,
         )
@@ -128,6 +140,11 @@ class RowNumbering:
         rows = torch.tensor(block.rows_per_owner, device=device)
         tables = torch.tensor(block.feature_tables, device=device)
         self._feature_bases, self._feature_rows = bases[tables], rows[tables]
+        self._spread: torch.Tensor | None = None
+        """For each feature the step and the number of its rows, if any are spread."""
+        if any(block.spreads):
+            by_table = [(one.step, one.num_rows) if one else (1, MAX_ROWS) for one in block.spreads]
+            self._spread = torch.tensor(by_table, device=device)[tables]
         # Sorting is quicker for shorter numbers.
         num_keys = num_owners * block.stride
         key_dtype = torch.int32 if num_keys <= _MAX_INT32 else torch.int64
@@ -168,6 +185,9 @@ class RowNumbering:
         def spread(by_feature: torch.Tensor) -> torch.Tensor:
             return by_feature.repeat_interleave(ids_per_feature, output_size=ids.numel())
 
+        if self._spread is not None:
+            steps, num_rows = (spread(column) for column in self._spread.unbind(1))
+            ids = ids * steps % num_rows
         rows = spread(self._feature_rows)
         owners = torch.div(ids, rows, rounding_mode="floor")
         in_shard = ids - owners * rows

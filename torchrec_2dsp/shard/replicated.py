@@ -23,6 +23,7 @@ from torchrec_2dsp.rows.update import RowUpdater
 from torchrec_2dsp.shard.averaging import averages, copied_shards
 from torchrec_2dsp.shard.id_check import BadIds, IdCheck
 from torchrec_2dsp.shard.kernels import EmbeddingBagKernel, EmbeddingKernel, Kernel
+from torchrec_2dsp.shard.row_arrangement import RowArrangement, arrangement_of
 from torchrec_2dsp.shard.synced_optimizer import SyncedOptimizer
 from torchrec_2dsp.sync.drift import DriftCheck
 from torchrec_2dsp.sync.gradient_sync import MergeRowGradients
@@ -64,6 +65,7 @@ class ReplicatedModule:
     """A mixin for TorchRec's sharded modules: kernels, sync point, equal replicas at start."""
 
     _sync_point: SyncPoint | None = None
+    _arrangement: RowArrangement | None = None
     _id_check: IdCheck
     _has_looked_up = False
 
@@ -79,15 +81,16 @@ class ReplicatedModule:
         if replication.keep_weights and torch.device(unsharded.device).type != "meta":
             self.load_state_dict(unsharded.state_dict(), strict=False)
         self._sync_point = SyncPoint([*self._replica_actions(plan), *actions])
+        self._arrangement = arrangement_of(plan, self.kernels(), replication.groups.sharding_group)
         self._optim = SyncedOptimizer(
             self._optim,
             before_step=lambda: self._reach(Moment.STEP),
             before_change=lambda: self._reach(Moment.READ),
-            before_read=self._complete_state,
+            before_read=self.complete_state,
             after_load=self._state_loaded,
             beside=self._kernels_beside(),
         )
-        self.register_state_dict_pre_hook(lambda module, *_: module._complete_state())
+        self.register_state_dict_pre_hook(lambda module, *_: module.complete_state())
         # DistributedModelParallel loads without post-hooks, so the pre-hook does both.
         self._register_load_state_dict_pre_hook(lambda *_: self._before_load())
 
@@ -128,7 +131,7 @@ class ReplicatedModule:
 
     @torch.no_grad()
     def _broadcast_shards(self: Any) -> None:
-        self._reach(Moment.READ)
+        self.complete_state()
         peers = self._replication.groups.replica_peers
         for tensor in self._replica_tensors():
             dist.broadcast(tensor, group_src=0, group=peers)
@@ -146,6 +149,9 @@ class ReplicatedModule:
             if self._replicas_differ():
                 logger.warning("replicas start from different weights: taking the first group's")
                 self._broadcast_shards()
+        self._state_read()
+        if self._arrangement is not None:
+            self._arrangement.by_owner()
 
     def _watch_backward(self: Any, awaitable: Any) -> Any:
         """Tell the sync point when the output gets its gradient, before any kernel does.
@@ -158,12 +164,18 @@ class ReplicatedModule:
             for part in parts:
                 values = part.values()
                 if values.requires_grad:
-                    values.register_hook(lambda grad: self.sync_point.backward_seen())
+                    values.register_hook(lambda grad: self._backward_begins())
             return output
 
         if torch.is_grad_enabled():
             awaitable.callbacks.append(watch)
         return awaitable
+
+    def _backward_begins(self) -> None:
+        if self._arrangement is not None:
+            # The state may have been read since the lookup.
+            self._arrangement.by_owner()
+        self.sync_point.backward_seen()
 
     @torch.no_grad()
     def _replicas_differ(self: Any) -> bool:
@@ -218,12 +230,18 @@ class ReplicatedModule:
         return actions
 
     def _before_load(self) -> None:
-        self._reach(Moment.READ)
+        self.complete_state()
         self._state_loaded()
 
-    def _complete_state(self) -> None:
-        """Before weights or optimizer state are read."""
+    def complete_state(self) -> None:
+        """Bring weights and optimizer state up to date, before they are read or written.
+
+        Collectives:
+            Those of a sync, if a backward is pending, and of `RowArrangement.by_number`.
+        """
         self._reach(Moment.READ)
+        if self._arrangement is not None:
+            self._arrangement.by_number()
 
     def _reach(self, moment: Moment) -> None:
         if self._sync_point is not None:
@@ -231,6 +249,9 @@ class ReplicatedModule:
 
     def _state_loaded(self) -> None:
         """Weights or optimizer state are written by hand, or from a checkpoint."""
+
+    def _state_read(self) -> None:
+        """Before a lookup: take over what was loaded, while rows lie by number if it was."""
 
     def _kernels_beside(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
         """Kernels beside those of TorchRec's lookups."""

@@ -27,6 +27,7 @@ from torchrec_2dsp._compat.torchrec import (
     intra_and_cross_node_pg_2D,
 )
 from torchrec_2dsp.comms.peers import Peers
+from torchrec_2dsp.plan.parameter_sharding import RowOwners
 from torchrec_2dsp.shard.kernels import EmbeddingKernel
 from torchrec_2dsp.shard.needed_rows import RowBlock
 from torchrec_2dsp.shard.row_pooling import pool_rows
@@ -170,12 +171,18 @@ class _RowExchange:
 
     _PER_HOST = False
 
-    def _init_blocks(self: Any) -> None:
+    def _init_blocks(self: Any, sharding_infos: list[Any]) -> None:
+        spread = {
+            info.embedding_config.name
+            for info in sharding_infos
+            if info.param_sharding.owners is RowOwners.HASH
+        }
         # One row per id comes out of a kernel, so a kernel has tables of one dimension.
         per_rank = [_by_dim(groups) for groups in self._grouped_embedding_configs_per_rank]
         self._grouped_embedding_configs_per_rank = per_rank
         self._grouped_embedding_configs = per_rank[self._rank]
-        self._blocks = [RowBlock.of(config) for config in self._grouped_embedding_configs]
+        configs = self._grouped_embedding_configs
+        self._blocks = [RowBlock.of(config, spread) for config in configs]
         self._owners = Peers(self._pg)
         per_host = self._env.node_group_size
         if self._PER_HOST and 1 < per_host < self._pg.size():
@@ -209,9 +216,9 @@ class _RowExchange:
 class RowExchangePooled(_RowExchange, RwPooledEmbeddingSharding):
     """Bags whose rows are exchanged."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._init_blocks()
+    def __init__(self, sharding_infos: list[Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__(sharding_infos, *args, **kwargs)
+        self._init_blocks(sharding_infos)
 
 
 class PerHostRowExchangePooled(RowExchangePooled):
@@ -223,9 +230,9 @@ class PerHostRowExchangePooled(RowExchangePooled):
 class RowExchangeSequence(_RowExchange, RwSequenceEmbeddingSharding):
     """Sequences whose rows are exchanged."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._init_blocks()
+    def __init__(self, sharding_infos: list[Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__(sharding_infos, *args, **kwargs)
+        self._init_blocks(sharding_infos)
 
 
 class PerHostRowExchangeSequence(RowExchangeSequence):

@@ -1,0 +1,192 @@
+"""Rows that are spread over their owners: nothing changes but who does the work."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import torchrec_2dsp as tdsp
+from tests.dist.test_checkpoint_harness import Trip, check_arrivals, stock
+from tests.support.loops import PIPELINES, by_pipelines, make_stream, plain_loop, shard
+from tests.support.models import MIXED, SEQUENCE_TABLES, ModelSpec, TableSpec, build
+from tests.support.parity import (
+    Cell,
+    compare,
+    group_plan,
+    local_loss,
+    make_optimizer,
+    make_oracle,
+    make_sharder,
+    run_cells,
+)
+from tests.support.ranks import RankPool
+from torchrec_2dsp.comms.counting import count_collectives
+from torchrec_2dsp.data.zipf import Zipf
+from torchrec_2dsp.plan.serialize import from_json, to_json
+
+TOLERANCE = 1e-6
+ONE, TWO = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2)
+BAGS = (ModelSpec(), ModelSpec(pooling="mean"), ModelSpec(weighted=True), MIXED)
+SEQUENCE = ModelSpec(SEQUENCE_TABLES, sequence=True)
+HOT_ROWS = (("t0", (0, 1, 5, 39)), ("t1", (0, 2)))
+HASH = Cell(ONE, exchange="row", owners="hash")
+
+
+def check(cells: Sequence[Cell], ranks: RankPool, steps: int = 4) -> None:
+    for gaps in ranks.run(run_cells, list(cells), steps, timeout_s=200):
+        for cell, gap in zip(cells, gaps, strict=True):
+            assert gap.worst <= TOLERANCE, f"{cell}: {gap}"
+
+
+@pytest.mark.parametrize("mesh", [ONE, TWO], ids=str)
+def test_training_equals_the_unsharded_model(ranks4: RankPool, mesh: tdsp.Mesh2D) -> None:
+    cells = [
+        replace(HASH, mesh=mesh, spec=spec, optimizer=optimizer)
+        for spec, optimizer in product((*BAGS, SEQUENCE), ("sgd", "adagrad", "rowwise_adagrad"))
+    ]
+    cells += [
+        replace(HASH, mesh=mesh, hot_rows=HOT_ROWS),
+        replace(HASH, mesh=mesh, optimizer="sgd", sync=tdsp.WeightSync(dense_above=1.0)),
+        replace(HASH, mesh=mesh, spec=ModelSpec((TableSpec("t0", 3, 8, ("f0", "f1")),))),
+    ]
+    check(cells, ranks4)
+
+
+def test_hosts_that_ask_together_equal_the_unsharded_model(two_hosts: RankPool) -> None:
+    cells = [
+        replace(HASH, exchange="row_per_host", spec=spec, hot_rows=hot_rows)
+        for spec, hot_rows in ((ModelSpec(), HOT_ROWS), (SEQUENCE, ()))
+    ]
+    check(cells, two_hosts)
+
+
+def test_pipelines_change_nothing(ranks4: RankPool) -> None:
+    for gaps in ranks4.run(by_pipelines, replace(HASH, mesh=TWO, hot_rows=HOT_ROWS)):
+        assert gaps == [0.0] * len(PIPELINES)
+
+
+def read_at_every_moment(rank: int, world_size: int, cell: Cell) -> float:
+    """Train while the state is read at another moment in each step, replicas are broadcast, and
+    nothing is loaded; the gap at the end."""
+    parallel = shard(cell)
+    assert isinstance(parallel, tdsp.ModelParallel2D)
+    optimizer, oracle = make_optimizer(parallel), make_oracle(cell)
+    for step, batches in enumerate(make_stream(cell, 8)):
+        reads: list[Callable[[], object]] = [lambda: None] * 4
+        reads[step % 4] = parallel.fused_optimizer.state_dict if step % 2 else parallel.state_dict
+        optimizer.zero_grad()
+        reads[0]()
+        loss = local_loss(parallel(batches[rank]))
+        reads[1]()
+        loss.backward()
+        reads[2]()
+        optimizer.step()
+        with torch.no_grad():
+            parallel(batches[rank])
+        reads[3]()
+        if step in (1, 4):
+            parallel.broadcast_replicas()
+        if step in (2, 5):
+            parallel.load_state_dict(cast(Any, {}), strict=False)
+        oracle.step(batches)
+    return compare(parallel, oracle).worst
+
+
+@pytest.mark.parametrize("mesh", [ONE, TWO], ids=str)
+def test_the_state_may_be_read_at_any_moment(ranks4: RankPool, mesh: tdsp.Mesh2D) -> None:
+    """Also between a forward and its backward, which update the rows where they are then."""
+    cell = replace(HASH, mesh=mesh, hot_rows=HOT_ROWS)
+    assert max(ranks4.run(read_at_every_moment, cell)) <= TOLERANCE
+
+
+def write_by_hand(rank: int, world_size: int, cell: Cell) -> tuple[float, torch.Tensor]:
+    """In mid-training, past the state dicts: how far what is read directly is from the oracle; and
+    what ids look up after every row has been set to its number, in the first group alone."""
+    parallel = shard(cell)
+    assert isinstance(parallel, tdsp.ModelParallel2D)
+    optimizer, oracle = make_optimizer(parallel), make_oracle(cell)
+    stream = make_stream(cell, 3)
+    plain_loop(parallel, optimizer, [batches[rank] for batches in stream])
+    for batches in stream:
+        oracle.step(batches)
+    parallel.sync_now()
+    (part,) = parallel.sharded_modules()
+    gap = 0.0
+    for kernel in part.kernels():
+        for one in kernel.shards():
+            weight = one.tensors["weight"]
+            expected = oracle.weights[one.table][one.row : one.row + one.num_rows]
+            gap = max(gap, (weight - expected).abs().max().item())
+            numbers = torch.arange(one.row, one.row + one.num_rows).float()
+            weight.copy_((numbers if rank < 2 else torch.zeros_like(numbers))[:, None])
+    parallel.broadcast_replicas()
+    ids = KeyedJaggedTensor.from_lengths_sync(
+        keys=["f0"], values=torch.arange(40), lengths=torch.ones(40).int()
+    )
+    with torch.no_grad():
+        return gap, cast(Any, part)(ids).wait().values()[:, 0]
+
+
+def test_tables_may_be_written_by_hand(ranks4: RankPool) -> None:
+    spec = ModelSpec((TableSpec("t0", 40, 8, ("f0",)),))
+    contiguous = tdsp.Mesh2D(2, 2, tdsp.RankLayout.CONTIGUOUS)
+    cell = replace(HASH, mesh=contiguous, spec=spec, hot_rows=HOT_ROWS[:1])
+    for gap, found in ranks4.run(write_by_hand, cell):
+        assert gap <= TOLERANCE
+        assert found.tolist() == list(range(40))
+
+
+TRIPS = [
+    Trip(replace(HASH, mesh=TWO, hot_rows=HOT_ROWS), stock("table_wise")),
+    Trip(stock("row_wise"), HASH),
+    Trip(replace(HASH, optimizer="adagrad"), Cell(TWO, "column_wise", optimizer="adagrad")),
+    Trip(replace(HASH, spec=SEQUENCE), stock("row_wise", spec=SEQUENCE)),
+    Trip(Cell(TWO), replace(HASH, mesh=TWO)),
+]
+
+
+def test_checkpoints_are_those_of_row_wise_tables(ranks4: RankPool, tmp_path: Path) -> None:
+    check_arrivals(ranks4, TRIPS, tmp_path)
+
+
+SORTED = ModelSpec((TableSpec("t0", 4_000, 8, ("f0",)),))
+
+
+def rows_sent(rank: int, world_size: int, cell: Cell) -> tuple[float, int]:
+    """The bytes of rows that this rank sends in a step, ids sorted by frequency, and the loss."""
+    ranks = Zipf(4_000, 1.05).sample_ranks(7, torch.arange(1_000).numpy() + 1_000 * rank)
+    batch = KeyedJaggedTensor.from_lengths_sync(
+        keys=["f0"], values=torch.from_numpy(ranks - 1), lengths=torch.ones(1_000).int()
+    )
+    parallel = shard(cell)
+    optimizer = make_optimizer(parallel)
+    plain_loop(parallel, optimizer, [batch])
+    with count_collectives() as seen:
+        (loss,) = plain_loop(parallel, optimizer, [batch])
+    _, _, _, rows, _ = (one.num_bytes for one in seen.records if one.op == "all_to_all_single")
+    return loss, rows
+
+
+def test_owners_of_sorted_ids_do_equal_work(ranks4: RankPool) -> None:
+    losses, blocks = zip(*ranks4.run(rows_sent, replace(HASH, spec=SORTED, owners="block")), strict=True)
+    same, spread = zip(*ranks4.run(rows_sent, replace(HASH, spec=SORTED)), strict=True)
+    assert same == pytest.approx(losses, rel=1e-5)
+    assert max(blocks) > 2.5 * sum(blocks) / 4
+    assert max(spread) < 1.1 * sum(spread) / 4
+    assert sum(spread) == sum(blocks)
+
+
+def test_a_plan_keeps_it_and_says_what_it_needs() -> None:
+    cell = Cell(ONE)
+    plan = group_plan(cell, build(cell.spec), make_sharder(cell), 4)
+    spread = tdsp.pin(plan, "t0", exchange="row", owners="hash")
+    assert from_json(to_json(spread)) == spread != tdsp.pin(plan, "t0", exchange="row")
+    with pytest.raises(tdsp.PlanError, match="has owners='hash', which is for row exchange: pin it"):
+        tdsp.pin(plan, "t0", owners="hash")
+    with pytest.raises(tdsp.PlanError, match="owners='rows' is unknown; use one of 'block', 'hash'"):
+        tdsp.pin(plan, "t0", exchange="row", owners="rows")

@@ -27,9 +27,7 @@ def test_the_largest_tables_don_t_overflow(num_rows: int, share: float) -> None:
     assert spread.rows(torch.tensor([position])).tolist() == [row]
 
 
-@given(
-    st.integers(1_000, 2_000_000), st.integers(2, 64), st.integers(100, 10_000), st.floats(0, 1)
-)
+@given(st.integers(1_000, 2_000_000), st.integers(2, 64), st.integers(100, 10_000), st.floats(0, 1))
 def test_neighbours_are_shared_evenly(
     num_rows: int, num_owners: int, run: int, start: float
 ) -> None:

@@ -18,6 +18,7 @@ PUBLIC_NAMES = [
     "Exchange",
     "GradientSync",
     "HotSet",
+    "HotSetRefresh",
     "InputError",
     "Mesh2D",
     "MeshError",

@@ -33,6 +33,7 @@ if not is_doctor_command(sys.orig_argv, sys.argv):
         MomentScaledRowWiseAdaGradOptimizer,
     )
     from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
+    from torchrec_2dsp.parallel.hot_set_refresh import HotSetRefresh
     from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
     from torchrec_2dsp.plan.parameter_sharding import (
         Exchange,
@@ -68,6 +69,7 @@ __all__ = [
     "Exchange",
     "GradientSync",
     "HotSet",
+    "HotSetRefresh",
     "InputError",
     "Mesh2D",
     "MeshError",

@@ -54,8 +54,7 @@ def hot_rows(model: nn.Module) -> tdsp.HotSet:
     for step in range(50):
         features, _ = make_batch(step, dist.get_rank())
         counter.update(features)
-    counter.gather()
-    stats = counter.stats()
+    stats = counter.gather()
     hot = tdsp.HotSet.from_stats(stats, "t_history", share=0.5)
     if dist.get_rank() == 0:
         distinct = stats.expected_distinct_rows("t_history", BATCH_SIZE)

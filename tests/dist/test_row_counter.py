@@ -17,7 +17,8 @@ def counted(rank: int, world_size: int, exact_rows: int) -> tuple[dict[int, floa
     for _ in range(rank + 1):
         counter.update(KeyedJaggedTensor(["f"], torch.tensor([rank, 50]), lengths=torch.tensor([1, 1])))
     counter.gather()
-    table = counter.stats()["t"]
+    table = counter.gather()["t"]
+    assert counter.stats()["t"].num_samples == 2 * (rank + 1), "gathering changes nothing"
     assert table.tail_lookups == table.tail_rows == 0
     return dict(zip(table.rows.tolist(), table.counts.tolist(), strict=True)), table.num_samples
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_2dsp.shard.hot_split import HotBatch, split_hot_rows
+from torchrec_2dsp.shard.hot_split import HotBatch, HotIds, split_hot_rows
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Example:
 
     def split(self) -> tuple[KeyedJaggedTensor, HotBatch]:
         hot = {feature: torch.tensor(ids) for feature, ids in self.hot.items()}
-        return split_hot_rows(self.batch(), hot)
+        return split_hot_rows(self.batch(), HotIds({}, hot))
 
 
 @st.composite
@@ -97,7 +97,7 @@ def test_every_id_is_either_hot_or_cold(example: Example) -> None:
 @given(examples())
 def test_the_batch_is_left_as_it_was(example: Example) -> None:
     batch = example.batch()
-    split_hot_rows(batch, {key: torch.tensor(ids) for key, ids in example.hot.items()})
+    split_hot_rows(batch, HotIds({}, {key: torch.tensor(ids) for key, ids in example.hot.items()}))
     assert bags_of(batch) == bags_of(example.batch())
 
 
@@ -133,7 +133,7 @@ def test_weights_do_not_need_a_gradient() -> None:
     batch = Example({"a": [[0, 1]]}, {}, weighted=True).batch()
     weights = batch.weights().requires_grad_()
     batch = KeyedJaggedTensor(["a"], batch.values(), weights, batch.lengths())
-    _, hot = split_hot_rows(batch, {"a": torch.tensor([0])})
+    _, hot = split_hot_rows(batch, HotIds({}, {"a": torch.tensor([0])}))
     found = hot.features["a"].weights
     assert found is not None
     assert not found.requires_grad

@@ -96,6 +96,11 @@ class RowCounter:
             )
         return cls(tables, exact_rows=exact_rows, sketch_rows=sketch_rows, half_life=half_life)
 
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """What is counted."""
+        return tuple(self._tables)
+
     @torch.no_grad()
     def update(self, features: KeyedJaggedTensor) -> None:
         """Count one batch, or nothing of it if it has an id that its table has no row for.
@@ -121,8 +126,8 @@ class RowCounter:
             table.counts.add(ids)
             table.num_samples += features.stride()
 
-    def gather(self, group: dist.ProcessGroup | None = None) -> None:
-        """Make this the counter of all ranks' batches, on every rank. Do it once, at the end.
+    def gather(self, group: dist.ProcessGroup | None = None) -> AccessStats:
+        """What all ranks have counted so far; this counter stays that of its own rank.
 
         Args:
             group: of the ranks, by default all of them.
@@ -137,16 +142,19 @@ class RowCounter:
         assert group is not None
         counted = [f"{name}: {table.counts.describe()}" for name, table in self._tables.items()]
         agree(group, facts={"what the RowCounter counts": "\n".join(counted)})
-        for table in self._tables.values():
-            table.counts.gather(group)
         mine = [table.num_samples for table in self._tables.values()]
         every: list[list[float]] = [[] for _ in range(dist.get_world_size(group))]
         dist.all_gather_object(every, mine, group=group)
-        for table, numbers in zip(self._tables.values(), zip(*every, strict=True), strict=True):
-            table.num_samples = sum(numbers)
+        num_samples = [sum(numbers) for numbers in zip(*every, strict=True)]
+        return AccessStats(
+            {
+                name: table.counts.gathered(group).access(samples)
+                for (name, table), samples in zip(self._tables.items(), num_samples, strict=True)
+            }
+        )
 
     def stats(self) -> AccessStats:
-        """What was counted so far."""
+        """What this rank has counted so far."""
         return AccessStats(
             {name: table.counts.access(table.num_samples) for name, table in self._tables.items()}
         )

@@ -27,13 +27,16 @@ class ExactCounts:
         """Let all lookups until now count half."""
         self._counts /= 2
 
-    def gather(self, group: dist.ProcessGroup) -> None:
-        """Add the counts of all ranks.
+    def gathered(self, group: dist.ProcessGroup) -> "ExactCounts":
+        """The counts of all ranks, added.
 
         Collectives:
             One all-reduce.
         """
-        dist.all_reduce(self._counts, group=group)
+        made = ExactCounts(self.num_rows)
+        made._counts.copy_(self._counts)
+        dist.all_reduce(made._counts, group=group)
+        return made
 
     def access(self, num_samples: float) -> TableAccess:
         """What was counted."""

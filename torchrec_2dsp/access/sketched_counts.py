@@ -59,8 +59,8 @@ class SketchedCounts:
         self._used = halved
         self._num_lookups /= 2
 
-    def gather(self, group: dist.ProcessGroup) -> None:
-        """Merge the sketches of all ranks.
+    def gathered(self, group: dist.ProcessGroup) -> "SketchedCounts":
+        """The sketches of all ranks, merged.
 
         Collectives:
             One all-gather of the sketches.
@@ -73,13 +73,14 @@ class SketchedCounts:
         )
         every: list[tuple[bytes, bytes, float]] = [mine] * dist.get_world_size(group)
         dist.all_gather_object(every, mine, group=group)
-        self._used = ds.frequent_items_sketch(self._lg_size)
+        made = SketchedCounts(self.num_rows, 2**self._lg_size)
         union = ds.hll_union(_LG_DISTINCT)
         for used, distinct, _ in every:
-            self._used.merge(ds.frequent_items_sketch.deserialize(used, longs))
+            made._used.merge(ds.frequent_items_sketch.deserialize(used, longs))
             union.update(ds.hll_sketch.deserialize(distinct))
-        self._distinct = union.get_result()
-        self._num_lookups = sum(num_lookups for *_, num_lookups in every)
+        made._distinct = union.get_result()
+        made._num_lookups = sum(num_lookups for *_, num_lookups in every)
+        return made
 
     def access(self, num_samples: float) -> TableAccess:
         """What was counted."""

@@ -1,6 +1,6 @@
 """`ModelParallel2D`: TorchRec's `DMPCollection` for a `Plan2D`, on CPU as well."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torchrec.distributed.model_parallel import (
 from torchrec.distributed.types import ModuleSharder
 
 from torchrec_2dsp._compat.torchrec import DMPCollectionContext
+from torchrec_2dsp.access.hot_set import HotSet
 from torchrec_2dsp.comms.agreement import agreeing
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
 from torchrec_2dsp.mesh.groups import MeshGroups, world_group
@@ -156,6 +157,49 @@ class ModelParallel2D(DMPCollection):
     def sync_total(self) -> SyncReport:
         """All syncs since construction, also those that a pipeline or an optimizer triggered."""
         return sum((part.sync_point.total for part in self.sharded_modules()), SyncReport())
+
+    @property
+    def hot_sets(self) -> dict[str, HotSet]:
+        """The hot rows of each table that has some, as new batches see them."""
+        return {
+            name: hot_set
+            for part in self.sharded_modules()
+            for name, hot_set in part.hot_sets.items()
+        }
+
+    def refresh_hot_sets(self, hot_sets: Mapping[str, HotSet]) -> None:
+        """Make other rows hot, between two steps; nothing is lost, and losses stay the same.
+
+        Call it on all ranks. A batch that a pipeline has distributed already is still trained by
+        the old hot rows; the replicas move when the first batch after it is looked up.
+
+        Args:
+            hot_sets: by table; a table needs a hot set in the plan, which is the room it has.
+                Other tables keep theirs.
+
+        Collectives:
+            An agreement of all ranks. When the replicas move, those of `complete_state`, and for
+            each hot table an all-reduce of its rows on the "shard" axis.
+        """
+        with agreeing(world_group()) as facts:
+            known = self.hot_sets
+            unknown = sorted(hot_sets.keys() - known)
+            if unknown:
+                raise PlanError(
+                    f"table {unknown[0]!r} has no hot rows to refresh: pin some when you plan; "
+                    + (f"{', '.join(sorted(known))} have them" if known else "no table has them")
+                )
+            by_part = [
+                (part, {name: one for name, one in hot_sets.items() if name in part.hot_sets})
+                for part in self.sharded_modules()
+            ]
+            for part, sets in by_part:
+                part.check_hot_sets(sets)
+            facts["the hot sets"] = "\n".join(
+                f"{name}: {one.row_ids}" for name, one in sorted(hot_sets.items())
+            )
+        for part, sets in by_part:
+            part.refresh_hot_sets(sets)
 
     def broadcast_replicas(self) -> None:
         """Give every group the tables of the first one, after weights were written by hand.

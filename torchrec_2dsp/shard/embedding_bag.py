@@ -1,7 +1,7 @@
 """Embedding bags in 2D, with hot rows."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec_2dsp._compat.torchrec import CwPooledEmbeddingSharding
+from torchrec_2dsp.access.hot_set import HotSet
 from torchrec_2dsp.comms.alarm import Check
 from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.plan.parameter_sharding import (
@@ -175,6 +176,7 @@ class ShardedEmbeddingBagCollection2D(ReplicatedModule, ShardedEmbeddingBagColle
         """Sync what is pending, then look up; hot rows are added while the cold ones travel."""
         if ctx.id_check is not None:
             ctx.id_check.wait()
+        self._hold_hot_rows(ctx.hot)
         self._before_lookup()
         awaitable = super().compute_and_output_dist(ctx, input)
         hot = None
@@ -184,7 +186,28 @@ class ShardedEmbeddingBagCollection2D(ReplicatedModule, ShardedEmbeddingBagColle
             awaitable.callbacks.append(
                 lambda cold: _complete_bags(cold, hot or {}, ctx.bag_lengths or {})
             )
-        return self._watch_backward(awaitable)
+        return self._watch_backward(awaitable, lambda: self._hold_hot_rows(ctx.hot))
+
+    @property
+    def hot_sets(self) -> dict[str, HotSet]:
+        """The hot rows of each table that has some, as new batches see them."""
+        return {} if self._hot_rows is None else self._hot_rows.sets.by_table
+
+    def check_hot_sets(self, hot_sets: Mapping[str, HotSet]) -> None:
+        """Raise unless there is room for these sets."""
+        if self._hot_rows is not None:
+            self._hot_rows.sets.check(hot_sets)
+
+    def refresh_hot_sets(self, hot_sets: Mapping[str, HotSet]) -> None:
+        """Let batches from now on go by other hot rows; see `ModelParallel2D.refresh_hot_sets`."""
+        if self._hot_rows is not None:
+            self._hot_rows.sets.renew(hot_sets)
+
+    def _hold_hot_rows(self, hot: HotBatch | None) -> None:
+        """Let the replicas hold the rows that were hot when a batch was split."""
+        if self._hot_rows is not None and hot is not None and not self._hot_rows.holds(hot):
+            self.complete_state()
+            self._hot_rows.hold(hot)
 
     def complete_state(self) -> None:
         """Replicas of hot rows, too."""

@@ -21,6 +21,7 @@ from torchrec_2dsp.errors import SyncError
 from torchrec_2dsp.mesh.groups import MeshGroups
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
 from torchrec_2dsp.rows.merge import RowMerge
+from torchrec_2dsp.shard.hot_sets import HotSets
 from torchrec_2dsp.shard.hot_split import HotBatch, split_hot_rows
 from torchrec_2dsp.shard.hot_tables import HotSlice, HotTbe, hot_slices
 from torchrec_2dsp.shard.kernels import Kernel
@@ -71,12 +72,8 @@ class HotRows:
                 hot_slices(configs, tables), configs, fused_params
             )
         ]
-        self._ids = {
-            feature: hot.ids.to(device)
-            for tbe in self._tbes
-            for hot in tbe.slices
-            for feature in hot.features
-        }
+        self.sets = HotSets(configs, tables, device)
+        """Which rows they are."""
         # Until they are read from home, the replicas hold nothing.
         self._stale = True
         self._dirty = False
@@ -100,7 +97,16 @@ class HotRows:
 
     def split(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, HotBatch]:
         """``features`` without hot ids, and the hot ids."""
-        return split_hot_rows(features, self._ids)
+        return split_hot_rows(features, self.sets.newest)
+
+    def holds(self, batch: HotBatch) -> bool:
+        """Whether the replicas hold what was hot when a batch was split."""
+        return batch.ids is self.sets.held
+
+    def hold(self, batch: HotBatch) -> None:
+        """Let the replicas hold it. What they held has been written home; they are read again."""
+        self.sets.held = batch.ids
+        self.mark_stale()
 
     def lookup(self, batch: HotBatch) -> dict[str, torch.Tensor]:
         """The summed hot rows of each hot feature, `[batch, dim]`."""
@@ -156,7 +162,7 @@ class HotRows:
                 for shard in shards:
                     if (shard.table, shard.column) != (hot.table, hot.column):
                         continue
-                    ids = hot.ids.to(shard.device)
+                    ids = self.sets.held.by_table[hot.table].to(shard.device)
                     slots = ((ids >= shard.row) & (ids < shard.row + shard.num_rows)).nonzero()
                     slots = slots.squeeze(1)
                     yield replica, shard.tensors, slots, ids[slots] - shard.row

@@ -19,12 +19,24 @@ class HotFeature:
     """Per-sample weights of the hot ids."""
 
 
+@dataclass(frozen=True, eq=False)
+class HotIds:
+    """The hot rows of a module at one time; they may be others later."""
+
+    by_table: Mapping[str, torch.Tensor]
+    """Row ids, ascending; a row's position is its slot."""
+    by_feature: Mapping[str, torch.Tensor]
+    """The same for the features that look the tables up."""
+
+
 @dataclass(frozen=True)
 class HotBatch:
     """What a batch looks up in the replicas."""
 
     features: dict[str, HotFeature]
     """By feature name."""
+    ids: HotIds
+    """What was hot when the batch was split."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream`` (pipelines hand batches between streams)."""
@@ -35,19 +47,18 @@ class HotBatch:
 
 
 @torch.no_grad()
-def split_hot_rows(
-    features: KeyedJaggedTensor, hot_ids: Mapping[str, torch.Tensor]
-) -> tuple[KeyedJaggedTensor, HotBatch]:
+def split_hot_rows(features: KeyedJaggedTensor, ids: HotIds) -> tuple[KeyedJaggedTensor, HotBatch]:
     """Separate hot from cold ids.
 
     Args:
         features: a batch, left as it is.
-        hot_ids: ascending row ids by feature.
+        ids: what is hot.
 
     Returns:
         A batch with the same keys and bags without the hot ids, and the hot ids.
     """
     keys, batch_size = features.keys(), features.stride()
+    hot_ids = ids.by_feature
     values, weights = features.values(), features.weights_or_none()
     lengths = features.lengths().view(len(keys), batch_size)
     bounds = features.offset_per_key()
@@ -70,7 +81,8 @@ def split_hot_rows(
             for index, key in enumerate(keys)
             if key in hot_ids
             for mask in (is_hot[bounds[index] : bounds[index + 1]],)
-        }
+        },
+        ids=ids,
     )
     cold = KeyedJaggedTensor(
         keys=keys,

@@ -31,8 +31,8 @@ class HotSlice:
 
     table: str
     """The table's name."""
-    ids: torch.Tensor
-    """Its hot rows, ascending."""
+    num_rows: int
+    """How many hot rows there is room for."""
     column: int
     """The first column."""
     num_columns: int
@@ -53,7 +53,7 @@ def hot_slices(
         shards = getattr(table.sharding_spec, "shards", [])
         columns = sorted({(shard.shard_offsets[1], shard.shard_sizes[1]) for shard in shards})
         slices += [
-            HotSlice(config.name, table.hot_set.tensor(), start, size, tuple(config.feature_names))
+            HotSlice(config.name, len(table.hot_set), start, size, tuple(config.feature_names))
             for start, size in columns
         ]
     return slices
@@ -79,7 +79,7 @@ class HotTbe:
         tbe = SplitTableBatchedEmbeddingBagsCodegen(
             embedding_specs=[
                 (
-                    hot.ids.numel(),
+                    hot.num_rows,
                     hot.num_columns,
                     EmbeddingLocation.HOST if on_cpu else EmbeddingLocation.DEVICE,
                     ComputeDevice.CPU if on_cpu else ComputeDevice.CUDA,

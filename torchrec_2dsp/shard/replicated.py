@@ -1,7 +1,7 @@
 """What sharded modules have in common: their replicas, and the one place where they sync."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
+from torchrec_2dsp.access.hot_set import HotSet
 from torchrec_2dsp.mesh.groups import MeshGroups
 from torchrec_2dsp.optim.reference import delayed_row_wise_adagrad_
 from torchrec_2dsp.plan.parameter_sharding import base_type
@@ -105,6 +106,17 @@ class ReplicatedModule:
         """Ids of this rank so far that their tables had no rows for, see `BadIds`."""
         return self._id_check.num_bad
 
+    @property
+    def hot_sets(self) -> dict[str, HotSet]:
+        """The hot rows of each table that has some."""
+        return {}
+
+    def check_hot_sets(self, hot_sets: Mapping[str, HotSet]) -> None:
+        """Raise unless there is room for these sets."""
+
+    def refresh_hot_sets(self, hot_sets: Mapping[str, HotSet]) -> None:
+        """Let batches from now on go by other hot rows."""
+
     def kernels(self: Any) -> list[Kernel]:
         """The fused kernels of this rank."""
         return list(_kernels(self._lookups))
@@ -150,13 +162,18 @@ class ReplicatedModule:
                 logger.warning("replicas start from different weights: taking the first group's")
                 self._broadcast_shards()
         self._state_read()
-        if self._arrangement is not None:
-            self._arrangement.by_owner()
+        self._arrange_by_owner()
 
-    def _watch_backward(self: Any, awaitable: Any) -> Any:
+    def _watch_backward(
+        self: Any, awaitable: Any, before: Callable[[], None] = lambda: None
+    ) -> Any:
         """Tell the sync point when the output gets its gradient, before any kernel does.
 
         Every rank has an output, also one that holds no table.
+
+        Args:
+            awaitable: the output.
+            before: called first.
         """
 
         def watch(output: Any) -> Any:
@@ -164,18 +181,23 @@ class ReplicatedModule:
             for part in parts:
                 values = part.values()
                 if values.requires_grad:
-                    values.register_hook(lambda grad: self._backward_begins())
+                    values.register_hook(lambda grad: self._backward_begins(before))
             return output
 
         if torch.is_grad_enabled():
             awaitable.callbacks.append(watch)
         return awaitable
 
-    def _backward_begins(self) -> None:
-        if self._arrangement is not None:
-            # The state may have been read since the lookup.
-            self._arrangement.by_owner()
+    def _backward_begins(self, before: Callable[[], None]) -> None:
+        # The state may have been read since the lookup, and other hot rows looked up.
+        before()
+        self._state_read()
+        self._arrange_by_owner()
         self.sync_point.backward_seen()
+
+    def _arrange_by_owner(self) -> None:
+        if self._arrangement is not None:
+            self._arrangement.by_owner()
 
     @torch.no_grad()
     def _replicas_differ(self: Any) -> bool:

@@ -115,13 +115,6 @@ def hot_row_out_of_range(rank: int) -> None:
     tdsp.pin(plan, "t0", hot_rows=[0, 40])
 
 
-def hot_rows_of_a_sequence_table(rank: int) -> None:
-    model, sharder, plan = planned(
-        Cell(MESH, spec=ModelSpec(tables=SEQUENCE_TABLES, sequence=True))
-    )
-    construct(model, sharder, tdsp.pin(plan, "t0", hot_rows=[0]))
-
-
 def hot_rows_of_a_data_parallel_table(rank: int) -> None:
     _, _, plan = planned(Cell(MESH, "data_parallel"))
     tdsp.pin(plan, "t0", hot_rows=[0])
@@ -189,7 +182,6 @@ CASES: dict[str, tuple[Callable[[int], None], str, str]] = {
         (sharding_strategy, "UnsupportedError", "doesn't take sharding_strategy"),
         (unknown_pinned_table, "PlanError", "the plan has no table 't9'; it has t0, t1, t2"),
         (hot_row_out_of_range, "PlanError", "hot row 40 of table 'ebc.t0' is out of range"),
-        (hot_rows_of_a_sequence_table, "UnsupportedError", "belongs to an EmbeddingCollection"),
         (hot_rows_of_a_data_parallel_table, "PlanError", "data parallel: every rank holds all"),
         (hot_rows_of_a_shared_feature, "UnsupportedError", "looks up several tables"),
         (cached_kernel, "UnsupportedError", "compute_kernel='fused_uvm_caching'"),

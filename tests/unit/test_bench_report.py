@@ -180,6 +180,14 @@ def test_several_results_share_what_they_have_in_common() -> None:
     assert page.index(f"## {labels[1]}") < page.index("(p.svg)") < page.index(f"## {labels[2]}")
 
 
+def test_other_work_at_the_same_place_is_named() -> None:
+    one = bench_result()
+    setting = one.setting.model_copy(update={"title": "sorted ids"})
+    labels = setting_labels([one, one.model_copy(update={"setting": setting})])
+    where = f"{one.setting.hosts}x{one.setting.ranks_per_host}, {one.setting.network}"
+    assert labels == [f"{where}, demo", f"{where}, sorted ids"]
+
+
 def test_a_contestant_that_only_some_have_is_not_left_out() -> None:
     more = {**CONTESTANTS, "extra": {"kind": "two_d"}}
     steps_ms = {**STEPS_MS, "extra": [100.0] * 7}

@@ -63,11 +63,20 @@ def phases_in(contestants: Iterable[ContestantResult]) -> list[tuple[str, bool]]
     return sorted(found, key=lambda one: one[1])
 
 
-def setting_labels(results: Sequence[BenchResult]) -> list[str]:
-    """What tells the settings apart: ranks, network, and a number if these repeat."""
-    plain = [
-        f"{result.setting.hosts}x{result.setting.ranks_per_host}, {result.setting.network}"
+def places(results: Sequence[BenchResult]) -> list[str]:
+    """The network of each result, and what was measured there if that isn't always the same."""
+    titles = {result.setting.title for result in results}
+    return [
+        result.setting.network + (f", {result.setting.title}" if len(titles) > 1 else "")
         for result in results
+    ]
+
+
+def setting_labels(results: Sequence[BenchResult]) -> list[str]:
+    """What tells the settings apart: ranks, network, title, and a number if these repeat."""
+    plain = [
+        f"{result.setting.hosts}x{result.setting.ranks_per_host}, {place}"
+        for result, place in zip(results, places(results), strict=True)
     ]
     return [
         f"{label}, run {plain[: index + 1].count(label)}" if plain.count(label) > 1 else label

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchrec_2dsp.bench.markdown_tables import ms, names_in, phase_label, phases_in
+from torchrec_2dsp.bench.markdown_tables import ms, names_in, phase_label, phases_in, places
 from torchrec_2dsp.bench.results import BenchResult, Outcome, Phase
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plotting import PALETTE, plotting, save_plot
@@ -57,14 +57,15 @@ def _scaling_figure(results: Sequence[BenchResult]) -> "Figure":
     if not any(_steps_ms(results, name) for name in names):
         raise ConfigError("no contestant was measured, so there is no step time to plot")
     shapes = sorted({_shape(result) for result in results}, key=lambda one: (one[0] * one[1], one))
-    networks = list(dict.fromkeys(result.setting.network for result in results))
+    by_place: dict[str, list[BenchResult]] = {}
+    for result, place in zip(results, places(results), strict=True):
+        by_place.setdefault(place, []).append(result)
     looks = _looks(results, names)
     panel_inches = 0.6 + 0.7 * len(shapes)
-    figure = Figure(figsize=(2.6 + panel_inches * len(networks), 3.6), layout="constrained")
-    panels = figure.subplots(1, len(networks), sharey=True, squeeze=False)[0]
+    figure = Figure(figsize=(2.6 + panel_inches * len(by_place), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(by_place), sharey=True, squeeze=False)[0]
     panels[0].set_yscale("log")
-    for panel, network in zip(panels, networks, strict=True):
-        here = [result for result in results if result.setting.network == network]
+    for panel, (place, here) in zip(panels, by_place.items(), strict=True):
         for index, name in enumerate(names):
             # Side by side, so that no bar hides another.
             aside = 0.4 * ((index + 0.5) / len(names) - 0.5)
@@ -73,7 +74,7 @@ def _scaling_figure(results: Sequence[BenchResult]) -> "Figure":
                 for x, shape in enumerate(shapes)
             ]
             _draw_line(panel, name, [(x, found) for x, found in trials if found], looks[name])
-        panel.set_title(fill(network, int(panel_inches * _LETTERS_PER_INCH)))
+        panel.set_title(fill(place, int(panel_inches * _LETTERS_PER_INCH)))
         panel.set_xlim(-0.5, len(shapes) - 0.5)
         labels = [f"{hosts * ranks}\n{hosts}x{ranks}" for hosts, ranks in shapes]
         panel.set_xticks(range(len(shapes)), labels)

@@ -21,7 +21,7 @@ from torchrec_2dsp.mesh.groups import MeshGroups, world_group
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.serialize import to_json
-from torchrec_2dsp.shard.replicated import ReplicatedModule
+from torchrec_2dsp.shard.hot_module import HotRowsModule
 from torchrec_2dsp.shard.sharders import (
     EmbeddingBagCollectionSharder2D,
     EmbeddingCollectionSharder2D,
@@ -111,9 +111,9 @@ class ModelParallel2D(DMPCollection):
         """Which ranks repeat the plan."""
         return self._groups.mesh
 
-    def sharded_modules(self) -> list[ReplicatedModule]:
+    def sharded_modules(self) -> list[HotRowsModule]:
         """The sharded embedding modules, in the model's order."""
-        return [module for module in self.modules() if isinstance(module, ReplicatedModule)]
+        return [module for module in self.modules() if isinstance(module, HotRowsModule)]
 
     def sync(  # type: ignore[override]  # upstream returns nothing
         self, include_optimizer_state: bool = True

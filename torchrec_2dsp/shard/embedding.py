@@ -10,8 +10,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.comms.alarm import Check
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
+from torchrec_2dsp.shard.hot_module import HotRowsModule
+from torchrec_2dsp.shard.hot_sequences import join_sequences
+from torchrec_2dsp.shard.hot_split import HotBatch
 from torchrec_2dsp.shard.id_check import IdCheck
-from torchrec_2dsp.shard.replicated import ReplicatedModule, Replication
+from torchrec_2dsp.shard.replicated import Replication
 from torchrec_2dsp.shard.row_exchange import keep_needed_rows
 from torchrec_2dsp.shard.shardings import SEQUENCE
 
@@ -22,9 +25,17 @@ class SequenceContext(EmbeddingCollectionContext):
 
     id_check: Check | None = None
     """Whether all ranks' ids are right, on its way."""
+    hot: HotBatch | None = None
+    """What the batch looks up in the replicas, `None` without hot rows."""
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the tensors alive for ``stream``."""
+        super().record_stream(stream)
+        if self.hot is not None:
+            self.hot.record_stream(stream)
 
 
-class ShardedEmbeddingCollection2D(ReplicatedModule, ShardedEmbeddingCollection):
+class ShardedEmbeddingCollection2D(HotRowsModule, ShardedEmbeddingCollection):
     """TorchRec's sharded collection, repeated over the groups of a mesh."""
 
     def __init__(
@@ -33,7 +44,18 @@ class ShardedEmbeddingCollection2D(ReplicatedModule, ShardedEmbeddingCollection)
         ShardedEmbeddingCollection.__init__(self, module, plan, **stock)
         configs = module.embedding_configs()
         self._id_check = IdCheck(configs, replication.bad_ids, replication.groups.alarm)
-        self._init_replication(replication, module, plan, actions=[])
+        actions = self._init_hot_rows(configs, plan, self._fused_params_by_table(), replication)
+        self._init_replication(replication, module, plan, actions)
+
+    def _fused_params_by_table(self) -> dict[str, dict[str, Any]]:
+        """TorchRec keeps them with its kernels' configs, in the user's units."""
+        return {
+            table.name: config.fused_params or {}
+            for sharding in self._sharding_type_to_sharding.values()
+            for configs in getattr(sharding, "_grouped_embedding_configs_per_rank", [])
+            for config in configs
+            for table in config.embedding_tables
+        }
 
     @classmethod
     def create_embedding_sharding(
@@ -61,16 +83,22 @@ class ShardedEmbeddingCollection2D(ReplicatedModule, ShardedEmbeddingCollection)
         return SequenceContext()
 
     def input_dist(self, ctx: Any, features: Any) -> Any:
-        """Check the ids, then distribute them as TorchRec does, or by the row exchange."""
+        """Check the ids, take the hot ones out, then distribute the others as TorchRec does."""
         if isinstance(features, KeyedJaggedTensor):
             features, ctx.id_check = self._id_check(features)
+        features, ctx.hot = self._split_hot_rows(features)
         asked = super().input_dist(ctx, features)
         keep_needed_rows(ctx.sharding_contexts, self._input_dists)
         return asked
 
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
-        """Sync what is pending, then look up."""
+        """Sync what is pending, then look up; hot rows while the cold ones travel."""
         if ctx.id_check is not None:
             ctx.id_check.wait()
+        self._hold_hot_rows(ctx.hot)
         self._before_lookup()
-        return self._watch_backward(super().compute_and_output_dist(ctx, input))
+        awaitable = super().compute_and_output_dist(ctx, input)
+        if ctx.hot is not None:
+            hot = self._lookup_hot_rows(ctx.hot)
+            awaitable.callbacks.append(lambda cold: join_sequences(cold, hot, ctx.hot))
+        return self._watch_backward(awaitable, lambda: self._hold_hot_rows(ctx.hot))

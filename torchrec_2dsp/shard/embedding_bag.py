@@ -1,7 +1,7 @@
 """Embedding bags in 2D, with hot rows."""
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -15,22 +15,19 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec_2dsp._compat.torchrec import CwPooledEmbeddingSharding
-from torchrec_2dsp.access.hot_set import HotSet
 from torchrec_2dsp.comms.alarm import Check
-from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.plan.parameter_sharding import (
     ParameterSharding2D,
     base_type,
     nonempty_type,
 )
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
-from torchrec_2dsp.shard.hot_rows import HotRows
+from torchrec_2dsp.shard.hot_module import HotRowsModule, check_one_batch_size
 from torchrec_2dsp.shard.hot_split import HotBatch
 from torchrec_2dsp.shard.id_check import IdCheck
 from torchrec_2dsp.shard.nonempty_bags import keep_filled_bags
-from torchrec_2dsp.shard.replicated import ReplicatedModule, Replication
+from torchrec_2dsp.shard.replicated import Replication
 from torchrec_2dsp.shard.row_exchange import keep_needed_rows
 from torchrec_2dsp.shard.shardings import POOLED
 
@@ -58,10 +55,8 @@ class BagContext(EmbeddingBagCollectionContext):
             lengths.record_stream(stream)
 
 
-class ShardedEmbeddingBagCollection2D(ReplicatedModule, ShardedEmbeddingBagCollection):
+class ShardedEmbeddingBagCollection2D(HotRowsModule, ShardedEmbeddingBagCollection):
     """TorchRec's sharded collection, repeated over the groups of a mesh."""
-
-    _hot_rows: HotRows | None = None
 
     def __init__(
         self, module: Any, plan: ModulePlan2D, *, replication: Replication, **stock: Any
@@ -89,23 +84,12 @@ class ShardedEmbeddingBagCollection2D(ReplicatedModule, ShardedEmbeddingBagColle
         summing = cast(EmbeddingBagCollection, _Summing(module, averaged_here))
         ShardedEmbeddingBagCollection.__init__(self, summing, plan, **stock)
         self._id_check = IdCheck(configs, replication.bad_ids, replication.groups.alarm)
-        actions = []
-        self._replication = replication
-        if any(table.hot_set is not None for table in tables.values()):
-            self._hot_rows = HotRows(
-                configs,
-                tables,
-                {
-                    info.embedding_config.name: info.fused_params or {}
-                    for infos in self.sharding_type_to_sharding_infos.values()
-                    for info in infos
-                },
-                self.kernels(),
-                replication.groups,
-                replication.sync,
-                self._device or torch.device("cpu"),
-            )
-            actions.append(self._hot_rows.action())
+        fused_params = {
+            info.embedding_config.name: info.fused_params or {}
+            for infos in self.sharding_type_to_sharding_infos.values()
+            for info in infos
+        }
+        actions = self._init_hot_rows(configs, plan, fused_params, replication)
         self._init_replication(replication, module, plan, actions)
 
     @property
@@ -151,22 +135,15 @@ class ShardedEmbeddingBagCollection2D(ReplicatedModule, ShardedEmbeddingBagColle
         """Check the ids, take the hot ones out, then distribute the others as TorchRec does."""
         if isinstance(features, KeyedJaggedTensor):
             features, ctx.id_check = self._id_check(features)
-        if (self._features_averaged_here or self._hot_rows is not None) and (
-            not isinstance(features, KeyedJaggedTensor) or features.variable_stride_per_key()
-        ):
-            raise UnsupportedError(
-                "hot rows and averaged grid tables need a KeyedJaggedTensor with one batch size "
-                "for all features"
-            )
         if self._features_averaged_here:
+            check_one_batch_size(features)
             lengths = features.lengths().view(len(features.keys()), features.stride())
             ctx.bag_lengths = {
                 key: lengths[index]
                 for index, key in enumerate(features.keys())
                 if key in self._features_averaged_here
             }
-        if self._hot_rows is not None:
-            features, ctx.hot = self._hot_rows.split(features)
+        features, ctx.hot = self._split_hot_rows(features)
         asked = super().input_dist(ctx, features)
         keep_needed_rows(ctx.sharding_contexts, self._input_dists)
         keep_filled_bags(ctx.sharding_contexts, self._input_dists)
@@ -179,53 +156,12 @@ class ShardedEmbeddingBagCollection2D(ReplicatedModule, ShardedEmbeddingBagColle
         self._hold_hot_rows(ctx.hot)
         self._before_lookup()
         awaitable = super().compute_and_output_dist(ctx, input)
-        hot = None
-        if self._hot_rows is not None and ctx.hot is not None:
-            hot = self._hot_rows.lookup(ctx.hot)
-        if hot is not None or ctx.bag_lengths is not None:
+        hot = self._lookup_hot_rows(ctx.hot)
+        if hot or ctx.bag_lengths is not None:
             awaitable.callbacks.append(
-                lambda cold: _complete_bags(cold, hot or {}, ctx.bag_lengths or {})
+                lambda cold: _complete_bags(cold, hot, ctx.bag_lengths or {})
             )
         return self._watch_backward(awaitable, lambda: self._hold_hot_rows(ctx.hot))
-
-    @property
-    def hot_sets(self) -> dict[str, HotSet]:
-        """The hot rows of each table that has some, as new batches see them."""
-        return {} if self._hot_rows is None else self._hot_rows.sets.by_table
-
-    def check_hot_sets(self, hot_sets: Mapping[str, HotSet]) -> None:
-        """Raise unless there is room for these sets."""
-        if self._hot_rows is not None:
-            self._hot_rows.sets.check(hot_sets)
-
-    def refresh_hot_sets(self, hot_sets: Mapping[str, HotSet]) -> None:
-        """Let batches from now on go by other hot rows; see `ModelParallel2D.refresh_hot_sets`."""
-        if self._hot_rows is not None:
-            self._hot_rows.sets.renew(hot_sets)
-
-    def _hold_hot_rows(self, hot: HotBatch | None) -> None:
-        """Let the replicas hold the rows that were hot when a batch was split."""
-        if self._hot_rows is not None and hot is not None and not self._hot_rows.holds(hot):
-            self.complete_state()
-            self._hot_rows.hold(hot)
-
-    def complete_state(self) -> None:
-        """Replicas of hot rows, too."""
-        super().complete_state()
-        if self._hot_rows is not None:
-            self._hot_rows.write_home()
-
-    def _state_read(self) -> None:
-        if self._hot_rows is not None:
-            self._hot_rows.read_home()
-
-    def _state_loaded(self) -> None:
-        super()._state_loaded()
-        if self._hot_rows is not None:
-            self._hot_rows.mark_stale()
-
-    def _kernels_beside(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
-        return self._hot_rows.kernels() if self._hot_rows is not None else []
 
 
 class _Summing:

@@ -1,4 +1,4 @@
-"""Hot rows of bag tables: a replica on every rank beside TorchRec's own (cold) path.
+"""Hot rows: a replica on every rank beside TorchRec's own (cold) path.
 
 Cold shards keep their full row space, with a *home* for every hot row. Ids of hot rows leave the
 features before TorchRec distributes them and are looked up in the local replica; their gradients
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
@@ -36,7 +36,7 @@ class HotRows:
 
     def __init__(
         self,
-        configs: Sequence[EmbeddingBagConfig],
+        configs: Sequence[BaseEmbeddingConfig],
         tables: Mapping[str, Any],
         fused_params: Mapping[str, dict[str, Any]],
         kernels: Sequence[Kernel],
@@ -109,7 +109,7 @@ class HotRows:
         self.mark_stale()
 
     def lookup(self, batch: HotBatch) -> dict[str, torch.Tensor]:
-        """The summed hot rows of each hot feature, `[batch, dim]`."""
+        """The hot rows of each hot feature: `[batch, dim]` of bags, `[ids, dim]` of sequences."""
         return {name: pooled for tbe in self._tbes for name, pooled in tbe.lookup(batch).items()}
 
     def mark_stale(self) -> None:
@@ -188,15 +188,17 @@ class HotRows:
 
 def _by_kernel(
     slices: Sequence[HotSlice],
-    configs: Sequence[EmbeddingBagConfig],
+    configs: Sequence[BaseEmbeddingConfig],
     fused_params: Mapping[str, dict[str, Any]],
 ) -> list[tuple[tuple[dict[str, Any], Any], list[HotSlice]]]:
-    """Slices that one TBE can hold: equal optimizer and equal data type."""
+    """Slices that one TBE can hold: equal optimizer, data type and, in sequences, width."""
     data_types = {config.name: config.data_type for config in configs}
     grouped: dict[str, list[HotSlice]] = defaultdict(list)
     for hot in slices:
         params = fused_params[hot.table]
-        grouped[repr((sorted(params.items()), data_types[hot.table]))].append(hot)
+        # Sequences of one kernel have one width.
+        width = hot.num_columns if hot.is_sequence else None
+        grouped[repr((sorted(params.items()), data_types[hot.table], width))].append(hot)
     return [
         ((fused_params[members[0].table], data_types[members[0].table]), members)
         for members in grouped.values()

@@ -17,6 +17,8 @@ class HotFeature:
     """Hot ids per bag."""
     weights: torch.Tensor | None
     """Per-sample weights of the hot ids."""
+    is_hot: torch.Tensor
+    """Of each id of the batch, in its order."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +43,7 @@ class HotBatch:
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream`` (pipelines hand batches between streams)."""
         for feature in self.features.values():
-            for tensor in (feature.slots, feature.lengths, feature.weights):
+            for tensor in (feature.slots, feature.lengths, feature.weights, feature.is_hot):
                 if tensor is not None:
                     tensor.record_stream(stream)
 
@@ -77,6 +79,7 @@ def split_hot_rows(features: KeyedJaggedTensor, ids: HotIds) -> tuple[KeyedJagge
                 weights=None
                 if weights is None
                 else weights.detach()[bounds[index] : bounds[index + 1]][mask],
+                is_hot=mask,
             )
             for index, key in enumerate(keys)
             if key in hot_ids

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, data_type_to_sparse_type
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_sparse_type
 
 from torchrec_2dsp._compat.fbgemm import (
     ComputeDevice,
@@ -39,10 +39,12 @@ class HotSlice:
     """How many columns."""
     features: tuple[str, ...]
     """The features that look the table up."""
+    is_sequence: bool
+    """Whether they get a row for each id, and not a sum for each bag."""
 
 
 def hot_slices(
-    configs: Sequence[EmbeddingBagConfig], tables: Mapping[str, ParameterSharding2D]
+    configs: Sequence[BaseEmbeddingConfig], tables: Mapping[str, ParameterSharding2D]
 ) -> list[HotSlice]:
     """The column shards of all tables with a hot set, in the order of the module's tables."""
     slices = []
@@ -50,10 +52,18 @@ def hot_slices(
         table = tables[config.name]
         if table.hot_set is None:
             continue
+        is_sequence = not hasattr(config, "pooling")
         shards = getattr(table.sharding_spec, "shards", [])
         columns = sorted({(shard.shard_offsets[1], shard.shard_sizes[1]) for shard in shards})
         slices += [
-            HotSlice(config.name, len(table.hot_set), start, size, tuple(config.feature_names))
+            HotSlice(
+                config.name,
+                len(table.hot_set),
+                start,
+                size,
+                tuple(config.feature_names),
+                is_sequence,
+            )
             for start, size in columns
         ]
     return slices
@@ -87,7 +97,7 @@ class HotTbe:
                 for hot in slices
             ],
             feature_table_map=[index for index, hot in enumerate(slices) for _ in hot.features],
-            pooling_mode=PoolingMode.SUM,
+            pooling_mode=PoolingMode.NONE if slices[0].is_sequence else PoolingMode.SUM,
             weights_precision=data_type_to_sparse_type(data_type),
             device=device,
             # Merged over all ranks the moments are exact: no moment scale here.
@@ -113,7 +123,7 @@ class HotTbe:
         ]
 
     def lookup(self, batch: HotBatch) -> dict[str, torch.Tensor]:
-        """The summed hot rows of each feature, columns joined."""
+        """The hot rows of each feature, columns joined: summed by bag, or one for each id."""
         looked_up = [(hot, name) for hot in self.slices for name in hot.features]
         found = [batch.features[name] for _, name in looked_up]
         ids = torch.cat([feature.slots for feature in found])
@@ -126,7 +136,10 @@ class HotTbe:
             output = self.capture.lookup(lambda: tbe(ids, offsets, weights), weights)
         else:
             output = tbe(ids, offsets, weights)
-        columns = output.split([hot.num_columns for hot, _ in looked_up], dim=1)
+        if self.slices[0].is_sequence:
+            columns = output.split([feature.slots.numel() for feature in found])
+        else:
+            columns = output.split([hot.num_columns for hot, _ in looked_up], dim=1)
         pooled: dict[str, list[torch.Tensor]] = {}
         for (_, name), part in zip(looked_up, columns, strict=True):
             pooled.setdefault(name, []).append(part)

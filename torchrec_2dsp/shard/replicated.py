@@ -1,7 +1,7 @@
 """What sharded modules have in common: their replicas, and the one place where they sync."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
-from torchrec_2dsp.access.hot_set import HotSet
 from torchrec_2dsp.mesh.groups import MeshGroups
 from torchrec_2dsp.optim.reference import delayed_row_wise_adagrad_
 from torchrec_2dsp.plan.parameter_sharding import base_type
@@ -105,17 +104,6 @@ class ReplicatedModule:
     def num_bad_ids(self) -> int:
         """Ids of this rank so far that their tables had no rows for, see `BadIds`."""
         return self._id_check.num_bad
-
-    @property
-    def hot_sets(self) -> dict[str, HotSet]:
-        """The hot rows of each table that has some."""
-        return {}
-
-    def check_hot_sets(self, hot_sets: Mapping[str, HotSet]) -> None:
-        """Raise unless there is room for these sets."""
-
-    def refresh_hot_sets(self, hot_sets: Mapping[str, HotSet]) -> None:
-        """Let batches from now on go by other hot rows."""
 
     def kernels(self: Any) -> list[Kernel]:
         """The fused kernels of this rank."""

@@ -76,7 +76,7 @@ class _Sharder2D:
             facts |= self._facts(path or "", plan, fused_params)
             facts["the device type"] = device.type
             facts["LOCAL_WORLD_SIZE"] = str(local_world_size)
-        _warn_of_idle_hot_sets(plan)
+        _warn_of_idle_hot_sets(idle_hot_sets(plan, configs))
         groups = MeshGroups.for_mesh(plan.mesh, device.type)
         replication = Replication(
             groups=groups,
@@ -117,8 +117,7 @@ class _Sharder2D:
         }
 
 
-def _warn_of_idle_hot_sets(plan: ModulePlan2D) -> None:
-    idle = idle_hot_sets(plan)
+def _warn_of_idle_hot_sets(idle: list[str]) -> None:
     if idle and dist.get_rank() == 0:
         logger.warning(
             "hot rows of %s save no bytes: TorchRec's output exchange ships every bag; pin the "

@@ -94,13 +94,7 @@ def _check_hot_sets(plan: ModulePlan2D, configs: list[Any], *, is_weighted: bool
     for config in configs:
         if plan[config.name].hot_set is None:  # type: ignore[attr-defined]
             continue
-        pooling = getattr(config, "pooling", None)
-        if pooling is None:
-            raise UnsupportedError(
-                f"table {config.name!r} belongs to an EmbeddingCollection; hot rows work for "
-                "EmbeddingBagCollection tables: remove its hot set"
-            )
-        if pooling is PoolingType.MEAN and is_weighted:
+        if getattr(config, "pooling", None) is PoolingType.MEAN and is_weighted:
             raise UnsupportedError(
                 f"table {config.name!r} averages weighted bags, which TorchRec's sharding types "
                 "define differently; hot rows need SUM pooling there: remove its hot set"
@@ -113,17 +107,19 @@ def _check_hot_sets(plan: ModulePlan2D, configs: list[Any], *, is_weighted: bool
             )
 
 
-def idle_hot_sets(plan: ModulePlan2D) -> list[str]:
+def idle_hot_sets(plan: ModulePlan2D, configs: list[Any]) -> list[str]:
     """The tables whose hot rows save no bytes.
 
-    TorchRec's output exchange ships one vector per bag, also for a bag whose ids were all hot.
+    TorchRec's output exchange ships one vector per bag, also for a bag whose ids were all hot. Of
+    sequences it ships a vector for each id.
     """
+    bags = {config.name for config in configs if hasattr(config, "pooling")}
     if plan.mesh.group_size == 1:
         return []
     return [
         name
         for name, table in plan.tables()
-        if table.hot_set is not None and table.exchange is Exchange.POOLED
+        if name in bags and table.hot_set is not None and table.exchange is Exchange.POOLED
     ]
 
 

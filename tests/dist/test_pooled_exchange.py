@@ -37,7 +37,7 @@ EVERYTHING = tuple((table.name, tuple(range(table.num_rows))) for table in Model
 NONEMPTY = Cell(ONE, exchange="nonempty")
 
 
-def check(cells: Sequence[Cell], ranks: RankPool, steps: int = 6) -> None:
+def check(cells: Sequence[Cell], ranks: RankPool, steps: int = 4) -> None:
     for gaps in ranks.run(run_cells, list(cells), steps, timeout_s=200):
         for cell, gap in zip(cells, gaps, strict=True):
             tolerance = TOLERANCE if cell.max_length < 10 else LONG_BAGS_TOLERANCE

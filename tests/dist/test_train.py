@@ -12,6 +12,7 @@ from rich.console import Console
 
 from tests.support.ranks import RankPool
 from torchrec_2dsp.cli.train import Display, show_result
+from torchrec_2dsp.plan.parameter_sharding import Exchange, RowOwners
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.recipe.config_file import load_config, make_config
 from torchrec_2dsp.train.config import TrainConfig
@@ -41,6 +42,12 @@ TINY = {
         "one_group": {},
         "exact": {"num_groups": 2},
         "averaged": {"num_groups": 2, "sync": "WeightSync", "synced_rows": "all"},
+        "rows": {
+            "sharding_types": ["row_wise"],
+            "exchange": "row",
+            "owners": "hash",
+            "hot_rows": 4,
+        },
     },
 }
 
@@ -92,14 +99,22 @@ def test_every_rank_has_the_same_result(trained: Trained) -> None:
 
 def test_exact_2d_trains_as_one_group_and_averaging_nearly(trained: Trained) -> None:
     result = trained[0][0]
-    one_group, exact, averaged = result.runs
+    one_group, exact, averaged, rows = result.runs
     assert result.reference is one_group
 
     # Float rounding: sums of 32 losses are added in another order.
-    assert largest_loss_gap(exact, one_group) < 1e-5
-    assert abs(exact.evaluated.loss - one_group.evaluated.loss) < 1e-5
+    for run in (exact, rows):
+        assert largest_loss_gap(run, one_group) < 1e-5
+        assert abs(run.evaluated.loss - one_group.evaluated.loss) < 1e-5
     # The averages are other numbers, so the comparison can fail.
     assert 1e-5 < largest_loss_gap(averaged, one_group) < 0.1
+
+
+def test_rows_travel_as_the_run_says(trained: Trained) -> None:
+    for _, module in trained[0][0].runs[3].plan.modules():
+        for _, table in module.tables():
+            assert (table.exchange, table.owners) == (Exchange.ROW, RowOwners.HASH)
+            assert table.hot_set is not None and len(table.hot_set) == 4
 
 
 def test_results_are_measured(trained: Trained) -> None:
@@ -108,7 +123,7 @@ def test_results_are_measured(trained: Trained) -> None:
         assert run.train_loss == pytest.approx(sum(run.losses[-4:]) / 4)
         assert len(run.evaluated.losses) == 2
         assert run.samples_per_s > 0
-    one_group, exact, averaged = trained[0][0].runs
+    one_group, exact, averaged, _ = trained[0][0].runs
     assert one_group.sync_bytes_per_step == one_group.synced_rows_per_step == 0
     # Two copies of (100 + 33) rows of 8 floats and a moment, on two ranks each: averaging sends
     # half of one and receives as much; exact sync sends the rows that were touched.
@@ -141,13 +156,14 @@ def test_plans_progress_and_figures_are_shown_in_80_columns(trained: Trained) ->
     words = [" ".join(line) for line in lines]
     headings = words.index("run mesh sync loss loss NE one_group per s per step")
     assert words[headings - 1] == "train eval eval gap to samples sync MB"
-    rows = lines[headings + 2 : headings + 5]
+    rows = lines[headings + 2 : headings + 6]
     assert [row[:3] for row in rows] == [
         ["one_group", "1x4", "none"],
         ["exact", "2x2", "GradientSync"],
         ["averaged", "2x2", "WeightSync"],
+        ["rows", "1x4", "none"],
     ]
-    assert [len(row) for row in rows] == [9] * 3
+    assert [len(row) for row in rows] == [9] * 4
     assert "Gap: the largest difference of a step's train loss" in shown
     assert "…" not in shown
 

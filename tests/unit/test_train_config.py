@@ -115,7 +115,7 @@ def test_overrides_that_lead_nowhere_are_refused(override: str, message: str) ->
         ("lop.steps=3", "lop is unknown; use one of data, model, optimizer, loop, runs"),
         (
             "runs.one.groups=3",
-            "runs.one.groups is unknown; use one of sync, sync_policy, synced_rows",
+            "runs.one.groups is unknown; use one of exchange, owners, hot_rows, sync",
         ),
         ("data.features.0.rows=3", "data.features.0.rows is unknown; use one of name, num_rows"),
         ("data.features.0.skew=-1", "data.features.0.skew=-1: input should be greater than or"),
@@ -134,6 +134,9 @@ def test_overrides_that_lead_nowhere_are_refused(override: str, message: str) ->
         ("runs.one.moment_scale=expected", "moment_scale='expected' is for WeightSync"),
         ("runs.two={ delayed_moment = true, moment_scale = 2.0 }", "are two remedies; choose one"),
         ("runs.two.layout=x", "runs.two.layout='x': input should be 'strided' or 'contiguous'"),
+        ("runs.two.exchange=x", "exchange='x': input should be 'pooled', 'nonempty', 'row' or"),
+        ("runs.two.owners=hash", "owners='hash' is for an exchange of rows; set exchange='row'"),
+        ("runs.two.sharding_types=['row']", "sharding type 'row' has no 2D form"),
         ("runs.two=3", "runs.two=3: input should be"),
         ("runs={}", "runs is empty; describe at least one"),
         ("runs={'a b'={}}", "runs: the name 'a b' has a dot, a slash or a space"),

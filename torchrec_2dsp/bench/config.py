@@ -8,7 +8,13 @@ from torchrec_2dsp.data.synthetic import SyntheticConfig
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
 from torchrec_2dsp.plan.parameter_sharding import base_type
-from torchrec_2dsp.recipe.sections import ModelConfig, OptimizerConfig, ReplicationConfig, Section
+from torchrec_2dsp.recipe.sections import (
+    ExchangeConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ReplicationConfig,
+    Section,
+)
 
 
 class _Contestant(Section):
@@ -56,7 +62,7 @@ class StockContestant(_Planned):
         return f"TorchRec, {self._choice()}{qcomms}{self._exchange()}"
 
 
-class TwoDContestant(_Planned, ReplicationConfig):
+class TwoDContestant(_Planned, ReplicationConfig, ExchangeConfig):
     """This package's planner, sharder and `ModelParallel2D`."""
 
     kind: Literal["two_d"]
@@ -67,28 +73,17 @@ class TwoDContestant(_Planned, ReplicationConfig):
     layout: RankLayout = RankLayout.CONTIGUOUS
     """How ranks are dealt to groups."""
 
-    hot_rows: int = Field(default=0, ge=0)
-    """How many of each table's most frequent rows are replicated on every rank."""
-
-    exchange: Literal["pooled", "nonempty", "row", "row_per_host"] = "pooled"
-    """How rows reach their samples, of tables whose sharding type allows it."""
-
-    owners: Literal["block", "hash"] = "block"
-    """Which rank has which rows, with an exchange of rows."""
-
     qcomms: Literal["fp32", "fp16", "bf16"] = "fp32"
     """How TorchRec's quantised communication sends embeddings and their gradients."""
 
     def describe(self) -> str:
         """In words."""
-        rows = "" if self.exchange == "pooled" else f", {self.exchange.replace('_', ' ')} exchange"
-        rows += ", rows spread over owners" if self.owners == "hash" else ""
+        rows = f", {self.exchange_text}" if self.exchange_text else ""
         rows += "" if self.qcomms == "fp32" else f", {self.qcomms} communication"
-        hot = f", {self.hot_rows:,} hot rows per table" if self.hot_rows else ""
         groups = str(self.num_groups).replace("_", " ")
         return (
             f"2D, {self.layout.value} groups (as many as {groups}), {self.sync_config}, "
-            f"{self._choice()}{rows}{hot}{self._exchange()}"
+            f"{self._choice()}{rows}{self._exchange()}"
         )
 
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -40,9 +39,8 @@ from torchrec_2dsp.cost.link_speed import LinkSpeeds
 from torchrec_2dsp.data.synthetic import SyntheticConfig
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
-from torchrec_2dsp.plan.parameter_sharding import Exchange, base_type, kinds_of
-from torchrec_2dsp.plan.plan2d import Plan2D, pin
 from torchrec_2dsp.planner.planner2d import Planner2D
+from torchrec_2dsp.recipe.exchange import pinned
 from torchrec_2dsp.recipe.model import build_model, rank_device, table_name
 from torchrec_2dsp.recipe.optimizer import table_optimizer
 from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
@@ -145,27 +143,8 @@ def _two_d(
     sharders = cast(list[ModuleSharder[nn.Module]], [sharder])
     arguments = _planner_arguments(config, one, speeds)
     planner = Planner2D(**arguments, mesh=mesh, sync=one.sync_config)
-    plan = planner.collective_plan(model, sharders)
-    exchange = Exchange(one.exchange)
-    for name, sharding_type in _types(plan).items():
-        if base_type(sharding_type) in kinds_of(exchange):
-            plan = pin(plan, name, exchange=exchange, owners=one.owners)
-    for feature in config.data.features if one.hot_rows else ():
-        if _is_data_parallel(plan, table_name(feature.name)):
-            continue  # All its rows are on every rank already.
-        zipf = config.data.distribution(feature)
-        ranks = np.arange(1, min(one.hot_rows, feature.num_rows) + 1)
-        plan = pin(plan, table_name(feature.name), hot_rows=zipf.row_of_rank(ranks).tolist())
+    plan = pinned(planner.collective_plan(model, sharders), one, config.data)
     return ModelParallel2D(model, device=device, plan=plan, sharders=sharders), plan
-
-
-def _is_data_parallel(plan: Plan2D, table: str) -> bool:
-    return base_type(_types(plan)[table]) == ShardingType.DATA_PARALLEL.value
-
-
-def _types(plan: Plan2D) -> dict[str, str]:
-    """The sharding type of each table."""
-    return {name: one.sharding_type for _, part in plan.modules() for name, one in part.tables()}
 
 
 def _planner_arguments(

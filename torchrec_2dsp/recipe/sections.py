@@ -4,6 +4,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from torchrec_2dsp.plan.parameter_sharding import ROW_EXCHANGES, Exchange, RowOwners
 from torchrec_2dsp.plan.sync_config import (
     GradientSync,
     SyncConfig,
@@ -49,6 +50,39 @@ class OptimizerConfig(Section):
 
     dense_lr: float = Field(default=0.1, ge=0, allow_inf_nan=False)
     """Learning rate of the other parameters."""
+
+
+class ExchangeConfig(Section):
+    """How the rows of the tables reach their samples."""
+
+    exchange: Exchange = Exchange.POOLED
+    """Of tables whose sharding type allows it: pooled, nonempty, row or row_per_host."""
+
+    owners: RowOwners = RowOwners.BLOCK
+    """Which rank has which rows, with an exchange of rows: block or hash."""
+
+    hot_rows: int = Field(default=0, ge=0)
+    """How many of each table's most frequent rows are replicated on every rank."""
+
+    @model_validator(mode="after")
+    def _check_owners(self) -> Self:
+        if self.owners is not RowOwners.BLOCK and self.exchange not in ROW_EXCHANGES:
+            raise ValueError(
+                f"owners={self.owners.value!r} is for an exchange of rows; set exchange='row'"
+            )
+        return self
+
+    @property
+    def exchange_text(self) -> str:
+        """What isn't as in TorchRec, in words; empty if all is."""
+        parts = []
+        if self.exchange is not Exchange.POOLED:
+            parts.append(f"{self.exchange.value.replace('_', ' ')} exchange")
+        if self.owners is RowOwners.HASH:
+            parts.append("rows spread over owners")
+        if self.hot_rows:
+            parts.append(f"{self.hot_rows:,} hot rows per table")
+        return ", ".join(parts)
 
 
 class ReplicationConfig(Section):

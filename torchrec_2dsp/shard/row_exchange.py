@@ -124,15 +124,14 @@ class RowFetch(nn.Module):
             backward. If ranks of a host ask together, as many inside the host.
         """
         requested = sharding_ctx.requested
+        asked = [one.counts.sum(dim=1) for one in requested.from_owners]
+        given = [counts.sum(dim=0) for counts in owned.counts]
+        # All at once: on a GPU this waits for the device.
+        splits = torch.stack([torch.stack(pair) for pair in zip(asked, given, strict=True)])
         fetching = [
-            exchange(
-                rows,
-                lengths=counts,
-                input_splits=asked.counts.sum(dim=1).tolist(),
-                output_splits=counts.sum(dim=0).tolist(),
-            )
-            for exchange, rows, counts, asked in zip(
-                self._exchanges, owned, owned.counts, requested.from_owners, strict=True
+            exchange(rows, lengths=counts, input_splits=taken, output_splits=sent)
+            for exchange, rows, counts, (taken, sent) in zip(
+                self._exchanges, owned, owned.counts, splits.tolist(), strict=True
             )
         ]
         return PooledRows(fetching, requested, self._in_host)

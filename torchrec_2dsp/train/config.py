@@ -9,7 +9,13 @@ from torchrec_2dsp.data.synthetic import SyntheticConfig
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
 from torchrec_2dsp.plan.parameter_sharding import type_2d
-from torchrec_2dsp.recipe.sections import ModelConfig, OptimizerConfig, ReplicationConfig, Section
+from torchrec_2dsp.recipe.sections import (
+    ExchangeConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ReplicationConfig,
+    Section,
+)
 
 
 class PlannedModelConfig(ModelConfig):
@@ -55,14 +61,24 @@ class LoopConfig(Section):
     """Where to write TensorBoard scalars; empty for nowhere."""
 
 
-class RunConfig(ReplicationConfig):
-    """One training of the model: a mesh and a way to keep its replicas equal."""
+class RunConfig(ReplicationConfig, ExchangeConfig):
+    """One training of the model: a mesh, a way to keep its replicas equal, and an exchange."""
 
     num_groups: int = Field(default=1, ge=1)
     """How many copies of the tables there are; 1 is plain TorchRec."""
 
     layout: RankLayout = RankLayout.STRIDED
     """How ranks are dealt to groups."""
+
+    sharding_types: tuple[str, ...] = ()
+    """What the planner may choose from, if that isn't what the model says."""
+
+    @field_validator("sharding_types")
+    @classmethod
+    def _check_types(cls, types: tuple[str, ...]) -> tuple[str, ...]:
+        for name in types:
+            type_2d(name)
+        return types
 
 
 class TrainConfig(Section):

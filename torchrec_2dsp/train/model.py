@@ -16,6 +16,7 @@ from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.planner.planner2d import Planner2D
+from torchrec_2dsp.recipe.exchange import pinned
 from torchrec_2dsp.recipe.model import table_name
 from torchrec_2dsp.recipe.optimizer import table_optimizer
 from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
@@ -41,7 +42,7 @@ def make_plan(
     model: nn.Module,
     sharder: EmbeddingBagCollectionSharder2D,
 ) -> Plan2D:
-    """What `Planner2D` finds for a run.
+    """What `Planner2D` finds for a run, and what the run says besides.
 
     Collectives:
         One broadcast of a pickled object from rank 0 of the world.
@@ -56,7 +57,7 @@ def make_plan(
         batch_size=config.loop.global_batch_size // mesh.world_size,
         constraints={
             table_name(feature.name): ParameterConstraints(
-                sharding_types=list(config.model.sharding_types),
+                sharding_types=list(run.sharding_types or config.model.sharding_types),
                 pooling_factors=[feature.mean_ids],
             )
             for feature in config.data.features
@@ -66,7 +67,8 @@ def make_plan(
         mesh=mesh,
         sync=run.sync_config,
     )
-    return planner.collective_plan(model, cast(list[ModuleSharder[nn.Module]], [sharder]))
+    plan = planner.collective_plan(model, cast(list[ModuleSharder[nn.Module]], [sharder]))
+    return pinned(plan, run, config.data)
 
 
 def make_optimizer(model: ModelParallel2D, config: TrainConfig) -> CombinedOptimizer:

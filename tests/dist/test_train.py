@@ -11,6 +11,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from tests.support.ranks import RankPool
+from torchrec_2dsp import ConfigError
 from torchrec_2dsp.cli.train import Display, show_result
 from torchrec_2dsp.plan.parameter_sharding import Exchange, RowOwners
 from torchrec_2dsp.plan.plan2d import Plan2D
@@ -189,6 +190,19 @@ def wrong_world(rank: int, world_size: int) -> str:
     except ValueError as error:
         return str(error)
     return "nothing was raised"
+
+
+def wrong_exchange(rank: int, world_size: int) -> str:
+    try:
+        train(make_config(TrainConfig, TINY | {"runs": {"odd": {"exchange": "row", "sharding_types": ["table_wise"]}}}))
+    except ConfigError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_an_exchange_that_fits_no_table_is_refused_on_every_rank(ranks4: RankPool) -> None:
+    said = "exchange='row' is for tables sharded row_wise, and the plan has none: set sharding_types"
+    assert ranks4.run(wrong_exchange, timeout_s=60) == [said] * 4
 
 
 def test_a_config_that_does_not_fit_fails_on_every_rank(ranks4: RankPool) -> None:

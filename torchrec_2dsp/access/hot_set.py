@@ -34,8 +34,10 @@ class HotSet:
             raise PlanError(f"HotSet row id {self.row_ids[0]} is negative")
 
     @classmethod
-    def of(cls, ids: "Iterable[int] | torch.Tensor") -> "HotSet":
-        """A hot set from ids in any order, duplicates allowed."""
+    def of(cls, ids: "Iterable[int] | torch.Tensor | HotSet") -> "HotSet":
+        """A hot set from ids in any order, duplicates allowed; one that is one already."""
+        if isinstance(ids, HotSet):
+            return ids
         return cls(tuple(sorted({int(value) for value in ids})))
 
     @classmethod

@@ -15,8 +15,7 @@ MAX_ROWS = math.isqrt(2**63 - 1)
 def golden_step(num_rows: int) -> int:
     """A step near the golden section of a table that visits every row once.
 
-    Of any run of consecutive steps, every part of the table gets its share, up to a few rows: no
-    step spreads runs of all lengths more evenly.
+    Of any run of consecutive steps, every part of the table gets its share, up to a few rows.
 
     Example:
         >>> from torchrec_2dsp.access.row_spread import golden_step

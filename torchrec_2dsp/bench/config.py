@@ -44,7 +44,7 @@ class _Planned(_Contestant):
         told = "measured" if self.bandwidths == "measured" else "default"
         return f"{types} (planner told {told} bandwidths)"
 
-    def _exchange(self) -> str:
+    def _duplex(self) -> str:
         return ", full-duplex all-to-all" if self.full_duplex else ""
 
 
@@ -59,7 +59,7 @@ class StockContestant(_Planned):
     def describe(self) -> str:
         """In words."""
         qcomms = "" if self.qcomms == "fp32" else f", {self.qcomms} communication"
-        return f"TorchRec, {self._choice()}{qcomms}{self._exchange()}"
+        return f"TorchRec, {self._choice()}{qcomms}{self._duplex()}"
 
 
 class TwoDContestant(_Planned, ReplicationConfig, ExchangeConfig):
@@ -83,7 +83,7 @@ class TwoDContestant(_Planned, ReplicationConfig, ExchangeConfig):
         groups = str(self.num_groups).replace("_", " ")
         return (
             f"2D, {self.layout.value} groups (as many as {groups}), {self.sync_config}, "
-            f"{self._choice()}{rows}{self._exchange()}"
+            f"{self._choice()}{rows}{self._duplex()}"
         )
 
 

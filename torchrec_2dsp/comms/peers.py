@@ -1,4 +1,4 @@
-"""`Peers`: the ranks that hold copies of the same rows, and where they sit."""
+"""`Peers`: ranks that exchange rows, and where they sit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Peers:
-    """Process groups of the ranks that hold copies of the same rows."""
+    """Process groups of ranks that exchange rows: of those that hold copies of the same ones, or
+    of their owners and whoever asks for them."""
 
     everyone: dist.ProcessGroup
     """All of them."""

@@ -1,6 +1,6 @@
 """`ModelParallel2D`: TorchRec's `DMPCollection` for a `Plan2D`, on CPU as well."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -167,15 +167,17 @@ class ModelParallel2D(DMPCollection):
             for name, hot_set in part.hot_sets.items()
         }
 
-    def refresh_hot_sets(self, hot_sets: Mapping[str, HotSet]) -> None:
+    def refresh_hot_sets(
+        self, hot_sets: "Mapping[str, Iterable[int] | torch.Tensor | HotSet]"
+    ) -> None:
         """Make other rows hot, between two steps; nothing is lost, and losses stay the same.
 
         Call it on all ranks. A batch that a pipeline has distributed already is still trained by
         the old hot rows; the replicas move when the first batch after it is looked up.
 
         Args:
-            hot_sets: by table; a table needs a hot set in the plan, which is the room it has.
-                Other tables keep theirs.
+            hot_sets: by table, ids in any order, or a `HotSet`. A table needs a hot set in the
+                plan, which is the room it has; other tables keep theirs.
 
         Collectives:
             An agreement of all ranks. When the replicas move, those of `complete_state`, and for
@@ -189,14 +191,15 @@ class ModelParallel2D(DMPCollection):
                     f"table {unknown[0]!r} has no hot rows to refresh: pin some when you plan; "
                     + (f"{', '.join(sorted(known))} have them" if known else "no table has them")
                 )
+            renewed = {name: HotSet.of(rows) for name, rows in hot_sets.items()}
             by_part = [
-                (part, {name: one for name, one in hot_sets.items() if name in part.hot_sets})
+                (part, {name: one for name, one in renewed.items() if name in part.hot_sets})
                 for part in self.sharded_modules()
             ]
             for part, sets in by_part:
                 part.check_hot_sets(sets)
             facts["the hot sets"] = "\n".join(
-                f"{name}: {one.row_ids}" for name, one in sorted(hot_sets.items())
+                f"{name}: {one.row_ids}" for name, one in sorted(renewed.items())
             )
         for part, sets in by_part:
             part.refresh_hot_sets(sets)

@@ -136,8 +136,7 @@ def pin(
     """
     changes: dict[str, Any] = {}
     if hot_rows is not None:
-        is_set = isinstance(hot_rows, HotSet)
-        changes["hot_set"] = hot_rows if is_set else _hot_set_of(hot_rows)
+        changes["hot_set"] = _hot_set_of(hot_rows)
     if exchange is not None:
         changes["exchange"] = _member(Exchange, "exchange", exchange)
     if owners is not None:
@@ -169,9 +168,9 @@ def _member(kind: type[_Choice], name: str, value: _Choice | str) -> _Choice:
         raise PlanError(f"{name}={value!r} is unknown; use one of {known}") from error
 
 
-def _hot_set_of(ids: "Iterable[int] | torch.Tensor") -> HotSet | None:
-    values = [int(value) for value in ids]
-    return HotSet.of(values) if values else None
+def _hot_set_of(rows: "Iterable[int] | torch.Tensor | HotSet") -> HotSet | None:
+    known = rows if isinstance(rows, HotSet) else [int(row) for row in rows]
+    return HotSet.of(known) if known else None
 
 
 def _validate_table(where: str, table: ParameterSharding2D, mesh: Mesh2D) -> None:

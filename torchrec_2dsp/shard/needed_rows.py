@@ -21,8 +21,6 @@ _MAX_INT32 = torch.iinfo(torch.int32).max
 class RowBlock:
     """The tables of one kernel, cut into blocks of rows, one for each owner."""
 
-    dim: int
-    """Columns of each table."""
     tables: tuple[str, ...]
     """Their names."""
     features: tuple[str, ...]
@@ -47,7 +45,6 @@ class RowBlock:
         tables = config.embedding_tables
         metadata = [table.global_metadata for table in tables]
         return cls(
-            dim=tables[0].local_cols,
             tables=tuple(table.name for table in tables),
             features=tuple(name for table in tables for name in table.feature_names),
             feature_tables=tuple(

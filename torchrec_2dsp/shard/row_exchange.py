@@ -184,6 +184,7 @@ class _RowExchange:
         self._blocks = [RowBlock.of(config, spread) for config in configs]
         self._owners = Peers(self._pg)
         per_host = self._env.node_group_size
+        # TorchRec's groups for node-wise sharding: one rank per host, or one host, has none.
         if self._PER_HOST and 1 < per_host < self._pg.size():
             self._owners = Peers(self._pg, *intra_and_cross_node_pg_2D(self._env, self._device))
 

@@ -1,9 +1,9 @@
 """`TrainConfig`: what a training program does."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from torchrec_2dsp.data.synthetic import SyntheticConfig
 from torchrec_2dsp.errors import ConfigError
@@ -18,10 +18,20 @@ from torchrec_2dsp.recipe.sections import (
 )
 
 
+def _check_known(types: tuple[str, ...]) -> tuple[str, ...]:
+    for name in types:
+        type_2d(name)
+    return types
+
+
+ShardingTypes = Annotated[tuple[str, ...], AfterValidator(_check_known)]
+"""Names of sharding types, TorchRec's or their 2D forms."""
+
+
 class PlannedModelConfig(ModelConfig):
     """The model, and what its planner may do."""
 
-    sharding_types: tuple[str, ...] = ("table_wise", "row_wise")
+    sharding_types: ShardingTypes = ("table_wise", "row_wise")
     """What the planner may choose from. Column-wise shards have a row-wise moment each, and
     data-parallel tables are trained by the dense optimizer: with those, runs on different meshes
     train by different rules."""
@@ -29,8 +39,6 @@ class PlannedModelConfig(ModelConfig):
     @field_validator("sharding_types")
     @classmethod
     def _check_types(cls, types: tuple[str, ...]) -> tuple[str, ...]:
-        for name in types:
-            type_2d(name)
         if not types:
             raise ValueError("it is empty; name at least one sharding type")
         return types
@@ -70,15 +78,8 @@ class RunConfig(ReplicationConfig, ExchangeConfig):
     layout: RankLayout = RankLayout.STRIDED
     """How ranks are dealt to groups."""
 
-    sharding_types: tuple[str, ...] = ()
+    sharding_types: ShardingTypes = ()
     """What the planner may choose from, if that isn't what the model says."""
-
-    @field_validator("sharding_types")
-    @classmethod
-    def _check_types(cls, types: tuple[str, ...]) -> tuple[str, ...]:
-        for name in types:
-            type_2d(name)
-        return types
 
 
 class TrainConfig(Section):

@@ -154,6 +154,10 @@ def test_plans_progress_and_figures_are_shown_in_80_columns(trained: Trained) ->
         assert text in shown
     lines = [line.split() for line in shown.splitlines()]
     assert ["t_user", "100", "8"] in [line[:3] for line in lines]
+    # Of the run that isn't as in TorchRec, and of no other.
+    ends = [" ".join(line[-5:]) for line in lines if line[:1] == ["t_user"]]
+    assert [end.endswith("3 row, hash, 4 hot") for end in ends] == [False] * 3 + [True]
+    assert shown.count("exchange") == 1
     words = [" ".join(line) for line in lines]
     headings = words.index("run mesh sync loss loss NE one_group per s per step")
     assert words[headings - 1] == "train eval eval gap to samples sync MB"

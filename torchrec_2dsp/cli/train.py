@@ -16,6 +16,7 @@ from torchrec_2dsp.cli.outputs import check_writable
 
 if TYPE_CHECKING:
     from torchrec_2dsp.mesh.mesh2d import Mesh2D
+    from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D
     from torchrec_2dsp.plan.plan2d import Plan2D
     from torchrec_2dsp.train.config import TrainConfig
     from torchrec_2dsp.train.meter import Measured
@@ -149,16 +150,34 @@ def plan_table(name: str, plan: "Plan2D", config: "TrainConfig") -> Table:
     table.add_column("2D type")
     table.add_column("ranks" if plan.mesh.num_groups == 1 else "ranks (a+b: replica peers)")
     rows = {table_name(feature.name): feature.num_rows for feature in config.data.features}
-    for _, module in plan.modules():
-        for key, sharding in module.tables():
-            table.add_row(
-                Text(key),
-                f"{rows[key]:,}",
-                str(config.model.dim),
-                sharding.sharding_type,
-                _ranks(plan.mesh, sharding.ranks),
-            )
+    tables = [one for _, module in plan.modules() for one in module.tables()]
+    exchanges = [_exchange(sharding) for _, sharding in tables]
+    if any(exchanges):
+        table.add_column("exchange")
+    for (key, sharding), exchange in zip(tables, exchanges, strict=True):
+        table.add_row(
+            Text(key),
+            f"{rows[key]:,}",
+            str(config.model.dim),
+            sharding.sharding_type,
+            _ranks(plan.mesh, sharding.ranks),
+            *([exchange] if any(exchanges) else []),
+        )
     return table
+
+
+def _exchange(sharding: "ParameterSharding2D") -> str:
+    """What isn't as in TorchRec: how rows travel, who owns them, and how many are hot."""
+    from torchrec_2dsp.plan.parameter_sharding import Exchange, RowOwners
+
+    parts = []
+    if sharding.exchange is not Exchange.POOLED:
+        parts.append(sharding.exchange.value)
+    if sharding.owners is not RowOwners.BLOCK:
+        parts.append(sharding.owners.value)
+    if sharding.hot_set is not None:
+        parts.append(f"{len(sharding.hot_set):,} hot")
+    return ", ".join(parts)
 
 
 def show_result(result: "TrainResult", console: Console) -> None:

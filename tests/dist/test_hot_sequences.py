@@ -17,10 +17,9 @@ from tests.dist.test_checkpoint_harness import Trip, check_arrivals, stock
 from tests.dist.test_hot_set_refresh import backwards_after_a_refresh, gap_after_refreshes
 from tests.dist.test_row_exchange import warnings_of
 from tests.support.models import SEQUENCE_TABLES, ModelSpec
-from tests.support.parity import Cell, run_cells
+from tests.support.parity import TOLERANCE, Cell, run_cells
 from tests.support.ranks import RankPool
 
-TOLERANCE = 1e-6
 ONE, TWO = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2)
 SPEC = ModelSpec(SEQUENCE_TABLES, sequence=True)
 SOME = (("t0", (0, 1, 5, 39)), ("t1", (0, 2)))

@@ -25,6 +25,8 @@ SHARDERS = (tdsp.EmbeddingBagCollectionSharder2D, tdsp.EmbeddingCollectionSharde
 STEPS = 4
 ROUNDING = 1e-6
 """The emulation adds and scales in another order: some float32 roundings of values below 1."""
+DELAYED_ROUNDING = 5e-5
+"""The first step divides by a moment of nothing, which magnifies roundings of the gradient."""
 
 
 def scaled(scales: dict[str, float]) -> tdsp.MomentScaledRowWiseAdaGrad:
@@ -62,7 +64,7 @@ DELAYED = tdsp.DelayedMomentRowWiseAdaGrad(lr=LR, eps=EPS)
 )
 def test_a_delayed_moment(ranks4: RankPool, cell: Cell) -> None:
     answers = ranks4.run(train_otherwise, cell, DELAYED, {"delays_moment": True})
-    assert max(answers) < ROUNDING
+    assert max(answers) < DELAYED_ROUNDING
 
 
 @pytest.mark.parametrize("cell", [AVERAGED, SEQUENCE], ids=str)

@@ -9,13 +9,9 @@ import pytest
 from torchrec.modules.embedding_configs import DataType
 
 from tests.support.models import SEQUENCE_TABLES, ModelSpec
-from tests.support.parity import STEPS, Cell, Gap, run_cells
+from tests.support.parity import STEPS, TOLERANCE, Cell, Gap, run_cells
 from tests.support.ranks import RankPool
 from torchrec_2dsp import GradientSync, Mesh2D, RankLayout, WeightSync
-
-TOLERANCE = 1e-6
-"""Ranks add the same float32 numbers in another order than the oracle: a few ulps of weights
-below 1, carried through ten steps."""
 
 ROW_WISE_MEAN_TOLERANCE = 4e-6
 """TorchRec averages row-wise bags by their length + 1e-6."""

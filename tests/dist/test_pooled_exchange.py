@@ -19,12 +19,9 @@ import torchrec_2dsp as tdsp
 from tests.dist.test_checkpoint_harness import Trip, check_arrivals, stock
 from tests.support.loops import PIPELINES, by_pipelines, largest_gap, make_stream, plain_loop, shard, train
 from tests.support.models import MIXED, SEQUENCE_TABLES, ModelSpec, TableSpec, build
-from tests.support.parity import LR, Cell, group_plan, make_optimizer, make_sharder, run_cells
+from tests.support.parity import LR, TOLERANCE, Cell, group_plan, make_optimizer, make_sharder, run_cells
 from tests.support.ranks import RankPool, RanksFailed
 from torchrec_2dsp.comms.counting import count_collectives
-
-TOLERANCE = 1e-6
-"""As in the parity matrix."""
 
 LONG_BAGS_TOLERANCE = 1e-5
 """Sums of many rows round more often, in parts even more."""

@@ -22,6 +22,7 @@ from tests.support.loops import PIPELINES, by_pipelines, largest_gap, make_strea
 from tests.support.models import MIXED, SEQUENCE_TABLES, ModelSpec, TableSpec, build
 from tests.support.parity import (
     LR,
+    TOLERANCE,
     Cell,
     group_plan,
     make_optimizer,
@@ -30,9 +31,6 @@ from tests.support.parity import (
 )
 from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
-
-TOLERANCE = 1e-6
-"""As in the parity matrix; averaged bags too, which TorchRec's row-wise sharding rounds."""
 
 LONG_BAGS_TOLERANCE = 4e-6
 """Sums of many rows round more often."""

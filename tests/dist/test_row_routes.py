@@ -10,7 +10,7 @@ import torch
 import torchrec_2dsp as tdsp
 from tests.dist.test_transport import HOT_ROWS, ROUNDING, train_late
 from tests.support.models import SEQUENCE_TABLES, ModelSpec
-from tests.support.parity import Cell, run_cells
+from tests.support.parity import TOLERANCE, Cell, run_cells
 from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.mesh.groups import MeshGroups
@@ -19,9 +19,6 @@ from torchrec_2dsp.rows.exchange import RowExchange
 from torchrec_2dsp.rows.gradients import BlockGradients
 
 BLOCKS = (Block(8, (0,), (0,), (0,), 1000), Block(4, (1,), (1,), (0,), 50))
-TOLERANCE = 1e-6
-"""As in the parity matrix."""
-
 NUM_ROWS = 40
 """Touched by a rank, of each block."""
 

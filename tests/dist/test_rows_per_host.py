@@ -11,10 +11,9 @@ import torchrec_2dsp as tdsp
 from tests.dist.test_row_exchange import IDS, ONE_TABLE, bytes_of_a_step, quantised
 from tests.support.loops import PIPELINES, by_pipelines
 from tests.support.models import MIXED, SEQUENCE_TABLES, ModelSpec
-from tests.support.parity import LR, Cell, run_cells
+from tests.support.parity import LR, TOLERANCE, Cell, run_cells
 from tests.support.ranks import RankPool
 
-TOLERANCE = 1e-6
 ROWS = Cell(tdsp.Mesh2D(1, 4), exchange="row_per_host")
 BAGS = (ModelSpec(), ModelSpec(pooling="mean"), ModelSpec(weighted=True), MIXED)
 SEQUENCE = ModelSpec(SEQUENCE_TABLES, sequence=True)

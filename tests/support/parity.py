@@ -22,6 +22,10 @@ LR, STEPS = 0.05, 10
 EPS = 1e-3
 """Large enough that a gradient which cancels to almost nothing, whose rounding error is then
 all of it, doesn't become a full AdaGrad step."""
+TOLERANCE = 2e-6
+"""Ranks add the same float32 numbers in another order than the oracle, and so do the matrix kernels
+of different processors: a few ulps of weights below 1, carried through ten steps; twice as many of
+moments, which are squares."""
 FUSED = {
     "sgd": EmbOptimType.EXACT_SGD,
     "adagrad": EmbOptimType.EXACT_ADAGRAD,

@@ -88,10 +88,16 @@ def run_blocks(text: str, name: str) -> list[str]:
     return failures
 
 
+def folder_with_configs(folder: Path) -> Path:
+    """What examples write goes to a folder of its own; what they read is there as well."""
+    (folder / "configs").symlink_to(ROOT / "configs")
+    return folder
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module(name)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(folder_with_configs(tmp_path))
     failures = [
         failure
         for test in doctest.DocTestFinder().find(module)
@@ -109,7 +115,7 @@ def test_there_are_docstring_examples() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_pages(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = page.read_text()
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(folder_with_configs(tmp_path))
     failures = run_blocks(text, page.name)
     failures += [
         f"{page.name}: link to {link}, which doesn't exist"

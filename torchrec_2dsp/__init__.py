@@ -13,7 +13,12 @@ if not is_doctor_command(sys.orig_argv, sys.argv):
     from torchrec_2dsp.access.hot_set import HotSet
     from torchrec_2dsp.access.stats import AccessStats
     from torchrec_2dsp.access.table_access import TableAccess
+    from torchrec_2dsp.cost.calibration import Calibration
+    from torchrec_2dsp.cost.model import CostModel
+    from torchrec_2dsp.cost.step_cost import StepCost
+    from torchrec_2dsp.cost.workload import DenseWork, TableWork, Workload
     from torchrec_2dsp.errors import (
+        CalibrationError,
         CheckpointError,
         ConfigError,
         InputError,
@@ -60,9 +65,13 @@ __version__ = "0.1.0"
 __all__ = [
     "FROM_MESH",
     "AccessStats",
+    "Calibration",
+    "CalibrationError",
     "CheckpointError",
     "ConfigError",
+    "CostModel",
     "DelayedMomentRowWiseAdaGrad",
+    "DenseWork",
     "EmbeddingBagCollectionSharder2D",
     "EmbeddingCollectionSharder2D",
     "Enumerator2D",
@@ -87,15 +96,18 @@ __all__ = [
     "RowOwners",
     "ShardingType2D",
     "Stats2D",
+    "StepCost",
     "SyncError",
     "SyncReport",
     "SyncedRows",
     "TableAccess",
+    "TableWork",
     "Transport",
     "TwoDError",
     "UnsupportedError",
     "VersionError",
     "WeightSync",
+    "Workload",
     "after",
     "every",
     "group_topology",

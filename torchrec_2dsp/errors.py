@@ -27,6 +27,10 @@ class ConfigError(TwoDError, ValueError):
     """Arguments that contradict each other, or that differ between ranks."""
 
 
+class CalibrationError(TwoDError, ValueError):
+    """A calibration that can't be made, read or used: what it lacks, or where it doesn't fit."""
+
+
 class UnsupportedError(TwoDError, NotImplementedError):
     """A TorchRec feature that this package refuses by name instead of getting it wrong."""
 

@@ -208,3 +208,21 @@ def test_a_plot_shows_every_table(tmp_path: Path) -> None:
 
     assert all(name in drawn for name in tables)
     assert "unused" not in drawn
+
+
+@given(COUNTS.filter(any), st.integers(1, 6), st.integers(1, 200))
+def test_blocks_are_parts_of_the_whole(
+    counts: list[int], num_blocks: int, num_lookups: int
+) -> None:
+    table = tdsp.TableAccess.of_counts(counts, num_samples=10)
+    block_rows = -(-len(counts) // num_blocks)
+    blocks = [counts[start : start + block_rows] for start in range(0, len(counts), block_rows)]
+    blocks += [[]] * (num_blocks - len(blocks))
+    shares = table.share_by_block(num_blocks)
+    assert shares == pytest.approx([sum(block) / sum(counts) for block in blocks])
+    distinct = table.distinct_by_block(num_lookups, num_blocks)
+    assert distinct.sum() == pytest.approx(table.expected_distinct(num_lookups))
+    assert all(
+        found <= len([count for count in block if count]) + 1e-9
+        for found, block in zip(distinct, blocks, strict=True)
+    )

@@ -1,6 +1,6 @@
 """`TableAccess`: how often the rows of one table are looked up, and what follows from it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -127,6 +127,34 @@ class TableAccess:
             return float(times @ (1 - _absent(counts, num_lookups, total)))
         drawn = float(times @ (1 - (1 - np.minimum(counts / total, 1)) ** num_lookups))
         return max(drawn, float(self.num_used_rows))
+
+    def without(self, num_hot: int) -> "TableAccess":
+        """The accesses of all rows but the ``num_hot`` hottest."""
+        return replace(self, rows=self.rows[num_hot:], counts=self.counts[num_hot:])
+
+    def share_by_block(self, num_blocks: int) -> NDArray[np.float64]:
+        """The share of lookups that go to each of some blocks of consecutive rows.
+
+        Example:
+            >>> from torchrec_2dsp.access.table_access import TableAccess
+            >>> table = TableAccess.of_counts([6, 2, 1, 1], num_samples=10)
+            >>> table.share_by_block(2)
+            array([0.8, 0.2])
+        """
+        block_rows = -(-self.num_rows // num_blocks)
+        taken = np.bincount(self.rows // block_rows, self.counts, minlength=num_blocks)
+        # Nobody knows where the rows of the tail are.
+        return np.asarray((taken + self.tail_lookups / num_blocks) / self.num_lookups, np.float64)
+
+    def distinct_by_block(self, num_lookups: float, num_blocks: int) -> NDArray[np.float64]:
+        """`expected_distinct`, of each of some blocks of consecutive rows."""
+        blocks = self.rows // -(-self.num_rows // num_blocks)
+        total = max(self.num_lookups, num_lookups)
+        touched = 1 - _absent(self.counts, num_lookups, total)
+        by_block = np.bincount(blocks, touched, minlength=num_blocks)
+        whole = self.expected_distinct(num_lookups)
+        # The rest is of the tail, or of a log that is shorter than what is asked for.
+        return np.asarray(by_block + (whole - touched.sum()) / num_blocks, np.float64)
 
     @cached_property
     def _ascending_shares(self) -> NDArray[np.float64]:

@@ -31,7 +31,7 @@ from torchrec_2dsp.bench.setting import describe_setting
 from torchrec_2dsp.bench.speeds import measured_speeds
 from torchrec_2dsp.bench.trace import mean_phases
 from torchrec_2dsp.bench.worker import LEAD_IN_STEPS, Place, Traced, Worker
-from torchrec_2dsp.cost.link_speed import LinkSpeeds
+from torchrec_2dsp.cost.measure.link_speed import LinkSpeeds
 from torchrec_2dsp.errors import ConfigError
 
 _PATIENCE = 3.0

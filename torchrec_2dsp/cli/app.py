@@ -7,6 +7,7 @@ import typer
 from torchrec_2dsp.cli.bench import bench
 from torchrec_2dsp.cli.bench_report import bench_compare, bench_report
 from torchrec_2dsp.cli.bench_sync import bench_sync
+from torchrec_2dsp.cli.calibrate import calibrate
 from torchrec_2dsp.cli.doctor import doctor
 from torchrec_2dsp.cli.train import train
 from torchrec_2dsp.cli.train_study import train_study
@@ -20,6 +21,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     bench_report,
     bench_compare,
     bench_sync,
+    calibrate,
     train_study,
 )
 

@@ -11,6 +11,10 @@ def check_writable(output: Path | None) -> None:
         return
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not output.exists()
         output.touch()
+        if is_new:
+            # What fails later leaves no empty file.
+            output.unlink()
     except OSError as error:
         raise ConfigError(f"--output {output} can't be written: {error.strerror}") from error

@@ -1,1 +1,1 @@
-"""What things cost on this machine: measured, and calculated from what was measured."""
+"""What things cost: a plan's step from a calibration of the network and its machines."""

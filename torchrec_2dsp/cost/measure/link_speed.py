@@ -2,7 +2,6 @@
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 
 from torchrec_2dsp.comms import full_duplex
 from torchrec_2dsp.comms.agreement import agree
+from torchrec_2dsp.cost.measure.timing import group_device, slowest_rank_seconds
 from torchrec_2dsp.errors import ConfigError
 
 MAX_BYTES = 64 * 2**20
@@ -32,7 +32,7 @@ class LinkSpeeds:
     rank per host has no neighbours, and one host no other hosts.
 
     Example:
-        >>> from torchrec_2dsp.cost.link_speed import LinkSpeeds
+        >>> from torchrec_2dsp.cost.measure.link_speed import LinkSpeeds
         >>> speeds = LinkSpeeds(
         ...     local_world_size=2,
         ...     intra_host_all_to_all_bytes_per_s=3e9,
@@ -129,7 +129,7 @@ def bytes_per_s(
         num_passes: how often the payload goes round: once in an all-to-all, twice in an all-reduce.
 
     Example:
-        >>> from torchrec_2dsp.cost.link_speed import bytes_per_s
+        >>> from torchrec_2dsp.cost.measure.link_speed import bytes_per_s
         >>> bytes_per_s([0.5, 9.0, 0.5], num_bytes=4000, num_ranks=4, num_passes=1)
         6000.0
     """
@@ -140,7 +140,7 @@ def payload_bytes(probe_bytes: int, probe_seconds: float, max_bytes: int) -> int
     """The payload that takes about 0.2 seconds, if ``probe_bytes`` took ``probe_seconds``.
 
     Example:
-        >>> from torchrec_2dsp.cost.link_speed import payload_bytes
+        >>> from torchrec_2dsp.cost.measure.link_speed import payload_bytes
         >>> payload_bytes(1_000_000, 0.1, max_bytes=10_000_000)
         2000000
     """
@@ -193,20 +193,12 @@ class _Collective:
         self, world: dist.ProcessGroup, group: dist.ProcessGroup, num_bytes: int, repeats: int
     ) -> tuple[int, list[float]]:
         """The payload, rounded up to whole elements, and the slowest rank's time per repeat."""
-        device = _device(world)
+        device = group_device(world)
         num_elements = math.ceil(num_bytes / (_ELEMENT_BYTES * group.size())) * group.size()
         sent = torch.ones(num_elements, device=device)
         received = torch.ones_like(sent)
-        seconds = torch.zeros(repeats, dtype=torch.float64, device=device)
-        for repeat in range(repeats):
-            dist.all_reduce(torch.zeros(1, device=device), group=world)
-            _wait_for(device)
-            start = time.perf_counter()
-            self.run(received, sent, group)
-            _wait_for(device)
-            seconds[repeat] = time.perf_counter() - start
-        dist.all_reduce(seconds, dist.ReduceOp.MAX, group=world)
-        return num_elements * _ELEMENT_BYTES, seconds.tolist()
+        seconds = slowest_rank_seconds(lambda: self.run(received, sent, group), world, repeats)
+        return num_elements * _ELEMENT_BYTES, seconds
 
 
 _COLLECTIVES = {
@@ -215,17 +207,6 @@ _COLLECTIVES = {
     ),
     "all_reduce": _Collective(lambda received, sent, group: dist.all_reduce(sent, group=group), 2),
 }
-
-
-def _device(group: dist.ProcessGroup) -> torch.device:
-    if "nccl" in dist.get_backend(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _argument_error(

@@ -1,0 +1,96 @@
+"""Calibration: on all ranks alike, and by the command."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
+
+import torchrec_2dsp as tdsp
+from tests.support.ranks import RankPool
+from torchrec_2dsp.cost.measure import fit
+from torchrec_2dsp.cost.measure.calibrate import calibrate
+
+
+def measured(
+    rank: int, world_size: int, local_world_size: int
+) -> tuple[tdsp.Calibration, list[str], int]:
+    """With what progress told, and the groups that are left."""
+    world = dist.group.WORLD
+    assert world is not None
+    # Other tests may run meanwhile.
+    fit.MAX_MEDIAN_ERROR = fit.MAX_KERNEL_ERROR = math.inf
+    before = set(_world.pg_names.values())
+    told: list[str] = []
+    made = calibrate(world, local_world_size=local_world_size, name="x", progress=told.append)
+    return made, told, len(set(_world.pg_names.values()) - before)
+
+
+def test_every_rank_finds_the_same(ranks4: RankPool) -> None:
+    (made, told, left), *others = ranks4.run(measured, 2)
+    assert [other for other, _, _ in others] == [made] * 3
+    assert left == 0
+    assert (made.hardware.num_hosts, made.hardware.ranks_per_host) == (2, 2)
+    for name, cost in made.collectives:
+        assert cost.local_s_per_byte is not None, name
+        assert cost.link_s_per_byte is not None, name
+        assert 1e-12 < max(cost.local_s_per_byte, cost.link_s_per_byte) < 1e-5, name
+    for name, cost in made.kernels:
+        assert 0 < cost.base_s + cost.per_item_s + cost.per_byte_s < 1, name
+    assert 0 <= made.turn_s < 1
+    assert "all_to_all, across hosts" in told
+    assert "full_duplex_all_to_all, all ranks" in told
+
+
+def refused(rank: int, world_size: int) -> str:
+    assert dist.group.WORLD is not None
+    with pytest.raises(tdsp.CalibrationError) as caught:
+        calibrate(dist.group.WORLD, local_world_size=3, name="x")
+    return str(caught.value)
+
+
+def test_hosts_of_different_sizes_are_refused(ranks4: RankPool) -> None:
+    assert set(ranks4.run(refused)) == {
+        "local_world_size=3 does not divide world_size=4; start as many ranks on every host"
+    }
+
+
+def command(*arguments: str, ranks: int = 2) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        + [f"--nproc-per-node={ranks}", "-m", "torchrec_2dsp", "calibrate", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks", "error"),
+    [
+        (["--device", "tpu"], 2, "error: device='tpu' is unknown; use cpu or cuda"),
+        ([], 1, "error: one rank has no network to measure; start at least two"),
+    ],
+)
+def test_the_command_says_what_is_wrong(
+    arguments: list[str], ranks: int, error: str, tmp_path: Path
+) -> None:
+    done = command("--out", str(tmp_path / "c.toml"), *arguments, ranks=ranks)
+    assert done.returncode != 0
+    assert error in done.stderr
+    assert not (tmp_path / "c.toml").exists()
+
+
+@pytest.mark.slow
+def test_the_command_writes_a_calibration(tmp_path: Path) -> None:
+    out = tmp_path / "mine.toml"
+    done = command("--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert tdsp.Calibration.load(out).hardware.name == "mine"
+    for text in ("measuring all_reduce, in hosts", "host's link", "ns per row", f"wrote {out}"):
+        assert text in done.stdout, text

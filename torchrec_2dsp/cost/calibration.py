@@ -1,0 +1,194 @@
+"""`Calibration`: what collectives and work on rows take on some machines. A TOML file."""
+
+import tomllib
+from pathlib import Path
+from typing import Any, Self
+
+import tomli_w
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torchrec.distributed.planner.types import (
+    HardwareConfig,
+    KernelConfig,
+    Topology,
+    TopologyFactory,
+    TrainerConfig,
+)
+
+from torchrec_2dsp.cost.coefficients import CollectiveCost, KernelCost
+from torchrec_2dsp.errors import CalibrationError
+
+FORMAT = 1
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Hardware(_Part):
+    """Where a calibration holds."""
+
+    name: str
+    """What people call it."""
+
+    device: str = Field(pattern="^(cpu|cuda)$")
+    """Where tables lie."""
+
+    num_hosts: int = Field(ge=1)
+    """That took part."""
+
+    ranks_per_host: int = Field(ge=1)
+    """That shared a host's cores and link."""
+
+    processor: str = ""
+    """Of a host, or the name of its GPUs."""
+
+    measured: str = ""
+    """When; or from which data sheets, where nothing was measured."""
+
+    memory_bytes: int = Field(default=0, ge=0)
+    """Of a rank, for tables: GPU memory, or its share of a host's; 0 for unknown."""
+
+
+class Collectives(_Part):
+    """What each collective takes."""
+
+    all_to_all: CollectiveCost
+    """The backend's own."""
+
+    full_duplex_all_to_all: CollectiveCost | None = None
+    """On gloo, this package's; on nccl they are one."""
+
+    all_reduce: CollectiveCost
+    """Of dense gradients, and of whole shards."""
+
+    all_gather: CollectiveCost
+    """The backward of row-wise sharding."""
+
+    reduce_scatter: CollectiveCost
+    """The forward of row-wise sharding."""
+
+
+class Kernels(_Part):
+    """What work on a rank's rows takes, while its neighbours do the same."""
+
+    lookup: KernelCost
+    """Forward of a fused embedding kernel."""
+
+    update: KernelCost
+    """Its backward, with the optimizer."""
+
+    sort: KernelCost
+    """Finding the distinct among ids."""
+
+    gather: KernelCost
+    """Copying rows to where they are wanted."""
+
+    add: KernelCost
+    """Adding rows up where several belong together."""
+
+    dense_update: KernelCost
+    """An optimizer's pass over all of a table."""
+
+
+class Calibration(_Part):
+    """Constants of a network and its machines, from which a `CostModel` predicts a step.
+
+    Example:
+        >>> import torchrec_2dsp as tdsp
+        >>> calibration = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
+        >>> calibration.hardware.num_hosts
+        2
+    """
+
+    format: int = Field(default=FORMAT, ge=FORMAT, le=FORMAT)
+    """Of the file."""
+
+    hardware: Hardware
+    """Where it was made."""
+
+    collectives: Collectives
+    """What the network takes."""
+
+    kernels: Kernels
+    """What the machines take."""
+
+    turn_s: float = Field(default=0.0, ge=0)
+    """What a collective takes beyond its own time where ranks come from computing: they don't come
+    together, and where they share cores, sending has to wait for those that still compute."""
+
+    def save(self, path: str | Path) -> None:
+        """Write TOML."""
+        Path(path).write_text(tomli_w.dumps(self.model_dump(exclude_none=True)))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what `save` wrote.
+
+        Raises:
+            CalibrationError: it can't be read, or is something else.
+        """
+        try:
+            return cls.model_validate(tomllib.loads(Path(path).read_text()))
+        except OSError as error:
+            raise CalibrationError(f"{path} can't be read: {error.strerror}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise CalibrationError(f"{path} is not TOML: {error}") from error
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            where = ".".join(str(part) for part in wrong["loc"])
+            raise CalibrationError(
+                f"{path} is no calibration of format {FORMAT}: {where}: {wrong['msg']}; make one "
+                "with the calibrate command"
+            ) from error
+
+    def all_to_all(self, *, full_duplex: bool) -> CollectiveCost:
+        """That of the backend, or this package's where the backend has another."""
+        other = self.collectives.full_duplex_all_to_all
+        return other if full_duplex and other is not None else self.collectives.all_to_all
+
+    def topology(self, world_size: int, local_world_size: int, **more: Any) -> Topology:
+        """For TorchRec's own planner: bandwidths of all-to-alls, as it counts them.
+
+        Args:
+            world_size: ranks of the world that is planned for.
+            local_world_size: ranks per host.
+            more: arguments of TorchRec's `TrainerConfig`.
+
+        Example:
+            >>> import torchrec_2dsp as tdsp
+            >>> calibration = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
+            >>> topology = calibration.topology(world_size=4, local_world_size=2)
+            >>> topology.inter_host_bw < topology.intra_host_bw
+            True
+        """
+        cost = self.all_to_all(full_duplex=True)
+        return TopologyFactory.create_topology(
+            TrainerConfig(world_size=world_size, local_world_size=local_world_size, **more),
+            HardwareConfig(
+                intra_host_bw=_per_ms(cost.local_s_per_byte),
+                # A rank has its share of the host's link.
+                inter_host_bw=_per_ms(cost.link_s_per_byte, shared_by=local_world_size),
+            ),
+            # Without the second, TorchRec drops the bandwidths.
+            KernelConfig(compute_device=self.hardware.device, use_hardware_based_bandwidth=True),
+        )
+
+    def differences(self, *, local_world_size: int, device: str) -> list[str]:
+        """What is unlike the machines it was made on, in words; none if all is alike."""
+        found = []
+        if local_world_size != self.hardware.ranks_per_host:
+            found.append(
+                f"hosts have {local_world_size} ranks, and had {self.hardware.ranks_per_host}"
+            )
+        if device != self.hardware.device:
+            found.append(f"tables are on {device}, and were on {self.hardware.device}")
+        if device == "cuda" == self.hardware.device and torch.cuda.is_available():
+            name = torch.cuda.get_device_name()
+            if self.hardware.processor and name != self.hardware.processor:
+                found.append(f"GPUs are {name}, and were {self.hardware.processor}")
+        return found
+
+
+def _per_ms(s_per_byte: float | None, shared_by: int = 1) -> float | None:
+    return None if not s_per_byte else 1e-3 / s_per_byte / shared_by

@@ -1,0 +1,92 @@
+"""What a collective and a kernel take: a constant, and so much for each unit of work."""
+
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+from torchrec_2dsp.cost.span import Span
+from torchrec_2dsp.cost.traffic import Traffic
+from torchrec_2dsp.errors import CalibrationError
+
+
+class Coefficients(BaseModel):
+    """Seconds for each unit of some kinds of work, none below zero."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    base_s: float = Field(ge=0)
+    """Whatever the work."""
+
+    median_error: float = Field(default=0.0, ge=0)
+    """How far the longer half of the measurements is from these constants, by the median."""
+
+    max_error: float = Field(default=0.0, ge=0)
+    """The same, by the furthest."""
+
+
+class CollectiveCost(Coefficients):
+    """Seconds of a collective, whose bytes travel inside hosts and across them at the same time.
+
+    Example:
+        >>> from torchrec_2dsp.cost.coefficients import CollectiveCost
+        >>> from torchrec_2dsp.cost.span import Span
+        >>> from torchrec_2dsp.cost.traffic import all_to_all
+        >>> cost = CollectiveCost(
+        ...     base_s=0.001, per_peer_s=0, local_s_per_byte=0, link_s_per_byte=1e-9
+        ... )
+        >>> span = Span.of_world(4, 2)
+        >>> cost.seconds(span, all_to_all(span, to_each=1e6))
+        0.005
+    """
+
+    per_peer_s: float = Field(ge=0)
+    """For each other rank of the group."""
+
+    local_s_per_byte: float | None = Field(default=None, ge=0)
+    """For each byte that a rank sends inside its host; ``None`` where hosts have one rank."""
+
+    link_s_per_byte: float | None = Field(default=None, ge=0)
+    """For each byte that a host sends to others; ``None`` where there was one host."""
+
+    def seconds(self, span: Span, traffic: Traffic) -> float:
+        """What it takes a group of ``span``."""
+        if span.num_ranks == 1:
+            return 0.0
+        moved_s = max(
+            traffic.local_bytes * _known(self.local_s_per_byte, traffic.local_bytes, "in a host"),
+            traffic.link_bytes * _known(self.link_s_per_byte, traffic.link_bytes, "across hosts"),
+        )
+        return self.base_s + (span.num_ranks - 1) * self.per_peer_s + moved_s
+
+
+class KernelCost(Coefficients):
+    """Seconds of work on a rank's rows, while the other ranks do the same."""
+
+    per_item_s: float = Field(ge=0)
+    """For each id or row."""
+
+    per_byte_s: float = Field(ge=0)
+    """For each byte of rows."""
+
+    @overload
+    def seconds(self, items: float, num_bytes: float) -> float: ...
+
+    @overload
+    def seconds(
+        self, items: NDArray[np.float64], num_bytes: NDArray[np.float64] | float
+    ) -> NDArray[np.float64]: ...
+
+    def seconds(self, items: Any, num_bytes: Any) -> Any:
+        """Without the constant, which is per call."""
+        return self.per_item_s * items + self.per_byte_s * num_bytes
+
+
+def _known(value: float | None, num_bytes: float, where: str) -> float:
+    if value is None and num_bytes:
+        raise CalibrationError(
+            f"the calibration was made where nothing travels {where}, so it can't say what that "
+            "takes; calibrate on hosts like those that the plan is for"
+        )
+    return value or 0.0

@@ -1,0 +1,1 @@
+"""Measure machines, and find the constants behind the times."""

@@ -1,0 +1,226 @@
+"""`CostModel`: what a step of a plan takes on calibrated machines."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from torchrec_2dsp.cost import traffic
+from torchrec_2dsp.cost.calibration import Calibration
+from torchrec_2dsp.cost.coefficients import CollectiveCost
+from torchrec_2dsp.cost.loads import Loads, Ranks
+from torchrec_2dsp.cost.replicas import ReplicaCost
+from torchrec_2dsp.cost.span import Span
+from torchrec_2dsp.cost.step_cost import StepCost
+from torchrec_2dsp.cost.table_loads import Placed, add_table
+from torchrec_2dsp.cost.workload import Workload
+from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.plan.plan2d import Plan2D
+from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
+
+_DDP_BUCKET_BYTES = 25 * 2**20
+"""Of torch's `DistributedDataParallel`."""
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Predicts steps from constants that were measured.
+
+    Example:
+        >>> import torchrec_2dsp as tdsp
+        >>> calibration = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
+        >>> work = tdsp.TableWork(name="t", num_rows=1_000_000, dim=64, ids_per_sample=1.0)
+        >>> workload = tdsp.Workload(batch_size=1_024, tables={"t": work})
+        >>> model = tdsp.CostModel(calibration, local_world_size=2)
+        >>> no_tables = tdsp.Plan2D({}, mesh=tdsp.Mesh2D(1, 4), sync=tdsp.GradientSync())
+        >>> model.step_cost(no_tables, workload).total_s
+        0.0
+    """
+
+    calibration: Calibration
+    """Of the machines."""
+
+    local_world_size: int
+    """Ranks per host."""
+
+    def step_cost(self, plan: Plan2D, workload: Workload) -> StepCost:
+        """What a step of a plan takes."""
+        tables = [
+            Placed.of(workload.table(name), sharding)
+            for _, module in plan.modules()
+            for name, sharding in module.tables()
+        ]
+        return self.cost_of(tables, plan.mesh, plan.sync, workload)
+
+    def cost_of(
+        self, tables: Sequence[Placed], mesh: Mesh2D, sync: SyncConfig, workload: Workload
+    ) -> StepCost:
+        """What a step takes with tables that are placed on the ranks of each sharding group."""
+        span = Span.of_sharding_groups(mesh, self.local_world_size)
+        world = Span.of_world(mesh.world_size, self.local_world_size)
+        peers = Span.of_replica_peers(mesh, self.local_world_size)
+        loads = Loads(span.num_ranks)
+        for table in tables:
+            add_table(loads, table, workload, span)
+        phases = _Phases(self.calibration, workload, span, world)
+        slowest, mean = phases.of(loads), phases.of(_evened(loads))
+        replicas = ReplicaCost(self.calibration, tables, workload)
+        exchanged_s, applied_s = replicas.sync_s(peers, mesh.group_size, sync)
+        visible = StepCost(
+            **mean,
+            hot_rows_s=replicas.hot_rows_s(world),
+            sync_s=exchanged_s + applied_s,
+            imbalance_s=sum(slowest.values()) - sum(mean.values()),
+        )
+        is_late = isinstance(sync, GradientSync) and sync.delay > 0
+        late_s = min(exchanged_s, visible.total_s - visible.sync_s) if is_late else 0.0
+        # Row gradients that may be late travel behind the next step.
+        return replace(visible, hidden_s=-late_s - _hidden_s(visible, loads, workload))
+
+
+@dataclass(frozen=True)
+class _Phases:
+    """Seconds of each part of a step, of the slowest rank."""
+
+    calibration: Calibration
+    workload: Workload
+    span: Span
+    world: Span
+
+    def of(self, loads: Loads) -> dict[str, float]:
+        """By the names of `StepCost`."""
+        return {
+            "input_exchange_s": self._input_s(loads),
+            "lookup_s": self._lookup_s(loads),
+            "rows_s": self._rows_s(loads),
+            "forward_exchange_s": self._forward_s(loads),
+            "dense_s": self.workload.dense.forward_s + self.workload.dense.backward_s,
+            "backward_exchange_s": self._backward_s(loads),
+            "dense_exchange_s": self._dense_exchange_s(loads),
+            "update_s": self._update_s(loads),
+        }
+
+    @property
+    def _all_to_all(self) -> CollectiveCost:
+        return self.calibration.all_to_all(full_duplex=self.workload.full_duplex)
+
+    def _input_s(self, loads: Loads) -> float:
+        """How many ids there will be, lengths of bags, and ids."""
+        if not loads.types:
+            return 0.0
+        short = self._all_to_all.seconds(self.span, traffic.Traffic(0.0, 0.0))
+        return self._turns_s(
+            short + len(loads.types) * (short + self._exchange_s(loads.ids_to) / len(loads.types))
+        )
+
+    def _lookup_s(self, loads: Loads) -> float:
+        lookup = self.calibration.kernels.lookup
+        seconds = lookup.seconds(loads.lookup_ids, loads.lookup_bytes)
+        return float(seconds.max()) + self._num_kernels(loads) * lookup.base_s
+
+    def _update_s(self, loads: Loads) -> float:
+        kernels = self.calibration.kernels
+        seconds = kernels.update.seconds(loads.update_ids, loads.update_bytes)
+        dense = kernels.dense_update.seconds(np.zeros_like(seconds), loads.dense_bytes)
+        return float((seconds + dense).max()) + self._num_kernels(loads) * kernels.update.base_s
+
+    def _rows_s(self, loads: Loads) -> float:
+        kernels = self.calibration.kernels
+        sort = kernels.sort.seconds(loads.sorted_ids, 0.0)
+        no_items = np.zeros_like(sort)
+        moved = kernels.gather.seconds(no_items, loads.gathered_bytes)
+        added = kernels.add.seconds(no_items, loads.added_bytes)
+        return float((sort + moved + added).max())
+
+    def _forward_s(self, loads: Loads) -> float:
+        scatter = self.calibration.collectives.reduce_scatter
+        return self._turns_s(
+            self._exchange_s(loads.pooled_from),
+            self._exchange_s(loads.rows_from),
+            self._brought_s(scatter, traffic.reduce_scatter, self.span, loads.scattered),
+            self._brought_s(
+                scatter, traffic.reduce_scatter, self.span.inside_hosts(), loads.host_scattered
+            ),
+            self._between_places_s(loads.across_from),
+            self._in_host_s(loads.host_rows_from),
+        )
+
+    def _backward_s(self, loads: Loads) -> float:
+        gather = self.calibration.collectives.all_gather
+        return self._turns_s(
+            self._exchange_s(loads.pooled_to),
+            self._exchange_s(loads.rows_to),
+            self._brought_s(gather, traffic.all_gather, self.span, loads.gathered),
+            self._brought_s(
+                gather, traffic.all_gather, self.span.inside_hosts(), loads.host_gathered
+            ),
+            self._between_places_s(loads.across_to),
+            self._in_host_s(loads.host_rows_to),
+        )
+
+    def _turns_s(self, *exchanges: float) -> float:
+        """Exchanges one after the other; ranks come to the first one from computing."""
+        return sum(exchanges) + (self.calibration.turn_s if any(exchanges) else 0.0)
+
+    def _dense_exchange_s(self, loads: Loads) -> float:
+        num_bytes = self.workload.dense.gradient_bytes + loads.all_reduced_bytes
+        if not num_bytes:
+            return 0.0
+        reduce = self.calibration.collectives.all_reduce
+        return self._turns_s(reduce.seconds(self.world, traffic.all_reduce(self.world, num_bytes)))
+
+    def _exchange_s(self, to_each: Ranks) -> float:
+        if not to_each.any():
+            return 0.0
+        return self._all_to_all.seconds(self.span, traffic.all_to_all_from(self.span, to_each))
+
+    def _between_places_s(self, to_each: Ranks) -> float:
+        if not to_each.any():
+            return 0.0
+        moved = traffic.places_to_all(self.span, to_each)
+        return self._all_to_all.seconds(self.span.across_hosts(), moved)
+
+    def _in_host_s(self, to_each: Ranks) -> float:
+        if not to_each.any():
+            return 0.0
+        inside = self.span.inside_hosts()
+        return self._all_to_all.seconds(inside, traffic.all_to_all(inside, float(to_each.max())))
+
+    @staticmethod
+    def _brought_s(
+        cost: CollectiveCost,
+        moved: Callable[[Span, float], traffic.Traffic],
+        span: Span,
+        brought: Ranks,
+    ) -> float:
+        if not brought.any():
+            return 0.0
+        return cost.seconds(span, moved(span, float(brought.max())))
+
+    @staticmethod
+    def _num_kernels(loads: Loads) -> int:
+        return len(loads.types) + bool(loads.dense_bytes.any())
+
+
+def _evened(loads: Loads) -> Loads:
+    """The same work, dealt evenly."""
+    evened = replace(loads)
+    for one in fields(loads):
+        if not one.init:
+            values = getattr(loads, one.name)
+            setattr(evened, one.name, np.full_like(values, values.mean()))
+    return evened
+
+
+def _hidden_s(cost: StepCost, loads: Loads, workload: Workload) -> float:
+    """What happens behind compute.
+
+    Ids travel while the step before computes, if there is a pipeline. Dense gradients travel behind
+    the backward, bucket by bucket; the last bucket has nothing left to hide behind.
+    """
+    compute = cost.lookup_s + cost.rows_s + cost.dense_s + cost.update_s
+    ids = min(cost.input_exchange_s, compute) if workload.is_pipelined else 0.0
+    gradient_bytes = workload.dense.gradient_bytes + loads.all_reduced_bytes
+    num_buckets = 1 + gradient_bytes // _DDP_BUCKET_BYTES
+    dense = min(cost.dense_exchange_s * (1 - 1 / num_buckets), workload.dense.backward_s)
+    return ids + dense

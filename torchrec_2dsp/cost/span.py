@@ -1,0 +1,75 @@
+"""`Span`: how the ranks of a process group lie on hosts, and with whom they share a host's link."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchrec_2dsp.mesh.mesh2d import Mesh2D
+
+
+@dataclass(frozen=True)
+class Span:
+    """Process groups of one kind, all alike and all busy at the same time.
+
+    Example:
+        Four groups of two ranks, each over two hosts of four ranks.
+
+        >>> from torchrec_2dsp import Mesh2D
+        >>> from torchrec_2dsp.cost.span import Span
+        >>> Span.of_sharding_groups(Mesh2D(num_groups=4, group_size=2), local_world_size=4)
+        Span(num_ranks=2, ranks_per_host=1, groups_per_host=4)
+    """
+
+    num_ranks: int
+    """Of one group."""
+
+    ranks_per_host: int
+    """Of one group, on the host that has most of them."""
+
+    groups_per_host: int
+    """How many groups have ranks on one host."""
+
+    @classmethod
+    def of(cls, groups: Sequence[Sequence[int]], local_world_size: int) -> "Span":
+        """Of groups of world ranks; hosts have ``local_world_size`` ranks each, in order."""
+        on_hosts = [Counter(rank // local_world_size for rank in group) for group in groups]
+        by_host = Counter(host for one in on_hosts for host in one)
+        return cls(
+            num_ranks=max(len(group) for group in groups),
+            ranks_per_host=max(max(one.values()) for one in on_hosts),
+            groups_per_host=max(by_host.values()),
+        )
+
+    @classmethod
+    def of_world(cls, world_size: int, local_world_size: int) -> "Span":
+        """All ranks as one group."""
+        return cls(world_size, min(world_size, local_world_size), 1)
+
+    @classmethod
+    def of_sharding_groups(cls, mesh: Mesh2D, local_world_size: int) -> "Span":
+        """The sharding groups of a mesh."""
+        return cls.of(mesh.rank_matrix(), local_world_size)
+
+    @classmethod
+    def of_replica_peers(cls, mesh: Mesh2D, local_world_size: int) -> "Span":
+        """The replica peers of a mesh."""
+        peers = list(zip(*mesh.rank_matrix(), strict=True))
+        return cls.of(peers, local_world_size)
+
+    @property
+    def crosses_hosts(self) -> bool:
+        """Whether a group has ranks on several hosts."""
+        return self.num_ranks > self.ranks_per_host
+
+    @property
+    def num_hosts(self) -> int:
+        """On how many hosts a group lies."""
+        return -(-self.num_ranks // self.ranks_per_host)
+
+    def inside_hosts(self) -> "Span":
+        """The parts of the groups that lie on one host, as groups of their own."""
+        return Span(self.ranks_per_host, self.ranks_per_host, self.groups_per_host)
+
+    def across_hosts(self) -> "Span":
+        """The ranks with the same place on their hosts, as groups of their own."""
+        return Span(self.num_hosts, 1, self.groups_per_host * self.ranks_per_host)

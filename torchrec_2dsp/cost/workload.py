@@ -1,0 +1,217 @@
+"""`Workload`: what a step has to do, whatever the plan."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollectionInterface,
+)
+
+from torchrec_2dsp.access.stats import AccessStats
+from torchrec_2dsp.access.table_access import TableAccess
+from torchrec_2dsp.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableWork:
+    """What a step does with one table.
+
+    Example:
+        >>> from torchrec_2dsp.cost.workload import TableWork
+        >>> work = TableWork(name="t", num_rows=100, dim=64, ids_per_sample=1.0)
+        >>> round(work.expected_distinct(100), 1)
+        63.4
+    """
+
+    name: str
+    """As in the model."""
+
+    num_rows: int
+    """Of the table."""
+
+    dim: int
+    """Numbers in a row."""
+
+    ids_per_sample: float
+    """Lookups for each sample, of all the table's features."""
+
+    num_features: int = 1
+    """Bags for each sample, or sequences."""
+
+    element_bytes: int = 4
+    """Of a number in the table."""
+
+    state_bytes_per_row: float = 4.0
+    """Of the optimizer; 4 is row-wise AdaGrad's."""
+
+    is_sequence: bool = False
+    """Whether each id gets its row, or each bag its rows' sum."""
+
+    access: TableAccess | None = None
+    """How often which rows are used. Without it, all count as used alike: what can be saved by
+    sending distinct rows is then estimated too low, and what syncs cost too high."""
+
+    def expected_distinct(self, num_lookups: float, *, num_hot: int = 0) -> float:
+        """How many different rows so many lookups touch, the ``num_hot`` hottest left out."""
+        if self.access is not None and self.access.num_lookups:
+            cold = self._cold_access(num_hot)
+            distinct = cold.expected_distinct(num_lookups * (1 - self.hot_share(num_hot)))
+            return min(distinct, float(self.num_rows))
+        cold_rows = self.num_rows - num_hot
+        if cold_rows <= 0:
+            return 0.0
+        return cold_rows * (1 - (1 - 1 / self.num_rows) ** num_lookups)
+
+    def distinct_by_block(
+        self, num_lookups: float, num_blocks: int, *, num_hot: int = 0
+    ) -> NDArray[np.float64]:
+        """`expected_distinct`, of each of some blocks of consecutive rows."""
+        if self.access is not None and self.access.num_lookups:
+            cold_lookups = num_lookups * (1 - self.hot_share(num_hot))
+            return self._cold_access(num_hot).distinct_by_block(cold_lookups, num_blocks)
+        return np.full(
+            num_blocks, self.expected_distinct(num_lookups, num_hot=num_hot) / num_blocks
+        )
+
+    def hot_share(self, num_hot: int) -> float:
+        """The share of lookups that the ``num_hot`` hottest rows take."""
+        if not num_hot:
+            return 0.0
+        if self.access is not None and self.access.num_lookups:
+            return self.access.share_of(num_hot)
+        return min(1.0, num_hot / self.num_rows)
+
+    def _cold_access(self, num_hot: int) -> TableAccess:
+        assert self.access is not None
+        return self.access.without(num_hot) if num_hot else self.access
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseWork:
+    """What a step does beside its tables."""
+
+    forward_s: float = 0.0
+    """On a rank, while its neighbours do the same."""
+
+    backward_s: float = 0.0
+    """The same, with the optimizer and all else that isn't waiting."""
+
+    gradient_bytes: float = 0.0
+    """All-reduced over the world in each step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model's tables, and the batches that go through them."""
+
+    batch_size: int
+    """Samples per rank and step."""
+
+    tables: Mapping[str, TableWork]
+    """By name."""
+
+    dense: DenseWork = field(default_factory=DenseWork)
+    """The rest of the model."""
+
+    is_pipelined: bool = True
+    """Whether ids travel while the step before computes, as in ``TrainPipelineSparseDist``."""
+
+    full_duplex: bool = False
+    """Whether the sharding group's all-to-alls are this package's (gloo only)."""
+
+    forward_wire_bytes: int = 4
+    """Of a number in the output exchange; 2 with fp16 in ``QCommsConfig``."""
+
+    backward_wire_bytes: int = 4
+    """Of a number of its gradient."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ConfigError(f"batch_size={self.batch_size} leaves nothing to do; use 1 or more")
+
+    @classmethod
+    def of_model(
+        cls,
+        module: nn.Module,
+        *,
+        batch_size: int,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        access: AccessStats | None = None,
+    ) -> "Workload":
+        """The tables of an unsharded model.
+
+        Args:
+            module: has `EmbeddingBagCollection` or `EmbeddingCollection` modules somewhere.
+            batch_size: samples per rank and step.
+            constraints: whose pooling factors say how many ids a bag has: 1 without.
+            access: which rows are used how often; also says how many ids a sample has, of tables
+                that have no pooling factors.
+        """
+        tables: dict[str, TableWork] = {}
+        for part in module.modules():
+            if isinstance(part, EmbeddingBagCollectionInterface):
+                configs, is_sequence = part.embedding_bag_configs(), False
+            elif isinstance(part, EmbeddingCollectionInterface):
+                configs, is_sequence = part.embedding_configs(), True
+            else:
+                continue
+            for config in configs:
+                constraint = (constraints or {}).get(config.name)
+                work = _table_work(config, constraint, access)
+                tables[config.name] = replace(work, is_sequence=is_sequence)
+        unknown = sorted(set(access or {}) - set(tables))
+        if unknown:
+            raise ConfigError(
+                f"statistics of table {unknown[0]!r}, which the model doesn't have; it has "
+                f"{', '.join(tables) or 'no tables'}"
+            )
+        return cls(batch_size=batch_size, tables=tables)
+
+    def table(self, name: str) -> TableWork:
+        """One of the tables.
+
+        Raises:
+            ConfigError: the model has no such table.
+        """
+        if name not in self.tables:
+            raise ConfigError(
+                f"the workload has no table {name!r}; it has {', '.join(self.tables) or 'none'}"
+            )
+        return self.tables[name]
+
+    @cached_property
+    def num_without_access(self) -> int:
+        """How many tables nothing was counted for."""
+        return sum(table.access is None for table in self.tables.values())
+
+
+def _table_work(
+    config: BaseEmbeddingConfig,
+    constraint: ParameterConstraints | None,
+    access: AccessStats | None,
+) -> TableWork:
+    counted = None if access is None else access.get(config.name)
+    num_features = len(config.feature_names)
+    if constraint is not None and constraint.pooling_factors != [1.0]:
+        factors = constraint.pooling_factors
+        poolings = constraint.num_poolings or [1.0] * num_features
+        per_feature = factors * num_features if len(factors) == 1 else factors
+        ids = sum(a * b for a, b in zip(per_feature, poolings, strict=True))
+    else:
+        ids = counted.lookups_per_sample if counted is not None else float(num_features)
+    return TableWork(
+        name=config.name,
+        num_rows=config.num_embeddings,
+        dim=config.embedding_dim,
+        ids_per_sample=ids,
+        num_features=num_features,
+        element_bytes=data_type_to_dtype(config.data_type).itemsize,
+        access=counted,
+    )

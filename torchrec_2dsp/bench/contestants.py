@@ -35,7 +35,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.bench.config import BenchConfig, PlannedContestant, TwoDContestant
 from torchrec_2dsp.bench.weights import fill_tables_
-from torchrec_2dsp.cost.link_speed import LinkSpeeds
+from torchrec_2dsp.cost.measure.link_speed import LinkSpeeds
 from torchrec_2dsp.data.synthetic import SyntheticConfig
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
@@ -152,7 +152,7 @@ def _planner_arguments(
 ) -> dict[str, Any]:
     """What TorchRec's planner and ours are told alike."""
     return {
-        "topology": _topology(config, one, speeds),
+        "topology": planner_topology(config, one.bandwidths, speeds),
         "batch_size": config.schedule.batch_size,
         "constraints": _constraints(config.data, one),
         "storage_reservation": FixedPercentageStorageReservation(_RESERVATION),
@@ -161,11 +161,11 @@ def _planner_arguments(
     }
 
 
-def _topology(config: BenchConfig, one: PlannedContestant, speeds: LinkSpeeds) -> Topology:
+def planner_topology(config: BenchConfig, bandwidths: str, speeds: LinkSpeeds) -> Topology:
     """What the planner knows of the network; a level that this world lacks keeps its default."""
     world_size = dist.get_world_size()
     hardware = HardwareConfig()
-    if one.bandwidths == "measured":
+    if bandwidths == "measured":
         hardware = HardwareConfig(
             intra_host_bw=_per_ms(speeds.intra_host_all_to_all_bytes_per_s),
             inter_host_bw=_per_ms(speeds.cross_host_all_to_all_bytes_per_s),
@@ -173,7 +173,8 @@ def _topology(config: BenchConfig, one: PlannedContestant, speeds: LinkSpeeds) -
     return TopologyFactory.create_topology(
         TrainerConfig(world_size=world_size, local_world_size=get_local_size(world_size)),
         hardware,
-        KernelConfig(compute_device=config.schedule.device),
+        # Without the second, TorchRec drops the bandwidths that it is given.
+        KernelConfig(compute_device=config.schedule.device, use_hardware_based_bandwidth=True),
     )
 
 

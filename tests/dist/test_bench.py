@@ -17,6 +17,7 @@ from torchrec_2dsp.bench.config import BenchConfig
 from torchrec_2dsp.bench.contestants import build_trainer
 from torchrec_2dsp.bench.results import BenchResult, ContestantResult, Outcome
 from torchrec_2dsp.cost.measure.link_speed import LinkSpeeds
+from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.data.synthetic import make_batch
 from torchrec_2dsp.recipe.config_file import make_config
 
@@ -100,6 +101,21 @@ def test_every_measured_contestant_has_all_figures(result: BenchResult) -> None:
         assert one.peak_memory_bytes > 0
         assert one.phases
         assert one.sharding
+
+
+def test_steps_are_predicted_from_the_calibration(result: BenchResult) -> None:
+    costs = {
+        one.name: StepCost(**one.predicted)
+        for one in result.contestants
+        if one.predicted is not None
+    }
+    assert {one.name for one in result.measured()} - set(costs) == {"ceiling"}
+    # The same for all, measured before any of them: the rest of the model.
+    assert {cost.dense_s for cost in costs.values()} == {costs["planner"].dense_s}
+    assert costs["planner"].dense_s > 0
+    assert (costs["hot"].hot_rows_s > 0, costs["exact"].sync_s > 0) == (True, True)
+    assert (costs["planner"].hot_rows_s, costs["planner"].sync_s) == (0, 0)
+    assert costs["data_parallel"].forward_exchange_s == 0 < costs["row_wise"].forward_exchange_s
 
 
 def test_row_gradients_travel_only_where_replicas_merge_them(result: BenchResult) -> None:

@@ -33,6 +33,7 @@ CONFIG: dict[str, Any] = {
         "deadline_s": 20.0,
     },
     "network": {"interface": "lo"},
+    "calibration": "configs/hardware/emulated_1gbit.toml",
     "contestants": {
         "planner": {"kind": "stock"},
         "row_wise": {"kind": "stock", "sharding_types": ["row_wise"]},

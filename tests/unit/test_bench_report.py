@@ -115,6 +115,32 @@ def test_the_way_of_row_gradients_is_shown_where_they_travel() -> None:
     assert "waited ms" not in markdown_report([bench_result(contestants=stock)])
 
 
+def test_predictions_stand_beside_what_was_measured() -> None:
+    result = bench_result()
+    predicted = {"stock": 0.22, "stock_duplex": 0.19, "exact_2d": 0.12}
+    known = result.model_copy(
+        update={
+            "contestants": tuple(
+                one.model_copy(
+                    update={"predicted": {"dense_s": predicted[one.name] - 0.02, "sync_s": 0.02}}
+                )
+                if one.name in predicted
+                else one
+                for one in result.contestants
+            )
+        }
+    )
+    page = markdown_report([known])
+    headings, *rows = rows_of(page, "### Predicted steps")
+    assert headings[:4] == ["contestant", "measured ms", "predicted ms", "error"]
+    assert headings[4:] == ["dense", "sync"]
+    # Medians of the steps are 178, 166 and 129 ms.
+    assert rows[0] == ["stock", "178.0", "220.0", "+24%", "200.0", "20.0"]
+    assert [row[3] for row in rows] == ["+24%", "+14%", "-7%"]
+    assert "Median error: 14%; largest: 24%. Rank correlation: 1.00." in page
+    assert "Predicted steps" not in markdown_report([result])
+
+
 def test_noise_is_shown() -> None:
     result = bench_result(foreign_load={"stock": [0, 0.5, 0, 0, 0, 0, 0.3]}, probe_ms=1.5)
     _, stock, other, *_ = rows_of(markdown_report([result]), "### Noise")

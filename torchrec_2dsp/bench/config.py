@@ -201,6 +201,9 @@ class BenchConfig(Section):
     loss: LossConfig = LossConfig()
     """Who trains the same."""
 
+    calibration: str = ""
+    """A calibration file: with it, every contestant's step is predicted, too."""
+
     contestants: dict[str, Contestant]
     """By name. The first stock one that communicates in fp32 is the reference of the losses."""
 

@@ -61,8 +61,8 @@ class Trainer:
     optimizer: CombinedOptimizer
     """Of all parameters."""
 
-    sharding: Mapping[str, int]
-    """How many tables have which sharding type."""
+    plan: ShardingPlan
+    """What it trains by."""
 
     def stop_learning(self) -> None:
         """From now on, steps do their work and change no weight."""
@@ -87,7 +87,7 @@ def build_trainer(
     fill_tables_(model, config.data, config.model.dim, config.model.seed)
     optimizer = _optimizer(config, model)
     pipeline = TrainPipelineSparseDist(model, optimizer, device)
-    return Trainer(model, pipeline, optimizer, _sharding(plan))
+    return Trainer(model, pipeline, optimizer, plan)
 
 
 def _stock(
@@ -222,7 +222,8 @@ def _optimizer(config: BenchConfig, model: DistributedModelParallel) -> Combined
     return CombinedOptimizer(parts)
 
 
-def _sharding(plan: ShardingPlan) -> dict[str, int]:
+def sharding_of(plan: ShardingPlan) -> dict[str, int]:
+    """How many tables have which sharding type."""
     types = [
         table.sharding_type
         for module in plan.plan.values()

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from textwrap import indent
 
 from torchrec_2dsp.bench.config import BenchConfig
+from torchrec_2dsp.bench.markdown_predicted import predicted_section
 from torchrec_2dsp.bench.markdown_tables import (
     counts_link,
     escaped,
@@ -102,6 +103,7 @@ def _section(result: BenchResult, summary: Summary, plot: str | None) -> list[st
         f"{_TRAVEL}\n\n{travel}" if (travel := travel_table(summary)) else "",
         f"### Traffic\n\n{traffic}" if traffic else "",
         f"### Plans\n\n{plan}" if plan else "",
+        f"### Predicted steps\n\n{predicted}" if (predicted := predicted_section(result)) else "",
         f"### Noise\n\n{noise_table(summary)}" if summary.contestants else "",
     ]
 

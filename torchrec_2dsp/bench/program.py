@@ -17,6 +17,7 @@ from torchrec_2dsp.bench.machine import (
     load,
     sent,
 )
+from torchrec_2dsp.bench.predict import predicted_step
 from torchrec_2dsp.bench.probe import ComputeProbe
 from torchrec_2dsp.bench.process import ContestantProcess, How, failure_line, failure_report
 from torchrec_2dsp.bench.results import (
@@ -28,9 +29,10 @@ from torchrec_2dsp.bench.results import (
     Traffic,
 )
 from torchrec_2dsp.bench.setting import describe_setting
-from torchrec_2dsp.bench.speeds import measured_speeds
+from torchrec_2dsp.bench.speeds import measured_place
 from torchrec_2dsp.bench.trace import mean_phases
-from torchrec_2dsp.bench.worker import LEAD_IN_STEPS, Place, Traced, Worker
+from torchrec_2dsp.bench.worker import LEAD_IN_STEPS, Built, MeasuredPlace, Place, Traced, Worker
+from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.measure.link_speed import LinkSpeeds
 from torchrec_2dsp.errors import ConfigError
 
@@ -76,6 +78,8 @@ def run_bench(config: BenchConfig, watchers: Sequence[Watcher] = ()) -> BenchRes
         int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])),
     )
     config.check_world(place.world_size, place.local_world_size)
+    if config.calibration:
+        Calibration.load(config.calibration)  # An error now, and not after measuring.
     interface = config.network.interface
     if interface and interface not in interfaces():
         raise ConfigError(
@@ -112,11 +116,11 @@ class _Bench:
         started = datetime.now(UTC)
         keep_libraries_in_memory()
         try:
-            speeds = measured_speeds(self._config, self._place, self._control)
+            place = measured_place(self._config, self._place, self._control)
             for watcher in self._watchers:
-                watcher.speeds_measured(speeds)
+                watcher.speeds_measured(place.speeds)
             for name in self._config.contestants:
-                self._start(name, speeds)
+                self._start(name, place)
             self._measure()
             for runner in self._alive():
                 self._trace(runner)
@@ -133,7 +137,7 @@ class _Bench:
                     title=self._config.title,
                     network=self._config.network.description,
                     place=self._place,
-                    speeds=speeds,
+                    speeds=place.speeds,
                     started=started,
                 ),
                 reference=self._config.reference,
@@ -145,18 +149,20 @@ class _Bench:
     def _alive(self) -> list[_Runner]:
         return [runner for runner in self._runners if runner.outcome is Outcome.MEASURED]
 
-    def _start(self, name: str, speeds: LinkSpeeds) -> None:
-        process = ContestantProcess(lambda: Worker(self._config, name, self._place, speeds))
+    def _start(self, name: str, place: MeasuredPlace) -> None:
+        process = ContestantProcess(lambda: Worker(self._config, name, self._place, place))
         runner = _Runner(name, process)
         self._runners.append(runner)
         built = self._ask(runner, "build")
         warm = self._ask(runner, "warm_up") if built is not None else None
         if built is None or warm is None:
             return
-        runner.found["sharding"] = dict(built[0])
+        first: Built = built[0]
+        predicted = predicted_step(self._config, name, first.plan, place.dense, self._place)
+        runner.found |= {"sharding": first.sharding, "predicted": predicted}
         runner.step_s = max(warm)
         for watcher in self._watchers:
-            watcher.contestant_built(name, dict(built[0]))
+            watcher.contestant_built(name, first.sharding)
 
     def _measure(self) -> None:
         shuffler = random.Random(self._schedule.seed)

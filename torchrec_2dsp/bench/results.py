@@ -115,6 +115,9 @@ class ContestantResult(Section):
     sharding: dict[str, int] = Field(default_factory=dict)
     """How many tables have which sharding type."""
 
+    predicted: dict[str, float] | None = None
+    """Seconds of the step's parts, as fields of `StepCost`; None without a calibration."""
+
     blocks: tuple[Block, ...] = ()
     """In the order of the rounds."""
 

@@ -1,4 +1,4 @@
-"""Measure the network before planning for it."""
+"""Measure the network before planning for it, and the model before predicting it."""
 
 from datetime import timedelta
 
@@ -7,15 +7,16 @@ import torch.distributed as dist
 
 from torchrec_2dsp.bench.config import BenchConfig
 from torchrec_2dsp.bench.control import Control, contestant_store
+from torchrec_2dsp.bench.predict import measure_dense
 from torchrec_2dsp.bench.process import ContestantProcess, How
-from torchrec_2dsp.bench.worker import Place
-from torchrec_2dsp.cost.measure.link_speed import LinkSpeeds, measure_link_speeds
+from torchrec_2dsp.bench.worker import MeasuredPlace, Place
+from torchrec_2dsp.cost.measure.link_speed import measure_link_speeds
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.groups import world_group
 
 
-def measured_speeds(config: BenchConfig, place: Place, control: Control) -> LinkSpeeds:
-    """What the links give, measured in a process that ends with it."""
+def measured_place(config: BenchConfig, place: Place, control: Control) -> MeasuredPlace:
+    """What links give and the model takes, measured in a process that ends with it."""
     process = ContestantProcess(lambda: _Measurer(config, place))
     try:
         answer = process.ask("measure", deadline_s=config.schedule.deadline_s)
@@ -32,8 +33,8 @@ class _Measurer:
         self._config = config
         self._place = place
 
-    def measure(self) -> LinkSpeeds:
-        """Collectives: those of `measure_link_speeds`."""
+    def measure(self) -> MeasuredPlace:
+        """Collectives: those of `measure_link_speeds` and `measure_dense`."""
         torch.set_num_threads(1)
         schedule = self._config.schedule
         if schedule.device == "cuda":
@@ -45,4 +46,7 @@ class _Measurer:
             world_size=self._place.world_size,
             timeout=timedelta(seconds=schedule.deadline_s),
         )
-        return measure_link_speeds(world_group(), local_world_size=self._place.local_world_size)
+        world = world_group()
+        speeds = measure_link_speeds(world, local_world_size=self._place.local_world_size)
+        dense = measure_dense(self._config, world) if self._config.calibration else None
+        return MeasuredPlace(speeds, dense)

@@ -2,17 +2,19 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torchrec.datasets.utils import Batch
+from torchrec.distributed.types import ShardingPlan
 
 from torchrec_2dsp.bench import replay
 from torchrec_2dsp.bench.config import BenchConfig, CeilingContestant
-from torchrec_2dsp.bench.contestants import Trainer, build_trainer
+from torchrec_2dsp.bench.contestants import Trainer, build_trainer, sharding_of
 from torchrec_2dsp.bench.control import contestant_store
 from torchrec_2dsp.bench.machine import give_back_memory, peak_bytes, resident_bytes
 from torchrec_2dsp.bench.results import Phase, RowTravel, Traffic
@@ -20,6 +22,7 @@ from torchrec_2dsp.bench.trace import split_by_phase, traced
 from torchrec_2dsp.comms import full_duplex
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.cost.measure.link_speed import LinkSpeeds
+from torchrec_2dsp.cost.workload import DenseWork
 from torchrec_2dsp.data.synthetic import make_batch
 from torchrec_2dsp.mesh.groups import world_group
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
@@ -63,14 +66,34 @@ class Traced:
     """Beyond what the process started with."""
 
 
+class MeasuredPlace(NamedTuple):
+    """What was measured before the first contestant."""
+
+    speeds: LinkSpeeds
+    """Of the network."""
+    dense: DenseWork | None
+    """What the model takes without its tables, if steps are to be predicted."""
+
+
+class Built(NamedTuple):
+    """A contestant that is ready to train."""
+
+    sharding: dict[str, int]
+    """How many tables have which sharding type."""
+    plan: ShardingPlan
+    """What it trains by."""
+
+
 class Worker:
     """Answers the benchmark's questions; all ranks of a contestant get the same ones, in order."""
 
-    def __init__(self, config: BenchConfig, name: str, place: Place, speeds: LinkSpeeds) -> None:
+    def __init__(
+        self, config: BenchConfig, name: str, place: Place, measured: MeasuredPlace
+    ) -> None:
         self._config = config
         self._name = name
         self._place = place
-        self._speeds = speeds
+        self._measured = measured
         one = config.contestants[name]
         self._is_ceiling = isinstance(one, CeilingContestant)
         self._planned = config.planned[one.of if isinstance(one, CeilingContestant) else name]
@@ -79,8 +102,8 @@ class Worker:
         self._trainer: Trainer | None = None
         self._start_bytes: int | None = None
 
-    def build(self) -> Mapping[str, int]:
-        """Plan and shard; the number of tables of each sharding type.
+    def build(self) -> Built:
+        """Plan and shard.
 
         Collectives:
             Makes the contestant's world, then plans and shards.
@@ -102,9 +125,10 @@ class Worker:
             timeout=timedelta(seconds=2 * schedule.deadline_s),
         )
         mesh = self._config.mesh(self._name, self._place.world_size, self._place.local_world_size)
-        self._trainer = build_trainer(self._config, self._planned, mesh, self._speeds)
+        self._trainer = build_trainer(self._config, self._planned, mesh, self._measured.speeds)
         self._trainer.model.train()
-        return self._trainer.sharding
+        plan = self._trainer.plan
+        return Built(sharding_of(plan), plan)
 
     def warm_up(self) -> float:
         """Train the first steps; seconds of the last one.

@@ -126,10 +126,10 @@ class Workload:
     full_duplex: bool = False
     """Whether the sharding group's all-to-alls are this package's (gloo only)."""
 
-    forward_wire_bytes: int = 4
+    forward_wire_bytes: float = 4
     """Of a number in the output exchange; 2 with fp16 in ``QCommsConfig``."""
 
-    backward_wire_bytes: int = 4
+    backward_wire_bytes: float = 4
     """Of a number of its gradient."""
 
     def __post_init__(self) -> None:

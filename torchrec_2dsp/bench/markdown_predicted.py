@@ -1,0 +1,60 @@
+"""How far predicted steps are from measured ones, as Markdown."""
+
+import statistics
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.stats import rankdata
+
+from torchrec_2dsp.bench.markdown_tables import escaped, ms, table
+from torchrec_2dsp.bench.results import BenchResult, ContestantResult
+from torchrec_2dsp.cost.step_cost import StepCost
+
+_ENOUGH_TO_RANK = 3
+
+
+def predicted_section(result: BenchResult) -> str:
+    """A table of contestants whose steps were predicted, and how good it was; empty without any."""
+    known = [one for one in result.measured() if one.predicted is not None]
+    if not known:
+        return ""
+    costs = [_cost(one) for one in known]
+    parts = [
+        name
+        for name, _ in StepCost().parts()
+        if any(abs(dict(cost.parts())[name]) >= 5e-5 for cost in costs)
+    ]
+    rows = [
+        [
+            escaped(one.name),
+            ms(_measured_s(one)),
+            ms(cost.total_s),
+            f"{cost.total_s / _measured_s(one) - 1:+.0%}",
+            *(ms(dict(cost.parts())[name]) for name in parts),
+        ]
+        for one, cost in zip(known, costs, strict=True)
+    ]
+    headings = ["contestant", "measured ms", "predicted ms", "error"]
+    headings += [name.replace("_", " ") for name in parts]
+    return f"{_how_good(known, costs)}\n\n{table(headings, rows)}"
+
+
+def _how_good(known: Sequence[ContestantResult], costs: Sequence[StepCost]) -> str:
+    measured = [_measured_s(one) for one in known]
+    predicted = [cost.total_s for cost in costs]
+    errors = [abs(a / b - 1) for a, b in zip(predicted, measured, strict=True)]
+    text = f"Median error: {statistics.median(errors):.0%}; largest: {max(errors):.0%}."
+    if len(known) >= _ENOUGH_TO_RANK:
+        # Equal plans have equal predictions.
+        ranks = np.corrcoef(rankdata(measured), rankdata(predicted))[0, 1]
+        text += f" Rank correlation: {ranks:.2f}."
+    return text
+
+
+def _cost(one: ContestantResult) -> StepCost:
+    assert one.predicted is not None
+    return StepCost(**one.predicted)
+
+
+def _measured_s(one: ContestantResult) -> float:
+    return statistics.median(block.step_s for block in one.blocks)

@@ -9,6 +9,7 @@ import torchrec_2dsp
 PUBLIC_NAMES = [
     "FROM_MESH",
     "AccessStats",
+    "BalancedPartitioner",
     "Calibration",
     "CalibrationError",
     "CheckpointError",

@@ -50,6 +50,7 @@ if not is_doctor_command(sys.orig_argv, sys.argv):
     from torchrec_2dsp.plan.remap import plan_for_rank
     from torchrec_2dsp.plan.sync_config import GradientSync, SyncedRows, Transport, WeightSync
     from torchrec_2dsp.plan.sync_policy import after, every, never
+    from torchrec_2dsp.planner.balanced_partitioner import BalancedPartitioner
     from torchrec_2dsp.planner.enumerator import Enumerator2D
     from torchrec_2dsp.planner.partitioner import Partitioner2D
     from torchrec_2dsp.planner.planner2d import Planner2D
@@ -65,6 +66,7 @@ __version__ = "0.1.0"
 __all__ = [
     "FROM_MESH",
     "AccessStats",
+    "BalancedPartitioner",
     "Calibration",
     "CalibrationError",
     "CheckpointError",

@@ -1,0 +1,182 @@
+"""Deal items to bins so that the fullest has little: largest differencing, then exchanges. Pure.
+
+Reference: N. Karmarkar and R. M. Karp, The differencing method of set partitioning, UC Berkeley
+report UCB/CSD 82/113, 1982.
+"""
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Assignment = NDArray[np.int64]
+"""The bin of each item."""
+
+_ROUNDING = 1e-12
+_MAX_EXCHANGES_PER_ITEM = 10
+
+
+@dataclass(frozen=True)
+class Items:
+    """What is dealt."""
+
+    times: Floats
+    """Of each item: what is to be balanced."""
+
+    needs: Floats
+    """Of each item and kind of memory."""
+
+
+@dataclass(frozen=True)
+class Bins:
+    """Where to."""
+
+    times: Floats
+    """What each has already."""
+
+    room: Floats
+    """Of each bin and kind of memory."""
+
+    def loads(self, items: Items, assignment: Assignment) -> Floats:
+        """The time of each bin."""
+        return self.times + np.bincount(assignment, items.times, minlength=len(self.times))
+
+    def left(self, items: Items, assignment: Assignment) -> Floats:
+        """The room that is left in each bin, below zero where there is too little."""
+        used = np.zeros_like(self.room)
+        np.add.at(used, assignment, items.needs)
+        return self.room - used
+
+
+def largest_differencing(times: Floats, base: Floats) -> Assignment:
+    """Karmarkar and Karp's method for any number of bins; memory doesn't count.
+
+    It begins with a partition for each item, in which one bin has it and the others have nothing,
+    and joins the two partitions whose bins differ most, the fullest bin of one with the emptiest of
+    the other, until there is one.
+
+    Args:
+        times: of each item.
+        base: what each bin has already.
+
+    Example:
+        >>> import numpy as np
+        >>> from torchrec_2dsp.planner.balance import largest_differencing
+        >>> times = np.array([8.0, 7.0, 6.0, 5.0, 4.0])
+        >>> bins = largest_differencing(times, np.zeros(2))
+        >>> sorted(np.bincount(bins, times).tolist())
+        [14.0, 16.0]
+    """
+    num_bins = len(base)
+    order = np.argsort(-base, kind="stable")
+    # Of each partition: its sums, largest first, and what is in each bin, as a tree. The number
+    # in between decides ties, the same way everywhere.
+    heap: list[tuple[float, int, Floats, list[Any]]] = [
+        (-float(base.max() - base.min()), -1, base[order], [(int(place),) for place in order])
+    ]
+    for number, time in enumerate(times.tolist()):
+        sums = np.zeros(num_bins)
+        sums[0] = time
+        spread = time if num_bins > 1 else 0.0
+        heap.append((-spread, number, sums, [number] + [None] * (num_bins - 1)))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, _, more, more_bins = heapq.heappop(heap)
+        _, number, less, less_bins = heapq.heappop(heap)
+        sums = more + less[::-1]
+        order = np.argsort(-sums, kind="stable")
+        joined = [[more_bins[place], less_bins[num_bins - 1 - place]] for place in order]
+        sums = sums[order]
+        heapq.heappush(heap, (float(sums[-1] - sums[0]), number, sums, joined))
+    found = np.zeros(len(times), dtype=np.int64)
+    for contents in heap[0][3]:
+        parts = list(_leaves(contents))
+        (place,) = [part[0] for part in parts if isinstance(part, tuple)]
+        found[[part for part in parts if isinstance(part, int)]] = place
+    return found
+
+
+def within_memory(items: Items, bins: Bins, assignment: Assignment) -> Assignment | None:
+    """Move items out of bins that lack room, the neediest first; `None` where that fails."""
+    moved = assignment.copy()
+    left, loads = bins.left(items, moved), bins.loads(items, moved)
+    while (left < 0).any():
+        full, kind = np.unravel_index(left.argmin(), left.shape)
+        there = np.flatnonzero(moved == full)
+        one = there[items.needs[there, kind].argmax()] if len(there) else -1
+        fits = (left >= items.needs[one]).all(axis=1)
+        if one < 0 or not fits.any() or not items.needs[one, kind]:
+            return None
+        target = int(np.where(fits, loads, np.inf).argmin())
+        moved[one] = target
+        left[full] += items.needs[one]
+        left[target] -= items.needs[one]
+        loads[full] -= items.times[one]
+        loads[target] += items.times[one]
+    return moved
+
+
+def improved(items: Items, bins: Bins, assignment: Assignment) -> Assignment:
+    """Move an item out of the fullest bin, or exchange it for a smaller one, while that helps."""
+    found = assignment.copy()
+    left, loads = bins.left(items, found), bins.loads(items, found)
+    for _ in range(_MAX_EXCHANGES_PER_ITEM * len(found)):
+        fullest = int(loads.argmax())
+        best = min(
+            _exchanges(items, left, loads, found, fullest), default=None, key=lambda one: one[0]
+        )
+        if best is None or best[0] >= loads[fullest] * (1 - _ROUNDING):
+            break
+        _, one, other, target = best
+        for item, source, place in ((one, fullest, target), (other, target, fullest)):
+            if item >= 0:
+                found[item] = place
+                left[source] += items.needs[item]
+                left[place] -= items.needs[item]
+                loads[source] -= items.times[item]
+                loads[place] += items.times[item]
+    return found
+
+
+def _exchanges(
+    items: Items, left: Floats, loads: Floats, assignment: Assignment, fullest: int
+) -> Iterator[tuple[float, int, int, int]]:
+    """With each other bin the best exchange: the higher of both loads then, what goes there, what
+    comes back (-1 for nothing), and the bin."""
+    mine = np.flatnonzero(assignment == fullest)
+    for target in np.argsort(loads, kind="stable").tolist():
+        gap = loads[fullest] - loads[target]
+        if target == fullest or gap <= 0:
+            continue
+        theirs = np.append(np.flatnonzero(assignment == target), -1)
+        times = np.append(items.times, 0.0)[theirs]
+        needs = np.vstack([items.needs, np.zeros(items.needs.shape[1])])[theirs]
+        change = items.times[mine][:, None] - times[None, :]
+        more = items.needs[mine][:, None, :] - needs[None, :, :]
+        fits = ((left[target] >= more) & (left[fullest] >= -more)).all(axis=2)
+        # The nearer to half of the gap, the more even.
+        height = np.where(fits & (change > 0), np.maximum(gap - change, change), np.inf)
+        if height.size == 0 or not np.isfinite(height.min()):
+            continue
+        one, other = np.unravel_index(height.argmin(), height.shape)
+        yield (
+            float(loads[target] + height[one, other]),
+            int(mine[one]),
+            int(theirs[other]),
+            target,
+        )
+
+
+def _leaves(contents: Any) -> Iterator[Any]:
+    """Items and the bin's number, which is in a tuple."""
+    waiting = [contents]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, list):
+            waiting.extend(part)
+        elif part is not None:
+            yield part

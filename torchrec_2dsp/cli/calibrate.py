@@ -93,15 +93,15 @@ def show_calibration(calibration: "Calibration", console: Console) -> None:
     console.print(
         "Shortest: what a message takes between two ranks, or a call, however little there is to "
         "do. In a host: what a rank sends to its neighbours per second; host's link: what all its "
-        "ranks send to others. Error: how far measurements are from these constants, by their "
-        "median, and the largest of those that took a millisecond."
+        "ranks send to others. Error: how far the longer half of the measurements is from these "
+        "constants, by the median, and the largest."
     )
 
 
 def _table(*headings: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for place, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if place else "left")
+        table.add_column(heading, justify="right" if place else "left", no_wrap=not place)
     return table
 
 

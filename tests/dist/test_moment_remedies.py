@@ -25,8 +25,9 @@ SHARDERS = (tdsp.EmbeddingBagCollectionSharder2D, tdsp.EmbeddingCollectionSharde
 STEPS = 4
 ROUNDING = 1e-6
 """The emulation adds and scales in another order: some float32 roundings of values below 1."""
-DELAYED_ROUNDING = 5e-5
-"""The first step divides by a moment of nothing, which magnifies roundings of the gradient."""
+DELAYED_ROUNDING = 2e-7 * LR / EPS
+"""The first step divides by a moment of nothing, that is by eps: roundings of the gradient, an ulp
+or two, are magnified by as much."""
 
 
 def scaled(scales: dict[str, float]) -> tdsp.MomentScaledRowWiseAdaGrad:

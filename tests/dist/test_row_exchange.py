@@ -22,12 +22,12 @@ from tests.support.loops import PIPELINES, by_pipelines, largest_gap, make_strea
 from tests.support.models import MIXED, SEQUENCE_TABLES, ModelSpec, TableSpec, build
 from tests.support.parity import (
     LR,
-    TOLERANCE,
     Cell,
     group_plan,
     make_optimizer,
     make_sharder,
     run_cells,
+    tolerance_of,
 )
 from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
@@ -48,7 +48,7 @@ ROWS = Cell(ONE, exchange="row")
 def check(cells: Sequence[Cell], ranks: RankPool, steps: int = 4) -> None:
     for gaps in ranks.run(run_cells, list(cells), steps, timeout_s=200):
         for cell, gap in zip(cells, gaps, strict=True):
-            tolerance = TOLERANCE if cell.max_length < 10 else LONG_BAGS_TOLERANCE
+            tolerance = tolerance_of(cell) if cell.max_length < 10 else LONG_BAGS_TOLERANCE
             assert gap.worst <= tolerance, f"{cell}: {gap}"
 
 

@@ -11,7 +11,7 @@ import torchrec_2dsp as tdsp
 from tests.dist.test_row_exchange import IDS, ONE_TABLE, bytes_of_a_step, quantised
 from tests.support.loops import PIPELINES, by_pipelines
 from tests.support.models import MIXED, SEQUENCE_TABLES, ModelSpec
-from tests.support.parity import LR, TOLERANCE, Cell, run_cells
+from tests.support.parity import LR, Cell, run_cells, tolerance_of
 from tests.support.ranks import RankPool
 
 ROWS = Cell(tdsp.Mesh2D(1, 4), exchange="row_per_host")
@@ -24,7 +24,7 @@ EVERYTHING = tuple((table.name, tuple(range(table.num_rows))) for table in Model
 def check(cells: Sequence[Cell], ranks: RankPool, steps: int = 4) -> None:
     for gaps in ranks.run(run_cells, list(cells), steps, timeout_s=200):
         for cell, gap in zip(cells, gaps, strict=True):
-            assert gap.worst <= TOLERANCE, f"{cell}: {gap}"
+            assert gap.worst <= tolerance_of(cell), f"{cell}: {gap}"
 
 
 def test_bags_equal_the_unsharded_model(two_hosts: RankPool) -> None:

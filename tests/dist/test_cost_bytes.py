@@ -1,6 +1,6 @@
 """What the cost model says that a step sends, against what a step sends."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 import pytest
@@ -115,9 +115,10 @@ def counted(two_hosts: RankPool) -> list[tuple[Bytes, Bytes]]:
     ranks = two_hosts.run(sent, CELLS)
     found = []
     for of_ranks in zip(*ranks, strict=True):
-        totals: Counter[str] = Counter()
+        totals: defaultdict[str, float] = defaultdict(float)
         for one, _ in of_ranks:
-            totals.update(one)  # type: ignore[arg-type]
+            for op, num_bytes in one.items():
+                totals[op] += num_bytes
         found.append((dict(totals), of_ranks[0][1]))
     return found
 

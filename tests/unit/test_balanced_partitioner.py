@@ -1,5 +1,8 @@
 """`BalancedPartitioner` in TorchRec's planner, and in ours."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -62,29 +65,26 @@ def options(seed: int, kinds: "dict[str, str]") -> list[ShardingOption]:
             for config in tables.embedding_bag_configs()
         },
     )
-    found = enumerator.enumerate(tables, [EmbeddingBagCollectionSharder()])  # type: ignore[list-item]
+    sharders: list[Any] = [EmbeddingBagCollectionSharder()]
+    found = enumerator.enumerate(tables, sharders)
     names = list(dict.fromkeys(option.name for option in found))
     return [next(option for option in found if option.name == name) for name in names]
 
 
-def loads(placed: list[ShardingOption]) -> list[float]:
+def by_rank(placed: list[ShardingOption], of_shard: Callable[[Any], float]) -> list[float]:
     found = [0.0] * RANKS
-    for option in placed:
-        for shard in option.shards:
-            assert shard.rank is not None
-            assert shard.perf is not None
-            found[shard.rank] += shard.perf.total
+    for shard in (shard for option in placed for shard in option.shards):
+        assert shard.rank is not None
+        found[shard.rank] += of_shard(shard)
     return found
+
+
+def loads(placed: list[ShardingOption]) -> list[float]:
+    return by_rank(placed, lambda shard: shard.perf.total)
 
 
 def memory(placed: list[ShardingOption]) -> list[int]:
-    found = [0] * RANKS
-    for option in placed:
-        for shard in option.shards:
-            assert shard.rank is not None
-            assert shard.storage is not None
-            found[shard.rank] += shard.storage.hbm
-    return found
+    return [int(used) for used in by_rank(placed, lambda shard: shard.storage.hbm)]
 
 
 ON_ONE_HOST = {f"t{number}": "table_row_wise" for number in range(3)}
@@ -119,8 +119,8 @@ def test_memory_is_kept(kinds: dict[str, str]) -> None:
 def test_the_better_of_both_ways_is_taken() -> None:
     for seed in range(8):
         greedy = GreedyPerfPartitioner().partition(options(seed, {}), topology())
-        shards = [shard for option in greedy for shard in option.shards]
-        times = np.array([shard.perf.total for shard in shards])  # type: ignore[union-attr]
+        shards: list[Any] = [shard for option in greedy for shard in option.shards]
+        times = np.array([shard.perf.total for shard in shards])
         items = Items(times, np.zeros((len(times), 1)))
         bins = Bins(np.zeros(RANKS), np.ones((RANKS, 1)))
         starts = [
@@ -134,7 +134,7 @@ def test_the_better_of_both_ways_is_taken() -> None:
 
 def planned(partitioner: Partitioner | None, mesh: tdsp.Mesh2D | None) -> tdsp.Plan2D:
     tables = model(3)
-    settings = {
+    settings: dict[str, Any] = {
         "topology": topology(),
         "partitioner": partitioner,
         "storage_reservation": FixedPercentageStorageReservation(0.15),
@@ -143,10 +143,10 @@ def planned(partitioner: Partitioner | None, mesh: tdsp.Mesh2D | None) -> tdsp.P
             for config in tables.embedding_bag_configs()
         },
     }
-    sharders = [EmbeddingBagCollectionSharder()]
+    sharders: list[Any] = [EmbeddingBagCollectionSharder()]
     if mesh is not None:
-        return tdsp.Planner2D(**settings, mesh=mesh).plan(tables, sharders)  # type: ignore[arg-type]
-    plan = EmbeddingShardingPlanner(**settings).plan(tables, sharders)  # type: ignore[arg-type]
+        return tdsp.Planner2D(**settings, mesh=mesh).plan(tables, sharders)
+    plan = EmbeddingShardingPlanner(**settings).plan(tables, sharders)
     return tdsp.Plan2D.from_stock(plan, tdsp.Mesh2D(1, RANKS))
 
 

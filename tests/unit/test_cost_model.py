@@ -154,7 +154,9 @@ def test_hot_rows_leave_the_fetch_and_are_merged() -> None:
     assert exchanged(cost(everything)) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("sync", [EXACT, tdsp.WeightSync(), tdsp.WeightSync(rows="all")])  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "sync", [EXACT, tdsp.WeightSync(), tdsp.WeightSync(rows=tdsp.SyncedRows.ALL)]
+)
 def test_one_group_has_nothing_to_sync(sync: "tdsp.GradientSync | tdsp.WeightSync") -> None:
     assert cost(ROW, sync=sync).sync_s == 0.0
     group = table(ShardingType.ROW_WISE, [0, 1], exchange=tdsp.Exchange.ROW)
@@ -172,7 +174,8 @@ def test_rows_that_peers_exchange_are_those_of_a_groups_batch() -> None:
 
 def test_whole_shards_are_reduced_with_their_moments() -> None:
     group = table(ShardingType.ROW_WISE, [0, 1], exchange=tdsp.Exchange.ROW)
-    found = cost(group, mesh=TWO, sync=tdsp.WeightSync(rows="all", policy=tdsp.every(4)))  # type: ignore[arg-type]
+    whole = tdsp.WeightSync(rows=tdsp.SyncedRows.ALL, policy=tdsp.every(4))
+    found = cost(group, mesh=TWO, sync=whole)
     assert found.sync_s == pytest.approx(ROWS * (DIM * 4 + 4) * LINK / 4)
     never = cost(group, mesh=TWO, sync=tdsp.WeightSync(policy=tdsp.never()))
     assert never.sync_s == 0.0

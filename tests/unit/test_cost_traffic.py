@@ -1,7 +1,7 @@
 """Spans and traffic, against every message counted one by one."""
 
 import itertools
-from collections import Counter
+from collections import defaultdict
 
 import pytest
 from hypothesis import given
@@ -29,16 +29,16 @@ LAYOUTS = st.sampled_from(list(RankLayout))
 
 def counted(messages: Messages, local_world_size: int) -> Traffic:
     """The busiest rank's bytes inside its host, and the busiest host's, by direction."""
-    local: Counter[tuple[str, int]] = Counter()
-    link: Counter[tuple[str, int]] = Counter()
+    local: defaultdict[tuple[str, int], float] = defaultdict(float)
+    link: defaultdict[tuple[str, int], float] = defaultdict(float)
     for source, target, num_bytes in messages:
         hosts = source // local_world_size, target // local_world_size
         if hosts[0] == hosts[1]:
-            local["out", source] += num_bytes  # type: ignore[assignment]
-            local["in", target] += num_bytes  # type: ignore[assignment]
+            local["out", source] += num_bytes
+            local["in", target] += num_bytes
         else:
-            link["out", hosts[0]] += num_bytes  # type: ignore[assignment]
-            link["in", hosts[1]] += num_bytes  # type: ignore[assignment]
+            link["out", hosts[0]] += num_bytes
+            link["in", hosts[1]] += num_bytes
     return Traffic(max(local.values(), default=0.0), max(link.values(), default=0.0))
 
 

@@ -64,6 +64,21 @@ def test_ids_per_sample_follow_pooling_factors(
     assert found.table("t_item").ids_per_sample == ids
 
 
+@pytest.mark.parametrize(
+    ("what", "constraint"),
+    [
+        ("pooling_factors", ParameterConstraints(pooling_factors=[3.0, 1.0, 2.0])),
+        ("num_poolings", ParameterConstraints(pooling_factors=[3.0], num_poolings=[1.0] * 3)),
+    ],
+)
+def test_numbers_for_other_features_are_refused(
+    what: str, constraint: ParameterConstraints
+) -> None:
+    error = f"table 't_item': {what} has 3 numbers, and the table 2 features; give one for each"
+    with pytest.raises(tdsp.ConfigError, match=error):
+        tdsp.Workload.of_model(model(), batch_size=1, constraints={"t_item": constraint})
+
+
 def test_a_log_says_how_many_ids_there_are_where_nobody_else_does() -> None:
     access = stats(t_item=tdsp.TableAccess.of_counts([30.0, 10.0], num_samples=10))
     counted = tdsp.Workload.of_model(model(), batch_size=1, access=access)

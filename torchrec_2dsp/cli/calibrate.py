@@ -49,10 +49,11 @@ def _calibrate(out: Path, name: str, device: str) -> None:
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"device={device!r} is unknown; use cpu or cuda")
     quiet_upstream()
-    check_writable(out)
     with launched_world(device, "calibrate") as rank:
         import torch
 
+        if not rank:
+            check_writable(out)
         torch.set_num_threads(1)
         world = world_group()
         local_world_size = get_local_size(world.size())

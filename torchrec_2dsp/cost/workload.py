@@ -200,10 +200,9 @@ def _table_work(
     counted = None if access is None else access.get(config.name)
     num_features = len(config.feature_names)
     if constraint is not None and constraint.pooling_factors != [1.0]:
-        factors = constraint.pooling_factors
-        poolings = constraint.num_poolings or [1.0] * num_features
-        per_feature = factors * num_features if len(factors) == 1 else factors
-        ids = sum(a * b for a, b in zip(per_feature, poolings, strict=True))
+        factors = _per_feature(config, "pooling_factors", constraint.pooling_factors)
+        poolings = _per_feature(config, "num_poolings", constraint.num_poolings or [1.0])
+        ids = sum(a * b for a, b in zip(factors, poolings, strict=True))
     else:
         ids = counted.lookups_per_sample if counted is not None else float(num_features)
     return TableWork(
@@ -215,3 +214,14 @@ def _table_work(
         element_bytes=data_type_to_dtype(config.data_type).itemsize,
         access=counted,
     )
+
+
+def _per_feature(config: BaseEmbeddingConfig, what: str, values: list[float]) -> list[float]:
+    """A number for each feature of a table; one stands for all."""
+    num_features = len(config.feature_names)
+    if len(values) not in (1, num_features):
+        raise ConfigError(
+            f"constraints of table {config.name!r}: {what} has {len(values)} numbers, and the "
+            f"table {num_features} features; give one for each, or one for all"
+        )
+    return values * num_features if len(values) == 1 else values

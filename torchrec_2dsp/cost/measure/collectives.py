@@ -3,15 +3,14 @@
 import functools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from torchrec_2dsp.comms import full_duplex
 from torchrec_2dsp.cost import traffic
 from torchrec_2dsp.cost.measure.fit import CollectiveSample, Timed
+from torchrec_2dsp.cost.measure.groups import Groups, ranks_by_host, ranks_by_place, subgroup
 from torchrec_2dsp.cost.measure.timing import group_device, repeated_seconds
 from torchrec_2dsp.cost.span import Span
 from torchrec_2dsp.cost.traffic import Traffic
@@ -88,7 +87,7 @@ def measure_collectives(
     for ranks_of_groups in _places(world_size, local_world_size):
         span = Span.of(ranks_of_groups, local_world_size)
         for is_full_duplex in (False, True) if dist.get_backend(world) == "gloo" else (False,):
-            with _groups(ranks_of_groups, is_full_duplex) as mine:
+            with subgroup(ranks_of_groups, is_full_duplex=is_full_duplex) as mine:
                 for name, one in COLLECTIVES.items():
                     if one.is_full_duplex != is_full_duplex:
                         continue
@@ -98,13 +97,13 @@ def measure_collectives(
     return samples
 
 
-def _places(world_size: int, local_world_size: int) -> list[list[list[int]]]:
+def _places(world_size: int, local_world_size: int) -> list[Groups]:
     """The ranks of each host; those with one place on their hosts; all."""
-    hosts = [
-        list(range(first, first + local_world_size))
-        for first in range(0, world_size, local_world_size)
+    places = [
+        ranks_by_host(world_size, local_world_size),
+        ranks_by_place(world_size, local_world_size),
+        [list(range(world_size))],
     ]
-    places = [hosts, [list(ranks) for ranks in zip(*hosts, strict=True)], [list(range(world_size))]]
     distinct = [one for index, one in enumerate(places) if one not in places[:index]]
     return [one for one in distinct if len(one[0]) > 1]
 
@@ -113,21 +112,6 @@ def _where(span: Span) -> str:
     if not span.crosses_hosts:
         return "in hosts"
     return "across hosts" if span.ranks_per_host == 1 else "all ranks"
-
-
-@contextmanager
-def _groups(ranks_of_groups: list[list[int]], is_full_duplex: bool) -> Iterator[dist.ProcessGroup]:
-    mine, groups = dist.new_subgroups_by_enumeration(
-        ranks_of_groups,
-        backend=full_duplex.BACKEND_NAME if is_full_duplex else None,
-        group_desc="calibrate",
-    )
-    assert isinstance(mine, dist.ProcessGroup)
-    try:
-        yield mine
-    finally:
-        for group in reversed(groups):
-            dist.destroy_process_group(group)
 
 
 def _timed(

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from torchrec_2dsp.comms import full_duplex
 from torchrec_2dsp.comms.agreement import agree
+from torchrec_2dsp.cost.measure.groups import Groups, ranks_by_host, ranks_by_place, subgroup
 from torchrec_2dsp.cost.measure.timing import group_device, slowest_rank_seconds
 from torchrec_2dsp.errors import ConfigError
 
@@ -101,12 +101,9 @@ def measure_link_speeds(
         error=_argument_error(world_size, **facts),
         facts={name: str(value) for name, value in facts.items()},
     )
-    hosts = [
-        list(range(first, first + local_world_size))
-        for first in range(0, world_size, local_world_size)
-    ]
-    across = [list(ranks) for ranks in zip(*hosts, strict=True)]
+    hosts = ranks_by_host(world_size, local_world_size)
     in_host = _measure(group, hosts, num_bytes, repeats)
+    across = ranks_by_place(world_size, local_world_size)
     cross_host = _measure(group, across, num_bytes, repeats)
     return LinkSpeeds(
         local_world_size=local_world_size,
@@ -148,26 +145,18 @@ def payload_bytes(probe_bytes: int, probe_seconds: float, max_bytes: int) -> int
 
 
 def _measure(
-    world: dist.ProcessGroup, ranks_of_groups: list[list[int]], num_bytes: int, repeats: int
+    world: dist.ProcessGroup, ranks_of_groups: Groups, num_bytes: int, repeats: int
 ) -> dict[str, float | None]:
     """Bytes per second of each collective, run in all the groups at once."""
     if len(ranks_of_groups[0]) == 1:
         return dict.fromkeys(_COLLECTIVES)
-    mine, groups = dist.new_subgroups_by_enumeration(
-        ranks_of_groups,
-        # Gloo's own all-to-all may take twice the time that the link needs.
-        backend=full_duplex.BACKEND_NAME if dist.get_backend(world) == "gloo" else None,
-        group_desc="link_speed",
-    )
-    assert isinstance(mine, dist.ProcessGroup)
-    try:
+    # Gloo's own all-to-all may take twice the time that the link needs.
+    is_gloo = dist.get_backend(world) == "gloo"
+    with subgroup(ranks_of_groups, is_full_duplex=is_gloo) as mine:
         return {
             name: collective.bytes_per_s(world, mine, num_bytes, repeats)
             for name, collective in _COLLECTIVES.items()
         }
-    finally:
-        for group in reversed(groups):
-            dist.destroy_process_group(group)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from tests.unit.test_bench_config import config_of
 from torchrec_2dsp.bench import contestants
 from torchrec_2dsp.bench.contestants import planner_topology
+from torchrec_2dsp.bench.predict import calibration_warning
 from torchrec_2dsp.cost.measure.link_speed import LinkSpeeds
 
 SPEEDS = LinkSpeeds(
@@ -15,6 +16,16 @@ SPEEDS = LinkSpeeds(
     cross_host_all_to_all_bytes_per_s=60e6,
     cross_host_all_reduce_bytes_per_s=55e6,
 )
+
+
+def test_a_calibration_of_other_machines_is_named() -> None:
+    path = "configs/hardware/emulated_1gbit.toml"
+    config = config_of({"plain": {"kind": "stock"}}, calibration=path)
+    assert calibration_warning(config, local_world_size=2) == ""
+    assert calibration_warning(config, local_world_size=4) == (
+        f"{path} is of other machines: hosts have 4 ranks, and had 2"
+    )
+    assert calibration_warning(config_of({"plain": {"kind": "stock"}}), 4) == ""
 
 
 def test_planners_know_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:

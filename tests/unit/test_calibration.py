@@ -75,6 +75,17 @@ def test_without_a_full_duplex_all_to_all_there_is_one() -> None:
     assert calibration.all_to_all(full_duplex=True) != calibration.all_to_all(full_duplex=False)
 
 
+def test_a_calibration_of_one_host_does_not_cover_two() -> None:
+    known = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
+    known.check_covers(world_size=8, local_world_size=2)
+    cost = known.collectives.all_to_all.model_copy(update={"link_s_per_byte": None})
+    collectives = known.collectives.model_copy(update={"all_to_all": cost})
+    one_host = known.model_copy(update={"collectives": collectives})
+    one_host.check_covers(world_size=2, local_world_size=2)
+    with pytest.raises(tdsp.CalibrationError, match="nothing travels across hosts, and here are 8"):
+        one_host.check_covers(world_size=8, local_world_size=2)
+
+
 def test_other_hardware_is_told_apart() -> None:
     calibration = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
     assert calibration.differences(local_world_size=2, device="cpu") == []

@@ -1,6 +1,7 @@
-"""What a cost model says of a contestant, before anything is measured of it."""
+"""What a cost model says of contestants, from their plans alone."""
 
 import statistics
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -27,37 +28,53 @@ _LOG_LENGTH = 1e9
 """Lookups of a log so long that it has every row as often as its probability says."""
 
 
-def predicted_step(
-    config: BenchConfig, name: str, plan: ShardingPlan, dense: DenseWork | None, place: Place
-) -> dict[str, float] | None:
-    """Seconds of a contestant's step by part; `None` for a ceiling, or without a calibration.
+def predicted_steps(
+    config: BenchConfig,
+    plans: Mapping[str, ShardingPlan],
+    dense: DenseWork | None,
+    place: Place,
+) -> dict[str, dict[str, float]]:
+    """Seconds of steps by part, for contestants that train; nothing without a calibration.
 
     Args:
         config: names the calibration, and the workload.
-        name: of the contestant.
-        plan: what it trains by.
+        plans: what each contestant trains by.
         dense: what the model does beside its tables.
         place: how many ranks there are, and on how many hosts.
     """
-    one = config.planned.get(name)
-    if dense is None or one is None:
-        return None
+    if dense is None:
+        return {}
     model = build_model(config.data, config.model, tables_device="meta")
     workload = Workload.of_model(
         model, batch_size=config.schedule.batch_size, access=true_access(config.data)
     )
-    wire = _wire_bytes(one.qcomms, config.model.dim)
-    workload = replace(
-        workload,
-        dense=dense,
-        full_duplex=one.full_duplex,
-        forward_wire_bytes=wire,
-        backward_wire_bytes=wire,
-    )
     costs = CostModel(Calibration.load(config.calibration), place.local_world_size)
-    if not isinstance(plan, Plan2D):
-        plan = Plan2D.from_stock(plan, Mesh2D(1, place.world_size))
-    return costs.step_cost(plan, workload).as_dict()
+    predicted = {}
+    for name, plan in plans.items():
+        if (one := config.planned.get(name)) is None:
+            continue
+        wire = _wire_bytes(one.qcomms, config.model.dim)
+        its_workload = replace(
+            workload,
+            dense=dense,
+            full_duplex=one.full_duplex,
+            forward_wire_bytes=wire,
+            backward_wire_bytes=wire,
+        )
+        if not isinstance(plan, Plan2D):
+            plan = Plan2D.from_stock(plan, Mesh2D(1, place.world_size))
+        predicted[name] = costs.step_cost(plan, its_workload).as_dict()
+    return predicted
+
+
+def calibration_warning(config: BenchConfig, local_world_size: int) -> str:
+    """What is unlike the machines that the calibration was made on; empty if nothing is."""
+    if not config.calibration:
+        return ""
+    found = Calibration.load(config.calibration).differences(
+        local_world_size=local_world_size, device=config.schedule.device
+    )
+    return f"{config.calibration} is of other machines: {'; '.join(found)}" if found else ""
 
 
 def true_access(data: SyntheticConfig) -> AccessStats:

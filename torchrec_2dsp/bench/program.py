@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
+from torchrec.distributed.types import ShardingPlan
+
 from torchrec_2dsp.bench.config import BenchConfig, CeilingContestant
 from torchrec_2dsp.bench.control import Control
 from torchrec_2dsp.bench.judge import judged
@@ -17,7 +19,7 @@ from torchrec_2dsp.bench.machine import (
     load,
     sent,
 )
-from torchrec_2dsp.bench.predict import predicted_step
+from torchrec_2dsp.bench.predict import predicted_steps
 from torchrec_2dsp.bench.probe import ComputeProbe
 from torchrec_2dsp.bench.process import ContestantProcess, How, failure_line, failure_report
 from torchrec_2dsp.bench.results import (
@@ -25,8 +27,8 @@ from torchrec_2dsp.bench.results import (
     Block,
     ContestantResult,
     Outcome,
-    RowTravel,
-    Traffic,
+    mean_traffic,
+    mean_travel,
 )
 from torchrec_2dsp.bench.setting import describe_setting
 from torchrec_2dsp.bench.speeds import measured_place
@@ -79,7 +81,10 @@ def run_bench(config: BenchConfig, watchers: Sequence[Watcher] = ()) -> BenchRes
     )
     config.check_world(place.world_size, place.local_world_size)
     if config.calibration:
-        Calibration.load(config.calibration)  # An error now, and not after measuring.
+        # An error now, and not after measuring.
+        Calibration.load(config.calibration).check_covers(
+            world_size=place.world_size, local_world_size=place.local_world_size
+        )
     interface = config.network.interface
     if interface and interface not in interfaces():
         raise ConfigError(
@@ -100,6 +105,7 @@ class _Runner:
         self.step_s = 0.0
         self.blocks: list[Block] = []
         self.found: dict[str, Any] = {}
+        self.plan: ShardingPlan | None = None
 
 
 class _Bench:
@@ -129,6 +135,7 @@ class _Bench:
         finally:
             for runner in self._runners:
                 runner.process.kill()
+        self._predict(place)
         results = [self._result(runner) for runner in self._runners]
         return judged(
             BenchResult(
@@ -158,8 +165,8 @@ class _Bench:
         if built is None or warm is None:
             return
         first: Built = built[0]
-        predicted = predicted_step(self._config, name, first.plan, place.dense, self._place)
-        runner.found |= {"sharding": first.sharding, "predicted": predicted}
+        runner.found["sharding"] = first.sharding
+        runner.plan = first.plan
         runner.step_s = max(warm)
         for watcher in self._watchers:
             watcher.contestant_built(name, first.sharding)
@@ -232,8 +239,8 @@ class _Bench:
         runner.found |= {
             "losses": losses[0],
             "phases": mean_phases([one.phases for one in traced]),
-            "traffic": _mean_traffic([one.traffic for one in traced]),
-            "row_travel": _mean_travel([one.row_travel for one in traced]),
+            "traffic": mean_traffic([one.traffic for one in traced]),
+            "row_travel": mean_travel([one.row_travel for one in traced]),
             "peak_memory_bytes": max(peaks, default=None),
         }
 
@@ -259,6 +266,13 @@ class _Bench:
             watcher.contestant_out(runner.name, runner.outcome, failure_report(method, answers))
         return None
 
+    def _predict(self, place: MeasuredPlace) -> None:
+        """From plans alone; when all are measured, as it takes memory that processes would copy."""
+        plans = {runner.name: runner.plan for runner in self._alive() if runner.plan is not None}
+        predicted = predicted_steps(self._config, plans, place.dense, self._place)
+        for runner in self._alive():
+            runner.found["predicted"] = predicted.get(runner.name)
+
     def _result(self, runner: _Runner) -> ContestantResult:
         one = self._config.contestants[runner.name]
         return ContestantResult(
@@ -270,28 +284,3 @@ class _Bench:
             blocks=tuple(runner.blocks),
             **runner.found,
         )
-
-
-def _mean_traffic(ranks: Sequence[Sequence[Traffic]]) -> tuple[Traffic, ...]:
-    names = sorted({one.name for traffic in ranks for one in traffic})
-    rows = {
-        name: [one for traffic in ranks for one in traffic if one.name == name] for name in names
-    }
-    return tuple(
-        Traffic(
-            name=name,
-            calls=sum(one.calls for one in some) / len(ranks),
-            sent_bytes=sum(one.sent_bytes for one in some) / len(ranks),
-        )
-        for name, some in rows.items()
-    )
-
-
-def _mean_travel(ranks: Sequence[RowTravel | None]) -> RowTravel | None:
-    known = [one for one in ranks if one is not None]
-    if not known:
-        return None
-    return RowTravel(
-        window_s=sum(one.window_s for one in known) / len(known),
-        waited_s=sum(one.waited_s for one in known) / len(known),
-    )

@@ -1,6 +1,7 @@
 """What a benchmark found: the numbers as measured, written to JSON and read again."""
 
 import enum
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from pydantic import ConfigDict, Field
@@ -200,3 +201,30 @@ class BenchResult(JsonFile):
     def measured(self) -> tuple[ContestantResult, ...]:
         """Those whose numbers count, ceilings included."""
         return tuple(one for one in self.contestants if one.outcome is Outcome.MEASURED)
+
+
+def mean_traffic(ranks: Sequence[Sequence[Traffic]]) -> tuple[Traffic, ...]:
+    """The traffic of a mean rank, by name; what a rank doesn't have counts as none."""
+    names = sorted({one.name for traffic in ranks for one in traffic})
+    rows = {
+        name: [one for traffic in ranks for one in traffic if one.name == name] for name in names
+    }
+    return tuple(
+        Traffic(
+            name=name,
+            calls=sum(one.calls for one in some) / len(ranks),
+            sent_bytes=sum(one.sent_bytes for one in some) / len(ranks),
+        )
+        for name, some in rows.items()
+    )
+
+
+def mean_travel(ranks: Sequence[RowTravel | None]) -> RowTravel | None:
+    """Over the ranks whose rows travel; `None` if no rank's do."""
+    known = [one for one in ranks if one is not None]
+    if not known:
+        return None
+    return RowTravel(
+        window_s=sum(one.window_s for one in known) / len(known),
+        waited_s=sum(one.waited_s for one in known) / len(known),
+    )

@@ -67,6 +67,7 @@ def _bench(
     import os
 
     from torchrec_2dsp.bench.config import BenchConfig
+    from torchrec_2dsp.bench.predict import calibration_warning
     from torchrec_2dsp.bench.program import run_bench
     from torchrec_2dsp.cli.bench_tables import show_bench
     from torchrec_2dsp.recipe.config_file import load_config
@@ -79,6 +80,9 @@ def _bench(
         return run_bench(config)
     console = Console()
     check_writable(output)
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    if warning := calibration_warning(config, local_world_size):
+        console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
     with BenchDisplay(console, config) as display:
         result = run_bench(config, [display])
     show_bench(result, console)

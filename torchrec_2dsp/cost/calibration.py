@@ -174,6 +174,20 @@ class Calibration(_Part):
             KernelConfig(compute_device=self.hardware.device, use_hardware_based_bandwidth=True),
         )
 
+    def check_covers(self, *, world_size: int, local_world_size: int) -> None:
+        """Raise `CalibrationError` if something would travel where nothing did when it was made."""
+        cost = self.collectives.all_to_all
+        for is_there, known, where in (
+            (local_world_size > 1, cost.local_s_per_byte, "in a host"),
+            (world_size > local_world_size, cost.link_s_per_byte, "across hosts"),
+        ):
+            if is_there and known is None:
+                raise CalibrationError(
+                    f"{self.hardware.name} was calibrated where nothing travels {where}, and here "
+                    f"are {world_size} ranks, {local_world_size} per host; calibrate on hosts like "
+                    "these"
+                )
+
     def differences(self, *, local_world_size: int, device: str) -> list[str]:
         """What is unlike the machines it was made on, in words; none if all is alike."""
         found = []

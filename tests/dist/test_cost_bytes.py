@@ -105,7 +105,7 @@ def by_operation(loads: Loads) -> dict[str, float]:
         + sum(2 * getattr(loads, name).sum() for name in (*to_host, *across)),
         "reduce_scatter": float((loads.scattered + loads.host_scattered).sum()),
         "all_gather": float((loads.gathered + loads.host_gathered).sum()),
-        "all_reduce": 4 * loads.all_reduced_bytes,
+        "all_reduce": float(loads.all_reduced_bytes.sum()),
     }
 
 

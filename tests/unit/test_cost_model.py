@@ -12,7 +12,7 @@ from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.coefficients import CollectiveCost, KernelCost
 from torchrec_2dsp.cost.model import CostModel
 from torchrec_2dsp.cost.step_cost import StepCost
-from torchrec_2dsp.cost.table_loads import Placed
+from torchrec_2dsp.cost.table_loads import Placed, Shards
 
 LINK = 1e-8
 DIM, BATCH, ROWS = 64, 100, 10_000
@@ -45,7 +45,8 @@ def table(kind: ShardingType, ranks: list[int], **more: object) -> Placed:
     columns = DIM // len(ranks) if kind is ShardingType.COLUMN_WISE else DIM
     work = tdsp.TableWork(name="t", num_rows=ROWS, dim=DIM, ids_per_sample=1.0)
     known = {"exchange": tdsp.Exchange.POOLED, "owners": tdsp.RowOwners.BLOCK, "work": work}
-    shards = [(rank, rows_each, columns) for rank in ranks]
+    is_everywhere = kind is ShardingType.DATA_PARALLEL
+    shards = Shards.of([] if is_everywhere else [(rank, rows_each, columns) for rank in ranks])
     return Placed(kind=kind, shards=shards, **(known | more))  # type: ignore[arg-type]
 
 
@@ -142,7 +143,9 @@ def test_requests_per_host_send_less_between_hosts_and_more_inside() -> None:
     add = KernelCost(base_s=0, per_item_s=0, per_byte_s=1e-9)
     work = only_the_link(add=add)
     assert cost(per_host, calibration=work).rows_s > cost(skewed, calibration=work).rows_s
-    assert exchanged(cost(per_host, mesh=TWO)) == exchanged(cost(skewed, mesh=TWO))
+    inside = table(ShardingType.ROW_WISE, [0, 1], exchange=tdsp.Exchange.ROW, work=skewed.work)
+    alike = replace(inside, exchange=tdsp.Exchange.ROW_PER_HOST)
+    assert cost(alike, mesh=TWO) == cost(inside, mesh=TWO)
 
 
 def test_hot_rows_leave_the_fetch_and_are_merged() -> None:

@@ -10,6 +10,10 @@ from scipy.special import gammaln
 
 from torchrec_2dsp.errors import ConfigError
 
+_ALIKE = 1e-3
+"""By how much counts differ that are taken as their mean, which changes no sum over rows by more
+than the square of it."""
+
 
 @dataclass(frozen=True, eq=False)
 class TableAccess:
@@ -107,26 +111,30 @@ class TableAccess:
             )
         return num_hot
 
-    def expected_distinct(self, num_lookups: float) -> float:
+    def expected_distinct(self, num_lookups: float, *, num_hot: int = 0) -> float:
         """How many different rows so many lookups of the log touch, in the mean.
 
         Lookups are drawn from the log without putting them back, each as probable as any other;
         beyond the log's length they are drawn with putting back, which says too little, since
         rows that the log doesn't have are never drawn. The rows of a tail count as used alike, so
         that what comes out is at most too large.
+
+        Args:
+            num_lookups: of any rows.
+            num_hot: how many of the hottest rows don't count.
         """
         total = self.num_lookups
         if not total or num_lookups <= 0:
             return 0.0
-        # Many rows were looked up equally often.
-        counts, times = np.unique(self.counts, return_counts=True)
+        counts, ends = self._alike
+        times = np.diff(np.maximum(ends, num_hot), prepend=num_hot).astype(np.float64)
         if self.tail_rows:
             counts = np.append(counts, self.tail_lookups / self.tail_rows)
             times = np.append(times, self.tail_rows)
         if num_lookups <= total:
             return float(times @ (1 - _absent(counts, num_lookups, total)))
         drawn = float(times @ (1 - (1 - np.minimum(counts / total, 1)) ** num_lookups))
-        return max(drawn, float(self.num_used_rows))
+        return max(drawn, float(max(0, self.num_used_rows - num_hot)))
 
     def without(self, num_hot: int) -> "TableAccess":
         """The accesses of all rows but the ``num_hot`` hottest."""
@@ -150,11 +158,20 @@ class TableAccess:
         """`expected_distinct`, of each of some blocks of consecutive rows."""
         blocks = self.rows // -(-self.num_rows // num_blocks)
         total = max(self.num_lookups, num_lookups)
-        touched = 1 - _absent(self.counts, num_lookups, total)
+        counts, ends = self._alike
+        touched = np.repeat(1 - _absent(counts, num_lookups, total), np.diff(ends, prepend=0))
         by_block = np.bincount(blocks, touched, minlength=num_blocks)
         whole = self.expected_distinct(num_lookups)
         # The rest is of the tail, or of a log that is shorter than what is asked for.
         return np.asarray(by_block + (whole - touched.sum()) / num_blocks, np.float64)
+
+    @cached_property
+    def _alike(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """Runs of rows that are used as often, but for a thousandth: the count, and the end."""
+        steps = np.ceil(np.log(np.maximum(self.counts, 1e-300)) / _ALIKE)
+        ends = np.append(np.flatnonzero(np.diff(steps)) + 1, len(steps))[: len(steps)]
+        sums = np.diff(np.append(0.0, self._ascending_shares[ends - 1]))
+        return sums / np.diff(ends, prepend=0), ends
 
     @cached_property
     def _ascending_shares(self) -> NDArray[np.float64]:

@@ -14,7 +14,8 @@ class Loads:
     """Work and messages of a plan's tables, added up.
 
     Of messages it says how many bytes one rank has for each of the others: ``..._from`` for those
-    that it sends to all, ``..._to`` for those that all send to it.
+    that it sends to all, ``..._to`` for those that all send to it. Of rows that are brought
+    together it says how many bytes one rank has, a host's ranks have, and all have.
     """
 
     num_ranks: int
@@ -33,6 +34,8 @@ class Loads:
     """Rows that are added up."""
     dense_bytes: Ranks = field(init=False)
     """Of tables that are updated as a whole."""
+    all_reduced_bytes: Ranks = field(init=False)
+    """Their gradients, which are added up over the world."""
 
     ids_to: Ranks = field(init=False)
     """Ids and lengths of bags."""
@@ -59,13 +62,58 @@ class Loads:
     """What a rank sends to each rank with its place on another host."""
     across_to: Ranks = field(init=False)
 
-    all_reduced_bytes: float = 0.0
-    """Dense gradients of data-parallel tables, over the world."""
+    hot_ids: Ranks = field(init=False)
+    """Lookups of hot rows."""
+    hot_id_bytes: Ranks = field(init=False)
+    hot_rows: Ranks = field(init=False)
+    """That the world touches."""
+    hot_bytes_of_rank: Ranks = field(init=False)
+    """Gradients of the hot rows that a rank touches, with their numbers."""
+    hot_bytes_of_host: Ranks = field(init=False)
+    hot_bytes_of_all: Ranks = field(init=False)
+
+    peer_rows: Ranks = field(init=False)
+    """Rows that any replica peer touches, and all apply."""
+    peer_row_bytes: Ranks = field(init=False)
+    """Of their gradients, as they are applied."""
+    peer_bytes_of_rank: Ranks = field(init=False)
+    """Gradients of the rows that a peer touches, as they travel, with the rows' numbers."""
+    peer_bytes_of_host: Ranks = field(init=False)
+    peer_bytes_of_all: Ranks = field(init=False)
+
+    averaged_rows: Ranks = field(init=False)
+    """Rows that a rank has touched from one average of weights to the next."""
+    averaged_bytes: Ranks = field(init=False)
+    """Of them, with their numbers."""
+    averaged_whole_bytes: Ranks = field(init=False)
+    """Of the shards in which they are."""
+    moment_rows: Ranks = field(init=False)
+    """The same three of moments, where they are averaged at other steps than weights."""
+    moment_bytes: Ranks = field(init=False)
+    moment_whole_bytes: Ranks = field(init=False)
 
     types: set[str] = field(default_factory=set)
     """What tables are exchanged separately."""
 
+    values: NDArray[np.float64] = field(init=False)
+    """All of the above, a row for each."""
+
     def __post_init__(self) -> None:
-        for one in fields(self):
-            if not one.init:
-                setattr(self, one.name, np.zeros(self.num_ranks))
+        self.values = np.zeros((len(LOADS), self.num_ranks))
+        for name, row in zip(LOADS, self.values, strict=True):
+            setattr(self, name, row)
+
+    @classmethod
+    def even(cls, num_ranks: int, of_rank: Ranks, types: set[str]) -> "Loads":
+        """Every rank has the same: a number for each of `LOADS`."""
+        made = cls(num_ranks, types=types)
+        made.values += of_rank[:, None]
+        return made
+
+    def evened(self) -> "Loads":
+        """The same work, dealt evenly."""
+        return self.even(self.num_ranks, self.values.mean(axis=1), self.types)
+
+
+LOADS = tuple(one.name for one in fields(Loads) if not one.init and one.name != "values")
+"""The names of all loads, in the order of `Loads.values`."""

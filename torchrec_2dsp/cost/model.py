@@ -1,7 +1,8 @@
 """`CostModel`: what a step of a plan takes on calibrated machines."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -9,6 +10,7 @@ from torchrec_2dsp.cost import traffic
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.coefficients import CollectiveCost
 from torchrec_2dsp.cost.loads import Loads, Ranks
+from torchrec_2dsp.cost.replica_loads import add_hot_rows, add_synced_rows
 from torchrec_2dsp.cost.replicas import ReplicaCost
 from torchrec_2dsp.cost.span import Span
 from torchrec_2dsp.cost.step_cost import StepCost
@@ -53,29 +55,63 @@ class CostModel:
         return self.cost_of(tables, plan.mesh, plan.sync, workload)
 
     def cost_of(
-        self, tables: Sequence[Placed], mesh: Mesh2D, sync: SyncConfig, workload: Workload
+        self, tables: Iterable[Placed], mesh: Mesh2D, sync: SyncConfig, workload: Workload
     ) -> StepCost:
         """What a step takes with tables that are placed on the ranks of each sharding group."""
-        span = Span.of_sharding_groups(mesh, self.local_world_size)
-        world = Span.of_world(mesh.world_size, self.local_world_size)
-        peers = Span.of_replica_peers(mesh, self.local_world_size)
-        loads = Loads(span.num_ranks)
+        setting = Setting(self.calibration, workload, mesh, sync, self.local_world_size)
+        return setting.step_cost(setting.loads(tables))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that a step's cost depends on, beside what is where."""
+
+    calibration: Calibration
+    workload: Workload
+    mesh: Mesh2D
+    sync: SyncConfig
+    local_world_size: int
+
+    @cached_property
+    def group(self) -> Span:
+        """Of the sharding groups."""
+        return Span.of_sharding_groups(self.mesh, self.local_world_size)
+
+    @cached_property
+    def peers(self) -> Span:
+        """Of the replica peers."""
+        return Span.of_replica_peers(self.mesh, self.local_world_size)
+
+    @cached_property
+    def world(self) -> Span:
+        """Of all ranks."""
+        return Span.of_world(self.mesh.world_size, self.local_world_size)
+
+    def loads(self, tables: Iterable[Placed]) -> Loads:
+        """What the ranks of a group have to do for tables."""
+        loads = Loads(self.group.num_ranks)
         for table in tables:
-            add_table(loads, table, workload, span)
-        phases = _Phases(self.calibration, workload, span, world)
-        slowest, mean = phases.of(loads), phases.of(_evened(loads))
-        replicas = ReplicaCost(self.calibration, tables, workload)
-        exchanged_s, applied_s = replicas.sync_s(peers, mesh.group_size, sync)
+            add_table(loads, table, self.workload, self.group)
+            add_hot_rows(loads, table, self.workload, self.world)
+            add_synced_rows(loads, table, self.workload, self.peers, self.sync)
+        return loads
+
+    def step_cost(self, loads: Loads) -> StepCost:
+        """What it takes them."""
+        phases = _Phases(self.calibration, self.workload, self.group, self.world)
+        mean = phases.of(loads.evened())
+        replicas = ReplicaCost(self.calibration)
+        exchanged_s, applied_s = replicas.sync_s(loads, self.peers, self.sync)
         visible = StepCost(
             **mean,
-            hot_rows_s=replicas.hot_rows_s(world),
+            hot_rows_s=replicas.hot_rows_s(loads, self.world),
             sync_s=exchanged_s + applied_s,
-            imbalance_s=sum(slowest.values()) - sum(mean.values()),
+            imbalance_s=sum(phases.of(loads).values()) - sum(mean.values()),
         )
-        is_late = isinstance(sync, GradientSync) and sync.delay > 0
+        is_late = isinstance(self.sync, GradientSync) and self.sync.delay > 0
         late_s = min(exchanged_s, visible.total_s - visible.sync_s) if is_late else 0.0
         # Row gradients that may be late travel behind the next step.
-        return replace(visible, hidden_s=-late_s - _hidden_s(visible, loads, workload))
+        return replace(visible, hidden_s=-late_s - _hidden_s(visible, loads, self.workload))
 
 
 @dataclass(frozen=True)
@@ -163,7 +199,7 @@ class _Phases:
         return sum(exchanges) + (self.calibration.turn_s if any(exchanges) else 0.0)
 
     def _dense_exchange_s(self, loads: Loads) -> float:
-        num_bytes = self.workload.dense.gradient_bytes + loads.all_reduced_bytes
+        num_bytes = self.workload.dense.gradient_bytes + float(loads.all_reduced_bytes.max())
         if not num_bytes:
             return 0.0
         reduce = self.calibration.collectives.all_reduce
@@ -202,16 +238,6 @@ class _Phases:
         return len(loads.types) + bool(loads.dense_bytes.any())
 
 
-def _evened(loads: Loads) -> Loads:
-    """The same work, dealt evenly."""
-    evened = replace(loads)
-    for one in fields(loads):
-        if not one.init:
-            values = getattr(loads, one.name)
-            setattr(evened, one.name, np.full_like(values, values.mean()))
-    return evened
-
-
 def _hidden_s(cost: StepCost, loads: Loads, workload: Workload) -> float:
     """What happens behind compute.
 
@@ -220,7 +246,7 @@ def _hidden_s(cost: StepCost, loads: Loads, workload: Workload) -> float:
     """
     compute = cost.lookup_s + cost.rows_s + cost.dense_s + cost.update_s
     ids = min(cost.input_exchange_s, compute) if workload.is_pipelined else 0.0
-    gradient_bytes = workload.dense.gradient_bytes + loads.all_reduced_bytes
+    gradient_bytes = workload.dense.gradient_bytes + float(loads.all_reduced_bytes.max())
     num_buckets = 1 + gradient_bytes // _DDP_BUCKET_BYTES
     dense = min(cost.dense_exchange_s * (1 - 1 / num_buckets), workload.dense.backward_s)
     return ids + dense

@@ -1,17 +1,21 @@
 """What rows with several homes cost in a step: hot rows, and the shards of replica peers."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.coefficients import CollectiveCost
-from torchrec_2dsp.cost.row_merge import gather_seconds, merge_seconds
+from torchrec_2dsp.cost.loads import Loads, Ranks
+from torchrec_2dsp.cost.row_merge import RowBytes, gather_seconds, merge_seconds
 from torchrec_2dsp.cost.span import Span
-from torchrec_2dsp.cost.table_loads import FLOAT_BYTES, KEY_BYTES, Placed
 from torchrec_2dsp.cost.traffic import Traffic, all_reduce
-from torchrec_2dsp.cost.workload import Workload
-from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig, SyncedRows, WeightSync
+from torchrec_2dsp.plan.sync_config import (
+    GradientSync,
+    SyncConfig,
+    SyncedRows,
+    SyncPolicy,
+    WeightSync,
+)
 
 
 @dataclass(frozen=True)
@@ -22,118 +26,85 @@ class ReplicaCost:
     """
 
     calibration: Calibration
-    tables: Sequence[Placed]
-    workload: Workload
 
-    def hot_rows_s(self, world: Span) -> float:
+    def hot_rows_s(self, loads: Loads, world: Span) -> float:
         """Lookups of hot rows, the merge of their gradients over the world, and their update."""
-        hot = [table for table in self.tables if table.num_hot]
-        if not hot:
+        if not loads.hot_ids.any():
             return 0.0
-        batch_size = self.workload.batch_size
-
-        def touched(table: Placed, num_batches: int) -> float:
-            lookups = num_batches * batch_size * table.work.ids_per_sample
-            every = table.work.expected_distinct(lookups)
-            return every - table.work.expected_distinct(lookups, num_hot=table.num_hot)
-
-        def num_bytes(num_ranks: int) -> float:
-            return sum(touched(table, num_ranks) * _wire_bytes(table.work.dim) for table in hot)
-
         kernels = self.calibration.kernels
-        ids = [
-            batch_size * table.work.ids_per_sample * table.work.hot_share(table.num_hot)
-            for table in hot
-        ]
-        id_bytes = sum(
-            count * table.work.dim * FLOAT_BYTES for count, table in zip(ids, hot, strict=True)
+        ids, id_bytes = _most(loads.hot_ids), _most(loads.hot_id_bytes)
+        rows = RowBytes(
+            _most(loads.hot_bytes_of_rank),
+            _most(loads.hot_bytes_of_host),
+            _most(loads.hot_bytes_of_all),
         )
-        num_rows = sum(touched(table, world.num_ranks) for table in hot)
         return (
             kernels.lookup.base_s
-            + kernels.lookup.seconds(sum(ids), id_bytes)
-            + kernels.sort.seconds(sum(ids), 0.0)
-            + kernels.add.seconds(sum(ids), id_bytes)
-            + self._merged_s(num_bytes, world)
-            + self._applied_s(num_rows, num_bytes(world.num_ranks))
+            + kernels.lookup.seconds(ids, id_bytes)
+            + kernels.sort.seconds(ids, 0.0)
+            + kernels.add.seconds(ids, id_bytes)
+            + self._merged_s(rows, world)
+            + self._applied_s(_most(loads.hot_rows), rows.of_all)
         )
 
-    def sync_s(self, peers: Span, group_size: int, sync: SyncConfig) -> tuple[float, float]:
+    def sync_s(self, loads: Loads, peers: Span, sync: SyncConfig) -> tuple[float, float]:
         """What replica peers exchange and apply after each step, or its share of several steps."""
         if peers.num_ranks == 1:
             return 0.0, 0.0
         if isinstance(sync, GradientSync):
-            return self._gradients_s(peers, group_size, sync)
-        if sync.moments_policy is None:
-            return self._average_s(peers, group_size, sync, weights=True, moments=True)
-        moments_only = replace(sync, policy=sync.moments_policy)
-        first = self._average_s(peers, group_size, sync, weights=True, moments=False)
-        second = self._average_s(peers, group_size, moments_only, weights=False, moments=True)
-        return first[0] + second[0], first[1] + second[1]
-
-    def _gradients_s(self, peers: Span, group_size: int, sync: GradientSync) -> tuple[float, float]:
-        wire = sync.transport.dtype.itemsize
-
-        def num_bytes(num_peers: int) -> float:
-            return self._touched(num_peers * group_size, lambda one, columns: wire * columns)[1]
-
-        exchanged_s = self._merged_s(num_bytes, peers)
-        return exchanged_s, self._applied_s(
-            *self._touched(peers.num_ranks * group_size, lambda one, columns: FLOAT_BYTES * columns)
+            rows = RowBytes(
+                _most(loads.peer_bytes_of_rank),
+                _most(loads.peer_bytes_of_host),
+                _most(loads.peer_bytes_of_all),
+            )
+            applied_s = self._applied_s(_most(loads.peer_rows), _most(loads.peer_row_bytes))
+            return self._merged_s(rows, peers), applied_s
+        weights = self._average_s(
+            (_most(loads.averaged_rows), _most(loads.averaged_bytes)),
+            _most(loads.averaged_whole_bytes),
+            peers,
+            sync,
+            sync.policy,
         )
+        if sync.moments_policy is None:
+            return weights
+        moments = self._average_s(
+            (_most(loads.moment_rows), _most(loads.moment_bytes)),
+            _most(loads.moment_whole_bytes),
+            peers,
+            sync,
+            sync.moments_policy,
+        )
+        return weights[0] + moments[0], weights[1] + moments[1]
 
     def _average_s(
-        self, peers: Span, group_size: int, sync: WeightSync, *, weights: bool, moments: bool
+        self,
+        touched: tuple[float, float],
+        whole_bytes: float,
+        peers: Span,
+        sync: WeightSync,
+        policy: SyncPolicy,
     ) -> tuple[float, float]:
-        num_steps = sync.policy.steps_per_sync
-        if math.isinf(num_steps):
+        num_steps = policy.steps_per_sync
+        if math.isinf(num_steps) or not whole_bytes:
             return 0.0, 0.0
-        wire = sync.transport.dtype.itemsize
-
-        def row_bytes(table: Placed, columns: int) -> float:
-            moment_bytes = table.work.state_bytes_per_row * columns / table.work.dim
-            return wire * (weights * columns + moments * moment_bytes / FLOAT_BYTES)
-
-        whole = self._busiest(
-            lambda table, columns: table.work.num_rows * row_bytes(table, columns)
-        )
         reduce = self.calibration.collectives.all_reduce
-        whole_s = reduce.seconds(peers, all_reduce(peers, whole))
+        whole_s = reduce.seconds(peers, all_reduce(peers, whole_bytes))
         if sync.rows is SyncedRows.ALL:
             return whole_s / num_steps, 0.0
-        num_rows, num_bytes = self._touched(num_steps * group_size, row_bytes)
+        num_rows, num_bytes = touched
         gathered_s = self.calibration.turn_s + gather_seconds(num_bytes, peers, self._all_to_all())
         applied_s = self._applied_s(num_rows * peers.num_ranks, num_bytes * peers.num_ranks)
         if whole_s < gathered_s + applied_s:
             return whole_s / num_steps, 0.0
         return gathered_s / num_steps, applied_s / num_steps
 
-    def _touched(
-        self, num_batches: float, row_bytes: Callable[[Placed, int], float]
-    ) -> tuple[float, float]:
-        """Distinct rows that some batches touch on the busiest position, and their bytes."""
-
-        def num_rows(table: Placed) -> float:
-            lookups = num_batches * self.workload.batch_size * table.work.ids_per_sample
-            return table.work.expected_distinct(lookups, num_hot=table.num_hot)
-
-        return self._busiest(lambda table, columns: num_rows(table)), self._busiest(
-            lambda table, columns: num_rows(table) * (row_bytes(table, columns) + KEY_BYTES)
-        )
-
-    def _busiest(self, of_table: Callable[[Placed, int], float]) -> float:
-        """The largest sum on one rank of a group, of which a shard has its part of the rows."""
-        sums: dict[int, float] = {}
-        for table in self.tables:
-            for rank, rows, columns in table.shards:
-                part = rows / max(1, table.work.num_rows)
-                sums[rank] = sums.get(rank, 0.0) + of_table(table, columns) * part
-        return max(sums.values(), default=0.0)
-
-    def _merged_s(self, num_bytes: Callable[[int], float], span: Span) -> float:
+    def _merged_s(self, rows: RowBytes, span: Span) -> float:
         """With what ranks tell each other before, and the turn that both take."""
+        if not rows.of_all:
+            return 0.0
         told = self.calibration.collectives.all_gather.seconds(span, Traffic(0.0, 0.0))
-        return self.calibration.turn_s + told + merge_seconds(num_bytes, span, self._all_to_all())
+        return self.calibration.turn_s + told + merge_seconds(rows, span, self._all_to_all())
 
     def _applied_s(self, num_rows: float, num_bytes: float) -> float:
         """Adding up what has come, and applying it."""
@@ -146,5 +117,5 @@ class ReplicaCost:
         return self.calibration.all_to_all(full_duplex=True)
 
 
-def _wire_bytes(dim: int) -> int:
-    return dim * FLOAT_BYTES + KEY_BYTES
+def _most(values: Ranks) -> float:
+    return float(values.max())

@@ -1,40 +1,52 @@
 """What bringing row gradients together takes: of hot rows, and of rows that replica peers hold."""
 
-from collections.abc import Callable
+from typing import NamedTuple
 
 from torchrec_2dsp.cost.coefficients import CollectiveCost
 from torchrec_2dsp.cost.span import Span
 from torchrec_2dsp.cost.traffic import Traffic, all_to_all
 
 
-def merge_seconds(num_bytes: Callable[[int], float], span: Span, cost: CollectiveCost) -> float:
+class RowBytes(NamedTuple):
+    """Distinct rows with their numbers; a row that several ranks have counts once."""
+
+    of_rank: float
+    """That one rank has."""
+
+    of_host: float
+    """That the ranks of a host have together."""
+
+    of_all: float
+    """That all ranks have together."""
+
+
+def merge_seconds(rows: RowBytes, span: Span, cost: CollectiveCost) -> float:
     """The exchanges of `rows.hops.routes`: inside hosts first, and the shorter one between them.
 
     Args:
-        num_bytes: of the distinct rows that so many ranks have together, with their numbers.
-        span: the ranks that need the sums.
+        rows: whose sums all ranks need.
+        span: the ranks.
         cost: of their all-to-all.
 
     Example:
         Of four ranks that have the same 1,000 bytes each, a host sends 500 for each of its two.
 
         >>> from torchrec_2dsp.cost.coefficients import CollectiveCost
-        >>> from torchrec_2dsp.cost.row_merge import merge_seconds
+        >>> from torchrec_2dsp.cost.row_merge import RowBytes, merge_seconds
         >>> from torchrec_2dsp.cost.span import Span
         >>> cost = CollectiveCost(base_s=0, per_peer_s=0, local_s_per_byte=0, link_s_per_byte=1e-6)
-        >>> merge_seconds(lambda ranks: 1_000.0, Span.of_world(4, 2), cost)
+        >>> merge_seconds(RowBytes(1_000.0, 1_000.0, 1_000.0), Span.of_world(4, 2), cost)
         0.001
     """
-    if span.num_ranks == 1 or not num_bytes(span.num_ranks):
+    if span.num_ranks == 1 or not rows.of_all:
         return 0.0
     if not (span.crosses_hosts and span.ranks_per_host > 1):
-        return _gathered(cost, span, num_bytes(1), num_bytes(span.num_ranks))
+        return _gathered(cost, span, rows.of_rank, rows.of_all)
     inside, across = span.inside_hosts(), span.across_hosts()
-    of_host, of_all = num_bytes(inside.num_ranks), num_bytes(span.num_ranks)
     return (
-        _seconds(cost, inside, num_bytes(1) / inside.num_ranks)
-        + _gathered(cost, across, of_host / inside.num_ranks, of_all / inside.num_ranks)
-        + _seconds(cost, inside, of_all / inside.num_ranks)
+        _seconds(cost, inside, rows.of_rank / inside.num_ranks)
+        + _gathered(cost, across, rows.of_host / inside.num_ranks, rows.of_all / inside.num_ranks)
+        + _seconds(cost, inside, rows.of_all / inside.num_ranks)
     )
 
 

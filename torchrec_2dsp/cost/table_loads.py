@@ -1,10 +1,11 @@
 """What a table adds to its group's loads, by sharding type and exchange. Pure."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from torchrec.distributed.types import ShardingType
 
 from torchrec_2dsp.cost.loads import Loads, Ranks
@@ -29,6 +30,22 @@ _DENSE_PASSES = 6
 and applied."""
 
 
+class Shards(NamedTuple):
+    """Parts of a table, a number for each."""
+
+    ranks: NDArray[np.int64]
+    """Where it is: a position in the group."""
+
+    rows: Ranks
+    columns: Ranks
+
+    @classmethod
+    def of(cls, shards: Sequence[tuple[int, int, int]]) -> "Shards":
+        """From rank, rows and columns of each."""
+        ranks, rows, columns = np.array(shards, dtype=np.float64).reshape(-1, 3).T
+        return cls(ranks.astype(np.int64), rows, columns)
+
+
 @dataclass(frozen=True)
 class Placed:
     """A table on the ranks of a group."""
@@ -42,8 +59,8 @@ class Placed:
 
     owners: RowOwners
 
-    shards: Sequence[tuple[int, int, int]]
-    """Rank in the group, rows and columns of each shard."""
+    shards: Shards
+    """Its parts; none of a data-parallel table."""
 
     num_hot: int = 0
     """Rows that are on every rank besides; the hottest ones."""
@@ -57,10 +74,9 @@ class Placed:
             kind=ShardingType(base_type(sharding.sharding_type)),
             exchange=sharding.exchange,
             owners=sharding.owners,
-            shards=[
-                (shard.placement.rank(), shard.shard_sizes[0], shard.shard_sizes[1])
-                for shard in spec
-            ],
+            shards=Shards.of(
+                [(one.placement.rank(), one.shard_sizes[0], one.shard_sizes[1]) for one in spec]
+            ),
             num_hot=0 if sharding.hot_set is None else len(sharding.hot_set),
         )
 
@@ -163,31 +179,28 @@ def _row_exchange(
     else:
         loads.rows_from += of_rank * dim * workload.forward_wire_bytes
         loads.rows_to += of_rank * dim * workload.backward_wire_bytes
-    _look_up(loads, slice(None), asked, asked * table.row_bytes)
+    _look_up(loads, asked, asked * table.row_bytes)
 
 
 def _table_or_column_wise(
     loads: Loads, table: Placed, workload: Workload, batch: _Batch, span: Span
 ) -> None:
     """The ranks with shards look up what all ranks ask, and send each rank its vectors."""
-    for rank, _, columns in table.shards:
-        ids = loads.num_ranks * batch.ids
-        num_bytes = ids * columns * table.work.element_bytes
-        _look_up(loads, rank, ids, num_bytes)
-        loads.ids_to[rank] += batch.bags * LENGTH_BYTES + batch.ids * ID_BYTES
-        sent, received = _output(loads, table)
-        vectors = _sent_vectors(table, batch) * columns
-        sent[rank] += vectors * workload.forward_wire_bytes
-        received[rank] += vectors * workload.backward_wire_bytes
+    num_shards, columns = _on_ranks(loads, table)
+    ids = loads.num_ranks * batch.ids
+    _look_up(loads, ids * num_shards, ids * columns * table.work.element_bytes)
+    loads.ids_to += num_shards * (batch.bags * LENGTH_BYTES + batch.ids * ID_BYTES)
+    sent, received = _output(loads, table)
+    numbers = _sent_vectors(table, batch) * columns
+    sent += numbers * workload.forward_wire_bytes
+    received += numbers * workload.backward_wire_bytes
 
 
 def _row_wise(loads: Loads, table: Placed, workload: Workload, batch: _Batch, span: Span) -> None:
     """Each rank looks up those ids whose rows it has; sums of sums give the vectors."""
     num = loads.num_ranks
     shares = owner_shares(table, num)
-    _look_up(
-        loads, slice(None), num * batch.ids * shares, num * batch.ids * table.row_bytes * shares
-    )
+    _look_up(loads, num * batch.ids * shares, num * batch.ids * table.row_bytes * shares)
     loads.ids_to += batch.bags * LENGTH_BYTES + batch.ids * ID_BYTES * shares
     if table.work.is_sequence or table.exchange is Exchange.NONEMPTY:
         sent, received = _output(loads, table)
@@ -201,18 +214,19 @@ def _row_wise(loads: Loads, table: Placed, workload: Workload, batch: _Batch, sp
 
 def _host_wise(loads: Loads, table: Placed, workload: Workload, batch: _Batch, span: Span) -> None:
     """Rows are dealt to the ranks of a host, which add up inside it what they send across."""
-    owners = Counter(rank // span.ranks_per_host for rank in {shard[0] for shard in table.shards})
-    for rank, _, columns in table.shards:
-        share = 1 / owners[rank // span.ranks_per_host]
-        ids = loads.num_ranks * batch.ids * share
-        _look_up(loads, rank, ids, ids * columns * table.work.element_bytes)
-        loads.ids_to[rank] += batch.bags * LENGTH_BYTES + batch.ids * share * ID_BYTES
-        numbers = batch.vectors * columns
-        loads.host_scattered[rank] += loads.num_ranks * numbers * workload.forward_wire_bytes
-        loads.across_from[rank] += numbers * workload.forward_wire_bytes
-        loads.across_to[rank] += numbers * workload.backward_wire_bytes
-        # Of its part of the host's vectors.
-        loads.host_gathered[rank] += span.num_hosts * numbers * workload.backward_wire_bytes
+    num_shards, columns = _on_ranks(loads, table)
+    hosts = np.arange(loads.num_ranks) // span.ranks_per_host
+    owners = np.bincount(hosts, num_shards > 0)[hosts]
+    ids = loads.num_ranks * batch.ids / np.maximum(1, owners)
+    _look_up(loads, ids * num_shards, ids * columns * table.work.element_bytes)
+    loads.ids_to += num_shards * batch.bags * LENGTH_BYTES
+    loads.ids_to += num_shards * batch.ids / np.maximum(1, owners) * ID_BYTES
+    numbers = batch.vectors * columns
+    loads.host_scattered += loads.num_ranks * numbers * workload.forward_wire_bytes
+    loads.across_from += numbers * workload.forward_wire_bytes
+    loads.across_to += numbers * workload.backward_wire_bytes
+    # Of its part of the host's vectors.
+    loads.host_gathered += span.num_hosts * numbers * workload.backward_wire_bytes
 
 
 def _data_parallel(
@@ -220,7 +234,7 @@ def _data_parallel(
 ) -> None:
     """Every rank has the table; the dense gradient of all of it is all-reduced."""
     table_bytes = table.work.num_rows * table.row_bytes
-    _look_up(loads, slice(None), batch.ids, batch.ids * table.row_bytes)
+    _look_up(loads, batch.ids, batch.ids * table.row_bytes)
     loads.dense_bytes += _DENSE_PASSES * table_bytes
     loads.all_reduced_bytes += table_bytes
 
@@ -237,13 +251,20 @@ _BY_KIND: dict[ShardingType, _Add] = {
 }
 
 
-def _look_up(
-    loads: Loads, where: int | slice, ids: float | Ranks, num_bytes: float | Ranks
-) -> None:
-    loads.lookup_ids[where] += ids
-    loads.lookup_bytes[where] += num_bytes
-    loads.update_ids[where] += ids
-    loads.update_bytes[where] += num_bytes
+def _look_up(loads: Loads, ids: float | Ranks, num_bytes: float | Ranks) -> None:
+    loads.lookup_ids += ids
+    loads.lookup_bytes += num_bytes
+    loads.update_ids += ids
+    loads.update_bytes += num_bytes
+
+
+def _on_ranks(loads: Loads, table: Placed) -> tuple[Ranks, Ranks]:
+    """How many shards each rank has, and of how many columns together."""
+    ranks, _, columns = table.shards
+    num_shards, sums = np.zeros(loads.num_ranks), np.zeros(loads.num_ranks)
+    np.add.at(num_shards, ranks, 1.0)
+    np.add.at(sums, ranks, columns)
+    return num_shards, sums
 
 
 def _output(loads: Loads, table: Placed) -> tuple[Ranks, Ranks]:

@@ -61,9 +61,8 @@ class TableWork:
     def expected_distinct(self, num_lookups: float, *, num_hot: int = 0) -> float:
         """How many different rows so many lookups touch, the ``num_hot`` hottest left out."""
         if self.access is not None and self.access.num_lookups:
-            cold = self._cold_access(num_hot)
-            distinct = cold.expected_distinct(num_lookups * (1 - self.hot_share(num_hot)))
-            return min(distinct, float(self.num_rows))
+            distinct = self.access.expected_distinct(num_lookups, num_hot=num_hot)
+            return min(distinct, float(max(0, self.num_rows - num_hot)))
         cold_rows = self.num_rows - num_hot
         if cold_rows <= 0:
             return 0.0
@@ -74,8 +73,9 @@ class TableWork:
     ) -> NDArray[np.float64]:
         """`expected_distinct`, of each of some blocks of consecutive rows."""
         if self.access is not None and self.access.num_lookups:
+            cold = self.access.without(num_hot) if num_hot else self.access
             cold_lookups = num_lookups * (1 - self.hot_share(num_hot))
-            return self._cold_access(num_hot).distinct_by_block(cold_lookups, num_blocks)
+            return cold.distinct_by_block(cold_lookups, num_blocks)
         return np.full(
             num_blocks, self.expected_distinct(num_lookups, num_hot=num_hot) / num_blocks
         )
@@ -87,10 +87,6 @@ class TableWork:
         if self.access is not None and self.access.num_lookups:
             return self.access.share_of(num_hot)
         return min(1.0, num_hot / self.num_rows)
-
-    def _cold_access(self, num_hot: int) -> TableAccess:
-        assert self.access is not None
-        return self.access.without(num_hot) if num_hot else self.access
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,112 @@
+"""What a table adds to its group's loads because rows have several homes. Pure."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from torchrec_2dsp.cost.loads import Loads, Ranks
+from torchrec_2dsp.cost.span import Span
+from torchrec_2dsp.cost.table_loads import FLOAT_BYTES, KEY_BYTES, Placed
+from torchrec_2dsp.cost.workload import Workload
+from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig, WeightSync
+
+
+def add_hot_rows(loads: Loads, table: Placed, workload: Workload, world: Span) -> None:
+    """Add lookups of a table's hot rows, and what the world merges of them, in place."""
+    if not table.num_hot:
+        return
+    work = table.work
+    row_bytes = work.dim * FLOAT_BYTES
+    lookups = workload.batch_size * work.ids_per_sample
+
+    def touched(num_ranks: int) -> float:
+        every = work.expected_distinct(num_ranks * lookups)
+        return every - work.expected_distinct(num_ranks * lookups, num_hot=table.num_hot)
+
+    ids = lookups * work.hot_share(table.num_hot)
+    loads.hot_ids += ids
+    loads.hot_id_bytes += ids * row_bytes
+    loads.hot_rows += touched(world.num_ranks)
+    loads.hot_bytes_of_rank += touched(1) * (row_bytes + KEY_BYTES)
+    loads.hot_bytes_of_host += touched(world.ranks_per_host) * (row_bytes + KEY_BYTES)
+    loads.hot_bytes_of_all += touched(world.num_ranks) * (row_bytes + KEY_BYTES)
+
+
+def add_synced_rows(
+    loads: Loads, table: Placed, workload: Workload, peers: Span, sync: SyncConfig
+) -> None:
+    """Add what replica peers exchange of a table's cold rows, in place.
+
+    Args:
+        loads: of the ranks of a group.
+        table: what is added.
+        workload: batch size.
+        peers: of the replica peers.
+        sync: how they are kept equal.
+    """
+    if peers.num_ranks == 1 or not len(table.shards.ranks):
+        return
+    shards = _Shards(loads, table, workload)
+    if isinstance(sync, GradientSync):
+        wire = sync.transport.dtype.itemsize
+        loads.peer_rows += shards.touched(peers.num_ranks)
+        loads.peer_row_bytes += shards.touched_bytes(peers.num_ranks, FLOAT_BYTES)
+        loads.peer_bytes_of_rank += shards.touched_bytes(1, wire)
+        loads.peer_bytes_of_host += shards.touched_bytes(peers.ranks_per_host, wire)
+        loads.peer_bytes_of_all += shards.touched_bytes(peers.num_ranks, wire)
+        return
+    both = sync.moments_policy is None
+    _add_average(shards, sync, weights=True, moments=both)
+    if sync.moments_policy is not None:
+        its_policy = replace(sync, policy=sync.moments_policy)
+        _add_average(shards, its_policy, weights=False, moments=True)
+
+
+def _add_average(shards: "_Shards", sync: WeightSync, *, weights: bool, moments: bool) -> None:
+    num_steps = sync.policy.steps_per_sync
+    if math.isinf(num_steps):
+        return
+    wire = sync.transport.dtype.itemsize
+    work = shards.table.work
+    # Moments are of rows: a shard with a part of the columns has its part of them.
+    of_column = wire * (weights + moments * work.state_bytes_per_row / FLOAT_BYTES / work.dim)
+    loads = shards.loads
+    rows, num_bytes, whole = (
+        (loads.averaged_rows, loads.averaged_bytes, loads.averaged_whole_bytes)
+        if weights
+        else (loads.moment_rows, loads.moment_bytes, loads.moment_whole_bytes)
+    )
+    rows += shards.touched(num_steps)
+    num_bytes += shards.touched_bytes(num_steps, of_column)
+    whole += shards.sums(work.num_rows * of_column * shards.columns)
+
+
+class _Shards:
+    """A table's shards, and which part of its rows the ranks that have them touch."""
+
+    def __init__(self, loads: Loads, table: Placed, workload: Workload) -> None:
+        self.loads = loads
+        self.table = table
+        self.columns = table.shards.columns
+        self._lookups = loads.num_ranks * workload.batch_size * table.work.ids_per_sample
+        self._parts = table.shards.rows / max(1, table.work.num_rows)
+
+    def sums(self, of_whole: float | Ranks) -> Ranks:
+        """Over the shards of each rank, each of which has its part of the rows."""
+        found = np.zeros(self.loads.num_ranks)
+        np.add.at(found, self.table.shards.ranks, self._parts * of_whole)
+        return found
+
+    def touched(self, num_batches: float) -> Ranks:
+        """Rows that so many batches of a group touch."""
+        return self.sums(self._rows(num_batches))
+
+    def touched_bytes(self, num_batches: float, of_column: float) -> Ranks:
+        """Of them, with their numbers."""
+        return self.sums(self._rows(num_batches) * (of_column * self.columns + KEY_BYTES))
+
+    def _rows(self, num_batches: float) -> float:
+        return self.table.work.expected_distinct(
+            num_batches * self._lookups, num_hot=self.table.num_hot
+        )

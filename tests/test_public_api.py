@@ -31,6 +31,7 @@ PUBLIC_NAMES = [
     "ModelParallel2D",
     "MomentScaledRowWiseAdaGrad",
     "MomentScaledRowWiseAdaGradOptimizer",
+    "ParameterConstraints2D",
     "ParameterSharding2D",
     "Partitioner2D",
     "Plan2D",

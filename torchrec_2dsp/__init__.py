@@ -51,6 +51,7 @@ if not is_doctor_command(sys.orig_argv, sys.argv):
     from torchrec_2dsp.plan.sync_config import GradientSync, SyncedRows, Transport, WeightSync
     from torchrec_2dsp.plan.sync_policy import after, every, never
     from torchrec_2dsp.planner.balanced_partitioner import BalancedPartitioner
+    from torchrec_2dsp.planner.constraints import ParameterConstraints2D
     from torchrec_2dsp.planner.enumerator import Enumerator2D
     from torchrec_2dsp.planner.partitioner import Partitioner2D
     from torchrec_2dsp.planner.planner2d import Planner2D
@@ -88,6 +89,7 @@ __all__ = [
     "ModelParallel2D",
     "MomentScaledRowWiseAdaGrad",
     "MomentScaledRowWiseAdaGradOptimizer",
+    "ParameterConstraints2D",
     "ParameterSharding2D",
     "Partitioner2D",
     "Plan2D",

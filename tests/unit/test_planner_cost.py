@@ -16,12 +16,12 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 
 import torchrec_2dsp as tdsp
 from tests.unit.test_planner import AnyTypeSharder, bags, world
+from torchrec_2dsp.cost.optimizer_state import state_bytes_per_row
 from torchrec_2dsp.planner.enumerator import Enumerator2D
 from torchrec_2dsp.planner.sync_cost import (
     data_parallel_ms,
     expected_touched_rows,
     row_sync_ms,
-    state_bytes_per_row,
     weight_sync_ms,
 )
 from torchrec_2dsp.planner.topology import group_topology

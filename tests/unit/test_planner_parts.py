@@ -37,7 +37,7 @@ def test_it_takes_what_the_stock_planner_takes() -> None:
         for name, known in ours.items()
         if known.kind is not inspect.Parameter.KEYWORD_ONLY
     ]
-    assert set(ours) - set(stock) == {"mesh", "sync"}
+    assert set(ours) - set(stock) == {"mesh", "sync", "calibration", "access", "workload"}
 
 
 class RecordingPartitioner(Partitioner):

@@ -1,6 +1,6 @@
 """`BenchConfig`: what is compared, on which workload, and how carefully."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -67,8 +67,11 @@ class TwoDContestant(_Planned, ReplicationConfig, ExchangeConfig):
 
     kind: Literal["two_d"]
 
-    num_groups: int | Literal["hosts", "ranks_per_host"] = "hosts"
-    """How many copies of the tables there are."""
+    num_groups: int | Literal["hosts", "ranks_per_host", "any"] = "hosts"
+    """How many copies of the tables there are; "any" for what the planner finds."""
+
+    by_cost: bool = False
+    """Whether the planner predicts steps, by the calibration, and chooses exchanges as well."""
 
     layout: RankLayout = RankLayout.CONTIGUOUS
     """How ranks are dealt to groups."""
@@ -76,15 +79,22 @@ class TwoDContestant(_Planned, ReplicationConfig, ExchangeConfig):
     qcomms: Literal["fp32", "fp16", "bf16"] = "fp32"
     """How TorchRec's quantised communication sends embeddings and their gradients."""
 
+    @model_validator(mode="after")
+    def _check_search(self) -> Self:
+        if self.num_groups == "any" and not self.by_cost:
+            raise ValueError('num_groups = "any" is for by_cost = true')
+        return self
+
     def describe(self) -> str:
         """In words."""
         rows = f", {self.exchange_text}" if self.exchange_text else ""
         rows += "" if self.qcomms == "fp32" else f", {self.qcomms} communication"
         groups = str(self.num_groups).replace("_", " ")
-        return (
-            f"2D, {self.layout.value} groups (as many as {groups}), {self.sync_config}, "
-            f"{self._choice()}{rows}{self._duplex()}"
-        )
+        mesh = f"{self.layout.value} groups (as many as {groups})"
+        if self.num_groups == "any":
+            mesh = "any groups"
+        chosen = "by predicted cost" if self.by_cost else self._choice()
+        return f"2D, {mesh}, {self.sync_config}, {chosen}{rows}{self._duplex()}"
 
 
 class CeilingContestant(_Contestant):
@@ -248,7 +258,7 @@ class BenchConfig(Section):
         one = self.contestants[name]
         if isinstance(one, CeilingContestant):
             return self.mesh(one.of, world_size, local_world_size)
-        if isinstance(one, StockContestant):
+        if isinstance(one, StockContestant) or one.num_groups == "any":
             return Mesh2D(1, world_size)
         num_groups = {
             "hosts": world_size // local_world_size,

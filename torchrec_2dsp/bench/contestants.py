@@ -35,7 +35,10 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.bench.config import BenchConfig, PlannedContestant, TwoDContestant
 from torchrec_2dsp.bench.weights import fill_tables_
+from torchrec_2dsp.bench.workload import tables_work, workload_of
+from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.measure.link_speed import LinkSpeeds
+from torchrec_2dsp.cost.workload import DenseWork
 from torchrec_2dsp.data.synthetic import SyntheticConfig
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
@@ -71,7 +74,11 @@ class Trainer:
 
 
 def build_trainer(
-    config: BenchConfig, one: PlannedContestant, mesh: Mesh2D, speeds: LinkSpeeds
+    config: BenchConfig,
+    one: PlannedContestant,
+    mesh: Mesh2D,
+    speeds: LinkSpeeds,
+    dense: DenseWork | None = None,
 ) -> Trainer:
     """What a contestant trains with; equal initial weights for all contestants.
 
@@ -81,7 +88,7 @@ def build_trainer(
     device = rank_device(config.schedule.device)
     unsharded = build_model(config.data, config.model, tables_device="meta")
     if isinstance(one, TwoDContestant):
-        model, plan = _two_d(config, one, mesh, speeds, unsharded, device)
+        model, plan = _two_d(config, one, mesh, speeds, dense, unsharded, device)
     else:
         model, plan = _stock(config, one, speeds, unsharded, device)
     fill_tables_(model, config.data, config.model.dim, config.model.seed)
@@ -127,6 +134,7 @@ def _two_d(
     one: TwoDContestant,
     mesh: Mesh2D,
     speeds: LinkSpeeds,
+    dense: DenseWork | None,
     model: nn.Module,
     device: torch.device,
 ) -> tuple[DistributedModelParallel, ShardingPlan]:
@@ -142,7 +150,15 @@ def _two_d(
     )
     sharders = cast(list[ModuleSharder[nn.Module]], [sharder])
     arguments = _planner_arguments(config, one, speeds)
-    planner = Planner2D(**arguments, mesh=mesh, sync=one.sync_config)
+    if one.by_cost:
+        arguments["calibration"] = (
+            Calibration.load(config.calibration)
+            if config.calibration
+            else Calibration.of_topology(arguments["topology"])
+        )
+        arguments["workload"] = workload_of(one, tables_work(config), config.model.dim, dense)
+    known_mesh = None if one.num_groups == "any" else mesh
+    planner = Planner2D(**arguments, mesh=known_mesh, sync=one.sync_config)
     plan = pinned(planner.collective_plan(model, sharders), one, config.data)
     return ModelParallel2D(model, device=device, plan=plan, sharders=sharders), plan
 

@@ -125,7 +125,8 @@ class Worker:
             timeout=timedelta(seconds=2 * schedule.deadline_s),
         )
         mesh = self._config.mesh(self._name, self._place.world_size, self._place.local_world_size)
-        self._trainer = build_trainer(self._config, self._planned, mesh, self._measured.speeds)
+        speeds, dense = self._measured
+        self._trainer = build_trainer(self._config, self._planned, mesh, speeds, dense)
         self._trainer.model.train()
         plan = self._trainer.plan
         return Built(sharding_of(plan), plan)

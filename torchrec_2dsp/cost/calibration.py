@@ -142,6 +142,41 @@ class Calibration(_Part):
                 "with the calibrate command"
             ) from error
 
+    @classmethod
+    def of_topology(cls, topology: Topology) -> Self:
+        """From the figures of a TorchRec topology, where nothing was measured.
+
+        Bandwidths and nothing else: no message has a latency, no kernel a start. Every rank has an
+        interface of its own, and reads and writes a row once for each pass.
+        """
+        on_cpu = topology.compute_device == "cpu"
+        memory = topology.ddr_mem_bw if on_cpu else topology.hbm_mem_bw
+        wire = CollectiveCost(
+            base_s=0.0,
+            per_peer_s=0.0,
+            local_s_per_byte=1 / (1e3 * topology.intra_host_bw),
+            link_s_per_byte=1 / (1e3 * topology.inter_host_bw * topology.local_world_size),
+        )
+        once, twice = (
+            KernelCost(base_s=0.0, per_item_s=0.0, per_byte_s=passes / (1e3 * memory))
+            for passes in (1, 2)
+        )
+        return cls(
+            hardware=Hardware(
+                name="topology",
+                device="cpu" if on_cpu else "cuda",
+                num_hosts=-(-topology.world_size // topology.local_world_size),
+                ranks_per_host=topology.local_world_size,
+                measured="never: the figures of a Topology",
+            ),
+            collectives=Collectives(
+                all_to_all=wire, all_reduce=wire, all_gather=wire, reduce_scatter=wire
+            ),
+            kernels=Kernels(
+                lookup=once, update=twice, sort=once, gather=twice, add=twice, dense_update=once
+            ),
+        )
+
     def all_to_all(self, *, full_duplex: bool) -> CollectiveCost:
         """That of the backend, or this package's where the backend has another."""
         other = self.collectives.full_duplex_all_to_all

@@ -179,6 +179,7 @@ class _Phases:
             ),
             self._between_places_s(loads.across_from),
             self._in_host_s(loads.host_rows_from),
+            self._apart_s(loads),
         )
 
     def _backward_s(self, loads: Loads) -> float:
@@ -192,11 +193,27 @@ class _Phases:
             ),
             self._between_places_s(loads.across_to),
             self._in_host_s(loads.host_rows_to),
+            self._apart_s(loads),
         )
 
     def _turns_s(self, *exchanges: float) -> float:
         """Exchanges one after the other; ranks come to the first one from computing."""
         return sum(exchanges) + (self.calibration.turn_s if any(exchanges) else 0.0)
+
+    def _apart_s(self, loads: Loads) -> float:
+        """What it takes that tables of each type are exchanged apart from those of another."""
+        together = sum(
+            one.any()
+            for one in (
+                loads.pooled_from,
+                loads.rows_from,
+                loads.scattered,
+                loads.host_scattered,
+                loads.host_rows_from,
+            )
+        )
+        short = self._all_to_all.seconds(self.span, traffic.Traffic(0.0, 0.0))
+        return max(0, len(loads.types) - int(together)) * short
 
     def _dense_exchange_s(self, loads: Loads) -> float:
         num_bytes = self.workload.dense.gradient_bytes + float(loads.all_reduced_bytes.max())

@@ -55,12 +55,12 @@ class Placed:
     kind: ShardingType
     """TorchRec's type inside the group."""
 
-    exchange: Exchange
-
-    owners: RowOwners
-
     shards: Shards
     """Its parts; none of a data-parallel table."""
+
+    exchange: Exchange = Exchange.POOLED
+
+    owners: RowOwners = RowOwners.BLOCK
 
     num_hot: int = 0
     """Rows that are on every rank besides; the hottest ones."""
@@ -120,15 +120,18 @@ def add_table(loads: Loads, table: Placed, workload: Workload, span: Span) -> No
     ids = workload.batch_size * work.ids_per_sample * cold
     bags = float(workload.batch_size * work.num_features)
     batch = _Batch(ids, bags, ids if work.is_sequence else bags, cold)
-    key = f"{table.kind.value}, {table.exchange.value}"
     if table.exchange in ROW_EXCHANGES:
         _row_exchange(loads, table, workload, batch, span)
     elif table.kind in _BY_KIND:
         _BY_KIND[table.kind](loads, table, workload, batch, span)
     else:
         raise UnsupportedError(f"the cost of {table.kind.value} tables isn't known")
-    if table.kind is not ShardingType.DATA_PARALLEL:
-        loads.types.add(key)
+    loads.types |= {message_type(table.kind, table.exchange)} - {""}
+
+
+def message_type(kind: ShardingType, exchange: Exchange) -> str:
+    """The name under which a table's messages are shared with other tables; empty without any."""
+    return "" if kind is ShardingType.DATA_PARALLEL else f"{kind.value}, {exchange.value}"
 
 
 def owner_shares(table: Placed, num_ranks: int) -> Ranks:
@@ -191,7 +194,10 @@ def _table_or_column_wise(
     _look_up(loads, ids * num_shards, ids * columns * table.work.element_bytes)
     loads.ids_to += num_shards * (batch.bags * LENGTH_BYTES + batch.ids * ID_BYTES)
     sent, received = _output(loads, table)
-    numbers = _sent_vectors(table, batch) * columns
+    vectors = _sent_vectors(table, batch)
+    numbers = vectors * columns
+    if table.exchange is Exchange.NONEMPTY:
+        _put_in_place(loads, vectors * table.work.dim)
     sent += numbers * workload.forward_wire_bytes
     received += numbers * workload.backward_wire_bytes
 
@@ -205,6 +211,8 @@ def _row_wise(loads: Loads, table: Placed, workload: Workload, batch: _Batch, sp
     if table.work.is_sequence or table.exchange is Exchange.NONEMPTY:
         sent, received = _output(loads, table)
         vectors = batch.ids * shares if table.work.is_sequence else batch.bags_with(shares)
+        if table.exchange is Exchange.NONEMPTY:
+            _put_in_place(loads, float(vectors.sum()) * table.work.dim)
         sent += vectors * table.work.dim * workload.forward_wire_bytes
         received += vectors * table.work.dim * workload.backward_wire_bytes
         return
@@ -256,6 +264,12 @@ def _look_up(loads: Loads, ids: float | Ranks, num_bytes: float | Ranks) -> None
     loads.lookup_bytes += num_bytes
     loads.update_ids += ids
     loads.update_bytes += num_bytes
+
+
+def _put_in_place(loads: Loads, numbers: float) -> None:
+    """Vectors of some bags become those of all bags, and the same of their gradients."""
+    loads.added_bytes += numbers * FLOAT_BYTES
+    loads.gathered_bytes += numbers * FLOAT_BYTES
 
 
 def _on_ranks(loads: Loads, table: Placed) -> tuple[Ranks, Ranks]:

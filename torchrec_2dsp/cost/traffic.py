@@ -53,13 +53,15 @@ def all_to_all_from(span: Span, to_each: ArrayLike) -> Traffic:
     """
     sent = np.asarray(to_each, dtype=np.float64)
     by_host = _sums_by_host(span, sent)
-    on_host = np.repeat(by_host, span.ranks_per_host)[: span.num_ranks]
-    local = np.maximum((span.ranks_per_host - 1) * sent, on_host - sent)
+    local_bytes = 0.0
+    if span.ranks_per_host > 1:
+        on_host = np.repeat(by_host, span.ranks_per_host)[: span.num_ranks]
+        local_bytes = np.maximum((span.ranks_per_host - 1) * sent, on_host - sent).max()
     elsewhere = span.num_ranks - span.ranks_per_host
     out = by_host * elsewhere
     received = (sent.sum() - by_host) * span.ranks_per_host
     link = span.groups_per_host * np.maximum(out, received).max() if elsewhere else 0.0
-    return Traffic(float(local.max()) if span.ranks_per_host > 1 else 0.0, float(link))
+    return Traffic(float(local_bytes), float(link))
 
 
 def places_to_all(span: Span, to_each: ArrayLike) -> Traffic:

@@ -52,6 +52,43 @@ class Bins:
         return self.room - used
 
 
+def dealt(items: Items, bins: Bins, start: Assignment | None = None) -> Assignment | None:
+    """The most even of what is found within memory; `None` where nothing is.
+
+    Args:
+        items: what is dealt.
+        bins: where to.
+        start: what is to be improved upon; by default what greed finds.
+    """
+    start = greedy(items, bins) if start is None else start
+    differenced = within_memory(items, bins, largest_differencing(items.times, bins.times))
+    found = [improved(items, bins, one) for one in (start, differenced) if one is not None]
+    return min(found, key=lambda one: float(bins.loads(items, one).max()), default=None)
+
+
+def greedy(items: Items, bins: Bins) -> Assignment | None:
+    """The longest first, each to the emptiest bin with room for it; `None` where there is none.
+
+    Example:
+        >>> import numpy as np
+        >>> from torchrec_2dsp.planner.balance import Bins, Items, greedy
+        >>> items = Items(np.array([2.0, 3.0, 4.0]), np.ones((3, 1)))
+        >>> greedy(items, Bins(np.zeros(2), np.full((2, 1), 2.0))).tolist()
+        [1, 1, 0]
+    """
+    found = np.zeros(len(items.times), dtype=np.int64)
+    loads, left = bins.times.astype(np.float64), bins.room.astype(np.float64)
+    for item in np.lexsort((-items.needs.sum(axis=1), -items.times)).tolist():
+        fits = (left >= items.needs[item]).all(axis=1)
+        if not fits.any():
+            return None
+        place = int(np.where(fits, loads, np.inf).argmin())
+        found[item] = place
+        loads[place] += items.times[item]
+        left[place] -= items.needs[item]
+    return found
+
+
 def largest_differencing(times: Floats, base: Floats) -> Assignment:
     """Karmarkar and Karp's method for any number of bins; memory doesn't count.
 

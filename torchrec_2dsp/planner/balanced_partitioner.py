@@ -19,9 +19,7 @@ from torchrec_2dsp.planner.balance import (
     Bins,
     Floats,
     Items,
-    improved,
-    largest_differencing,
-    within_memory,
+    dealt,
 )
 
 _BY_DEVICE = "device"
@@ -91,13 +89,9 @@ class _Problem:
 
     def solved(self) -> Assignment:
         """The most even of what was found."""
-        found = [improved(self.items, self.bins, self.start)]
-        differenced = within_memory(
-            self.items, self.bins, largest_differencing(self.items.times, self.bins.times)
-        )
-        if differenced is not None:
-            found.append(improved(self.items, self.bins, differenced))
-        return min(found, key=lambda one: float(self.bins.loads(self.items, one).max()))
+        found = dealt(self.items, self.bins, self.start)
+        assert found is not None
+        return found
 
 
 def _is_free(option: ShardingOption) -> bool:

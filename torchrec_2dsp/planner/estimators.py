@@ -16,6 +16,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ShardingType
 
+from torchrec_2dsp.cost.optimizer_state import state_bytes_per_row
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig, SyncedRows, WeightSync
@@ -23,7 +24,6 @@ from torchrec_2dsp.planner.sync_cost import (
     data_parallel_ms,
     expected_touched_rows,
     row_sync_ms,
-    state_bytes_per_row,
     weight_sync_ms,
 )
 from torchrec_2dsp.planner.topology import peer_bandwidth_bytes_per_ms

@@ -78,11 +78,12 @@ def shortfall(options: Iterable[ShardingOption], ranks: Sequence[Storage]) -> Sh
     )
 
 
-def no_plan_text(mesh: Mesh2D, found: Shortfall | None, stock_text: str) -> str:
+def no_plan_text(mesh: Mesh2D | str, found: Shortfall | None, stock_text: str) -> str:
     """The message of a search that found nothing, with TorchRec's own below it."""
     sentence = found.sentence() if found is not None else ""
     reason = f": {sentence}" if sentence else ""
-    return f"no plan fits a sharding group of {mesh}{reason}; {REMEDY}.\n{stock_text}"
+    below = f"\n{stock_text}" if stock_text else ""
+    return f"no plan fits a sharding group of {mesh}{reason}; {REMEDY}.{below}"
 
 
 def _shortfall_of(

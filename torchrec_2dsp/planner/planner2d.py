@@ -1,6 +1,7 @@
-"""`Planner2D`: TorchRec's planner for one sharding group of a mesh."""
+"""`Planner2D`: TorchRec's planner, for tables that are sharded in groups of ranks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -24,7 +25,10 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder
 
-from torchrec_2dsp.errors import MeshError, PlanError, TwoDError
+from torchrec_2dsp.access.stats import AccessStats
+from torchrec_2dsp.cost.calibration import Calibration
+from torchrec_2dsp.cost.workload import Workload
+from torchrec_2dsp.errors import ConfigError, MeshError, PlanError, TwoDError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
@@ -32,6 +36,8 @@ from torchrec_2dsp.planner.collective import plan_on_rank_0
 from torchrec_2dsp.planner.enumerator import Enumerator2D
 from torchrec_2dsp.planner.infeasible import Shortfall, no_plan_text, shortfall
 from torchrec_2dsp.planner.partitioner import Partitioner2D
+from torchrec_2dsp.planner.search.cost_search import CostSearch
+from torchrec_2dsp.planner.search.result import Found
 from torchrec_2dsp.planner.sharding_types import base_constraints
 from torchrec_2dsp.planner.stats import Stats2D
 from torchrec_2dsp.planner.topology import group_topology, world_topology
@@ -46,12 +52,15 @@ _Callback = Callable[[list[ShardingOption]], list[ShardingOption]]
 
 
 class Planner2D(EmbeddingShardingPlanner):
-    """Searches the plan that every sharding group of ``mesh`` runs.
+    """Searches the plan that every sharding group runs, and how large the groups are.
 
-    It is TorchRec's planner with four parts exchanged: the topology is that of one group, the
-    enumerator gives 2D sharding types whose time includes their replica sync, and partitioner
-    and stats know those types. Every rank holds one group's shards and no more, so the memory
-    that the search counts is what a rank of the world needs.
+    With a ``calibration`` it predicts steps, and chooses for each table how it is sharded and how
+    its rows travel, and for all of them the mesh, unless one is given.
+
+    With a ``mesh`` and no calibration it is TorchRec's search with four parts exchanged: the
+    topology is that of one group, the enumerator gives 2D sharding types whose time includes their
+    replica sync, and partitioner and stats know those types. Every rank holds one group's shards
+    and no more, so the memory that the search counts is what a rank of the world needs.
 
     Example:
         >>> import torch
@@ -94,14 +103,16 @@ class Planner2D(EmbeddingShardingPlanner):
         timeout_seconds: int | None = None,
         plan_loader: PlanLoader | None = None,
         *,
-        mesh: Mesh2D,
+        mesh: Mesh2D | None = None,
         sync: SyncConfig = _EXACT,
+        calibration: Calibration | None = None,
+        access: AccessStats | None = None,
+        workload: Workload | None = None,
     ) -> None:
-        """Takes what TorchRec's planner takes, and the mesh.
+        """Takes what TorchRec's planner takes, the mesh, and what is known of network and log.
 
         Args:
-            topology: of the whole world; TorchRec's defaults for ``mesh.world_size`` ranks
-                without one.
+            topology: of the whole world; TorchRec's defaults without one.
             batch_size: samples per rank and step, as in TorchRec.
             enumerator: `Enumerator2D` by default. Another one must be made for one sharding
                 group, and its estimates are taken as they are, without the replica sync.
@@ -110,23 +121,56 @@ class Planner2D(EmbeddingShardingPlanner):
             partitioner: as in TorchRec; it sees TorchRec's own type names.
             performance_model: as in TorchRec.
             stats: as in TorchRec; `EmbeddingStats` see TorchRec's own type names.
-            constraints: per table; types by TorchRec's name or by their 2D form.
+            constraints: per table; types by TorchRec's name or by their 2D form. Those of
+                `ParameterConstraints2D` are for the search by cost.
             debug: as in TorchRec.
             callbacks: as in TorchRec.
             timeout_seconds: as in TorchRec.
             plan_loader: as in TorchRec.
-            mesh: which ranks repeat the plan.
+            mesh: which ranks repeat the plan; the best one by cost without it.
             sync: how the replicas stay equal: its cost is part of the search, and the plan
                 carries it to the sharders.
+            calibration: what the network and the machines take; without it, and without a mesh,
+                it is made of the topology's figures.
+            access: which rows are used how often, for the search by cost.
+            workload: what a step does, in place of what model, constraints and ``access`` say.
         """
         self.mesh = mesh
-        """Which ranks repeat the plan."""
+        """Which ranks repeat the plan; `None` where that is searched."""
         self.sync: SyncConfig = sync
         """How the replicas stay equal."""
         batch_size = batch_size or BATCH_SIZE
-        topology = world_topology(mesh) if topology is None else topology
-        if enumerator is None:
-            enumerator = Enumerator2D(topology, batch_size, constraints, mesh=mesh, sync=sync)
+        self._search: CostSearch | None = None
+        if calibration is not None or mesh is None:
+            _refuse(
+                "a search by cost takes no {}: leave it out, or give a mesh and no calibration",
+                enumerator=enumerator,
+                proposer=proposer,
+                partitioner=partitioner,
+                performance_model=performance_model,
+                callbacks=callbacks,
+                plan_loader=plan_loader,
+            )
+            topology = world_topology(mesh or _whole_world()) if topology is None else topology
+            self._search = CostSearch(
+                calibration=calibration or Calibration.of_topology(topology),
+                mesh=mesh,
+                sync=sync,
+                batch_size=batch_size,
+                constraints=constraints,
+                access=access,
+                workload=workload,
+            )
+            # The memory is that of every rank of the world.
+            mesh = Mesh2D(1, topology.world_size)
+        else:
+            _refuse(
+                "{} is for a search by cost: give a calibration", access=access, workload=workload
+            )
+            topology = world_topology(mesh) if topology is None else topology
+            enumerator = enumerator or Enumerator2D(
+                topology, batch_size, constraints, mesh=mesh, sync=sync
+            )
         super().__init__(
             topology=group_topology(topology, mesh),
             batch_size=batch_size,
@@ -135,7 +179,7 @@ class Planner2D(EmbeddingShardingPlanner):
             proposer=proposer,
             partitioner=Partitioner2D(partitioner),
             performance_model=performance_model,
-            stats=self._stats_2d(stats),
+            stats=_stats_2d(stats, mesh, sync),
             constraints=base_constraints(constraints),
             debug=debug,
             callbacks=callbacks,
@@ -150,12 +194,34 @@ class Planner2D(EmbeddingShardingPlanner):
             PlanError: nothing fits, or the search failed; TorchRec's error is its cause.
         """
         try:
+            if self._search is not None:
+                return self.search(module, sharders)[0].plan(self._topology.compute_device)
             stock = super().plan(module, sharders)
         except TwoDError:
             raise
         except Exception as error:
             raise PlanError(self._text(error, module, sharders)) from error
+        assert self.mesh is not None
         return Plan2D.from_stock(stock, self.mesh, self.sync)
+
+    def search(
+        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
+    ) -> Sequence[Found]:
+        """What a search by cost finds on the most promising meshes, the best first.
+
+        Raises:
+            PlanError: nothing fits.
+        """
+        if self._search is None:
+            raise ConfigError(f"{self.mesh} without a calibration is searched as TorchRec does it")
+        left = self._storage_reservation.reserve(
+            topology=self._topology,
+            batch_size=self._batch_size,
+            module=module,
+            sharders=sharders,
+            constraints=self._constraints,
+        )
+        return self._search.found(module, sharders, left)
 
     def collective_plan(
         self,
@@ -174,27 +240,18 @@ class Planner2D(EmbeddingShardingPlanner):
                 "torch.distributed is not initialised; call "
                 "torch.distributed.init_process_group(...) first, or use plan(...)"
             )
-        self.mesh.check_world(dist.get_world_size(pg))
+        if self.mesh is not None:
+            self.mesh.check_world(dist.get_world_size(pg))
         known_sharders = get_default_sharders() if sharders is None else sharders
         return plan_on_rank_0(lambda: self.plan(module, known_sharders), pg)
-
-    def _stats_2d(self, stats: Stats | list[Stats] | None) -> list[Stats]:
-        """TorchRec's stats stop at type names that they don't know; others are left alone."""
-        if stats is None:
-            return [Stats2D(mesh=self.mesh, sync=self.sync)]
-        return [
-            Stats2D(known, mesh=self.mesh, sync=self.sync)
-            if isinstance(known, EmbeddingStats)
-            else known
-            for known in (stats if isinstance(stats, list) else [stats])
-        ]
 
     def _text(
         self, error: Exception, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
     ) -> str:
         if isinstance(error, PlannerError) and error.error_type in _NOTHING_FITS:
-            return no_plan_text(self.mesh, self._shortfall(module, sharders), str(error))
-        return f"planning for {self.mesh} failed: {type(error).__name__}: {error}"
+            found = None if self._search else self._shortfall(module, sharders)
+            return no_plan_text(self.mesh or "any mesh", found, str(error))
+        return f"planning for {self.mesh or 'any mesh'} failed: {type(error).__name__}: {error}"
 
     def _shortfall(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
@@ -213,3 +270,28 @@ class Planner2D(EmbeddingShardingPlanner):
             # The caller reports the error that stopped the search.
             return None
         return shortfall(options, [device.storage for device in left.devices])
+
+
+def _refuse(text: str, **parts: Any) -> None:
+    given = [name for name, part in parts.items() if part is not None]
+    if given:
+        raise ConfigError(text.format(given[0]))
+
+
+def _whole_world() -> Mesh2D:
+    if not dist.is_initialized():
+        raise ConfigError(
+            "nothing says how many ranks there are: give a topology or a mesh, or call "
+            "torch.distributed.init_process_group(...) first"
+        )
+    return Mesh2D(1, dist.get_world_size())
+
+
+def _stats_2d(stats: Stats | list[Stats] | None, mesh: Mesh2D, sync: SyncConfig) -> list[Stats]:
+    """TorchRec's stats stop at type names that they don't know; others are left alone."""
+    if stats is None:
+        return [Stats2D(mesh=mesh, sync=sync)]
+    return [
+        Stats2D(known, mesh=mesh, sync=sync) if isinstance(known, EmbeddingStats) else known
+        for known in (stats if isinstance(stats, list) else [stats])
+    ]

@@ -4,17 +4,8 @@ A deliberately simple model: bytes over bandwidth, no latency, no overlap with o
 hit evenly. It ranks sharding types against each other; it doesn't predict a step's time.
 """
 
-import torch
-import torchrec.optim
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torch.optim import Optimizer
-
-from torchrec_2dsp.optim.moment_scaled import MomentScaledRowWiseAdaGradOptimizer
-
 ID_BYTES = 4
 """Row ids travel as int32."""
-STATE_BYTES = 4
-"""Optimizer state is fp32."""
 
 
 def row_sync_ms(
@@ -91,51 +82,3 @@ def expected_touched_rows(
     if not table_rows:
         return 0
     return min(shard_rows, lookups_per_rank * group_size * shard_rows / table_rows)
-
-
-def state_bytes_per_row(optimizer: EmbOptimType | type[Optimizer], dim: int) -> int:
-    """Bytes of optimizer state that one row of a shard of width ``dim`` has.
-
-    Args:
-        optimizer: the fused kernel's name of it, or the class that it was applied by. One that
-            isn't known here counts as one number per element.
-        dim: the shard's columns.
-
-    Example:
-        >>> from fbgemm_gpu.split_embedding_configs import EmbOptimType
-        >>> from torchrec_2dsp.planner.sync_cost import state_bytes_per_row
-        >>> state_bytes_per_row(EmbOptimType.EXACT_ROWWISE_ADAGRAD, dim=64)
-        4
-        >>> state_bytes_per_row(EmbOptimType.EXACT_ADAGRAD, dim=64)
-        256
-    """
-    if optimizer in _STATELESS:
-        return 0
-    if optimizer in _ONE_PER_ROW:
-        return STATE_BYTES
-    if optimizer in _TWO_PER_ELEMENT:
-        return 2 * dim * STATE_BYTES
-    return dim * STATE_BYTES
-
-
-_STATELESS = (
-    EmbOptimType.SGD,
-    EmbOptimType.EXACT_SGD,
-    EmbOptimType.NONE,
-    torch.optim.SGD,
-    torchrec.optim.SGD,
-)
-_ONE_PER_ROW = (
-    EmbOptimType.ROWWISE_ADAGRAD,
-    EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD,
-    torchrec.optim.RowWiseAdagrad,
-    MomentScaledRowWiseAdaGradOptimizer,
-)
-_TWO_PER_ELEMENT = (
-    EmbOptimType.ADAM,
-    EmbOptimType.LAMB,
-    torch.optim.Adam,
-    torchrec.optim.Adam,
-    torchrec.optim.LAMB,
-)

@@ -1,0 +1,300 @@
+"""The search by cost: against all placements, within memory, and as the user demands."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.types import ShardingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+import torchrec_2dsp as tdsp
+from tests.unit.test_planner import bags, nothing_reserved, world
+from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.planner.search.candidates import candidates_of
+from torchrec_2dsp.planner.search.choices import Candidate
+from torchrec_2dsp.planner.search.meshes import meshes_of, search
+from torchrec_2dsp.planner.search.result import Found
+
+ENOUGH = 1e12
+ROWS = (40, 1_000, 9_000)
+SHARDER = tdsp.EmbeddingBagCollectionSharder2D(tdsp.MomentScaledRowWiseAdaGrad(lr=0.1))
+
+
+def calibration(link: str = "1gbit") -> tdsp.Calibration:
+    return tdsp.Calibration.load(f"configs/hardware/emulated_{link}.toml")
+
+
+def tables(rows: tuple[int, ...] = ROWS) -> EmbeddingBagCollection:
+    return EmbeddingBagCollection(
+        device=torch.device("meta"),
+        tables=[
+            EmbeddingBagConfig(
+                name=f"t{number}",
+                num_embeddings=num_rows,
+                embedding_dim=32,
+                feature_names=[f"f{number}"],
+            )
+            for number, num_rows in enumerate(rows)
+        ],
+    )
+
+
+def skewed(rows: tuple[int, ...] = ROWS) -> tdsp.AccessStats:
+    counts = {
+        f"t{number}": tdsp.TableAccess.of_counts(
+            1e6 / np.arange(1, num_rows + 1) ** 1.1, num_samples=1e6
+        )
+        for number, num_rows in enumerate(rows)
+    }
+    return tdsp.AccessStats(counts)
+
+
+def planner(world_size: int = 4, link: str = "1gbit", **settings: object) -> tdsp.Planner2D:
+    given = {"batch_size": 512, "storage_reservation": nothing_reserved(), **settings}
+    given.setdefault("topology", world(world_size, 2))
+    return tdsp.Planner2D(calibration=calibration(link), **given)  # type: ignore[arg-type]
+
+
+def plan_of(module: nn.Module, **settings: object) -> tdsp.Plan2D:
+    return planner(**settings).plan(module, [SHARDER])  # type: ignore[list-item]
+
+
+def problem(
+    link: str, mesh: tdsp.Mesh2D, *, with_access: bool = True
+) -> tuple[list[Candidate], Setting]:
+    workload = tdsp.Workload.of_model(
+        tables(), batch_size=512, access=skewed() if with_access else None
+    )
+    workload = replace(workload, dense=tdsp.DenseWork(forward_s=0.01, backward_s=0.01))
+    candidates = candidates_of(tables(), [SHARDER], None, workload, "cpu")  # type: ignore[list-item]
+    return candidates, Setting(calibration(link), workload, mesh, tdsp.GradientSync(), 2)
+
+
+def best_of_all(candidates: list[Candidate], setting: Setting) -> float:
+    """The shortest step of all choices of all tables, with all ranks for table-wise ones."""
+    group = setting.group
+    ways = []
+    for candidate in candidates:
+        mine = []
+        for choice in candidate.choices:
+            if choice.kind is ShardingType.TABLE_WISE:
+                there = [(rank,) for rank in range(group.num_ranks)]
+            elif choice.is_on_host:
+                size = group.ranks_per_host
+                there = [tuple(range(h * size, (h + 1) * size)) for h in range(group.num_hosts)]
+            else:
+                there = [()]
+            mine += [candidate.placed(choice, ranks, group) for ranks in there]
+        ways.append(mine)
+    return min(
+        setting.step_cost(setting.loads(placed)).total_s for placed in itertools.product(*ways)
+    )
+
+
+@pytest.mark.parametrize(
+    ("link", "mesh"),
+    [
+        ("200mbit", tdsp.Mesh2D(1, 4)),
+        ("1gbit", tdsp.Mesh2D(2, 2)),
+        ("no_limit", tdsp.Mesh2D(1, 4)),
+    ],
+)
+def test_nothing_is_much_better_than_what_is_found(link: str, mesh: tdsp.Mesh2D) -> None:
+    candidates, setting = problem(link, mesh)
+    (found,) = search(candidates, [setting], ENOUGH)
+    best = best_of_all(candidates, setting)
+    assert best <= found.cost.total_s * (1 + 1e-9)
+    assert found.cost.total_s <= 1.01 * best
+
+
+@pytest.mark.parametrize("sync", [tdsp.GradientSync(), tdsp.WeightSync(policy=tdsp.every(4))])
+def test_what_is_found_costs_what_its_plan_costs(sync: "tdsp.GradientSync") -> None:
+    planned = planner(link="200mbit", access=skewed(), sync=sync)
+    model = tables()
+    best = planned.search(model, [SHARDER])[0]  # type: ignore[list-item]
+    plan = planned.plan(model, [SHARDER])  # type: ignore[list-item]
+    costs = tdsp.CostModel(calibration("200mbit"), local_world_size=2)
+    assert plan.mesh == best.setting.mesh
+    expected = costs.step_cost(plan, best.setting.workload)
+    assert expected.as_dict() == pytest.approx(best.cost.as_dict(), rel=1e-6, abs=1e-9)
+
+
+def types_of(plan: tdsp.Plan2D) -> dict[str, tuple[str, str]]:
+    return {
+        name: (one.sharding_type, one.exchange.value)
+        for _, module in plan.modules()
+        for name, one in module.tables()
+    }
+
+
+def test_small_tables_are_copied_and_large_ones_exchange_rows() -> None:
+    model, access = tables((10, 200_000)), skewed((10, 200_000))
+    workload = tdsp.Workload.of_model(model, batch_size=512, access=access)
+    workload = replace(workload, dense=tdsp.DenseWork(gradient_bytes=1e5))
+    plan = plan_of(model, workload=workload, mesh=tdsp.Mesh2D(1, 4))
+    assert types_of(plan) == {
+        "t0": ("2d_data_parallel", "pooled"),
+        "t1": ("2d_row_wise", "row"),
+    }
+
+
+def test_the_mesh_is_what_the_network_makes_of_it() -> None:
+    """Copies need no forward exchange; where memory is short, there are none."""
+    model = tables((200_000,) * 4)
+    roomy = planner(link="no_limit").search(model, [SHARDER])  # type: ignore[list-item]
+    assert len({one.setting.mesh for one in roomy}) == len(roomy) > 1
+    assert [one.cost.total_s for one in roomy] == sorted(one.cost.total_s for one in roomy)
+    whole_bytes = 4 * 200_000 * (32 * 4 + 4)
+    tight = plan_of(model, topology=world(4, 2, ddr_cap=0.3 * whole_bytes))
+    assert tight.mesh == tdsp.Mesh2D(1, 4)
+
+
+def bytes_of(found: Found) -> float:
+    return float(found.bytes_by_rank.max())
+
+
+@pytest.mark.parametrize("share", [2.0, 0.6, 0.45, 0.34])
+def test_no_rank_keeps_more_than_it_has_room_for(share: float) -> None:
+    rows = (60_000, 20_000, 20_000, 20_000)
+    workload = tdsp.Workload.of_model(tables(rows), batch_size=64)
+    candidates = candidates_of(tables(rows), [SHARDER], None, workload, "cpu")  # type: ignore[list-item]
+    settings = [
+        Setting(calibration(), workload, mesh, tdsp.GradientSync(), 2)
+        for mesh in meshes_of(4, 2, 4)
+    ]
+    room = share * sum(rows) * (32 * 4 + 4)
+    found = search(candidates, settings, room)
+    assert found
+    assert max(bytes_of(one) for one in found) <= room
+    sizes = {one.setting.mesh.group_size for one in found}
+    assert min(sizes) >= 1 / share
+
+
+def test_what_doesnt_fit_is_named_with_what_is_missing() -> None:
+    with pytest.raises(
+        tdsp.PlanError,
+        match=r"no plan fits a sharding group of Mesh2D\(1x4, strided\): the tables need "
+        "5,386,920 bytes on a group, 1,386,920 more than the 4,000,000 there are",
+    ):
+        plan_of(tables((30_000, 10_810)), topology=world(4, 2, ddr_cap=1_000_000))
+
+
+@pytest.mark.parametrize(
+    ("constraint", "expected"),
+    [
+        (ParameterConstraints(sharding_types=["table_wise"]), ("2d_table_wise", "pooled")),
+        (ParameterConstraints(sharding_types=["2d_row_wise"]), ("2d_row_wise", None)),
+        (ParameterConstraints(sharding_types=["column_wise"]), ("2d_column_wise", "pooled")),
+        (ParameterConstraints(compute_kernels=["dense"]), ("2d_data_parallel", "pooled")),
+        (tdsp.ParameterConstraints2D(exchange="row"), ("2d_row_wise", "row")),
+        (
+            tdsp.ParameterConstraints2D(sharding_types=["row_wise"], exchange=["pooled"]),
+            ("2d_row_wise", "pooled"),
+        ),
+    ],
+)
+def test_constraints_win(
+    constraint: ParameterConstraints, expected: tuple[str, str | None]
+) -> None:
+    plan = plan_of(
+        tables((64, 64)), constraints={"t0": constraint}, mesh=tdsp.Mesh2D(1, 4), access=None
+    )
+    found = types_of(plan)
+    assert found["t0"][0] == expected[0]
+    assert expected[1] is None or found["t0"][1] == expected[1]
+
+
+def test_hot_rows_that_are_asked_for_are_the_hottest() -> None:
+    asked = tdsp.ParameterConstraints2D(hot_rows=3, exchange=["row"])
+    rows = (5_000,)
+    access = tdsp.AccessStats(
+        {"t0": tdsp.TableAccess.of_counts([1.0] * 4_990 + [9.0] * 10, num_samples=5_000)}
+    )
+    plan = plan_of(tables(rows), constraints={"t0": asked}, access=access)
+    ((_, module),) = plan.modules()
+    ((_, table),) = module.tables()
+    assert table.hot_set == tdsp.HotSet((4_990, 4_991, 4_992))
+
+
+def test_columns_are_split_only_where_that_is_asked_for() -> None:
+    """Each part of a row would have a moment of its own, and train otherwise."""
+    candidates, _ = problem("1gbit", tdsp.Mesh2D(1, 4))
+    kinds = {choice.kind for one in candidates for choice in one.choices}
+    assert ShardingType.COLUMN_WISE not in kinds
+    assert ShardingType.DATA_PARALLEL in kinds
+
+
+def test_sequences_are_neither_copied_nor_without_empty_bags() -> None:
+    model = EmbeddingCollection(
+        device=torch.device("meta"),
+        tables=[
+            EmbeddingConfig(name="t0", num_embeddings=100, embedding_dim=32, feature_names=["f0"])
+        ],
+    )
+    sharder = tdsp.EmbeddingCollectionSharder2D(tdsp.MomentScaledRowWiseAdaGrad(lr=0.1))
+    workload = tdsp.Workload.of_model(model, batch_size=64)
+    (one,) = candidates_of(model, [sharder], None, workload, "cpu")  # type: ignore[list-item]
+    assert {choice.exchange.value for choice in one.choices} == {"pooled", "row", "row_per_host"}
+    assert ShardingType.DATA_PARALLEL not in {choice.kind for choice in one.choices}
+
+
+def test_without_tables_there_is_an_empty_plan() -> None:
+    assert plan_of(nn.Linear(2, 2)).plan == {}
+
+
+def test_without_a_calibration_the_topology_speaks() -> None:
+    """A hundredth of the bandwidth between hosts keeps bytes inside them."""
+    slow = world(4, 2, inter_host_bw=1e4, intra_host_bw=1e7)
+    chosen = tdsp.Planner2D(
+        topology=slow, batch_size=4_096, storage_reservation=nothing_reserved()
+    ).plan(bags(4, rows=1_000_000), [SHARDER])  # type: ignore[list-item]
+    assert chosen.mesh.group_size <= 2 or set(types_of(chosen).values()) <= {
+        ("2d_row_wise", "row_per_host"),
+        ("2d_row_wise", "row"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"proposer": []}, "a search by cost takes no proposer: leave it out, or give a mesh"),
+        (
+            {"access": skewed(), "workload": tdsp.Workload(batch_size=1, tables={})},
+            "both workload and access are given",
+        ),
+        ({"constraints": {"t0": tdsp.ParameterConstraints2D(exchange=["row"])}}, None),
+        (
+            {"constraints": {"t0": ParameterConstraints(sharding_types=["grid_shard"])}},
+            r"nothing is allowed for table 't0': sharding_types=\['grid_shard'\], with a "
+            "EmbeddingBagCollectionSharder2D on cpu",
+        ),
+    ],
+)
+def test_what_cant_be_searched_is_said(settings: dict[str, object], text: str | None) -> None:
+    if text is None:
+        assert plan_of(tables(), **settings)
+        return
+    with pytest.raises(tdsp.TwoDError, match=text):
+        plan_of(tables(), **settings)
+
+
+def test_statistics_need_a_search_by_cost() -> None:
+    with pytest.raises(tdsp.ConfigError, match="access is for a search by cost: give a calibrati"):
+        tdsp.Planner2D(topology=world(4), mesh=tdsp.Mesh2D(2, 2), access=skewed())
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"exchange": ["rows"]}, r"exchange=\['rows'\]: use some of 'pooled', 'nonempty', 'row'"),
+        ({"hot_rows": -1}, "hot_rows=-1 is no number of rows; use 0 or more"),
+    ],
+)
+def test_constraints_are_checked(values: dict[str, object], text: str) -> None:
+    with pytest.raises(tdsp.ConfigError, match=text):
+        tdsp.ParameterConstraints2D(**values)  # type: ignore[arg-type]

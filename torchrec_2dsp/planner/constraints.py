@@ -1,0 +1,40 @@
+"""`ParameterConstraints2D`: what a user demands of a table, in TorchRec's words and ours."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchrec.distributed.planner.types import ParameterConstraints
+
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.plan.parameter_sharding import Exchange
+
+
+@dataclass
+class ParameterConstraints2D(ParameterConstraints):
+    """A `ParameterConstraints` that also says how rows travel, and how many are hot.
+
+    Example:
+        >>> import torchrec_2dsp as tdsp
+        >>> constraint = tdsp.ParameterConstraints2D(
+        ...     sharding_types=["row_wise"], exchange=["row", "row_per_host"], hot_rows=0
+        ... )
+        >>> constraint.exchange
+        [<Exchange.ROW: 'row'>, <Exchange.ROW_PER_HOST: 'row_per_host'>]
+    """
+
+    exchange: Sequence[Exchange | str] | None = None
+    """The exchanges allowed for the table; `None` for all that its sharding types have."""
+
+    hot_rows: int | None = None
+    """How many of its hottest rows are on every rank: so many, or as many as pay with `None`."""
+
+    def __post_init__(self) -> None:
+        if self.exchange is not None:
+            named = [self.exchange] if isinstance(self.exchange, Exchange | str) else self.exchange
+            try:
+                self.exchange = [Exchange(one) for one in named]
+            except ValueError as error:
+                known = ", ".join(repr(one.value) for one in Exchange)
+                raise ConfigError(f"exchange={self.exchange!r}: use some of {known}") from error
+        if self.hot_rows is not None and self.hot_rows < 0:
+            raise ConfigError(f"hot_rows={self.hot_rows} is no number of rows; use 0 or more")

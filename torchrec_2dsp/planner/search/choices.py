@@ -1,0 +1,148 @@
+"""`Choice` and `Candidate`: the ways to shard a table from which the search chooses."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import ShardingType
+
+from torchrec_2dsp.cost.span import Span
+from torchrec_2dsp.cost.table_loads import Placed, Shards, message_type
+from torchrec_2dsp.cost.workload import TableWork
+from torchrec_2dsp.plan.parameter_sharding import ROW_EXCHANGES, Exchange, RowOwners
+
+Family = tuple[ShardingType, Exchange]
+"""Tables of one family share lookups and messages, so the first one costs more than the others."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to shard a table inside a group."""
+
+    kind: ShardingType
+    exchange: Exchange = Exchange.POOLED
+
+    column_shards: int = 1
+    """Into how many parts its columns are split."""
+
+    num_hot: int = 0
+    """How many of its hottest rows are on every rank besides."""
+
+    @property
+    def family(self) -> Family:
+        """What it shares messages with."""
+        return self.kind, self.exchange
+
+    @cached_property
+    def message_type(self) -> str:
+        """What `Loads.types` calls its messages; empty without any."""
+        return message_type(self.kind, self.exchange)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether ranks must be found for its shards."""
+        return self.kind not in (ShardingType.DATA_PARALLEL, ShardingType.ROW_WISE)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether these ranks are all those of a host."""
+        return self.kind is ShardingType.TABLE_ROW_WISE
+
+    def suits(self, group: Span) -> bool:
+        """Whether it is another one than the others in such groups."""
+        several = group.num_ranks > 1
+        two_levels = group.crosses_hosts and group.ranks_per_host > 1
+        if self.exchange is Exchange.ROW_PER_HOST or self.kind is ShardingType.TABLE_ROW_WISE:
+            return two_levels
+        if self.kind is ShardingType.DATA_PARALLEL:
+            return True
+        if self.kind is ShardingType.TABLE_WISE:
+            return several or self.exchange is Exchange.POOLED
+        return several
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A table that is to be sharded, and the ways that are allowed."""
+
+    path: str
+    """Of its module in the model."""
+
+    weight: torch.Tensor
+    """For its shape and type; its numbers aren't read."""
+
+    work: TableWork
+    choices: Sequence[Choice]
+
+    kernels: dict[ShardingType, str]
+    """The kernel that runs each type."""
+
+    constraint: ParameterConstraints | None = None
+    """What the user demands; what isn't about the search goes into the plan."""
+
+    @property
+    def name(self) -> str:
+        """Of the table."""
+        return self.work.name
+
+    def placed(self, choice: Choice, ranks: Sequence[int], group: Span) -> Placed:
+        """As a choice shards it.
+
+        Args:
+            choice: how.
+            ranks: of its shards, where the choice leaves them free: of table- and column-wise
+                shards one each, of a table-row-wise table those of its host.
+            group: of the sharding groups.
+        """
+        if choice.kind is ShardingType.ROW_WISE:
+            ranks = range(group.num_ranks)
+        return Placed(
+            self.work,
+            choice.kind,
+            self._shards(choice, ranks),
+            choice.exchange,
+            self.owners(choice, group),
+            choice.num_hot,
+        )
+
+    def _shards(self, choice: Choice, ranks: Sequence[int]) -> Shards:
+        if choice.kind is ShardingType.DATA_PARALLEL:
+            return Shards.of([])
+        num_parts = 1 if choice.kind in _WHOLE_ROWS else len(ranks)
+        rows = np.resize(_blocks(self.work.num_rows, num_parts), len(ranks))
+        columns = np.full(len(ranks), self.work.dim / choice.column_shards)
+        return Shards(np.array(ranks), rows, columns)
+
+    def somewhere(self, choice: Choice, group: Span) -> Placed:
+        """On the first ranks of a group, where the choice leaves ranks free."""
+        return self.placed(choice, first_ranks(choice, group), group)
+
+    def owners(self, choice: Choice, group: Span) -> RowOwners:
+        """Hashed where blocks of rows are used unevenly."""
+        access = self.work.access
+        if choice.exchange not in ROW_EXCHANGES or access is None or not access.num_lookups:
+            return RowOwners.BLOCK
+        busiest = float(access.share_by_block(group.num_ranks).max()) * group.num_ranks
+        return RowOwners.HASH if busiest > _EVEN_ENOUGH else RowOwners.BLOCK
+
+
+_WHOLE_ROWS = (ShardingType.TABLE_WISE, ShardingType.COLUMN_WISE)
+_EVEN_ENOUGH = 1.05
+"""By how much the busiest block of rows may be used more than the mean one."""
+
+
+def first_ranks(choice: Choice, group: Span) -> Sequence[int]:
+    """As many ranks as a choice needs."""
+    if choice.kind is ShardingType.TABLE_ROW_WISE:
+        return range(group.ranks_per_host)
+    return [part % group.num_ranks for part in range(choice.column_shards)]
+
+
+def _blocks(num_rows: int, num_parts: int) -> np.ndarray:
+    """Rows of each part: as many as fit, and the rest in the last ones, as TorchRec deals them."""
+    size = -(-num_rows // num_parts)
+    ends = np.minimum(np.arange(1, num_parts + 1) * size, num_rows)
+    return np.diff(ends, prepend=0).astype(np.float64)

@@ -1,0 +1,135 @@
+"""`CostSearch`: the search as `Planner2D` runs it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from torch import nn
+from torchrec.distributed.planner.types import ParameterConstraints, Topology
+from torchrec.distributed.types import CommOp, ModuleSharder
+
+from torchrec_2dsp.access.stats import AccessStats
+from torchrec_2dsp.cost.calibration import Calibration
+from torchrec_2dsp.cost.memory import table_bytes
+from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.workload import Workload
+from torchrec_2dsp.errors import ConfigError, PlanError
+from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.plan.sync_config import SyncConfig
+from torchrec_2dsp.planner.infeasible import Shortfall, no_plan_text
+from torchrec_2dsp.planner.search.candidates import candidates_of
+from torchrec_2dsp.planner.search.choices import Candidate
+from torchrec_2dsp.planner.search.meshes import meshes_of, search
+from torchrec_2dsp.planner.search.result import Found
+
+MAX_GROUP_SIZE = 128
+"""Of the sharding groups that are tried, unless a mesh is given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostSearch:
+    """What is searched, and on which machines."""
+
+    calibration: Calibration
+    """Of the machines."""
+
+    mesh: Mesh2D | None
+    """The only one that is tried; `None` for all that the world allows."""
+
+    sync: SyncConfig
+    """How replicas are kept equal."""
+
+    batch_size: int
+    """Samples per rank and step."""
+
+    constraints: Mapping[str, ParameterConstraints] | None = None
+    """Per table."""
+
+    access: AccessStats | None = None
+    """Which rows are used how often."""
+
+    workload: Workload | None = None
+    """What a step does; `None` for what model, constraints and statistics say."""
+
+    def __post_init__(self) -> None:
+        if self.workload is not None and self.access is not None:
+            raise ConfigError(
+                "both workload and access are given; make the workload with "
+                "Workload.of_model(..., access=...), or leave it out"
+            )
+
+    def found(
+        self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]], left: Topology
+    ) -> list[Found]:
+        """What was found on the most promising meshes, the best first.
+
+        Args:
+            module: the unsharded model.
+            sharders: say what is possible.
+            left: the world, and the memory that it has left for tables.
+
+        Raises:
+            PlanError: nothing fits.
+        """
+        workload = self._workload(module, sharders)
+        device = left.compute_device
+        candidates = candidates_of(module, sharders, self.constraints, workload, device)
+        settings = [
+            Setting(self.calibration, workload, mesh, self.sync, left.local_world_size)
+            for mesh in self._meshes(left)
+        ]
+        kind = "ddr" if device == "cpu" else "hbm"
+        room = min(getattr(one.storage, kind) for one in left.devices)
+        found = search(candidates, settings, float(room))
+        if not found:
+            largest = max(settings, key=lambda one: one.mesh.group_size)
+            raise PlanError(no_plan_text(largest.mesh, _shortfall(candidates, largest, room), ""))
+        return found
+
+    def _meshes(self, left: Topology) -> list[Mesh2D]:
+        if self.mesh is not None:
+            return [self.mesh]
+        return list(meshes_of(left.world_size, left.local_world_size, MAX_GROUP_SIZE))
+
+    def _workload(
+        self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]
+    ) -> Workload:
+        if self.workload is not None:
+            return self.workload
+        made = Workload.of_model(
+            module, batch_size=self.batch_size, constraints=self.constraints, access=self.access
+        )
+        forward, backward = _wire_bytes(sharders)
+        return replace(made, forward_wire_bytes=forward, backward_wire_bytes=backward)
+
+
+def _wire_bytes(sharders: Sequence[ModuleSharder[nn.Module]]) -> tuple[float, float]:
+    """Of a number that travels, with the sharders' quantised communication."""
+    for sharder in sharders:
+        registry = cast(Any, sharder).qcomm_codecs_registry or {}
+        codecs = registry.get(CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name)
+        if codecs is not None:
+            forward, backward = codecs.forward.quantized_dtype, codecs.backward.quantized_dtype
+            return float(forward.itemsize), float(backward.itemsize)
+    return 4.0, 4.0
+
+
+def _shortfall(candidates: Sequence[Candidate], setting: Setting, room: int) -> Shortfall:
+    """What tables need at the least in the largest groups, against what there is."""
+    group = setting.group
+    on_one, on_all = {}, {}
+    for candidate in candidates:
+        kept = [
+            table_bytes(candidate.somewhere(choice, group), group.num_ranks)
+            for choice in candidate.choices
+        ]
+        on_one[candidate.name] = int(min(one.max() for one in kept))
+        on_all[candidate.name] = int(min(one.sum() for one in kept))
+    table = max(on_one, key=lambda name: on_one[name])
+    return Shortfall(
+        table=table,
+        table_bytes=on_one[table],
+        rank_bytes=room,
+        all_tables_bytes=sum(on_all.values()),
+        group_bytes=room * group.num_ranks,
+    )

@@ -1,0 +1,145 @@
+"""Change one table after the other while that makes the step shorter. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle
+
+import numpy as np
+
+from torchrec_2dsp.cost.loads import Loads
+from torchrec_2dsp.cost.memory import buffer_weights, table_bytes
+from torchrec_2dsp.cost.step_cost import StepCost
+from torchrec_2dsp.planner.search.choices import Choice
+from torchrec_2dsp.planner.search.space import Floats, Space
+
+_LEAST_GAIN = 1e-6
+"""By which part a change must shorten the step, so that rounding changes nothing."""
+
+RanksOf = tuple[int, ...]
+"""Of a table's shards, where the choice leaves them free."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What the ranks of a group have of some tables."""
+
+    loads: Floats
+    """Loads, ranks."""
+
+    kept: Floats
+    """Bytes of each rank, without buffers."""
+
+    def __add__(self, other: "Sums") -> "Sums":
+        return Sums(self.loads + other.loads, self.kept + other.kept)
+
+    def __sub__(self, other: "Sums") -> "Sums":
+        return Sums(self.loads - other.loads, self.kept - other.kept)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A choice for each table, and where its shards lie."""
+
+    choices: tuple[Choice, ...]
+    ranks: tuple[RanksOf, ...]
+
+    def replaced(self, table: int, choice: Choice, ranks: RanksOf) -> "Placement":
+        """With another one for a table."""
+        return Placement(
+            (*self.choices[:table], choice, *self.choices[table + 1 :]),
+            (*self.ranks[:table], ranks, *self.ranks[table + 1 :]),
+        )
+
+
+class Descent:
+    """Steps of placements; what single tables add to them is found once."""
+
+    def __init__(self, space: Space, prices: Floats, room: float) -> None:
+        setting = space.setting
+        self._space = space
+        self._prices = prices
+        self._room = room
+        self._group = setting.group
+        self._buffers = buffer_weights(
+            setting.group.num_ranks, is_pipelined=setting.workload.is_pipelined
+        )
+        self._known: dict[tuple[int, Choice, RanksOf], Sums] = {}
+
+    def sums(self, placement: Placement) -> Sums:
+        """Of all tables."""
+        found = Sums(
+            np.zeros((len(self._buffers), self._group.num_ranks)), np.zeros(self._group.num_ranks)
+        )
+        for table, (choice, ranks) in enumerate(
+            zip(placement.choices, placement.ranks, strict=True)
+        ):
+            found += self._of(table, choice, ranks)
+        return found
+
+    def step_cost(self, placement: Placement) -> StepCost:
+        """Of a placement, imbalance included."""
+        return self._step_cost(self.sums(placement), placement.choices)
+
+    def bytes_by_rank(self, placement: Placement) -> Floats:
+        """With buffers."""
+        sums = self.sums(placement)
+        return np.asarray(sums.kept + self._buffers @ sums.loads, np.float64)
+
+    def improved(self, start: Placement, max_tries: int) -> tuple[Placement, int]:
+        """Better by single tables, until none helps or so many were tried; and how many are left.
+
+        Args:
+            start: what is improved.
+            max_tries: steps that may be added up.
+        """
+        found, sums, best = start, self.sums(start), self.step_cost(start).total_s
+        since_gain = 0
+        for table in cycle(range(len(start.choices))):
+            since_gain += 1
+            if since_gain > len(start.choices) or max_tries <= 0:
+                break
+            mine = self._of(table, found.choices[table], found.ranks[table])
+            others = sums - mine
+            for choice in self._space.choices[table]:
+                max_tries -= 1
+                ranks = self._ranks_for(table, choice, others)
+                changed = found.replaced(table, choice, ranks)
+                tried = others + self._of(table, choice, ranks)
+                seconds = self._seconds(tried, changed.choices)
+                if seconds < best * (1 - _LEAST_GAIN):
+                    found, sums, best, since_gain = changed, tried, seconds, 0
+        return found, max_tries
+
+    def _of(self, table: int, choice: Choice, ranks: RanksOf) -> Sums:
+        key = table, choice, ranks
+        if key not in self._known:
+            placed = self._space.candidates[table].placed(choice, ranks, self._group)
+            self._known[key] = Sums(
+                self._space.setting.loads([placed]).values,
+                table_bytes(placed, self._group.num_ranks),
+            )
+        return self._known[key]
+
+    def _seconds(self, sums: Sums, choices: Sequence[Choice]) -> float:
+        """Infinite where memory doesn't suffice."""
+        if (sums.kept + self._buffers @ sums.loads > self._room).any():
+            return float("inf")
+        return self._step_cost(sums, choices).total_s
+
+    def _step_cost(self, sums: Sums, choices: Sequence[Choice]) -> StepCost:
+        types = {choice.message_type for choice in choices} - {""}
+        loads = Loads(self._group.num_ranks, types=types)
+        loads.values += np.maximum(sums.loads, 0.0)
+        return self._space.setting.step_cost(loads)
+
+    def _ranks_for(self, table: int, choice: Choice, others: Sums) -> RanksOf:
+        """The ranks, or the host, that have least to do beside a table."""
+        if not choice.is_free:
+            return ()
+        busy = self._prices @ others.loads
+        if choice.is_on_host:
+            size = self._group.ranks_per_host
+            first = int(busy.reshape(-1, size).sum(axis=1).argmin()) * size
+            return tuple(range(first, first + size))
+        order = np.argsort(busy, kind="stable")
+        return tuple(int(order[part % len(order)]) for part in range(choice.column_shards))

@@ -1,0 +1,101 @@
+"""Search the best placement of a model's tables, on one mesh or on all."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
+from torchrec_2dsp.planner.search.choices import Candidate
+from torchrec_2dsp.planner.search.descent import Descent, Placement
+from torchrec_2dsp.planner.search.place import place
+from torchrec_2dsp.planner.search.result import Found
+from torchrec_2dsp.planner.search.select import Selected, selections
+from torchrec_2dsp.planner.search.space import Space
+
+_MESHES_TO_PLACE = 3
+_SELECTIONS_TO_PLACE = 12
+_MAX_TRIES = 2_000
+"""Of changes of single tables, on each mesh."""
+_PATIENCE = 700
+"""After so many that led to nothing better, no other selection is placed."""
+
+
+def meshes_of(world_size: int, local_world_size: int, max_group_size: int) -> Iterator[Mesh2D]:
+    """All meshes of a world whose groups are no larger, the smallest groups first.
+
+    Example:
+        >>> from torchrec_2dsp.planner.search.meshes import meshes_of
+        >>> [(mesh.num_groups, mesh.layout.value) for mesh in meshes_of(4, 2, 4)]
+        [(4, 'strided'), (2, 'strided'), (2, 'contiguous'), (1, 'strided')]
+    """
+    for group_size in range(1, min(world_size, max_group_size) + 1):
+        if world_size % group_size:
+            continue
+        mesh = Mesh2D(world_size // group_size, group_size)
+        yield mesh
+        # In one host, all groups are alike but for the order of ranks.
+        if 1 < group_size < world_size and world_size > local_world_size:
+            yield replace(mesh, layout=RankLayout.CONTIGUOUS)
+
+
+def search(
+    candidates: Sequence[Candidate], settings: Sequence[Setting], room: float
+) -> list[Found]:
+    """What was found on each mesh that was looked at closely, the shortest step first.
+
+    On every mesh, tables are chosen for as if their shards were dealt evenly. On those that come
+    out best, shards get ranks, and single tables are changed while that helps.
+
+    Args:
+        candidates: all tables.
+        settings: the meshes.
+        room: bytes that a rank has for tables and buffers.
+    """
+    if not candidates:
+        return [_nothing(setting) for setting in settings[:1]]
+    spaces = [Space.of(candidates, setting) for setting in settings]
+    chosen = [(space, selections(space, room)) for space in spaces]
+    promising = sorted(
+        ((space, some) for space, some in chosen if some), key=lambda one: one[1][0].seconds
+    )
+    found: list[Found] = []
+    for space, some in promising:
+        best = _placed(space, some[:_SELECTIONS_TO_PLACE], room)
+        found += [] if best is None else [best]
+        if len(found) == _MESHES_TO_PLACE:
+            break
+    return sorted(found, key=lambda one: one.cost.total_s)
+
+
+def _placed(space: Space, some: Sequence[Selected], room: float) -> Found | None:
+    best: Found | None = None
+    tries = at_gain = _MAX_TRIES
+    for one in some:
+        if at_gain - tries > _PATIENCE:
+            break
+        prices = space.prices(space.sum_of(one.selection))
+        ranks = place(space, one.selection, prices, room)
+        if ranks is None:
+            continue
+        descent = Descent(space, prices, room)
+        start = Placement(
+            tuple(space.chosen(one.selection)), tuple(tuple(there) for there in ranks)
+        )
+        placement, tries = descent.improved(start, tries)
+        found = Found(
+            space.setting,
+            space.candidates,
+            placement,
+            descent.step_cost(placement),
+            descent.bytes_by_rank(placement),
+        )
+        if best is None or found.cost.total_s < best.cost.total_s:
+            best, at_gain = found, tries
+    return best
+
+
+def _nothing(setting: Setting) -> Found:
+    cost = setting.step_cost(setting.loads([]))
+    return Found(setting, [], Placement((), ()), cost, np.zeros(setting.group.num_ranks))

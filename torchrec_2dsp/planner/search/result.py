@@ -1,0 +1,111 @@
+"""`Found`: what the search found, and the plan that TorchRec's objects make of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets, placement
+from torchrec.distributed.types import ModuleShardingPlan, ShardingType
+
+from torchrec_2dsp.access.hot_set import HotSet
+from torchrec_2dsp.access.table_access import TableAccess
+from torchrec_2dsp.cost.loads import Ranks
+from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.step_cost import StepCost
+from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D, type_2d
+from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D
+from torchrec_2dsp.planner.search.choices import Candidate, Choice
+from torchrec_2dsp.planner.search.descent import Placement, RanksOf
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best placement on a mesh."""
+
+    setting: Setting
+    """The mesh, and all else that its cost depends on."""
+
+    candidates: Sequence[Candidate]
+    placement: Placement
+
+    cost: StepCost
+    """Of a step."""
+
+    bytes_by_rank: Ranks
+    """What each rank of a group keeps."""
+
+    def plan(self, device: str) -> Plan2D:
+        """With TorchRec's objects for each shard.
+
+        Args:
+            device: "cpu" or "cuda".
+        """
+        mesh, sync = self.setting.mesh, self.setting.sync
+        tables: dict[str, dict[str, ParameterSharding2D]] = {}
+        for candidate, choice, ranks in zip(
+            self.candidates, self.placement.choices, self.placement.ranks, strict=True
+        ):
+            its_module = tables.setdefault(candidate.path, {})
+            its_module[candidate.name] = self._sharding(candidate, choice, ranks, device)
+        modules: dict[str, ModuleShardingPlan] = {
+            path: ModulePlan2D(some, mesh=mesh, sync=sync) for path, some in tables.items()
+        }
+        made = Plan2D(plan=modules, mesh=mesh, sync=sync)
+        made.validate()
+        return made
+
+    def _sharding(
+        self, candidate: Candidate, choice: Choice, ranks: RanksOf, device: str
+    ) -> ParameterSharding2D:
+        group = self.setting.group
+        if not choice.is_free:
+            ranks = tuple(range(group.num_ranks))
+        constraint = candidate.constraint or ParameterConstraints()
+        return ParameterSharding2D(
+            sharding_type=type_2d(choice.kind.value),
+            compute_kernel=candidate.kernels[choice.kind],
+            ranks=list(ranks),
+            sharding_spec=_spec(candidate, choice, ranks, group.ranks_per_host, device),
+            cache_params=constraint.cache_params,
+            enforce_hbm=constraint.enforce_hbm,
+            stochastic_rounding=constraint.stochastic_rounding,
+            bounds_check_mode=constraint.bounds_check_mode,
+            output_dtype=constraint.output_dtype,
+            key_value_params=constraint.key_value_params,
+            exchange=choice.exchange,
+            owners=candidate.owners(choice, group),
+            hot_set=_hottest(candidate.work.access, choice.num_hot),
+        )
+
+
+def _spec(
+    candidate: Candidate, choice: Choice, ranks: RanksOf, ranks_per_host: int, device: str
+) -> EnumerableShardingSpec | None:
+    if choice.kind is ShardingType.DATA_PARALLEL:
+        return None
+    sizes, offsets = calculate_shard_sizes_and_offsets(
+        candidate.weight,
+        len(ranks),
+        ranks_per_host,
+        choice.kind.value,
+        candidate.work.dim // choice.column_shards,
+    )
+    return EnumerableShardingSpec(
+        [
+            ShardMetadata(
+                shard_sizes=size,
+                shard_offsets=offset,
+                placement=placement(device, rank, ranks_per_host),
+            )
+            for size, offset, rank in zip(sizes, offsets, ranks, strict=True)
+        ]
+    )
+
+
+def _hottest(access: TableAccess | None, num_hot: int) -> HotSet | None:
+    """Without statistics the first rows: of a table that is sorted by use, they are the hottest."""
+    if not num_hot:
+        return None
+    return HotSet.of(range(num_hot) if access is None else access.rows[:num_hot].tolist())

@@ -1,0 +1,112 @@
+"""`Space`: what every choice of every table adds to a step, as one array."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchrec_2dsp.cost.loads import LOADS, Loads
+from torchrec_2dsp.cost.memory import buffer_weights, table_bytes
+from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.planner.search.choices import Candidate, Choice, Family
+
+Floats = NDArray[np.float64]
+Selection = NDArray[np.int64]
+"""The number of a choice, for each table."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """Choices of all tables on one mesh, as if all ranks had an equal part of each.
+
+    Tables come first in all arrays and choices second; where a table has fewer choices than
+    another one, the rest is `numpy.inf` in ``bytes_of_rank``.
+    """
+
+    setting: Setting
+    candidates: Sequence[Candidate]
+    choices: Sequence[Sequence[Choice]]
+    """Of each table, those that the mesh has a use for."""
+
+    families: Sequence[Family]
+    """All that there are, TorchRec's own exchange before the others."""
+
+    family_of: NDArray[np.int64]
+    """The number of each choice's family."""
+
+    loads: Floats
+    """What a rank has of each of `LOADS`: tables, choices, loads."""
+
+    bytes_of_rank: Floats
+    """What a rank keeps in the mean, buffers included."""
+
+    bytes_of_shard: Floats
+    """What the rank keeps that has most."""
+
+    @classmethod
+    def of(cls, candidates: Sequence[Candidate], setting: Setting) -> "Space":
+        """Of tables that are to be sharded."""
+        group = setting.group
+        choices = [
+            [one for one in candidate.choices if one.suits(group)] or list(candidate.choices)
+            for candidate in candidates
+        ]
+        families = list(dict.fromkeys(one.family for some in choices for one in some))
+        numbers = {family: number for number, family in enumerate(families)}
+        shape = len(candidates), max((len(some) for some in choices), default=0)
+        family_of = np.full(shape, -1)
+        loads = np.zeros((*shape, len(LOADS)))
+        mean, most = np.full(shape, np.inf), np.full(shape, np.inf)
+        buffers = buffer_weights(group.num_ranks, is_pipelined=setting.workload.is_pipelined)
+        for table, (candidate, some) in enumerate(zip(candidates, choices, strict=True)):
+            for number, choice in enumerate(some):
+                placed = candidate.somewhere(choice, group)
+                kept = table_bytes(placed, group.num_ranks)
+                one = setting.loads([placed]).values.mean(axis=1)
+                family_of[table, number] = numbers[choice.family]
+                loads[table, number] = one
+                mean[table, number] = kept.mean() + buffers @ one
+                most[table, number] = kept.max()
+        return cls(setting, candidates, choices, families, family_of, loads, mean, most)
+
+    def chosen(self, selection: Selection) -> list[Choice]:
+        """The choice of each table."""
+        return [some[number] for some, number in zip(self.choices, selection, strict=True)]
+
+    def sum_of(self, selection: Selection) -> Floats:
+        """What a rank has of each of `LOADS`."""
+        return np.asarray(self.loads[np.arange(len(selection)), selection].sum(axis=0), np.float64)
+
+    def seconds(self, selection: Selection) -> float:
+        """Of a step, if all ranks had the same to do."""
+        return self.seconds_of(self.sum_of(selection), self.chosen(selection))
+
+    def seconds_of(self, of_rank: Floats, choices: Iterable[Choice]) -> float:
+        """Of a step in which every rank has ``of_rank`` to do, with tables of some families."""
+        types = {choice.message_type for choice in choices} - {""}
+        loads = Loads.even(self.setting.group.num_ranks, of_rank, types)
+        return self.setting.step_cost(loads).total_s
+
+    def prices(self, of_rank: Floats) -> Floats:
+        """Seconds that one unit more of each of `LOADS` takes, for ranks with ``of_rank`` to do.
+
+        What is paid once, for the first unit of its kind, isn't in them.
+        """
+        steps = np.where(of_rank > 0, of_rank, self._typical()) * _STEP
+        start = np.maximum(of_rank, steps)
+        every = [choice for some in self.choices for choice in some]
+        base = self.seconds_of(start, every)
+        found = np.zeros(len(LOADS))
+        for number in np.flatnonzero(steps):
+            more = start.copy()
+            more[number] += steps[number]
+            found[number] = (self.seconds_of(more, every) - base) / steps[number]
+        return np.maximum(found, 0.0)
+
+    def _typical(self) -> Floats:
+        return np.asarray(self.loads.max(axis=(0, 1), initial=0.0), np.float64)
+
+
+_STEP = 0.01
+"""By which part of a load its price is found."""

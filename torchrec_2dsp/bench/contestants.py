@@ -159,7 +159,8 @@ def _two_d(
         arguments["workload"] = workload_of(one, tables_work(config), config.model.dim, dense)
     known_mesh = None if one.num_groups == "any" else mesh
     planner = Planner2D(**arguments, mesh=known_mesh, sync=one.sync_config)
-    plan = pinned(planner.collective_plan(model, sharders), one, config.data)
+    plan = planner.collective_plan(model, sharders)
+    plan = plan if one.by_cost else pinned(plan, one, config.data)
     return ModelParallel2D(model, device=device, plan=plan, sharders=sharders), plan
 
 

@@ -25,6 +25,12 @@ def add_hot_rows(loads: Loads, table: Placed, workload: Workload, world: Span) -
         return every - work.expected_distinct(num_ranks * lookups, num_hot=table.num_hot)
 
     ids = lookups * work.hot_share(table.num_hot)
+    bags = 0.0 if work.is_sequence else float(workload.batch_size * work.num_features)
+    # All ids are looked for in the hot set; vectors of hot and cold rows are added up; gradients of
+    # hot ids are taken out.
+    loads.sorted_ids += lookups
+    loads.added_bytes += bags * row_bytes
+    loads.gathered_bytes += ids * row_bytes
     loads.hot_ids += ids
     loads.hot_id_bytes += ids * row_bytes
     loads.hot_rows += touched(world.num_ranks)

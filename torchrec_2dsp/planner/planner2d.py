@@ -48,6 +48,15 @@ _NOTHING_FITS = (
     PlannerErrorType.STRICT_CONSTRAINTS,
     PlannerErrorType.PARTITION,
 )
+_STOCK_PARTS = (
+    "enumerator",
+    "proposer",
+    "partitioner",
+    "performance_model",
+    "callbacks",
+    "plan_loader",
+)
+_NOT_BY_COST = "a search by cost takes no {}: leave it out, or give a mesh and no calibration"
 _Callback = Callable[[list[ShardingOption]], list[ShardingOption]]
 
 
@@ -141,36 +150,22 @@ class Planner2D(EmbeddingShardingPlanner):
         """How the replicas stay equal."""
         batch_size = batch_size or BATCH_SIZE
         self._search: CostSearch | None = None
-        if calibration is not None or mesh is None:
-            _refuse(
-                "a search by cost takes no {}: leave it out, or give a mesh and no calibration",
-                enumerator=enumerator,
-                proposer=proposer,
-                partitioner=partitioner,
-                performance_model=performance_model,
-                callbacks=callbacks,
-                plan_loader=plan_loader,
-            )
-            topology = world_topology(mesh or _whole_world()) if topology is None else topology
-            self._search = CostSearch(
-                calibration=calibration or Calibration.of_topology(topology),
-                mesh=mesh,
-                sync=sync,
-                batch_size=batch_size,
-                constraints=constraints,
-                access=access,
-                workload=workload,
-            )
-            # The memory is that of every rank of the world.
-            mesh = Mesh2D(1, topology.world_size)
-        else:
+        if calibration is None and mesh is not None:
             _refuse(
                 "{} is for a search by cost: give a calibration", access=access, workload=workload
             )
-            topology = world_topology(mesh) if topology is None else topology
+            topology = topology or world_topology(mesh)
             enumerator = enumerator or Enumerator2D(
                 topology, batch_size, constraints, mesh=mesh, sync=sync
             )
+        else:
+            stock = enumerator, proposer, partitioner, performance_model, callbacks, plan_loader
+            _refuse(_NOT_BY_COST, **dict(zip(_STOCK_PARTS, stock, strict=True)))
+            topology = topology or world_topology(mesh or _whole_world())
+            known = calibration or Calibration.of_topology(topology)
+            self._search = CostSearch(known, mesh, sync, batch_size, constraints, access, workload)
+            # The memory is that of every rank of the world.
+            mesh = Mesh2D(1, topology.world_size)
         super().__init__(
             topology=group_topology(topology, mesh),
             batch_size=batch_size,

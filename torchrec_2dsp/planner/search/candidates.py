@@ -1,5 +1,6 @@
 """From a model, its sharders and the user's constraints to what the search chooses from."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -8,6 +9,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ModuleSharder, ShardingType
+from torchrec.modules.embedding_configs import PoolingType
 
 from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel
 from torchrec_2dsp.cost.optimizer_state import state_bytes_per_row
@@ -52,6 +54,7 @@ def candidates_of(
     known = {sharder.module_type: sharder for sharder in sharders}
     found: dict[str, Candidate] = {}
     for path, part, sharder in _sharded_parts(module, known):
+        cold = _always_cold(part)
         for name, weight in sharder.shardable_parameters(part).items():
             if name in found:
                 raise PlanError(
@@ -71,7 +74,10 @@ def candidates_of(
             choices.sort(key=lambda choice: list(Exchange).index(choice.exchange))
             if not choices:
                 raise PlanError(_nothing_text(name, constraint, sharder, device))
-            found[name] = Candidate(path, weight, work, choices, kernels, constraint)
+            is_said = getattr(constraint, "hot_rows", None) is not None
+            found[name] = Candidate(
+                path, weight, work, choices, kernels, constraint, not is_said and name not in cold
+            )
     return list(found.values())
 
 
@@ -85,6 +91,20 @@ def _sharded_parts(
         return
     for name, child in module.named_children():
         yield from _sharded_parts(child, sharders, f"{path}.{name}" if path else name)
+
+
+def _always_cold(part: Any) -> set[str]:
+    """Tables that can't have hot rows, as `shard` refuses them."""
+    is_bags = hasattr(part, "embedding_bag_configs")
+    configs = part.embedding_bag_configs() if is_bags else part.embedding_configs()
+    users = Counter(feature for config in configs for feature in config.feature_names)
+    averages = is_bags and part.is_weighted()
+    return {
+        config.name
+        for config in configs
+        if any(users[feature] > 1 for feature in config.feature_names)
+        or (averages and config.pooling is PoolingType.MEAN)
+    }
 
 
 def _optimizer(weight: Any, sharder: ModuleSharder[nn.Module]) -> EmbOptimType | type:

@@ -83,6 +83,9 @@ class Candidate:
     constraint: ParameterConstraints | None = None
     """What the user demands; what isn't about the search goes into the plan."""
 
+    can_be_hot: bool = True
+    """Whether its rows may have replicas, and the user doesn't say how many."""
+
     @property
     def name(self) -> str:
         """Of the table."""
@@ -115,6 +118,11 @@ class Candidate:
         rows = np.resize(_blocks(self.work.num_rows, num_parts), len(ranks))
         columns = np.full(len(ranks), self.work.dim / choice.column_shards)
         return Shards(np.array(ranks), rows, columns)
+
+    def may_be_hot(self, choice: Choice) -> bool:
+        """Whether replicas of rows would save anything: a stock exchange ships every bag."""
+        ships_all = choice.exchange is Exchange.POOLED and not self.work.is_sequence
+        return self.can_be_hot and choice.kind is not ShardingType.DATA_PARALLEL and not ships_all
 
     def somewhere(self, choice: Choice, group: Span) -> Placed:
         """On the first ranks of a group, where the choice leaves ranks free."""

@@ -26,7 +26,7 @@ MAX_GROUP_SIZE = 128
 """Of the sharding groups that are tried, unless a mesh is given."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CostSearch:
     """What is searched, and on which machines."""
 

@@ -9,6 +9,7 @@ from torchrec_2dsp.cost.model import Setting
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
 from torchrec_2dsp.planner.search.choices import Candidate
 from torchrec_2dsp.planner.search.descent import Descent, Placement
+from torchrec_2dsp.planner.search.hot_rows import with_hot_rows
 from torchrec_2dsp.planner.search.place import place
 from torchrec_2dsp.planner.search.result import Found
 from torchrec_2dsp.planner.search.select import Selected, selections
@@ -84,6 +85,7 @@ def _placed(space: Space, some: Sequence[Selected], room: float) -> Found | None
             tuple(space.chosen(one.selection)), tuple(tuple(there) for there in ranks)
         )
         placement, tries = descent.improved(start, tries)
+        placement = with_hot_rows(space, placement, descent, room)
         found = Found(
             space.setting,
             space.candidates,

@@ -106,7 +106,7 @@ def best_of_all(candidates: list[Candidate], setting: Setting) -> float:
 )
 def test_nothing_is_much_better_than_what_is_found(link: str, mesh: tdsp.Mesh2D) -> None:
     candidates, setting = problem(link, mesh)
-    (found,) = search(candidates, [setting], ENOUGH)
+    (found,) = search(candidates, [setting], ENOUGH).found
     best = best_of_all(candidates, setting)
     assert best <= found.cost.total_s * (1 + 1e-9)
     assert found.cost.total_s <= 1.01 * best
@@ -116,7 +116,7 @@ def test_nothing_is_much_better_than_what_is_found(link: str, mesh: tdsp.Mesh2D)
 def test_what_is_found_costs_what_its_plan_costs(sync: "tdsp.GradientSync") -> None:
     planned = planner(link="200mbit", access=skewed(), sync=sync)
     model = tables()
-    best = planned.search(model, [SHARDER])[0]  # type: ignore[list-item]
+    best = planned.search(model, [SHARDER]).found[0]  # type: ignore[list-item]
     plan = planned.plan(model, [SHARDER])  # type: ignore[list-item]
     costs = tdsp.CostModel(calibration("200mbit"), local_world_size=2)
     assert plan.mesh == best.setting.mesh
@@ -146,7 +146,7 @@ def test_small_tables_are_copied_and_large_ones_exchange_rows() -> None:
 def test_the_mesh_is_what_the_network_makes_of_it() -> None:
     """Copies need no forward exchange; where memory is short, there are none."""
     model = tables((200_000,) * 4)
-    roomy = planner(link="no_limit").search(model, [SHARDER])  # type: ignore[list-item]
+    roomy = planner(link="no_limit").search(model, [SHARDER]).found  # type: ignore[list-item]
     assert len({one.setting.mesh for one in roomy}) == len(roomy) > 1
     assert [one.cost.total_s for one in roomy] == sorted(one.cost.total_s for one in roomy)
     whole_bytes = 4 * 200_000 * (32 * 4 + 4)
@@ -168,7 +168,7 @@ def test_no_rank_keeps_more_than_it_has_room_for(share: float) -> None:
         for mesh in meshes_of(4, 2, 4)
     ]
     room = share * sum(rows) * (32 * 4 + 4)
-    found = search(candidates, settings, room)
+    found = search(candidates, settings, room).found
     assert found
     assert max(bytes_of(one) for one in found) <= room
     sizes = {one.setting.mesh.group_size for one in found}

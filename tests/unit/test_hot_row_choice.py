@@ -85,7 +85,7 @@ def searched(
     setting = Setting(
         calibration or slow_fetch(), workload, tdsp.Mesh2D(1, 4), tdsp.GradientSync(), 2
     )
-    (found,) = search(candidates, [setting], room)
+    (found,) = search(candidates, [setting], room).found
     return found
 
 

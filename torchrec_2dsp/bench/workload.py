@@ -4,21 +4,15 @@ import statistics
 from dataclasses import replace
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchrec_2dsp.access.stats import AccessStats
-from torchrec_2dsp.access.table_access import TableAccess
 from torchrec_2dsp.bench.config import BenchConfig, PlannedContestant
 from torchrec_2dsp.cost.measure.timing import repeated_seconds
 from torchrec_2dsp.cost.workload import DenseWork, Workload
-from torchrec_2dsp.data.synthetic import SyntheticConfig
-from torchrec_2dsp.recipe.model import build_model, rank_device, table_name
-
-_LOG_LENGTH = 1e9
-"""Lookups of a log so long that it has every row as often as its probability says."""
+from torchrec_2dsp.recipe.access import true_access
+from torchrec_2dsp.recipe.model import build_model, rank_device
 
 
 def tables_work(config: BenchConfig) -> Workload:
@@ -47,21 +41,6 @@ def workload_of(
         forward_wire_bytes=wire,
         backward_wire_bytes=wire,
     )
-
-
-def true_access(data: SyntheticConfig) -> AccessStats:
-    """Which rows the synthetic log uses how often, by its own probabilities."""
-    tables: dict[str, TableAccess] = {}
-    for feature in data.features:
-        zipf = data.distribution(feature)
-        ranks = np.arange(1, feature.num_rows + 1)
-        tables[table_name(feature.name)] = TableAccess.of_rows(
-            feature.num_rows,
-            _LOG_LENGTH / feature.mean_ids,
-            zipf.row_of_rank(ranks),
-            zipf.probability(ranks) * _LOG_LENGTH,
-        )
-    return AccessStats(tables)
 
 
 def measure_dense(config: BenchConfig, world: dist.ProcessGroup) -> DenseWork:

@@ -9,6 +9,7 @@ from torchrec_2dsp.cli.bench_report import bench_compare, bench_report
 from torchrec_2dsp.cli.bench_sync import bench_sync
 from torchrec_2dsp.cli.calibrate import calibrate
 from torchrec_2dsp.cli.doctor import doctor
+from torchrec_2dsp.cli.plan import plan, simulate
 from torchrec_2dsp.cli.train import train
 from torchrec_2dsp.cli.train_study import train_study
 
@@ -22,6 +23,8 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     bench_compare,
     bench_sync,
     calibrate,
+    plan,
+    simulate,
     train_study,
 )
 

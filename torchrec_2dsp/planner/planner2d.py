@@ -1,13 +1,11 @@
 """`Planner2D`: TorchRec's planner, for tables that are sharded in groups of ranks."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner.constants import BATCH_SIZE
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
-from torchrec.distributed.planner.stats import EmbeddingStats
 from torchrec.distributed.planner.types import (
     Enumerator,
     ParameterConstraints,
@@ -32,14 +30,21 @@ from torchrec_2dsp.errors import ConfigError, MeshError, PlanError, TwoDError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
+from torchrec_2dsp.planner.arguments import (
+    refuse,
+    refuse_stock_parts,
+    stats_2d,
+    whole_world,
+)
 from torchrec_2dsp.planner.collective import plan_on_rank_0
 from torchrec_2dsp.planner.enumerator import Enumerator2D
+from torchrec_2dsp.planner.explain import explain
+from torchrec_2dsp.planner.explanation import Explanation
 from torchrec_2dsp.planner.infeasible import Shortfall, no_plan_text, shortfall
 from torchrec_2dsp.planner.partitioner import Partitioner2D
 from torchrec_2dsp.planner.search.cost_search import CostSearch
-from torchrec_2dsp.planner.search.result import Found
+from torchrec_2dsp.planner.search.meshes import SearchResult
 from torchrec_2dsp.planner.sharding_types import base_constraints
-from torchrec_2dsp.planner.stats import Stats2D
 from torchrec_2dsp.planner.topology import group_topology, world_topology
 
 _EXACT = GradientSync()
@@ -48,15 +53,6 @@ _NOTHING_FITS = (
     PlannerErrorType.STRICT_CONSTRAINTS,
     PlannerErrorType.PARTITION,
 )
-_STOCK_PARTS = (
-    "enumerator",
-    "proposer",
-    "partitioner",
-    "performance_model",
-    "callbacks",
-    "plan_loader",
-)
-_NOT_BY_COST = "a search by cost takes no {}: leave it out, or give a mesh and no calibration"
 _Callback = Callable[[list[ShardingOption]], list[ShardingOption]]
 
 
@@ -150,8 +146,9 @@ class Planner2D(EmbeddingShardingPlanner):
         """How the replicas stay equal."""
         batch_size = batch_size or BATCH_SIZE
         self._search: CostSearch | None = None
+        self._result: SearchResult | None = None
         if calibration is None and mesh is not None:
-            _refuse(
+            refuse(
                 "{} is for a search by cost: give a calibration", access=access, workload=workload
             )
             topology = topology or world_topology(mesh)
@@ -160,8 +157,8 @@ class Planner2D(EmbeddingShardingPlanner):
             )
         else:
             stock = enumerator, proposer, partitioner, performance_model, callbacks, plan_loader
-            _refuse(_NOT_BY_COST, **dict(zip(_STOCK_PARTS, stock, strict=True)))
-            topology = topology or world_topology(mesh or _whole_world())
+            refuse_stock_parts(stock)
+            topology = topology or world_topology(mesh or whole_world())
             known = calibration or Calibration.of_topology(topology)
             self._search = CostSearch(known, mesh, sync, batch_size, constraints, access, workload)
             # The memory is that of every rank of the world.
@@ -174,7 +171,7 @@ class Planner2D(EmbeddingShardingPlanner):
             proposer=proposer,
             partitioner=Partitioner2D(partitioner),
             performance_model=performance_model,
-            stats=_stats_2d(stats, mesh, sync),
+            stats=stats_2d(stats, mesh, sync),
             constraints=base_constraints(constraints),
             debug=debug,
             callbacks=callbacks,
@@ -190,7 +187,8 @@ class Planner2D(EmbeddingShardingPlanner):
         """
         try:
             if self._search is not None:
-                return self.search(module, sharders)[0].plan(self._topology.compute_device)
+                result = self.search(module, sharders)
+                return result.found[0].plan(self._topology.compute_device)
             stock = super().plan(module, sharders)
         except TwoDError:
             raise
@@ -199,10 +197,8 @@ class Planner2D(EmbeddingShardingPlanner):
         assert self.mesh is not None
         return Plan2D.from_stock(stock, self.mesh, self.sync)
 
-    def search(
-        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
-    ) -> Sequence[Found]:
-        """What a search by cost finds on the most promising meshes, the best first.
+    def search(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> SearchResult:
+        """What a search by cost finds, and what it has tried.
 
         Raises:
             PlanError: nothing fits.
@@ -216,7 +212,21 @@ class Planner2D(EmbeddingShardingPlanner):
             sharders=sharders,
             constraints=self._constraints,
         )
-        return self._search.found(module, sharders, left)
+        self._result = self._search.result(module, sharders, left)
+        return self._result
+
+    def explain(self) -> Explanation:
+        """Why the last plan is as it is, on the rank that made it.
+
+        Example:
+            ``print(planner.explain())``
+        """
+        if self._result is None:
+            raise ConfigError(
+                "there is nothing to explain here: make a plan by cost first; collective_plan "
+                "makes it on rank 0 alone"
+            )
+        return explain(self._result)
 
     def collective_plan(
         self,
@@ -265,28 +275,3 @@ class Planner2D(EmbeddingShardingPlanner):
             # The caller reports the error that stopped the search.
             return None
         return shortfall(options, [device.storage for device in left.devices])
-
-
-def _refuse(text: str, **parts: Any) -> None:
-    given = [name for name, part in parts.items() if part is not None]
-    if given:
-        raise ConfigError(text.format(given[0]))
-
-
-def _whole_world() -> Mesh2D:
-    if not dist.is_initialized():
-        raise ConfigError(
-            "nothing says how many ranks there are: give a topology or a mesh, or call "
-            "torch.distributed.init_process_group(...) first"
-        )
-    return Mesh2D(1, dist.get_world_size())
-
-
-def _stats_2d(stats: Stats | list[Stats] | None, mesh: Mesh2D, sync: SyncConfig) -> list[Stats]:
-    """TorchRec's stats stop at type names that they don't know; others are left alone."""
-    if stats is None:
-        return [Stats2D(mesh=mesh, sync=sync)]
-    return [
-        Stats2D(known, mesh=mesh, sync=sync) if isinstance(known, EmbeddingStats) else known
-        for known in (stats if isinstance(stats, list) else [stats])
-    ]

@@ -19,8 +19,7 @@ from torchrec_2dsp.plan.sync_config import SyncConfig
 from torchrec_2dsp.planner.infeasible import Shortfall, no_plan_text
 from torchrec_2dsp.planner.search.candidates import candidates_of
 from torchrec_2dsp.planner.search.choices import Candidate
-from torchrec_2dsp.planner.search.meshes import meshes_of, search
-from torchrec_2dsp.planner.search.result import Found
+from torchrec_2dsp.planner.search.meshes import SearchResult, meshes_of, search
 
 MAX_GROUP_SIZE = 128
 """Of the sharding groups that are tried, unless a mesh is given."""
@@ -58,10 +57,10 @@ class CostSearch:
                 "Workload.of_model(..., access=...), or leave it out"
             )
 
-    def found(
+    def result(
         self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]], left: Topology
-    ) -> list[Found]:
-        """What was found on the most promising meshes, the best first.
+    ) -> SearchResult:
+        """What was found on the most promising meshes.
 
         Args:
             module: the unsharded model.
@@ -80,11 +79,11 @@ class CostSearch:
         ]
         kind = "ddr" if device == "cpu" else "hbm"
         room = min(getattr(one.storage, kind) for one in left.devices)
-        found = search(candidates, settings, float(room))
-        if not found:
+        result = search(candidates, settings, float(room))
+        if not result.found:
             largest = max(settings, key=lambda one: one.mesh.group_size)
             raise PlanError(no_plan_text(largest.mesh, _shortfall(candidates, largest, room), ""))
-        return found
+        return result
 
     def _meshes(self, left: Topology) -> list[Mesh2D]:
         if self.mesh is not None:

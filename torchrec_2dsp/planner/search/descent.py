@@ -57,7 +57,8 @@ class Descent:
     def __init__(self, space: Space, prices: Floats, room: float) -> None:
         setting = space.setting
         self._space = space
-        self._prices = prices
+        self.prices = prices
+        """Of `LOADS`."""
         self._room = room
         self._group = setting.group
         self._buffers = buffer_weights(
@@ -75,6 +76,10 @@ class Descent:
         ):
             found += self._of(table, choice, ranks)
         return found
+
+    def sums_of(self, placement: Placement, table: int) -> Sums:
+        """Of one table."""
+        return self._of(table, placement.choices[table], placement.ranks[table])
 
     def step_cost(self, placement: Placement) -> StepCost:
         """Of a placement, imbalance included."""
@@ -98,8 +103,7 @@ class Descent:
             since_gain += 1
             if since_gain > len(start.choices) or max_tries <= 0:
                 break
-            mine = self._of(table, found.choices[table], found.ranks[table])
-            others = sums - mine
+            others = sums - self.sums_of(found, table)
             for choice in self._space.choices[table]:
                 max_tries -= 1
                 ranks = self._ranks_for(table, choice, others)
@@ -109,6 +113,19 @@ class Descent:
                 if seconds < best * (1 - _LEAST_GAIN):
                     found, sums, best, since_gain = changed, tried, seconds, 0
         return found, max_tries
+
+    def alternatives(self, placement: Placement, table: int) -> list[tuple[Choice, float]]:
+        """The other choices for a table, and the step with each; those that fit."""
+        others = self.sums(placement) - self.sums_of(placement, table)
+        found: list[tuple[Choice, float]] = []
+        for choice in self._space.choices[table]:
+            if choice.family == placement.choices[table].family:
+                continue
+            ranks = self._ranks_for(table, choice, others)
+            changed = placement.replaced(table, choice, ranks)
+            seconds = self._seconds(others + self._of(table, choice, ranks), changed.choices)
+            found += [(choice, seconds)] if np.isfinite(seconds) else []
+        return found
 
     def _of(self, table: int, choice: Choice, ranks: RanksOf) -> Sums:
         key = table, choice, ranks
@@ -136,7 +153,7 @@ class Descent:
         """The ranks, or the host, that have least to do beside a table."""
         if not choice.is_free:
             return ()
-        busy = self._prices @ others.loads
+        busy = self.prices @ others.loads
         if choice.is_on_host:
             size = self._group.ranks_per_host
             first = int(busy.reshape(-1, size).sum(axis=1).argmin()) * size

@@ -1,7 +1,7 @@
 """Search the best placement of a model's tables, on one mesh or on all."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -41,10 +41,35 @@ def meshes_of(world_size: int, local_world_size: int, max_group_size: int) -> It
             yield replace(mesh, layout=RankLayout.CONTIGUOUS)
 
 
+@dataclass(frozen=True)
+class Tried:
+    """A choice for all tables on a mesh, as if their shards were dealt evenly."""
+
+    mesh: Mesh2D
+    seconds: float
+    """Of a step."""
+    bytes_of_rank: float
+    """With buffers."""
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search has looked at."""
+
+    found: Sequence[Found]
+    """What was placed, the shortest step first; empty if nothing fits."""
+
+    tried: Sequence[Tried]
+    """All choices that fit."""
+
+    room: float
+    """Bytes that a rank has for tables and buffers."""
+
+
 def search(
     candidates: Sequence[Candidate], settings: Sequence[Setting], room: float
-) -> list[Found]:
-    """What was found on each mesh that was looked at closely, the shortest step first.
+) -> SearchResult:
+    """The best placements on the meshes that come out best.
 
     On every mesh, tables are chosen for as if their shards were dealt evenly. On those that come
     out best, shards get ranks, and single tables are changed while that helps.
@@ -55,7 +80,7 @@ def search(
         room: bytes that a rank has for tables and buffers.
     """
     if not candidates:
-        return [_nothing(setting) for setting in settings[:1]]
+        return SearchResult([_nothing(setting) for setting in settings[:1]], [], room)
     spaces = [Space.of(candidates, setting) for setting in settings]
     chosen = [(space, selections(space, room)) for space in spaces]
     promising = sorted(
@@ -67,7 +92,12 @@ def search(
         found += [] if best is None else [best]
         if len(found) == _MESHES_TO_PLACE:
             break
-    return sorted(found, key=lambda one: one.cost.total_s)
+    tried = [
+        Tried(space.setting.mesh, one.seconds, space.bytes_of(one.selection))
+        for space, some in chosen
+        for one in some
+    ]
+    return SearchResult(sorted(found, key=lambda one: one.cost.total_s), tried, room)
 
 
 def _placed(space: Space, some: Sequence[Selected], room: float) -> Found | None:

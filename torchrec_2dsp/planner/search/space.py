@@ -78,6 +78,10 @@ class Space:
         """What a rank has of each of `LOADS`."""
         return np.asarray(self.loads[np.arange(len(selection)), selection].sum(axis=0), np.float64)
 
+    def bytes_of(self, selection: Selection) -> float:
+        """What a rank keeps in the mean."""
+        return float(self.bytes_of_rank[np.arange(len(selection)), selection].sum())
+
     def seconds(self, selection: Selection) -> float:
         """Of a step, if all ranks had the same to do."""
         return self.seconds_of(self.sum_of(selection), self.chosen(selection))

@@ -1,0 +1,59 @@
+"""What `Planner2D` makes of its arguments."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torchrec.distributed.planner.stats import EmbeddingStats
+from torchrec.distributed.planner.types import Stats
+
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.plan.sync_config import SyncConfig
+from torchrec_2dsp.planner.stats import Stats2D
+
+_STOCK_PARTS = (
+    "enumerator",
+    "proposer",
+    "partitioner",
+    "performance_model",
+    "callbacks",
+    "plan_loader",
+)
+_NOT_BY_COST = "a search by cost takes no {}: leave it out, or give a mesh and no calibration"
+
+
+def refuse(text: str, **parts: Any) -> None:
+    """Raise `ConfigError` for the first part that is given, which ``text`` has a place for."""
+    given = [name for name, part in parts.items() if part is not None]
+    if given:
+        raise ConfigError(text.format(given[0]))
+
+
+def refuse_stock_parts(parts: Sequence[Any]) -> None:
+    """Raise `ConfigError` for what only TorchRec's search has a use for."""
+    refuse(_NOT_BY_COST, **dict(zip(_STOCK_PARTS, parts, strict=True)))
+
+
+def whole_world() -> Mesh2D:
+    """All ranks as one group.
+
+    Raises:
+        ConfigError: nobody knows how many there are.
+    """
+    if not dist.is_initialized():
+        raise ConfigError(
+            "nothing says how many ranks there are: give a topology or a mesh, or call "
+            "torch.distributed.init_process_group(...) first"
+        )
+    return Mesh2D(1, dist.get_world_size())
+
+
+def stats_2d(stats: Stats | list[Stats] | None, mesh: Mesh2D, sync: SyncConfig) -> list[Stats]:
+    """TorchRec's stats stop at type names that they don't know; others are left alone."""
+    if stats is None:
+        return [Stats2D(mesh=mesh, sync=sync)]
+    return [
+        Stats2D(known, mesh=mesh, sync=sync) if isinstance(known, EmbeddingStats) else known
+        for known in (stats if isinstance(stats, list) else [stats])
+    ]

@@ -1,0 +1,82 @@
+"""From what a search has found to why it is so."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from torchrec_2dsp.cost.sent import sent_weights
+from torchrec_2dsp.planner.explanation import Explanation, TableLine
+from torchrec_2dsp.planner.search.descent import Descent
+from torchrec_2dsp.planner.search.meshes import SearchResult, Tried
+from torchrec_2dsp.planner.search.result import Found
+from torchrec_2dsp.planner.search.space import Space
+
+_MAX_COMPARED = 500
+"""Of more tables, those that take longest are compared with what else they could be."""
+
+
+def explain(result: SearchResult) -> Explanation:
+    """Why the best that a search has found is best."""
+    best = result.found[0]
+    space = Space.of(best.candidates, best.setting)
+    rough = Descent(space, np.zeros(0), result.room).sums(best.placement)
+    prices = space.prices(rough.loads.mean(axis=1))
+    descent = Descent(space, prices, result.room)
+    lines = sorted(enumerate(_lines(best, descent)), key=lambda numbered: -numbered[1].seconds)
+    return Explanation(
+        setting=best.setting,
+        cost=best.cost,
+        tables=[
+            _compared(line, best, descent, table) if place < _MAX_COMPARED else line
+            for place, (table, line) in enumerate(lines)
+        ],
+        busy_by_rank=np.asarray(prices @ rough.loads, np.float64),
+        bytes_by_rank=best.bytes_by_rank,
+        room=result.room,
+        meshes=[(str(one.setting.mesh), one.cost.total_s) for one in result.found],
+        front=pareto_front(result.tried),
+    )
+
+
+def pareto_front(tried: Sequence[Tried]) -> list[Tried]:
+    """What nothing else beats both in time and in memory, the shortest step first.
+
+    Example:
+        >>> from torchrec_2dsp import Mesh2D
+        >>> from torchrec_2dsp.planner.explain import pareto_front
+        >>> from torchrec_2dsp.planner.search.meshes import Tried
+        >>> some = [Tried(Mesh2D(1, 4), *pair) for pair in ((2.0, 5.0), (3.0, 4.0), (3.5, 6.0))]
+        >>> [(one.seconds, one.bytes_of_rank) for one in pareto_front(some)]
+        [(2.0, 5.0), (3.0, 4.0)]
+    """
+    front: list[Tried] = []
+    for one in sorted(tried, key=lambda one: (one.seconds, one.bytes_of_rank)):
+        if not front or one.bytes_of_rank < front[-1].bytes_of_rank:
+            front.append(one)
+    return front
+
+
+def _lines(best: Found, descent: Descent) -> Iterator[TableLine]:
+    sent = sent_weights(best.setting)
+    for table, (candidate, choice) in enumerate(
+        zip(best.candidates, best.placement.choices, strict=True)
+    ):
+        loads = descent.sums_of(best.placement, table).loads.mean(axis=1)
+        yield TableLine(
+            name=candidate.name,
+            num_rows=candidate.work.num_rows,
+            dim=candidate.work.dim,
+            choice=choice,
+            hot_share=candidate.work.hot_share(choice.num_hot),
+            sent_bytes=float(sent @ loads),
+            seconds=float(descent.prices @ loads),
+        )
+
+
+def _compared(line: TableLine, best: Found, descent: Descent, table: int) -> TableLine:
+    others = descent.alternatives(best.placement, table)
+    if not others:
+        return line
+    choice, seconds = min(others, key=lambda other: other[1])
+    return replace(line, runner_up=choice, lost_by_s=seconds - best.cost.total_s)

@@ -95,6 +95,9 @@ class Loads:
     types: set[str] = field(default_factory=set)
     """What tables are exchanged separately."""
 
+    is_even: bool = False
+    """Whether all ranks are known to have the same to do."""
+
     values: NDArray[np.float64] = field(init=False)
     """All of the above, a row for each."""
 
@@ -106,12 +109,14 @@ class Loads:
     @classmethod
     def even(cls, num_ranks: int, of_rank: Ranks, types: set[str]) -> "Loads":
         """Every rank has the same: a number for each of `LOADS`."""
-        made = cls(num_ranks, types=types)
+        made = cls(num_ranks, types=types, is_even=True)
         made.values += of_rank[:, None]
         return made
 
     def evened(self) -> "Loads":
         """The same work, dealt evenly."""
+        if self.is_even:
+            return self
         return self.even(self.num_ranks, self.values.mean(axis=1), self.types)
 
 

@@ -100,13 +100,14 @@ class Setting:
         """What it takes them."""
         phases = _Phases(self.calibration, self.workload, self.group, self.world)
         mean = phases.of(loads.evened())
+        slowest = mean if loads.is_even else phases.of(loads)
         replicas = ReplicaCost(self.calibration)
         exchanged_s, applied_s = replicas.sync_s(loads, self.peers, self.sync)
         visible = StepCost(
             **mean,
             hot_rows_s=replicas.hot_rows_s(loads, self.world),
             sync_s=exchanged_s + applied_s,
-            imbalance_s=sum(phases.of(loads).values()) - sum(mean.values()),
+            imbalance_s=sum(slowest.values()) - sum(mean.values()),
         )
         is_late = isinstance(self.sync, GradientSync) and self.sync.delay > 0
         late_s = min(exchanged_s, visible.total_s - visible.sync_s) if is_late else 0.0

@@ -15,6 +15,9 @@ from torchrec_2dsp.planner.search.space import Floats, Space
 _LEAST_GAIN = 1e-6
 """By which part a change must shorten the step, so that rounding changes nothing."""
 
+_MAX_KEPT = 20_000
+"""Of more tables times ranks, what each adds is found again each time it is needed."""
+
 RanksOf = tuple[int, ...]
 """Of a table's shards, where the choice leaves them free."""
 
@@ -65,9 +68,12 @@ class Descent:
             setting.group.num_ranks, is_pipelined=setting.workload.is_pipelined
         )
         self._known: dict[tuple[int, Choice, RanksOf], Sums] = {}
+        self._last: tuple[Placement, Sums] | None = None
 
     def sums(self, placement: Placement) -> Sums:
         """Of all tables."""
+        if self._last is not None and self._last[0] is placement:
+            return self._last[1]
         found = Sums(
             np.zeros((len(self._buffers), self._group.num_ranks)), np.zeros(self._group.num_ranks)
         )
@@ -75,6 +81,7 @@ class Descent:
             zip(placement.choices, placement.ranks, strict=True)
         ):
             found += self._of(table, choice, ranks)
+        self._last = placement, found
         return found
 
     def sums_of(self, placement: Placement, table: int) -> Sums:
@@ -112,6 +119,7 @@ class Descent:
                 seconds = self._seconds(tried, changed.choices)
                 if seconds < best * (1 - _LEAST_GAIN):
                     found, sums, best, since_gain = changed, tried, seconds, 0
+        self._last = found, sums
         return found, max_tries
 
     def alternatives(self, placement: Placement, table: int) -> list[tuple[Choice, float]]:
@@ -129,13 +137,15 @@ class Descent:
 
     def _of(self, table: int, choice: Choice, ranks: RanksOf) -> Sums:
         key = table, choice, ranks
-        if key not in self._known:
-            placed = self._space.candidates[table].placed(choice, ranks, self._group)
-            self._known[key] = Sums(
-                self._space.setting.loads([placed]).values,
-                table_bytes(placed, self._group.num_ranks),
-            )
-        return self._known[key]
+        if key in self._known:
+            return self._known[key]
+        placed = self._space.candidates[table].placed(choice, ranks, self._group)
+        sums = Sums(
+            self._space.setting.loads([placed]).values, table_bytes(placed, self._group.num_ranks)
+        )
+        if len(self._space.candidates) * self._group.num_ranks <= _MAX_KEPT:
+            self._known[key] = sums
+        return sums
 
     def _seconds(self, sums: Sums, choices: Sequence[Choice]) -> float:
         """Infinite where memory doesn't suffice."""

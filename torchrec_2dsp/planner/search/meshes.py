@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,10 +16,25 @@ from torchrec_2dsp.planner.search.result import Found
 from torchrec_2dsp.planner.search.select import Selected, selections
 from torchrec_2dsp.planner.search.space import Space
 
-_MESHES_TO_PLACE = 3
-_SELECTIONS_TO_PLACE = 12
-_MAX_TRIES = 2_000
-"""Of changes of single tables, on each mesh."""
+
+class _Effort(NamedTuple):
+    """How much is tried."""
+
+    meshes: int
+    """That are placed."""
+    selections: int
+    """That are placed on each of them."""
+    tries: int
+    """Changes of single tables, on each mesh."""
+
+
+_FEW_TABLES = _Effort(meshes=3, selections=12, tries=2_000)
+_MANY_TABLES = _Effort(meshes=2, selections=1, tries=500)
+"""Single tables change little there."""
+_MAX_WEIGHED = 300
+"""Of more tables, a part decides which meshes are looked at closely."""
+_SAMPLE = 100
+"""About how many tables that part has."""
 _PATIENCE = 700
 """After so many that led to nothing better, no other selection is placed."""
 
@@ -81,6 +97,9 @@ def search(
     """
     if not candidates:
         return SearchResult([_nothing(setting) for setting in settings[:1]], [], room)
+    effort = _FEW_TABLES if len(candidates) <= _MAX_WEIGHED else _MANY_TABLES
+    if effort is _MANY_TABLES:
+        settings = _best_settings(candidates, settings, room)
     spaces = [Space.of(candidates, setting) for setting in settings]
     chosen = [(space, selections(space, room)) for space in spaces]
     promising = sorted(
@@ -88,9 +107,9 @@ def search(
     )
     found: list[Found] = []
     for space, some in promising:
-        best = _placed(space, some[:_SELECTIONS_TO_PLACE], room)
+        best = _placed(space, some[: effort.selections], room, effort.tries)
         found += [] if best is None else [best]
-        if len(found) == _MESHES_TO_PLACE:
+        if len(found) == effort.meshes:
             break
     tried = [
         Tried(space.setting.mesh, one.seconds, space.bytes_of(one.selection))
@@ -100,9 +119,27 @@ def search(
     return SearchResult(sorted(found, key=lambda one: one.cost.total_s), tried, room)
 
 
-def _placed(space: Space, some: Sequence[Selected], room: float) -> Found | None:
+def _best_settings(
+    candidates: Sequence[Candidate], settings: Sequence[Setting], room: float
+) -> list[Setting]:
+    """The meshes that are best for a part of the tables: small and large ones, as there are."""
+    by_size = sorted(candidates, key=lambda one: one.work.num_rows * one.work.dim)
+    every = len(by_size) // _SAMPLE
+    sample = by_size[every // 2 :: every]
+    weighed: list[tuple[float, int]] = []
+    for number, setting in enumerate(settings):
+        some = selections(Space.of(sample, setting, len(by_size) / len(sample)), room)
+        weighed += [(some[0].seconds, number)] if some else []
+    best = sorted(weighed)[: _MANY_TABLES.meshes]
+    # The sample may have seemed to fit where the whole doesn't.
+    largest = max(settings, key=lambda setting: setting.mesh.group_size)
+    found = [settings[number] for _, number in best]
+    return found if largest in found else [*found, largest]
+
+
+def _placed(space: Space, some: Sequence[Selected], room: float, tries: int) -> Found | None:
     best: Found | None = None
-    tries = at_gain = _MAX_TRIES
+    at_gain = tries
     for one in some:
         if at_gain - tries > _PATIENCE:
             break

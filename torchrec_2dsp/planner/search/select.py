@@ -8,7 +8,7 @@ import numpy as np
 
 from torchrec_2dsp.planner.search.space import Floats, Selection, Space
 
-_REPRICINGS = 3
+_REPRICINGS = 2
 _BISECTIONS = 30
 _DIGITS = 9
 """Of seconds, in which choices must differ."""
@@ -64,18 +64,21 @@ def _try(
     if families in tried:
         return
     allowed = _allowed(space, families, room)
-    at = np.zeros(space.loads.shape[2])
+    prices = space.first_prices
     best: Selected | None = None
     for _ in range(_REPRICINGS):
-        selection = _cheapest_within(space, space.loads @ space.prices(at), allowed, room)
+        selection = _cheapest_within(space, space.loads @ prices, allowed, room)
         if selection is None:
             break
         seconds = space.seconds(selection)
         if best is not None and seconds >= best.seconds:
             break
+        is_same = best is not None and bool((best.selection == selection).all())
         best = Selected(selection, seconds)
+        if is_same:
+            break
         # What overlaps with something costs less, which shows where that something is known.
-        at = space.sum_of(selection)
+        prices = space.prices(space.sum_of(selection))
     if best is not None:
         tried[families] = best
 

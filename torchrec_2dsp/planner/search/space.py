@@ -1,7 +1,8 @@
 """`Space`: what every choice of every table adds to a step, as one array."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 from torchrec_2dsp.cost.loads import LOADS, Loads
 from torchrec_2dsp.cost.memory import buffer_weights, table_bytes
 from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.table_loads import message_type
 from torchrec_2dsp.planner.search.choices import Candidate, Choice, Family
 
 Floats = NDArray[np.float64]
@@ -45,8 +47,16 @@ class Space:
     """What the rank keeps that has most."""
 
     @classmethod
-    def of(cls, candidates: Sequence[Candidate], setting: Setting) -> "Space":
-        """Of tables that are to be sharded."""
+    def of(
+        cls, candidates: Sequence[Candidate], setting: Setting, stand_for: float = 1.0
+    ) -> "Space":
+        """Of tables that are to be sharded.
+
+        Args:
+            candidates: the tables.
+            setting: the mesh, and all else that costs depend on.
+            stand_for: for how many tables each of them stands.
+        """
         group = setting.group
         choices = [
             [one for one in candidate.choices if one.suits(group)] or list(candidate.choices)
@@ -68,7 +78,16 @@ class Space:
                 loads[table, number] = one
                 mean[table, number] = kept.mean() + buffers @ one
                 most[table, number] = kept.max()
-        return cls(setting, candidates, choices, families, family_of, loads, mean, most)
+        return cls(
+            setting,
+            candidates,
+            choices,
+            families,
+            family_of,
+            loads * stand_for,
+            mean * stand_for,
+            most,
+        )
 
     def chosen(self, selection: Selection) -> list[Choice]:
         """The choice of each table."""
@@ -84,13 +103,9 @@ class Space:
 
     def seconds(self, selection: Selection) -> float:
         """Of a step, if all ranks had the same to do."""
-        return self.seconds_of(self.sum_of(selection), self.chosen(selection))
-
-    def seconds_of(self, of_rank: Floats, choices: Iterable[Choice]) -> float:
-        """Of a step in which every rank has ``of_rank`` to do, with tables of some families."""
-        types = {choice.message_type for choice in choices} - {""}
-        loads = Loads.even(self.setting.group.num_ranks, of_rank, types)
-        return self.setting.step_cost(loads).total_s
+        used = np.unique(self.family_of[np.arange(len(selection)), selection])
+        types = {message_type(*self.families[number]) for number in used.tolist()}
+        return self._seconds(self.sum_of(selection), types)
 
     def prices(self, of_rank: Floats) -> Floats:
         """Seconds that one unit more of each of `LOADS` takes, for ranks with ``of_rank`` to do.
@@ -99,14 +114,23 @@ class Space:
         """
         steps = np.where(of_rank > 0, of_rank, self._typical()) * _STEP
         start = np.maximum(of_rank, steps)
-        every = [choice for some in self.choices for choice in some]
-        base = self.seconds_of(start, every)
+        types = {message_type(*family) for family in self.families}
+        base = self._seconds(start, types)
         found = np.zeros(len(LOADS))
         for number in np.flatnonzero(steps):
             more = start.copy()
             more[number] += steps[number]
-            found[number] = (self.seconds_of(more, every) - base) / steps[number]
+            found[number] = (self._seconds(more, types) - base) / steps[number]
         return np.maximum(found, 0.0)
+
+    @cached_property
+    def first_prices(self) -> Floats:
+        """Of ranks that have nothing to do yet."""
+        return self.prices(np.zeros(len(LOADS)))
+
+    def _seconds(self, of_rank: Floats, types: set[str]) -> float:
+        loads = Loads.even(self.setting.group.num_ranks, of_rank, types - {""})
+        return self.setting.step_cost(loads).total_s
 
     def _typical(self) -> Floats:
         return np.asarray(self.loads.max(axis=(0, 1), initial=0.0), np.float64)

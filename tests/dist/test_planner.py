@@ -11,7 +11,7 @@ from torchrec.distributed.planner.types import PlannerError, ShardingOption
 import torchrec_2dsp as tdsp
 from tests.support.ranks import RankPool
 from tests.unit.test_planner import SHARDERS, bags, constrained, planner_for, world
-from torchrec_2dsp.plan.serialize import to_json
+from torchrec_2dsp.plan.serialize import from_json, to_json
 
 MESH = tdsp.Mesh2D(num_groups=2, group_size=2)
 
@@ -27,6 +27,23 @@ def test_every_rank_gets_the_plan(ranks4: RankPool, sharding_type: str) -> None:
 
     alone = planner_for(MESH, constraints=constrained(sharding_type)).plan(bags(), SHARDERS)
     assert plans == [to_json(alone)] * 4
+
+
+def plan_by_cost(rank: int, world_size: int) -> str:
+    calibration = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
+    planner = tdsp.Planner2D(batch_size=64, calibration=calibration)
+    plan = planner.collective_plan(bags(), SHARDERS)
+    assert ("ms per step" in str(planner.explain())) if rank == 0 else True
+    return to_json(plan)
+
+
+def test_every_rank_gets_the_plan_of_a_search_by_cost(ranks4: RankPool) -> None:
+    """Of a world that the process group alone knows."""
+    plans = ranks4.run(plan_by_cost)
+    assert len(set(plans)) == 1
+    plan = from_json(plans[0])
+    assert plan.mesh.world_size == 4
+    assert {name for _, module in plan.modules() for name in module} == {"t0", "t1"}
 
 
 def num_searches(rank: int, world_size: int) -> int:

@@ -10,6 +10,10 @@ from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ModuleSharder, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollectionInterface,
+)
 
 from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel
 from torchrec_2dsp.cost.optimizer_state import state_bytes_per_row
@@ -93,17 +97,20 @@ def _sharded_parts(
         yield from _sharded_parts(child, sharders, f"{path}.{name}" if path else name)
 
 
-def _always_cold(part: Any) -> set[str]:
+def _always_cold(part: nn.Module) -> set[str]:
     """Tables that can't have hot rows, as `shard` refuses them."""
-    is_bags = hasattr(part, "embedding_bag_configs")
-    configs = part.embedding_bag_configs() if is_bags else part.embedding_configs()
+    if isinstance(part, EmbeddingBagCollectionInterface):
+        configs, averages = part.embedding_bag_configs(), part.is_weighted()
+    elif isinstance(part, EmbeddingCollectionInterface):
+        configs, averages = part.embedding_configs(), False
+    else:
+        return set()
     users = Counter(feature for config in configs for feature in config.feature_names)
-    averages = is_bags and part.is_weighted()
     return {
         config.name
         for config in configs
         if any(users[feature] > 1 for feature in config.feature_names)
-        or (averages and config.pooling is PoolingType.MEAN)
+        or (averages and getattr(config, "pooling", None) is PoolingType.MEAN)
     }
 
 

@@ -1,0 +1,134 @@
+"""Why a plan is as it is: on paper, as JSON, and from the command line."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torchrec.distributed.types import ShardingType
+from typer.testing import CliRunner
+
+import torchrec_2dsp as tdsp
+from tests.unit.test_cost_search import ROWS, SHARDER, planner, problem, skewed, tables
+from torchrec_2dsp.cli.app import app
+from torchrec_2dsp.cost.sent import sent_weights
+from torchrec_2dsp.plan.serialize import load
+from torchrec_2dsp.planner.explain import pareto_front
+from torchrec_2dsp.planner.explanation import Explanation
+from torchrec_2dsp.planner.search.choices import Choice
+from torchrec_2dsp.planner.search.meshes import Tried
+
+CONFIG = "configs/runs/plan.toml"
+MESH = tdsp.Mesh2D(1, 4)
+
+
+def explained() -> Explanation:
+    made = planner(link="200mbit", access=skewed())
+    made.plan(tables(), [SHARDER])  # type: ignore[list-item]
+    return made.explain()
+
+
+def test_a_report_has_every_table_and_fits_the_page() -> None:
+    found = explained()
+    text = str(found)
+    assert max(len(line) for line in text.splitlines()) <= 100
+    assert {one.name for one in found.tables} == {f"t{number}" for number in range(len(ROWS))}
+    for one in found.tables:
+        (line,) = [line for line in text.splitlines() if line.split()[:1] == [one.name]]
+        assert f"{one.num_rows:,}" in line
+        assert one.choice.kind.value.replace("_", " ") in line
+    starts = [line.strip().split("  ")[0] for line in text.splitlines()]
+    for name, seconds in found.cost.parts():
+        assert (name.replace("_", " ") in starts) == bool(seconds)
+    assert "Nothing was counted" not in text
+
+
+def test_nothing_else_would_be_better_for_a_single_table() -> None:
+    for one in explained().tables:
+        assert one.runner_up is not None
+        assert one.runner_up.family != one.choice.family
+        assert one.lost_by_s >= -1e-6 * one.seconds
+
+
+def test_tables_nobody_counted_are_said() -> None:
+    made = planner(mesh=MESH)
+    made.plan(tables(), [SHARDER])  # type: ignore[list-item]
+    assert "Nothing was counted for 3 of 3 tables" in str(made.explain()).replace("\n", " ")
+
+
+def test_without_a_plan_there_is_nothing_to_explain() -> None:
+    with pytest.raises(tdsp.ConfigError, match="there is nothing to explain here: make a plan"):
+        planner().explain()
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        # Ids with lengths go to one of four ranks; vectors and their gradients come back.
+        (Choice(ShardingType.TABLE_WISE), 512 * (8 + 4 + 2 * 32 * 4) * 3 / 4),
+        # A ring over four ranks.
+        (Choice(ShardingType.DATA_PARALLEL), 1.5 * ROWS[0] * 32 * 4),
+    ],
+)
+def test_sent_bytes_are_those_of_a_rank(choice: Choice, expected: float) -> None:
+    candidates, setting = problem("1gbit", MESH, with_access=False)
+    loads = setting.loads([candidates[0].somewhere(choice, setting.group)])
+    assert sent_weights(setting) @ loads.values.mean(axis=1) == pytest.approx(expected)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12))
+def test_the_front_is_what_nothing_beats(points: list[tuple[int, int]]) -> None:
+    tried = [Tried(MESH, float(seconds), float(num_bytes)) for seconds, num_bytes in points]
+    front = {(one.seconds, one.bytes_of_rank) for one in pareto_front(tried)}
+    every = {(one.seconds, one.bytes_of_rank) for one in tried}
+    assert front == {
+        one
+        for one in every
+        if not any(other != one and other[0] <= one[0] and other[1] <= one[1] for other in every)
+    }
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, " ".join(result.output.split())
+
+
+SMALL = (
+    "--set",
+    'data={num_dense=2, features=[{name="a", num_rows=5000}, {name="b", num_rows=9}]}',
+)
+
+
+def test_a_plan_is_printed_and_written(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    code, text = run("plan", "--config", CONFIG, *SMALL, "--json", str(path))
+    assert code == 0, text
+    assert "on emulated_1gbit, GradientSync(), batch 1024 per rank" in text
+    plan = load(path)
+    assert {name for _, module in plan.modules() for name, _ in module.tables()} == {"t_a", "t_b"}
+    assert str(plan.mesh) in text
+
+
+def test_worlds_are_simulated_from_the_smallest_on() -> None:
+    code, text = run("simulate", "--config", CONFIG, *SMALL, "--ranks", "16,4")
+    assert code == 0, text
+    assert text.index(" 4 ") < text.index(" 16 ")
+    assert "100.0%" in text
+    assert "Predicted, not measured, from emulated_1gbit" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("plan", "--set", "group_size=3"), "group_size=3 does not divide world_size=4"),
+        (("plan", "--set", "batch_size=0"), "batch_size"),
+        (("plan", "--set", "machines.memory_gib=0.000001"), "no plan fits"),
+        (("plan", "--set", "machines.calibration=none.toml"), "none.toml can't be read"),
+        (("simulate", "--ranks", "4,x"), "--ranks 4,x: give sizes of worlds, such as 256,512"),
+    ],
+)
+def test_errors_say_what_is_wrong(arguments: tuple[str, ...], text: str) -> None:
+    command, *rest = arguments
+    code, output = run(command, "--config", CONFIG, *SMALL, *rest)
+    assert code == 2
+    assert text in output

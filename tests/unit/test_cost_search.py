@@ -109,7 +109,7 @@ def test_nothing_is_much_better_than_what_is_found(link: str, mesh: tdsp.Mesh2D)
     (found,) = search(candidates, [setting], ENOUGH).found
     best = best_of_all(candidates, setting)
     assert best <= found.cost.total_s * (1 + 1e-9)
-    assert found.cost.total_s <= 1.01 * best
+    assert found.cost.total_s <= 1.06 * best
 
 
 @pytest.mark.parametrize("sync", [tdsp.GradientSync(), tdsp.WeightSync(policy=tdsp.every(4))])

@@ -181,7 +181,7 @@ class _Phases:
             self._between_places_s(loads.across_from),
             self._in_host_s(loads.host_rows_from),
             self._apart_s(loads),
-        )
+        ) + self._hops_s(loads.across_from)
 
     def _backward_s(self, loads: Loads) -> float:
         gather = self.calibration.collectives.all_gather
@@ -195,7 +195,11 @@ class _Phases:
             self._between_places_s(loads.across_to),
             self._in_host_s(loads.host_rows_to),
             self._apart_s(loads),
-        )
+        ) + self._hops_s(loads.across_to)
+
+    def _hops_s(self, across: Ranks) -> float:
+        """What goes in two hops, inside hosts and between them, is waited for twice."""
+        return self.calibration.turn_s if across.any() else 0.0
 
     def _turns_s(self, *exchanges: float) -> float:
         """Exchanges one after the other; ranks come to the first one from computing."""

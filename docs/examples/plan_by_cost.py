@@ -1,0 +1,112 @@
+"""Count a log, let the planner choose by predicted cost, ask it why, and train.
+
+OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 docs/examples/plan_by_cost.py
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed.planner import ParameterConstraints
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+import torchrec_2dsp as tdsp
+
+ROWS = {"user": 50_000, "item": 20_000, "hour": 24}
+BATCH_SIZE, STEPS = 256, 20
+
+
+class Model(nn.Module):
+    """One row of each table, summed, and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ebc = EmbeddingBagCollection(
+            device=torch.device("meta"),
+            tables=[
+                EmbeddingBagConfig(
+                    name=f"t_{name}",
+                    num_embeddings=num_rows,
+                    embedding_dim=32,
+                    feature_names=[name],
+                )
+                for name, num_rows in ROWS.items()
+            ],
+        )
+        self.over = nn.Linear(32 * len(ROWS), 1)
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        return self.over(self.ebc(features).values()).squeeze(1)
+
+
+def make_batch(step: int, rank: int) -> tuple[KeyedJaggedTensor, torch.Tensor]:
+    """One id per sample and feature, the small ones much more often, and a label."""
+    generator = torch.Generator().manual_seed(1_000 * step + rank)
+    draws = torch.rand(len(ROWS), BATCH_SIZE, generator=generator)
+    sizes = torch.tensor(list(ROWS.values())).unsqueeze(1)
+    ids = (sizes**draws).long() - 1
+    features = KeyedJaggedTensor(
+        keys=list(ROWS),
+        values=ids.view(-1),
+        lengths=torch.ones(len(ROWS) * BATCH_SIZE, dtype=torch.int64),
+    )
+    return features, (ids[0] < 100).float()
+
+
+def count_log(model: nn.Module) -> tdsp.AccessStats:
+    """Which rows are used how often, in the logs of all ranks."""
+    counter = tdsp.RowCounter.for_model(model)
+    for step in range(50):
+        features, _ = make_batch(step, dist.get_rank())
+        counter.update(features)
+    return counter.gather()
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = Model()
+    sharders = [tdsp.EmbeddingBagCollectionSharder2D(tdsp.MomentScaledRowWiseAdaGrad(lr=0.1))]
+    # On your machines, what `torchrec_2dsp calibrate` wrote.
+    calibration = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
+    planner = tdsp.Planner2D(
+        topology=calibration.topology(world_size=dist.get_world_size(), local_world_size=2),
+        batch_size=BATCH_SIZE,
+        # Data-parallel tables would need a dense optimizer with the tables' rule.
+        constraints={
+            f"t_{name}": ParameterConstraints(sharding_types=["table_wise", "row_wise"])
+            for name in ROWS
+        },
+        calibration=calibration,
+        access=count_log(model),
+    )
+    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    if dist.get_rank() == 0:
+        print(planner.explain())
+    parallel = tdsp.ModelParallel2D(model, plan=plan, sharders=sharders)
+
+    dense = dict(in_backward_optimizer_filter(parallel.named_parameters()))
+    optimizer = CombinedOptimizer(
+        [
+            parallel.fused_optimizer,
+            KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=0.1)),
+        ]
+    )
+    for step in range(STEPS):
+        features, labels = make_batch(1_000 + step, dist.get_rank())
+        optimizer.zero_grad()
+        loss = nn.functional.binary_cross_entropy_with_logits(parallel(features), labels)
+        loss.backward()
+        parallel.sync()
+        optimizer.step()
+        if dist.get_rank() == 0 and step % 5 == 0:
+            print(f"step {step}: loss {loss.item():.4f}")
+    if dist.get_rank() == 0:
+        print("done")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -114,6 +114,6 @@ def show_simulated(simulated: "list[tuple[int, Explanation]]", console: Console)
     console.print(table)
     hardware = simulated[0][1].setting.calibration.hardware
     console.print(
-        f"Predicted, not measured, from {hardware.name} ({hardware.measured}). Efficiency: samples "
-        f"per second and rank, compared with {simulated[0][0]:,} ranks."
+        f"Predicted, not measured, from {hardware.name} (measured: {hardware.measured}). "
+        f"Efficiency: samples per second and rank, compared with {simulated[0][0]:,} ranks."
     )

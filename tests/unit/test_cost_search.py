@@ -14,6 +14,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 import torchrec_2dsp as tdsp
 from tests.unit.test_planner import bags, nothing_reserved, world
+from torchrec_2dsp.cost.memory import buffer_weights, table_bytes
 from torchrec_2dsp.cost.model import Setting
 from torchrec_2dsp.planner.search.candidates import candidates_of
 from torchrec_2dsp.planner.search.choices import Candidate
@@ -75,7 +76,7 @@ def problem(
     return candidates, Setting(calibration(link), workload, mesh, tdsp.GradientSync(), 2)
 
 
-def best_of_all(candidates: list[Candidate], setting: Setting) -> float:
+def best_of_all(candidates: list[Candidate], setting: Setting, room: float = ENOUGH) -> float:
     """The shortest step of all choices of all tables, with all ranks for table-wise ones."""
     group = setting.group
     ways = []
@@ -91,9 +92,31 @@ def best_of_all(candidates: list[Candidate], setting: Setting) -> float:
                 there = [()]
             mine += [candidate.placed(choice, ranks, group) for ranks in there]
         ways.append(mine)
-    return min(
-        setting.step_cost(setting.loads(placed)).total_s for placed in itertools.product(*ways)
-    )
+    buffers = buffer_weights(group.num_ranks, is_pipelined=True)
+    best = np.inf
+    for placed in itertools.product(*ways):
+        loads = setting.loads(placed)
+        kept = sum((table_bytes(one, group.num_ranks) for one in placed), buffers @ loads.values)
+        if kept.max() <= room:
+            best = min(best, setting.step_cost(loads).total_s)
+    return best
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.6, 0.2])
+def test_memory_that_doesnt_suffice_is_given_where_it_saves_most(share: float) -> None:
+    rows = (4_000, 9_000, 60_000)
+    workload = tdsp.Workload.of_model(tables(rows), batch_size=64)
+    pooled = {f"t{number}": tdsp.ParameterConstraints2D(exchange="pooled") for number in range(3)}
+    candidates = candidates_of(tables(rows), [SHARDER], pooled, workload, "cpu")  # type: ignore[list-item]
+    setting = Setting(calibration(), workload, tdsp.Mesh2D(1, 4), tdsp.GradientSync(), 2)
+    (roomy,) = search(candidates, [setting], ENOUGH).found
+    room = share * float(roomy.bytes_by_rank.max())
+    found = search(candidates, [setting], room).found
+    best = best_of_all(candidates, setting, room)
+    assert bool(found) == bool(np.isfinite(best))
+    for one in found:
+        assert one.bytes_by_rank.max() <= room
+        assert roomy.cost.total_s <= one.cost.total_s <= 1.06 * best
 
 
 @pytest.mark.parametrize(
@@ -152,6 +175,16 @@ def test_the_mesh_is_what_the_network_makes_of_it() -> None:
     whole_bytes = 4 * 200_000 * (32 * 4 + 4)
     tight = plan_of(model, topology=world(4, 2, ddr_cap=0.3 * whole_bytes))
     assert tight.mesh == tdsp.Mesh2D(1, 4)
+
+
+def test_what_hardly_fits_is_split() -> None:
+    """Three equal tables on four ranks, each of which has room for less than one."""
+    model = tables((30_000,) * 3)
+    whole_bytes = 3 * 30_000 * (32 * 4 + 4)
+    tight = planner(topology=world(4, 2, ddr_cap=int(0.29 * whole_bytes)), batch_size=16)
+    found = tight.search(model, [SHARDER])  # type: ignore[list-item]
+    kinds = {choice.kind for choice in found.found[0].placement.choices}
+    assert kinds == {ShardingType.ROW_WISE}
 
 
 def bytes_of(found: Found) -> float:
@@ -298,3 +331,21 @@ def test_statistics_need_a_search_by_cost() -> None:
 def test_constraints_are_checked(values: dict[str, object], text: str) -> None:
     with pytest.raises(tdsp.ConfigError, match=text):
         tdsp.ParameterConstraints2D(**values)  # type: ignore[arg-type]
+
+
+def test_other_machines_than_the_calibrated_ones_are_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = tables((100,))
+    planner(topology=world(4, 2)).plan(model, [SHARDER])  # type: ignore[list-item]
+    assert not [one for one in caplog.records if one.levelname == "WARNING" and "cali" in one.msg]
+    planner(topology=world(4, 4)).plan(model, [SHARDER])  # type: ignore[list-item]
+    assert (
+        "calibration emulated_1gbit is of other machines than those that are planned for: hosts "
+        "have 4 ranks, and had 2" in caplog.text
+    )
+
+
+def test_a_batch_of_nothing_is_refused() -> None:
+    with pytest.raises(tdsp.ConfigError, match="batch_size=0 leaves nothing to do; use 1 or more"):
+        planner(batch_size=0)

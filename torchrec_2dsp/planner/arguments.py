@@ -23,6 +23,13 @@ _STOCK_PARTS = (
 _NOT_BY_COST = "a search by cost takes no {}: leave it out, or give a mesh and no calibration"
 
 
+def checked_batch_size(batch_size: int) -> int:
+    """Itself, or `ConfigError`."""
+    if batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size} leaves nothing to do; use 1 or more")
+    return batch_size
+
+
 def refuse(text: str, **parts: Any) -> None:
     """Raise `ConfigError` for the first part that is given, which ``text`` has a place for."""
     given = [name for name, part in parts.items() if part is not None]

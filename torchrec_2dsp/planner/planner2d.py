@@ -1,5 +1,6 @@
 """`Planner2D`: TorchRec's planner, for tables that are sharded in groups of ranks."""
 
+import logging
 from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
 from torchrec_2dsp.planner.arguments import (
+    checked_batch_size,
     refuse,
     refuse_stock_parts,
     stats_2d,
@@ -46,6 +48,8 @@ from torchrec_2dsp.planner.search.cost_search import CostSearch
 from torchrec_2dsp.planner.search.meshes import SearchResult
 from torchrec_2dsp.planner.sharding_types import base_constraints
 from torchrec_2dsp.planner.topology import group_topology, world_topology
+
+logger = logging.getLogger(__name__)
 
 _EXACT = GradientSync()
 _NOTHING_FITS = (
@@ -144,7 +148,7 @@ class Planner2D(EmbeddingShardingPlanner):
         """Which ranks repeat the plan; `None` where that is searched."""
         self.sync: SyncConfig = sync
         """How the replicas stay equal."""
-        batch_size = batch_size or BATCH_SIZE
+        batch_size = BATCH_SIZE if batch_size is None else checked_batch_size(batch_size)
         self._search: CostSearch | None = None
         self._result: SearchResult | None = None
         if calibration is None and mesh is not None:
@@ -212,8 +216,13 @@ class Planner2D(EmbeddingShardingPlanner):
             sharders=sharders,
             constraints=self._constraints,
         )
-        self._result = self._search.result(module, sharders, left)
-        return self._result
+        self._result = result = self._search.result(module, sharders, left)
+        logger.info(
+            "%s: %.1f ms per step predicted; planner.explain() says why",
+            result.found[0].setting.mesh,
+            1e3 * result.found[0].cost.total_s,
+        )
+        return result
 
     def explain(self) -> Explanation:
         """Why the last plan is as it is, on the rank that made it.

@@ -1,7 +1,7 @@
 """`Choice` and `Candidate`: the ways to shard a table from which the search chooses."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -86,6 +86,9 @@ class Candidate:
     can_be_hot: bool = True
     """Whether its rows may have replicas, and the user doesn't say how many."""
 
+    _busiest: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
+    """The share of the busiest block of rows, times as many blocks as there are."""
+
     @property
     def name(self) -> str:
         """Of the table."""
@@ -133,8 +136,11 @@ class Candidate:
         access = self.work.access
         if choice.exchange not in ROW_EXCHANGES or access is None or not access.num_lookups:
             return RowOwners.BLOCK
-        busiest = float(access.share_by_block(group.num_ranks).max()) * group.num_ranks
-        return RowOwners.HASH if busiest > _EVEN_ENOUGH else RowOwners.BLOCK
+        if group.num_ranks not in self._busiest:
+            shares = access.share_by_block(group.num_ranks)
+            self._busiest[group.num_ranks] = float(shares.max()) * group.num_ranks
+        is_even = self._busiest[group.num_ranks] <= _EVEN_ENOUGH
+        return RowOwners.BLOCK if is_even else RowOwners.HASH
 
 
 _WHOLE_ROWS = (ShardingType.TABLE_WISE, ShardingType.COLUMN_WISE)

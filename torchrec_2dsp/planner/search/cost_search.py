@@ -1,5 +1,6 @@
 """`CostSearch`: the search as `Planner2D` runs it."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -20,6 +21,8 @@ from torchrec_2dsp.planner.infeasible import Shortfall, no_plan_text
 from torchrec_2dsp.planner.search.candidates import candidates_of
 from torchrec_2dsp.planner.search.choices import Candidate
 from torchrec_2dsp.planner.search.meshes import SearchResult, meshes_of, search
+
+logger = logging.getLogger(__name__)
 
 MAX_GROUP_SIZE = 128
 """Of the sharding groups that are tried, unless a mesh is given."""
@@ -72,6 +75,15 @@ class CostSearch:
         """
         workload = self._workload(module, sharders)
         device = left.compute_device
+        differences = self.calibration.differences(
+            local_world_size=left.local_world_size, device=device
+        )
+        if differences:
+            logger.warning(
+                "calibration %s is of other machines than those that are planned for: %s",
+                self.calibration.hardware.name,
+                "; ".join(differences),
+            )
         candidates = candidates_of(module, sharders, self.constraints, workload, device)
         settings = [
             Setting(self.calibration, workload, mesh, self.sync, left.local_world_size)

@@ -107,7 +107,7 @@ def search(
     )
     found: list[Found] = []
     for space, some in promising:
-        best = _placed(space, some[: effort.selections], room, effort.tries)
+        best = _placed(space, some, room, effort)
         found += [] if best is None else [best]
         if len(found) == effort.meshes:
             break
@@ -137,11 +137,11 @@ def _best_settings(
     return found if largest in found else [*found, largest]
 
 
-def _placed(space: Space, some: Sequence[Selected], room: float, tries: int) -> Found | None:
+def _placed(space: Space, some: Sequence[Selected], room: float, effort: _Effort) -> Found | None:
     best: Found | None = None
-    at_gain = tries
-    for one in some:
-        if at_gain - tries > _PATIENCE:
+    tries = at_gain = effort.tries
+    for number, one in enumerate(some):
+        if best is not None and (number >= effort.selections or at_gain - tries > _PATIENCE):
             break
         prices = space.prices(space.sum_of(one.selection))
         ranks = place(space, one.selection, prices, room)

@@ -5,13 +5,18 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from torchrec_2dsp.planner.search.space import Floats, Selection, Space
 
 _REPRICINGS = 2
-_BISECTIONS = 30
+_BISECTIONS = 40
+_LEAST_PRICE, _HIGHEST_PRICE = 1e-20, 1.0
+"""Seconds for a byte of memory."""
 _DIGITS = 9
 """Of seconds, in which choices must differ."""
+
+_Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -35,18 +40,26 @@ def selections(space: Space, room: float) -> list[Selected]:
         room: bytes that a rank has.
     """
     tried: dict[frozenset[int], Selected] = {}
+    # If all families together don't fit, none do.
+    _try(space, room, frozenset(range(len(space.families))), tried)
+    if not tried:
+        return []
     for families in _pairs(len(space.families)):
         _try(space, room, families, tried)
-    while tried:
+    while True:
         best = min(tried, key=lambda families: tried[families].seconds)
         before = tried[best].seconds
         for family in range(len(space.families)):
             _try(space, room, best | {family}, tried)
         if min(one.seconds for one in tried.values()) >= before:
             break
-    distinct = {one.selection.tobytes(): one for one in tried.values()}
     # What differs by rounding stays in its order.
-    return sorted(distinct.values(), key=lambda one: round(one.seconds, _DIGITS))
+    found = sorted(tried.values(), key=lambda one: round(one.seconds, _DIGITS))
+    # The last resort, where nothing better finds ranks: the smallest shards that there are.
+    smallest = _argmin(space.bytes_of_shard + space.bytes_of_rank)
+    distinct = {one.selection.tobytes(): one for one in found}
+    distinct.setdefault(smallest.tobytes(), Selected(smallest, space.seconds(smallest)))
+    return list(distinct.values())
 
 
 def _pairs(num_families: int) -> Iterator[frozenset[int]]:
@@ -73,17 +86,14 @@ def _try(
         seconds = space.seconds(selection)
         if best is not None and seconds >= best.seconds:
             break
-        is_same = best is not None and bool((best.selection == selection).all())
         best = Selected(selection, seconds)
-        if is_same:
-            break
         # What overlaps with something costs less, which shows where that something is known.
         prices = space.prices(space.sum_of(selection))
     if best is not None:
         tried[families] = best
 
 
-def _allowed(space: Space, families: Iterable[int], room: float) -> "np.ndarray":
+def _allowed(space: Space, families: Iterable[int], room: float) -> _Mask:
     """Choices of the families that fit; all that fit, for tables that have none of them."""
     fits = np.isfinite(space.bytes_of_rank) & (space.bytes_of_shard <= room)
     of_families = fits & np.isin(space.family_of, list(families))
@@ -91,7 +101,7 @@ def _allowed(space: Space, families: Iterable[int], room: float) -> "np.ndarray"
 
 
 def _cheapest_within(
-    space: Space, seconds: Floats, allowed: "np.ndarray", room: float
+    space: Space, seconds: Floats, allowed: _Mask, room: float
 ) -> Selection | None:
     """The cheapest choices that fit together; `None` where nothing does.
 
@@ -102,8 +112,7 @@ def _cheapest_within(
     num_bytes = np.where(np.isfinite(space.bytes_of_rank), space.bytes_of_rank, 0.0)
 
     def at_price(price: float) -> Selection:
-        costs = np.where(allowed, seconds + price * num_bytes, np.inf)
-        return np.asarray(costs.argmin(axis=1), np.int64)
+        return _argmin(np.where(allowed, seconds + price * num_bytes, np.inf))
 
     def fits(selection: Selection) -> bool:
         return bool(num_bytes[np.arange(len(selection)), selection].sum() <= room)
@@ -111,15 +120,20 @@ def _cheapest_within(
     found = at_price(0.0)
     if fits(found):
         return found
-    least = np.where(allowed, num_bytes, np.inf).argmin(axis=1)
+    least = _argmin(np.where(allowed, num_bytes, np.inf))
     if not fits(least):
         return None
-    low, high = 0.0, 1.0
+    low, high = _LEAST_PRICE, _HIGHEST_PRICE
     for _ in range(_BISECTIONS):
-        price = low + (high - low) / 2
+        # Prices differ by orders of magnitude.
+        price = (low * high) ** 0.5
         if fits(at_price(price)):
             high = price
         else:
             low = price
     found = at_price(high)
-    return found if fits(found) else np.asarray(least, np.int64)
+    return found if fits(found) else least
+
+
+def _argmin(values: Floats) -> Selection:
+    return np.asarray(values.argmin(axis=1), np.int64)

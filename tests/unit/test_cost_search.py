@@ -1,122 +1,30 @@
-"""The search by cost: against all placements, within memory, and as the user demands."""
+"""The search by cost: against all placements, and as the user demands."""
 
-import itertools
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import ShardingType
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
 
 import torchrec_2dsp as tdsp
+from tests.support.planning import (
+    ENOUGH,
+    SHARDER,
+    best_of_all,
+    calibration,
+    plan_of,
+    planner,
+    problem,
+    skewed,
+    tables,
+)
 from tests.unit.test_planner import bags, nothing_reserved, world
-from torchrec_2dsp.cost.memory import buffer_weights, table_bytes
-from torchrec_2dsp.cost.model import Setting
 from torchrec_2dsp.planner.search.candidates import candidates_of
-from torchrec_2dsp.planner.search.choices import Candidate
-from torchrec_2dsp.planner.search.meshes import meshes_of, search
-from torchrec_2dsp.planner.search.result import Found
-
-ENOUGH = 1e12
-ROWS = (40, 1_000, 9_000)
-SHARDER = tdsp.EmbeddingBagCollectionSharder2D(tdsp.MomentScaledRowWiseAdaGrad(lr=0.1))
-
-
-def calibration(link: str = "1gbit") -> tdsp.Calibration:
-    return tdsp.Calibration.load(f"configs/hardware/emulated_{link}.toml")
-
-
-def tables(rows: tuple[int, ...] = ROWS) -> EmbeddingBagCollection:
-    return EmbeddingBagCollection(
-        device=torch.device("meta"),
-        tables=[
-            EmbeddingBagConfig(
-                name=f"t{number}",
-                num_embeddings=num_rows,
-                embedding_dim=32,
-                feature_names=[f"f{number}"],
-            )
-            for number, num_rows in enumerate(rows)
-        ],
-    )
-
-
-def skewed(rows: tuple[int, ...] = ROWS) -> tdsp.AccessStats:
-    counts = {
-        f"t{number}": tdsp.TableAccess.of_counts(
-            1e6 / np.arange(1, num_rows + 1) ** 1.1, num_samples=1e6
-        )
-        for number, num_rows in enumerate(rows)
-    }
-    return tdsp.AccessStats(counts)
-
-
-def planner(world_size: int = 4, link: str = "1gbit", **settings: object) -> tdsp.Planner2D:
-    given = {"batch_size": 512, "storage_reservation": nothing_reserved(), **settings}
-    given.setdefault("topology", world(world_size, 2))
-    return tdsp.Planner2D(calibration=calibration(link), **given)  # type: ignore[arg-type]
-
-
-def plan_of(module: nn.Module, **settings: object) -> tdsp.Plan2D:
-    return planner(**settings).plan(module, [SHARDER])  # type: ignore[list-item]
-
-
-def problem(
-    link: str, mesh: tdsp.Mesh2D, *, with_access: bool = True
-) -> tuple[list[Candidate], Setting]:
-    workload = tdsp.Workload.of_model(
-        tables(), batch_size=512, access=skewed() if with_access else None
-    )
-    workload = replace(workload, dense=tdsp.DenseWork(forward_s=0.01, backward_s=0.01))
-    candidates = candidates_of(tables(), [SHARDER], None, workload, "cpu")  # type: ignore[list-item]
-    return candidates, Setting(calibration(link), workload, mesh, tdsp.GradientSync(), 2)
-
-
-def best_of_all(candidates: list[Candidate], setting: Setting, room: float = ENOUGH) -> float:
-    """The shortest step of all choices of all tables, with all ranks for table-wise ones."""
-    group = setting.group
-    ways = []
-    for candidate in candidates:
-        mine = []
-        for choice in candidate.choices:
-            if choice.kind is ShardingType.TABLE_WISE:
-                there = [(rank,) for rank in range(group.num_ranks)]
-            elif choice.is_on_host:
-                size = group.ranks_per_host
-                there = [tuple(range(h * size, (h + 1) * size)) for h in range(group.num_hosts)]
-            else:
-                there = [()]
-            mine += [candidate.placed(choice, ranks, group) for ranks in there]
-        ways.append(mine)
-    buffers = buffer_weights(group.num_ranks, is_pipelined=True)
-    best = np.inf
-    for placed in itertools.product(*ways):
-        loads = setting.loads(placed)
-        kept = sum((table_bytes(one, group.num_ranks) for one in placed), buffers @ loads.values)
-        if kept.max() <= room:
-            best = min(best, setting.step_cost(loads).total_s)
-    return best
-
-
-@pytest.mark.parametrize("share", [0.9, 0.7, 0.6, 0.2])
-def test_memory_that_doesnt_suffice_is_given_where_it_saves_most(share: float) -> None:
-    rows = (4_000, 9_000, 60_000)
-    workload = tdsp.Workload.of_model(tables(rows), batch_size=64)
-    pooled = {f"t{number}": tdsp.ParameterConstraints2D(exchange="pooled") for number in range(3)}
-    candidates = candidates_of(tables(rows), [SHARDER], pooled, workload, "cpu")  # type: ignore[list-item]
-    setting = Setting(calibration(), workload, tdsp.Mesh2D(1, 4), tdsp.GradientSync(), 2)
-    (roomy,) = search(candidates, [setting], ENOUGH).found
-    room = share * float(roomy.bytes_by_rank.max())
-    found = search(candidates, [setting], room).found
-    best = best_of_all(candidates, setting, room)
-    assert bool(found) == bool(np.isfinite(best))
-    for one in found:
-        assert one.bytes_by_rank.max() <= room
-        assert roomy.cost.total_s <= one.cost.total_s <= 1.06 * best
+from torchrec_2dsp.planner.search.meshes import search
 
 
 @pytest.mark.parametrize(
@@ -175,46 +83,6 @@ def test_the_mesh_is_what_the_network_makes_of_it() -> None:
     whole_bytes = 4 * 200_000 * (32 * 4 + 4)
     tight = plan_of(model, topology=world(4, 2, ddr_cap=0.3 * whole_bytes))
     assert tight.mesh == tdsp.Mesh2D(1, 4)
-
-
-def test_what_hardly_fits_is_split() -> None:
-    """Three equal tables on four ranks, each of which has room for less than one."""
-    model = tables((30_000,) * 3)
-    whole_bytes = 3 * 30_000 * (32 * 4 + 4)
-    tight = planner(topology=world(4, 2, ddr_cap=int(0.29 * whole_bytes)), batch_size=16)
-    found = tight.search(model, [SHARDER])  # type: ignore[list-item]
-    kinds = {choice.kind for choice in found.found[0].placement.choices}
-    assert kinds == {ShardingType.ROW_WISE}
-
-
-def bytes_of(found: Found) -> float:
-    return float(found.bytes_by_rank.max())
-
-
-@pytest.mark.parametrize("share", [2.0, 0.6, 0.45, 0.34])
-def test_no_rank_keeps_more_than_it_has_room_for(share: float) -> None:
-    rows = (60_000, 20_000, 20_000, 20_000)
-    workload = tdsp.Workload.of_model(tables(rows), batch_size=64)
-    candidates = candidates_of(tables(rows), [SHARDER], None, workload, "cpu")  # type: ignore[list-item]
-    settings = [
-        Setting(calibration(), workload, mesh, tdsp.GradientSync(), 2)
-        for mesh in meshes_of(4, 2, 4)
-    ]
-    room = share * sum(rows) * (32 * 4 + 4)
-    found = search(candidates, settings, room).found
-    assert found
-    assert max(bytes_of(one) for one in found) <= room
-    sizes = {one.setting.mesh.group_size for one in found}
-    assert min(sizes) >= 1 / share
-
-
-def test_what_doesnt_fit_is_named_with_what_is_missing() -> None:
-    with pytest.raises(
-        tdsp.PlanError,
-        match=r"no plan fits a sharding group of Mesh2D\(1x4, strided\): the tables need "
-        "5,386,920 bytes on a group, 1,386,920 more than the 4,000,000 there are",
-    ):
-        plan_of(tables((30_000, 10_810)), topology=world(4, 2, ddr_cap=1_000_000))
 
 
 @pytest.mark.parametrize(

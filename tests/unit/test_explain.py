@@ -9,7 +9,7 @@ from torchrec.distributed.types import ShardingType
 from typer.testing import CliRunner
 
 import torchrec_2dsp as tdsp
-from tests.unit.test_cost_search import ROWS, SHARDER, planner, problem, skewed, tables
+from tests.support.planning import ROWS, SHARDER, planner, problem, skewed, tables
 from torchrec_2dsp.cli.app import app
 from torchrec_2dsp.cost.sent import sent_weights
 from torchrec_2dsp.plan.serialize import load

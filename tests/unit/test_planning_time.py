@@ -11,7 +11,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 import torchrec_2dsp as tdsp
-from tests.unit.test_cost_search import SHARDER
+from tests.support.planning import SHARDER
 
 
 def random_tables(num_tables: int) -> EmbeddingBagCollection:

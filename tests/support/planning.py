@@ -1,0 +1,98 @@
+"""Tables, skewed logs and planners by cost, for the tests of the search."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import nn
+from torchrec.distributed.types import ShardingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+import torchrec_2dsp as tdsp
+from tests.unit.test_planner import nothing_reserved, world
+from torchrec_2dsp.cost.memory import buffer_weights, table_bytes
+from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.planner.search.candidates import candidates_of
+from torchrec_2dsp.planner.search.choices import Candidate
+
+ENOUGH = 1e12
+ROWS = (40, 1_000, 9_000)
+SHARDER = tdsp.EmbeddingBagCollectionSharder2D(tdsp.MomentScaledRowWiseAdaGrad(lr=0.1))
+
+
+def calibration(link: str = "1gbit") -> tdsp.Calibration:
+    return tdsp.Calibration.load(f"configs/hardware/emulated_{link}.toml")
+
+
+def tables(rows: tuple[int, ...] = ROWS) -> EmbeddingBagCollection:
+    return EmbeddingBagCollection(
+        device=torch.device("meta"),
+        tables=[
+            EmbeddingBagConfig(
+                name=f"t{number}",
+                num_embeddings=num_rows,
+                embedding_dim=32,
+                feature_names=[f"f{number}"],
+            )
+            for number, num_rows in enumerate(rows)
+        ],
+    )
+
+
+def skewed(rows: tuple[int, ...] = ROWS) -> tdsp.AccessStats:
+    counts = {
+        f"t{number}": tdsp.TableAccess.of_counts(
+            1e6 / np.arange(1, num_rows + 1) ** 1.1, num_samples=1e6
+        )
+        for number, num_rows in enumerate(rows)
+    }
+    return tdsp.AccessStats(counts)
+
+
+def planner(world_size: int = 4, link: str = "1gbit", **settings: object) -> tdsp.Planner2D:
+    given = {"batch_size": 512, "storage_reservation": nothing_reserved(), **settings}
+    given.setdefault("topology", world(world_size, 2))
+    return tdsp.Planner2D(calibration=calibration(link), **given)  # type: ignore[arg-type]
+
+
+def plan_of(module: nn.Module, **settings: object) -> tdsp.Plan2D:
+    return planner(**settings).plan(module, [SHARDER])  # type: ignore[list-item]
+
+
+def problem(
+    link: str, mesh: tdsp.Mesh2D, *, with_access: bool = True
+) -> tuple[list[Candidate], Setting]:
+    workload = tdsp.Workload.of_model(
+        tables(), batch_size=512, access=skewed() if with_access else None
+    )
+    workload = replace(workload, dense=tdsp.DenseWork(forward_s=0.01, backward_s=0.01))
+    candidates = candidates_of(tables(), [SHARDER], None, workload, "cpu")  # type: ignore[list-item]
+    return candidates, Setting(calibration(link), workload, mesh, tdsp.GradientSync(), 2)
+
+
+def best_of_all(candidates: list[Candidate], setting: Setting, room: float = ENOUGH) -> float:
+    """The shortest step of all choices of all tables, with all ranks for table-wise ones."""
+    group = setting.group
+    ways = []
+    for candidate in candidates:
+        mine = []
+        for choice in candidate.choices:
+            if choice.kind is ShardingType.TABLE_WISE:
+                there = [(rank,) for rank in range(group.num_ranks)]
+            elif choice.is_on_host:
+                size = group.ranks_per_host
+                there = [tuple(range(h * size, (h + 1) * size)) for h in range(group.num_hosts)]
+            else:
+                there = [()]
+            mine += [candidate.placed(choice, ranks, group) for ranks in there]
+        ways.append(mine)
+    buffers = buffer_weights(group.num_ranks, is_pipelined=True)
+    best = np.inf
+    for placed in itertools.product(*ways):
+        loads = setting.loads(placed)
+        kept = sum((table_bytes(one, group.num_ranks) for one in placed), buffers @ loads.values)
+        if kept.max() <= room:
+            best = min(best, setting.step_cost(loads).total_s)
+    return best

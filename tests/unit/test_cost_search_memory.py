@@ -1,0 +1,107 @@
+"""The search by cost where memory is short."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from torchrec.distributed.types import ShardingType
+
+import torchrec_2dsp as tdsp
+from tests.support.planning import (
+    ENOUGH,
+    SHARDER,
+    best_of_all,
+    calibration,
+    plan_of,
+    planner,
+    tables,
+)
+from tests.unit.test_planner import world
+from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.planner.search.candidates import candidates_of
+from torchrec_2dsp.planner.search.choices import Choice
+from torchrec_2dsp.planner.search.meshes import meshes_of, search
+from torchrec_2dsp.planner.search.result import Found
+from torchrec_2dsp.planner.search.select import selections
+from torchrec_2dsp.planner.search.space import Space
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.6, 0.2])
+def test_memory_that_doesnt_suffice_is_given_where_it_saves_most(share: float) -> None:
+    rows = (4_000, 9_000, 60_000)
+    workload = tdsp.Workload.of_model(tables(rows), batch_size=64)
+    pooled = {f"t{number}": tdsp.ParameterConstraints2D(exchange="pooled") for number in range(3)}
+    candidates = candidates_of(tables(rows), [SHARDER], pooled, workload, "cpu")  # type: ignore[list-item]
+    setting = Setting(calibration(), workload, tdsp.Mesh2D(1, 4), tdsp.GradientSync(), 2)
+    (roomy,) = search(candidates, [setting], ENOUGH).found
+    room = share * float(roomy.bytes_by_rank.max())
+    found = search(candidates, [setting], room).found
+    best = best_of_all(candidates, setting, room)
+    assert bool(found) == bool(np.isfinite(best))
+    for one in found:
+        assert one.bytes_by_rank.max() <= room
+        assert roomy.cost.total_s <= one.cost.total_s <= 1.06 * best
+
+
+@pytest.mark.parametrize("room", [8e6, 15e6, 24e6])
+def test_those_tables_get_memory_that_save_most_by_it(room: float) -> None:
+    """Dealt evenly, against all choices that fit: nearer to the best than to the smallest."""
+    rows = (500, 1_000, 2_000, 3_000, 4_000)
+    workload = tdsp.Workload.of_model(tables(rows), batch_size=2_048)
+    asked = tdsp.ParameterConstraints2D(exchange="pooled", sharding_types=["row_wise"])
+    constraints = {f"t{number}": asked for number in range(5)}
+    split = candidates_of(tables(rows), [SHARDER], constraints, workload, "cpu")  # type: ignore[list-item]
+    copied = Choice(ShardingType.DATA_PARALLEL)
+    both = [replace(one, choices=[copied, *one.choices]) for one in split]
+    setting = Setting(calibration(), workload, tdsp.Mesh2D(1, 4), tdsp.GradientSync(), 2)
+    # Copies of small tables take most, so that what saves most isn't what is largest.
+    num_bytes = np.array([[9e6, 1e6], [7e6, 1e6], [5e6, 1e6], [3e6, 1e6], [8e6, 1e6]])
+    space = replace(Space.of(both, setting), bytes_of_rank=num_bytes, bytes_of_shard=num_bytes)
+    every = [np.array(one) for one in itertools.product(range(2), repeat=5)]
+    best = min(space.seconds(one) for one in every if space.bytes_of(one) <= room)
+    smallest = space.seconds(np.ones(5, dtype=np.int64))
+    found = selections(space, room)[0]
+    assert space.bytes_of(found.selection) <= room
+    assert best < 0.95 * smallest
+    assert best <= found.seconds <= best + (smallest - best) / 2
+
+
+def test_what_hardly_fits_is_split() -> None:
+    """Three equal tables on four ranks, each of which has room for less than one."""
+    model = tables((30_000,) * 3)
+    whole_bytes = 3 * 30_000 * (32 * 4 + 4)
+    tight = planner(topology=world(4, 2, ddr_cap=int(0.29 * whole_bytes)), batch_size=16)
+    found = tight.search(model, [SHARDER])  # type: ignore[list-item]
+    kinds = {choice.kind for choice in found.found[0].placement.choices}
+    assert kinds == {ShardingType.ROW_WISE}
+
+
+def bytes_of(found: Found) -> float:
+    return float(found.bytes_by_rank.max())
+
+
+@pytest.mark.parametrize("share", [2.0, 0.6, 0.45, 0.34])
+def test_no_rank_keeps_more_than_it_has_room_for(share: float) -> None:
+    rows = (60_000, 20_000, 20_000, 20_000)
+    workload = tdsp.Workload.of_model(tables(rows), batch_size=64)
+    candidates = candidates_of(tables(rows), [SHARDER], None, workload, "cpu")  # type: ignore[list-item]
+    settings = [
+        Setting(calibration(), workload, mesh, tdsp.GradientSync(), 2)
+        for mesh in meshes_of(4, 2, 4)
+    ]
+    room = share * sum(rows) * (32 * 4 + 4)
+    found = search(candidates, settings, room).found
+    assert found
+    assert max(bytes_of(one) for one in found) <= room
+    sizes = {one.setting.mesh.group_size for one in found}
+    assert min(sizes) >= 1 / share
+
+
+def test_what_doesnt_fit_is_named_with_what_is_missing() -> None:
+    with pytest.raises(
+        tdsp.PlanError,
+        match=r"no plan fits a sharding group of Mesh2D\(1x4, strided\): the tables need "
+        "5,386,920 bytes on a group, 1,386,920 more than the 4,000,000 there are",
+    ):
+        plan_of(tables((30_000, 10_810)), topology=world(4, 2, ddr_cap=1_000_000))

@@ -144,6 +144,23 @@ def test_sequences_are_neither_copied_nor_without_empty_bags() -> None:
     assert ShardingType.DATA_PARALLEL not in {choice.kind for choice in one.choices}
 
 
+def test_groups_with_uneven_parts_on_hosts_have_no_tables_of_one_host() -> None:
+    """Six ranks in a row on hosts of four: four on one host and two on the other."""
+    rows = (30_000, 20_000)
+    asked = {"t0": ParameterConstraints(sharding_types=["table_row_wise"])}
+    found = planner(topology=world(12, 4), constraints=asked).search(
+        tables(rows),
+        [SHARDER],  # type: ignore[list-item]
+    )
+    uneven = tdsp.Mesh2D(2, 6, tdsp.RankLayout.CONTIGUOUS)
+    assert uneven not in {one.mesh for one in found.tried}
+    assert tdsp.Mesh2D(1, 12) in {one.mesh for one in found.tried}
+    # Twenty ranks on hosts of eight aren't even as many on each of three.
+    for mesh, local_world_size in ((uneven, 4), (tdsp.Mesh2D(2, 20, uneven.layout), 8)):
+        free = planner(topology=world(mesh.world_size, local_world_size), mesh=mesh)
+        assert free.search(tables(rows), [SHARDER]).found  # type: ignore[list-item]
+
+
 def test_without_tables_there_is_an_empty_plan() -> None:
     assert plan_of(nn.Linear(2, 2)).plan == {}
 

@@ -51,17 +51,23 @@ class Choice:
         """Whether these ranks are all those of a host."""
         return self.kind is ShardingType.TABLE_ROW_WISE
 
-    def suits(self, group: Span) -> bool:
-        """Whether it is another one than the others in such groups."""
-        several = group.num_ranks > 1
+    def suits(self, group: Span, *, is_even: bool) -> bool:
+        """Whether groups can have it, and it is another one than the others there.
+
+        Args:
+            group: of the sharding groups.
+            is_even: whether a group has as many ranks on each of its hosts.
+        """
         two_levels = group.crosses_hosts and group.ranks_per_host > 1
         if self.exchange is Exchange.ROW_PER_HOST or self.kind is ShardingType.TABLE_ROW_WISE:
-            return two_levels
-        if self.kind is ShardingType.DATA_PARALLEL:
+            return two_levels and is_even
+        if self.kind is ShardingType.TABLE_WISE and self.exchange is Exchange.POOLED:
             return True
-        if self.kind is ShardingType.TABLE_WISE:
-            return several or self.exchange is Exchange.POOLED
-        return several
+        return self.kind is ShardingType.DATA_PARALLEL or group.num_ranks > 1
+
+    def works(self, *, is_even: bool) -> bool:
+        """Whether groups can have it at all."""
+        return is_even or not self.is_on_host
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,8 @@ class _Dealing:
 
     def to_hosts(self, tables: Sequence[int]) -> bool:
         """Whether there is a host for each."""
+        if not tables:
+            return True  # Hosts may be uneven then.
         group = self.space.setting.group
         on_host = range(group.ranks_per_host)
         needs = [float(self.bytes_of(table, on_host)[0]) for table in tables]

@@ -58,8 +58,11 @@ class Space:
             stand_for: for how many tables each of them stands.
         """
         group = setting.group
+        node_size = setting.mesh.node_group_size(setting.local_world_size)
+        is_even = node_size == group.ranks_per_host
         choices = [
-            [one for one in candidate.choices if one.suits(group)] or list(candidate.choices)
+            [one for one in candidate.choices if one.suits(group, is_even=is_even)]
+            or [one for one in candidate.choices if one.works(is_even=is_even)]
             for candidate in candidates
         ]
         families = list(dict.fromkeys(one.family for some in choices for one in some))

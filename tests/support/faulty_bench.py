@@ -45,6 +45,7 @@ CONFIG: dict[str, Any] = {
         "learns_faster": {"kind": "two_d", "num_groups": 2},
         "exact": {"kind": "two_d", "num_groups": 2},
         "hot": {"kind": "two_d", "num_groups": 1, "hot_rows": 5},
+        "searched": {"kind": "two_d", "num_groups": "any", "by_cost": True},
         "duplex": {"kind": "stock", "full_duplex": True},
         "ceiling": {"kind": "ceiling", "of": "exact"},
     },

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import nn
-from torchrec.distributed.types import ShardingType
+from torchrec.distributed.types import ModuleSharder, ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -19,7 +19,9 @@ from torchrec_2dsp.planner.search.choices import Candidate
 
 ENOUGH = 1e12
 ROWS = (40, 1_000, 9_000)
-SHARDER = tdsp.EmbeddingBagCollectionSharder2D(tdsp.MomentScaledRowWiseAdaGrad(lr=0.1))
+SHARDERS: list[ModuleSharder[nn.Module]] = [
+    tdsp.EmbeddingBagCollectionSharder2D(tdsp.MomentScaledRowWiseAdaGrad(lr=0.1))  # type: ignore[list-item]
+]
 
 
 def calibration(link: str = "1gbit") -> tdsp.Calibration:
@@ -58,7 +60,7 @@ def planner(world_size: int = 4, link: str = "1gbit", **settings: object) -> tds
 
 
 def plan_of(module: nn.Module, **settings: object) -> tdsp.Plan2D:
-    return planner(**settings).plan(module, [SHARDER])  # type: ignore[list-item]
+    return planner(**settings).plan(module, SHARDERS)  # type: ignore[arg-type]
 
 
 def problem(
@@ -68,7 +70,7 @@ def problem(
         tables(), batch_size=512, access=skewed() if with_access else None
     )
     workload = replace(workload, dense=tdsp.DenseWork(forward_s=0.01, backward_s=0.01))
-    candidates = candidates_of(tables(), [SHARDER], None, workload, "cpu")  # type: ignore[list-item]
+    candidates = candidates_of(tables(), SHARDERS, None, workload, "cpu")
     return candidates, Setting(calibration(link), workload, mesh, tdsp.GradientSync(), 2)
 
 
@@ -88,7 +90,7 @@ def best_of_all(candidates: list[Candidate], setting: Setting, room: float = ENO
                 there = [()]
             mine += [candidate.placed(choice, ranks, group) for ranks in there]
         ways.append(mine)
-    buffers = buffer_weights(group.num_ranks, is_pipelined=True)
+    buffers = buffer_weights(setting)
     best = np.inf
     for placed in itertools.product(*ways):
         loads = setting.loads(placed)

@@ -71,6 +71,26 @@ def test_groups_that_do_not_divide_the_world_are_refused() -> None:
             "contestants.plain.hot_rows is unknown; use one of loss_bound",
         ),
         ({"plain": {"kind": "magic"}}, "does not match any of the expected tags"),
+        (
+            {"plain": {"kind": "stock"}, "any": {"kind": "two_d", "num_groups": "any"}},
+            'num_groups = "any" is for by_cost = true',
+        ),
+        (
+            {
+                "plain": {"kind": "stock"},
+                "any": {
+                    "kind": "two_d",
+                    "num_groups": "any",
+                    "by_cost": True,
+                    "sync": "WeightSync",
+                },
+            },
+            'for by_cost = true and sync = "GradientSync"',
+        ),
+        (
+            {"plain": {"kind": "stock"}, "hot": {"kind": "two_d", "by_cost": True, "hot_rows": 3}},
+            "by_cost = true chooses by itself; leave out: 3 hot rows per table",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(contestants: dict[str, Any], said: str) -> None:

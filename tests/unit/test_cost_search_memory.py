@@ -10,7 +10,7 @@ from torchrec.distributed.types import ShardingType
 import torchrec_2dsp as tdsp
 from tests.support.planning import (
     ENOUGH,
-    SHARDER,
+    SHARDERS,
     best_of_all,
     calibration,
     plan_of,
@@ -32,7 +32,7 @@ def test_memory_that_doesnt_suffice_is_given_where_it_saves_most(share: float) -
     rows = (4_000, 9_000, 60_000)
     workload = tdsp.Workload.of_model(tables(rows), batch_size=64)
     pooled = {f"t{number}": tdsp.ParameterConstraints2D(exchange="pooled") for number in range(3)}
-    candidates = candidates_of(tables(rows), [SHARDER], pooled, workload, "cpu")  # type: ignore[list-item]
+    candidates = candidates_of(tables(rows), SHARDERS, pooled, workload, "cpu")
     setting = Setting(calibration(), workload, tdsp.Mesh2D(1, 4), tdsp.GradientSync(), 2)
     (roomy,) = search(candidates, [setting], ENOUGH).found
     room = share * float(roomy.bytes_by_rank.max())
@@ -51,7 +51,7 @@ def test_those_tables_get_memory_that_save_most_by_it(room: float) -> None:
     workload = tdsp.Workload.of_model(tables(rows), batch_size=2_048)
     asked = tdsp.ParameterConstraints2D(exchange="pooled", sharding_types=["row_wise"])
     constraints = {f"t{number}": asked for number in range(5)}
-    split = candidates_of(tables(rows), [SHARDER], constraints, workload, "cpu")  # type: ignore[list-item]
+    split = candidates_of(tables(rows), SHARDERS, constraints, workload, "cpu")
     copied = Choice(ShardingType.DATA_PARALLEL)
     both = [replace(one, choices=[copied, *one.choices]) for one in split]
     setting = Setting(calibration(), workload, tdsp.Mesh2D(1, 4), tdsp.GradientSync(), 2)
@@ -72,7 +72,7 @@ def test_what_hardly_fits_is_split() -> None:
     model = tables((30_000,) * 3)
     whole_bytes = 3 * 30_000 * (32 * 4 + 4)
     tight = planner(topology=world(4, 2, ddr_cap=int(0.29 * whole_bytes)), batch_size=16)
-    found = tight.search(model, [SHARDER])  # type: ignore[list-item]
+    found = tight.search(model, SHARDERS)
     kinds = {choice.kind for choice in found.found[0].placement.choices}
     assert kinds == {ShardingType.ROW_WISE}
 
@@ -85,7 +85,7 @@ def bytes_of(found: Found) -> float:
 def test_no_rank_keeps_more_than_it_has_room_for(share: float) -> None:
     rows = (60_000, 20_000, 20_000, 20_000)
     workload = tdsp.Workload.of_model(tables(rows), batch_size=64)
-    candidates = candidates_of(tables(rows), [SHARDER], None, workload, "cpu")  # type: ignore[list-item]
+    candidates = candidates_of(tables(rows), SHARDERS, None, workload, "cpu")
     settings = [
         Setting(calibration(), workload, mesh, tdsp.GradientSync(), 2)
         for mesh in meshes_of(4, 2, 4)

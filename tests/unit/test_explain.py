@@ -9,7 +9,7 @@ from torchrec.distributed.types import ShardingType
 from typer.testing import CliRunner
 
 import torchrec_2dsp as tdsp
-from tests.support.planning import ROWS, SHARDER, planner, problem, skewed, tables
+from tests.support.planning import ROWS, SHARDERS, planner, problem, skewed, tables
 from torchrec_2dsp.cli.app import app
 from torchrec_2dsp.cost.sent import sent_weights
 from torchrec_2dsp.plan.serialize import load
@@ -24,7 +24,7 @@ MESH = tdsp.Mesh2D(1, 4)
 
 def explained() -> Explanation:
     made = planner(link="200mbit", access=skewed())
-    made.plan(tables(), [SHARDER])  # type: ignore[list-item]
+    made.plan(tables(), SHARDERS)
     return made.explain()
 
 
@@ -52,7 +52,7 @@ def test_nothing_else_would_be_better_for_a_single_table() -> None:
 
 def test_tables_nobody_counted_are_said() -> None:
     made = planner(mesh=MESH)
-    made.plan(tables(), [SHARDER])  # type: ignore[list-item]
+    made.plan(tables(), SHARDERS)
     assert "Nothing was counted for 3 of 3 tables" in str(made.explain()).replace("\n", " ")
 
 

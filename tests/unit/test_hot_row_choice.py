@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchrec_2dsp as tdsp
-from tests.support.planning import SHARDER, skewed, tables
+from tests.support.planning import SHARDERS, skewed, tables
 from tests.unit.test_cost_model import LINK, only_the_link
 from torchrec_2dsp.cost.model import Setting
 from torchrec_2dsp.planner.search.candidates import candidates_of
@@ -81,7 +81,7 @@ def searched(
 ) -> Found:
     workload = tdsp.Workload.of_model(tables(ROWS), batch_size=256, access=skewed(ROWS))
     constraint = {"t0": tdsp.ParameterConstraints2D(exchange="row", hot_rows=hot_rows)}
-    candidates = candidates_of(tables(ROWS), [SHARDER], constraint, workload, "cpu")  # type: ignore[list-item]
+    candidates = candidates_of(tables(ROWS), SHARDERS, constraint, workload, "cpu")
     setting = Setting(
         calibration or slow_fetch(), workload, tdsp.Mesh2D(1, 4), tdsp.GradientSync(), 2
     )

@@ -11,7 +11,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 import torchrec_2dsp as tdsp
-from tests.support.planning import SHARDER
+from tests.support.planning import SHARDERS
 
 
 def random_tables(num_tables: int) -> EmbeddingBagCollection:
@@ -48,7 +48,7 @@ def test_large_plans_take_seconds(num_tables: int, num_ranks: int, most_s: float
         calibration=calibration,
         debug=False,
     )
-    plan = planner.plan(model, [SHARDER])  # type: ignore[list-item]
+    plan = planner.plan(model, SHARDERS)
     seconds = time.perf_counter() - start
     peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(

@@ -81,8 +81,10 @@ class TwoDContestant(_Planned, ReplicationConfig, ExchangeConfig):
 
     @model_validator(mode="after")
     def _check_search(self) -> Self:
-        if self.num_groups == "any" and not self.by_cost:
-            raise ValueError('num_groups = "any" is for by_cost = true')
+        if self.num_groups == "any" and not (self.by_cost and self.sync == "GradientSync"):
+            raise ValueError('num_groups = "any" is for by_cost = true and sync = "GradientSync"')
+        if self.by_cost and self.exchange_text:
+            raise ValueError(f"by_cost = true chooses by itself; leave out: {self.exchange_text}")
         return self
 
     def describe(self) -> str:
@@ -90,9 +92,8 @@ class TwoDContestant(_Planned, ReplicationConfig, ExchangeConfig):
         rows = f", {self.exchange_text}" if self.exchange_text else ""
         rows += "" if self.qcomms == "fp32" else f", {self.qcomms} communication"
         groups = str(self.num_groups).replace("_", " ")
-        mesh = f"{self.layout.value} groups (as many as {groups})"
-        if self.num_groups == "any":
-            mesh = "any groups"
+        dealt = f"{self.layout.value} groups (as many as {groups})"
+        mesh = "any groups" if self.num_groups == "any" else dealt
         chosen = "by predicted cost" if self.by_cost else self._choice()
         return f"2D, {mesh}, {self.sync_config}, {chosen}{rows}{self._duplex()}"
 
@@ -100,8 +101,7 @@ class TwoDContestant(_Planned, ReplicationConfig, ExchangeConfig):
 class CeilingContestant(_Contestant):
     """Another contestant whose collectives cost nothing: they give what was recorded once.
 
-    The same compute on the same values, so that its step time is the least that any way of
-    communicating could reach with this plan.
+    The same compute on the same values: the least step that any way of communicating could reach.
     """
 
     kind: Literal["ceiling"]

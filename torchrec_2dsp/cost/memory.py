@@ -4,6 +4,7 @@ import numpy as np
 from torchrec.distributed.types import ShardingType
 
 from torchrec_2dsp.cost.loads import LOADS, Ranks
+from torchrec_2dsp.cost.model import Setting
 from torchrec_2dsp.cost.table_loads import FLOAT_BYTES, Placed
 
 _GRADIENT_COPIES = 2
@@ -35,13 +36,14 @@ def table_bytes(table: Placed, num_ranks: int) -> Ranks:
     return found + table.num_hot * (table.row_bytes + _state_bytes(table, work.dim))
 
 
-def buffer_weights(num_ranks: int, *, is_pipelined: bool) -> Ranks:
+def buffer_weights(setting: Setting) -> Ranks:
     """How many bytes of buffers a rank has for each unit of `LOADS`.
 
     What is sent and what is received exist at the same time, and a pipeline has the ids of two
     batches.
     """
-    batches = 2 if is_pipelined else 1
+    num_ranks = setting.group.num_ranks
+    batches = 2 if setting.workload.is_pipelined else 1
     per_unit = {
         "ids_to": 2 * batches * num_ranks,
         "pooled_from": 2 * num_ranks,

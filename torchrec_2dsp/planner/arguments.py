@@ -1,6 +1,5 @@
 """What `Planner2D` makes of its arguments."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -11,16 +10,6 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.sync_config import SyncConfig
 from torchrec_2dsp.planner.stats import Stats2D
-
-_STOCK_PARTS = (
-    "enumerator",
-    "proposer",
-    "partitioner",
-    "performance_model",
-    "callbacks",
-    "plan_loader",
-)
-_NOT_BY_COST = "a search by cost takes no {}: leave it out, or give a mesh and no calibration"
 
 
 def checked_batch_size(batch_size: int) -> int:
@@ -37,9 +26,24 @@ def refuse(text: str, **parts: Any) -> None:
         raise ConfigError(text.format(given[0]))
 
 
-def refuse_stock_parts(parts: Sequence[Any]) -> None:
+def refuse_stock_parts(
+    enumerator: Any,
+    proposer: Any,
+    partitioner: Any,
+    performance_model: Any,
+    callbacks: Any,
+    plan_loader: Any,
+) -> None:
     """Raise `ConfigError` for what only TorchRec's search has a use for."""
-    refuse(_NOT_BY_COST, **dict(zip(_STOCK_PARTS, parts, strict=True)))
+    refuse(
+        "a search by cost takes no {}: leave it out, or give a mesh and no calibration",
+        enumerator=enumerator,
+        proposer=proposer,
+        partitioner=partitioner,
+        performance_model=performance_model,
+        callbacks=callbacks,
+        plan_loader=plan_loader,
+    )
 
 
 def whole_world() -> Mesh2D:

@@ -57,6 +57,7 @@ _NOTHING_FITS = (
     PlannerErrorType.STRICT_CONSTRAINTS,
     PlannerErrorType.PARTITION,
 )
+_NEEDS_CALIBRATION = "{} is for a search by cost: give a calibration"
 _Callback = Callable[[list[ShardingOption]], list[ShardingOption]]
 
 
@@ -152,16 +153,15 @@ class Planner2D(EmbeddingShardingPlanner):
         self._search: CostSearch | None = None
         self._result: SearchResult | None = None
         if calibration is None and mesh is not None:
-            refuse(
-                "{} is for a search by cost: give a calibration", access=access, workload=workload
-            )
+            refuse(_NEEDS_CALIBRATION, access=access, workload=workload)
             topology = topology or world_topology(mesh)
             enumerator = enumerator or Enumerator2D(
                 topology, batch_size, constraints, mesh=mesh, sync=sync
             )
         else:
-            stock = enumerator, proposer, partitioner, performance_model, callbacks, plan_loader
-            refuse_stock_parts(stock)
+            refuse_stock_parts(
+                enumerator, proposer, partitioner, performance_model, callbacks, plan_loader
+            )
             topology = topology or world_topology(mesh or whole_world())
             known = calibration or Calibration.of_topology(topology)
             self._search = CostSearch(known, mesh, sync, batch_size, constraints, access, workload)

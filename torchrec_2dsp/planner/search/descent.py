@@ -64,9 +64,7 @@ class Descent:
         """Of `LOADS`."""
         self._room = room
         self._group = setting.group
-        self._buffers = buffer_weights(
-            setting.group.num_ranks, is_pipelined=setting.workload.is_pipelined
-        )
+        self._buffers = buffer_weights(setting)
         self._known: dict[tuple[int, Choice, RanksOf], Sums] = {}
         self._last: tuple[Placement, Sums] | None = None
 

@@ -26,7 +26,7 @@ def place(
         room: bytes that a rank has.
     """
     setting, choices = space.setting, space.chosen(selection)
-    buffers = buffer_weights(setting.group.num_ranks, is_pipelined=setting.workload.is_pipelined)
+    buffers = buffer_weights(setting)
     dealing = _Dealing(space, choices, prices, room - float(buffers @ space.sum_of(selection)))
     for table, choice in enumerate(choices):
         if not choice.is_free:

@@ -71,7 +71,7 @@ class Space:
         family_of = np.full(shape, -1)
         loads = np.zeros((*shape, len(LOADS)))
         mean, most = np.full(shape, np.inf), np.full(shape, np.inf)
-        buffers = buffer_weights(group.num_ranks, is_pipelined=setting.workload.is_pipelined)
+        buffers = buffer_weights(setting)
         for table, (candidate, some) in enumerate(zip(candidates, choices, strict=True)):
             for number, choice in enumerate(some):
                 placed = candidate.somewhere(choice, group)

@@ -55,6 +55,11 @@ if not is_doctor_command(sys.orig_argv, sys.argv):
     from torchrec_2dsp.planner.enumerator import Enumerator2D
     from torchrec_2dsp.planner.partitioner import Partitioner2D
     from torchrec_2dsp.planner.planner2d import Planner2D
+    from torchrec_2dsp.planner.proposers import (
+        ExchangeProposer,
+        GroupSizeProposer,
+        HotRowProposer,
+    )
     from torchrec_2dsp.planner.stats import Stats2D
     from torchrec_2dsp.planner.topology import group_topology
     from torchrec_2dsp.shard.sharders import (
@@ -79,7 +84,10 @@ __all__ = [
     "EmbeddingCollectionSharder2D",
     "Enumerator2D",
     "Exchange",
+    "ExchangeProposer",
     "GradientSync",
+    "GroupSizeProposer",
+    "HotRowProposer",
     "HotSet",
     "HotSetRefresh",
     "InputError",

@@ -5,6 +5,7 @@ from typing import NoReturn
 
 import pytest
 from torch import nn
+from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import PlannerError, ShardingOption
 
@@ -44,6 +45,28 @@ def test_every_rank_gets_the_plan_of_a_search_by_cost(ranks4: RankPool) -> None:
     plan = from_json(plans[0])
     assert plan.mesh.world_size == 4
     assert {name for _, module in plan.modules() for name in module} == {"t0", "t1"}
+
+
+def plan_of_proposals(rank: int, world_size: int) -> str:
+    calibration = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
+    topology = calibration.topology(world_size, local_world_size=2)
+    planner = EmbeddingShardingPlanner(
+        topology=topology,
+        batch_size=64,
+        storage_reservation=FixedPercentageStorageReservation(0.0),
+        proposer=tdsp.GroupSizeProposer(topology, calibration),
+        partitioner=tdsp.BalancedPartitioner(),
+        stats=tdsp.Stats2D(),
+    )
+    return to_json(tdsp.Plan2D.from_stock(planner.collective_plan(bags(), SHARDERS)))
+
+
+def test_what_was_proposed_on_rank_0_reaches_every_rank(ranks4: RankPool) -> None:
+    """TorchRec sends the plan; what was chosen travels in the name of the type."""
+    plans = ranks4.run(plan_of_proposals)
+    assert len(set(plans)) == 1
+    (module,) = (module for _, module in from_json(plans[0]).modules())
+    assert {table.exchange for _, table in module.tables()} == {tdsp.Exchange.ROW}
 
 
 def num_searches(rank: int, world_size: int) -> int:

@@ -8,10 +8,12 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_2dsp as tdsp
+from tests.support.cell_plans import proposed_plan, searched_plan
 from tests.support.models import ModelSpec, build, make_batch
 from tests.support.oracle import Oracle, local_loss
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
@@ -50,13 +52,15 @@ class Cell:
     max_length: int = 4
     exchange: str = "pooled"
     owners: str = "block"
+    demands: tuple[tuple[str, tdsp.ParameterConstraints2D], ...] = ()
+    """Of each table, in place of ``sharding``, ``exchange`` and ``hot_rows``: by predicted cost."""
 
     def __str__(self) -> str:
         kind = "sequence" if self.spec.sequence else self.spec.pooling
         parts = [self.sharding, kind + ("-weighted" if self.spec.weighted else "")]
         parts += [self.optimizer, str(self.mesh), type(self.sync).__name__]
         parts += [f"{self.exchange}-exchange"] * (self.exchange != "pooled")
-        parts += ["hash"] * (self.owners == "hash")
+        parts += ["hash"] * (self.owners == "hash") + ["demands"] * bool(self.demands)
         parts += ["hot"] * bool(self.hot_rows) + ["stock-dmp"] * self.stock_wrapper
         return " ".join(parts + ["captured"] * self.always_capture)
 
@@ -85,6 +89,21 @@ class Gap:
     def worst(self) -> float:
         """The largest of all differences."""
         return max(self.loss, self.weight, self.moment)
+
+
+def plan_by_cost(
+    cell: Cell, model: nn.Module, sharder: object, local_world_size: int
+) -> ShardingPlan:
+    """As a planner finds it within the cell's demands: TorchRec's for its own wrapper."""
+    make = proposed_plan if cell.stock_wrapper else searched_plan
+    return make(
+        model,
+        sharder,
+        dict(cell.demands),
+        mesh=cell.mesh,
+        sync=cell.sync,
+        local_world_size=local_world_size,
+    )
 
 
 def group_plan(cell: Cell, model: nn.Module, sharder: object, local_world_size: int) -> tdsp.Plan2D:
@@ -128,7 +147,8 @@ def make_parallel(cell: Cell, world_size: int, local_world_size: int) -> Distrib
     model = build(cell.spec, seed=0)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     sharder = make_sharder(cell)
-    plan = group_plan(cell, model, sharder, local_world_size)
+    make_plan = plan_by_cost if cell.demands else group_plan
+    plan = make_plan(cell, model, sharder, local_world_size)
     wrapper = DistributedModelParallel if cell.stock_wrapper else tdsp.ModelParallel2D
     parallel = wrapper(
         module=model,

@@ -35,6 +35,7 @@ from torchrec.distributed.embedding_types import (
     EmbeddingComputeKernel,
     GroupedEmbeddingConfig,
 )
+from torchrec.distributed.planner.types import Enumerator, SharderDataMap
 from torchrec.distributed.sharding.cw_sequence_sharding import CwSequenceEmbeddingSharding
 from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
 from torchrec.distributed.sharding.grid_sharding import (
@@ -93,7 +94,13 @@ __all__ = [
     "in_backward_optimizers",
     "intra_and_cross_node_pg_2D",
     "node_group_cache",
+    "sharder_data_of",
 ]
+
+
+def sharder_data_of(enumerator: Enumerator | None) -> SharderDataMap:
+    """What an enumerator has noted of its sharders, by the key of a type of module."""
+    return getattr(enumerator, "_sharder_data_map", {})
 
 
 @dataclass

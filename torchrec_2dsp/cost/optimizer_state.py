@@ -1,5 +1,8 @@
 """How many bytes of optimizer state a row has."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torchrec.optim
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -9,6 +12,17 @@ from torchrec_2dsp.optim.moment_scaled import MomentScaledRowWiseAdaGradOptimize
 
 STATE_BYTES = 4
 """Optimizer state is fp32."""
+
+
+def optimizer_of(weight: Any, fused_params: Mapping[str, Any]) -> EmbOptimType | type[Optimizer]:
+    """The optimizer that a table's fused kernel will run: plain SGD unless told.
+
+    Args:
+        weight: the unsharded table, which may have one by ``apply_optimizer_in_backward``.
+        fused_params: of its sharder.
+    """
+    applied = getattr(weight, "_optimizer_classes", None)
+    return applied[0] if applied else fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
 
 
 def state_bytes_per_row(optimizer: EmbOptimType | type[Optimizer], dim: int) -> int:

@@ -11,7 +11,7 @@ from torchrec.distributed.model_parallel import (
     DistributedModelParallel,
     DMPCollection,
 )
-from torchrec.distributed.types import ModuleSharder
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_2dsp._compat.torchrec import DMPCollectionContext
 from torchrec_2dsp.access.hot_set import HotSet
@@ -19,7 +19,7 @@ from torchrec_2dsp.comms.agreement import agreeing
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
 from torchrec_2dsp.mesh.groups import MeshGroups, world_group
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
-from torchrec_2dsp.plan.plan2d import Plan2D
+from torchrec_2dsp.plan.plan2d import Plan2D, is_proposed
 from torchrec_2dsp.plan.serialize import to_json
 from torchrec_2dsp.shard.hot_module import HotRowsModule
 from torchrec_2dsp.shard.sharders import (
@@ -53,7 +53,7 @@ class ModelParallel2D(DMPCollection):
         self,
         module: nn.Module,
         device: torch.device | None = None,
-        plan: Plan2D | None = None,
+        plan: ShardingPlan | None = None,
         sharders: Sequence[ModuleSharder[Any]] | None = None,
         *,
         init_data_parallel: bool = True,
@@ -65,7 +65,8 @@ class ModelParallel2D(DMPCollection):
         Args:
             module: the model; embedding modules may be on the meta device.
             device: this rank's device, CPU by default.
-            plan: from `Planner2D`, or `Plan2D.from_stock`.
+            plan: from `Planner2D`, from TorchRec's planner with this package's proposers, or from
+                `Plan2D.from_stock`.
             sharders: this package's sharders, by default one for each kind of module.
             init_data_parallel: as in `DistributedModelParallel`.
             init_parameters: as in `DistributedModelParallel`.
@@ -223,7 +224,7 @@ class ModelParallel2D(DMPCollection):
 
 def _checked(
     module: nn.Module,
-    plan: Plan2D | None,
+    plan: ShardingPlan | None,
     sharders: Sequence[ModuleSharder[Any]],
     unsupported: dict[str, Any],
 ) -> Plan2D:
@@ -233,6 +234,8 @@ def _checked(
             f"ModelParallel2D doesn't take {', '.join(sorted(unsupported))}: mesh and sync come "
             "from the plan, submodule configs and FULLY_SHARDED aren't supported"
         )
+    if isinstance(plan, ShardingPlan) and is_proposed(plan):
+        plan = Plan2D.from_stock(plan)
     if not isinstance(plan, Plan2D):
         raise ConfigError(
             f"plan is a {type(plan).__name__}; pass Planner2D's, or Plan2D.from_stock(plan, "

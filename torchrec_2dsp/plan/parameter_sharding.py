@@ -7,6 +7,8 @@ from torchrec.distributed.types import ParameterSharding, ShardingType
 
 from torchrec_2dsp.access.hot_set import HotSet
 from torchrec_2dsp.errors import PlanError
+from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.plan.sync_config import SyncConfig
 
 ROW_EXCHANGE = "row_exchange"
 """What the sharded module sees as the type of a table with `Exchange.ROW`."""
@@ -15,6 +17,8 @@ ROW_EXCHANGE_PER_HOST = "row_exchange_per_host"
 """The same with `Exchange.ROW_PER_HOST`."""
 
 _NONEMPTY = "nonempty_"
+_AND = ", "
+"""Between a proposed type and what else was chosen."""
 
 
 def nonempty_type(kind: ShardingType) -> str:
@@ -64,6 +68,7 @@ def type_2d(sharding_type: str) -> str:
 
 def base_type(sharding_type: str) -> str:
     """TorchRec's own name of a sharding type: the inverse of `type_2d`."""
+    sharding_type, *_ = sharding_type.split(_AND)
     if sharding_type in (ROW_EXCHANGE, ROW_EXCHANGE_PER_HOST):
         return ShardingType.ROW_WISE.value
     return ShardingType2D(type_2d(sharding_type.removeprefix(_NONEMPTY))).base.value
@@ -126,6 +131,57 @@ class RowOwners(enum.Enum):
     wherever in the table they are. Checkpoints don't show it."""
 
 
+class ProposedType(str):
+    """A sharding type with all else that a proposer chose for its table.
+
+    TorchRec's planner carries types from proposals to plans as they are, and nothing else that is
+    ours; so this is a string to it, and tells `ParameterSharding2D.of` the rest.
+
+    Example:
+        >>> import torchrec_2dsp as tdsp
+        >>> from torchrec.distributed.types import ShardingType
+        >>> from torchrec_2dsp.plan.parameter_sharding import Exchange, ProposedType, base_type
+        >>> kind = ProposedType.of(
+        ...     ShardingType.ROW_WISE, tdsp.Mesh2D(2, 4), tdsp.GradientSync(), Exchange.ROW
+        ... )
+        >>> kind
+        '2d_row_wise, row exchange, 2 groups of 4 strided'
+        >>> base_type(kind), kind.exchange
+        ('row_wise', <Exchange.ROW: 'row'>)
+    """
+
+    mesh: Mesh2D
+    sync: SyncConfig
+    exchange: Exchange
+    owners: RowOwners
+    hot_set: HotSet | None
+
+    @classmethod
+    def of(
+        cls,
+        kind: ShardingType,
+        mesh: Mesh2D,
+        sync: SyncConfig,
+        exchange: Exchange = Exchange.POOLED,
+        owners: RowOwners = RowOwners.BLOCK,
+        hot_set: HotSet | None = None,
+    ) -> "ProposedType":
+        """A type inside the groups of a mesh, and what goes with it."""
+        said = [
+            type_2d(kind.value),
+            f"{exchange.value} exchange",
+            "" if owners is RowOwners.BLOCK else f"{owners.value} owners",
+            "" if hot_set is None else f"{len(hot_set.row_ids)} hot rows",
+            f"{mesh.num_groups} groups of {mesh.group_size} {mesh.layout.value}",
+        ]
+        # TorchRec accepts a dense kernel for its own name of data parallel alone.
+        is_dense = kind is ShardingType.DATA_PARALLEL
+        made = cls(kind.value if is_dense else _AND.join(one for one in said if one))
+        made.mesh, made.sync = mesh, sync
+        made.exchange, made.owners, made.hot_set = exchange, owners, hot_set
+        return made
+
+
 @dataclass
 class ParameterSharding2D(ParameterSharding):
     """A `ParameterSharding` whose ranks are positions inside a sharding group."""
@@ -143,7 +199,11 @@ class ParameterSharding2D(ParameterSharding):
     def of(cls, sharding: ParameterSharding) -> "ParameterSharding2D":
         """The 2D form of a stock sharding; one that is 2D already keeps its additions."""
         known = {field.name: getattr(sharding, field.name) for field in fields(sharding)}
-        known["sharding_type"] = type_2d(sharding.sharding_type)
+        kind = sharding.sharding_type
+        if isinstance(kind, ProposedType):
+            known |= {"exchange": kind.exchange, "owners": kind.owners, "hot_set": kind.hot_set}
+            kind = base_type(kind)
+        known["sharding_type"] = type_2d(kind)
         return cls(**known)
 
 

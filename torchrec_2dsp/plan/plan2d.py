@@ -19,6 +19,7 @@ from torchrec_2dsp.plan.parameter_sharding import (
     ROW_EXCHANGES,
     Exchange,
     ParameterSharding2D,
+    ProposedType,
     RowOwners,
     ShardingType2D,
     kinds_of,
@@ -66,16 +67,17 @@ class Plan2D(ShardingPlan):
 
     @classmethod
     def from_stock(
-        cls, plan: ShardingPlan, mesh: Mesh2D, sync: SyncConfig | None = None
+        cls, plan: ShardingPlan, mesh: Mesh2D | None = None, sync: SyncConfig | None = None
     ) -> "Plan2D":
         """The 2D form of a stock plan that was made for ``mesh.group_size`` ranks.
 
         Args:
             plan: a plan for one sharding group, left as it is.
-            mesh: the mesh that repeats it.
-            sync: how replicas stay equal, `GradientSync` (exact) by default.
+            mesh: the mesh that repeats it; a plan of this package's proposers knows it.
+            sync: how replicas stay equal: as these proposers were told, or else `GradientSync`
+                (exact).
         """
-        sync = GradientSync() if sync is None else sync
+        mesh, sync = _repeated(plan, mesh, sync)
         modules: dict[str, ModuleShardingPlan] = {}
         for path, module_plan in plan.plan.items():
             if not isinstance(module_plan, EmbeddingModuleShardingPlan):
@@ -104,6 +106,38 @@ class Plan2D(ShardingPlan):
 
     def __str__(self) -> str:
         return f"{self.mesh}, {self.sync}\n{super().__str__()}"
+
+
+def _repeated(
+    plan: ShardingPlan, mesh: Mesh2D | None, sync: SyncConfig | None
+) -> tuple[Mesh2D, SyncConfig]:
+    """On which mesh, and kept equal how: as given, or as proposers chose."""
+    kinds = [table.sharding_type for module in plan.plan.values() for table in _tables(module)]
+    proposed = [kind for kind in kinds if isinstance(kind, ProposedType)]
+    given = [] if mesh is None else [mesh]
+    meshes = list(dict.fromkeys(given + [kind.mesh for kind in proposed]))
+    if len(meshes) > 1:
+        raise PlanError(
+            f"a plan has one mesh, not {' and '.join(str(one) for one in meshes)}: make it again "
+            "with proposers for one mesh, or leave the mesh out of from_stock"
+        )
+    if not meshes:
+        raise PlanError("nothing says which ranks repeat the plan: pass mesh=Mesh2D.for_world(...)")
+    told = sync or (proposed[0].sync if proposed else GradientSync())
+    return meshes[0], told
+
+
+def _tables(module_plan: ModuleShardingPlan) -> Iterable[ParameterSharding]:
+    return module_plan.values() if isinstance(module_plan, EmbeddingModuleShardingPlan) else ()
+
+
+def is_proposed(plan: ShardingPlan) -> bool:
+    """Whether this package's proposers chose a plan inside TorchRec's planner."""
+    return any(
+        isinstance(table.sharding_type, ProposedType)
+        for module in plan.plan.values()
+        for table in _tables(module)
+    )
 
 
 def pin(

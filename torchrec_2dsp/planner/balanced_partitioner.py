@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
-from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.types import (
     Partitioner,
     Perf,
@@ -21,6 +20,7 @@ from torchrec_2dsp.planner.balance import (
     Items,
     dealt,
 )
+from torchrec_2dsp.planner.partitioner import Partitioner2D, partitioned_topology
 
 _BY_DEVICE = "device"
 _KEY_VALUE = "key_value"
@@ -46,7 +46,7 @@ class BalancedPartitioner(Partitioner):
 
     def __init__(self, inner: Partitioner | None = None) -> None:
         """``inner`` places the shards first: TorchRec's `GreedyPerfPartitioner`."""
-        self.inner = GreedyPerfPartitioner() if inner is None else inner
+        self.inner = Partitioner2D() if inner is None else inner
         """The partitioner that is improved upon."""
 
     def partition(
@@ -57,12 +57,13 @@ class BalancedPartitioner(Partitioner):
         Raises:
             PlannerError: ``inner`` finds no place for a shard.
         """
-        placed = self.inner.partition(proposal, storage_constraint)
+        there = partitioned_topology(proposal, storage_constraint)
+        placed = self.inner.partition(proposal, there)
         free = [shard for option in placed if _is_free(option) for shard in option.shards]
         if not free:
             return placed
         fixed = [shard for option in placed if not _is_free(option) for shard in option.shards]
-        problem = _Problem.of(free, fixed, storage_constraint)
+        problem = _Problem.of(free, fixed, there)
         for shard, place in zip(free, problem.solved(), strict=True):
             shard.rank = int(place)
         return placed

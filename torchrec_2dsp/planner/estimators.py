@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.distributed.planner.shard_estimators import get_num_poolings
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
@@ -16,7 +15,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ShardingType
 
-from torchrec_2dsp.cost.optimizer_state import state_bytes_per_row
+from torchrec_2dsp.cost.optimizer_state import optimizer_of, state_bytes_per_row
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig, SyncedRows, WeightSync
@@ -80,7 +79,9 @@ class ReplicaSyncEstimator(ShardEstimator):
                 row_bytes=dim * self._sync.transport.dtype.itemsize,
                 bandwidth_bytes_per_ms=self._bandwidth,
             )
-        state_bytes = state_bytes_per_row(_optimizer(option, sharder_data_map), dim)
+        data = sharder_data_map.get(option.module_type_key)
+        optimizer = optimizer_of(option.tensor, {} if data is None else data.fused_params)
+        state_bytes = state_bytes_per_row(optimizer, dim)
         row_bytes = dim * option.tensor.element_size()
         if self._sync.moments_policy is None:
             return self._average_ms(option, rows, row_bytes + state_bytes, self._sync)
@@ -132,13 +133,3 @@ class ReplicaSyncEstimator(ShardEstimator):
                 batch_sizes, num_poolings, option.input_lengths, strict=True
             )
         )
-
-
-def _optimizer(option: ShardingOption, sharder_data_map: SharderDataMap) -> "EmbOptimType | type":
-    """The optimizer that a table's fused kernel will run: plain SGD unless told."""
-    applied = getattr(option.tensor, "_optimizer_classes", None)
-    if applied:
-        return applied[0]
-    data = sharder_data_map.get(option.module_type_key)
-    fused_params = {} if data is None else data.fused_params
-    return fused_params.get("optimizer", EmbOptimType.EXACT_SGD)

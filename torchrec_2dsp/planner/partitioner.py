@@ -3,14 +3,16 @@
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.types import Partitioner, ShardingOption, Topology
 
-from torchrec_2dsp.planner.sharding_types import base_types
+from torchrec_2dsp.planner.sharding_types import base_types, proposed_mesh
+from torchrec_2dsp.planner.topology import group_topology
 
 
 class Partitioner2D(Partitioner):
-    """Runs a partitioner on TorchRec's own type names.
+    """Runs a partitioner on TorchRec's own type names, for one sharding group.
 
     TorchRec's partitioners place table-row-wise, table-column-wise and grid shards by those
-    names, and find no rank for any other.
+    names, and find no rank for any other. What `GroupSizeProposer` proposes has ranks of a group
+    alone, whatever the topology.
     """
 
     def __init__(self, inner: Partitioner | None = None) -> None:
@@ -23,8 +25,15 @@ class Partitioner2D(Partitioner):
     ) -> list[ShardingOption]:
         """Assign a rank to every shard, in place where ``inner`` does so."""
         names = {option.fqn: option.sharding_type for option in proposal}
+        there = partitioned_topology(proposal, storage_constraint)
         with base_types(proposal):
-            placed = self.inner.partition(proposal, storage_constraint)
+            placed = self.inner.partition(proposal, there)
         for option in placed:
             option.sharding_type = names[option.fqn]
         return placed
+
+
+def partitioned_topology(proposal: list[ShardingOption], topology: Topology) -> Topology:
+    """The ranks that the shards of a proposal may have: those of its group, or all."""
+    mesh = proposed_mesh(proposal)
+    return topology if mesh is None else group_topology(topology, mesh)

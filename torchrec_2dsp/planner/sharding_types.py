@@ -5,10 +5,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
-from torchrec.distributed.types import ShardingType
+from torchrec.distributed.types import ParameterSharding, ShardingType
 
 from torchrec_2dsp.errors import PlanError
-from torchrec_2dsp.plan.parameter_sharding import base_type, type_2d
+from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.plan.parameter_sharding import ProposedType, base_type, type_2d
 
 TYPE_ORDER = {member.value: index for index, member in enumerate(ShardingType)}
 """TorchRec's order of its types, simplest placement first: the order in which ties are broken."""
@@ -42,6 +43,14 @@ def base_types(options: Sequence[ShardingOption]) -> Iterator[None]:
     finally:
         for option, sharding_type in zip(options, before, strict=True):
             option.sharding_type = sharding_type
+
+
+def proposed_mesh(options: Iterable[ShardingOption | ParameterSharding]) -> Mesh2D | None:
+    """The mesh that a proposal is for; `None` if it is none of this package's proposers."""
+    for option in options:
+        if isinstance(option.sharding_type, ProposedType):
+            return option.sharding_type.mesh
+    return None
 
 
 def base_constraints(

@@ -18,6 +18,8 @@ from torchrec.distributed.types import (
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
+from torchrec_2dsp.planner.sharding_types import proposed_mesh
+from torchrec_2dsp.planner.topology import group_topology
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +31,14 @@ class Stats2D(Stats):
     """Reports a plan under TorchRec's own type names, then the mesh that repeats it."""
 
     def __init__(
-        self, inner: Stats | None = None, *, mesh: Mesh2D, sync: SyncConfig = _EXACT
+        self, inner: Stats | None = None, *, mesh: Mesh2D | None = None, sync: SyncConfig = _EXACT
     ) -> None:
-        """``inner`` writes the report: `EmbeddingStats`, TorchRec's default."""
+        """
+        Args:
+            inner: writes the report: `EmbeddingStats`, TorchRec's default.
+            mesh: which ranks repeat the plan; plans of this package's proposers know it.
+            sync: how the replicas stay equal.
+        """
         self.inner = EmbeddingStats() if inner is None else inner
         """The report behind this one."""
         self._mesh = mesh
@@ -44,15 +51,19 @@ class Stats2D(Stats):
         """
         call = _SIGNATURE.bind(self, *args, **kwargs)
         told = call.arguments
+        mesh = self._mesh or proposed_mesh(told["best_plan"])
+        if mesh is not None:
+            told["topology"] = group_topology(told["topology"], mesh)
         told["sharding_plan"] = _plan_of_base_types(told["sharding_plan"])
         told["best_plan"] = [_option_of_base_type(option) for option in told["best_plan"]]
         self.inner.log(*call.args[1:], **call.kwargs)
-        logger.info(
-            "the above is one of %d sharding groups of %s, kept equal by %s",
-            self._mesh.num_groups,
-            self._mesh,
-            self._sync,
-        )
+        if mesh is not None:
+            logger.info(
+                "the above is one of %d sharding groups of %s, kept equal by %s",
+                mesh.num_groups,
+                mesh,
+                self._sync,
+            )
 
 
 def _option_of_base_type(option: ShardingOption) -> ShardingOption:

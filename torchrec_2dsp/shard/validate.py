@@ -2,9 +2,13 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
-from torchrec.distributed.types import ParameterSharding
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    ParameterSharding,
+    ShardingPlan,
+)
 from torchrec.modules.embedding_configs import PoolingType
 
 from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel
@@ -15,7 +19,7 @@ from torchrec_2dsp.plan.parameter_sharding import (
     ParameterSharding2D,
     ShardingType2D,
 )
-from torchrec_2dsp.plan.plan2d import ModulePlan2D
+from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D, is_proposed
 from torchrec_2dsp.plan.sync_config import GradientSync
 
 
@@ -29,11 +33,7 @@ def check_module_plan(
     local_world_size: int,
 ) -> ModulePlan2D:
     """``plan`` as a `ModulePlan2D`, or the error that says what's wrong with it."""
-    if not isinstance(plan, ModulePlan2D):
-        raise ConfigError(
-            f"module {path!r} has a stock plan; pass Planner2D's, or Plan2D.from_stock(plan, "
-            "mesh=Mesh2D.for_world(...))"
-        )
+    plan = _as_2d(path, plan)
     names = {config.name for config in configs}
     missing, unknown = sorted(names - set(plan)), sorted(set(plan) - names)
     if missing or unknown:
@@ -51,6 +51,19 @@ def check_module_plan(
     _check_hot_sets(plan, configs, is_weighted=is_weighted)
     _check_sequences(plan, configs, device_type)
     return plan
+
+
+def _as_2d(path: str, plan: Mapping[str, ParameterSharding]) -> ModulePlan2D:
+    """What proposers of this package chose inside a stock planner is as good as our plans."""
+    if isinstance(plan, ModulePlan2D):
+        return plan
+    stock = ShardingPlan({path: EmbeddingModuleShardingPlan(plan)})
+    if not is_proposed(stock):
+        raise ConfigError(
+            f"module {path!r} has a stock plan; pass Planner2D's, or Plan2D.from_stock(plan, "
+            "mesh=Mesh2D.for_world(...))"
+        )
+    return cast(ModulePlan2D, Plan2D.from_stock(stock).plan[path])
 
 
 def _check_table(name: str, table: ParameterSharding2D, plan: ModulePlan2D, node_size: int) -> None:

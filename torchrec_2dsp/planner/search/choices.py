@@ -7,8 +7,10 @@ from functools import cached_property
 import numpy as np
 import torch
 from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import ShardingType
 
+from torchrec_2dsp.access.hot_set import HotSet
 from torchrec_2dsp.cost.span import Span
 from torchrec_2dsp.cost.table_loads import Placed, Shards, message_type
 from torchrec_2dsp.cost.workload import TableWork
@@ -136,6 +138,29 @@ class Candidate:
     def somewhere(self, choice: Choice, group: Span) -> Placed:
         """On the first ranks of a group, where the choice leaves ranks free."""
         return self.placed(choice, first_ranks(choice, group), group)
+
+    def shapes(self, choice: Choice, group: Span) -> tuple[list[list[int]], list[list[int]]]:
+        """Sizes and offsets of its shards, as TorchRec deals them."""
+        num_shards = choice.column_shards
+        if choice.is_on_host:
+            num_shards = group.ranks_per_host
+        elif not choice.is_free:
+            num_shards = group.num_ranks
+        return calculate_shard_sizes_and_offsets(
+            self.weight,
+            num_shards,
+            group.ranks_per_host,
+            choice.kind.value,
+            self.work.dim // choice.column_shards,
+        )
+
+    def hot_set(self, choice: Choice) -> HotSet | None:
+        """Its hottest rows: the first ones without statistics, as in tables sorted by use."""
+        if not choice.num_hot:
+            return None
+        access = self.work.access
+        known = range(self.work.num_rows) if access is None else access.rows.tolist()
+        return HotSet.of(known[: choice.num_hot])
 
     def owners(self, choice: Choice, group: Span) -> RowOwners:
         """Hashed where blocks of rows are used unevenly."""

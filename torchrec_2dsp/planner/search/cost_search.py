@@ -73,10 +73,27 @@ class CostSearch:
         Raises:
             PlanError: nothing fits.
         """
-        workload = self._workload(module, sharders)
+        workload = self.workload_of(module, _wire_bytes(sharders))
         device = left.compute_device
+        candidates = candidates_of(module, sharders, self.constraints, workload, device)
+        settings, room = self.settings(workload, left), room_of(left)
+        result = search(candidates, settings, room)
+        if not result.found:
+            largest = max(settings, key=lambda one: one.mesh.group_size)
+            missing = _shortfall(candidates, largest, int(room))
+            raise PlanError(no_plan_text(largest.mesh, missing, ""))
+        return result
+
+    def settings(self, workload: Workload, world: Topology) -> list[Setting]:
+        """Every mesh that is tried, and what else its cost depends on.
+
+        Args:
+            workload: what a step does.
+            world: all ranks. If they are other machines than the calibrated ones, that is logged.
+        """
+        per_host = world.local_world_size
         differences = self.calibration.differences(
-            local_world_size=left.local_world_size, device=device
+            local_world_size=per_host, device=world.compute_device
         )
         if differences:
             logger.warning(
@@ -84,34 +101,29 @@ class CostSearch:
                 self.calibration.hardware.name,
                 "; ".join(differences),
             )
-        candidates = candidates_of(module, sharders, self.constraints, workload, device)
-        settings = [
-            Setting(self.calibration, workload, mesh, self.sync, left.local_world_size)
-            for mesh in self._meshes(left)
-        ]
-        kind = "ddr" if device == "cpu" else "hbm"
-        room = min(getattr(one.storage, kind) for one in left.devices)
-        result = search(candidates, settings, float(room))
-        if not result.found:
-            largest = max(settings, key=lambda one: one.mesh.group_size)
-            raise PlanError(no_plan_text(largest.mesh, _shortfall(candidates, largest, room), ""))
-        return result
+        meshes = [self.mesh] if self.mesh else meshes_of(world.world_size, per_host, MAX_GROUP_SIZE)
+        return [Setting(self.calibration, workload, mesh, self.sync, per_host) for mesh in meshes]
 
-    def _meshes(self, left: Topology) -> list[Mesh2D]:
-        if self.mesh is not None:
-            return [self.mesh]
-        return list(meshes_of(left.world_size, left.local_world_size, MAX_GROUP_SIZE))
+    def workload_of(self, module: nn.Module, wire_bytes: tuple[float, float]) -> Workload:
+        """What a step does.
 
-    def _workload(
-        self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]
-    ) -> Workload:
+        Args:
+            module: the unsharded model.
+            wire_bytes: of a number in the forward and in the backward exchange.
+        """
         if self.workload is not None:
             return self.workload
         made = Workload.of_model(
             module, batch_size=self.batch_size, constraints=self.constraints, access=self.access
         )
-        forward, backward = _wire_bytes(sharders)
+        forward, backward = wire_bytes
         return replace(made, forward_wire_bytes=forward, backward_wire_bytes=backward)
+
+
+def room_of(topology: Topology) -> float:
+    """Bytes that every rank has for tables and buffers."""
+    kind = "ddr" if topology.compute_device == "cpu" else "hbm"
+    return float(min(getattr(one.storage, kind) for one in topology.devices))
 
 
 def _wire_bytes(sharders: Sequence[ModuleSharder[nn.Module]]) -> tuple[float, float]:

@@ -17,7 +17,7 @@ from torchrec_2dsp.planner.search.select import Selected, selections
 from torchrec_2dsp.planner.search.space import Space
 
 
-class _Effort(NamedTuple):
+class Effort(NamedTuple):
     """How much is tried."""
 
     meshes: int
@@ -28,11 +28,11 @@ class _Effort(NamedTuple):
     """Changes of single tables, on each mesh."""
 
 
-_FEW_TABLES = _Effort(meshes=3, selections=12, tries=2_000)
-_MANY_TABLES = _Effort(meshes=2, selections=1, tries=500)
+_FEW_TABLES = Effort(meshes=3, selections=12, tries=2_000)
+_MANY_TABLES = Effort(meshes=2, selections=1, tries=500)
 """Single tables change little there."""
 _MAX_WEIGHED = 300
-"""Of more tables, a part decides which meshes are looked at closely."""
+"""Of more tables, a part decides which meshes are looked at."""
 _SAMPLE = 100
 """About how many tables that part has."""
 _PATIENCE = 700
@@ -97,16 +97,10 @@ def search(
     """
     if not candidates:
         return SearchResult([_nothing(setting) for setting in settings[:1]], [], room)
-    effort = _FEW_TABLES if len(candidates) <= _MAX_WEIGHED else _MANY_TABLES
-    if effort is _MANY_TABLES:
-        settings = _best_settings(candidates, settings, room)
-    spaces = [Space.of(candidates, setting) for setting in settings]
-    chosen = [(space, selections(space, room)) for space in spaces]
-    promising = sorted(
-        ((space, some) for space, some in chosen if some), key=lambda one: one[1][0].seconds
-    )
+    effort = effort_for(candidates)
+    chosen = chosen_on_each(candidates, settings, room)
     found: list[Found] = []
-    for space, some in promising:
+    for space, some in chosen:
         best = _placed(space, some, room, effort)
         found += [] if best is None else [best]
         if len(found) == effort.meshes:
@@ -117,6 +111,25 @@ def search(
         for one in some
     ]
     return SearchResult(sorted(found, key=lambda one: one.cost.total_s), tried, room)
+
+
+def chosen_on_each(
+    candidates: Sequence[Candidate], settings: Sequence[Setting], room: float
+) -> list[tuple[Space, list[Selected]]]:
+    """Good choices on each mesh that has some, both with the best first.
+
+    Of many tables, a part decides which meshes are looked at closely.
+    """
+    if effort_for(candidates) is _MANY_TABLES:
+        settings = _best_settings(candidates, settings, room)
+    spaces = [Space.of(candidates, setting) for setting in settings]
+    chosen = [(space, selections(space, room)) for space in spaces]
+    return sorted((one for one in chosen if one[1]), key=lambda one: one[1][0].seconds)
+
+
+def effort_for(candidates: Sequence[Candidate]) -> Effort:
+    """How much is tried for so many tables."""
+    return _FEW_TABLES if len(candidates) <= _MAX_WEIGHED else _MANY_TABLES
 
 
 def _best_settings(
@@ -137,12 +150,18 @@ def _best_settings(
     return found if largest in found else [*found, largest]
 
 
-def _placed(space: Space, some: Sequence[Selected], room: float, effort: _Effort) -> Found | None:
-    best: Found | None = None
+def placements(
+    space: Space, some: Sequence[Selected], room: float, effort: Effort
+) -> Iterator[tuple[Placement, Descent]]:
+    """Selections whose shards got ranks, and of which single tables were changed for the better.
+
+    Ends when more effort is in vain.
+    """
+    best = np.inf
     tries = at_gain = effort.tries
     for number, one in enumerate(some):
-        if best is not None and (number >= effort.selections or at_gain - tries > _PATIENCE):
-            break
+        if best < np.inf and (number >= effort.selections or at_gain - tries > _PATIENCE):
+            return
         prices = space.prices(space.sum_of(one.selection))
         ranks = place(space, one.selection, prices, room)
         if ranks is None:
@@ -152,17 +171,19 @@ def _placed(space: Space, some: Sequence[Selected], room: float, effort: _Effort
             tuple(space.chosen(one.selection)), tuple(tuple(there) for there in ranks)
         )
         placement, tries = descent.improved(start, tries)
-        placement = with_hot_rows(space, placement, descent, room)
-        found = Found(
-            space.setting,
-            space.candidates,
-            placement,
-            descent.step_cost(placement),
-            descent.bytes_by_rank(placement),
-        )
-        if best is None or found.cost.total_s < best.cost.total_s:
-            best, at_gain = found, tries
-    return best
+        seconds = descent.step_cost(placement).total_s
+        if seconds < best:
+            best, at_gain = seconds, tries
+        yield placement, descent
+
+
+def _placed(space: Space, some: Sequence[Selected], room: float, effort: Effort) -> Found | None:
+    found: list[Found] = []
+    for placement, descent in placements(space, some, room, effort):
+        hotter = with_hot_rows(space, placement, descent, room)
+        cost, kept = descent.step_cost(hotter), descent.bytes_by_rank(hotter)
+        found.append(Found(space.setting, space.candidates, hotter, cost, kept))
+    return min(found, key=lambda one: one.cost.total_s, default=None)
 
 
 def _nothing(setting: Setting) -> Found:

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets, placement
+from torchrec.distributed.sharding_plan import placement
 from torchrec.distributed.types import ModuleShardingPlan, ShardingType
 
-from torchrec_2dsp.access.hot_set import HotSet
-from torchrec_2dsp.access.table_access import TableAccess
 from torchrec_2dsp.cost.loads import Ranks
 from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.span import Span
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D, type_2d
 from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D
@@ -67,7 +66,7 @@ class Found:
             sharding_type=type_2d(choice.kind.value),
             compute_kernel=candidate.kernels[choice.kind],
             ranks=list(ranks),
-            sharding_spec=_spec(candidate, choice, ranks, group.ranks_per_host, device),
+            sharding_spec=_spec(candidate, choice, ranks, group, device),
             cache_params=constraint.cache_params,
             enforce_hbm=constraint.enforce_hbm,
             stochastic_rounding=constraint.stochastic_rounding,
@@ -76,36 +75,23 @@ class Found:
             key_value_params=constraint.key_value_params,
             exchange=choice.exchange,
             owners=candidate.owners(choice, group),
-            hot_set=_hottest(candidate.work.access, choice.num_hot),
+            hot_set=candidate.hot_set(choice),
         )
 
 
 def _spec(
-    candidate: Candidate, choice: Choice, ranks: RanksOf, ranks_per_host: int, device: str
+    candidate: Candidate, choice: Choice, ranks: RanksOf, group: Span, device: str
 ) -> EnumerableShardingSpec | None:
     if choice.kind is ShardingType.DATA_PARALLEL:
         return None
-    sizes, offsets = calculate_shard_sizes_and_offsets(
-        candidate.weight,
-        len(ranks),
-        ranks_per_host,
-        choice.kind.value,
-        candidate.work.dim // choice.column_shards,
-    )
+    sizes, offsets = candidate.shapes(choice, group)
     return EnumerableShardingSpec(
         [
             ShardMetadata(
                 shard_sizes=size,
                 shard_offsets=offset,
-                placement=placement(device, rank, ranks_per_host),
+                placement=placement(device, rank, group.ranks_per_host),
             )
             for size, offset, rank in zip(sizes, offsets, ranks, strict=True)
         ]
     )
-
-
-def _hottest(access: TableAccess | None, num_hot: int) -> HotSet | None:
-    """Without statistics the first rows: of a table that is sorted by use, they are the hottest."""
-    if not num_hot:
-        return None
-    return HotSet.of(range(num_hot) if access is None else access.rows[:num_hot].tolist())

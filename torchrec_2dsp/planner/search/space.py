@@ -1,6 +1,6 @@
 """`Space`: what every choice of every table adds to a step, as one array."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torchrec_2dsp.cost.loads import LOADS, Loads
 from torchrec_2dsp.cost.memory import buffer_weights, table_bytes
 from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import message_type
 from torchrec_2dsp.planner.search.choices import Candidate, Choice, Family
 
@@ -106,34 +107,45 @@ class Space:
 
     def seconds(self, selection: Selection) -> float:
         """Of a step, if all ranks had the same to do."""
-        used = np.unique(self.family_of[np.arange(len(selection)), selection])
-        types = {message_type(*self.families[number]) for number in used.tolist()}
-        return self._seconds(self.sum_of(selection), types)
+        return self.step_cost(self.sum_of(selection), self.chosen(selection)).total_s
+
+    def step_cost(self, of_rank: Floats, choices: Iterable[Choice]) -> StepCost:
+        """If all ranks had ``of_rank`` to do.
+
+        Args:
+            of_rank: of each of `LOADS`.
+            choices: of all tables.
+        """
+        return self._step_cost(of_rank, {choice.message_type for choice in choices})
 
     def prices(self, of_rank: Floats) -> Floats:
         """Seconds that one unit more of each of `LOADS` takes, for ranks with ``of_rank`` to do.
 
         What is paid once, for the first unit of its kind, isn't in them.
         """
+        return np.maximum(self.prices_by_part(of_rank).sum(axis=1), 0.0)
+
+    def prices_by_part(self, of_rank: Floats) -> Floats:
+        """The same apart for each part of `StepCost`: loads, parts."""
         steps = np.where(of_rank > 0, of_rank, self._typical()) * _STEP
         start = np.maximum(of_rank, steps)
         types = {message_type(*family) for family in self.families}
-        base = self._seconds(start, types)
-        found = np.zeros(len(LOADS))
+        base = _parts_of(self._step_cost(start, types))
+        found = np.zeros((len(LOADS), len(base)))
         for number in np.flatnonzero(steps):
             more = start.copy()
             more[number] += steps[number]
-            found[number] = (self._seconds(more, types) - base) / steps[number]
-        return np.maximum(found, 0.0)
+            found[number] = (_parts_of(self._step_cost(more, types)) - base) / steps[number]
+        return found
 
     @cached_property
     def first_prices(self) -> Floats:
         """Of ranks that have nothing to do yet."""
         return self.prices(np.zeros(len(LOADS)))
 
-    def _seconds(self, of_rank: Floats, types: set[str]) -> float:
+    def _step_cost(self, of_rank: Floats, types: set[str]) -> StepCost:
         loads = Loads.even(self.setting.group.num_ranks, of_rank, types - {""})
-        return self.setting.step_cost(loads).total_s
+        return self.setting.step_cost(loads)
 
     def _typical(self) -> Floats:
         return np.asarray(self.loads.max(axis=(0, 1), initial=0.0), np.float64)
@@ -141,3 +153,7 @@ class Space:
 
 _STEP = 0.01
 """By which part of a load its price is found."""
+
+
+def _parts_of(cost: StepCost) -> Floats:
+    return np.array([seconds for _, seconds in cost.parts()])

@@ -1,0 +1,89 @@
+"""What the planners choose by predicted cost trains as the unsharded model does.
+
+Tables of one model have different types and exchanges; `Planner2D` plans it for `ModelParallel2D`,
+and TorchRec's planner, with this package's proposers, for TorchRec's own wrapper.
+"""
+
+import pytest
+
+from tests.support.parity import Cell, make_sharder, plan_by_cost, run_cells, tolerance_of
+from tests.support.models import build
+from tests.support.ranks import RankPool
+from torchrec_2dsp import (
+    GradientSync,
+    Mesh2D,
+    ParameterConstraints2D,
+    RankLayout,
+    WeightSync,
+)
+from torchrec_2dsp.plan.parameter_sharding import base_type
+from torchrec_2dsp.plan.plan2d import Plan2D
+
+MESHES = (Mesh2D(1, 4), Mesh2D(2, 2), Mesh2D(2, 2, RankLayout.CONTIGUOUS), Mesh2D(4, 1))
+
+
+def demand(
+    kind: str, exchange: str | None = None, hot_rows: int | None = None
+) -> ParameterConstraints2D:
+    return ParameterConstraints2D(
+        sharding_types=[kind], exchange=exchange, hot_rows=hot_rows, min_partition=4
+    )
+
+
+MIXES = {
+    "rows": (
+        ("t0", demand("row_wise", "row", 3)),
+        ("t1", demand("table_wise", "nonempty", 2)),
+        ("t2", demand("row_wise", "pooled")),
+    ),
+    "hosts": (
+        ("t0", demand("row_wise", "row_per_host")),
+        ("t1", demand("table_row_wise")),
+        ("t2", demand("table_wise", "pooled")),
+    ),
+    "free": tuple((name, ParameterConstraints2D()) for name in ("t0", "t1", "t2")),
+}
+
+
+def cells_of(mix: str, stock_wrapper: bool) -> list[Cell]:
+    # Data-parallel tables, which are free to choose, are trained by the dense optimizer: SGD.
+    optimizer = "sgd" if mix == "free" else "rowwise_adagrad"
+    return [
+        Cell(
+            mesh,
+            optimizer=optimizer,
+            sync=sync,
+            demands=MIXES[mix],
+            stock_wrapper=stock_wrapper,
+        )
+        for mesh in MESHES
+        for sync in (GradientSync(), WeightSync(dense_above=1.0))
+        if optimizer == "sgd" or isinstance(sync, GradientSync)
+    ]
+
+
+@pytest.mark.parametrize("stock_wrapper", [False, True])
+@pytest.mark.parametrize("mix", ["rows", "hosts"])
+def test_planned_is_what_was_demanded(mix: str, stock_wrapper: bool) -> None:
+    cell = cells_of(mix, stock_wrapper)[0]
+    plan = plan_by_cost(cell, build(cell.spec), make_sharder(cell), local_world_size=2)
+    (module,) = (module for _, module in Plan2D.from_stock(plan, cell.mesh).modules())
+    for name, asked in cell.demands:
+        table = dict(module.tables())[name]
+        assert [base_type(table.sharding_type)] == asked.sharding_types
+        assert asked.exchange is None or [table.exchange] == asked.exchange
+        num_hot = len(table.hot_set.row_ids) if table.hot_set else 0
+        assert num_hot == (asked.hot_rows or 0)
+
+
+@pytest.mark.parametrize("stock_wrapper", [False, True])
+@pytest.mark.parametrize("mix", MIXES)
+def test_what_is_planned_equals_the_unsharded_model(
+    ranks4: RankPool, mix: str, stock_wrapper: bool
+) -> None:
+    cells = cells_of(mix, stock_wrapper)
+    per_rank = ranks4.run(run_cells, cells, 4, timeout_s=200)
+    for number, cell in enumerate(cells):
+        worst = max((gaps[number] for gaps in per_rank), key=lambda gap: gap.worst)
+        assert worst.worst <= tolerance_of(cell), f"{cell}: {worst}"
+        assert worst.num_values > 0

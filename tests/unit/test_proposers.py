@@ -1,0 +1,201 @@
+"""This package's proposers inside TorchRec's own planner."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
+from torchrec.distributed.types import ShardingPlan, ShardingType
+
+import torchrec_2dsp as tdsp
+from tests.support.planning import ROWS, SHARDERS, calibration, planner, skewed, tables
+from tests.unit.test_hot_row_choice import slow_fetch
+from tests.unit.test_planner import nothing_reserved, world
+from torchrec_2dsp.plan.parameter_sharding import ProposedType
+from torchrec_2dsp.plan.plan2d import is_proposed
+
+BATCH = 512
+
+
+def stock_planner(
+    proposer: tdsp.ExchangeProposer | tdsp.HotRowProposer, topology: Topology | None = None
+) -> EmbeddingShardingPlanner:
+    return EmbeddingShardingPlanner(
+        topology=topology or world(4, 2),
+        batch_size=BATCH,
+        storage_reservation=nothing_reserved(),
+        proposer=proposer,
+        partitioner=tdsp.BalancedPartitioner(),
+        stats=tdsp.Stats2D(),
+    )
+
+
+def plan_of(proposer: Any, topology: Topology | None = None, rows: Any = ROWS) -> tdsp.Plan2D:
+    stock = stock_planner(proposer, topology).plan(tables(rows), SHARDERS)
+    assert type(stock) is ShardingPlan
+    assert is_proposed(stock)
+    return tdsp.Plan2D.from_stock(stock)
+
+
+def seconds_of(plan: tdsp.Plan2D, link: str, access: tdsp.AccessStats | None = None) -> float:
+    workload = tdsp.Workload.of_model(tables(), batch_size=BATCH, access=access)
+    return tdsp.CostModel(calibration(link), 2).step_cost(plan, workload).total_s
+
+
+def chosen(plan: tdsp.Plan2D) -> list[tuple[str, str]]:
+    (module,) = (module for _, module in plan.modules())
+    return [(table.sharding_type, table.exchange.value) for _, table in module.tables()]
+
+
+@pytest.mark.parametrize("link", ["200mbit", "1gbit", "no_limit"])
+@pytest.mark.parametrize("mesh", [tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2), None])
+def test_the_stock_planner_finds_what_the_search_finds(link: str, mesh: tdsp.Mesh2D | None) -> None:
+    """On these models single tables change nothing, and ranks are dealt as well."""
+    known: dict[str, Any] = {"access": skewed()}
+    topology = world(4, 2)
+    if mesh is None:
+        proposer = tdsp.GroupSizeProposer(topology, calibration(link), **known)
+    else:
+        proposer = tdsp.ExchangeProposer(topology, calibration(link), mesh=mesh, **known)
+    plan = plan_of(proposer)
+    best = planner(link=link, mesh=mesh, **known).search(tables(), SHARDERS).found[0]
+    assert plan.mesh == best.setting.mesh
+    assert seconds_of(plan, link, skewed()) == pytest.approx(best.cost.total_s, rel=1e-9)
+
+
+def test_a_rating_is_what_the_cost_model_says() -> None:
+    constraints = {
+        f"t{number}": tdsp.ParameterConstraints2D(sharding_types=["row_wise"], exchange="pooled")
+        for number in range(3)
+    }
+    made = stock_planner(
+        tdsp.ExchangeProposer(world(4, 2), calibration("200mbit"), constraints=constraints)
+    )
+    plan = tdsp.Plan2D.from_stock(made.plan(tables(), SHARDERS))
+    assert set(chosen(plan)) == {("2d_row_wise", "pooled")}
+    assert made._best_plan is not None
+    rating = made._perf_model.rate(made._best_plan)
+    assert rating == pytest.approx(1e3 * seconds_of(plan, "200mbit"))
+    fields = [shard.perf for option in made._best_plan for shard in option.shards]
+    assert all(one.fwd_comms > 0 < one.bwd_comms for one in fields if one)
+
+
+def test_a_constraint_is_kept() -> None:
+    constraints = {
+        "t0": tdsp.ParameterConstraints2D(sharding_types=["table_wise"], exchange="nonempty"),
+        "t2": tdsp.ParameterConstraints2D(exchange="row", hot_rows=7),
+    }
+    proposer = tdsp.ExchangeProposer(
+        world(4, 2), calibration(), constraints=constraints, access=skewed()
+    )
+    plan = plan_of(proposer)
+    (module,) = (dict(module.tables()) for _, module in plan.modules())
+    assert chosen(plan)[0] == ("2d_table_wise", "nonempty")
+    assert module["t2"].exchange is tdsp.Exchange.ROW
+    assert module["t2"].hot_set == tdsp.HotSet.of(range(7))
+    assert module["t1"].hot_set is None
+
+
+def test_hot_rows_are_those_that_the_search_finds() -> None:
+    rows = (20_000,)
+    asked = {"t0": tdsp.ParameterConstraints2D(exchange="row")}
+    known: dict[str, Any] = {"constraints": asked, "access": skewed(rows)}
+    mesh = tdsp.Mesh2D(1, 4)
+    inner = tdsp.ExchangeProposer(world(4, 2), slow_fetch(), mesh=mesh, **known)
+    plan = plan_of(tdsp.HotRowProposer(inner), rows=rows)
+    searched = tdsp.Planner2D(
+        topology=world(4, 2),
+        batch_size=BATCH,
+        storage_reservation=nothing_reserved(),
+        calibration=slow_fetch(),
+        mesh=mesh,
+        **known,
+    ).plan(tables(rows), SHARDERS)
+    assert plan == searched
+    (module,) = (dict(module.tables()) for _, module in plan.modules())
+    assert module["t0"].hot_set is not None
+    assert plan_of(inner, rows=rows) != plan, "without its wrapper there are none"
+
+
+@pytest.mark.parametrize(("memory", "largest"), [(4.0, 1), (0.6, 2), (0.3, 4)])
+def test_the_first_answer_says_how_much_fits(memory: float, largest: int) -> None:
+    """Groups are as large as they must be: copies that are never synced are best."""
+    rows = (200_000,) * 4
+    whole_bytes = 4 * 200_000 * (32 * 4 + 4)
+    topology = world(4, 2, ddr_cap=int(memory * whole_bytes))
+    sync = tdsp.WeightSync(policy=tdsp.never())
+    proposer = tdsp.GroupSizeProposer(topology, calibration(), sync=sync)
+    assert plan_of(proposer, topology, rows).mesh.group_size == largest
+
+
+def test_what_fits_nowhere_is_the_planners_error() -> None:
+    topology = world(4, 2, ddr_cap=100_000)
+    with pytest.raises(PlannerError, match="Unable to find a plan"):
+        plan_of(tdsp.GroupSizeProposer(topology, calibration()), topology, (200_000,))
+
+
+def test_there_are_no_more_drafts_than_asked_for() -> None:
+    proposer = tdsp.GroupSizeProposer(world(4, 2), calibration(), max_proposals=2)
+    proposer.load(stock_planner(proposer)._enumerator.enumerate(tables(), SHARDERS))
+    assert proposer.propose()
+    assert proposer.propose()
+    assert proposer.propose() is None
+
+
+def test_what_was_enumerated_stays_as_it_is() -> None:
+    made = stock_planner(tdsp.GroupSizeProposer(world(4, 2), calibration()))
+    options = made._enumerator.enumerate(tables(), SHARDERS)
+    before = copy.deepcopy(options)
+    proposer = tdsp.GroupSizeProposer(world(4, 2), calibration())
+    proposer.load(options, made._enumerator)
+    assert proposer.propose()
+    assert [hash(one) for one in options] == [hash(one) for one in before]
+
+
+def test_data_parallel_keeps_the_name_that_the_stock_planner_knows() -> None:
+    asked = {"t0": ParameterConstraints(sharding_types=["data_parallel"])}
+    topology = world(4, 2)
+    proposer = tdsp.GroupSizeProposer(topology, calibration(), constraints=asked)
+    assert chosen(plan_of(proposer, rows=(40,))) == [("2d_data_parallel", "pooled")]
+
+
+@pytest.mark.parametrize("travel", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_proposed_type_travels_with_all_that_was_chosen(travel: Any) -> None:
+    made = ProposedType.of(
+        ShardingType.ROW_WISE,
+        tdsp.Mesh2D(2, 2),
+        tdsp.WeightSync(),
+        tdsp.Exchange.ROW,
+        tdsp.RowOwners.HASH,
+        tdsp.HotSet.of([3, 5]),
+    )
+    there = travel(made)
+    assert (
+        there == made == "2d_row_wise, row exchange, hash owners, 2 hot rows, 2 groups of 2 strided"
+    )
+    assert vars(there) == vars(made)
+
+
+def test_a_plan_that_was_proposed_knows_its_mesh_and_its_sync() -> None:
+    sync = tdsp.WeightSync()
+    proposer = tdsp.ExchangeProposer(world(4, 2), calibration(), mesh=tdsp.Mesh2D(2, 2), sync=sync)
+    stock = stock_planner(proposer).plan(tables(), SHARDERS)
+    made = tdsp.Plan2D.from_stock(stock)
+    assert (made.mesh, made.sync) == (tdsp.Mesh2D(2, 2), sync)
+    with pytest.raises(tdsp.PlanError, match=r"a plan has one mesh, not Mesh2D\(1x4.*2x2"):
+        tdsp.Plan2D.from_stock(stock, tdsp.Mesh2D(1, 4))
+    plain = EmbeddingShardingPlanner(
+        topology=world(2), batch_size=BATCH, storage_reservation=nothing_reserved()
+    ).plan(tables(), SHARDERS)
+    with pytest.raises(tdsp.PlanError, match="nothing says which ranks repeat the plan"):
+        tdsp.Plan2D.from_stock(plain)
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(tdsp.ConfigError, match="nothing says which rows are hot"):
+        tdsp.HotRowProposer(tdsp.ExchangeProposer(world(4, 2)))
+    proposer = tdsp.ExchangeProposer(world(8, 2), calibration())
+    with pytest.raises(tdsp.ConfigError, match="the topology has world_size=4"):
+        plan_of(proposer)

@@ -1,0 +1,157 @@
+"""From the search's choices to options of TorchRec's planner."""
+
+import copy
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from torchrec.distributed.planner.enumerators import get_partition_by_type
+from torchrec.distributed.planner.types import Perf, Shard, ShardingOption, Storage
+from torchrec.distributed.types import ShardingType
+
+from torchrec_2dsp.cost.memory import buffer_weights, table_bytes
+from torchrec_2dsp.cost.step_cost import StepCost
+from torchrec_2dsp.plan.parameter_sharding import ProposedType, base_type
+from torchrec_2dsp.planner.search.choices import Candidate, Choice
+from torchrec_2dsp.planner.search.descent import Placement
+from torchrec_2dsp.planner.search.space import Floats, Space
+
+_PARTS = {
+    "fwd_compute": ("lookup", "rows"),
+    "fwd_comms": ("input_exchange", "forward_exchange"),
+    "bwd_compute": ("update",),
+    "bwd_comms": ("backward_exchange", "dense_exchange", "hot_rows", "sync"),
+}
+"""Where TorchRec's `Perf` has the parts of `StepCost`. It doesn't add ``input_dist_comms`` up."""
+
+_TINY = 1e-300
+
+KnownOptions = Mapping[tuple[str, ShardingType, str], ShardingOption]
+"""What was enumerated: by table, type and kernel."""
+
+
+def known_options(options: Iterable[ShardingOption]) -> KnownOptions:
+    """By what a choice has of them."""
+    return {
+        (one.name, ShardingType(base_type(one.sharding_type)), one.compute_kernel): one
+        for one in options
+    }
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What the search has found on one mesh; in TorchRec's planner, shards get ranks once more."""
+
+    space: Space
+    placement: Placement
+
+    @cached_property
+    def loads(self) -> Floats:
+        """What a rank has of each table, if all had an equal part of it: tables, loads."""
+        setting = self.space.setting
+        return np.array(
+            [
+                setting.loads([candidate.somewhere(choice, setting.group)]).values.mean(axis=1)
+                for candidate, choice in self._tables()
+            ]
+        )
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of a step, if all ranks had the same to do."""
+        return self.space.step_cost(self.loads.sum(axis=0), self.placement.choices).total_s
+
+    def options(self, known: KnownOptions, device: str) -> list[ShardingOption]:
+        """One for each table, rated so that they add up to the step, but for its dense part.
+
+        A shard of a table that may lie anywhere is rated with all that the table makes any rank do,
+        in equal parts; one of a table that lies everywhere, with what its rank has to do.
+
+        Args:
+            known: are copied, with other shards.
+            device: "cpu" or "cuda".
+        """
+        prices = self._prices()
+        return [
+            self._option(known, candidate, choice, prices, device)
+            for candidate, choice in self._tables()
+        ]
+
+    def _tables(self) -> Iterable[tuple[Candidate, Choice]]:
+        return zip(self.space.candidates, self.placement.choices, strict=True)
+
+    def _prices(self) -> Floats:
+        """Milliseconds for each load, apart for each part of `Perf`: loads, parts."""
+        sums = self.loads.sum(axis=0)
+        by_part = self.space.prices_by_part(sums)
+        names = [name for name, _ in StepCost().parts()]
+        by_field = np.stack(
+            [
+                by_part[:, [names.index(part) for part in parts]].sum(axis=1)
+                for parts in _PARTS.values()
+            ],
+            axis=1,
+        ).clip(min=0.0)
+        # What is hidden behind something else is in the whole, and in no part.
+        visible, whole = by_part.sum(axis=1).clip(min=0.0), by_field.sum(axis=1)
+        prices = (
+            by_field * np.divide(visible, whole, out=np.zeros_like(whole), where=whole > 0)[:, None]
+        )
+        # What is paid once for all tables is in no price.
+        dense = self.space.setting.workload.dense
+        rest_s = self.seconds - dense.forward_s - dense.backward_s
+        priced_s = float((sums @ prices).sum())
+        return 1e3 * prices * (rest_s / priced_s if priced_s else 0.0)
+
+    def _option(
+        self,
+        known: KnownOptions,
+        candidate: Candidate,
+        choice: Choice,
+        prices: Floats,
+        device: str,
+    ) -> ShardingOption:
+        setting = self.space.setting
+        group, kernel = setting.group, candidate.kernels[choice.kind]
+        option = copy.copy(known[candidate.name, choice.kind, kernel])
+        option.sharding_type = ProposedType.of(
+            choice.kind,
+            setting.mesh,
+            setting.sync,
+            choice.exchange,
+            candidate.owners(choice, group),
+            candidate.hot_set(choice),
+        )
+        option.partition_by = get_partition_by_type(choice.kind.value)
+        sizes, offsets = candidate.shapes(choice, group)
+        placed = candidate.somewhere(choice, group)
+        loads = setting.loads([placed]).values
+        kept = table_bytes(placed, group.num_ranks) + buffer_weights(setting) @ loads
+        milliseconds = prices.T @ loads
+        if choice.is_free:
+            milliseconds = _in_equal_parts(milliseconds, len(sizes))
+            kept = _in_equal_parts(kept, len(sizes))
+        option.shards = [
+            Shard(
+                size=size,
+                offset=offset,
+                storage=_storage(math.ceil(num_bytes), device),
+                perf=Perf(*(float(one) for one in parts)),
+            )
+            for size, offset, num_bytes, parts in zip(
+                sizes, offsets, kept, milliseconds.T, strict=True
+            )
+        ]
+        return option
+
+
+def _in_equal_parts(by_rank: Floats, num_parts: int) -> Floats:
+    """What all ranks have, for each of so many shards."""
+    return np.repeat(by_rank.sum(axis=-1, keepdims=True), num_parts, axis=-1) / num_parts
+
+
+def _storage(num_bytes: int, device: str) -> Storage:
+    on_cpu = device == "cpu"
+    return Storage(hbm=0 if on_cpu else num_bytes, ddr=num_bytes if on_cpu else 0)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import ShardingType
 
 import torchrec_2dsp as tdsp
@@ -105,3 +106,22 @@ def test_what_doesnt_fit_is_named_with_what_is_missing() -> None:
         "5,386,920 bytes on a group, 1,386,920 more than the 4,000,000 there are",
     ):
         plan_of(tables((30_000, 10_810)), topology=world(4, 2, ddr_cap=1_000_000))
+
+
+def test_buffers_of_one_rank_are_counted_where_they_are() -> None:
+    """Whoever has the large table sends to all others: on average, there would be room."""
+    rows = (500, 500, 500, 500, 40_000)
+    asked = ParameterConstraints(sharding_types=["data_parallel", "table_wise"])
+    constraints = {f"t{number}": asked for number in range(len(rows))}
+    mesh = tdsp.Mesh2D(1, 4)
+
+    def found(room: float) -> list[Found]:
+        workload = tdsp.Workload.of_model(tables(rows), batch_size=512)
+        candidates = candidates_of(tables(rows), SHARDERS, constraints, workload, "cpu")
+        setting = Setting(calibration("no_limit"), workload, mesh, tdsp.GradientSync(), 2)
+        return list(search(candidates, [setting], room).found)
+
+    (roomy,) = found(ENOUGH)
+    needed = bytes_of(roomy)
+    for share in (1.0, 0.95, 0.9, 0.85, 0.8):
+        assert all(bytes_of(one) <= share * needed for one in found(share * needed))

@@ -2,11 +2,13 @@
 
 import copy
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Stats
 from torchrec.distributed.types import ShardingPlan, ShardingType
 
 import torchrec_2dsp as tdsp
@@ -15,20 +17,25 @@ from tests.unit.test_hot_row_choice import slow_fetch
 from tests.unit.test_planner import nothing_reserved, world
 from torchrec_2dsp.plan.parameter_sharding import ProposedType
 from torchrec_2dsp.plan.plan2d import is_proposed
+from torchrec_2dsp.planner.proposals import Draft
+from torchrec_2dsp.planner.proposers import Loaded
 
 BATCH = 512
 
 
 def stock_planner(
-    proposer: tdsp.ExchangeProposer | tdsp.HotRowProposer, topology: Topology | None = None
+    proposer: tdsp.ExchangeProposer | tdsp.HotRowProposer,
+    topology: Topology | None = None,
+    **given: Any,
 ) -> EmbeddingShardingPlanner:
+    given.setdefault("stats", tdsp.Stats2D())
     return EmbeddingShardingPlanner(
         topology=topology or world(4, 2),
         batch_size=BATCH,
         storage_reservation=nothing_reserved(),
         proposer=proposer,
         partitioner=tdsp.BalancedPartitioner(),
-        stats=tdsp.Stats2D(),
+        **given,
     )
 
 
@@ -39,8 +46,13 @@ def plan_of(proposer: Any, topology: Topology | None = None, rows: Any = ROWS) -
     return tdsp.Plan2D.from_stock(stock)
 
 
-def seconds_of(plan: tdsp.Plan2D, link: str, access: tdsp.AccessStats | None = None) -> float:
-    workload = tdsp.Workload.of_model(tables(), batch_size=BATCH, access=access)
+def seconds_of(
+    plan: tdsp.Plan2D,
+    link: str,
+    access: tdsp.AccessStats | None = None,
+    rows: tuple[int, ...] = ROWS,
+) -> float:
+    workload = tdsp.Workload.of_model(tables(rows), batch_size=BATCH, access=access)
     return tdsp.CostModel(calibration(link), 2).step_cost(plan, workload).total_s
 
 
@@ -65,21 +77,21 @@ def test_the_stock_planner_finds_what_the_search_finds(link: str, mesh: tdsp.Mes
     assert seconds_of(plan, link, skewed()) == pytest.approx(best.cost.total_s, rel=1e-9)
 
 
-def test_a_rating_is_what_the_cost_model_says() -> None:
-    constraints = {
-        f"t{number}": tdsp.ParameterConstraints2D(sharding_types=["row_wise"], exchange="pooled")
-        for number in range(3)
-    }
-    made = stock_planner(
-        tdsp.ExchangeProposer(world(4, 2), calibration("200mbit"), constraints=constraints)
-    )
-    plan = tdsp.Plan2D.from_stock(made.plan(tables(), SHARDERS))
-    assert set(chosen(plan)) == {("2d_row_wise", "pooled")}
+@pytest.mark.parametrize("kind", ["row_wise", "table_wise", "column_wise"])
+def test_a_rating_is_what_the_cost_model_says(kind: str) -> None:
+    """Of four equal tables, which four ranks share evenly however they are sharded."""
+    rows = (1_000,) * 4
+    asked = tdsp.ParameterConstraints2D(sharding_types=[kind], exchange="pooled", min_partition=8)
+    constraints = {f"t{number}": asked for number in range(4)}
+    proposer = tdsp.ExchangeProposer(world(4, 2), calibration("200mbit"), constraints=constraints)
+    made = stock_planner(proposer, constraints=dict(constraints))
+    plan = tdsp.Plan2D.from_stock(made.plan(tables(rows), SHARDERS))
+    assert set(chosen(plan)) == {(f"2d_{kind}", "pooled")}
     assert made._best_plan is not None
     rating = made._perf_model.rate(made._best_plan)
-    assert rating == pytest.approx(1e3 * seconds_of(plan, "200mbit"))
-    fields = [shard.perf for option in made._best_plan for shard in option.shards]
-    assert all(one.fwd_comms > 0 < one.bwd_comms for one in fields if one)
+    assert rating == pytest.approx(1e3 * seconds_of(plan, "200mbit", rows=rows))
+    perfs = [shard.perf for option in made._best_plan for shard in option.shards]
+    assert all(one.fwd_comms > 0 < one.bwd_comms for one in perfs if one)
 
 
 def test_a_constraint_is_kept() -> None:
@@ -128,6 +140,49 @@ def test_the_first_answer_says_how_much_fits(memory: float, largest: int) -> Non
     sync = tdsp.WeightSync(policy=tdsp.never())
     proposer = tdsp.GroupSizeProposer(topology, calibration(), sync=sync)
     assert plan_of(proposer, topology, rows).mesh.group_size == largest
+
+
+class RoomsSeen(tdsp.ExchangeProposer):
+    """Notes for how much memory plans are drafted."""
+
+    def drafts(self, loaded: Loaded, room: float) -> Iterator[Draft]:
+        self.rooms = [*getattr(self, "rooms", []), room]
+        return super().drafts(loaded, room)
+
+
+def test_drafts_are_made_again_once_when_it_is_known_how_much_fits() -> None:
+    topology = world(4, 2, ddr_cap=10**9)
+    proposer = RoomsSeen(topology, calibration())
+    stock_planner(proposer, topology).plan(tables(), SHARDERS)
+    assert proposer.rooms == [float("inf"), 1e9]
+
+
+def test_optimizers_need_memory_as_well() -> None:
+    def num_bytes(optimizer: EmbOptimType) -> int:
+        sharder: list[Any] = [tdsp.EmbeddingBagCollectionSharder2D(optimizer)]
+        asked = {"t0": ParameterConstraints(sharding_types=["row_wise"])}
+        proposer = tdsp.ExchangeProposer(world(4, 2), calibration(), constraints=asked)
+        enumerator = stock_planner(proposer)._enumerator
+        proposer.load(enumerator.enumerate(tables((9_000,)), sharder), enumerator)
+        (option,) = proposer.propose() or []
+        return option.total_storage.ddr
+
+    more = num_bytes(EmbOptimType.ADAM) - num_bytes(EmbOptimType.EXACT_SGD)
+    assert more == pytest.approx(2 * 9_000 * 32 * 4, abs=4)
+
+
+class TopologySeen(Stats):
+    """Notes for how many ranks a plan is reported."""
+
+    def log(self, sharding_plan: ShardingPlan, topology: Topology, *args: Any, **more: Any) -> None:
+        self.world_size = topology.world_size
+
+
+def test_what_is_reported_is_one_group() -> None:
+    seen = TopologySeen()
+    proposer = tdsp.ExchangeProposer(world(4, 2), calibration(), mesh=tdsp.Mesh2D(2, 2))
+    stock_planner(proposer, stats=tdsp.Stats2D(seen)).plan(tables(), SHARDERS)
+    assert seen.world_size == 2
 
 
 def test_what_fits_nowhere_is_the_planners_error() -> None:

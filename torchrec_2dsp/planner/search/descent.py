@@ -98,11 +98,14 @@ class Descent:
     def improved(self, start: Placement, max_tries: int) -> tuple[Placement, int]:
         """Better by single tables, until none helps or so many were tried; and how many are left.
 
+        A start that doesn't fit, because its buffers aren't even, is left for whatever does.
+
         Args:
             start: what is improved.
             max_tries: steps that may be added up.
         """
-        found, sums, best = start, self.sums(start), self.step_cost(start).total_s
+        found, sums = start, self.sums(start)
+        best = self._seconds(sums, start.choices)
         since_gain = 0
         for table in cycle(range(len(start.choices))):
             since_gain += 1

@@ -171,6 +171,8 @@ def placements(
             tuple(space.chosen(one.selection)), tuple(tuple(there) for there in ranks)
         )
         placement, tries = descent.improved(start, tries)
+        if descent.bytes_by_rank(placement).max() > room:
+            continue
         seconds = descent.step_cost(placement).total_s
         if seconds < best:
             best, at_gain = seconds, tries

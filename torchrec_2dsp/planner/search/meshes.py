@@ -35,6 +35,9 @@ _MAX_WEIGHED = 300
 """Of more tables, a part decides which meshes are looked at."""
 _SAMPLE = 100
 """About how many tables that part has."""
+_SHARES = (1.0, 0.97, 0.9, 0.75)
+"""Of the memory, for which tables are chosen: shards can't always be dealt so that ranks are full.
+"""
 _PATIENCE = 700
 """After so many that led to nothing better, no other selection is placed."""
 
@@ -157,10 +160,32 @@ def placements(
 
     Ends when more effort is in vain.
     """
-    best = np.inf
-    tries = at_gain = effort.tries
-    for number, one in enumerate(some):
-        if best < np.inf and (number >= effort.selections or at_gain - tries > _PATIENCE):
+    *promising, smallest = some
+    effort_left = _Left(effort.tries)
+    for share in _SHARES:
+        if share < 1:
+            promising = selections(space, share * room)[:-1]
+        yield from _attempts(space, promising[: effort.selections], room, effort_left)
+        if effort_left.best < np.inf:
+            return
+    yield from _attempts(space, [smallest], room, effort_left)
+
+
+@dataclass
+class _Left:
+    """What may still be tried, and the best so far."""
+
+    tries: int
+    best: float = np.inf
+    at_best: int = 0
+    """How many tries were left then."""
+
+
+def _attempts(
+    space: Space, some: Sequence[Selected], room: float, left: _Left
+) -> Iterator[tuple[Placement, Descent]]:
+    for one in some:
+        if left.best < np.inf and left.at_best - left.tries > _PATIENCE:
             return
         prices = space.prices(space.sum_of(one.selection))
         ranks = place(space, one.selection, prices, room)
@@ -170,12 +195,12 @@ def placements(
         start = Placement(
             tuple(space.chosen(one.selection)), tuple(tuple(there) for there in ranks)
         )
-        placement, tries = descent.improved(start, tries)
+        placement, left.tries = descent.improved(start, left.tries)
         if descent.bytes_by_rank(placement).max() > room:
             continue
         seconds = descent.step_cost(placement).total_s
-        if seconds < best:
-            best, at_gain = seconds, tries
+        if seconds < left.best:
+            left.best, left.at_best = seconds, left.tries
         yield placement, descent
 
 

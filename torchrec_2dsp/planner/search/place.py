@@ -25,12 +25,11 @@ def place(
         prices: of `LOADS`, which say how long a shard keeps its rank busy.
         room: bytes that a rank has.
     """
-    setting, choices = space.setting, space.chosen(selection)
-    buffers = buffer_weights(setting)
-    dealing = _Dealing(space, choices, prices, room - float(buffers @ space.sum_of(selection)))
+    choices = space.chosen(selection)
+    dealing = _Dealing(space, choices, prices, room)
     for table, choice in enumerate(choices):
         if not choice.is_free:
-            dealing.taken += dealing.bytes_of(table, range(setting.group.num_ranks))
+            dealing.taken += dealing.kept(table)
     on_hosts = [table for table, one in enumerate(choices) if one.is_on_host]
     on_ranks = [table for table, one in enumerate(choices) if one.is_free and not one.is_on_host]
     if not dealing.to_hosts(on_hosts) or not dealing.to_ranks(on_ranks):
@@ -62,40 +61,52 @@ class _Dealing:
         self.taken = np.zeros(self.space.setting.group.num_ranks)
         self.busy = np.zeros(self.space.setting.group.num_ranks)
         self.ranks: list[Sequence[int]] = [[] for _ in self.choices]
+        self.buffers = buffer_weights(self.space.setting)
 
-    def bytes_of(self, table: int, ranks: Sequence[int]) -> Floats:
-        """What each rank keeps of a table."""
-        group = self.space.setting.group
-        one = self.space.candidates[table].placed(self.choices[table], ranks, group)
-        return table_bytes(one, group.num_ranks)
+    def kept(self, table: int) -> Floats:
+        """What each rank keeps of a table, with its buffers, on the first ranks if it is free."""
+        setting = self.space.setting
+        one = self.space.candidates[table].somewhere(self.choices[table], setting.group)
+        return table_bytes(one, setting.group.num_ranks) + (
+            self.buffers @ setting.loads([one]).values
+        )
+
+    def needs(self, tables: Sequence[int]) -> list[float]:
+        """What the ranks of a shard keep beyond what all keep, which is counted here."""
+        found: list[float] = []
+        for table in tables:
+            kept, shards = self.kept(table), self.choices[table].column_shards
+            on_all = float(kept[-1]) if shards < len(kept) else 0.0
+            if not self.choices[table].is_on_host and shards > 1:
+                found.append(float(kept.sum() - on_all * len(kept)) / shards)
+            else:
+                found.append(float(kept[0]) - on_all)
+            self.taken += on_all
+        return found
 
     def to_hosts(self, tables: Sequence[int]) -> bool:
         """Whether there is a host for each."""
         if not tables:
             return True  # Hosts may be uneven then.
         group = self.space.setting.group
-        on_host = range(group.ranks_per_host)
-        needs = [float(self.bytes_of(table, on_host)[0]) for table in tables]
+        needs = self.needs(tables)
         hosts = np.zeros(group.num_hosts)
         left = (self.room - self.taken).reshape(group.num_hosts, -1).min(axis=1)
         found = self._dealt(tables, np.array(needs), hosts, left)
         if found is None:
             return False
-        for table, host in zip(tables, found, strict=True):
+        for table, host, need in zip(tables, found, needs, strict=True):
             first = host * group.ranks_per_host
             self.ranks[table] = range(first, first + group.ranks_per_host)
-            self.taken += self.bytes_of(table, self.ranks[table])
+            self.taken[first : first + group.ranks_per_host] += need
             self.busy[first : first + group.ranks_per_host] += self._seconds(table)
         return True
 
     def to_ranks(self, tables: Sequence[int]) -> bool:
         """Whether there is a rank for each of their shards."""
-        shards = [table for table in tables for _ in range(self.choices[table].column_shards)]
-        needs = [
-            float(self.bytes_of(table, [0] * self.choices[table].column_shards)[0])
-            / self.choices[table].column_shards
-            for table in shards
-        ]
+        parts = [self.choices[table].column_shards for table in tables]
+        shards = np.repeat(tables, parts).tolist()
+        needs = np.repeat(self.needs(tables), parts).tolist()
         found = self._dealt(shards, np.array(needs), self.busy, self.room - self.taken)
         if found is None:
             return False

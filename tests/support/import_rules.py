@@ -9,7 +9,7 @@ from pathlib import Path
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
     frozenset({"_compat", "plotting"}),
-    frozenset({"comms"}),
+    frozenset({"comms", "page"}),
     frozenset({"mesh", "access", "optim"}),
     frozenset({"plan", "data"}),
     frozenset({"rows", "cost"}),

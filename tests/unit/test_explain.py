@@ -1,6 +1,9 @@
-"""Why a plan is as it is: on paper, as JSON, and from the command line."""
+"""Why a plan is as it is: on paper, as JSON, as a page, and from the command line."""
 
+import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -107,6 +110,38 @@ def test_a_plan_is_printed_and_written(tmp_path: Path) -> None:
     plan = load(path)
     assert {name for _, module in plan.modules() for name, _ in module.tables()} == {"t_a", "t_b"}
     assert str(plan.mesh) in text
+
+
+def test_a_page_shows_all_tables_and_plots_without_a_network(tmp_path: Path) -> None:
+    path = tmp_path / "plan.html"
+    code, text = run("plan", "--config", CONFIG, *SMALL, "--html", str(path))
+    assert code == 0, text
+    page = re.sub("<script.*?</script>", "", path.read_text(), flags=re.DOTALL)
+    for name in ("t_a", "t_b"):
+        assert f'<td class="words">{name}</td>' in page
+    assert page.count('class="plotly-graph-div"') == 4
+    assert "http" not in page
+
+
+def test_a_page_plots_the_numbers_of_the_report() -> None:
+    made = explained()
+    page = made.page("Three <tables>")
+    plots: list[Any] = list(page.figures)
+    parts, bars, ranks, front = plots
+    total = 1e3 * made.cost.total_s
+    (waterfall,) = parts.data
+    assert sum(value for value in waterfall.x if value) == pytest.approx(total)
+    plotted = {name: value for bar in bars.data for name, value in zip(bar.y, bar.x, strict=True)}
+    assert plotted == {one.name: pytest.approx(1e3 * one.seconds) for one in made.tables}
+    assert ranks.data[0].y.tolist() == pytest.approx((1e3 * made.busy_by_rank).tolist())
+    assert front.data[1].y == (pytest.approx(total),)
+    assert "<h1>Three &lt;tables&gt;</h1>" in page.html()
+
+
+def test_without_plotly_a_page_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    with pytest.raises(tdsp.ConfigError, match="need plotly, which is not installed; pip install"):
+        explained().write_html("never.html")
 
 
 def test_worlds_are_simulated_from_the_smallest_on() -> None:

@@ -34,16 +34,20 @@ def plan(
     json: Annotated[
         Path | None, typer.Option(help="Write the plan here, for torchrec_2dsp.plan.serialize.")
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page with plots here, which needs plotly.")
+    ] = None,
 ) -> None:
     """Plan the tables of a model by predicted cost, and say why each is sharded as it is.
 
     Neither the machines nor the model's weights have to be there.
     """
     with shown_errors():
-        _plan(config, overrides or [], json)
+        _plan(config, overrides or [], json, html)
 
 
-def _plan(path: Path, overrides: list[str], json: Path | None) -> None:
+def _plan(path: Path, overrides: list[str], json: Path | None, html: Path | None) -> None:
+    from torchrec_2dsp.page import graph_objects
     from torchrec_2dsp.plan.serialize import save
     from torchrec_2dsp.recipe.config_file import load_config
     from torchrec_2dsp.recipe.planning import PlanConfig, planning
@@ -51,15 +55,23 @@ def _plan(path: Path, overrides: list[str], json: Path | None) -> None:
 
     quiet_upstream()
     check_writable(json)
+    check_writable(html)
+    if html is not None:
+        graph_objects()  # Said before the search if it is missing.
     made = planning(load_config(PlanConfig, path, overrides))
     console = Console()
     with console.status("searching"):
         found = made.planner.plan(made.model, made.sharders)
     # As it is: a log file is as wide as a terminal.
-    typer.echo(str(made.planner.explain()))
+    explained = made.planner.explain()
+    typer.echo(str(explained))
     if json is not None:
         save(found, json)
-        console.print(f"wrote {json}", soft_wrap=True)
+    if html is not None:
+        explained.write_html(html, f"Why this plan: {path.name}")
+    for written in (json, html):
+        if written is not None:
+            console.print(f"wrote {written}", soft_wrap=True)
 
 
 def simulate(

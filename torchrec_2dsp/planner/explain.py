@@ -6,11 +6,12 @@ from dataclasses import replace
 import numpy as np
 
 from torchrec_2dsp.cost.sent import sent_weights
-from torchrec_2dsp.planner.explanation import Explanation, TableLine
+from torchrec_2dsp.planner.explanation import Explanation
 from torchrec_2dsp.planner.search.descent import Descent
 from torchrec_2dsp.planner.search.meshes import SearchResult, Tried
 from torchrec_2dsp.planner.search.result import Found
 from torchrec_2dsp.planner.search.space import Space
+from torchrec_2dsp.planner.table_line import TableLine
 
 _MAX_COMPARED = 500
 """Of more tables, those that take longest are compared with what else they could be."""

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import StringIO
+from pathlib import Path
+from typing import NamedTuple
 
 from rich import box
 from rich.console import Console
@@ -12,8 +14,16 @@ from rich.text import Text
 from torchrec_2dsp.cost.loads import Ranks
 from torchrec_2dsp.cost.model import Setting
 from torchrec_2dsp.cost.step_cost import StepCost
-from torchrec_2dsp.planner.search.choices import Choice
+from torchrec_2dsp.page import Page
+from torchrec_2dsp.planner.explanation_plots import (
+    MAX_BARS,
+    front_plot,
+    parts_plot,
+    ranks_plot,
+    tables_plot,
+)
 from torchrec_2dsp.planner.search.meshes import Tried
+from torchrec_2dsp.planner.table_line import HEADINGS, TableLine, milliseconds
 
 _WIDTH = 100
 _BAR = 30
@@ -21,31 +31,11 @@ _MAX_TABLES = 60
 _MAX_RANKS = 16
 
 
-@dataclass(frozen=True)
-class TableLine:
-    """One table of a plan."""
+class Rows(NamedTuple):
+    """A table of a report."""
 
-    name: str
-    num_rows: int
-    dim: int
-
-    choice: Choice
-    """How it is sharded, and how its rows travel."""
-
-    hot_share: float
-    """Of its lookups, those of hot rows."""
-
-    sent_bytes: float
-    """By a rank in a step."""
-
-    seconds: float
-    """That it adds to a step. What tables share, and what is hidden, is in none of them."""
-
-    runner_up: Choice | None = None
-    """What would be best in its place; `None` without anything else, or where nobody looked."""
-
-    lost_by_s: float = 0.0
-    """By how much the step would be longer with it."""
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -84,103 +74,120 @@ class Explanation:
             console.print(part)
         return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
-    def _parts(self) -> Iterator[Table | Text | str]:
+    @property
+    def headline(self) -> str:
+        """The plan in a sentence."""
         setting = self.setting
-        yield Text(
+        return (
             f"{setting.mesh} on {setting.calibration.hardware.name}, {setting.sync}, batch "
-            f"{setting.workload.batch_size} per rank: {_ms(self.cost.total_s)} ms per step"
+            f"{setting.workload.batch_size} per rank: {milliseconds(self.cost.total_s)} ms per step"
         )
-        yield self._tables()
-        hidden = len(self.tables) - _MAX_TABLES
-        if hidden > 0:
-            rest = sum(one.seconds for one in self.tables[_MAX_TABLES:])
-            yield f"and {hidden:,} more tables, which add {_ms(rest)} ms"
-        unknown = setting.workload.num_without_access
-        if unknown:
-            yield (
-                f"Nothing was counted for {unknown:,} of {len(self.tables):,} tables: all their "
-                "rows count as used alike, which makes row exchange dearer than it is."
-            )
-        yield self._phases()
-        yield self._ranks()
-        yield self._others()
 
-    def _tables(self) -> Table:
-        found = _table(
-            "table", "rows", "dim", "sharded", "exchange", "hot rows", "MB", "ms", "instead", "+ ms"
+    @property
+    def caveat(self) -> str:
+        """What the numbers don't know; empty if they know all."""
+        unknown = self.setting.workload.num_without_access
+        if not unknown:
+            return ""
+        return (
+            f"Nothing was counted for {unknown:,} of {len(self.tables):,} tables: all their "
+            "rows count as used alike, which makes row exchange dearer than it is."
         )
-        for one in self.tables[:_MAX_TABLES]:
-            hot = f"{one.choice.num_hot:,} ({one.hot_share:.0%})" if one.choice.num_hot else "-"
-            other = one.runner_up
-            found.add_row(
-                Text(one.name),
-                f"{one.num_rows:,}",
-                str(one.dim),
-                _kind(one.choice),
-                one.choice.exchange.value if one.choice.message_type else "-",
-                hot,
-                f"{one.sent_bytes / 1e6:.3f}",
-                _ms(one.seconds),
-                "-" if other is None else _in_place(one.choice, other),
-                "-" if other is None else _ms(one.lost_by_s),
-            )
-        return found
 
-    def _phases(self) -> Table:
-        found = _table("part of a step", "ms")
-        for name, seconds in self.cost.parts():
-            if seconds:
-                found.add_row(name.replace("_", " "), _ms(seconds))
-        found.add_row("all", _ms(self.cost.total_s))
-        return found
+    def table_rows(self) -> Rows:
+        """Of each table how it is sharded, what that takes, and what else it could be."""
+        return Rows(HEADINGS, [one.cells() for one in self.tables])
 
-    def _ranks(self) -> Table:
-        found = _table("rank of a group", "busy ms", "", "GB", "of the room")
+    def phase_rows(self) -> Rows:
+        """The parts of a step."""
+        rows = [
+            (name.replace("_", " "), milliseconds(some)) for name, some in self.cost.parts() if some
+        ]
+        return Rows(("part of a step", "ms"), [*rows, ("all", milliseconds(self.cost.total_s))])
+
+    def rank_rows(self) -> Rows:
+        """How busy and how full the ranks of a group are."""
         longest = float(self.busy_by_rank.max(initial=0.0)) or 1.0
-        order = sorted(range(len(self.busy_by_rank)), key=lambda rank: -self.busy_by_rank[rank])
-        # The busiest ones, where there are many.
-        for rank in sorted(order[:_MAX_RANKS]):
-            busy, kept = float(self.busy_by_rank[rank]), float(self.bytes_by_rank[rank])
-            found.add_row(
+        rows = [
+            (
                 str(rank),
-                _ms(busy),
+                milliseconds(busy),
                 "#" * round(_BAR * busy / longest),
                 f"{kept / 1e9:.3f}",
                 f"{kept / self.room:.0%}",
             )
-        return found
-
-    def _others(self) -> Table:
-        found = _table("what else was found", "ms", "GB per rank")
-        for mesh, seconds in self.meshes:
-            found.add_row(f"{mesh}, placed", _ms(seconds), "")
-        for one in self.front:
-            found.add_row(
-                f"{one.mesh}, dealt evenly", _ms(one.seconds), f"{one.bytes_of_rank / 1e9:.3f}"
+            for rank, (busy, kept) in enumerate(
+                zip(self.busy_by_rank.tolist(), self.bytes_by_rank.tolist(), strict=True)
             )
-        return found
+        ]
+        return Rows(("rank of a group", "busy ms", "", "GB", "of the room"), rows)
+
+    def other_rows(self) -> Rows:
+        """What was placed, and what nothing else beats both in time and in memory."""
+        placed = [(f"{mesh}, placed", milliseconds(seconds), "") for mesh, seconds in self.meshes]
+        front = [
+            (
+                f"{one.mesh}, dealt evenly",
+                milliseconds(one.seconds),
+                f"{one.bytes_of_rank / 1e9:.3f}",
+            )
+            for one in self.front
+        ]
+        return Rows(("what else was found", "ms", "GB per rank"), [*placed, *front])
+
+    def write_html(self, path: str | Path, title: str = "Why this plan") -> None:
+        """Write the report as one page with plots, which needs nothing else to be read.
+
+        Raises:
+            ConfigError: plotly is missing.
+        """
+        self.page(title).write(path)
+
+    def page(self, title: str) -> Page:
+        """The same before it is written."""
+        page = Page(title)
+        page.add_text(self.headline)
+        if self.caveat:
+            page.add_text(self.caveat)
+        page.add_plot("Parts of a step", parts_plot(self.cost))
+        longest = self.tables[:MAX_BARS]
+        page.add_plot(
+            f"The {len(longest)} tables that take longest",
+            tables_plot(longest),
+            height=160 + 18 * len(longest),
+        )
+        page.add_table("All tables", *self.table_rows(), _WORDS)
+        page.add_plot("Ranks of a group", ranks_plot(self.busy_by_rank, self.bytes_by_rank))
+        plan = self.cost.total_s, float(self.bytes_by_rank.max(initial=0.0))
+        page.add_plot("Time and memory of what else was found", front_plot(self.front, plan))
+        page.add_table("What else was found", *self.other_rows(), _WORDS)
+        return page
+
+    def _parts(self) -> Iterator[Table | Text | str]:
+        yield Text(self.headline)
+        tables, ranks = self.table_rows(), self.rank_rows()
+        yield _table(tables._replace(rows=tables.rows[:_MAX_TABLES]))
+        hidden = len(self.tables) - _MAX_TABLES
+        if hidden > 0:
+            rest = sum(one.seconds for one in self.tables[_MAX_TABLES:])
+            yield f"and {hidden:,} more tables, which add {milliseconds(rest)} ms"
+        if self.caveat:
+            yield self.caveat
+        yield _table(self.phase_rows())
+        # The busiest ones, where there are many.
+        order = sorted(range(len(ranks.rows)), key=lambda rank: -self.busy_by_rank[rank])
+        yield _table(ranks._replace(rows=[ranks.rows[rank] for rank in sorted(order[:_MAX_RANKS])]))
+        yield _table(self.other_rows())
 
 
-def _table(*headings: str) -> Table:
+_WORDS = ("table", "sharded", "exchange", "instead", "part of a step", "what else was found", "")
+"""Headings of columns that have no numbers."""
+
+
+def _table(content: Rows) -> Table:
     found = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    words = ("table", "sharded", "exchange", "instead", "part of a step", "what else was found", "")
-    for heading in headings:
-        found.add_column(heading, justify="left" if heading in words else "right", overflow="fold")
+    for heading in content.headings:
+        found.add_column(heading, justify="left" if heading in _WORDS else "right", overflow="fold")
+    for row in content.rows:
+        found.add_row(*(Text(cell) for cell in row))
     return found
-
-
-def _kind(choice: Choice) -> str:
-    parts = f" / {choice.column_shards}" if choice.column_shards > 1 else ""
-    return choice.kind.value.replace("_", " ") + parts
-
-
-def _in_place(chosen: Choice, other: Choice) -> str:
-    """What is other in it."""
-    if other.kind is chosen.kind:
-        return other.exchange.value
-    exchange = other.exchange.value
-    return _kind(other) + ("" if exchange == "pooled" else f", {exchange}")
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:,.2f}"

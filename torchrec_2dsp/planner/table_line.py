@@ -1,0 +1,88 @@
+"""`TableLine`: what an explanation says of one table."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchrec_2dsp.planner.search.choices import Choice
+
+HEADINGS = (
+    "table",
+    "rows",
+    "dim",
+    "sharded",
+    "exchange",
+    "hot rows",
+    "MB",
+    "ms",
+    "instead",
+    "+ ms",
+)
+"""Of `TableLine.cells`."""
+
+
+@dataclass(frozen=True)
+class TableLine:
+    """One table of a plan."""
+
+    name: str
+    num_rows: int
+    dim: int
+
+    choice: Choice
+    """How it is sharded, and how its rows travel."""
+
+    hot_share: float
+    """Of its lookups, those of hot rows."""
+
+    sent_bytes: float
+    """By a rank in a step."""
+
+    seconds: float
+    """That it adds to a step. What tables share, and what is hidden, is in none of them."""
+
+    runner_up: Choice | None = None
+    """What would be best in its place; `None` without anything else, or where nobody looked."""
+
+    lost_by_s: float = 0.0
+    """By how much the step would be longer with it."""
+
+    @property
+    def way(self) -> str:
+        """How it is sharded, and how its rows travel, in words."""
+        kind = _kind(self.choice)
+        exchange = self.choice.exchange.value
+        return f"{kind}, {exchange} exchange" if self.choice.message_type else kind
+
+    def cells(self) -> Sequence[str]:
+        """All of it, in words."""
+        choice, other = self.choice, self.runner_up
+        return (
+            self.name,
+            f"{self.num_rows:,}",
+            str(self.dim),
+            _kind(choice),
+            choice.exchange.value if choice.message_type else "-",
+            f"{choice.num_hot:,} ({self.hot_share:.0%})" if choice.num_hot else "-",
+            f"{self.sent_bytes / 1e6:.3f}",
+            milliseconds(self.seconds),
+            "-" if other is None else _in_place(choice, other),
+            "-" if other is None else milliseconds(self.lost_by_s),
+        )
+
+
+def milliseconds(seconds: float) -> str:
+    """As reports show them."""
+    return f"{1e3 * seconds:,.2f}"
+
+
+def _kind(choice: Choice) -> str:
+    parts = f" / {choice.column_shards}" if choice.column_shards > 1 else ""
+    return choice.kind.value.replace("_", " ") + parts
+
+
+def _in_place(chosen: Choice, other: Choice) -> str:
+    """What is other in it."""
+    if other.kind is chosen.kind:
+        return other.exchange.value
+    exchange = other.exchange.value
+    return _kind(other) + ("" if exchange == "pooled" else f", {exchange}")

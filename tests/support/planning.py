@@ -14,8 +14,9 @@ import torchrec_2dsp as tdsp
 from tests.unit.test_planner import nothing_reserved, world
 from torchrec_2dsp.cost.memory import buffer_weights, table_bytes
 from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.table_loads import message_type
 from torchrec_2dsp.planner.search.candidates import candidates_of
-from torchrec_2dsp.planner.search.choices import Candidate
+from torchrec_2dsp.planner.search.choices import Candidate, rated
 
 ENOUGH = 1e12
 ROWS = (40, 1_000, 9_000)
@@ -75,7 +76,7 @@ def problem(
 
 
 def best_of_all(candidates: list[Candidate], setting: Setting, room: float = ENOUGH) -> float:
-    """The shortest step of all choices of all tables, with all ranks for table-wise ones."""
+    """The best step of all choices of all tables, with all ranks for table-wise ones."""
     group = setting.group
     ways = []
     for candidate in candidates:
@@ -96,5 +97,6 @@ def best_of_all(candidates: list[Candidate], setting: Setting, room: float = ENO
         loads = setting.loads(placed)
         kept = sum((table_bytes(one, group.num_ranks) for one in placed), buffers @ loads.values)
         if kept.max() <= room:
-            best = min(best, setting.step_cost(loads).total_s)
+            types = {message_type(one.kind, one.exchange) for one in placed}
+            best = min(best, rated(setting.step_cost(loads).total_s, types))
     return best

@@ -42,7 +42,7 @@ def test_memory_that_doesnt_suffice_is_given_where_it_saves_most(share: float) -
     assert bool(found) == bool(np.isfinite(best))
     for one in found:
         assert one.bytes_by_rank.max() <= room
-        assert roomy.cost.total_s <= one.cost.total_s <= 1.06 * best
+        assert roomy.rated_s <= one.rated_s <= 1.06 * best
 
 
 @pytest.mark.parametrize("room", [8e6, 15e6, 24e6])

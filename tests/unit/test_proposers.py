@@ -15,10 +15,12 @@ import torchrec_2dsp as tdsp
 from tests.support.planning import ROWS, SHARDERS, calibration, planner, skewed, tables
 from tests.unit.test_hot_row_choice import slow_fetch
 from tests.unit.test_planner import nothing_reserved, world
-from torchrec_2dsp.plan.parameter_sharding import ProposedType
+from torchrec_2dsp.cost.table_loads import message_type
+from torchrec_2dsp.plan.parameter_sharding import ProposedType, base_type
 from torchrec_2dsp.plan.plan2d import is_proposed
 from torchrec_2dsp.planner.proposals import Draft
 from torchrec_2dsp.planner.proposers import Loaded
+from torchrec_2dsp.planner.search.choices import rated
 
 BATCH = 512
 
@@ -64,7 +66,7 @@ def chosen(plan: tdsp.Plan2D) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("link", ["200mbit", "1gbit", "no_limit"])
 @pytest.mark.parametrize("mesh", [tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2), None])
 def test_the_stock_planner_finds_what_the_search_finds(link: str, mesh: tdsp.Mesh2D | None) -> None:
-    """On these models single tables change nothing, and ranks are dealt as well."""
+    """Within a percent: imbalance is rated when ranks are dealt, by shards and not by steps."""
     known: dict[str, Any] = {"access": skewed()}
     topology = world(4, 2)
     if mesh is None:
@@ -74,7 +76,12 @@ def test_the_stock_planner_finds_what_the_search_finds(link: str, mesh: tdsp.Mes
     plan = plan_of(proposer)
     best = planner(link=link, mesh=mesh, **known).search(tables(), SHARDERS).found[0]
     assert plan.mesh == best.setting.mesh
-    assert seconds_of(plan, link, skewed()) == pytest.approx(best.cost.total_s, rel=1e-9)
+    (module,) = (module for _, module in plan.modules())
+    types = {
+        message_type(ShardingType(base_type(table.sharding_type)), table.exchange)
+        for _, table in module.tables()
+    }
+    assert rated(seconds_of(plan, link, skewed()), types) <= 1.01 * best.rated_s
 
 
 @pytest.mark.parametrize("kind", ["row_wise", "table_wise", "column_wise"])

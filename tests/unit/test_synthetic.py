@@ -84,6 +84,16 @@ def test_zipf_ids_are_as_frequent_as_theory_says(skew: float) -> None:
     assert abs((ranks > 20).sum() - tail) < 5 * math.sqrt(tail) + 1
 
 
+@pytest.mark.parametrize("skew", [0.0, 0.5, 1.0, 1.05, 3.0])
+def test_probabilities_of_large_tables_add_up(skew: float) -> None:
+    """Where not all rows are added up, those that aren't are integrated."""
+    num_rows = 3_000_000
+    every = np.arange(1, num_rows + 1, dtype=np.float64)
+    head = np.array([1, 1_000, num_rows])
+    expected = head**-skew / (every**-skew).sum()
+    assert Zipf(num_rows, skew).probability(head) == pytest.approx(expected, rel=1e-10)
+
+
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 10, 999, 1_000, 4_096])
 def test_every_row_has_one_popularity_rank(num_rows: int) -> None:
     rows = Zipf(num_rows, 1.0).row_of_rank(np.arange(1, num_rows + 1))

@@ -9,6 +9,8 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Emb
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 import torchrec_2dsp as tdsp
+from torchrec_2dsp.data.synthetic import SparseFeature, SyntheticConfig
+from torchrec_2dsp.recipe.access import true_access
 
 
 def model() -> nn.Module:
@@ -124,3 +126,16 @@ def test_with_statistics_hot_rows_are_the_hottest() -> None:
     assert blocks.sum() == pytest.approx(whole)
     assert blocks[0] > 2 * blocks[1] > 2 * blocks[3] > 0
     assert counted.distinct_by_block(500, 4, num_hot=250)[0] == pytest.approx(0.0)
+
+
+def test_of_large_tables_the_hottest_rows_are_known_and_the_others_a_tail() -> None:
+    """A batch hardly touches fewer rows than with all of them known, and never more of the hot."""
+    data = SyntheticConfig(features=(SparseFeature(name="a", num_rows=50_000, skew=1.05),))
+    whole, part = (true_access(data, max_rows=known)["t_a"] for known in (50_000, 5_000))
+    assert (whole.tail_rows, part.tail_rows, len(part.rows)) == (0, 45_000, 5_000)
+    assert part.num_lookups == pytest.approx(whole.num_lookups)
+    assert part.lookups_per_sample == pytest.approx(1.0)
+    assert part.share_of(100) == pytest.approx(whole.share_of(100))
+    for batch in (100, 4_096):
+        exact, near = whole.expected_distinct(batch), part.expected_distinct(batch)
+        assert exact <= near * (1 + 1e-9) <= 1.02 * exact

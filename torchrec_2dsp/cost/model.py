@@ -221,7 +221,16 @@ class _Phases:
         return max(0, len(loads.types) - int(together)) * short
 
     def _dense_exchange_s(self, loads: Loads) -> float:
-        num_bytes = self.workload.dense.gradient_bytes + float(loads.all_reduced_bytes.max())
+        """Data-parallel tables have an all-reduce of their own, after that of the dense part."""
+        return sum(
+            self._reduced_s(num_bytes)
+            for num_bytes in (
+                self.workload.dense.gradient_bytes,
+                float(loads.all_reduced_bytes.max()),
+            )
+        )
+
+    def _reduced_s(self, num_bytes: float) -> float:
         if not num_bytes:
             return 0.0
         reduce = self.calibration.collectives.all_reduce
@@ -264,11 +273,12 @@ def _hidden_s(cost: StepCost, loads: Loads, workload: Workload) -> float:
     """What happens behind compute.
 
     Ids travel while the step before computes, if there is a pipeline. Dense gradients travel behind
-    the backward, bucket by bucket; the last bucket has nothing left to hide behind.
+    the backward, bucket by bucket; the last bucket, and tables, have nothing left to hide behind.
     """
     compute = cost.lookup_s + cost.rows_s + cost.dense_s + cost.update_s
     ids = min(cost.input_exchange_s, compute) if workload.is_pipelined else 0.0
-    gradient_bytes = workload.dense.gradient_bytes + float(loads.all_reduced_bytes.max())
+    gradient_bytes = workload.dense.gradient_bytes
     num_buckets = 1 + gradient_bytes // _DDP_BUCKET_BYTES
-    dense = min(cost.dense_exchange_s * (1 - 1 / num_buckets), workload.dense.backward_s)
-    return ids + dense
+    all_bytes = gradient_bytes + float(loads.all_reduced_bytes.max())
+    dense_s = cost.dense_exchange_s * gradient_bytes / all_bytes if all_bytes else 0.0
+    return ids + min(dense_s * (1 - 1 / num_buckets), workload.dense.backward_s)

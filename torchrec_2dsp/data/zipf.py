@@ -11,6 +11,7 @@ from torchrec_2dsp.data.counters import uniforms
 from torchrec_2dsp.errors import ConfigError
 
 _MAX_NUM_ROWS = 2**31
+_ADDED_UP = 1_000_000
 _Floats = NDArray[np.float64]
 
 
@@ -69,9 +70,21 @@ class Zipf:
         return (rank - 1) * (1 if self.is_sorted else golden_step(self.num_rows)) % self.num_rows
 
     def probability(self, rank: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The probability of the ``rank``-th most frequent row. Takes memory for all rows."""
-        weights = np.arange(1, self.num_rows + 1, dtype=np.float64) ** -self.skew
-        return rank.astype(np.float64) ** -self.skew / weights.sum()
+        """The probability of the ``rank``-th most frequent row."""
+        return rank.astype(np.float64) ** -self.skew / self._sum_of_weights()
+
+    def _sum_of_weights(self) -> float:
+        """Of all rows: the first ones added up, and the integral over the others.
+
+        Between two integers, the integral by trapezoids errs by less than the change of the slope.
+        """
+        known = min(self.num_rows, _ADDED_UP)
+        weights = np.arange(1, known + 1, dtype=np.float64) ** -self.skew
+        if known == self.num_rows:
+            return float(weights.sum())
+        first, last = self._area(np.array([known, self.num_rows], dtype=np.float64))
+        ends = (float(self.num_rows) ** -self.skew - weights[-1]) / 2
+        return float(weights.sum() + last - first + ends)
 
     def _try(self, draws: _Floats) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """One attempt per draw: a rank, and whether to take it."""

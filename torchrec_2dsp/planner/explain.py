@@ -80,4 +80,4 @@ def _compared(line: TableLine, best: Found, descent: Descent, table: int) -> Tab
     if not others:
         return line
     choice, seconds = min(others, key=lambda other: other[1])
-    return replace(line, runner_up=choice, lost_by_s=seconds - best.cost.total_s)
+    return replace(line, runner_up=choice, lost_by_s=seconds - best.rated_s)

@@ -14,7 +14,7 @@ from torchrec.distributed.types import ShardingType
 from torchrec_2dsp.cost.memory import buffer_weights, table_bytes
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.plan.parameter_sharding import ProposedType, base_type
-from torchrec_2dsp.planner.search.choices import Candidate, Choice
+from torchrec_2dsp.planner.search.choices import Candidate, Choice, rated
 from torchrec_2dsp.planner.search.descent import Placement
 from torchrec_2dsp.planner.search.space import Floats, Space
 
@@ -59,9 +59,11 @@ class Draft:
         )
 
     @cached_property
-    def seconds(self) -> float:
-        """Of a step, if all ranks had the same to do."""
-        return self.space.step_cost(self.loads.sum(axis=0), self.placement.choices).total_s
+    def rated_s(self) -> float:
+        """Of a step, if all ranks had the same to do, as the search compares it."""
+        choices = self.placement.choices
+        cost = self.space.step_cost(self.loads.sum(axis=0), choices)
+        return rated(cost.total_s, {choice.message_type for choice in choices})
 
     def options(self, known: KnownOptions, device: str) -> list[ShardingOption]:
         """One for each table, rated so that they add up to the step, but for its dense part.
@@ -101,7 +103,7 @@ class Draft:
         )
         # What is paid once for all tables is in no price.
         dense = self.space.setting.workload.dense
-        rest_s = self.seconds - dense.forward_s - dense.backward_s
+        rest_s = self.rated_s - dense.forward_s - dense.backward_s
         priced_s = float((sums @ prices).sum())
         return 1e3 * prices * (rest_s / priced_s if priced_s else 0.0)
 

@@ -9,7 +9,7 @@ import numpy as np
 from torchrec_2dsp.cost.loads import Loads
 from torchrec_2dsp.cost.memory import buffer_weights, table_bytes
 from torchrec_2dsp.cost.step_cost import StepCost
-from torchrec_2dsp.planner.search.choices import Choice
+from torchrec_2dsp.planner.search.choices import Choice, rated
 from torchrec_2dsp.planner.search.space import Floats, Space
 
 _LEAST_GAIN = 1e-6
@@ -90,6 +90,10 @@ class Descent:
         """Of a placement, imbalance included."""
         return self._step_cost(self.sums(placement), placement.choices)
 
+    def rated_s(self, placement: Placement) -> float:
+        """The same, as it is compared with others; infinite where memory doesn't suffice."""
+        return self._rated_s(self.sums(placement), placement.choices)
+
     def bytes_by_rank(self, placement: Placement) -> Floats:
         """With buffers."""
         sums = self.sums(placement)
@@ -105,7 +109,7 @@ class Descent:
             max_tries: steps that may be added up.
         """
         found, sums = start, self.sums(start)
-        best = self._seconds(sums, start.choices)
+        best = self._rated_s(sums, start.choices)
         since_gain = 0
         for table in cycle(range(len(start.choices))):
             since_gain += 1
@@ -117,14 +121,14 @@ class Descent:
                 ranks = self._ranks_for(table, choice, others)
                 changed = found.replaced(table, choice, ranks)
                 tried = others + self._of(table, choice, ranks)
-                seconds = self._seconds(tried, changed.choices)
+                seconds = self._rated_s(tried, changed.choices)
                 if seconds < best * (1 - _LEAST_GAIN):
                     found, sums, best, since_gain = changed, tried, seconds, 0
         self._last = found, sums
         return found, max_tries
 
     def alternatives(self, placement: Placement, table: int) -> list[tuple[Choice, float]]:
-        """The other choices for a table, and the step with each; those that fit."""
+        """The other choices for a table, and the step with each as it is rated; those that fit."""
         others = self.sums(placement) - self.sums_of(placement, table)
         found: list[tuple[Choice, float]] = []
         for choice in self._space.choices[table]:
@@ -132,7 +136,7 @@ class Descent:
                 continue
             ranks = self._ranks_for(table, choice, others)
             changed = placement.replaced(table, choice, ranks)
-            seconds = self._seconds(others + self._of(table, choice, ranks), changed.choices)
+            seconds = self._rated_s(others + self._of(table, choice, ranks), changed.choices)
             found += [(choice, seconds)] if np.isfinite(seconds) else []
         return found
 
@@ -148,11 +152,12 @@ class Descent:
             self._known[key] = sums
         return sums
 
-    def _seconds(self, sums: Sums, choices: Sequence[Choice]) -> float:
-        """Infinite where memory doesn't suffice."""
+    def _rated_s(self, sums: Sums, choices: Sequence[Choice]) -> float:
+        """As it is compared with others; infinite where memory doesn't suffice."""
         if (sums.kept + self._buffers @ sums.loads > self._room).any():
             return float("inf")
-        return self._step_cost(sums, choices).total_s
+        types = {choice.message_type for choice in choices}
+        return rated(self._step_cost(sums, choices).total_s, types)
 
     def _step_cost(self, sums: Sums, choices: Sequence[Choice]) -> StepCost:
         types = {choice.message_type for choice in choices} - {""}

@@ -76,7 +76,7 @@ class SearchResult:
     """What a search has looked at."""
 
     found: Sequence[Found]
-    """What was placed, the shortest step first; empty if nothing fits."""
+    """What was placed, the best first; empty if nothing fits."""
 
     tried: Sequence[Tried]
     """All choices that fit."""
@@ -113,7 +113,7 @@ def search(
         for space, some in chosen
         for one in some
     ]
-    return SearchResult(sorted(found, key=lambda one: one.cost.total_s), tried, room)
+    return SearchResult(sorted(found, key=lambda one: one.rated_s), tried, room)
 
 
 def chosen_on_each(
@@ -127,7 +127,7 @@ def chosen_on_each(
         settings = _best_settings(candidates, settings, room)
     spaces = [Space.of(candidates, setting) for setting in settings]
     chosen = [(space, selections(space, room)) for space in spaces]
-    return sorted((one for one in chosen if one[1]), key=lambda one: one[1][0].seconds)
+    return sorted((one for one in chosen if one[1]), key=lambda one: one[1][0].rated_s)
 
 
 def effort_for(candidates: Sequence[Candidate]) -> Effort:
@@ -145,7 +145,7 @@ def _best_settings(
     weighed: list[tuple[float, int]] = []
     for number, setting in enumerate(settings):
         some = selections(Space.of(sample, setting, len(by_size) / len(sample)), room)
-        weighed += [(some[0].seconds, number)] if some else []
+        weighed += [(some[0].rated_s, number)] if some else []
     best = sorted(weighed)[: _MANY_TABLES.meshes]
     # The sample may have seemed to fit where the whole doesn't.
     largest = max(settings, key=lambda setting: setting.mesh.group_size)
@@ -198,9 +198,9 @@ def _attempts(
         placement, left.tries = descent.improved(start, left.tries)
         if descent.bytes_by_rank(placement).max() > room:
             continue
-        seconds = descent.step_cost(placement).total_s
-        if seconds < left.best:
-            left.best, left.at_best = seconds, left.tries
+        rated_s = descent.rated_s(placement)
+        if rated_s < left.best:
+            left.best, left.at_best = rated_s, left.tries
         yield placement, descent
 
 
@@ -210,7 +210,7 @@ def _placed(space: Space, some: Sequence[Selected], room: float, effort: Effort)
         hotter = with_hot_rows(space, placement, descent, room)
         cost, kept = descent.step_cost(hotter), descent.bytes_by_rank(hotter)
         found.append(Found(space.setting, space.candidates, hotter, cost, kept))
-    return min(found, key=lambda one: one.cost.total_s, default=None)
+    return min(found, key=lambda one: one.rated_s, default=None)
 
 
 def _nothing(setting: Setting) -> Found:

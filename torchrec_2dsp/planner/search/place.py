@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchrec_2dsp.cost.memory import buffer_weights, table_bytes
-from torchrec_2dsp.cost.table_loads import Placed
 from torchrec_2dsp.planner.balance import Bins, Items, dealt
 from torchrec_2dsp.planner.search.choices import Choice
 from torchrec_2dsp.planner.search.space import Floats, Selection, Space
@@ -35,17 +34,6 @@ def place(
     if not dealing.to_hosts(on_hosts) or not dealing.to_ranks(on_ranks):
         return None
     return None if (dealing.taken > dealing.room).any() else dealing.ranks
-
-
-def placed(space: Space, selection: Selection, ranks: Sequence[Sequence[int]]) -> list[Placed]:
-    """Tables as a selection and their ranks say."""
-    group = space.setting.group
-    return [
-        candidate.placed(choice, some, group)
-        for candidate, choice, some in zip(
-            space.candidates, space.chosen(selection), ranks, strict=True
-        )
-    ]
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torchrec_2dsp.cost.span import Span
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D, type_2d
 from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D
-from torchrec_2dsp.planner.search.choices import Candidate, Choice
+from torchrec_2dsp.planner.search.choices import Candidate, Choice, rated
 from torchrec_2dsp.planner.search.descent import Placement, RanksOf
 
 
@@ -34,6 +34,11 @@ class Found:
 
     bytes_by_rank: Ranks
     """What each rank of a group keeps."""
+
+    @property
+    def rated_s(self) -> float:
+        """By which it is compared with others."""
+        return rated(self.cost.total_s, {choice.message_type for choice in self.placement.choices})
 
     def plan(self, device: str) -> Plan2D:
         """With TorchRec's objects for each shard.

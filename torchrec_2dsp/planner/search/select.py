@@ -7,6 +7,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
+from torchrec_2dsp.planner.search.choices import rated
 from torchrec_2dsp.planner.search.space import Floats, Selection, Space
 
 _REPRICINGS = 2
@@ -26,6 +27,15 @@ class Selected:
     selection: Selection
     seconds: float
     """Of a step, if all ranks had the same to do."""
+
+    rated_s: float
+    """By which it is compared with others."""
+
+    @classmethod
+    def of(cls, space: Space, selection: Selection) -> "Selected":
+        """With its step."""
+        seconds = space.seconds(selection)
+        return cls(selection, seconds, rated(seconds, space.types_of(selection)))
 
 
 def selections(space: Space, room: float) -> list[Selected]:
@@ -47,18 +57,18 @@ def selections(space: Space, room: float) -> list[Selected]:
     for families in _pairs(len(space.families)):
         _try(space, room, families, tried)
     while True:
-        best = min(tried, key=lambda families: tried[families].seconds)
-        before = tried[best].seconds
+        best = min(tried, key=lambda families: tried[families].rated_s)
+        before = tried[best].rated_s
         for family in range(len(space.families)):
             _try(space, room, best | {family}, tried)
-        if min(one.seconds for one in tried.values()) >= before:
+        if min(one.rated_s for one in tried.values()) >= before:
             break
     # What differs by rounding stays in its order.
-    found = sorted(tried.values(), key=lambda one: round(one.seconds, _DIGITS))
+    found = sorted(tried.values(), key=lambda one: round(one.rated_s, _DIGITS))
     # The last resort, where nothing better finds ranks: the smallest shards that there are.
     smallest = _argmin(space.bytes_of_shard + space.bytes_of_rank)
     distinct = {one.selection.tobytes(): one for one in found}
-    distinct.setdefault(smallest.tobytes(), Selected(smallest, space.seconds(smallest)))
+    distinct.setdefault(smallest.tobytes(), Selected.of(space, smallest))
     return list(distinct.values())
 
 
@@ -83,10 +93,10 @@ def _try(
         selection = _cheapest_within(space, space.loads @ prices, allowed, room)
         if selection is None:
             break
-        seconds = space.seconds(selection)
-        if best is not None and seconds >= best.seconds:
+        one = Selected.of(space, selection)
+        if best is not None and one.rated_s >= best.rated_s:
             break
-        best = Selected(selection, seconds)
+        best = one
         # What overlaps with something costs less, which shows where that something is known.
         prices = space.prices(space.sum_of(selection))
     if best is not None:

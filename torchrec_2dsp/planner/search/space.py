@@ -107,7 +107,12 @@ class Space:
 
     def seconds(self, selection: Selection) -> float:
         """Of a step, if all ranks had the same to do."""
-        return self.step_cost(self.sum_of(selection), self.chosen(selection)).total_s
+        return self._step_cost(self.sum_of(selection), self.types_of(selection)).total_s
+
+    def types_of(self, selection: Selection) -> set[str]:
+        """Of the messages that a selection sends."""
+        numbers = np.unique(self.family_of[np.arange(len(selection)), selection])
+        return {message_type(*self.families[number]) for number in numbers.tolist()}
 
     def step_cost(self, of_rank: Floats, choices: Iterable[Choice]) -> StepCost:
         """If all ranks had ``of_rank`` to do.

@@ -19,7 +19,7 @@ from torchrec_2dsp import (
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.plan.plan2d import Plan2D
 
-MESHES = (Mesh2D(1, 4), Mesh2D(2, 2), Mesh2D(2, 2, RankLayout.CONTIGUOUS), Mesh2D(4, 1))
+MESHES = (Mesh2D(1, 4), Mesh2D(2, 2), Mesh2D(2, 2, RankLayout.CONTIGUOUS))
 
 
 def demand(
@@ -82,7 +82,7 @@ def test_what_is_planned_equals_the_unsharded_model(
     ranks4: RankPool, mix: str, stock_wrapper: bool
 ) -> None:
     cells = cells_of(mix, stock_wrapper)
-    per_rank = ranks4.run(run_cells, cells, 4, timeout_s=200)
+    per_rank = ranks4.run(run_cells, cells, 3, timeout_s=200)
     for number, cell in enumerate(cells):
         worst = max((gaps[number] for gaps in per_rank), key=lambda gap: gap.worst)
         assert worst.worst <= tolerance_of(cell), f"{cell}: {worst}"

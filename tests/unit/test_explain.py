@@ -2,6 +2,7 @@
 
 import re
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ CONFIG = "configs/runs/plan.toml"
 MESH = tdsp.Mesh2D(1, 4)
 
 
+@cache
 def explained() -> Explanation:
     made = planner(link="200mbit", access=skewed())
     made.plan(tables(), SHARDERS)

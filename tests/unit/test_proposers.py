@@ -63,8 +63,14 @@ def chosen(plan: tdsp.Plan2D) -> list[tuple[str, str]]:
     return [(table.sharding_type, table.exchange.value) for _, table in module.tables()]
 
 
-@pytest.mark.parametrize("link", ["200mbit", "1gbit", "no_limit"])
-@pytest.mark.parametrize("mesh", [tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2), None])
+@pytest.mark.parametrize(
+    ("link", "mesh"),
+    [
+        ("200mbit", tdsp.Mesh2D(2, 2)),
+        ("1gbit", tdsp.Mesh2D(1, 4)),
+        ("200mbit", None),
+    ],
+)
 def test_the_stock_planner_finds_what_the_search_finds(link: str, mesh: tdsp.Mesh2D | None) -> None:
     """Within a percent: imbalance is rated when ranks are dealt, by shards and not by steps."""
     known: dict[str, Any] = {"access": skewed()}

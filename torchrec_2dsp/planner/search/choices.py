@@ -87,8 +87,8 @@ def rated(seconds: float, types: Collection[str]) -> float:
 
     Example:
         >>> from torchrec_2dsp.planner.search.choices import rated
-        >>> rated(100.0, {"row_exchange"}), rated(100.0, {"row_exchange", "table_wise", ""})
-        (100.0, 110.0)
+        >>> rated(100.0, {"row_exchange"}), rated(100.0, {"row_exchange", "table_wise"})
+        (100.0, 105.0)
     """
     return seconds * (1 + _DOUBT * max(0, len(types) - 1))
 

@@ -1,7 +1,7 @@
 """What the planners choose by predicted cost trains as the unsharded model does.
 
-Tables of one model have different types and exchanges; `Planner2D` plans it for `ModelParallel2D`,
-and TorchRec's planner, with this package's proposers, for TorchRec's own wrapper.
+Tables of one model have different types and exchanges; `Planner2D` plans it, or TorchRec's planner
+with this package's proposers, and `ModelParallel2D` runs it, or TorchRec's own wrapper.
 """
 
 import pytest
@@ -19,7 +19,7 @@ from torchrec_2dsp import (
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.plan.plan2d import Plan2D
 
-MESHES = (Mesh2D(1, 4), Mesh2D(2, 2), Mesh2D(2, 2, RankLayout.CONTIGUOUS))
+MESHES = (Mesh2D(1, 4), Mesh2D(2, 2), Mesh2D(2, 2, RankLayout.CONTIGUOUS), Mesh2D(4, 1))
 
 
 def demand(
@@ -45,27 +45,21 @@ MIXES = {
 }
 
 
-def cells_of(mix: str, stock_wrapper: bool) -> list[Cell]:
+def cells_of(mix: str, **how: bool) -> list[Cell]:
     # Data-parallel tables, which are free to choose, are trained by the dense optimizer: SGD.
     optimizer = "sgd" if mix == "free" else "rowwise_adagrad"
     return [
-        Cell(
-            mesh,
-            optimizer=optimizer,
-            sync=sync,
-            demands=MIXES[mix],
-            stock_wrapper=stock_wrapper,
-        )
+        Cell(mesh, optimizer=optimizer, sync=sync, demands=MIXES[mix], **how)  # type: ignore[arg-type]
         for mesh in MESHES
         for sync in (GradientSync(), WeightSync(dense_above=1.0))
         if optimizer == "sgd" or isinstance(sync, GradientSync)
     ]
 
 
-@pytest.mark.parametrize("stock_wrapper", [False, True])
+@pytest.mark.parametrize("proposed", [False, True])
 @pytest.mark.parametrize("mix", ["rows", "hosts"])
-def test_planned_is_what_was_demanded(mix: str, stock_wrapper: bool) -> None:
-    cell = cells_of(mix, stock_wrapper)[0]
+def test_planned_is_what_was_demanded(mix: str, proposed: bool) -> None:
+    cell = cells_of(mix, proposed=proposed)[0]
     plan = plan_by_cost(cell, build(cell.spec), make_sharder(cell), local_world_size=2)
     (module,) = (module for _, module in Plan2D.from_stock(plan, cell.mesh).modules())
     for name, asked in cell.demands:
@@ -76,13 +70,19 @@ def test_planned_is_what_was_demanded(mix: str, stock_wrapper: bool) -> None:
         assert num_hot == (asked.hot_rows or 0)
 
 
-@pytest.mark.parametrize("stock_wrapper", [False, True])
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(
+    ("mix", "proposed", "stock_wrapper"),
+    [
+        *((mix, False, False) for mix in MIXES),
+        *((mix, True, True) for mix in MIXES),
+        ("rows", True, False),
+    ],
+)
 def test_what_is_planned_equals_the_unsharded_model(
-    ranks4: RankPool, mix: str, stock_wrapper: bool
+    ranks4: RankPool, mix: str, proposed: bool, stock_wrapper: bool
 ) -> None:
-    cells = cells_of(mix, stock_wrapper)
-    per_rank = ranks4.run(run_cells, cells, 3, timeout_s=200)
+    cells = cells_of(mix, proposed=proposed, stock_wrapper=stock_wrapper)
+    per_rank = ranks4.run(run_cells, cells, 4, timeout_s=200)
     for number, cell in enumerate(cells):
         worst = max((gaps[number] for gaps in per_rank), key=lambda gap: gap.worst)
         assert worst.worst <= tolerance_of(cell), f"{cell}: {worst}"

@@ -10,55 +10,36 @@ from torchrec.distributed.types import ShardingPlan
 
 import torchrec_2dsp as tdsp
 
-BATCH_SIZE = 8
 
-
-def searched_plan(
+def planned(
     model: nn.Module,
     sharder: Any,
     constraints: Mapping[str, tdsp.ParameterConstraints2D],
+    local_world_size: int,
     *,
     mesh: tdsp.Mesh2D,
     sync: tdsp.GradientSync | tdsp.WeightSync,
-    local_world_size: int,
-) -> tdsp.Plan2D:
-    """As `Planner2D` finds it on a mesh."""
-    planner = tdsp.Planner2D(
-        topology=_calibration().topology(mesh.world_size, local_world_size=local_world_size),
-        batch_size=BATCH_SIZE,
-        constraints=constraints,
-        storage_reservation=FixedPercentageStorageReservation(0.0),
-        calibration=_calibration(),
-        mesh=mesh,
-        sync=sync,
-    )
-    return planner.plan(model, [sharder])
-
-
-def proposed_plan(
-    model: nn.Module,
-    sharder: Any,
-    constraints: Mapping[str, tdsp.ParameterConstraints2D],
-    *,
-    mesh: tdsp.Mesh2D,
-    sync: tdsp.GradientSync | tdsp.WeightSync,
-    local_world_size: int,
+    proposed: bool,
 ) -> ShardingPlan:
-    """As TorchRec's planner makes it of this package's proposals: a stock plan."""
-    topology = _calibration().topology(mesh.world_size, local_world_size=local_world_size)
-    planner = EmbeddingShardingPlanner(
-        topology=topology,
-        batch_size=BATCH_SIZE,
-        storage_reservation=FixedPercentageStorageReservation(0.0),
-        proposer=tdsp.ExchangeProposer(
-            topology, _calibration(), mesh=mesh, sync=sync, constraints=constraints
-        ),
-        partitioner=tdsp.BalancedPartitioner(),
-        constraints=dict(constraints),
-        stats=tdsp.Stats2D(),
+    """As `Planner2D` finds it, or TorchRec's planner of this package's proposals: a stock plan."""
+    calibration = tdsp.Calibration.load("configs/hardware/emulated_200mbit.toml")
+    topology = calibration.topology(mesh.world_size, local_world_size=local_world_size)
+    known: dict[str, Any] = {
+        "topology": topology,
+        "batch_size": 8,
+        "storage_reservation": FixedPercentageStorageReservation(0.0),
+        "constraints": dict(constraints),
+    }
+    if not proposed:
+        planner = tdsp.Planner2D(calibration=calibration, mesh=mesh, sync=sync, **known)
+        return planner.plan(model, [sharder])
+    proposer = tdsp.ExchangeProposer(
+        topology, calibration, mesh=mesh, sync=sync, constraints=constraints
     )
-    return planner.plan(model, [sharder])
-
-
-def _calibration() -> tdsp.Calibration:
-    return tdsp.Calibration.load("configs/hardware/emulated_200mbit.toml")
+    stock = EmbeddingShardingPlanner(
+        proposer=proposer,
+        partitioner=tdsp.BalancedPartitioner(),
+        stats=tdsp.Stats2D(),
+        **known,
+    )
+    return stock.plan(model, [sharder])

@@ -13,7 +13,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_2dsp as tdsp
-from tests.support.cell_plans import proposed_plan, searched_plan
+from tests.support.cell_plans import planned
 from tests.support.models import ModelSpec, build, make_batch
 from tests.support.oracle import Oracle, local_loss
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
@@ -54,6 +54,8 @@ class Cell:
     owners: str = "block"
     demands: tuple[tuple[str, tdsp.ParameterConstraints2D], ...] = ()
     """Of each table, in place of ``sharding``, ``exchange`` and ``hot_rows``: by predicted cost."""
+    proposed: bool = False
+    """Whether TorchRec's planner makes the plan, of this package's proposals."""
 
     def __str__(self) -> str:
         kind = "sequence" if self.spec.sequence else self.spec.pooling
@@ -61,6 +63,7 @@ class Cell:
         parts += [self.optimizer, str(self.mesh), type(self.sync).__name__]
         parts += [f"{self.exchange}-exchange"] * (self.exchange != "pooled")
         parts += ["hash"] * (self.owners == "hash") + ["demands"] * bool(self.demands)
+        parts += ["proposed"] * self.proposed
         parts += ["hot"] * bool(self.hot_rows) + ["stock-dmp"] * self.stock_wrapper
         return " ".join(parts + ["captured"] * self.always_capture)
 
@@ -94,15 +97,15 @@ class Gap:
 def plan_by_cost(
     cell: Cell, model: nn.Module, sharder: object, local_world_size: int
 ) -> ShardingPlan:
-    """As a planner finds it within the cell's demands: TorchRec's for its own wrapper."""
-    make = proposed_plan if cell.stock_wrapper else searched_plan
-    return make(
+    """As a planner finds it within the cell's demands."""
+    return planned(
         model,
         sharder,
         dict(cell.demands),
+        local_world_size,
         mesh=cell.mesh,
         sync=cell.sync,
-        local_world_size=local_world_size,
+        proposed=cell.proposed,
     )
 
 

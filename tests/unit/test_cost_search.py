@@ -23,6 +23,7 @@ from tests.support.planning import (
 from tests.unit.test_planner import bags, nothing_reserved, world
 from torchrec_2dsp.planner.search.candidates import candidates_of
 from torchrec_2dsp.planner.search.meshes import search
+from torchrec_2dsp.planner.search.result import Found
 
 
 @pytest.mark.parametrize(
@@ -61,15 +62,47 @@ def types_of(plan: tdsp.Plan2D) -> dict[str, tuple[str, str]]:
     }
 
 
+_TABLE_WISE = "table_wise"
+_COPIED = "data_parallel"
+
+
 def test_small_tables_are_copied_where_large_ones_send_vectors() -> None:
     """Their gradients are smaller than a batch's vectors; whole tables aren't."""
     model = tables((10,) * 12 + (200_000,))
-    vectors = ParameterConstraints(sharding_types=["data_parallel", "table_wise"])
-    constraints = {f"t{number}": vectors for number in range(13)}
+    constraints = either(_COPIED, _TABLE_WISE, num_tables=13)
     plan = plan_of(model, link="200mbit", constraints=constraints, mesh=tdsp.Mesh2D(1, 4))
     *small, large = types_of(plan).values()
-    assert set(small) == {("2d_data_parallel", "pooled")}
+    # The host without the large table may have one: its link is free.
+    assert small.count(("2d_data_parallel", "pooled")) >= 11
     assert large[0] == "2d_table_wise"
+
+
+def test_a_small_gain_is_no_reason_for_another_type() -> None:
+    """With smaller batches, copies would shorten the step a little, were predictions exact."""
+    rows = (10,) * 6 + (200_000,)
+    given = {"link": "200mbit", "batch_size": 128, "access": skewed(rows)}
+
+    def found(constraints: dict[str, ParameterConstraints]) -> Found:
+        by_cost = planner(constraints=constraints, mesh=tdsp.Mesh2D(1, 4), **given)
+        return by_cost.search(tables(rows), SHARDERS).found[0]
+
+    free = found(either(_COPIED, _TABLE_WISE, num_tables=7))
+    assert {choice.kind for choice in free.placement.choices} == {ShardingType.TABLE_WISE}
+    copies = either(_COPIED, num_tables=7)
+    mixed = found(copies | dict.fromkeys(("t0", "t6"), either(_TABLE_WISE, num_tables=1)["t0"]))
+    assert mixed.cost.total_s < free.cost.total_s < 1.05 * mixed.cost.total_s
+
+
+def either(*types: str, num_tables: int) -> dict[str, ParameterConstraints]:
+    asked = ParameterConstraints(sharding_types=list(types))
+    return {f"t{number}": asked for number in range(num_tables)}
+
+
+def test_tables_that_share_a_link_do_not_lie_on_one_host() -> None:
+    constraints = either(_TABLE_WISE, num_tables=2)
+    by_cost = planner(link="200mbit", constraints=constraints, mesh=tdsp.Mesh2D(1, 4))
+    placement = by_cost.search(tables((200_000,) * 2), SHARDERS).found[0].placement
+    assert sorted(rank // 2 for (rank,) in placement.ranks) == [0, 1]
 
 
 def test_the_mesh_is_what_the_network_makes_of_it() -> None:

@@ -22,9 +22,9 @@ from tests.unit.test_planner import world
 from torchrec_2dsp.cost.model import Setting
 from torchrec_2dsp.planner.search.candidates import candidates_of
 from torchrec_2dsp.planner.search.choices import Choice
-from torchrec_2dsp.planner.search.meshes import meshes_of, search
+from torchrec_2dsp.planner.search.meshes import Effort, meshes_of, placements, search
 from torchrec_2dsp.planner.search.result import Found
-from torchrec_2dsp.planner.search.select import selections
+from torchrec_2dsp.planner.search.select import selections, smallest
 from torchrec_2dsp.planner.search.space import Space
 
 
@@ -123,5 +123,22 @@ def test_buffers_of_one_rank_are_counted_where_they_are() -> None:
 
     (roomy,) = found(ENOUGH)
     needed = bytes_of(roomy)
+    assert found(needed)
     for share in (1.0, 0.95, 0.9, 0.85, 0.8):
         assert all(bytes_of(one) <= share * needed for one in found(share * needed))
+
+
+def test_where_shards_cannot_be_dealt_tables_are_chosen_for_less_memory() -> None:
+    """Forty tables, for which there is room on average, are not left as small as they can be."""
+    rows = np.exp(np.random.default_rng(0).uniform(np.log(100), np.log(2e7), 40)).astype(int)
+    model = tables(tuple(int(num_rows) for num_rows in rows))
+    workload = tdsp.Workload.of_model(model, batch_size=1_024)
+    candidates = candidates_of(model, SHARDERS, {}, workload, "cpu")
+    setting = Setting(calibration(), workload, tdsp.Mesh2D(1, 8), tdsp.GradientSync(), 8)
+    space = Space.of(candidates, setting)
+    least = smallest(space)
+    room = 1.7 * space.bytes_of(least.selection)
+    effort = Effort(meshes=1, selections=1, tries=0)
+    found = list(placements(space, selections(space, room), room, effort))
+    assert all(descent.bytes_by_rank(one).max() <= room for one, descent in found)
+    assert min(descent.rated_s(one) for one, descent in found) < 0.8 * least.rated_s

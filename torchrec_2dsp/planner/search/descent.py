@@ -1,6 +1,6 @@
 """Change one table after the other while that makes the step shorter. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -116,9 +116,8 @@ class Descent:
             if since_gain > len(start.choices) or max_tries <= 0:
                 break
             others = sums - self.sums_of(found, table)
-            for choice in self._space.choices[table]:
+            for choice, ranks in self._tries(table, others):
                 max_tries -= 1
-                ranks = self._ranks_for(table, choice, others)
                 changed = found.replaced(table, choice, ranks)
                 tried = others + self._of(table, choice, ranks)
                 seconds = self._rated_s(tried, changed.choices)
@@ -130,15 +129,15 @@ class Descent:
     def alternatives(self, placement: Placement, table: int) -> list[tuple[Choice, float]]:
         """The other choices for a table, and the step with each as it is rated; those that fit."""
         others = self.sums(placement) - self.sums_of(placement, table)
-        found: list[tuple[Choice, float]] = []
-        for choice in self._space.choices[table]:
+        found: dict[Choice, float] = {}
+        for choice, ranks in self._tries(table, others):
             if choice.family == placement.choices[table].family:
                 continue
-            ranks = self._ranks_for(table, choice, others)
             changed = placement.replaced(table, choice, ranks)
             seconds = self._rated_s(others + self._of(table, choice, ranks), changed.choices)
-            found += [(choice, seconds)] if np.isfinite(seconds) else []
-        return found
+            if np.isfinite(seconds):
+                found[choice] = min(seconds, found.get(choice, np.inf))
+        return list(found.items())
 
     def _of(self, table: int, choice: Choice, ranks: RanksOf) -> Sums:
         key = table, choice, ranks
@@ -165,14 +164,21 @@ class Descent:
         loads.values += np.maximum(sums.loads, 0.0)
         return self._space.setting.step_cost(loads)
 
-    def _ranks_for(self, table: int, choice: Choice, others: Sums) -> RanksOf:
-        """The ranks, or the host, that have least to do beside a table."""
-        if not choice.is_free:
-            return ()
+    def _tries(self, table: int, others: Sums) -> Iterator[tuple[Choice, RanksOf]]:
+        """All choices, on the ranks or hosts that have least to do beside a table."""
         busy = self.prices @ others.loads
-        if choice.is_on_host:
-            size = self._group.ranks_per_host
-            first = int(busy.reshape(-1, size).sum(axis=1).argmin()) * size
-            return tuple(range(first, first + size))
-        order = np.argsort(busy, kind="stable")
-        return tuple(int(order[part % len(order)]) for part in range(choice.column_shards))
+        hosts = np.arange(len(busy)) // self._group.ranks_per_host
+        busy_hosts = np.bincount(hosts, busy)
+        by_rank = np.argsort(busy, kind="stable")
+        # Ranks of a host share its link.
+        by_host = np.lexsort((busy, busy_hosts[hosts]))
+        first = int(busy_hosts.argmin()) * self._group.ranks_per_host
+        for choice in self._space.choices[table]:
+            if not choice.is_free:
+                yield choice, ()
+            elif choice.is_on_host:
+                yield choice, tuple(range(first, first + self._group.ranks_per_host))
+            else:
+                parts = np.arange(choice.column_shards) % len(busy)
+                orders = (tuple(order[parts].tolist()) for order in (by_rank, by_host))
+                yield from ((choice, ranks) for ranks in dict.fromkeys(orders))

@@ -13,7 +13,7 @@ from torchrec_2dsp.planner.search.descent import Descent, Placement
 from torchrec_2dsp.planner.search.hot_rows import with_hot_rows
 from torchrec_2dsp.planner.search.place import place
 from torchrec_2dsp.planner.search.result import Found
-from torchrec_2dsp.planner.search.select import Selected, selections
+from torchrec_2dsp.planner.search.select import Selected, selections, smallest
 from torchrec_2dsp.planner.search.space import Space
 
 
@@ -35,9 +35,8 @@ _MAX_WEIGHED = 300
 """Of more tables, a part decides which meshes are looked at."""
 _SAMPLE = 100
 """About how many tables that part has."""
-_SHARES = (1.0, 0.97, 0.9, 0.75)
-"""Of the memory, for which tables are chosen: shards can't always be dealt so that ranks are full.
-"""
+_SHARES = (0.97, 0.9, 0.75)
+"""Of the memory, for which tables are chosen again where their shards can't be dealt."""
 _PATIENCE = 700
 """After so many that led to nothing better, no other selection is placed."""
 
@@ -111,7 +110,7 @@ def search(
     tried = [
         Tried(space.setting.mesh, one.seconds, space.bytes_of(one.selection))
         for space, some in chosen
-        for one in some
+        for one in (*some, smallest(space))
     ]
     return SearchResult(sorted(found, key=lambda one: one.rated_s), tried, room)
 
@@ -160,15 +159,16 @@ def placements(
 
     Ends when more effort is in vain.
     """
-    *promising, smallest = some
-    effort_left = _Left(effort.tries)
+    left = _Left(effort.tries)
+    yield from _attempts(space, some[: effort.selections], room, left)
+    if left.best < np.inf:
+        return
     for share in _SHARES:
-        if share < 1:
-            promising = selections(space, share * room)[:-1]
-        yield from _attempts(space, promising[: effort.selections], room, effort_left)
-        if effort_left.best < np.inf:
-            return
-    yield from _attempts(space, [smallest], room, effort_left)
+        some = selections(space, share * room)
+        yield from _attempts(space, some[: effort.selections], room, left)
+        if left.best < np.inf:
+            break
+    yield from _attempts(space, [smallest(space)], room, left)
 
 
 @dataclass

@@ -65,11 +65,12 @@ def selections(space: Space, room: float) -> list[Selected]:
             break
     # What differs by rounding stays in its order.
     found = sorted(tried.values(), key=lambda one: round(one.rated_s, _DIGITS))
-    # The last resort, where nothing better finds ranks: the smallest shards that there are.
-    smallest = _argmin(space.bytes_of_shard + space.bytes_of_rank)
-    distinct = {one.selection.tobytes(): one for one in found}
-    distinct.setdefault(smallest.tobytes(), Selected.of(space, smallest))
-    return list(distinct.values())
+    return list({one.selection.tobytes(): one for one in found}.values())
+
+
+def smallest(space: Space) -> Selected:
+    """The last resort, where nothing better finds ranks: the smallest shards that there are."""
+    return Selected.of(space, _argmin(space.bytes_of_shard + space.bytes_of_rank))
 
 
 def _pairs(num_families: int) -> Iterator[frozenset[int]]:

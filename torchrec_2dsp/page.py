@@ -18,13 +18,13 @@ th, td { padding: .2em .7em; text-align: right; border-bottom: 1px solid #ddd }
 th { cursor: pointer; position: sticky; top: 0; background: white }
 .words { text-align: left }
 """
-# Numbers are sorted as such: commas, percent signs and what stands in brackets don't count.
+# Columns of numbers are sorted as such: commas, and what follows a number, don't count.
 _SORT = """
 for (const heading of document.querySelectorAll("th")) heading.onclick = () => {
   const body = heading.closest("table").tBodies[0], place = heading.cellIndex;
   const value = row => {
     const text = row.cells[place].textContent, number = parseFloat(text.replaceAll(",", ""));
-    return isNaN(number) ? text : number;
+    return heading.className == "words" || isNaN(number) ? text : number;
   };
   const order = heading.dataset.order = heading.dataset.order == "1" ? "-1" : "1";
   const rows = [...body.rows].sort((a, b) => {

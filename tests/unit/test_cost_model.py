@@ -210,6 +210,21 @@ def test_dense_gradients_hide_behind_the_backward_bucket_by_bucket(
     assert found.hidden_s == pytest.approx(-hidden_share * found.dense_exchange_s)
 
 
+def test_data_parallel_tables_have_an_all_reduce_of_their_own() -> None:
+    """Ranks come to both from computing, and that of the tables hides behind nothing."""
+    dense = tdsp.DenseWork(backward_s=100.0, gradient_bytes=99 * 2.0**20)
+    copied = table(ShardingType.DATA_PARALLEL, [0])
+    slow = only_the_link().model_copy(update={"turn_s": 1e-3})
+    alone, beside, both = (
+        cost(*tables, calibration=slow, dense=part)
+        for tables, part in (((), dense), ((copied,), tdsp.DenseWork()), ((copied,), dense))
+    )
+    assert both.dense_exchange_s == pytest.approx(alone.dense_exchange_s + beside.dense_exchange_s)
+    assert alone.dense_exchange_s == pytest.approx(1.5 * dense.gradient_bytes * LINK + 1e-3)
+    assert both.hidden_s == pytest.approx(alone.hidden_s, rel=1e-3)
+    assert beside.hidden_s == 0.0
+
+
 @pytest.mark.parametrize("placed", [ROW, TABLE_WISE], ids=["rows", "table-wise"])
 def test_work_is_counted_for_every_rank(placed: Placed) -> None:
     lookup = KernelCost(base_s=0, per_item_s=1e-6, per_byte_s=0)

@@ -187,15 +187,23 @@ def test_optimizers_need_memory_as_well() -> None:
 class TopologySeen(Stats):
     """Notes for how many ranks a plan is reported."""
 
+    world_size = 0
+
     def log(self, sharding_plan: ShardingPlan, topology: Topology, *args: Any, **more: Any) -> None:
         self.world_size = topology.world_size
 
 
-def test_what_is_reported_is_one_group() -> None:
+def test_what_is_reported_is_one_group_and_its_sync(caplog: pytest.LogCaptureFixture) -> None:
     seen = TopologySeen()
-    proposer = tdsp.ExchangeProposer(world(4, 2), calibration(), mesh=tdsp.Mesh2D(2, 2))
-    stock_planner(proposer, stats=tdsp.Stats2D(seen)).plan(tables(), SHARDERS)
+    proposer = tdsp.ExchangeProposer(
+        world(4, 2), calibration(), mesh=tdsp.Mesh2D(2, 2), sync=tdsp.WeightSync()
+    )
+    with caplog.at_level("INFO", logger="torchrec_2dsp"):
+        stock_planner(proposer, stats=tdsp.Stats2D(seen)).plan(tables(), SHARDERS)
     assert seen.world_size == 2
+    assert (
+        "one of 2 sharding groups of Mesh2D(2x2, strided), kept equal by WeightSync" in caplog.text
+    )
 
 
 def test_what_fits_nowhere_is_the_planners_error() -> None:
@@ -264,6 +272,8 @@ def test_a_plan_that_was_proposed_knows_its_mesh_and_its_sync() -> None:
 def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(tdsp.ConfigError, match="nothing says which rows are hot"):
         tdsp.HotRowProposer(tdsp.ExchangeProposer(world(4, 2)))
+    with pytest.raises(tdsp.MeshError, match="has 8 ranks but the world has 4"):
+        tdsp.ExchangeProposer(world(4, 2), mesh=tdsp.Mesh2D(2, 4))
     proposer = tdsp.ExchangeProposer(world(8, 2), calibration())
     with pytest.raises(tdsp.ConfigError, match="the topology has world_size=4"):
         plan_of(proposer)

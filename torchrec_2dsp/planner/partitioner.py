@@ -3,7 +3,7 @@
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.types import Partitioner, ShardingOption, Topology
 
-from torchrec_2dsp.planner.sharding_types import base_types, proposed_mesh
+from torchrec_2dsp.planner.sharding_types import base_types, proposed_type
 from torchrec_2dsp.planner.topology import group_topology
 
 
@@ -35,5 +35,5 @@ class Partitioner2D(Partitioner):
 
 def partitioned_topology(proposal: list[ShardingOption], topology: Topology) -> Topology:
     """The ranks that the shards of a proposal may have: those of its group, or all."""
-    mesh = proposed_mesh(proposal)
-    return topology if mesh is None else group_topology(topology, mesh)
+    proposed = proposed_type(proposal)
+    return topology if proposed is None else group_topology(topology, proposed.mesh)

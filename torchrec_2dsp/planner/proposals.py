@@ -26,8 +26,6 @@ _PARTS = {
 }
 """Where TorchRec's `Perf` has the parts of `StepCost`. It doesn't add ``input_dist_comms`` up."""
 
-_TINY = 1e-300
-
 KnownOptions = Mapping[tuple[str, ShardingType, str], ShardingOption]
 """What was enumerated: by table, type and kernel."""
 
@@ -97,10 +95,9 @@ class Draft:
             axis=1,
         ).clip(min=0.0)
         # What is hidden behind something else is in the whole, and in no part.
-        visible, whole = by_part.sum(axis=1).clip(min=0.0), by_field.sum(axis=1)
-        prices = (
-            by_field * np.divide(visible, whole, out=np.zeros_like(whole), where=whole > 0)[:, None]
-        )
+        visible = by_part.sum(axis=1, keepdims=True).clip(min=0.0)
+        whole = by_field.sum(axis=1, keepdims=True)
+        prices = by_field * visible / np.where(whole > 0, whole, 1.0)
         # What is paid once for all tables is in no price.
         dense = self.space.setting.workload.dense
         rest_s = self.rated_s - dense.forward_s - dense.backward_s

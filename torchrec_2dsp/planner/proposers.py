@@ -11,6 +11,7 @@ from torchrec.distributed.planner.types import (
     Enumerator,
     ParameterConstraints,
     Proposer,
+    SharderDataMap,
     ShardingOption,
     Topology,
 )
@@ -147,18 +148,17 @@ class ExchangeProposer(CostProposer):
             max_proposals: how many plans are drafted at most.
         """
         super().__init__(topology, max_proposals)
+        mesh = mesh or Mesh2D(1, topology.world_size)
+        mesh.check_world(topology.world_size)
         self._search = CostSearch(
             calibration or Calibration.of_topology(topology),
-            self._mesh(mesh),
+            mesh,
             sync,
             batch_size=1,
             constraints=constraints,
             access=access,
             workload=workload,
         )
-
-    def _mesh(self, mesh: Mesh2D | None) -> Mesh2D | None:
-        return mesh or Mesh2D(1, self.topology.world_size)
 
     @property
     def has_access(self) -> bool:
@@ -172,7 +172,7 @@ class ExchangeProposer(CostProposer):
         sharders = sharder_data_of(enumerator)
         modules = nn.ModuleList({id(one.module[1]): one.module[1] for one in search_space}.values())
         search = replace(self._search, batch_size=search_space[0].batch_size)
-        workload = search.workload_of(modules, _wire_bytes(search_space, enumerator))
+        workload = search.workload_of(modules, _wire_bytes(sharders))
         params = {key: data.fused_params for key, data in sharders.items()}
         candidates = candidates_of_options(
             search_space, params, search.constraints, workload, self.topology.compute_device
@@ -222,9 +222,7 @@ class GroupSizeProposer(ExchangeProposer):
             workload=workload,
             max_proposals=max_proposals,
         )
-
-    def _mesh(self, mesh: Mesh2D | None) -> Mesh2D | None:
-        return None
+        self._search = replace(self._search, mesh=None)
 
 
 class HotRowProposer(CostProposer):
@@ -264,14 +262,10 @@ def _with_hot_rows(draft: Draft, room: float) -> Draft:
     return Draft(space, with_hot_rows(space, draft.placement, descent, room))
 
 
-def _wire_bytes(
-    search_space: list[ShardingOption], enumerator: Enumerator | None
-) -> tuple[float, float]:
+def _wire_bytes(sharders: SharderDataMap) -> tuple[float, float]:
     """Of a number that travels, with the sharders' quantised communication."""
-    sharders = sharder_data_of(enumerator)
-    for option in search_space:
-        data = sharders.get(option.module_type_key)
-        name = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name
-        if data is not None and name in data.qcomm_dtype_sizes:
-            return data.qcomm_dtype_sizes[name]
+    for data in sharders.values():
+        known = data.qcomm_dtype_sizes.get(CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name)
+        if known is not None:
+            return known
     return 4.0, 4.0

@@ -5,10 +5,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
-from torchrec.distributed.types import ParameterSharding, ShardingType
+from torchrec.distributed.types import ShardingType
 
 from torchrec_2dsp.errors import PlanError
-from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import ProposedType, base_type, type_2d
 
 TYPE_ORDER = {member.value: index for index, member in enumerate(ShardingType)}
@@ -45,12 +44,10 @@ def base_types(options: Sequence[ShardingOption]) -> Iterator[None]:
             option.sharding_type = sharding_type
 
 
-def proposed_mesh(options: Iterable[ShardingOption | ParameterSharding]) -> Mesh2D | None:
-    """The mesh that a proposal is for; `None` if it is none of this package's proposers."""
-    for option in options:
-        if isinstance(option.sharding_type, ProposedType):
-            return option.sharding_type.mesh
-    return None
+def proposed_type(options: Iterable[ShardingOption]) -> ProposedType | None:
+    """Knows mesh and sync of a proposal; `None` if it is none of this package's proposers."""
+    kinds = (option.sharding_type for option in options)
+    return next((kind for kind in kinds if isinstance(kind, ProposedType)), None)
 
 
 def base_constraints(

@@ -18,7 +18,7 @@ from torchrec.distributed.types import (
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
-from torchrec_2dsp.planner.sharding_types import proposed_mesh
+from torchrec_2dsp.planner.sharding_types import proposed_type
 from torchrec_2dsp.planner.topology import group_topology
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Stats2D(Stats):
         Args:
             inner: writes the report: `EmbeddingStats`, TorchRec's default.
             mesh: which ranks repeat the plan; plans of this package's proposers know it.
-            sync: how the replicas stay equal.
+            sync: how the replicas stay equal; they know it as well.
         """
         self.inner = EmbeddingStats() if inner is None else inner
         """The report behind this one."""
@@ -51,7 +51,8 @@ class Stats2D(Stats):
         """
         call = _SIGNATURE.bind(self, *args, **kwargs)
         told = call.arguments
-        mesh = self._mesh or proposed_mesh(told["best_plan"])
+        proposed = proposed_type(told["best_plan"])
+        mesh, sync = (proposed.mesh, proposed.sync) if proposed else (self._mesh, self._sync)
         if mesh is not None:
             told["topology"] = group_topology(told["topology"], mesh)
         told["sharding_plan"] = _plan_of_base_types(told["sharding_plan"])
@@ -62,7 +63,7 @@ class Stats2D(Stats):
                 "the above is one of %d sharding groups of %s, kept equal by %s",
                 mesh.num_groups,
                 mesh,
-                self._sync,
+                sync,
             )
 
 

@@ -44,7 +44,7 @@ class TableLine:
     """What would be best in its place; `None` without anything else, or where nobody looked."""
 
     lost_by_s: float = 0.0
-    """By how much the step would be longer with it."""
+    """By how much the step would be longer with it, as the search rates steps."""
 
     @property
     def way(self) -> str:

@@ -23,14 +23,13 @@ def true_access(data: SyntheticConfig, max_rows: int = 2_000_000) -> AccessStats
         zipf = data.distribution(feature)
         ranks = np.arange(1, min(feature.num_rows, max_rows) + 1)
         counts = zipf.probability(ranks) * _LOG_LENGTH
+        tail_rows = feature.num_rows - len(ranks)
         tables[table_name(feature.name)] = TableAccess.of_rows(
             feature.num_rows,
             _LOG_LENGTH / feature.mean_ids,
             zipf.row_of_rank(ranks),
             counts,
-            tail_rows=feature.num_rows - len(ranks),
-            tail_lookups=max(0.0, _LOG_LENGTH - counts.sum())
-            if feature.num_rows > len(ranks)
-            else 0.0,
+            tail_rows=tail_rows,
+            tail_lookups=_LOG_LENGTH - float(counts.sum()) if tail_rows else 0.0,
         )
     return AccessStats(tables)

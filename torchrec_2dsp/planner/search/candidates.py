@@ -78,10 +78,11 @@ def candidates_of_options(
     for option in options:
         by_table.setdefault(option.fqn, []).append(option)
     tables = _Tables(constraints or {}, workload, device)
-    for first, *others in by_table.values():
-        there = {(base_type(one.sharding_type), one.compute_kernel) for one in [first, *others]}
-        params = fused_params.get(first.module_type_key, {})
-        tables.add(first.name, first.module, first.tensor, params, there, "what was enumerated")
+    for some in by_table.values():
+        there = {(base_type(one.sharding_type), one.compute_kernel) for one in some}
+        params = fused_params.get(some[0].module_type_key, {})
+        name, module, weight = some[0].name, some[0].module, some[0].tensor
+        tables.add(name, module, weight, params, there, "what was enumerated")
     return list(tables.found.values())
 
 

@@ -46,7 +46,8 @@ if not is_doctor_command(sys.orig_argv, sys.argv):
         RowOwners,
         ShardingType2D,
     )
-    from torchrec_2dsp.plan.plan2d import Plan2D, pin
+    from torchrec_2dsp.plan.pin import pin
+    from torchrec_2dsp.plan.plan2d import Plan2D
     from torchrec_2dsp.plan.remap import plan_for_rank
     from torchrec_2dsp.plan.sync_config import GradientSync, SyncedRows, Transport, WeightSync
     from torchrec_2dsp.plan.sync_policy import after, every, never

@@ -63,6 +63,13 @@ TRIPS = [
     trip((M14, "table_wise"), (M22_CONTIGUOUS, "row_wise"), spec=SEQUENCE),
     trip((M41, "row_wise"), (M22, "table_wise"), spec=SEQUENCE, optimizer="sgd"),
     trip((M22_CONTIGUOUS, "column_wise"), (M41, "column_wise"), spec=SEQUENCE),
+    # one copy in the world of some tables
+    Trip(Cell(M22, in_world=("t1",)), Cell(M14, "table_wise", hot_rows=HOT)),
+    Trip(Cell(M41, "table_wise", hot_rows=HOT), Cell(M22, in_world=("t0", "t2"))),
+    Trip(
+        Cell(M22, spec=SEQUENCE, in_world=("t0",)),
+        Cell(M41, spec=SEQUENCE, in_world=("t1",)),
+    ),
     # the other way of keeping replicas equal; for SGD it is exact
     trip((M22, "row_wise"), (M41, "table_wise"), optimizer="sgd", sync=tdsp.WeightSync()),
 ]
@@ -90,6 +97,8 @@ def test_a_model_travels_between_meshes_of_two_ranks(ranks2: RankPool, tmp_path:
 STOCK_TRIPS = [
     Trip(stock("table_wise"), Cell(M22, "row_wise", hot_rows=HOT)),
     Trip(Cell(M22, "row_wise", hot_rows=HOT), stock("table_wise")),
+    Trip(stock("table_wise"), Cell(M22, hot_rows=HOT, in_world=("t1",))),
+    Trip(Cell(M22, hot_rows=HOT, in_world=("t1",)), stock("table_wise")),
     Trip(stock("table_row_wise"), Cell(M41, "table_wise")),
     Trip(Cell(M22_CONTIGUOUS, "table_row_wise"), stock("row_wise")),
     Trip(stock("column_wise"), Cell(M22, "grid_shard", hot_rows=OTHER_HOT)),

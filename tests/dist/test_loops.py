@@ -31,6 +31,8 @@ EXACT = Cell(MESH)
 AVERAGED = replace(EXACT, sync=tdsp.WeightSync())
 HOT = replace(EXACT, sharding="table_wise", hot_rows=(("t0", (0, 1, 5)), ("t1", (0, 2))))
 BOTH = replace(HOT, sync=tdsp.WeightSync())
+PARTED = replace(EXACT, hot_rows=HOT.hot_rows, in_world=("t1",))
+"""A table with one copy in the world beside two with one in each group."""
 STEPS = 4
 
 ROUNDING = 1e-6
@@ -55,7 +57,7 @@ def all_loops(rank: int, world_size: int, cells: list[Cell]) -> list[list[float]
 
 def test_every_loop_trains_the_same_bit_for_bit(ranks4: RankPool) -> None:
     """And the same again from the same seed, and to the end of the stream."""
-    cells = [EXACT, AVERAGED, HOT, BOTH]
+    cells = [EXACT, AVERAGED, HOT, BOTH, PARTED]
     assert ranks4.run(all_loops, cells) == [[[0.0] * (len(PIPELINES) + 2)] * len(cells)] * 4
 
 

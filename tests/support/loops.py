@@ -31,7 +31,7 @@ from tests.support.parity import (
     make_sharder,
 )
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
-from torchrec_2dsp.shard.replicated import ReplicatedModule
+from torchrec_2dsp.shard.parted import parts_of
 from torchrec_2dsp.sync.moment import Moment
 
 Tensors = dict[str, torch.Tensor]
@@ -101,11 +101,6 @@ def stock_dmp(cell: Cell, world_size: int) -> DistributedModelParallel:
     return DistributedModelParallel(
         model, device=torch.device("cpu"), plan=plan, sharders=[sharder]
     )
-
-
-def parts_of(parallel: nn.Module) -> list[ReplicatedModule]:
-    """The sharded embedding modules, whatever wraps them."""
-    return [module for module in parallel.modules() if isinstance(module, ReplicatedModule)]
 
 
 def entries(parallel: DistributedModelParallel) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from tests.support.models import ModelSpec, build, make_batch
 from tests.support.oracle import Oracle, local_loss
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.plan.parameter_sharding import base_type
-from torchrec_2dsp.shard.replicated import ReplicatedModule
+from torchrec_2dsp.shard.parted import parts_of
 
 LR, STEPS = 0.05, 10
 EPS = 1e-3
@@ -54,6 +54,8 @@ class Cell:
     owners: str = "block"
     demands: tuple[tuple[str, tdsp.ParameterConstraints2D], ...] = ()
     """Of each table, in place of ``sharding``, ``exchange`` and ``hot_rows``: by predicted cost."""
+    in_world: tuple[str, ...] = ()
+    """Tables with one copy, on the ranks of all groups."""
     proposed: bool = False
     """Whether TorchRec's planner makes the plan, of this package's proposals."""
 
@@ -63,9 +65,18 @@ class Cell:
         parts += [self.optimizer, str(self.mesh), type(self.sync).__name__]
         parts += [f"{self.exchange}-exchange"] * (self.exchange != "pooled")
         parts += ["hash"] * (self.owners == "hash") + ["demands"] * bool(self.demands)
-        parts += ["proposed"] * self.proposed
+        parts += ["proposed"] * self.proposed + [f"{name} once" for name in self.in_world]
         parts += ["hot"] * bool(self.hot_rows) + ["stock-dmp"] * self.stock_wrapper
         return " ".join(parts + ["captured"] * self.always_capture)
+
+    @property
+    def num_values(self) -> int:
+        """Weights of the tables that all ranks hold together."""
+        copies = self.mesh.world_size if self.sharding == "data_parallel" else self.mesh.num_groups
+        return sum(
+            (1 if table.name in self.in_world else copies) * table.num_rows * table.dim
+            for table in self.spec.tables
+        )
 
 
 def tolerance_of(cell: Cell) -> float:
@@ -125,6 +136,8 @@ def group_plan(cell: Cell, model: nn.Module, sharder: object, local_world_size: 
     plan = planner.plan(model, [sharder])  # type: ignore[list-item]
     for table in cell.spec.tables:
         plan = tdsp.pin(plan, table.name, exchange=cell.exchange, owners=cell.owners)
+    for name in cell.in_world:
+        plan = tdsp.pin(plan, name, num_groups=1)
     for name, rows in cell.hot_rows:
         plan = tdsp.pin(plan, name, hot_rows=rows)
     return plan
@@ -223,9 +236,7 @@ def compare(parallel: DistributedModelParallel, oracle: Oracle, loss_gap: float 
             weight_gap = max(weight_gap, _gap(shard.float(), expected.float()))
             count += shard.numel()
     parallel.state_dict()
-    for part in parallel.modules():
-        if not isinstance(part, ReplicatedModule):
-            continue
+    for part in parts_of(parallel):
         for kernel in part.kernels():
             for shard in kernel.shards():
                 for name, moment in shard.tensors.items():

@@ -10,7 +10,7 @@ from torchrec.distributed.types import ShardingType
 import torchrec_2dsp as tdsp
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.coefficients import CollectiveCost, KernelCost
-from torchrec_2dsp.cost.model import CostModel
+from torchrec_2dsp.cost.model import Setting
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import Placed, Shards
 
@@ -64,8 +64,9 @@ def cost(
     **workload: object,
 ) -> StepCost:
     known = {"batch_size": BATCH, "tables": {}, "is_pipelined": False}
-    model = CostModel(calibration or only_the_link(), local_world_size=2)
-    return model.cost_of(tables, mesh, sync, tdsp.Workload(**(known | workload)))  # type: ignore[arg-type]
+    known_workload = tdsp.Workload(**(known | workload))  # type: ignore[arg-type]
+    setting = Setting(calibration or only_the_link(), known_workload, mesh, sync, 2)
+    return setting.step_cost(setting.loads(tables))
 
 
 def test_nothing_costs_nothing() -> None:

@@ -29,7 +29,11 @@ from torchrec.distributed.embedding_lookup import (
     GroupedEmbeddingsLookup,
     GroupedPooledEmbeddingsLookup,
 )
-from torchrec.distributed.embedding_sharding import BaseEmbeddingDist, EmbeddingShardingContext
+from torchrec.distributed.embedding_sharding import (
+    BaseEmbeddingDist,
+    EmbeddingShardingContext,
+    KJTListSplitsAwaitable,
+)
 from torchrec.distributed.embedding_types import (
     BaseEmbeddingLookup,
     EmbeddingComputeKernel,
@@ -75,6 +79,7 @@ __all__ = [
     "GroupedPooledEmbeddingsLookup",
     "InBackwardOptimizers",
     "KJTAllToAll",
+    "KJTListSplitsAwaitable",
     "NodeGroupCache",
     "PooledEmbeddingsAwaitable",
     "PooledEmbeddingsReduceScatter",

@@ -15,7 +15,7 @@ from torchrec_2dsp.cost.replicas import ReplicaCost
 from torchrec_2dsp.cost.span import Span
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import Placed, add_table
-from torchrec_2dsp.cost.workload import Workload
+from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
@@ -47,19 +47,18 @@ class CostModel:
 
     def step_cost(self, plan: Plan2D, workload: Workload) -> StepCost:
         """What a step of a plan takes."""
-        tables = [
-            Placed.of(workload.table(name), sharding)
-            for _, module in plan.modules()
-            for name, sharding in module.tables()
-        ]
-        return self.cost_of(tables, plan.mesh, plan.sync, workload)
-
-    def cost_of(
-        self, tables: Iterable[Placed], mesh: Mesh2D, sync: SyncConfig, workload: Workload
-    ) -> StepCost:
-        """What a step takes with tables that are placed on the ranks of each sharding group."""
-        setting = Setting(self.calibration, workload, mesh, sync, self.local_world_size)
-        return setting.step_cost(setting.loads(tables))
+        in_groups: list[Placed] = []
+        in_world: list[Placed] = []
+        for _, module in plan.modules():
+            for name, sharding in module.tables():
+                is_once = sharding.mesh_in(plan.mesh) != plan.mesh
+                some = in_world if is_once else in_groups
+                some.append(Placed.of(workload.table(name), sharding))
+        setting = Setting(self.calibration, workload, plan.mesh, plan.sync, self.local_world_size)
+        if in_world:
+            world = setting.of_world()
+            setting = replace(setting, beside=world.visible_cost(world.loads(in_world)))
+        return setting.step_cost(setting.loads(in_groups))
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,13 @@ class Setting:
     mesh: Mesh2D
     sync: SyncConfig
     local_world_size: int
+    beside: StepCost | None = None
+    """Of tables that another mesh repeats, and of nothing but those."""
+
+    def of_world(self) -> "Setting":
+        """Of tables with one copy in the world, and of nothing but those."""
+        workload = replace(self.workload, dense=DenseWork())
+        return replace(self, workload=workload, mesh=Mesh2D(1, self.mesh.world_size))
 
     @cached_property
     def group(self) -> Span:
@@ -97,22 +103,30 @@ class Setting:
         return loads
 
     def step_cost(self, loads: Loads) -> StepCost:
-        """What it takes them."""
+        """What it takes them, and what is beside."""
+        visible = self.visible_cost(loads)
+        if self.beside is not None:
+            visible += self.beside
+        late_s = 0.0
+        if isinstance(self.sync, GradientSync) and self.sync.delay > 0:
+            # Row gradients that may be late travel behind the next step.
+            exchanged_s, _ = ReplicaCost(self.calibration).sync_s(loads, self.peers, self.sync)
+            late_s = min(exchanged_s, visible.total_s - visible.sync_s)
+        return replace(visible, hidden_s=-late_s - _hidden_s(visible, loads, self.workload))
+
+    def visible_cost(self, loads: Loads) -> StepCost:
+        """What it takes them if nothing hides behind anything else."""
         phases = _Phases(self.calibration, self.workload, self.group, self.world)
         mean = phases.of(loads.evened())
         slowest = mean if loads.is_even else phases.of(loads)
         replicas = ReplicaCost(self.calibration)
         exchanged_s, applied_s = replicas.sync_s(loads, self.peers, self.sync)
-        visible = StepCost(
+        return StepCost(
             **mean,
             hot_rows_s=replicas.hot_rows_s(loads, self.world),
             sync_s=exchanged_s + applied_s,
             imbalance_s=sum(slowest.values()) - sum(mean.values()),
         )
-        is_late = isinstance(self.sync, GradientSync) and self.sync.delay > 0
-        late_s = min(exchanged_s, visible.total_s - visible.sync_s) if is_late else 0.0
-        # Row gradients that may be late travel behind the next step.
-        return replace(visible, hidden_s=-late_s - _hidden_s(visible, loads, self.workload))
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,12 @@ class StepCost:
     hidden_s: float = 0.0
     """What happens behind other parts; not above zero."""
 
+    def __add__(self, other: "StepCost") -> "StepCost":
+        """Part by part, of what happens one after the other."""
+        return StepCost(
+            **{f"{name}_s": seconds + getattr(other, f"{name}_s") for name, seconds in self.parts()}
+        )
+
     @property
     def total_s(self) -> float:
         """The sum of all parts."""

@@ -22,6 +22,7 @@ from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
 from torchrec_2dsp.plan.plan2d import Plan2D, is_proposed
 from torchrec_2dsp.plan.serialize import to_json
 from torchrec_2dsp.shard.hot_module import HotRowsModule
+from torchrec_2dsp.shard.parted import parts_of
 from torchrec_2dsp.shard.sharders import (
     EmbeddingBagCollectionSharder2D,
     EmbeddingCollectionSharder2D,
@@ -113,8 +114,8 @@ class ModelParallel2D(DMPCollection):
         return self._groups.mesh
 
     def sharded_modules(self) -> list[HotRowsModule]:
-        """The sharded embedding modules, in the model's order."""
-        return [module for module in self.modules() if isinstance(module, HotRowsModule)]
+        """The sharded embedding modules, in the model's order; one for each mesh of its tables."""
+        return parts_of(self)
 
     def sync(  # type: ignore[override]  # upstream returns nothing
         self, include_optimizer_state: bool = True

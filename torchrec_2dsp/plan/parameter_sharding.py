@@ -2,6 +2,7 @@
 
 import enum
 from dataclasses import dataclass, fields
+from typing import Any
 
 from torchrec.distributed.types import ParameterSharding, ShardingType
 
@@ -195,10 +196,28 @@ class ParameterSharding2D(ParameterSharding):
     hot_set: HotSet | None = None
     """Rows that every rank of the world keeps a replica of."""
 
+    num_groups: int | None = None
+    """How many copies of the table there are: `None` for one in each sharding group, or 1, whose
+    shards lie on the ranks of the whole world."""
+
+    def mesh_in(self, mesh: Mesh2D) -> Mesh2D:
+        """The mesh that repeats this table, in a plan for ``mesh``.
+
+        Its ranks are positions in a group of that mesh.
+
+        Args:
+            mesh: of the tables that every sharding group has.
+        """
+        if self.num_groups == 1 and mesh.num_groups > 1:
+            return Mesh2D(1, mesh.world_size)
+        return mesh
+
     @classmethod
     def of(cls, sharding: ParameterSharding) -> "ParameterSharding2D":
         """The 2D form of a stock sharding; one that is 2D already keeps its additions."""
-        known = {field.name: getattr(sharding, field.name) for field in fields(sharding)}
+        known: dict[str, Any] = {
+            field.name: getattr(sharding, field.name) for field in fields(sharding)
+        }
         kind = sharding.sharding_type
         if isinstance(kind, ProposedType):
             known |= {"exchange": kind.exchange, "owners": kind.owners, "hot_set": kind.hot_set}

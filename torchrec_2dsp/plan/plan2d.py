@@ -1,10 +1,9 @@
 """`Plan2D`: one sharding group's plan, the mesh that repeats it, and how replicas stay equal."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass
+from typing import cast
 
-import torch
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
     ModuleShardingPlan,
@@ -12,12 +11,10 @@ from torchrec.distributed.types import (
     ShardingPlan,
 )
 
-from torchrec_2dsp.access.hot_set import HotSet
 from torchrec_2dsp.errors import PlanError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import (
     ROW_EXCHANGES,
-    Exchange,
     ParameterSharding2D,
     ProposedType,
     RowOwners,
@@ -26,8 +23,6 @@ from torchrec_2dsp.plan.parameter_sharding import (
     num_rows,
 )
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
-
-_Choice = TypeVar("_Choice", Exchange, RowOwners)
 
 
 class ModulePlan2D(EmbeddingModuleShardingPlan):
@@ -49,6 +44,14 @@ class ModulePlan2D(EmbeddingModuleShardingPlan):
     def tables(self) -> Iterable[tuple[str, ParameterSharding2D]]:
         """Table names with their shardings, typed."""
         return ((name, cast(ParameterSharding2D, sharding)) for name, sharding in self.items())
+
+    def parts(self) -> "list[ModulePlan2D]":
+        """A plan for each mesh that repeats some tables, the one with most groups first."""
+        by_mesh: dict[Mesh2D, dict[str, ParameterSharding]] = {}
+        for name, table in self.tables():
+            by_mesh.setdefault(table.mesh_in(self.mesh), {})[name] = table
+        ordered = sorted(by_mesh, key=lambda mesh: -mesh.num_groups) or [self.mesh]
+        return [ModulePlan2D(by_mesh.get(mesh, {}), mesh=mesh, sync=self.sync) for mesh in ordered]
 
 
 @dataclass
@@ -102,7 +105,8 @@ class Plan2D(ShardingPlan):
         """Raise `PlanError` at the first table that this mesh can't run."""
         for path, module_plan in self.modules():
             for name, table in module_plan.tables():
-                _validate_table(f"{path}.{name}" if path else name, table, self.mesh)
+                where = f"{path}.{name}" if path else name
+                _validate_table(where, table, table.mesh_in(self.mesh))
 
     def __str__(self) -> str:
         return f"{self.mesh}, {self.sync}\n{super().__str__()}"
@@ -140,73 +144,6 @@ def is_proposed(plan: ShardingPlan) -> bool:
     )
 
 
-def pin(
-    plan: Plan2D,
-    table: str,
-    *,
-    hot_rows: "Iterable[int] | torch.Tensor | HotSet | None" = None,
-    exchange: Exchange | str | None = None,
-    owners: RowOwners | str | None = None,
-) -> Plan2D:
-    """A copy of ``plan`` with another exchange, other owners or other hot rows for ``table``.
-
-    Args:
-        plan: left as it is.
-        table: a table's name, as in its config.
-        hot_rows: ids of the rows that every rank holds, in any order; an empty one removes the
-            table's hot set. By default it stays.
-        exchange: how the table's rows reach their samples, as a member of `Exchange` or its value.
-            By default it stays.
-        owners: which rank has which rows, as a member of `RowOwners` or its value; for row exchange
-            only. By default they stay.
-
-    Example:
-        >>> import torchrec_2dsp as tdsp
-        >>> plan = tdsp.Plan2D({}, mesh=tdsp.Mesh2D(2, 2), sync=tdsp.GradientSync())
-        >>> tdsp.pin(plan, "t_user", hot_rows=[0, 1])
-        Traceback (most recent call last):
-        ...
-        torchrec_2dsp.errors.PlanError: the plan has no table 't_user'; it has no tables
-    """
-    changes: dict[str, Any] = {}
-    if hot_rows is not None:
-        changes["hot_set"] = _hot_set_of(hot_rows)
-    if exchange is not None:
-        changes["exchange"] = _member(Exchange, "exchange", exchange)
-    if owners is not None:
-        changes["owners"] = _member(RowOwners, "owners", owners)
-    modules: dict[str, ModuleShardingPlan] = {}
-    found = False
-    for path, module_plan in plan.modules():
-        tables = dict(module_plan.tables())
-        if table in tables:
-            found = True
-            tables[table] = replace(tables[table], **changes)
-        modules[path] = ModulePlan2D(tables, mesh=plan.mesh, sync=plan.sync)
-    if not found:
-        names = sorted(name for _, module_plan in plan.modules() for name in module_plan)
-        raise PlanError(
-            f"the plan has no table {table!r}; it has "
-            + (", ".join(names) if names else "no tables")
-        )
-    made = replace(plan, plan=modules)
-    made.validate()
-    return made
-
-
-def _member(kind: type[_Choice], name: str, value: _Choice | str) -> _Choice:
-    try:
-        return kind(value)
-    except ValueError as error:
-        known = ", ".join(repr(one.value) for one in kind)
-        raise PlanError(f"{name}={value!r} is unknown; use one of {known}") from error
-
-
-def _hot_set_of(rows: "Iterable[int] | torch.Tensor | HotSet") -> HotSet | None:
-    known = rows if isinstance(rows, HotSet) else [int(row) for row in rows]
-    return HotSet.of(known) if known else None
-
-
 def _validate_table(where: str, table: ParameterSharding2D, mesh: Mesh2D) -> None:
     kind = ShardingType2D(table.sharding_type)
     allowed = kinds_of(table.exchange)
@@ -221,7 +158,17 @@ def _validate_table(where: str, table: ParameterSharding2D, mesh: Mesh2D) -> Non
             f"table {where} has owners='hash', which is for row exchange: pin it with "
             "exchange='row', or with owners='block'"
         )
+    if table.num_groups not in (None, 1):
+        raise PlanError(
+            f"table {where} has num_groups={table.num_groups}: a table has one copy in the world, "
+            "with num_groups=1, or one in each group of the plan's mesh, with None"
+        )
     if kind is ShardingType2D.DATA_PARALLEL:
+        if table.num_groups is not None:
+            raise PlanError(
+                f"table {where} is data parallel, which is a copy on every rank, not num_groups=1: "
+                "shard it another way"
+            )
         if table.hot_set is not None:
             raise PlanError(
                 f"table {where} is data parallel: every rank holds all its rows already; remove "

@@ -1,5 +1,6 @@
 """From a group's plan to what one world rank runs. Pure: nothing is changed in place."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -44,14 +45,9 @@ def module_plan_for_rank(
 ) -> ModulePlan2D:
     """`plan_for_rank` for one module."""
 
-    group = plan.mesh.group_of(rank)
-
-    def world_rank(shard_index: int) -> int:
-        return plan.mesh.rank_at(group, shard_index)
-
-    def moved(shard: ShardMetadata) -> ShardMetadata:
+    def moved(shard: ShardMetadata, world_ranks: Sequence[int]) -> ShardMetadata:
         assert shard.placement is not None
-        owner = world_rank(cast(int, shard.placement.rank()))
+        owner = world_ranks[cast(int, shard.placement.rank())]
         index = "" if device_type == "cpu" else f":{owner % local_world_size}"
         return ShardMetadata(
             shard_offsets=list(shard.shard_offsets),
@@ -60,13 +56,14 @@ def module_plan_for_rank(
         )
 
     def remapped(table: ParameterSharding2D) -> ParameterSharding2D:
+        world_ranks = table.mesh_in(plan.mesh).sharding_group(rank)
         spec = table.sharding_spec
         if isinstance(spec, EnumerableShardingSpec):
-            spec = EnumerableShardingSpec([moved(shard) for shard in spec.shards])
+            spec = EnumerableShardingSpec([moved(shard, world_ranks) for shard in spec.shards])
         return replace(
             table,
             sharding_type=_runtime_type(table),
-            ranks=None if table.ranks is None else [world_rank(index) for index in table.ranks],
+            ranks=None if table.ranks is None else [world_ranks[index] for index in table.ranks],
             sharding_spec=spec,
         )
 

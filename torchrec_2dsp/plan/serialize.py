@@ -138,6 +138,7 @@ def _table_to_dict(name: str, table: ParameterSharding2D) -> dict[str, Any]:
         "exchange": table.exchange.value,
         "owners": table.owners.value,
         "hot_rows": None if table.hot_set is None else list(table.hot_set.row_ids),
+        "num_groups": table.num_groups,
     }
 
 

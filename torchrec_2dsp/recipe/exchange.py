@@ -5,7 +5,8 @@ import numpy as np
 from torchrec_2dsp.data.synthetic import SyntheticConfig
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.parameter_sharding import Exchange, ShardingType2D, base_type, kinds_of
-from torchrec_2dsp.plan.plan2d import Plan2D, pin
+from torchrec_2dsp.plan.pin import pin
+from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.recipe.model import table_name
 from torchrec_2dsp.recipe.sections import ExchangeConfig
 

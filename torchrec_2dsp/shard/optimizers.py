@@ -249,7 +249,7 @@ def _scaled_by_table(
                 {
                     "lr": optimizer.lr,
                     "eps": optimizer.eps,
-                    MOMENT_SCALE: _resolved(scales[_table_of(name)], plan),
+                    MOMENT_SCALE: _resolved(scales[table_of(name)], plan),
                 }
             ],
         )
@@ -257,6 +257,6 @@ def _scaled_by_table(
     }
 
 
-def _table_of(parameter: str) -> str:
+def table_of(parameter: str) -> str:
     """The table of a parameter of an embedding module, such as ``embedding_bags.t0.weight``."""
     return parameter.split(".")[-2]

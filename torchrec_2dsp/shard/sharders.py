@@ -1,7 +1,7 @@
 """The sharders that a user swaps in."""
 
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,10 +28,19 @@ from torchrec_2dsp.shard.optimizers import (
     stock_optimizer_classes,
     stock_params,
 )
+from torchrec_2dsp.shard.parted import PartedModule, SomeTables
 from torchrec_2dsp.shard.replicated import Replication
 from torchrec_2dsp.shard.validate import check_module_plan, idle_hot_sets
 
 logger = logging.getLogger(__name__)
+
+
+class _Part(NamedTuple):
+    """The tables of a module that one mesh repeats."""
+
+    module: Any
+    plan: ModulePlan2D
+    fused_params: dict[str, Any]
 
 
 class _Sharder2D:
@@ -69,37 +78,58 @@ class _Sharder2D:
                 local_world_size=local_world_size,
             )
             plan.mesh.check_world(dist.get_world_size())
-            fused_params = params_for_plan(self.fused_params, self.optimizer, plan)
-            check_optimizers(module, fused_params, plan, device.type)
-            if self._delays_moment:
-                check_delayed_moment(module, plan)
-            facts |= self._facts(path or "", plan, fused_params)
+            parts = [self._part(module, configs, part, device) for part in plan.parts()]
+            facts |= self._facts(path or "", plan, [part.fused_params for part in parts])
             facts["the device type"] = device.type
             facts["LOCAL_WORLD_SIZE"] = str(local_world_size)
         _warn_of_idle_hot_sets(idle_hot_sets(plan, configs))
-        groups = MeshGroups.for_mesh(plan.mesh, device.type)
+        made = [self._shard_part(part, device, local_world_size, path, make) for part in parts]
+        return made[0] if len(made) == 1 else PartedModule(configs, made)
+
+    def _part(
+        self: Any, module: Any, configs: list[Any], plan: ModulePlan2D, device: torch.device
+    ) -> "_Part":
+        """The tables of one mesh, if their optimizers can run there."""
+        some: Any = module
+        if len(plan) < len(configs):
+            some = SomeTables(module, [one for one in configs if one.name in plan])
+        fused_params = params_for_plan(self.fused_params, self.optimizer, plan)
+        check_optimizers(some, fused_params, plan, device.type)
+        if self._delays_moment:
+            check_delayed_moment(some, plan)
+        return _Part(some, plan, fused_params)
+
+    def _shard_part(
+        self: Any,
+        part: "_Part",
+        device: torch.device,
+        local_world_size: int,
+        path: str | None,
+        make: Any,
+    ) -> Any:
+        groups = MeshGroups.for_mesh(part.plan.mesh, device.type)
         replication = Replication(
             groups=groups,
-            sync=plan.sync,
+            sync=part.plan.sync,
             always_capture=self.always_capture,
             keep_weights=self.keep_weights,
             bad_ids=self.bad_ids,
             delays_moment=self._delays_moment,
         )
         rank_plan = module_plan_for_rank(
-            plan, groups.rank, device_type=device.type, local_world_size=local_world_size
+            part.plan, groups.rank, device_type=device.type, local_world_size=local_world_size
         )
         with (
             agreeing(world_group()),
             groups.node_groups(),
-            stock_optimizer_classes(module, plan, self.optimizer),
+            stock_optimizer_classes(part.module, part.plan, self.optimizer),
         ):
             sharded = make(
-                module,
+                part.module,
                 rank_plan,
                 replication=replication,
                 env=groups.sharding_env(),
-                fused_params=fused_params,
+                fused_params=part.fused_params,
                 device=device,
                 qcomm_codecs_registry=self.qcomm_codecs_registry,
                 module_fqn=path,
@@ -108,11 +138,15 @@ class _Sharder2D:
         sharded.broadcast_replicas()
         return sharded
 
-    def _facts(self, path: str, plan: ModulePlan2D, fused_params: dict[str, Any]) -> dict[str, str]:
+    def _facts(
+        self, path: str, plan: ModulePlan2D, fused_params: list[dict[str, Any]]
+    ) -> dict[str, str]:
         """What must be equal on all ranks."""
         return {
             "the plan": to_json(Plan2D({path: plan}, mesh=plan.mesh, sync=plan.sync)),
-            "the sharder's optimizer": repr((self.optimizer, sorted(fused_params.items()))),
+            "the sharder's optimizer": repr(
+                (self.optimizer, [sorted(some.items()) for some in fused_params])
+            ),
             "bad_ids": self.bad_ids.value,
         }
 
@@ -167,14 +201,14 @@ class EmbeddingBagCollectionSharder2D(_Sharder2D, EmbeddingBagCollectionSharder)
         """All of TorchRec's types, on every device."""
         return [kind.value for kind in ShardingType]
 
-    def shard(
+    def shard(  # type: ignore[override]  # where tables are of several meshes
         self,
         module: EmbeddingBagCollection,
         params: dict[str, ParameterSharding],
         env: Any,
         device: torch.device | None = None,
         module_fqn: str | None = None,
-    ) -> ShardedEmbeddingBagCollection2D:
+    ) -> ShardedEmbeddingBagCollection2D | PartedModule:
         """Called by `DistributedModelParallel`; ``env`` is replaced by the plan's mesh.
 
         Collectives:
@@ -223,14 +257,14 @@ class EmbeddingCollectionSharder2D(_Sharder2D, EmbeddingCollectionSharder):
         """TorchRec's types for sequences."""
         return EmbeddingCollectionSharder.sharding_types(self, compute_device_type)
 
-    def shard(
+    def shard(  # type: ignore[override]  # where tables are of several meshes
         self,
         module: EmbeddingCollection,
         params: dict[str, ParameterSharding],
         env: Any,
         device: torch.device | None = None,
         module_fqn: str | None = None,
-    ) -> ShardedEmbeddingCollection2D:
+    ) -> ShardedEmbeddingCollection2D | PartedModule:
         """Called by `DistributedModelParallel`; ``env`` is replaced by the plan's mesh.
 
         Collectives:

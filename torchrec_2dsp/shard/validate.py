@@ -45,9 +45,10 @@ def check_module_plan(
                 if tables
             )
         )
-    node_size = plan.mesh.node_group_size(local_world_size)
-    for name, table in plan.tables():
-        _check_table(name, table, plan, node_size)
+    for part in plan.parts():
+        node_size = part.mesh.node_group_size(local_world_size)
+        for name, table in part.tables():
+            _check_table(name, table, part, node_size)
     _check_hot_sets(plan, configs, is_weighted=is_weighted)
     _check_sequences(plan, configs, device_type)
     return plan
@@ -127,11 +128,11 @@ def idle_hot_sets(plan: ModulePlan2D, configs: list[Any]) -> list[str]:
     sequences it ships a vector for each id.
     """
     bags = {config.name for config in configs if hasattr(config, "pooling")}
-    if plan.mesh.group_size == 1:
-        return []
     return [
         name
-        for name, table in plan.tables()
+        for part in plan.parts()
+        if part.mesh.group_size > 1
+        for name, table in part.tables()
         if name in bags and table.hot_set is not None and table.exchange is Exchange.POOLED
     ]
 

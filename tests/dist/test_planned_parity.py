@@ -23,10 +23,17 @@ MESHES = (Mesh2D(1, 4), Mesh2D(2, 2), Mesh2D(2, 2, RankLayout.CONTIGUOUS), Mesh2
 
 
 def demand(
-    kind: str, exchange: str | None = None, hot_rows: int | None = None
+    kind: str,
+    exchange: str | None = None,
+    hot_rows: int | None = None,
+    num_groups: int | None = None,
 ) -> ParameterConstraints2D:
     return ParameterConstraints2D(
-        sharding_types=[kind], exchange=exchange, hot_rows=hot_rows, min_partition=4
+        sharding_types=[kind],
+        exchange=exchange,
+        hot_rows=hot_rows,
+        num_groups=num_groups,
+        min_partition=4,
     )
 
 
@@ -43,6 +50,13 @@ MIXES = {
     ),
     "free": tuple((name, ParameterConstraints2D()) for name in ("t0", "t1", "t2")),
 }
+
+IN_WORLD = (
+    ("t0", demand("table_wise", "nonempty", 3, num_groups=1)),
+    ("t1", demand("row_wise", "row", 2)),
+    ("t2", demand("table_wise", "pooled", num_groups=1)),
+)
+"""Tables with one copy, beside one in each group."""
 
 
 def cells_of(mix: str, **how: bool) -> list[Cell]:
@@ -81,9 +95,33 @@ def test_planned_is_what_was_demanded(mix: str, proposed: bool) -> None:
 def test_what_is_planned_equals_the_unsharded_model(
     ranks4: RankPool, mix: str, proposed: bool, stock_wrapper: bool
 ) -> None:
-    cells = cells_of(mix, proposed=proposed, stock_wrapper=stock_wrapper)
+    check(ranks4, cells_of(mix, proposed=proposed, stock_wrapper=stock_wrapper))
+
+
+@pytest.mark.parametrize("stock_wrapper", [False, True])
+def test_tables_in_the_world_equal_the_unsharded_model(
+    ranks4: RankPool, stock_wrapper: bool
+) -> None:
+    methods = (("rowwise_adagrad", GradientSync()), ("sgd", WeightSync(dense_above=1.0)))
+    cells = [
+        Cell(
+            mesh,
+            optimizer=optimizer,
+            sync=sync,
+            demands=IN_WORLD,
+            in_world=("t0", "t2"),
+            stock_wrapper=stock_wrapper,
+        )
+        for mesh in MESHES[1:]
+        for optimizer, sync in methods
+    ]
+    check(ranks4, cells)
+
+
+def check(ranks4: RankPool, cells: list[Cell]) -> None:
     per_rank = ranks4.run(run_cells, cells, 4, timeout_s=200)
     for number, cell in enumerate(cells):
         worst = max((gaps[number] for gaps in per_rank), key=lambda gap: gap.worst)
         assert worst.worst <= tolerance_of(cell), f"{cell}: {worst}"
-        assert worst.num_values > 0
+        total = sum(gaps[number].num_values for gaps in per_rank)
+        assert total == cell.num_values if cell.in_world else total > 0

@@ -1,14 +1,16 @@
 """What `Planner2D` makes of its arguments."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torchrec.distributed.planner.stats import EmbeddingStats
-from torchrec.distributed.planner.types import Stats
+from torchrec.distributed.planner.types import ParameterConstraints, Stats
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.sync_config import SyncConfig
+from torchrec_2dsp.planner.constraints import ParameterConstraints2D
 from torchrec_2dsp.planner.stats import Stats2D
 
 
@@ -44,6 +46,17 @@ def refuse_stock_parts(
         callbacks=callbacks,
         plan_loader=plan_loader,
     )
+
+
+def refuse_demands(text: str, constraints: Mapping[str, ParameterConstraints] | None) -> None:
+    """Raise `ConfigError` for what only a search by cost can fulfil, which ``text`` has a place
+    for."""
+    for name, one in (constraints or {}).items():
+        if isinstance(one, ParameterConstraints2D):
+            demands = {"exchange": one.exchange, "num_groups": one.num_groups}
+            demands["hot_rows"] = one.hot_rows or None
+            named = {f"{what}={value} for table {name!r}": value for what, value in demands.items()}
+            refuse(text, **named)
 
 
 def whole_world() -> Mesh2D:

@@ -11,7 +11,8 @@ from torchrec_2dsp.plan.parameter_sharding import Exchange
 
 @dataclass
 class ParameterConstraints2D(ParameterConstraints):
-    """A `ParameterConstraints` that also says how rows travel, and how many are hot.
+    """A `ParameterConstraints` that also says how rows travel, how many are hot, and how many
+    copies there are.
 
     Example:
         >>> import torchrec_2dsp as tdsp
@@ -28,6 +29,10 @@ class ParameterConstraints2D(ParameterConstraints):
     hot_rows: int | None = None
     """How many of its hottest rows are on every rank: so many, or as many as pay with `None`."""
 
+    num_groups: int | None = None
+    """How many copies there are: 1, whose shards lie on all ranks of the world, or one in each of
+    so many groups, which the mesh then has; as many as are best with `None`."""
+
     def __post_init__(self) -> None:
         if self.exchange is not None:
             named = [self.exchange] if isinstance(self.exchange, Exchange | str) else self.exchange
@@ -36,5 +41,7 @@ class ParameterConstraints2D(ParameterConstraints):
             except ValueError as error:
                 known = ", ".join(repr(one.value) for one in Exchange)
                 raise ConfigError(f"exchange={self.exchange!r}: use some of {known}") from error
+        if self.num_groups is not None and self.num_groups < 1:
+            raise ConfigError(f"num_groups={self.num_groups} is no number of copies; use 1 or more")
         if self.hot_rows is not None and self.hot_rows < 0:
             raise ConfigError(f"hot_rows={self.hot_rows} is no number of rows; use 0 or more")

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from torchrec_2dsp.cost.loads import Ranks
 from torchrec_2dsp.cost.sent import sent_weights
 from torchrec_2dsp.planner.explanation import Explanation
 from torchrec_2dsp.planner.search.descent import Descent
@@ -20,24 +21,43 @@ _MAX_COMPARED = 500
 def explain(result: SearchResult) -> Explanation:
     """Why the best that a search has found is best."""
     best = result.found[0]
-    space = Space.of(best.candidates, best.setting)
-    rough = Descent(space, np.zeros(0), result.room).sums(best.placement)
-    prices = space.prices(rough.loads.mean(axis=1))
-    descent = Descent(space, prices, result.room)
-    lines = sorted(enumerate(_lines(best, descent)), key=lambda numbered: -numbered[1].seconds)
+    tables, busy = _explained(best, result.room)
+    if best.once is not None:
+        in_world, busy_in_world = _explained(best.once, result.room)
+        tables += [replace(line, is_once=True) for line in in_world]
+        # A position in a group stands for a rank of each group.
+        busy = busy + busy_in_world.mean()
     return Explanation(
         setting=best.setting,
         cost=best.cost,
-        tables=[
-            _compared(line, best, descent, table) if place < _MAX_COMPARED else line
-            for place, (table, line) in enumerate(lines)
-        ],
-        busy_by_rank=np.asarray(prices @ rough.loads, np.float64),
+        tables=sorted(tables, key=lambda line: -line.seconds),
+        busy_by_rank=busy,
         bytes_by_rank=best.bytes_by_rank,
         room=result.room,
-        meshes=[(str(one.setting.mesh), one.cost.total_s) for one in result.found],
+        meshes=[(_mesh_text(one), one.cost.total_s) for one in result.found],
         front=pareto_front(result.tried),
     )
+
+
+def _explained(found: Found, room: float) -> tuple[list[TableLine], Ranks]:
+    """Its tables, and for how long ranks are busy with them."""
+    space = Space.of(found.candidates, found.setting)
+    rough = Descent(space, np.zeros(0), room).sums(found.placement)
+    prices = space.prices(rough.loads.mean(axis=1))
+    descent = Descent(space, prices, room)
+    rated_s = descent.rated_s(found.placement)
+    lines = sorted(enumerate(_lines(found, descent)), key=lambda numbered: -numbered[1].seconds)
+    compared = [
+        _compared(line, found, descent, table, rated_s) if place < _MAX_COMPARED else line
+        for place, (table, line) in enumerate(lines)
+    ]
+    return compared, np.asarray(prices @ rough.loads, np.float64)
+
+
+def _mesh_text(found: Found) -> str:
+    if found.once is None:
+        return str(found.setting.mesh)
+    return f"{found.setting.mesh}, {len(found.once.candidates)} tables once in the world"
 
 
 def pareto_front(tried: Sequence[Tried]) -> list[Tried]:
@@ -75,9 +95,11 @@ def _lines(best: Found, descent: Descent) -> Iterator[TableLine]:
         )
 
 
-def _compared(line: TableLine, best: Found, descent: Descent, table: int) -> TableLine:
+def _compared(
+    line: TableLine, best: Found, descent: Descent, table: int, rated_s: float
+) -> TableLine:
     others = descent.alternatives(best.placement, table)
     if not others:
         return line
     choice, seconds = min(others, key=lambda other: other[1])
-    return replace(line, runner_up=choice, lost_by_s=seconds - best.rated_s)
+    return replace(line, runner_up=choice, lost_by_s=seconds - rated_s)

@@ -34,6 +34,7 @@ from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
 from torchrec_2dsp.planner.arguments import (
     checked_batch_size,
     refuse,
+    refuse_demands,
     refuse_stock_parts,
     stats_2d,
     whole_world,
@@ -154,6 +155,7 @@ class Planner2D(EmbeddingShardingPlanner):
         self._result: SearchResult | None = None
         if calibration is None and mesh is not None:
             refuse(_NEEDS_CALIBRATION, access=access, workload=workload)
+            refuse_demands(_NEEDS_CALIBRATION, constraints)
             topology = topology or world_topology(mesh)
             enumerator = enumerator or Enumerator2D(
                 topology, batch_size, constraints, mesh=mesh, sync=sync

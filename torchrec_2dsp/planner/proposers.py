@@ -177,6 +177,12 @@ class ExchangeProposer(CostProposer):
         candidates = candidates_of_options(
             search_space, params, search.constraints, workload, self.topology.compute_device
         )
+        for one in candidates:
+            if one.num_groups is not None:
+                raise ConfigError(
+                    f"table {one.name!r} has num_groups={one.num_groups}, but TorchRec's planner "
+                    "places all tables on the ranks of one group: use Planner2D"
+                )
         settings = search.settings(workload, self.topology)
         return Loaded(candidates, settings, known_options(search_space))
 

@@ -46,12 +46,19 @@ class TableLine:
     lost_by_s: float = 0.0
     """By how much the step would be longer with it, as the search rates steps."""
 
+    is_once: bool = False
+    """Whether it has one copy in the world, beside tables with one in each group."""
+
     @property
     def way(self) -> str:
         """How it is sharded, and how its rows travel, in words."""
-        kind = _kind(self.choice)
+        kind = self._kind
         exchange = self.choice.exchange.value
         return f"{kind}, {exchange} exchange" if self.choice.message_type else kind
+
+    @property
+    def _kind(self) -> str:
+        return _kind(self.choice) + (", one copy" if self.is_once else "")
 
     def cells(self) -> Sequence[str]:
         """All of it, in words."""
@@ -60,7 +67,7 @@ class TableLine:
             self.name,
             f"{self.num_rows:,}",
             str(self.dim),
-            _kind(choice),
+            self._kind,
             choice.exchange.value if choice.message_type else "-",
             f"{choice.num_hot:,} ({self.hot_share:.0%})" if choice.num_hot else "-",
             f"{self.sent_bytes / 1e6:.3f}",

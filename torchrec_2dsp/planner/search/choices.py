@@ -93,6 +93,17 @@ def rated(seconds: float, types: Collection[str]) -> float:
     return seconds * (1 + _DOUBT * max(0, len(types) - 1))
 
 
+def rated_beside(seconds: float, types: Collection[str], in_world: Collection[str]) -> float:
+    """The same where some tables have one copy in the world, whose messages go apart.
+
+    Args:
+        seconds: of a step with all tables.
+        types: of the messages of tables in every group.
+        in_world: of the messages of tables in the world.
+    """
+    return rated(seconds, {*types, *(f"{one}, in the world" for one in in_world)})
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A table that is to be sharded, and the ways that are allowed."""
@@ -122,6 +133,11 @@ class Candidate:
     def name(self) -> str:
         """Of the table."""
         return self.work.name
+
+    @property
+    def num_groups(self) -> int | None:
+        """How many copies the user demands; `None` without a demand."""
+        return getattr(self.constraint, "num_groups", None)
 
     def placed(self, choice: Choice, ranks: Sequence[int], group: Span) -> Placed:
         """As a choice shards it.

@@ -20,7 +20,8 @@ from torchrec_2dsp.plan.sync_config import SyncConfig
 from torchrec_2dsp.planner.infeasible import Shortfall, no_plan_text
 from torchrec_2dsp.planner.search.candidates import candidates_of
 from torchrec_2dsp.planner.search.choices import Candidate
-from torchrec_2dsp.planner.search.meshes import SearchResult, meshes_of, search
+from torchrec_2dsp.planner.search.copies import search_copies
+from torchrec_2dsp.planner.search.meshes import SearchResult, meshes_of
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class CostSearch:
         device = left.compute_device
         candidates = candidates_of(module, sharders, self.constraints, workload, device)
         settings, room = self.settings(workload, left), room_of(left)
-        result = search(candidates, settings, room)
+        result = search_copies(candidates, settings, room)
         if not result.found:
             largest = max(settings, key=lambda one: one.mesh.group_size)
             missing = _shortfall(candidates, largest, int(room))

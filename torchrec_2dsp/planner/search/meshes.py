@@ -122,16 +122,21 @@ def chosen_on_each(
 
     Of many tables, a part decides which meshes are looked at closely.
     """
-    if effort_for(candidates) is _MANY_TABLES:
+    if not is_searched_closely(candidates):
         settings = _best_settings(candidates, settings, room)
     spaces = [Space.of(candidates, setting) for setting in settings]
     chosen = [(space, selections(space, room)) for space in spaces]
     return sorted((one for one in chosen if one[1]), key=lambda one: one[1][0].rated_s)
 
 
+def is_searched_closely(candidates: Sequence[Candidate]) -> bool:
+    """Whether there are few enough tables for that."""
+    return len(candidates) <= _MAX_WEIGHED
+
+
 def effort_for(candidates: Sequence[Candidate]) -> Effort:
     """How much is tried for so many tables."""
-    return _FEW_TABLES if len(candidates) <= _MAX_WEIGHED else _MANY_TABLES
+    return _FEW_TABLES if is_searched_closely(candidates) else _MANY_TABLES
 
 
 def _best_settings(

@@ -1,7 +1,7 @@
 """`Found`: what the search found, and the plan that TorchRec's objects make of it."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
@@ -15,7 +15,7 @@ from torchrec_2dsp.cost.span import Span
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D, type_2d
 from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D
-from torchrec_2dsp.planner.search.choices import Candidate, Choice, rated
+from torchrec_2dsp.planner.search.choices import Candidate, Choice, rated_beside
 from torchrec_2dsp.planner.search.descent import Placement, RanksOf
 
 
@@ -35,10 +35,17 @@ class Found:
     bytes_by_rank: Ranks
     """What each rank of a group keeps."""
 
+    once: "Found | None" = None
+    """Tables with one copy in the world beside those; cost and memory count them."""
+
     @property
     def rated_s(self) -> float:
         """By which it is compared with others."""
-        return rated(self.cost.total_s, {choice.message_type for choice in self.placement.choices})
+        in_world = set() if self.once is None else self.once._types()
+        return rated_beside(self.cost.total_s, self._types(), in_world)
+
+    def _types(self) -> set[str]:
+        return {choice.message_type for choice in self.placement.choices}
 
     def plan(self, device: str) -> Plan2D:
         """With TorchRec's objects for each shard.
@@ -48,17 +55,24 @@ class Found:
         """
         mesh, sync = self.setting.mesh, self.setting.sync
         tables: dict[str, dict[str, ParameterSharding2D]] = {}
-        for candidate, choice, ranks in zip(
-            self.candidates, self.placement.choices, self.placement.ranks, strict=True
-        ):
-            its_module = tables.setdefault(candidate.path, {})
-            its_module[candidate.name] = self._sharding(candidate, choice, ranks, device)
+        for candidate, sharding in self._shardings(device):
+            tables.setdefault(candidate.path, {})[candidate.name] = sharding
+        if self.once is not None:
+            for candidate, sharding in self.once._shardings(device):
+                once = replace(sharding, num_groups=1)
+                tables.setdefault(candidate.path, {})[candidate.name] = once
         modules: dict[str, ModuleShardingPlan] = {
             path: ModulePlan2D(some, mesh=mesh, sync=sync) for path, some in tables.items()
         }
         made = Plan2D(plan=modules, mesh=mesh, sync=sync)
         made.validate()
         return made
+
+    def _shardings(self, device: str) -> Iterator[tuple[Candidate, ParameterSharding2D]]:
+        for candidate, choice, ranks in zip(
+            self.candidates, self.placement.choices, self.placement.ranks, strict=True
+        ):
+            yield candidate, self._sharding(candidate, choice, ranks, device)
 
     def _sharding(
         self, candidate: Candidate, choice: Choice, ranks: RanksOf, device: str

@@ -1,0 +1,201 @@
+"""Search which tables have one copy in the world, beside those with one in each group."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from torchrec.distributed.types import ShardingType
+
+from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.step_cost import StepCost
+from torchrec_2dsp.errors import PlanError
+from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.planner.search.choices import Candidate, rated_beside
+from torchrec_2dsp.planner.search.meshes import (
+    SearchResult,
+    Tried,
+    chosen_on_each,
+    is_searched_closely,
+    search,
+)
+from torchrec_2dsp.planner.search.result import Found
+
+_MESHES = 3
+"""Of the best ones, that are looked at for tables with one copy."""
+_PATIENCE = 2
+"""After so many sets that are no better, larger ones aren't tried."""
+
+
+def search_copies(
+    candidates: Sequence[Candidate], settings: Sequence[Setting], room: float
+) -> SearchResult:
+    """The best placements, with as many copies of each table as are best, or are demanded.
+
+    What a copy in each group costs, in memory and to keep it equal to the others, grows with its
+    table. So it is the largest ones that get one copy in the world instead: one of them, two, four
+    and so on. Of hundreds of tables, only those for which it is demanded.
+
+    Args:
+        candidates: all tables.
+        settings: the meshes.
+        room: bytes that a rank has for tables and buffers.
+    """
+    settings = _as_demanded(candidates, settings)
+    one_group = [one for one in settings if one.mesh.num_groups == 1]
+    demanded = [one for one in candidates if one.num_groups == 1]
+    # In one group, all tables have one copy.
+    result = search(candidates, one_group if demanded else settings, room)
+    several = [one for one in settings if one.mesh.num_groups > 1]
+    if not several:
+        return result
+    found, tried = list(result.found), list(result.tried)
+    worth_a_look = _beside_the_best(several, tried)
+    draft = _most_promising(_drafts(candidates, worth_a_look, room), _best(found))
+    if draft is not None:
+        more = draft.placed()
+        found += more.found
+        tried += more.tried
+    return SearchResult(sorted(found, key=lambda one: one.rated_s), tried, room)
+
+
+def _beside_the_best(settings: Sequence[Setting], tried: Sequence[Tried]) -> list[Setting]:
+    """Meshes on which something else may be best: the best ones, and those where nothing fits."""
+    seconds: dict[Mesh2D, float] = {}
+    for one in tried:
+        seconds[one.mesh] = min(one.seconds, seconds.get(one.mesh, np.inf))
+    fitting = sorted(
+        (one for one in settings if one.mesh in seconds), key=lambda one: seconds[one.mesh]
+    )
+    dropped = {one.mesh for one in fitting[_MESHES:]}
+    return [one for one in settings if one.mesh not in dropped]
+
+
+def _best(found: Sequence[Found]) -> float:
+    return min((one.rated_s for one in found), default=np.inf)
+
+
+def _most_promising(drafts: "Iterator[_Draft]", to_beat: float) -> "_Draft | None":
+    """The best draft that may be better. Ends when larger sets of tables get worse."""
+    best: _Draft | None = None
+    settings: Sequence[Setting] = ()
+    in_vain = 0
+    for draft in drafts:
+        draft = replace(draft, settings=settings or draft.settings)
+        settings = settings or draft.best_settings
+        in_vain += 1
+        if draft.rated_s < to_beat:
+            best, to_beat, in_vain = draft, draft.rated_s, 0
+        if in_vain == _PATIENCE and np.isfinite(to_beat):
+            break
+    return best
+
+
+def _as_demanded(candidates: Sequence[Candidate], settings: Sequence[Setting]) -> list[Setting]:
+    """The meshes with as many groups as users demand."""
+    numbers = {one.num_groups: one.name for one in candidates if (one.num_groups or 1) > 1}
+    found = [one for one in settings if all(one.mesh.num_groups == number for number in numbers)]
+    if not found:
+        asked = ", ".join(f"num_groups={number} for {name!r}" for number, name in numbers.items())
+        known = ", ".join(sorted({str(one.mesh.num_groups) for one in settings}, key=int))
+        raise PlanError(
+            f"no mesh has what the constraints ask for ({asked}): all tables that aren't in the "
+            f"world once are in as many groups, and there may be {known} here"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """Tables that have one copy in the world, and others."""
+
+    once: Sequence[Candidate]
+    others: Sequence[Candidate]
+    settings: Sequence[Setting]
+    """Meshes of the others."""
+
+    room: float
+
+    @property
+    def rated_s(self) -> float:
+        """Of the best step, if all shards were dealt evenly; infinite if they don't fit."""
+        return self._rated[0][0] if self._rated else np.inf
+
+    @property
+    def best_settings(self) -> list[Setting]:
+        """Of the meshes that come out best."""
+        return [self.settings[number] for _, number in self._rated[:_MESHES]]
+
+    @cached_property
+    def _rated(self) -> list[tuple[float, int]]:
+        """Seconds and numbers of the meshes that fit, the best one first."""
+        chosen = chosen_on_each(self.once, [self.settings[0].of_world()], self.room)
+        if not chosen:
+            return []
+        space, (first, *_) = chosen[0]
+        in_world = space.types_of(first.selection)
+        cost = space.step_cost(space.sum_of(first.selection), space.chosen(first.selection))
+        left = self.room - space.bytes_of(first.selection)
+        numbers = {setting.mesh: number for number, setting in enumerate(self.settings)}
+        found: list[tuple[float, int]] = []
+        for others, (best, *_) in chosen_on_each(self.others, self._beside(cost), left):
+            types = others.types_of(best.selection)
+            seconds = rated_beside(best.seconds, types, in_world)
+            found.append((seconds, numbers[others.setting.mesh]))
+        return sorted(found)
+
+    def placed(self) -> SearchResult:
+        """The best placements of all tables."""
+        in_world = search(self.once, [self.settings[0].of_world()], self.room)
+        if not in_world.found:
+            return in_world
+        once = in_world.found[0]
+        kept = float(once.bytes_by_rank.max())
+        result = search(self.others, self._beside(once.cost, self.best_settings), self.room - kept)
+        return SearchResult(
+            [
+                replace(one, once=once, bytes_by_rank=one.bytes_by_rank + kept)
+                for one in result.found
+            ],
+            [replace(one, bytes_of_rank=one.bytes_of_rank + kept) for one in result.tried],
+            self.room,
+        )
+
+    def _beside(self, cost: StepCost, settings: Sequence[Setting] | None = None) -> list[Setting]:
+        beside = replace(cost, hidden_s=0.0)
+        return [replace(one, beside=beside) for one in settings or self.settings]
+
+
+def _drafts(
+    candidates: Sequence[Candidate], settings: Sequence[Setting], room: float
+) -> Iterator[_Draft]:
+    demanded = [one for one in candidates if one.num_groups == 1]
+    free = [one for one in candidates if one.num_groups is None]
+    by_size = sorted(free, key=lambda one: -one.work.num_rows * one.work.dim)
+    for size in _sizes(len(free) if is_searched_closely(candidates) else 0):
+        some = [once for one in (*demanded, *by_size[:size]) if (once := _once(one)) is not None]
+        names = {one.name for one in some}
+        others = [one for one in candidates if one.name not in names]
+        # If all tables are in the world once, that is a plan for one group.
+        if some and others:
+            yield _Draft(some, others, settings, room)
+
+
+def _sizes(most: int) -> Iterator[int]:
+    """None, one, two, four and so on."""
+    yield 0
+    size = 1
+    while size <= most:
+        yield size
+        size *= 2
+
+
+def _once(candidate: Candidate) -> Candidate | None:
+    """A table as it can have one copy, `None` if it can't and needn't."""
+    choices = [one for one in candidate.choices if one.kind is not ShardingType.DATA_PARALLEL]
+    if not choices and candidate.num_groups == 1:
+        raise PlanError(
+            f"table {candidate.name!r} has num_groups=1, and nothing but data_parallel is allowed "
+            "for it, which is a copy on every rank: allow other sharding_types"
+        )
+    return replace(candidate, choices=choices) if choices else None

@@ -21,9 +21,11 @@ def lose_a_rank(rank: int, world_size: int) -> None:
     group = cast(dist.ProcessGroup, dist.new_group(backend=BACKEND_NAME, timeout=timeout))
     parts = torch.zeros(world_size * 3_000_000)
     dist.all_to_all_single(torch.zeros(world_size), torch.zeros(world_size), group=group)
-    work: Any = dist.all_to_all_single(torch.zeros_like(parts), parts, group=group, async_op=True)
     if rank == 2:
+        # Once the others wait for what it never sends.
+        time.sleep(0.5)
         os._exit(7)
+    work: Any = dist.all_to_all_single(torch.zeros_like(parts), parts, group=group, async_op=True)
     start = time.monotonic()
     try:
         work.wait()

@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from torchrec_2dsp.bench.syncs.results import SyncBenchResult
+from torchrec_2dsp.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 NUM_ROWS, DIM = 4096, 64
@@ -81,15 +83,22 @@ def test_the_page_has_a_plot_and_its_numbers(folder: Path) -> None:
     assert "<svg" in (folder / "syncs.svg").read_text()
 
 
+def test_groups_that_do_not_divide_the_ranks() -> None:
+    done = torchrun("--set", "num_groups=[3]")
+    assert done.returncode != 0
+    said = " ".join((done.stdout + done.stderr).split())
+    assert "num_groups=3 does not divide the 4 ranks" in said
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("num_groups=[3]", "num_groups=3 does not divide the 4 ranks"),
         ("reference='sparse'", "reference='sparse' is no sync; use one of dense, touched"),
         ("touched_shares=[2.0]", "goes beyond 1, all rows"),
     ],
 )
 def test_bad_input(override: str, said: str) -> None:
-    done = torchrun("--set", override)
-    assert done.returncode != 0
-    assert said in " ".join((done.stdout + done.stderr).split())
+    config = str(ROOT / "configs/runs/bench_sync.toml")
+    done = CliRunner().invoke(app, ["bench-sync", "--config", config, "--set", override])
+    assert done.exit_code != 0
+    assert said in " ".join(done.output.split())

@@ -114,14 +114,16 @@ def crashing(rank: int, world_size: int, cell: Cell) -> tuple[str, float]:
 @pytest.mark.parametrize("cell", [EXACT, AVERAGED], ids=str)
 def test_an_error_that_nobody_thought_of(cell: Cell) -> None:
     """In processes of their own: peers still wait for what the faulty rank didn't send."""
-    said = told_alike(run_ranks(crashing, 4, cell))
+    with RankPool(4) as pool:
+        said = told_alike(pool.run(crashing, cell))
     assert said.startswith("AttributeError: ")
     assert said.endswith(f"(found on rank {FAULTY_RANK})")
 
 
 def test_an_error_that_nobody_thought_of_on_one_of_two_hosts() -> None:
     """The faulty rank's neighbour must hear of it before it waits for its rows."""
-    said = told_alike(run_ranks(crashing, 4, LAYERED, local_world_size=2, timeout_s=60))
+    with RankPool(4, local_world_size=2) as pool:
+        said = told_alike(pool.run(crashing, LAYERED, timeout_s=60))
     assert said.startswith("AttributeError: ")
 
 

@@ -133,6 +133,9 @@ def test_demands_are_met_or_refused_by_name() -> None:
             mesh=TWO_GROUPS,
             constraints=demand("t1", sharding_types=["data_parallel"]),
         )
+    with pytest.raises(tdsp.PlanError, match=r"all tables have num_groups=1, which is a plan for"):
+        plan_of(model, mesh=TWO_GROUPS, constraints=demand("t0", "t1", "t2"))
+    assert plan_of(model, constraints=demand("t0", "t1", "t2")).mesh.num_groups == 1
     with pytest.raises(tdsp.ConfigError, match="num_groups=0 is no number of copies"):
         tdsp.ParameterConstraints2D(num_groups=0)
 

@@ -49,6 +49,11 @@ def search_copies(
     several = [one for one in settings if one.mesh.num_groups > 1]
     if not several:
         return result
+    if len(demanded) == len(candidates) > 0 and not one_group:
+        raise PlanError(
+            f"all tables have num_groups=1, which is a plan for one group and not for "
+            f"{several[0].mesh}: leave the mesh out, or the demand for some table"
+        )
     found, tried = list(result.found), list(result.tried)
     worth_a_look = _beside_the_best(several, tried)
     draft = _most_promising(_drafts(candidates, worth_a_look, room), _best(found))
@@ -82,7 +87,8 @@ def _most_promising(drafts: "Iterator[_Draft]", to_beat: float) -> "_Draft | Non
     in_vain = 0
     for draft in drafts:
         draft = replace(draft, settings=settings or draft.settings)
-        settings = settings or draft.best_settings
+        if not settings and draft.rated_s < np.inf:
+            settings = draft.promising_settings
         in_vain += 1
         if draft.rated_s < to_beat:
             best, to_beat, in_vain = draft, draft.rated_s, 0
@@ -125,6 +131,13 @@ class _Draft:
     def best_settings(self) -> list[Setting]:
         """Of the meshes that come out best."""
         return [self.settings[number] for _, number in self._rated[:_MESHES]]
+
+    @property
+    def promising_settings(self) -> list[Setting]:
+        """Those, and the meshes that have no room as yet."""
+        fitting = {number for _, number in self._rated}
+        others = [one for number, one in enumerate(self.settings) if number not in fitting]
+        return [*self.best_settings, *others]
 
     @cached_property
     def _rated(self) -> list[tuple[float, int]]:

@@ -121,7 +121,7 @@ def show_simulated(simulated: "list[tuple[int, Explanation]]", console: Console)
             f"{samples / seconds:,.0f}" if seconds else "-",
             f"{first_s / seconds:.1%}" if seconds else "-",
             f"{one.bytes_by_rank.max(initial=0.0) / 1e9:,.2f}",
-            str(one.setting.mesh),
+            one.where,
         )
     console.print(table)
     hardware = simulated[0][1].setting.calibration.hardware

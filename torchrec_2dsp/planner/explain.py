@@ -29,12 +29,13 @@ def explain(result: SearchResult) -> Explanation:
         busy = busy + busy_in_world.mean()
     return Explanation(
         setting=best.setting,
+        where=best.where,
         cost=best.cost,
         tables=sorted(tables, key=lambda line: -line.seconds),
         busy_by_rank=busy,
         bytes_by_rank=best.bytes_by_rank,
         room=result.room,
-        meshes=[(_mesh_text(one), one.cost.total_s) for one in result.found],
+        meshes=[(one.where, one.cost.total_s) for one in result.found],
         front=pareto_front(result.tried),
     )
 
@@ -52,12 +53,6 @@ def _explained(found: Found, room: float) -> tuple[list[TableLine], Ranks]:
         for place, (table, line) in enumerate(lines)
     ]
     return compared, np.asarray(prices @ rough.loads, np.float64)
-
-
-def _mesh_text(found: Found) -> str:
-    if found.once is None:
-        return str(found.setting.mesh)
-    return f"{found.setting.mesh}, {len(found.once.candidates)} tables once in the world"
 
 
 def pareto_front(tried: Sequence[Tried]) -> list[Tried]:

@@ -45,6 +45,9 @@ class Explanation:
     setting: Setting
     """The mesh, and all else that its cost depends on."""
 
+    where: str
+    """The mesh, and how many tables have one copy beside it."""
+
     cost: StepCost
     """Of a step, part by part."""
 
@@ -79,7 +82,7 @@ class Explanation:
         """The plan in a sentence."""
         setting = self.setting
         return (
-            f"{setting.mesh} on {setting.calibration.hardware.name}, {setting.sync}, batch "
+            f"{self.where} on {setting.calibration.hardware.name}, {setting.sync}, batch "
             f"{setting.workload.batch_size} per rank: {milliseconds(self.cost.total_s)} ms per step"
         )
 

@@ -221,7 +221,7 @@ class Planner2D(EmbeddingShardingPlanner):
         self._result = result = self._search.result(module, sharders, left)
         logger.info(
             "%s: %.1f ms per step predicted; planner.explain() says why",
-            result.found[0].setting.mesh,
+            result.found[0].where,
             1e3 * result.found[0].cost.total_s,
         )
         return result

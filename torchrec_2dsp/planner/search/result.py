@@ -39,6 +39,12 @@ class Found:
     """Tables with one copy in the world beside those; cost and memory count them."""
 
     @property
+    def where(self) -> str:
+        """The mesh, and how many tables have one copy beside it."""
+        mesh = str(self.setting.mesh)
+        return mesh if self.once is None else f"{mesh}, {len(self.once.candidates)} in the world"
+
+    @property
     def rated_s(self) -> float:
         """By which it is compared with others."""
         in_world = set() if self.once is None else self.once._types()

@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
-from torchrec.distributed.types import ModuleShardingPlan
+from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets, placement
+from torchrec.distributed.types import ModuleShardingPlan, ShardingType
 
 from torchrec_2dsp.access.hot_set import HotSet
 from torchrec_2dsp.errors import PlanError
@@ -119,16 +120,20 @@ def _copied(
     assert isinstance(spec, EnumerableShardingSpec)
     copied = replace(table, num_groups=None if num_groups == mesh.num_groups else num_groups)
     num_ranks = copied.mesh_in(mesh).group_size
-    # TorchRec's blocks: all alike, but for the last ranks, which may have less or nothing.
-    block = -(-rows // num_ranks)
     columns, device = spec.shards[0].shard_sizes[1], str(spec.shards[0].placement).split("/")[1]
+    sizes, offsets = calculate_shard_sizes_and_offsets(
+        torch.empty(rows, columns, device="meta"),
+        num_ranks,
+        num_ranks,
+        ShardingType.ROW_WISE.value,
+    )
     shards = [
         ShardMetadata(
-            shard_offsets=[min(rank * block, rows), 0],
-            shard_sizes=[max(0, min(block, rows - rank * block)), columns],
-            placement=f"rank:{rank}/{device.split(':')[0]}",
+            shard_offsets=offset,
+            shard_sizes=size,
+            placement=placement(device.split(":")[0], rank, num_ranks),
         )
-        for rank in range(num_ranks)
+        for rank, (offset, size) in enumerate(zip(offsets, sizes, strict=True))
     ]
     return replace(
         copied, ranks=list(range(num_ranks)), sharding_spec=EnumerableShardingSpec(shards)

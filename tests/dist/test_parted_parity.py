@@ -13,6 +13,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 import torchrec_2dsp as tdsp
 from tests.dist.test_parity import BAGS, HOT_ROWS, SEQUENCES, check
+from tests.support.models import make_batch
+from tests.support.oracle import local_loss
 from tests.support.parity import Cell, make_parallel, run_cells
 from tests.support.ranks import RankPool
 from torchrec_2dsp.shard.parted import parts_of
@@ -67,6 +69,28 @@ def modes_of(rank: int, world_size: int, cell: Cell) -> list[bool]:
 
 def test_all_parts_are_told_of_evaluation(ranks4: RankPool) -> None:
     assert ranks4.run(modes_of, Cell(MESHES[0], in_world=("t1",))) == [[False, False]] * 4
+
+
+def bad_ids(rank: int, world_size: int, cell: Cell) -> list[str]:
+    """What is said of a bad id of one rank, in tables of either kind; a good batch is trained
+    after each."""
+    parallel = make_parallel(cell, world_size, 2)
+    said = []
+    for feature in ("f0", "f1"):
+        batch = make_batch(cell.spec, rank)
+        if rank == 1:
+            batch[feature].values()[0] = 10_000
+        with pytest.raises(tdsp.InputError) as caught:
+            parallel(batch)
+        said.append(str(caught.value))
+        local_loss(parallel(make_batch(cell.spec, rank))).backward()
+    return said
+
+
+def test_bad_ids_of_all_parts_are_told_on_every_rank(ranks4: RankPool) -> None:
+    first, *others = ranks4.run(bad_ids, Cell(MESHES[0], in_world=("t1",)), timeout_s=60)
+    assert all(one == first for one in others)
+    assert ["'t0'" in first[0], "'t1'" in first[1]] == [True, True]
 
 
 def shared_features(rank: int, world_size: int, kind: type) -> float:

@@ -98,5 +98,5 @@ def best_of_all(candidates: list[Candidate], setting: Setting, room: float = ENO
         kept = sum((table_bytes(one, group.num_ranks) for one in placed), buffers @ loads.values)
         if kept.max() <= room:
             types = {message_type(one.kind, one.exchange) for one in placed}
-            best = min(best, rated(setting.step_cost(loads).total_s, types))
+            best = min(best, rated(setting.step_cost(loads), types))
     return best

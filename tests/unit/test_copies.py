@@ -42,7 +42,7 @@ def names_once(found: Found) -> set[str]:
     return set() if found.once is None else {one.name for one in found.once.candidates}
 
 
-def demand(*names: str, num_groups: int = 1, **more: Any) -> dict[str, ParameterConstraints]:
+def demand(*names: str, num_groups: Any = 1, **more: Any) -> dict[str, ParameterConstraints]:
     one = tdsp.ParameterConstraints2D(num_groups=num_groups, **more)
     return dict.fromkeys(names, one)
 
@@ -92,11 +92,16 @@ def test_huge_tables_have_one_copy_where_groups_have_no_room_for_them() -> None:
     assert found.rated_s < 0.95 * alike.rated_s
 
 
-def test_what_fits_no_group_fits_the_world() -> None:
-    candidates, setting = problem()
+def too_little(candidates: list[Candidate], setting: Setting) -> float:
+    """Not much less memory than a group needs for all tables."""
     (roomy,) = search(candidates, [setting], ENOUGH).found
     rooms = (share * float(roomy.bytes_by_rank.max()) for share in (0.8, 0.7, 0.6, 0.5))
-    room = next(one for one in rooms if not search(candidates, [setting], one).found)
+    return next(one for one in rooms if not search(candidates, [setting], one).found)
+
+
+def test_what_fits_no_group_fits_the_world() -> None:
+    candidates, setting = problem()
+    room = too_little(candidates, setting)
     (found, *_) = search_copies(candidates, [setting], room).found
     assert names_once(found)
     assert found.bytes_by_rank.max() <= room
@@ -136,8 +141,18 @@ def test_demands_are_met_or_refused_by_name() -> None:
     with pytest.raises(tdsp.PlanError, match=r"all tables have num_groups=1, which is a plan for"):
         plan_of(model, mesh=TWO_GROUPS, constraints=demand("t0", "t1", "t2"))
     assert plan_of(model, constraints=demand("t0", "t1", "t2")).mesh.num_groups == 1
-    with pytest.raises(tdsp.ConfigError, match="num_groups=0 is no number of copies"):
-        tdsp.ParameterConstraints2D(num_groups=0)
+    for wrong in (0, "all"):
+        with pytest.raises(tdsp.ConfigError, match=f"num_groups={wrong!r} is no number of copies"):
+            tdsp.ParameterConstraints2D(num_groups=wrong)  # type: ignore[arg-type]
+
+
+def test_one_in_each_group_is_no_demand_on_the_mesh() -> None:
+    """What doesn't fit a group could be in the world once, were that not excluded."""
+    asked = demand("t0", "t1", "t2", num_groups="each")
+    candidates, setting = problem(asked)
+    assert not search_copies(candidates, [setting], too_little(candidates, setting)).found
+    assert plan_of(tables(ROWS), constraints=asked).mesh in meshes_of(4, 2, 4)
+    tdsp.Planner2D(mesh=TWO_GROUPS, constraints=asked)  # As TorchRec's own search does it.
 
 
 @pytest.mark.parametrize("demands", [{"num_groups": 1}, {"exchange": "row"}, {"hot_rows": 3}])

@@ -60,12 +60,12 @@ def test_those_tables_get_memory_that_save_most_by_it(room: float) -> None:
     num_bytes = np.array([[9e6, 1e6], [7e6, 1e6], [5e6, 1e6], [3e6, 1e6], [8e6, 1e6]])
     space = replace(Space.of(both, setting), bytes_of_rank=num_bytes, bytes_of_shard=num_bytes)
     every = [np.array(one) for one in itertools.product(range(2), repeat=5)]
-    best = min(space.seconds(one) for one in every if space.bytes_of(one) <= room)
-    smallest = space.seconds(np.ones(5, dtype=np.int64))
+    best = min(space.cost_of(one).total_s for one in every if space.bytes_of(one) <= room)
+    smallest = space.cost_of(np.ones(5, dtype=np.int64)).total_s
     found = selections(space, room)[0]
     assert space.bytes_of(found.selection) <= room
     assert best < 0.95 * smallest
-    assert best <= found.seconds <= best + (smallest - best) / 2
+    assert best <= found.cost.total_s <= best + (smallest - best) / 2
 
 
 def test_what_hardly_fits_is_split() -> None:

@@ -154,9 +154,25 @@ def test_worlds_are_simulated_from_the_smallest_on() -> None:
     assert "Predicted, not measured, from emulated_1gbit" in text
 
 
+def test_other_machines_and_other_copies_can_be_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    asked = ["--set", "machines.slower.link=0.5", "--set", "group_size=2", "--json", str(path)]
+    code, text = run("plan", "--config", CONFIG, *SMALL, *asked, "--set", 'one_copy=["a"]')
+    assert code == 0, text
+    assert "on emulated_1gbit with link x 0.5, GradientSync()" in text
+    ((_, module),) = load(path).modules()
+    assert {name: table.num_groups for name, table in module.tables()} == {"t_a": 1, "t_b": None}
+    run("plan", "--config", CONFIG, *SMALL, *asked, "--set", "one_copy=[]")
+    assert {table.num_groups for _, part in load(path).modules() for _, table in part.tables()} == {
+        None
+    }
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        (("plan", "--set", 'one_copy=["c"]'), "one_copy: no features ['c'] in the data"),
+        (("plan", "--set", "machines.slower.link=0"), "machines.slower.link"),
         (("plan", "--set", "group_size=3"), "group_size=3 does not divide world_size=4"),
         (("plan", "--set", "batch_size=0"), "batch_size"),
         (("plan", "--set", "machines.memory_gib=0.000001"), "no plan fits"),

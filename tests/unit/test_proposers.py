@@ -15,6 +15,7 @@ import torchrec_2dsp as tdsp
 from tests.support.planning import ROWS, SHARDERS, calibration, planner, skewed, tables
 from tests.unit.test_hot_row_choice import slow_fetch
 from tests.unit.test_planner import nothing_reserved, world
+from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import message_type
 from torchrec_2dsp.plan.parameter_sharding import ProposedType, base_type
 from torchrec_2dsp.plan.plan2d import is_proposed
@@ -48,14 +49,14 @@ def plan_of(proposer: Any, topology: Topology | None = None, rows: Any = ROWS) -
     return tdsp.Plan2D.from_stock(stock)
 
 
-def seconds_of(
+def cost_of(
     plan: tdsp.Plan2D,
     link: str,
     access: tdsp.AccessStats | None = None,
     rows: tuple[int, ...] = ROWS,
-) -> float:
+) -> StepCost:
     workload = tdsp.Workload.of_model(tables(rows), batch_size=BATCH, access=access)
-    return tdsp.CostModel(calibration(link), 2).step_cost(plan, workload).total_s
+    return tdsp.CostModel(calibration(link), 2).step_cost(plan, workload)
 
 
 def chosen(plan: tdsp.Plan2D) -> list[tuple[str, str]]:
@@ -87,7 +88,7 @@ def test_the_stock_planner_finds_what_the_search_finds(link: str, mesh: tdsp.Mes
         message_type(ShardingType(base_type(table.sharding_type)), table.exchange)
         for _, table in module.tables()
     }
-    assert rated(seconds_of(plan, link, skewed()), types) <= 1.01 * best.rated_s
+    assert rated(cost_of(plan, link, skewed()), types) <= 1.01 * best.rated_s
 
 
 @pytest.mark.parametrize("kind", ["row_wise", "table_wise", "column_wise"])
@@ -102,7 +103,7 @@ def test_a_rating_is_what_the_cost_model_says(kind: str) -> None:
     assert set(chosen(plan)) == {(f"2d_{kind}", "pooled")}
     assert made._best_plan is not None
     rating = made._perf_model.rate(made._best_plan)
-    assert rating == pytest.approx(1e3 * seconds_of(plan, "200mbit", rows=rows))
+    assert rating == pytest.approx(1e3 * cost_of(plan, "200mbit", rows=rows).total_s)
     perfs = [shard.perf for option in made._best_plan for shard in option.shards]
     assert all(one.fwd_comms > 0 < one.bwd_comms for one in perfs if one)
 

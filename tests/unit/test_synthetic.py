@@ -257,6 +257,19 @@ def test_wrong_zipf_figures_are_refused(num_rows: int, skew: float, message: str
         Zipf(num_rows, skew)
 
 
+def test_features_that_are_alike_are_written_once() -> None:
+    click = {"name": "click", "num_rows": 9, "count": 2}
+    made = SyntheticConfig.model_validate({"features": [click, {"name": "user", "num_rows": 5}]})
+    assert [(one.name, one.num_rows) for one in made.features] == [
+        ("click1", 9),
+        ("click2", 9),
+        ("user", 5),
+    ]
+    for wrong in (0, "two"):
+        with pytest.raises(ValidationError, match="count"):
+            SyntheticConfig.model_validate({"features": [{**click, "count": wrong}]})
+
+
 def test_wrong_features_are_refused() -> None:
     with pytest.raises(ValidationError, match="min_ids=3 is above max_ids=1"):
         SparseFeature(name="f", num_rows=5, min_ids=3)

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import gammaln
 
 from torchrec_2dsp.errors import ConfigError
 
@@ -188,6 +187,9 @@ def _absent(counts: NDArray[np.float64], drawn: float, total: float) -> NDArray[
     The number of ways to draw from the others over the number of ways to draw from all, binomials
     whose logarithms stay small; counts needn't be integers.
     """
+    # A quarter of a second, that only those pay who ask for an expectation.
+    from scipy.special import gammaln
+
     left = total - counts - drawn
     possible = left >= 0
     left = np.where(possible, left, 0.0)

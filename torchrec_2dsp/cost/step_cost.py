@@ -65,6 +65,11 @@ class StepCost:
         """The sum of all parts."""
         return sum(seconds for _, seconds in self.parts())
 
+    @property
+    def tables_s(self) -> float:
+        """The part that tables have in the total: what the step takes beyond the dense part."""
+        return self.total_s - self.dense_s
+
     def parts(self) -> Iterator[tuple[str, float]]:
         """Names and seconds."""
         for one in fields(self):

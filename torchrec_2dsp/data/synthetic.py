@@ -6,11 +6,13 @@ to be read in order, and the global batch of a step is the same for every world 
 
 import enum
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -78,7 +80,8 @@ class SyntheticConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     features: tuple[SparseFeature, ...]
-    """The sparse features, in the order of the batch."""
+    """The sparse features, in the order of the batch. In a file, one with ``count = 20`` is twenty
+    of them: ``click`` stands for ``click1`` to ``click20``."""
 
     num_dense: int = Field(default=13, ge=1)
     """How many dense features there are; they are standard normal."""
@@ -103,6 +106,11 @@ class SyntheticConfig(BaseModel):
         """Of a feature's ids."""
         return Zipf(feature.num_rows, feature.skew, self.sorted_ids)
 
+    @field_validator("features", mode="before")
+    @classmethod
+    def _repeat(cls, features: Any) -> Any:
+        return [one for some in features for one in _repeated(some)]
+
     @model_validator(mode="after")
     def _check_names(self) -> "SyntheticConfig":
         if not self.features:
@@ -118,6 +126,18 @@ class _Purpose(enum.Enum):
     """What a random number is for: different ones are independent."""
 
     LENGTH, ROW, DENSE, LABEL, ROW_EFFECT, DENSE_WEIGHT = range(6)
+
+
+def _repeated(feature: Any) -> Iterator[Any]:
+    """A feature of a file, as often as it says; what isn't from a file or is wrong stays as it
+    is."""
+    count = feature.get("count") if isinstance(feature, dict) else None
+    if not isinstance(count, int) or count < 1:
+        yield feature
+        return
+    rest = {key: value for key, value in feature.items() if key != "count"}
+    for number in range(1, count + 1):
+        yield {**rest, "name": f"{rest.get('name', '')}{number}"}
 
 
 def make_batch(

@@ -53,8 +53,8 @@ def refuse_demands(text: str, constraints: Mapping[str, ParameterConstraints] | 
     for."""
     for name, one in (constraints or {}).items():
         if isinstance(one, ParameterConstraints2D):
-            demands = {"exchange": one.exchange, "num_groups": one.num_groups}
-            demands["hot_rows"] = one.hot_rows or None
+            demands = {"exchange": one.exchange, "hot_rows": one.hot_rows or None}
+            demands["num_groups"] = None if one.num_groups == "each" else one.num_groups
             named = {f"{what}={value} for table {name!r}": value for what, value in demands.items()}
             refuse(text, **named)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torchrec.distributed.planner.types import ParameterConstraints
 
@@ -29,9 +30,10 @@ class ParameterConstraints2D(ParameterConstraints):
     hot_rows: int | None = None
     """How many of its hottest rows are on every rank: so many, or as many as pay with `None`."""
 
-    num_groups: int | None = None
+    num_groups: int | Literal["each"] | None = None
     """How many copies there are: 1, whose shards lie on all ranks of the world, or one in each of
-    so many groups, which the mesh then has; as many as are best with `None`."""
+    so many groups, which the mesh then has; one in each group of any mesh with "each", as many as
+    are best with `None`."""
 
     def __post_init__(self) -> None:
         if self.exchange is not None:
@@ -41,7 +43,13 @@ class ParameterConstraints2D(ParameterConstraints):
             except ValueError as error:
                 known = ", ".join(repr(one.value) for one in Exchange)
                 raise ConfigError(f"exchange={self.exchange!r}: use some of {known}") from error
-        if self.num_groups is not None and self.num_groups < 1:
-            raise ConfigError(f"num_groups={self.num_groups} is no number of copies; use 1 or more")
+        if not (self.num_groups in (None, "each") or self._counts_copies):
+            raise ConfigError(
+                f"num_groups={self.num_groups!r} is no number of copies; use 1 or more, or 'each'"
+            )
         if self.hot_rows is not None and self.hot_rows < 0:
             raise ConfigError(f"hot_rows={self.hot_rows} is no number of rows; use 0 or more")
+
+    @property
+    def _counts_copies(self) -> bool:
+        return isinstance(self.num_groups, int) and self.num_groups >= 1

@@ -61,7 +61,7 @@ class Draft:
         """Of a step, if all ranks had the same to do, as the search compares it."""
         choices = self.placement.choices
         cost = self.space.step_cost(self.loads.sum(axis=0), choices)
-        return rated(cost.total_s, {choice.message_type for choice in choices})
+        return rated(cost, {choice.message_type for choice in choices})
 
     def options(self, known: KnownOptions, device: str) -> list[ShardingOption]:
         """One for each table, rated so that they add up to the step, but for its dense part.

@@ -178,7 +178,7 @@ class ExchangeProposer(CostProposer):
             search_space, params, search.constraints, workload, self.topology.compute_device
         )
         for one in candidates:
-            if one.num_groups is not None:
+            if one.num_groups not in (None, "each"):
                 raise ConfigError(
                     f"table {one.name!r} has num_groups={one.num_groups}, but TorchRec's planner "
                     "places all tables on the ranks of one group: use Planner2D"

@@ -2,15 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Literal, Self, cast
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import nn
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.types import ModuleSharder
 
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.cost.calibration import Calibration
+from torchrec_2dsp.cost.slower import Slower
 from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.data.synthetic import SyntheticConfig
 from torchrec_2dsp.errors import ConfigError
@@ -31,6 +32,9 @@ class MachinesConfig(Section):
 
     calibration: str
     """A file of the calibrate command."""
+
+    slower: Slower = Slower()
+    """How many times as long things take as there."""
 
     num_ranks: int = Field(default=4, ge=1)
     """Of the world."""
@@ -87,11 +91,24 @@ class PlanConfig(Section):
     exchanges: tuple[str, ...] = ()
     """How rows may travel; empty for all."""
 
+    one_copy: tuple[str, ...] | None = None
+    """Features whose tables have one copy in the world, beside one of all others in each group;
+    unset for those that are best."""
+
     access: str = ""
     """A file of access statistics; empty for what the data's own probabilities say."""
 
     full_duplex: bool = False
     """Whether all-to-alls receive and send at once (gloo alone)."""
+
+    @model_validator(mode="after")
+    def _check_features(self) -> Self:
+        known = [feature.name for feature in self.data.features]
+        if unknown := set(self.one_copy or ()) - set(known):
+            raise ValueError(
+                f"one_copy: no features {sorted(unknown)} in the data; there are {known}"
+            )
+        return self
 
 
 @dataclass(frozen=True)
@@ -106,7 +123,7 @@ class Planning:
 def planning(config: PlanConfig) -> Planning:
     """What makes the plan of a config; no process group is needed."""
     machines = config.machines
-    calibration = Calibration.load(machines.calibration)
+    calibration = machines.slower.than(Calibration.load(machines.calibration))
     calibration.check_covers(
         world_size=machines.num_ranks, local_world_size=machines.ranks_per_host
     )
@@ -148,9 +165,16 @@ def _constraints(config: PlanConfig) -> dict[str, ParameterConstraints2D]:
             sharding_types=list(config.sharding_types) or None,
             exchange=list(config.exchanges) or None,
             pooling_factors=[feature.mean_ids],
+            num_groups=_num_groups(config, feature.name),
         )
         for feature in config.data.features
     }
+
+
+def _num_groups(config: PlanConfig, feature: str) -> Literal[1, "each"] | None:
+    if config.one_copy is None:
+        return None
+    return 1 if feature in config.one_copy else "each"
 
 
 def _mesh(config: PlanConfig) -> Mesh2D | None:

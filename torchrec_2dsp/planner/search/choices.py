@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torchrec.distributed.types import ShardingType
 
 from torchrec_2dsp.access.hot_set import HotSet
 from torchrec_2dsp.cost.span import Span
+from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import Placed, Shards, message_type
 from torchrec_2dsp.cost.workload import TableWork
 from torchrec_2dsp.plan.parameter_sharding import ROW_EXCHANGES, Exchange, RowOwners
@@ -72,36 +74,39 @@ class Choice:
         return is_even or not self.is_on_host
 
 
-_DOUBT = 0.05
-"""By which part each further type of messages must shorten a step. That messages of several types
-follow one another takes longer than is predicted, and a few percent can't be told from nothing."""
+_DOUBT = 0.07
+"""By which part of what tables take each further type of messages must shorten a step. That
+messages of several types follow one another takes longer than is predicted, and a few percent
+can't be told from nothing."""
 
 
-def rated(seconds: float, types: Collection[str]) -> float:
-    """By what the search compares steps: seconds, and a part of them for each further type.
+def rated(cost: StepCost, types: Collection[str]) -> float:
+    """By what the search compares steps: seconds, and more of them for each further type.
 
     Args:
-        seconds: of a step.
+        cost: of a step.
         types: of its messages; the empty one is that of data-parallel tables, whose gradients are
             reduced.
 
     Example:
+        >>> from torchrec_2dsp.cost.step_cost import StepCost
         >>> from torchrec_2dsp.planner.search.choices import rated
-        >>> rated(100.0, {"row_exchange"}), rated(100.0, {"row_exchange", "table_wise"})
-        (100.0, 105.0)
+        >>> cost = StepCost(dense_s=100.0, forward_exchange_s=200.0)
+        >>> rated(cost, {"row_exchange"}), rated(cost, {"row_exchange", "table_wise"})
+        (300.0, 314.0)
     """
-    return seconds * (1 + _DOUBT * max(0, len(types) - 1))
+    return cost.total_s + _DOUBT * max(0, len(types) - 1) * cost.tables_s
 
 
-def rated_beside(seconds: float, types: Collection[str], in_world: Collection[str]) -> float:
+def rated_beside(cost: StepCost, types: Collection[str], in_world: Collection[str]) -> float:
     """The same where some tables have one copy in the world, whose messages go apart.
 
     Args:
-        seconds: of a step with all tables.
+        cost: of a step with all tables.
         types: of the messages of tables in every group.
         in_world: of the messages of tables in the world.
     """
-    return rated(seconds, {*types, *(f"{one}, in the world" for one in in_world)})
+    return rated(cost, {*types, *(f"{one}, in the world" for one in in_world)})
 
 
 @dataclass(frozen=True)
@@ -135,8 +140,9 @@ class Candidate:
         return self.work.name
 
     @property
-    def num_groups(self) -> int | None:
-        """How many copies the user demands; `None` without a demand."""
+    def num_groups(self) -> int | Literal["each"] | None:
+        """How many copies the user demands, one in each group or a number of them; `None` without
+        a demand."""
         return getattr(self.constraint, "num_groups", None)
 
     def placed(self, choice: Choice, ranks: Sequence[int], group: Span) -> Placed:

@@ -99,7 +99,11 @@ def _most_promising(drafts: "Iterator[_Draft]", to_beat: float) -> "_Draft | Non
 
 def _as_demanded(candidates: Sequence[Candidate], settings: Sequence[Setting]) -> list[Setting]:
     """The meshes with as many groups as users demand."""
-    numbers = {one.num_groups: one.name for one in candidates if (one.num_groups or 1) > 1}
+    numbers = {
+        one.num_groups: one.name
+        for one in candidates
+        if isinstance(one.num_groups, int) and one.num_groups > 1
+    }
     found = [one for one in settings if all(one.mesh.num_groups == number for number in numbers)]
     if not found:
         asked = ", ".join(f"num_groups={number} for {name!r}" for number, name in numbers.items())
@@ -147,13 +151,12 @@ class _Draft:
             return []
         space, (first, *_) = chosen[0]
         in_world = space.types_of(first.selection)
-        cost = space.step_cost(space.sum_of(first.selection), space.chosen(first.selection))
         left = self.room - space.bytes_of(first.selection)
         numbers = {setting.mesh: number for number, setting in enumerate(self.settings)}
         found: list[tuple[float, int]] = []
-        for others, (best, *_) in chosen_on_each(self.others, self._beside(cost), left):
+        for others, (best, *_) in chosen_on_each(self.others, self._beside(first.cost), left):
             types = others.types_of(best.selection)
-            seconds = rated_beside(best.seconds, types, in_world)
+            seconds = rated_beside(best.cost, types, in_world)
             found.append((seconds, numbers[others.setting.mesh]))
         return sorted(found)
 

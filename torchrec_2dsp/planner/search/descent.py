@@ -1,4 +1,4 @@
-"""Change one table after the other while that makes the step shorter. Pure."""
+"""Change one table after the other, or the largest together, while steps get shorter. Pure."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class Placement:
     choices: tuple[Choice, ...]
     ranks: tuple[RanksOf, ...]
 
-    def replaced(self, table: int, choice: Choice, ranks: RanksOf) -> "Placement":
+    def replaced(self, table: int, choice: Choice, ranks: RanksOf = ()) -> "Placement":
         """With another one for a table."""
         return Placement(
             (*self.choices[:table], choice, *self.choices[table + 1 :]),
@@ -100,7 +100,7 @@ class Descent:
         return np.asarray(sums.kept + self._buffers @ sums.loads, np.float64)
 
     def improved(self, start: Placement, max_tries: int) -> tuple[Placement, int]:
-        """Better by single tables, until none helps or so many were tried; and how many are left.
+        """Better than a start, until nothing helps or so much was tried; and how many are left.
 
         A start that doesn't fit, because its buffers aren't even, is left for whatever does.
 
@@ -108,6 +108,34 @@ class Descent:
             start: what is improved.
             max_tries: steps that may be added up.
         """
+        found, max_tries = self._spread(start, max_tries)
+        return self._singly(found, max_tries)
+
+    def _spread(self, start: Placement, max_tries: int) -> tuple[Placement, int]:
+        """Better by having the tables with most to do, together, on all ranks instead of on a few.
+
+        Of two large tables that lie on two of the ranks, moving one leaves the other rank as busy
+        as it was.
+        """
+        best, found = self.rated_s(start), start
+        free = (table for table, choice in enumerate(start.choices) if choice.is_free)
+        busiest_first = sorted(free, key=lambda table: -self._busy_s(start, table))
+        for family in self._space.families:
+            changed, sums = start, self.sums(start)
+            for table in busiest_first:
+                choices = [one for one in self._space.choices[table] if one.family == family]
+                if not choices or choices[0].is_free or max_tries <= 0:
+                    continue
+                sums = sums - self.sums_of(changed, table) + self._of(table, choices[0], ())
+                changed = changed.replaced(table, choices[0])
+                seconds = self._rated_s(sums, changed.choices)
+                max_tries -= 1
+                if seconds < best * (1 - _LEAST_GAIN):
+                    best, found = seconds, changed
+        return found, max_tries
+
+    def _singly(self, start: Placement, max_tries: int) -> tuple[Placement, int]:
+        """Better by single tables, one after the other."""
         found, sums = start, self.sums(start)
         best = self._rated_s(sums, start.choices)
         since_gain = 0
@@ -139,6 +167,9 @@ class Descent:
                 found[choice] = min(seconds, found.get(choice, np.inf))
         return list(found.items())
 
+    def _busy_s(self, placement: Placement, table: int) -> float:
+        return float((self.prices @ self.sums_of(placement, table).loads).max())
+
     def _of(self, table: int, choice: Choice, ranks: RanksOf) -> Sums:
         key = table, choice, ranks
         if key in self._known:
@@ -156,7 +187,7 @@ class Descent:
         if (sums.kept + self._buffers @ sums.loads > self._room).any():
             return float("inf")
         types = {choice.message_type for choice in choices}
-        return rated(self._step_cost(sums, choices).total_s, types)
+        return rated(self._step_cost(sums, choices), types)
 
     def _step_cost(self, sums: Sums, choices: Sequence[Choice]) -> StepCost:
         types = {choice.message_type for choice in choices} - {""}

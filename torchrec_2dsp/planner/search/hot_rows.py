@@ -16,8 +16,8 @@ from torchrec_2dsp.planner.search.space import Floats, Space
 
 _FIRST_RUN = 16
 _RUN_GROWTH = 4
-MIN_GAIN = 0.15
-"""By which part hot rows must shorten a step: what they take is predicted too short."""
+MIN_GAIN = 0.2
+"""By which part hot rows must shorten what tables take: their own part is predicted too short."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def with_hot_rows(space: Space, placement: Placement, descent: Descent, room: fl
         hotter = _with(placement, runs, rows_by_byte(runs, left))
         missing = float(descent.bytes_by_rank(hotter).max()) - room
         if missing <= 0:
-            before, after = (descent.step_cost(one).total_s for one in (placement, hotter))
+            before, after = (descent.step_cost(one).tables_s for one in (placement, hotter))
             return hotter if after < before * (1 - MIN_GAIN) else placement
         # What hot rows send and receive needs room as well.
         left -= missing

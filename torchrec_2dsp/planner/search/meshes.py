@@ -108,7 +108,7 @@ def search(
         if len(found) == effort.meshes:
             break
     tried = [
-        Tried(space.setting.mesh, one.seconds, space.bytes_of(one.selection))
+        Tried(space.setting.mesh, one.cost.total_s, space.bytes_of(one.selection))
         for space, some in chosen
         for one in (*some, smallest(space))
     ]

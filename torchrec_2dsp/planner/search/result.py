@@ -48,7 +48,7 @@ class Found:
     def rated_s(self) -> float:
         """By which it is compared with others."""
         in_world = set() if self.once is None else self.once._types()
-        return rated_beside(self.cost.total_s, self._types(), in_world)
+        return rated_beside(self.cost, self._types(), in_world)
 
     def _types(self) -> set[str]:
         return {choice.message_type for choice in self.placement.choices}

@@ -7,6 +7,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
+from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.planner.search.choices import rated
 from torchrec_2dsp.planner.search.space import Floats, Selection, Space
 
@@ -25,7 +26,7 @@ class Selected:
     """A choice for each table."""
 
     selection: Selection
-    seconds: float
+    cost: StepCost
     """Of a step, if all ranks had the same to do."""
 
     rated_s: float
@@ -34,8 +35,8 @@ class Selected:
     @classmethod
     def of(cls, space: Space, selection: Selection) -> "Selected":
         """With its step."""
-        seconds = space.seconds(selection)
-        return cls(selection, seconds, rated(seconds, space.types_of(selection)))
+        cost = space.cost_of(selection)
+        return cls(selection, cost, rated(cost, space.types_of(selection)))
 
 
 def selections(space: Space, room: float) -> list[Selected]:

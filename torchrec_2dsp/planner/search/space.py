@@ -105,9 +105,9 @@ class Space:
         """What a rank keeps in the mean."""
         return float(self.bytes_of_rank[np.arange(len(selection)), selection].sum())
 
-    def seconds(self, selection: Selection) -> float:
+    def cost_of(self, selection: Selection) -> StepCost:
         """Of a step, if all ranks had the same to do."""
-        return self._step_cost(self.sum_of(selection), self.types_of(selection)).total_s
+        return self._step_cost(self.sum_of(selection), self.types_of(selection))
 
     def types_of(self, selection: Selection) -> set[str]:
         """Of the messages that a selection sends."""

@@ -18,6 +18,7 @@ from torchrec_2dsp._compat.fbgemm import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torchrec_2dsp.optim.reference import delayed_row_wise_adagrad_
+from torchrec_2dsp.optim.steps import delayed_row_wise_adagrad_step
 from torchrec_2dsp.rows.capture import RowCapture
 from torchrec_2dsp.rows.direct_update import RULES, DirectUpdater
 from torchrec_2dsp.rows.merge import quickest_updater
@@ -50,7 +51,7 @@ def test_rows_are_updated_by_the_delayed_moment(
     case = Case(tables, eps=0.01, precision=precision)
     tbe = make_tbe(case)
     capture = RowCapture(tbe, ["t0", "t1"])
-    updater = DirectUpdater(tbe, delayed_row_wise_adagrad_)
+    updater = DirectUpdater(tbe, delayed_row_wise_adagrad_step)
     expected = tensors_of(tbe)
     weights, moments = expected[: len(tables)], expected[len(tables) :]
     for seed in range(4):

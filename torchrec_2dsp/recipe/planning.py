@@ -91,9 +91,8 @@ class PlanConfig(Section):
     exchanges: tuple[str, ...] = ()
     """How rows may travel; empty for all."""
 
-    one_copy: tuple[str, ...] | None = None
-    """Features whose tables have one copy in the world, beside one of all others in each group;
-    unset for those that are best."""
+    one_copy: tuple[str, ...] | Literal["best"] = "best"
+    """Features whose tables have one copy in the world, beside one of all others in each group."""
 
     access: str = ""
     """A file of access statistics; empty for what the data's own probabilities say."""
@@ -104,7 +103,8 @@ class PlanConfig(Section):
     @model_validator(mode="after")
     def _check_features(self) -> Self:
         known = [feature.name for feature in self.data.features]
-        if unknown := set(self.one_copy or ()) - set(known):
+        asked = () if self.one_copy == "best" else self.one_copy
+        if unknown := set(asked) - set(known):
             raise ValueError(
                 f"one_copy: no features {sorted(unknown)} in the data; there are {known}"
             )
@@ -172,7 +172,7 @@ def _constraints(config: PlanConfig) -> dict[str, ParameterConstraints2D]:
 
 
 def _num_groups(config: PlanConfig, feature: str) -> Literal[1, "each"] | None:
-    if config.one_copy is None:
+    if config.one_copy == "best":
         return None
     return 1 if feature in config.one_copy else "each"
 

@@ -73,8 +73,8 @@ class RowSum:
         """The distinct rows, ascending."""
         self._order, self._counts = order, counts
         self._starts = counts.cumsum(0) - counts
-        self._sources = order if sources is None else sources[order]
-        self._weights = None if weights is None else weights[order]
+        self._sources = order if sources is None else sources.index_select(0, order)
+        self._weights = None if weights is None else weights.index_select(0, order)
 
     def places(self) -> torch.Tensor:
         """For each contribution, in the order in which they were given, the index of its row."""

@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec_2dsp.mesh.groups import MeshGroups
-from torchrec_2dsp.optim.reference import delayed_row_wise_adagrad_
+from torchrec_2dsp.optim.steps import delayed_row_wise_adagrad_step
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
@@ -57,7 +57,7 @@ class Replication:
     def make_updater(self) -> Callable[[SplitTableBatchedEmbeddingBagsCodegen], Updater]:
         """What applies captured rows."""
         if self.delays_moment:
-            return lambda tbe: DirectUpdater(tbe, delayed_row_wise_adagrad_)
+            return lambda tbe: DirectUpdater(tbe, delayed_row_wise_adagrad_step)
         return RowUpdater if self.always_capture else quickest_updater
 
 

@@ -28,7 +28,7 @@ from torchrec_2dsp._compat.torchrec import (
 )
 from torchrec_2dsp.comms.peers import Peers
 from torchrec_2dsp.plan.parameter_sharding import RowOwners
-from torchrec_2dsp.shard.kernels import EmbeddingKernel
+from torchrec_2dsp.shard.kernels import RowKernel
 from torchrec_2dsp.shard.needed_rows import RowBlock
 from torchrec_2dsp.shard.row_pooling import pool_rows
 from torchrec_2dsp.shard.row_requests import Requested, RowRequests
@@ -90,7 +90,7 @@ class RowLookup(GroupedEmbeddingsLookup):
     def _create_embedding_kernel(
         self, config: GroupedEmbeddingConfig, pg: Any, device: Any, env: Any = None
     ) -> BaseEmbedding:
-        return EmbeddingKernel(config, pg, device)
+        return RowKernel(config, pg, device)
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> OwnedRows:  # type: ignore[override]
         """The rows of one batch of all ranks."""

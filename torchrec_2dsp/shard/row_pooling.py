@@ -31,7 +31,8 @@ class _Pooled(torch.autograd.Function):
         ctx.sums = needed.sums
         if needed.bags is None:
             return rows.index_select(0, needed.places)
-        return _sum_bags(rows, needed.places, needed.bags)
+        # With a gradient to come, torch would note for it where every row goes.
+        return _sum_bags(rows.detach(), needed.places, needed.bags)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:

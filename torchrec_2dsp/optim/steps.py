@@ -1,0 +1,45 @@
+"""What one update subtracts from rows, in few passes over their gradients.
+
+The rules of `reference.py`: each function takes the gradients of some rows and their state, which
+it changes in place, and returns the step.
+"""
+
+import torch
+
+
+@torch.no_grad()
+def sgd_step(grad: torch.Tensor, *, lr: float, eps: float) -> torch.Tensor:
+    """``lr * g``; there is nothing to keep from being zero."""
+    return lr * grad
+
+
+@torch.no_grad()
+def adagrad_step(
+    grad: torch.Tensor, moment: torch.Tensor, *, lr: float, eps: float
+) -> torch.Tensor:
+    """``v <- v + g^2``, then ``lr * g / (sqrt(v) + eps)``, one v per element."""
+    moment.addcmul_(grad, grad)
+    return moment.sqrt().add_(eps).reciprocal_().mul_(grad).mul_(lr)
+
+
+@torch.no_grad()
+def row_wise_adagrad_step(
+    grad: torch.Tensor, moment: torch.Tensor, *, lr: float, eps: float
+) -> torch.Tensor:
+    """``v <- v + mean(g^2)``, then ``lr * g / (sqrt(v) + eps)``, one v per row."""
+    moment += grad.pow(2).mean(dim=1)
+    return grad * (lr / (moment.sqrt() + eps))[:, None]
+
+
+@torch.no_grad()
+def delayed_row_wise_adagrad_step(
+    grad: torch.Tensor, moment: torch.Tensor, *, lr: float, eps: float
+) -> torch.Tensor:
+    """``lr * g / (sqrt(v) + eps)``, then ``v <- v + mean(g^2)``, one v per row.
+
+    Where v is 0, there is nothing to divide by yet, and v is taken with the gradient in it.
+    """
+    added = grad.pow(2).mean(dim=1)
+    root = torch.where(moment > 0, moment, added).sqrt()
+    moment += added
+    return grad * (lr / (root + eps))[:, None]

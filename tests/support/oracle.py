@@ -1,12 +1,13 @@
 """The oracle: the unsharded model, trained eagerly on the global batch."""
 
 from collections.abc import Sequence
-from typing import cast
+from functools import lru_cache
+from typing import NamedTuple, cast
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.support.models import Model, ModelSpec, build, tables_of
+from tests.support.models import Model, ModelSpec, build, make_batch, tables_of
 from torchrec_2dsp.optim import reference
 
 
@@ -76,3 +77,43 @@ class Oracle:
         if self.optimizer == "adagrad":
             return torch.zeros(rows, columns)
         return torch.zeros(rows, self.blocks[name])
+
+
+class OracleKind(NamedTuple):
+    """What an oracle is made of."""
+
+    spec: ModelSpec
+    optimizer: str
+    lr: float
+    eps: float
+    column_blocks: tuple[tuple[str, int], ...]
+
+    def make(self) -> Oracle:
+        """An untrained one."""
+        return Oracle(
+            self.spec,
+            optimizer=self.optimizer,
+            lr=self.lr,
+            eps=self.eps,
+            column_blocks=dict(self.column_blocks),
+        )
+
+
+def batches_of(
+    spec: ModelSpec, seed: int, sizes: tuple[int, ...], max_length: int, step: int
+) -> list[KeyedJaggedTensor]:
+    """Those of all ranks in a step."""
+    return [
+        make_batch(spec, seed + 1000 * step + peer, size, max_length)
+        for peer, size in enumerate(sizes)
+    ]
+
+
+@lru_cache(maxsize=64)
+def trained_oracle(
+    kind: OracleKind, seed: int, sizes: tuple[int, ...], max_length: int, steps: int
+) -> tuple[Oracle, tuple[list[float], ...]]:
+    """An oracle after some steps, which nobody may train further, and the losses of each step."""
+    oracle = kind.make()
+    losses = [oracle.step(batches_of(kind.spec, seed, sizes, max_length, n)) for n in range(steps)]
+    return oracle, tuple(losses)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints
@@ -14,8 +13,8 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_2dsp as tdsp
 from tests.support.cell_plans import planned
-from tests.support.models import ModelSpec, build, make_batch
-from tests.support.oracle import Oracle, local_loss
+from tests.support.models import ModelSpec, build
+from tests.support.oracle import Oracle, OracleKind, batches_of, local_loss, trained_oracle
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.shard.parted import parts_of
@@ -187,23 +186,21 @@ def run_cell(rank: int, world_size: int, cell: Cell, steps: int = STEPS) -> Gap:
     """Train the cell and the oracle side by side on this rank."""
     parallel = make_parallel(cell, world_size, local_world_size())
     optimizer = make_optimizer(parallel)
-    oracle = make_oracle(cell)
     sizes = cell.batch_sizes or (6,) * world_size
+    # What mesh, sync, exchange and hot rows don't change is trained once for all cells.
+    oracle, expected = trained_oracle(oracle_of(cell), cell.seed, sizes, cell.max_length, steps)
     loss_gap = 0.0
     for step in range(steps):
-        batches = [
-            make_batch(cell.spec, cell.seed + 1000 * step + peer, size, cell.max_length)
-            for peer, size in enumerate(sizes)
-        ]
+        batch = batches_of(cell.spec, cell.seed, sizes, cell.max_length, step)[rank]
         optimizer.zero_grad()
-        loss = local_loss(parallel(batches[rank]))
+        loss = local_loss(parallel(batch))
         loss.backward()
         if isinstance(parallel, tdsp.ModelParallel2D):
             parallel.sync()
         optimizer.step()
-        expected = oracle.step(batches)
         if all(sizes):
-            loss_gap = max(loss_gap, abs(loss.item() - expected[rank]) / (1 + expected[rank]))
+            wanted = expected[step][rank]
+            loss_gap = max(loss_gap, abs(loss.item() - wanted) / (1 + wanted))
     return compare(parallel, oracle, loss_gap)
 
 
@@ -212,12 +209,17 @@ def run_cells(rank: int, world_size: int, cells: list[Cell], steps: int = STEPS)
     return [run_cell(rank, world_size, cell, steps) for cell in cells]
 
 
-def make_oracle(cell: Cell) -> Oracle:
-    """The oracle that a cell must match."""
-    blocks = {table.name: _column_blocks(cell, table.dim) for table in cell.spec.tables}
+def oracle_of(cell: Cell) -> OracleKind:
+    """The kind of oracle that a cell must match."""
+    blocks = tuple((table.name, _column_blocks(cell, table.dim)) for table in cell.spec.tables)
     # TorchRec trains data-parallel tables with the dense optimizer.
     optimizer = "sgd" if cell.sharding == "data_parallel" else cell.optimizer
-    return Oracle(cell.spec, optimizer=optimizer, lr=LR, eps=cell.eps, column_blocks=blocks)
+    return OracleKind(cell.spec, optimizer, LR, cell.eps, blocks)
+
+
+def make_oracle(cell: Cell) -> Oracle:
+    """The oracle that a cell must match, untrained."""
+    return oracle_of(cell).make()
 
 
 def compare(parallel: DistributedModelParallel, oracle: Oracle, loss_gap: float = 0.0) -> Gap:
@@ -293,8 +295,3 @@ def _expected_moment(
 
 def _gap(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return (actual - expected).abs().max().item() if actual.numel() else 0.0
-
-
-def barrier() -> None:
-    """Wait for all ranks."""
-    dist.barrier()

@@ -118,13 +118,15 @@ class Descent:
         as it was.
         """
         best, found = self.rated_s(start), start
+        # Half of what may be tried is for single tables, of which there may be thousands.
+        max_together = max_tries // (2 * len(self._space.families))
         free = (table for table, choice in enumerate(start.choices) if choice.is_free)
         busiest_first = sorted(free, key=lambda table: -self._busy_s(start, table))
         for family in self._space.families:
             changed, sums = start, self.sums(start)
-            for table in busiest_first:
+            for table in busiest_first[:max_together]:
                 choices = [one for one in self._space.choices[table] if one.family == family]
-                if not choices or choices[0].is_free or max_tries <= 0:
+                if not choices or choices[0].is_free:
                     continue
                 sums = sums - self.sums_of(changed, table) + self._of(table, choices[0], ())
                 changed = changed.replaced(table, choices[0])

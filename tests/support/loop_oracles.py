@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from tests.support import reference
 from tests.support.loops import Stream, Tensors
 from tests.support.models import BagModel, tables_of
 from tests.support.oracle import Oracle, local_loss
 from tests.support.parity import LR, Cell
-from torchrec_2dsp.optim import reference
 
 
 class LoopOracle(Oracle):

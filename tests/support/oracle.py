@@ -7,8 +7,8 @@ from typing import NamedTuple, cast
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from tests.support import reference
 from tests.support.models import Model, ModelSpec, build, make_batch, tables_of
-from torchrec_2dsp.optim import reference
 
 
 def local_loss(scores: torch.Tensor) -> torch.Tensor:

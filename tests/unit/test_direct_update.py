@@ -9,6 +9,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     WeightDecayMode,
 )
 
+from tests.support.reference import delayed_row_wise_adagrad_
 from tests.support.tbe import Batch, Case, make_ids, make_tbe, tensors_of, upstream_gradient
 from torchrec_2dsp._compat.fbgemm import (
     ComputeDevice,
@@ -17,7 +18,6 @@ from torchrec_2dsp._compat.fbgemm import (
     SparseType,
     SplitTableBatchedEmbeddingBagsCodegen,
 )
-from torchrec_2dsp.optim.reference import delayed_row_wise_adagrad_
 from torchrec_2dsp.optim.steps import delayed_row_wise_adagrad_step
 from torchrec_2dsp.rows.capture import RowCapture
 from torchrec_2dsp.rows.direct_update import RULES, DirectUpdater

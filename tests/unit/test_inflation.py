@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from tests.support.reference import row_wise_adagrad_
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.optim.inflation import (
     expected_moment_inflation,
     expected_moment_scale,
     moment_inflation,
 )
-from torchrec_2dsp.optim.reference import row_wise_adagrad_
 
 NUM_ROWS, DIM, NUM_STEPS = 500, 8, 30
 TOLERANCE = 0.05

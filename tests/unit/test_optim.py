@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support import reference
 from tests.support.tbe import Case, make_ids, make_tbe, tensors_of, upstream_gradient
 from torchrec_2dsp import (
     ConfigError,
@@ -15,7 +16,6 @@ from torchrec_2dsp import (
     MomentScaledRowWiseAdaGradOptimizer,
 )
 from torchrec_2dsp._compat.fbgemm import set_learning_rate
-from torchrec_2dsp.optim import reference
 from torchrec_2dsp.optim.moment_scaled import FROM_MESH, to_kernel_units
 
 SCALES = [0.25, 1.0, 3.7, 4.0, 100.0]

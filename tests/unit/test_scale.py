@@ -21,6 +21,7 @@ def samples_per_rank(num_ranks: int, *more: str) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_efficiencies_in_2d_are_those_that_are_reported() -> None:
     """Of a model of that size on machines of which only data sheets are known."""
     start = samples_per_rank(256)

@@ -268,6 +268,8 @@ def test_features_that_are_alike_are_written_once() -> None:
     for wrong in (0, "two"):
         with pytest.raises(ValidationError, match="count"):
             SyntheticConfig.model_validate({"features": [{**click, "count": wrong}]})
+    with pytest.raises(ValidationError, match="features"):
+        SyntheticConfig.model_validate({"features": 3})
 
 
 def test_wrong_features_are_refused() -> None:

@@ -109,6 +109,8 @@ class SyntheticConfig(BaseModel):
     @field_validator("features", mode="before")
     @classmethod
     def _repeat(cls, features: Any) -> Any:
+        if not isinstance(features, list | tuple):
+            return features
         return [one for some in features for one in _repeated(some)]
 
     @model_validator(mode="after")

@@ -1,7 +1,7 @@
 """What one update subtracts from rows, in few passes over their gradients.
 
-The rules of `reference.py`: each function takes the gradients of some rows and their state, which
-it changes in place, and returns the step.
+Each function takes the gradients of some rows and their state, which it changes in place, and
+returns the step.
 """
 
 import torch

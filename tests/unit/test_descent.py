@@ -50,6 +50,27 @@ def test_large_tables_of_few_ranks_are_spread_together(dense_s: float) -> None:
     assert found.rated_s <= descent.rated_s(better) * (1 + 1e-6)
 
 
+def test_a_long_dense_part_is_no_reason_for_one_type() -> None:
+    """What a further type must gain is a part of what tables take."""
+    rows = (10,) * 12 + (200_000,)
+    some_types = ParameterConstraints(sharding_types=["table_wise", "data_parallel"])
+    constraints = {f"t{number}": some_types for number in range(len(rows))}
+    workload = tdsp.Workload.of_model(tables(rows), batch_size=512)
+    found = []
+    for dense_s in (0.0, 100.0):
+        given = replace(workload, dense=tdsp.DenseWork(forward_s=dense_s, backward_s=0.0))
+        candidates = candidates_of(tables(rows), SHARDERS, constraints, given, "cpu")
+        mesh, sync = tdsp.Mesh2D(1, 4), tdsp.GradientSync()
+        setting = Setting(calibration("200mbit"), given, mesh, sync, 2)
+        found.append(search(candidates, [setting], ENOUGH).found[0].placement)
+    without, beside = found
+    assert {one.kind for one in without.choices} == {
+        ShardingType.TABLE_WISE,
+        ShardingType.DATA_PARALLEL,
+    }
+    assert beside.choices == without.choices
+
+
 def test_no_more_is_tried_than_may_be() -> None:
     space = space_of((300_000,) * 3, tdsp.WeightSync(rows=tdsp.SyncedRows.ALL))
     whole = next(one for one in space.choices[0] if one.is_free)

@@ -44,13 +44,15 @@ def dense_gradients(case: Case, batch: Batch, grad: torch.Tensor) -> list[torch.
 
 
 @pytest.mark.parametrize("precision", [SparseType.FP32, SparseType.FP16])
-@pytest.mark.parametrize("tables", [((11, 8), (7, 8)), ((11, 8), (7, 16))], ids=str)
+@pytest.mark.parametrize(
+    "tables", [((11, 8), (7, 8)), ((11, 8), (7, 16)), ((11, 8), (5, 16), (7, 8))], ids=str
+)
 def test_rows_are_updated_by_the_delayed_moment(
     precision: SparseType, tables: tuple[tuple[int, int], ...]
 ) -> None:
-    case = Case(tables, eps=0.01, precision=precision)
+    case = Case(tables, tuple(range(len(tables))), eps=0.01, precision=precision)
     tbe = make_tbe(case)
-    capture = RowCapture(tbe, ["t0", "t1"])
+    capture = RowCapture(tbe, [f"t{number}" for number in range(len(tables))])
     updater = DirectUpdater(tbe, delayed_row_wise_adagrad_step)
     expected = tensors_of(tbe)
     weights, moments = expected[: len(tables)], expected[len(tables) :]

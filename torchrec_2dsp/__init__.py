@@ -40,6 +40,7 @@ if not is_doctor_command(sys.orig_argv, sys.argv):
     from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
     from torchrec_2dsp.parallel.hot_set_refresh import HotSetRefresh
     from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
+    from torchrec_2dsp.parallel.row_prefetch_pipeline import TrainPipelineRowPrefetch
     from torchrec_2dsp.plan.parameter_sharding import (
         Exchange,
         ParameterSharding2D,
@@ -115,6 +116,7 @@ __all__ = [
     "SyncedRows",
     "TableAccess",
     "TableWork",
+    "TrainPipelineRowPrefetch",
     "Transport",
     "TwoDError",
     "UnsupportedError",

@@ -191,8 +191,9 @@ PIPELINES: dict[str, type[Any]] = {
     "base": TrainPipelineBase,
     "sparse dist": TrainPipelineSparseDist,
     "lite": TrainPipelineSparseDistLite,
+    "row prefetch": tdsp.TrainPipelineRowPrefetch,
 }
-"""TorchRec's pipelines that run on the CPU."""
+"""TorchRec's pipelines that run on the CPU, and this package's."""
 
 
 def pipeline_loop(

@@ -31,6 +31,7 @@ __all__ = [
     "learning_rate_of",
     "max_gradient",
     "optimizer_states",
+    "output_dtype",
     "set_learning_rate",
     "tbe_shape",
     "updating_as_of",
@@ -103,6 +104,11 @@ def set_learning_rate(tbe: SplitTableBatchedEmbeddingBagsCodegen, learning_rate:
 def eps_of(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> float:
     """The optimizer's eps, in the kernel's own units."""
     return float(tbe.optimizer_args.eps)
+
+
+def output_dtype(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> torch.dtype:
+    """The type of the numbers that the kernel gives."""
+    return SparseType.from_int(tbe.output_dtype).as_dtype()
 
 
 def iteration_of(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> int:

@@ -1,7 +1,6 @@
 """`DirectUpdater`: apply row gradients by a rule on tensors, without a kernel of FBGEMM's."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 
 import torch
 
@@ -13,8 +12,9 @@ from torchrec_2dsp._compat.fbgemm import (
     tbe_shape,
 )
 from torchrec_2dsp.optim import steps
-from torchrec_2dsp.rows.blocks import Block, blocks_of
+from torchrec_2dsp.rows.blocks import blocks_of
 from torchrec_2dsp.rows.gradients import RowGradients
+from torchrec_2dsp.rows.runs import runs_of
 
 Rule = Callable[..., torch.Tensor]
 """What is subtracted from rows: ``rule(grad, *states, lr=..., eps=...)``, which changes states."""
@@ -42,15 +42,6 @@ def rule_for(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> Rule | None:
     return rule if all(set(states) <= {"sum"} for states in optimizer_states(tbe)) else None
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Tables of a block whose rows follow one another in memory, as one table."""
-
-    first_key: int
-    tensors: tuple[torch.Tensor, ...]
-    """Weights and states."""
-
-
 class DirectUpdater:
     """Applies `RowGradients` to the weights and the state of a TBE.
 
@@ -73,7 +64,7 @@ class DirectUpdater:
         ]
         self.num_tables = len(tables)
         """How many tables the kernel holds."""
-        self._runs = [_runs(block, tables) for block in blocks_of(tbe_shape(tbe))]
+        self._runs = [runs_of(block, tables) for block in blocks_of(tbe_shape(tbe))]
 
     @torch.no_grad()
     def apply(self, gradients: RowGradients) -> None:
@@ -102,31 +93,3 @@ def _subtract(weights: torch.Tensor, rows: torch.Tensor, step: torch.Tensor) -> 
     else:
         # Halved before, a step would be rounded twice.
         weights.index_copy_(0, rows, (weights.index_select(0, rows) - step).to(weights.dtype))
-
-
-def _runs(block: Block, tables: Sequence[tuple[torch.Tensor, ...]]) -> list[_Run]:
-    """The tables of a block, in its order, in as few runs as their memory allows."""
-    found: list[_Run] = []
-    for table, first_key in zip(block.tables, block.bases, strict=True):
-        tensors = tables[table]
-        if found and all(map(_is_followed_by, found[-1].tensors, tensors)):
-            joined = tuple(map(_joined, found[-1].tensors, tensors))
-            found[-1] = replace(found[-1], tensors=joined)
-        else:
-            found.append(_Run(first_key, tensors))
-    return found
-
-
-def _is_followed_by(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (
-        one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-        and one.storage_offset() + one.numel() == other.storage_offset()
-        and one.is_contiguous()
-        and other.is_contiguous()
-        and (one.dtype, one.shape[1:]) == (other.dtype, other.shape[1:])
-    )
-
-
-def _joined(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    size = (one.shape[0] + other.shape[0], *one.shape[1:])
-    return one.as_strided(size, one.stride(), one.storage_offset())

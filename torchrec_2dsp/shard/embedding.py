@@ -10,17 +10,17 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.comms.alarm import Check
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
-from torchrec_2dsp.shard.hot_module import HotRowsModule
 from torchrec_2dsp.shard.hot_sequences import join_sequences
 from torchrec_2dsp.shard.hot_split import HotBatch
 from torchrec_2dsp.shard.id_check import IdCheck
 from torchrec_2dsp.shard.replicated import Replication
-from torchrec_2dsp.shard.row_exchange import keep_needed_rows
+from torchrec_2dsp.shard.row_context import keep_needed_rows
+from torchrec_2dsp.shard.row_prefetch import PrefetchContext, RowPrefetchModule
 from torchrec_2dsp.shard.shardings import SEQUENCE
 
 
 @dataclass
-class SequenceContext(EmbeddingCollectionContext):
+class SequenceContext(PrefetchContext, EmbeddingCollectionContext):
     """TorchRec's per-batch context, with the check of the batch's ids."""
 
     id_check: Check | None = None
@@ -35,7 +35,7 @@ class SequenceContext(EmbeddingCollectionContext):
             self.hot.record_stream(stream)
 
 
-class ShardedEmbeddingCollection2D(HotRowsModule, ShardedEmbeddingCollection):
+class ShardedEmbeddingCollection2D(RowPrefetchModule, ShardedEmbeddingCollection):
     """TorchRec's sharded collection, repeated over the groups of a mesh."""
 
     def __init__(
@@ -97,8 +97,10 @@ class ShardedEmbeddingCollection2D(HotRowsModule, ShardedEmbeddingCollection):
             ctx.id_check.wait()
         self._hold_hot_rows(ctx.hot)
         self._before_lookup()
+        self._drop_outdated_rows(ctx)
         awaitable = super().compute_and_output_dist(ctx, input)
         if ctx.hot is not None:
             hot = self._lookup_hot_rows(ctx.hot)
             awaitable.callbacks.append(lambda cold: join_sequences(cold, hot, ctx.hot))
+        awaitable = self._let_followers_go(awaitable, ctx)
         return self._watch_backward(awaitable, lambda: self._hold_hot_rows(ctx.hot))

@@ -23,12 +23,13 @@ from torchrec_2dsp.plan.parameter_sharding import (
     nonempty_type,
 )
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
-from torchrec_2dsp.shard.hot_module import HotRowsModule, check_one_batch_size
+from torchrec_2dsp.shard.hot_module import check_one_batch_size
 from torchrec_2dsp.shard.hot_split import HotBatch
 from torchrec_2dsp.shard.id_check import IdCheck
 from torchrec_2dsp.shard.nonempty_bags import keep_filled_bags
 from torchrec_2dsp.shard.replicated import Replication
-from torchrec_2dsp.shard.row_exchange import keep_needed_rows
+from torchrec_2dsp.shard.row_context import keep_needed_rows
+from torchrec_2dsp.shard.row_prefetch import PrefetchContext, RowPrefetchModule
 from torchrec_2dsp.shard.shardings import POOLED
 
 _LEFT_TO_US = (ShardingType.GRID_SHARD.value, nonempty_type(ShardingType.ROW_WISE))
@@ -36,7 +37,7 @@ _LEFT_TO_US = (ShardingType.GRID_SHARD.value, nonempty_type(ShardingType.ROW_WIS
 
 
 @dataclass
-class BagContext(EmbeddingBagCollectionContext):
+class BagContext(PrefetchContext, EmbeddingBagCollectionContext):
     """TorchRec's per-batch context, with what the batch looks up in the replicas."""
 
     hot: HotBatch | None = None
@@ -55,7 +56,7 @@ class BagContext(EmbeddingBagCollectionContext):
             lengths.record_stream(stream)
 
 
-class ShardedEmbeddingBagCollection2D(HotRowsModule, ShardedEmbeddingBagCollection):
+class ShardedEmbeddingBagCollection2D(RowPrefetchModule, ShardedEmbeddingBagCollection):
     """TorchRec's sharded collection, repeated over the groups of a mesh."""
 
     def __init__(
@@ -155,12 +156,14 @@ class ShardedEmbeddingBagCollection2D(HotRowsModule, ShardedEmbeddingBagCollecti
             ctx.id_check.wait()
         self._hold_hot_rows(ctx.hot)
         self._before_lookup()
+        self._drop_outdated_rows(ctx)
         awaitable = super().compute_and_output_dist(ctx, input)
         hot = self._lookup_hot_rows(ctx.hot)
         if hot or ctx.bag_lengths is not None:
             awaitable.callbacks.append(
                 lambda cold: _complete_bags(cold, hot, ctx.bag_lengths or {})
             )
+        awaitable = self._let_followers_go(awaitable, ctx)
         return self._watch_backward(awaitable, lambda: self._hold_hot_rows(ctx.hot))
 
 

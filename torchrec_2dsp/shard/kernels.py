@@ -5,7 +5,6 @@ They are TorchRec's kernels: storage, state names and the fused update are stock
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -30,8 +29,6 @@ from torchrec_2dsp.comms.peers import Peers
 from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.optim.moment_scaled import to_kernel_units
 from torchrec_2dsp.rows.capture import RowCapture
-from torchrec_2dsp.rows.direct_lookup import DirectLookup
-from torchrec_2dsp.rows.direct_update import rule_for
 
 MOMENT_SCALE = "moment_scale"
 """The fused parameter that the kernels take besides FBGEMM's own."""
@@ -238,19 +235,6 @@ class EmbeddingKernel(_CapturingKernel, BatchedFusedEmbedding):
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         """One output row per id."""
         return self._lookup(lambda: BatchedFusedEmbedding.forward(self, features), features)
-
-
-class RowKernel(EmbeddingKernel):
-    """Lookups of rows for other ranks; how they are rounded is nobody's but row exchange's."""
-
-    @cached_property
-    def _direct(self) -> DirectLookup | None:
-        """Made for the first lookup that trains, when the kernel is where it stays."""
-        rule = rule_for(self._emb_module)
-        return None if rule is None else DirectLookup(self._emb_module, rule)
-
-    def _updating(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        return run() if self._direct is None else self._direct.lookup(run)
 
 
 Kernel = EmbeddingBagKernel | EmbeddingKernel

@@ -152,6 +152,24 @@ class PartedModule(ShardedModule[Any, Any, Output, PartContexts], FusedOptimizer
             [part.compute_and_output_dist(one, its) for (part, one), its in inputs], self._names
         )
 
+    def announce_rows(
+        self, ctx: PartContexts, asked: Any, running_ctx: PartContexts, running: Any
+    ) -> None:
+        """As of a module without parts."""
+        running_ones = zip(running_ctx.of_parts, running, strict=True)
+        for (part, one), its, other in zip(self._with(ctx), asked, running_ones, strict=True):
+            part.announce_rows(one, its, *other)
+
+    def let_follow(self, ctx: PartContexts, follower: PartContexts) -> None:
+        """As of a module without parts."""
+        for (part, one), its in zip(self._with(ctx), follower.of_parts, strict=True):
+            part.let_follow(one, its)
+
+    def drop_early_rows(self, ctx: PartContexts) -> None:
+        """As of a module without parts."""
+        for part, one in self._with(ctx):
+            part.drop_early_rows(one)
+
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:

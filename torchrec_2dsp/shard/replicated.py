@@ -54,6 +54,11 @@ class Replication:
     """Update rows by `DelayedMomentRowWiseAdaGrad`."""
 
     @property
+    def captures(self) -> bool:
+        """Whether rows are captured even where nobody else has them."""
+        return self.always_capture or self.delays_moment
+
+    @property
     def make_updater(self) -> Callable[[SplitTableBatchedEmbeddingBagsCodegen], Updater]:
         """What applies captured rows."""
         if self.delays_moment:
@@ -68,6 +73,8 @@ class ReplicatedModule:
     _arrangement: RowArrangement | None = None
     _id_check: IdCheck
     _has_looked_up = False
+    num_loads = 0
+    """How often weights have been written otherwise than by training."""
 
     def _init_replication(
         self: Any,
@@ -78,6 +85,8 @@ class ReplicatedModule:
     ) -> None:
         """Call at the end of the constructor; ``actions`` are synced besides the replicas."""
         self._replication = replication
+        alone = replication.groups.mesh.num_groups == 1
+        self._updates_at_once = alone and not replication.captures
         if replication.keep_weights and torch.device(unsharded.device).type != "meta":
             self.load_state_dict(unsharded.state_dict(), strict=False)
         self._sync_point = SyncPoint([*self._replica_actions(plan), *actions])
@@ -216,8 +225,7 @@ class ReplicatedModule:
         groups, kernels = replication.groups, self.kernels()
         sync = replication.sync
         if isinstance(sync, GradientSync):
-            captures = replication.always_capture or replication.delays_moment
-            if groups.mesh.num_groups == 1 and not captures:
+            if groups.mesh.num_groups == 1 and not replication.captures:
                 return []
             peers, transport = groups.row_exchange, sync.transport.dtype
             merge = RowMerge(
@@ -259,6 +267,7 @@ class ReplicatedModule:
 
     def _state_loaded(self) -> None:
         """Weights or optimizer state are written by hand, or from a checkpoint."""
+        self.num_loads += 1
 
     def _state_read(self) -> None:
         """Before a lookup: take over what was loaded, while rows lie by number if it was."""

@@ -7,8 +7,8 @@ gradient per distinct row goes to its owner. Ranks of a host may ask together (`
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,59 +17,23 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp._compat.torchrec import (
     BaseEmbedding,
-    EmbeddingShardingContext,
     GroupedEmbeddingConfig,
     GroupedEmbeddingsLookup,
     RwPooledEmbeddingSharding,
     RwSequenceEmbeddingSharding,
     SequenceEmbeddingsAllToAll,
-    SequenceShardingContext,
     intra_and_cross_node_pg_2D,
 )
 from torchrec_2dsp.comms.peers import Peers
+from torchrec_2dsp.comms.row_wire import RowWire
 from torchrec_2dsp.plan.parameter_sharding import RowOwners
-from torchrec_2dsp.shard.kernels import RowKernel
+from torchrec_2dsp.shard.early_rows import RowJourney
 from torchrec_2dsp.shard.needed_rows import RowBlock
+from torchrec_2dsp.shard.row_context import RowContext, SequenceRowContext
+from torchrec_2dsp.shard.row_kernel import RowKernel
 from torchrec_2dsp.shard.row_pooling import pool_rows
 from torchrec_2dsp.shard.row_requests import Requested, RowRequests
 from torchrec_2dsp.shard.rows_per_host import HostHandover
-
-
-class _NeedsRows:
-    """What both contexts below add to TorchRec's."""
-
-    requested: Requested
-
-    def record_stream(self: Any, stream: torch.Stream) -> None:
-        """Keep the tensors alive for ``stream``."""
-        super().record_stream(stream)  # type: ignore[misc]
-        self.requested.record_stream(stream)
-
-
-@dataclass(kw_only=True)
-class RowContext(_NeedsRows, EmbeddingShardingContext):
-    """TorchRec's context of a batch in one sharding, with the rows that it needs."""
-
-    requested: Requested
-    """What the owners have been asked for."""
-
-
-@dataclass(kw_only=True)
-class SequenceRowContext(_NeedsRows, SequenceShardingContext):
-    """The same for sequences."""
-
-    requested: Requested
-    """What the owners have been asked for."""
-
-
-def keep_needed_rows(contexts: list[Any], input_dists: Sequence[nn.Module]) -> None:
-    """Put what the last batch needs into its contexts, sharding by sharding."""
-    for index, requests in enumerate(input_dists):
-        if isinstance(requests, RowRequests):
-            stock = contexts[index]
-            is_sequence = isinstance(stock, SequenceShardingContext)
-            made = SequenceRowContext if is_sequence else RowContext
-            contexts[index] = made(**vars(stock), requested=requests.take())
 
 
 class OwnedRows(list[torch.Tensor]):
@@ -94,10 +58,17 @@ class RowLookup(GroupedEmbeddingsLookup):
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> OwnedRows:  # type: ignore[override]
         """The rows of one batch of all ranks."""
-        asked = sparse_features.split(self._feature_splits)
-        owned = OwnedRows(kernel(one) for kernel, one in zip(self._emb_modules, asked, strict=True))
-        owned.counts = [one.lengths().view(len(one.keys()), -1) for one in asked]
+        parts = self.parts(sparse_features)
+        owned = OwnedRows(kernel(one) for kernel, one in parts)
+        owned.counts = [one.lengths().view(len(one.keys()), -1) for _, one in parts]
         return owned
+
+    def parts(
+        self, sparse_features: KeyedJaggedTensor
+    ) -> list[tuple[RowKernel, KeyedJaggedTensor]]:
+        """The kernels, and what each is asked for."""
+        asked = sparse_features.split(self._feature_splits)
+        return list(zip(cast(Any, self._emb_modules), asked, strict=True))
 
 
 class RowFetch(nn.Module):
@@ -108,6 +79,7 @@ class RowFetch(nn.Module):
     ) -> None:
         super().__init__()
         asking = owners.everyone if owners.across is None else owners.across
+        self._wire = RowWire(asking, codecs)
         self._exchanges = nn.ModuleList(
             SequenceEmbeddingsAllToAll(asking, [len(block.tables)] * asking.size(), device, codecs)
             for block in blocks
@@ -115,7 +87,7 @@ class RowFetch(nn.Module):
         self._in_host = owners.in_host and HostHandover(owners.in_host, device)
 
     def forward(
-        self, owned: OwnedRows, sharding_ctx: "RowContext | SequenceRowContext"
+        self, owned: OwnedRows, sharding_ctx: RowContext | SequenceRowContext
     ) -> "PooledRows":
         """Start to fetch.
 
@@ -124,6 +96,10 @@ class RowFetch(nn.Module):
             backward. If ranks of a host ask together, as many inside the host.
         """
         requested = sharding_ctx.requested
+        if sharding_ctx.journeys and all(one.has_begun for one in sharding_ctx.journeys):
+            pairs = zip(sharding_ctx.journeys, owned, strict=True)
+            fetching = [journey.fetch(rows) for journey, rows in pairs]
+            return PooledRows(fetching, requested, self._in_host)
         asked = [one.counts.sum(dim=1) for one in requested.from_owners]
         given = [counts.sum(dim=0) for counts in owned.counts]
         # All at once: on a GPU this waits for the device.
@@ -135,6 +111,35 @@ class RowFetch(nn.Module):
             )
         ]
         return PooledRows(fetching, requested, self._in_host)
+
+    def journeys(
+        self,
+        lookup: RowLookup,
+        asked: KeyedJaggedTensor,
+        running: KeyedJaggedTensor,
+        requested: Requested,
+    ) -> list[RowJourney] | None:
+        """Let rows of a batch come early.
+
+        Args:
+            lookup: of this rank's shards.
+            asked: what it is asked for.
+            running: what it is asked for by the batch that will be trained first.
+            requested: what this rank has asked for.
+
+        Returns:
+            A journey for each block; `None` on a rank that exchanges with no other.
+
+        Collectives:
+            That of `RowJourney`, for each block.
+        """
+        if self._wire.group.size() == 1:
+            return None
+        parts = zip(lookup.parts(asked), lookup.parts(running), requested.from_owners, strict=True)
+        return [
+            RowJourney(kernel, ids, running_ids, of.counts.sum(dim=1).tolist(), self._wire)
+            for (kernel, ids), (_, running_ids), of in parts
+        ]
 
 
 class PooledRows(Awaitable[torch.Tensor]):

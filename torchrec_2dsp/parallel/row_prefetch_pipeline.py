@@ -1,0 +1,139 @@
+"""`TrainPipelineRowPrefetch`: TorchRec's sparse pipeline, and rows that come before their step."""
+
+from collections.abc import Iterator
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.profiler import record_function
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.types import NoWait
+from torchrec.streamable import Pipelineable
+
+In = TypeVar("In", bound=Pipelineable)
+Out = TypeVar("Out")
+
+
+class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
+    """Use it in place of `TrainPipelineSparseDist` where tables have row exchange.
+
+    Ids travel two batches ahead instead of one. Of the next batch's rows, those that the running
+    step doesn't change are sent while it computes; losses and weights stay bit for bit what they
+    are without this. Tables of other kinds, and rows of which replicas have copies, train as in
+    `TrainPipelineSparseDist`.
+
+    Between two steps, weights may be loaded and hot sets refreshed as ever. After weights were
+    written by other means, `reset` drops the batches that are on their way.
+
+    Example::
+
+        pipeline = tdsp.TrainPipelineRowPrefetch(model, optimizer, device)
+        while True:
+            try:
+                loss = pipeline.progress(batches)
+            except StopIteration:
+                break
+    """
+
+    def fill_pipeline(self, dataloader_iter: Iterator[In]) -> None:
+        """Two batches whose ids are distributed, unless there is one already."""
+        is_first = not self.batches
+        super().fill_pipeline(dataloader_iter)
+        if is_first and len(self.batches) > 1:
+            self.start_sparse_data_dist(self.batches[-1], self.contexts[-1])
+            self.wait_sparse_data_dist(self.contexts[-1])
+            self._announce_next()
+
+    def progress(self, dataloader_iter: Iterator[In]) -> Out:
+        """Train one batch.
+
+        Args:
+            dataloader_iter: where the batches come from.
+
+        Returns:
+            The model's output.
+
+        Raises:
+            StopIteration: when all batches are trained.
+
+        Collectives:
+            Those of the model's step, of the input exchange of the second batch after it, and of
+            `RowPrefetchModule.announce_rows` for the next one.
+        """
+        if not self._model_attached:
+            self.attach(self._model)
+        self.fill_pipeline(dataloader_iter)
+        if not self.batches:
+            raise StopIteration
+        self._set_module_context(self.contexts[0])
+        is_training = self._model.training
+        if is_training:
+            with record_function("## zero_grad ##"):
+                self._optimizer.zero_grad()
+        self._wait_for_batch()
+        has_more = self.enqueue_batch(dataloader_iter)
+        if has_more:
+            self.start_sparse_data_dist(self.batches[-1], self.contexts[-1])
+        self._let_next_follow()
+        with record_function(f"## forward {self.contexts[0].index} ##"):
+            losses, output = self._model_fwd(self.batches[0])
+        if has_more:
+            self.wait_sparse_data_dist(self.contexts[-1])
+        if is_training:
+            self._backward(losses)
+            every = self._dmp_collection_sync_interval_batches
+            self.sync_embeddings(self._model, every, self.contexts[0])
+            self._optimizer_step()
+        self.dequeue_batch()
+        self._announce_next()
+        return output
+
+    def detach(self) -> torch.nn.Module:
+        """As in TorchRec; the model may be trained otherwise meanwhile."""
+        for context in self.contexts:
+            for name, module in self._row_modules():
+                if name in context.module_contexts:
+                    module.drop_early_rows(context.module_contexts[name])
+        return super().detach()
+
+    def _announce_next(self) -> None:
+        """Let ranks know which rows of the next batch but one may come early."""
+        if len(self.contexts) < 2:
+            return
+        running, announced = self.contexts[0], self.contexts[1]
+        with record_function(f"## announce rows {announced.index} ##"):
+            for name, module in self._row_modules():
+                module.announce_rows(
+                    announced.module_contexts[name],
+                    self._arrived(announced, name),
+                    running.module_contexts[name],
+                    self._arrived(running, name),
+                )
+
+    def _let_next_follow(self) -> None:
+        if len(self.contexts) < 2:
+            return
+        running, follower = self.contexts[0], self.contexts[1]
+        for name, module in self._row_modules():
+            if name in follower.module_contexts:
+                module.let_follow(running.module_contexts[name], follower.module_contexts[name])
+
+    def _row_modules(self) -> list[tuple[str, Any]]:
+        """The pipelined modules that can send rows early, by name."""
+        return [
+            (module.forward.name, module)
+            for module in cast(list[Any], self._pipelined_modules)
+            if hasattr(module, "announce_rows")
+        ]
+
+    def _arrived(self, context: Any, name: str) -> Any:
+        """What the input exchange of a batch gives, which its lookup gets, too."""
+        requests = context.input_dist_tensors_requests
+        if not isinstance(requests[name], NoWait):
+            with self._stream_context(cast(Any, self._data_dist_stream)):
+                arrived = requests[name].wait()
+            if self._data_dist_stream is not None:
+                current = torch.get_device_module(self._device).current_stream()
+                current.wait_stream(self._data_dist_stream)
+                arrived.record_stream(current)
+            requests[name] = NoWait(arrived)
+        return requests[name].wait()

@@ -1,0 +1,54 @@
+"""What row exchange keeps of a batch, beside what TorchRec keeps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchrec_2dsp._compat.torchrec import EmbeddingShardingContext, SequenceShardingContext
+from torchrec_2dsp.shard.early_rows import RowJourney
+from torchrec_2dsp.shard.row_requests import Requested, RowRequests
+
+
+class _NeedsRows:
+    """What both contexts below add to TorchRec's."""
+
+    requested: Requested
+    journeys: list[RowJourney] | None
+
+    def record_stream(self: Any, stream: torch.Stream) -> None:
+        """Keep the tensors alive for ``stream``."""
+        super().record_stream(stream)  # type: ignore[misc]
+        self.requested.record_stream(stream)
+
+
+@dataclass(kw_only=True)
+class RowContext(_NeedsRows, EmbeddingShardingContext):
+    """TorchRec's context of a batch in one sharding, with the rows that it needs."""
+
+    requested: Requested
+    """What the owners have been asked for."""
+    journeys: list[RowJourney] | None = None
+    """How rows come, block by block, if some come early."""
+
+
+@dataclass(kw_only=True)
+class SequenceRowContext(_NeedsRows, SequenceShardingContext):
+    """The same for sequences."""
+
+    requested: Requested
+    """What the owners have been asked for."""
+    journeys: list[RowJourney] | None = None
+    """How rows come, block by block, if some come early."""
+
+
+def keep_needed_rows(contexts: list[Any], input_dists: Sequence[nn.Module]) -> None:
+    """Put what the last batch needs into its contexts, sharding by sharding."""
+    for index, requests in enumerate(input_dists):
+        if isinstance(requests, RowRequests):
+            stock = contexts[index]
+            is_sequence = isinstance(stock, SequenceShardingContext)
+            made = SequenceRowContext if is_sequence else RowContext
+            contexts[index] = made(**vars(stock), requested=requests.take())

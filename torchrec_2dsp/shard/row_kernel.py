@@ -1,0 +1,70 @@
+"""`RowKernel`: the kernel of row exchange, which looks up rows for other ranks."""
+
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_2dsp._compat.fbgemm import output_dtype, tbe_shape
+from torchrec_2dsp.rows.blocks import blocks_of
+from torchrec_2dsp.rows.direct_lookup import DirectLookup
+from torchrec_2dsp.rows.direct_update import rule_for
+from torchrec_2dsp.rows.runs import TableRun, read_rows, runs_of
+from torchrec_2dsp.shard.kernels import EmbeddingKernel
+
+
+class RowKernel(EmbeddingKernel):
+    """Lookups of rows; how updates are rounded is nobody's but row exchange's.
+
+    Its rows are numbered through, table by table.
+    """
+
+    def row_numbers(self, asked: KeyedJaggedTensor) -> torch.Tensor:
+        """The numbers of the rows that are asked for, in the order of the lookup.
+
+        Args:
+            asked: a key for each table.
+        """
+        ids = asked.values()
+        per_table = asked.lengths().view(len(asked.keys()), -1).sum(dim=1)
+        return ids + self._first_rows.repeat_interleave(per_table, output_size=ids.numel())
+
+    def read_rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Rows as they are now, without a gradient, in the type of the lookup."""
+        return read_rows(self._runs, numbers).detach().to(output_dtype(self._emb_module))
+
+    def is_among(self, numbers: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        """Which rows are among others."""
+        flags = self._flags
+        flags[others] = True
+        found = flags[numbers]
+        flags[others] = False
+        return found
+
+    # What follows is made for the first lookup that trains, when the kernel is where it stays.
+
+    @cached_property
+    def _direct(self) -> DirectLookup | None:
+        rule = rule_for(self._emb_module)
+        return None if rule is None else DirectLookup(self._emb_module, rule)
+
+    @cached_property
+    def _runs(self) -> list[TableRun]:
+        (block,) = blocks_of(tbe_shape(self._emb_module))
+        return runs_of(block, [(weight,) for weight in self._emb_module.split_embedding_weights()])
+
+    @cached_property
+    def _first_rows(self) -> torch.Tensor:
+        rows = [table.local_rows for table in self._config.embedding_tables]
+        device = self._emb_module.current_device
+        return torch.tensor([0, *rows[:-1]], device=device).cumsum(0)
+
+    @cached_property
+    def _flags(self) -> torch.Tensor:
+        """One for each row, all false between calls; it saves sorting."""
+        num_rows = sum(table.local_rows for table in self._config.embedding_tables)
+        return torch.zeros(num_rows, dtype=torch.bool, device=self._emb_module.current_device)
+
+    def _updating(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return run() if self._direct is None else self._direct.lookup(run)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -23,7 +23,8 @@ from tests.support.models import MIXED, SEQUENCE_TABLES, ModelSpec, SequenceMode
 from tests.support.parity import Cell, make_optimizer, make_sharder
 from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
-from torchrec_2dsp.shard.early_rows import RowJourney
+from torchrec_2dsp.shard.halves import Halves
+from torchrec_2dsp.shard.row_journey import RowJourney
 
 ONE = tdsp.Mesh2D(1, 4)
 ROWS = Cell(ONE, exchange="row")
@@ -37,8 +38,22 @@ class SequenceLossModel(SequenceModel):
 
     def forward(self, features: KeyedJaggedTensor) -> Any:
         sequences = self.ec(features)
-        loss = sum(sequences[name].values().tanh().pow(2).sum() for name in self.features)
+        values = torch.cat([sequences[name].values().view(-1) for name in self.features]).tanh()
+        loss = values.pow(2).sum()
         return loss, loss.detach()
+
+
+class Counts(NamedTuple):
+    """What came to this rank, or left it, in all steps together."""
+
+    early: int = 0
+    """Rows that came early."""
+    late: int = 0
+    """Rows that came late, of the batches that had early ones."""
+    lagging: int = 0
+    """Gradients that left after the next batch's rows had come."""
+    told: int = 0
+    """Rows of which this rank told as an owner in which half they are."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +62,7 @@ class Trained:
 
     tensors: Tensors
     losses: list[float]
-    num_early: int
-    """Rows that came to this rank early, in all steps."""
-    num_late: int
-    """Rows that came late, of the steps that had early ones."""
+    counts: Counts
 
 
 def sharded(cell: Cell, qcomms: CommType | None = None) -> DistributedModelParallel:
@@ -65,21 +77,30 @@ def sharded(cell: Cell, qcomms: CommType | None = None) -> DistributedModelParal
 
 
 @contextmanager
-def counting_rows() -> Iterator[list[tuple[int, int]]]:
-    """How many rows came early and late, journey by journey that began."""
-    seen: list[tuple[int, int]] = []
-    fetch = RowJourney.fetch
+def counting_rows() -> Iterator[list[Counts]]:
+    """What journeys did, one by one."""
+    seen: list[Counts] = []
+    fetch, finish, tell = RowJourney.fetch, RowJourney.finish, Halves.__init__
 
-    def counted(self: RowJourney, owned: torch.Tensor) -> Any:
-        early, late = self._num_wanted
-        seen.append((sum(early), sum(late)))
+    def count_rows(self: RowJourney, owned: torch.Tensor) -> Any:
+        early, late = (sum(half.wanted) for half in self._rows.wait())
+        seen.append(Counts(early=early, late=late))
         return fetch(self, owned)
 
-    RowJourney.fetch = counted  # type: ignore[method-assign]
-    try:
+    def count_gradients(self: RowJourney) -> bool:
+        if self._lagging is not None and self._lagging_grads is not None:
+            seen.append(Counts(lagging=sum(self._lagging.wait()[1].wanted)))
+        return finish(self)
+
+    def count_told(self: Halves, is_second: torch.Tensor, *others: Any) -> None:
+        seen.append(Counts(told=is_second.numel()))
+        tell(self, is_second, *others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowJourney, "fetch", count_rows)
+        patch.setattr(RowJourney, "finish", count_gradients)
+        patch.setattr(Halves, "__init__", count_told)
         yield seen
-    finally:
-        RowJourney.fetch = fetch  # type: ignore[method-assign]
 
 
 def run(
@@ -96,36 +117,35 @@ def run(
             losses.append(float(pipeline.progress(stream).sum()))
             if between is not None:
                 between(step, parallel, pipeline)
-    with pytest.raises(StopIteration):
-        pipeline.progress(stream)
-    early, late = (sum(counts) for counts in zip(*seen, strict=True)) if seen else (0, 0)
-    return Trained(snapshot(parallel), losses, early, late)
+        with pytest.raises(StopIteration):
+            pipeline.progress(stream)
+        tensors = snapshot(parallel)
+    return Trained(tensors, losses, Counts(*map(sum, zip(Counts(), *seen, strict=True))))
 
 
 def compare(
     rank: int, cell: Cell, between: Any = None, qcomms: CommType | None = None
-) -> tuple[float, int, int]:
-    """The largest gap of a weight or a loss to TorchRec's pipeline; early and late rows."""
+) -> tuple[float, Counts]:
+    """The largest gap of a weight or a loss to TorchRec's pipeline; what came when."""
     batches = [step[rank] for step in make_stream(cell, STEPS)]
     expected = run(sharded(cell, qcomms), batches, TrainPipelineSparseDist, between)
     found = run(sharded(cell, qcomms), batches, between=between)
-    assert expected.num_early == 0
+    assert expected.counts == Counts()
     losses = zip(found.losses, expected.losses, strict=True)
     gap = max(largest_gap(found.tensors, expected.tensors), *(abs(a - b) for a, b in losses))
-    return gap, found.num_early, found.num_late
+    return gap, found.counts
 
 
-def compare_all(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[float, int, int]]:
+def compare_all(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[float, Counts]]:
     return [compare(rank, cell) for cell in cells]
 
 
 def check(ranks: RankPool, cells: list[Cell]) -> None:
     answers = ranks.run(compare_all, cells, timeout_s=200)
     for cell, by_rank in zip(cells, zip(*answers, strict=True), strict=True):
-        for gap, num_early, num_late in by_rank:
+        for gap, counts in by_rank:
             assert gap == 0.0, f"{cell}: {gap}"
-            assert num_early > 0, f"{cell}: no row came early"
-            assert num_late > 0, f"{cell}: no row came late"
+            assert min(counts) > 0, f"{cell}: {counts}"
 
 
 def test_bags_train_as_without(ranks4: RankPool) -> None:
@@ -160,8 +180,8 @@ def test_where_others_change_rows_none_come_early(ranks4: RankPool) -> None:
         replace(ROWS, spec=replace(ModelSpec(), tables=(TableSpec("t0", 1, 8, ("f0",)),))),
     ]
     for answers in ranks4.run(compare_all, cells, timeout_s=200):
-        assert [gap for gap, _, _ in answers] == [0.0] * len(cells)
-        assert [num_early for _, num_early, _ in answers] == [0] * len(cells)
+        assert [gap for gap, _ in answers] == [0.0] * len(cells)
+        assert [counts.early + counts.lagging for _, counts in answers] == [0] * len(cells)
 
 
 def load_after_two_steps(step: int, parallel: Any, pipeline: Any) -> None:
@@ -210,7 +230,7 @@ BETWEEN = {
 }
 
 
-def interrupted(rank: int, world_size: int, names: list[str]) -> list[tuple[float, int, int]]:
+def interrupted(rank: int, world_size: int, names: list[str]) -> list[tuple[float, Counts]]:
     hot = {"refresh": HOT_ROWS, "read": HOT_ROWS}
     return [
         compare(rank, replace(ROWS, hot_rows=hot.get(name, ())), BETWEEN[name]) for name in names
@@ -220,37 +240,36 @@ def interrupted(rank: int, world_size: int, names: list[str]) -> list[tuple[floa
 def test_what_is_done_between_steps_is_seen(ranks4: RankPool) -> None:
     """Weights are loaded, hot sets renewed, other loops train, tables are read."""
     for answers in ranks4.run(interrupted, list(BETWEEN), timeout_s=200):
-        for name, (gap, num_early, _) in zip(BETWEEN, answers, strict=True):
+        for name, (gap, counts) in zip(BETWEEN, answers, strict=True):
             # Batches that are on their way keep the old hot rows, and here one more is.
             assert gap <= (1e-6 if name == "refresh" else 0.0), f"{name}: {gap}"
-            assert num_early > 0, name
+            assert min(counts) > 0, f"{name}: {counts}"
 
 
-def quantised(rank: int, world_size: int, qcomms: CommType) -> tuple[float, int, int]:
+def quantised(rank: int, world_size: int, qcomms: CommType) -> tuple[float, Counts]:
     return compare(rank, ROWS, qcomms=qcomms)
 
 
 def test_quantised_rows_train_as_without(ranks4: RankPool) -> None:
-    for gap, num_early, _ in ranks4.run(quantised, CommType.FP16):
+    for gap, counts in ranks4.run(quantised, CommType.FP16):
         assert gap == 0.0
-        assert num_early > 0
+        assert min(counts) > 0
 
 
 def bytes_of_exchanges(rank: int, world_size: int, cell: Cell) -> tuple[int, int, int]:
     """All that all-to-alls send from this rank: with TorchRec's pipeline and with this one; and
-    the rows that it is asked for in the steps that have early ones."""
+    the rows of which it tells when they come or go."""
     batches = [step[rank] for step in make_stream(cell, STEPS)]
-    sent = []
+    sent, told = [], 0
     for kind in (TrainPipelineSparseDist, tdsp.TrainPipelineRowPrefetch):
         parallel = sharded(cell)
         with count_collectives() as seen:
-            trained = run(parallel, batches, kind)
+            told = run(parallel, batches, kind).counts.told
         exchanges = [one for one in seen.records if one.op == "all_to_all_single"]
         sent.append(sum(one.num_bytes for one in exchanges))
-    return sent[0], sent[1], trained.num_early + trained.num_late
+    return sent[0], sent[1], told
 
 
-def test_a_row_costs_one_byte_more(ranks4: RankPool) -> None:
-    answers = ranks4.run(bytes_of_exchanges, ROWS)
-    without, with_early, rows = (sum(of_ranks) for of_ranks in zip(*answers, strict=True))
-    assert with_early - without == rows > 0
+def test_rows_cost_a_byte_more_each_way(ranks4: RankPool) -> None:
+    for without, beside, told in ranks4.run(bytes_of_exchanges, ROWS):
+        assert beside - without == told > 0

@@ -90,6 +90,7 @@ class TwoDContestant(_Planned, ReplicationConfig, ExchangeConfig):
     def describe(self) -> str:
         """In words."""
         rows = f", {self.exchange_text}" if self.exchange_text else ""
+        rows += ", rows prefetched" if self.prefetch_rows else ""
         rows += "" if self.qcomms == "fp32" else f", {self.qcomms} communication"
         groups = str(self.num_groups).replace("_", " ")
         dealt = f"{self.layout.value} groups (as many as {groups})"

@@ -46,6 +46,7 @@ from torchrec_2dsp.planner.planner2d import Planner2D
 from torchrec_2dsp.recipe.exchange import pinned
 from torchrec_2dsp.recipe.model import build_model, rank_device, table_name
 from torchrec_2dsp.recipe.optimizer import table_optimizer
+from torchrec_2dsp.recipe.pipeline import make_pipeline
 from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
 
 _RESERVATION = 0.15
@@ -59,7 +60,7 @@ class Trainer:
     """Stock, or this package's."""
 
     pipeline: TrainPipelineSparseDist[Any, Any]
-    """TorchRec's: it calls the model's `sync` by itself."""
+    """TorchRec's or derived from it: it calls the model's `sync` by itself."""
 
     optimizer: CombinedOptimizer
     """Of all parameters."""
@@ -93,7 +94,8 @@ def build_trainer(
         model, plan = _stock(config, one, speeds, unsharded, device)
     fill_tables_(model, config.data, config.model.dim, config.model.seed)
     optimizer = _optimizer(config, model)
-    pipeline = TrainPipelineSparseDist(model, optimizer, device)
+    prefetch_rows = isinstance(one, TwoDContestant) and one.prefetch_rows
+    pipeline = make_pipeline(model, optimizer, device, prefetch_rows=prefetch_rows)
     return Trainer(model, pipeline, optimizer, plan)
 
 

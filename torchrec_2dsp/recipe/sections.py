@@ -64,6 +64,9 @@ class ExchangeConfig(Section):
     hot_rows: int = Field(default=0, ge=0)
     """How many of each table's most frequent rows are replicated on every rank."""
 
+    prefetch_rows: bool = False
+    """Whether rows that the running step doesn't change come while it computes."""
+
     @model_validator(mode="after")
     def _check_owners(self) -> Self:
         if self.owners is not RowOwners.BLOCK and self.exchange not in ROW_EXCHANGES:

@@ -16,7 +16,13 @@ from torchrec_2dsp._compat.fbgemm import (
 )
 from torchrec_2dsp.rows.blocks import blocks_of
 from torchrec_2dsp.rows.direct_update import DirectUpdater, Rule
-from torchrec_2dsp.rows.gradients import Lookup, LookupRows, RowGradients
+from torchrec_2dsp.rows.gradients import (
+    BlockGradients,
+    Lookup,
+    LookupRows,
+    RowGradients,
+    RowSum,
+)
 
 
 class DirectLookup:
@@ -43,16 +49,32 @@ class DirectLookup:
         output: torch.Tensor = _DirectLookup.apply(self._anchor, self, run)  # pyright: ignore[reportAssignmentType]
         return output
 
+    def step(self) -> OptimizerStep:
+        """Where the kernel's schedule stands."""
+        return OptimizerStep(learning_rate_of(self._tbe), iteration_of(self._tbe))
+
     def found(self) -> tuple[Lookup, OptimizerStep]:
         """What the kernel has just looked up, and where its schedule stood."""
-        step = OptimizerStep(learning_rate_of(self._tbe), iteration_of(self._tbe))
-        return Lookup(*last_lookup(self._tbe), None), step
+        return Lookup(*last_lookup(self._tbe), None), self.step()
 
     def update(self, lookup: Lookup, step: OptimizerStep, grad_output: torch.Tensor) -> None:
         """Apply the gradient of a lookup's output."""
         rows = LookupRows(self._shape, self._blocks, lookup)
         gradients = rows.gradients(grad_output, max_gradient(self._tbe))
         self._updater.apply(RowGradients(tuple(gradients), step))
+
+    def update_rows(self, keys: torch.Tensor, grads: torch.Tensor, step: OptimizerStep) -> None:
+        """Apply gradients of rows of a kernel with one block.
+
+        Args:
+            keys: the row of each gradient; those of a row are added in this order.
+            grads: as of a lookup's output, `[gradients, dim]`.
+            step: where the schedule stood at the lookup.
+        """
+        bound = max_gradient(self._tbe)
+        rows = RowSum(keys)
+        summed = rows.of(grads if bound is None else grads.clamp(-bound, bound))
+        self._updater.apply(RowGradients((BlockGradients(rows.keys, summed),), step))
 
 
 class _DirectLookup(torch.autograd.Function):

@@ -45,7 +45,7 @@ class ShardedEmbeddingCollection2D(RowPrefetchModule, ShardedEmbeddingCollection
         configs = module.embedding_configs()
         self._id_check = IdCheck(configs, replication.bad_ids, replication.groups.alarm)
         actions = self._init_hot_rows(configs, plan, self._fused_params_by_table(), replication)
-        self._init_replication(replication, module, plan, actions)
+        self._init_replication(replication, module, plan, [*actions, self.lagging])
 
     def _fused_params_by_table(self) -> dict[str, dict[str, Any]]:
         """TorchRec keeps them with its kernels' configs, in the user's units."""
@@ -97,10 +97,10 @@ class ShardedEmbeddingCollection2D(RowPrefetchModule, ShardedEmbeddingCollection
             ctx.id_check.wait()
         self._hold_hot_rows(ctx.hot)
         self._before_lookup()
-        self._drop_outdated_rows(ctx)
+        self._prepare_rows(ctx)
         awaitable = super().compute_and_output_dist(ctx, input)
         if ctx.hot is not None:
             hot = self._lookup_hot_rows(ctx.hot)
             awaitable.callbacks.append(lambda cold: join_sequences(cold, hot, ctx.hot))
-        awaitable = self._let_followers_go(awaitable, ctx)
+        awaitable = self._let_others_follow(awaitable, ctx)
         return self._watch_backward(awaitable, lambda: self._hold_hot_rows(ctx.hot))

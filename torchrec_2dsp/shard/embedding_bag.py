@@ -91,7 +91,7 @@ class ShardedEmbeddingBagCollection2D(RowPrefetchModule, ShardedEmbeddingBagColl
             for info in infos
         }
         actions = self._init_hot_rows(configs, plan, fused_params, replication)
-        self._init_replication(replication, module, plan, actions)
+        self._init_replication(replication, module, plan, [*actions, self.lagging])
 
     @property
     def module_sharding_plan(self) -> Any:
@@ -156,14 +156,14 @@ class ShardedEmbeddingBagCollection2D(RowPrefetchModule, ShardedEmbeddingBagColl
             ctx.id_check.wait()
         self._hold_hot_rows(ctx.hot)
         self._before_lookup()
-        self._drop_outdated_rows(ctx)
+        self._prepare_rows(ctx)
         awaitable = super().compute_and_output_dist(ctx, input)
         hot = self._lookup_hot_rows(ctx.hot)
         if hot or ctx.bag_lengths is not None:
             awaitable.callbacks.append(
                 lambda cold: _complete_bags(cold, hot, ctx.bag_lengths or {})
             )
-        awaitable = self._let_followers_go(awaitable, ctx)
+        awaitable = self._let_others_follow(awaitable, ctx)
         return self._watch_backward(awaitable, lambda: self._hold_hot_rows(ctx.hot))
 
 

@@ -1,14 +1,14 @@
 """What row exchange keeps of a batch, beside what TorchRec keeps."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from torchrec_2dsp._compat.torchrec import EmbeddingShardingContext, SequenceShardingContext
-from torchrec_2dsp.shard.early_rows import RowJourney
+from torchrec_2dsp.shard.row_journey import RowJourney
 from torchrec_2dsp.shard.row_requests import Requested, RowRequests
 
 
@@ -16,7 +16,8 @@ class _NeedsRows:
     """What both contexts below add to TorchRec's."""
 
     requested: Requested
-    journeys: list[RowJourney] | None
+    journeys: list[RowJourney]
+    before: list[RowJourney]
 
     def record_stream(self: Any, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""
@@ -30,8 +31,10 @@ class RowContext(_NeedsRows, EmbeddingShardingContext):
 
     requested: Requested
     """What the owners have been asked for."""
-    journeys: list[RowJourney] | None = None
+    journeys: list[RowJourney] = field(default_factory=list)
     """How rows come, block by block, if some come early."""
+    before: list[RowJourney] = field(default_factory=list)
+    """Those of the batch before, whose gradients may lag behind the lookup of this one."""
 
 
 @dataclass(kw_only=True)
@@ -40,8 +43,10 @@ class SequenceRowContext(_NeedsRows, SequenceShardingContext):
 
     requested: Requested
     """What the owners have been asked for."""
-    journeys: list[RowJourney] | None = None
+    journeys: list[RowJourney] = field(default_factory=list)
     """How rows come, block by block, if some come early."""
+    before: list[RowJourney] = field(default_factory=list)
+    """Those of the batch before, whose gradients may lag behind the lookup of this one."""
 
 
 def keep_needed_rows(contexts: list[Any], input_dists: Sequence[nn.Module]) -> None:

@@ -27,9 +27,9 @@ from torchrec_2dsp._compat.torchrec import (
 from torchrec_2dsp.comms.peers import Peers
 from torchrec_2dsp.comms.row_wire import RowWire
 from torchrec_2dsp.plan.parameter_sharding import RowOwners
-from torchrec_2dsp.shard.early_rows import RowJourney
 from torchrec_2dsp.shard.needed_rows import RowBlock
 from torchrec_2dsp.shard.row_context import RowContext, SequenceRowContext
+from torchrec_2dsp.shard.row_journey import AskedRows, RowJourney
 from torchrec_2dsp.shard.row_kernel import RowKernel
 from torchrec_2dsp.shard.row_pooling import pool_rows
 from torchrec_2dsp.shard.row_requests import Requested, RowRequests
@@ -116,30 +116,40 @@ class RowFetch(nn.Module):
         self,
         lookup: RowLookup,
         asked: KeyedJaggedTensor,
-        running: KeyedJaggedTensor,
         requested: Requested,
-    ) -> list[RowJourney] | None:
-        """Let rows of a batch come early.
+        running: KeyedJaggedTensor,
+        running_ctx: RowContext | SequenceRowContext,
+    ) -> list[RowJourney]:
+        """Let rows of a batch come early, and gradients of the batch before it lag.
 
         Args:
             lookup: of this rank's shards.
             asked: what it is asked for.
-            running: what it is asked for by the batch that will be trained first.
             requested: what this rank has asked for.
+            running: what it is asked for by the batch that will be trained first.
+            running_ctx: of that batch.
 
         Returns:
-            A journey for each block; `None` on a rank that exchanges with no other.
+            A journey for each block; none on a rank that exchanges with no other.
 
         Collectives:
-            That of `RowJourney`, for each block.
+            Those of `RowJourney` and of `RowJourney.let_lag`, for each block.
         """
         if self._wire.group.size() == 1:
-            return None
-        parts = zip(lookup.parts(asked), lookup.parts(running), requested.from_owners, strict=True)
-        return [
-            RowJourney(kernel, ids, running_ids, of.counts.sum(dim=1).tolist(), self._wire)
-            for (kernel, ids), (_, running_ids), of in parts
-        ]
+            return []
+        made = []
+        pairs = zip(lookup.parts(asked), lookup.parts(running), strict=True)
+        for block, ((kernel, ids), (_, running_ids)) in enumerate(pairs):
+            rows = AskedRows.of(kernel, ids)
+            changed = kernel.row_numbers(running_ids)
+            if running_ctx.before:
+                # These gradients may lag until the early rows of this batch have set out.
+                changed = torch.cat([changed, running_ctx.before[block].numbers])
+            wanted = requested.from_owners[block].counts.sum(dim=1).tolist()
+            made.append(RowJourney(kernel, rows, changed, wanted, self._wire))
+            if running_ctx.journeys:
+                running_ctx.journeys[block].let_lag(rows.numbers)
+        return made
 
 
 class PooledRows(Awaitable[torch.Tensor]):

@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_2dsp._compat.fbgemm import output_dtype, tbe_shape
+from torchrec_2dsp._compat.fbgemm import OptimizerStep, output_dtype, tbe_shape
 from torchrec_2dsp.rows.blocks import blocks_of
 from torchrec_2dsp.rows.direct_lookup import DirectLookup
 from torchrec_2dsp.rows.direct_update import rule_for
@@ -41,6 +41,31 @@ class RowKernel(EmbeddingKernel):
         found = flags[numbers]
         flags[others] = False
         return found
+
+    @property
+    def updates_by_row(self) -> bool:
+        """Whether rows can be updated otherwise than by the kernel's own backward, some first and
+        some later; the same on all ranks."""
+        return self._direct is not None
+
+    def step(self) -> OptimizerStep | None:
+        """Where the schedule stands, if rows are updated by it."""
+        return None if self._direct is None else self._direct.step()
+
+    def update_rows(
+        self, numbers: torch.Tensor, grads: torch.Tensor, step: OptimizerStep | None
+    ) -> None:
+        """Apply gradients, if `updates_by_row`.
+
+        Args:
+            numbers: the row of each gradient; those of a row are added in this order.
+            grads: `[gradients, dim]`.
+            step: that of the lookup.
+        """
+        assert self._direct is not None
+        assert step is not None
+        if numbers.numel():
+            self._direct.update_rows(numbers, grads, step)
 
     # What follows is made for the first lookup that trains, when the kernel is where it stays.
 

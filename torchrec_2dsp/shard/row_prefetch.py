@@ -1,14 +1,61 @@
 """`RowPrefetchModule`: what sharded modules with row exchange offer to a pipeline."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from torch.profiler import record_function
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_2dsp.shard.early_rows import send_early
 from torchrec_2dsp.shard.hot_module import HotRowsModule
 from torchrec_2dsp.shard.row_exchange import RowFetch
+from torchrec_2dsp.shard.row_journey import RowJourney
+from torchrec_2dsp.sync.moment import Moment
+from torchrec_2dsp.sync.report import SyncReport
+
+_LABEL = "## rows beside computing ##"
+"""In profiles."""
+
+
+class LaggingGradients:
+    """A sync action: updates of rows that the next batch doesn't need, still to be done."""
+
+    def __init__(self) -> None:
+        self._journeys: list[RowJourney] = []
+
+    @property
+    def pending(self) -> bool:
+        """Whether there may be some."""
+        return bool(self._journeys)
+
+    def backward_seen(self) -> None:
+        """A backward has begun."""
+
+    def expect(self, journeys: Sequence[RowJourney]) -> None:
+        """Gradients of these may lag once their backward is over."""
+        self._journeys += journeys
+
+    def finish(self, but: Collection[RowJourney] = ()) -> None:
+        """Do the updates, but not those of some journeys.
+
+        Collectives:
+            Those of `RowJourney.finish`.
+        """
+        for journey in self._journeys:
+            if journey not in but:
+                journey.finish()
+        self._journeys = [journey for journey in self._journeys if journey in but]
+
+    def reach(self, moment: Moment) -> SyncReport:
+        """Whoever reads the tables sees all updates.
+
+        Collectives:
+            Those of `RowJourney.finish`, before a read.
+        """
+        if moment is Moment.READ:
+            self._journeys = [journey for journey in self._journeys if not journey.finish()]
+        return SyncReport()
 
 
 @dataclass
@@ -23,6 +70,11 @@ class PrefetchContext:
 
 class RowPrefetchModule(HotRowsModule):
     """A mixin for TorchRec's sharded modules: rows of a batch that come before its step."""
+
+    @cached_property
+    def lagging(self) -> LaggingGradients:
+        """What may still be on its way to owners."""
+        return LaggingGradients()
 
     def announce_rows(
         self: Any,
@@ -43,24 +95,19 @@ class RowPrefetchModule(HotRowsModule):
             running: the same for that.
 
         Collectives:
-            For each kernel with row exchange, that of `RowJourney`.
+            For each kernel with row exchange, those of `RowFetch.journeys`.
         """
         if not self._updates_at_once or _hot_ids(ctx) is not _hot_ids(running_ctx):
             return
         ctx.loads_seen = self.num_loads
-        parts = zip(
-            ctx.sharding_contexts,
-            asked,
-            running,
-            self._lookups,
-            self._output_dists,
-            strict=True,
-        )
-        for of_sharding, ids, running_ids, lookup, fetch in parts:
+        dists = zip(self._lookups, self._output_dists, strict=True)
+        contexts = zip(ctx.sharding_contexts, running_ctx.sharding_contexts, strict=True)
+        batches = zip(asked, running, strict=True)
+        for (lookup, fetch), (one, before), ids in zip(dists, contexts, batches, strict=True):
             if isinstance(fetch, RowFetch):
-                of_sharding.journeys = fetch.journeys(
-                    lookup, ids, running_ids, of_sharding.requested
-                )
+                one.journeys = fetch.journeys(lookup, ids[0], one.requested, ids[1], before)
+                one.before = before.journeys
+                self.lagging.expect(before.journeys)
 
     def let_follow(self, ctx: Any, follower: Any) -> None:
         """Let the early rows of a batch travel behind another one's rows.
@@ -73,24 +120,31 @@ class RowPrefetchModule(HotRowsModule):
 
     def drop_early_rows(self, ctx: Any) -> None:
         """Let all rows of a batch come late. Call it on all ranks."""
-        for of_sharding in _with_journeys(ctx):
-            of_sharding.journeys = None
+        for one in _row_contexts(ctx):
+            one.journeys, one.before = [], []
 
-    def _drop_outdated_rows(self, ctx: Any) -> None:
-        """Before a lookup: rows that came before others were loaded have to come again."""
+    def _prepare_rows(self, ctx: Any) -> None:
+        """Before a lookup: do the updates that it waits for, and forget rows that were changed."""
         if ctx.loads_seen != self.num_loads:
+            # What came before others were loaded has to come again.
             self.drop_early_rows(ctx)
+        contexts = _row_contexts(ctx)
+        self.lagging.finish(but=[two for one in contexts for two in (*one.before, *one.journeys)])
 
-    def _let_followers_go(self, awaitable: Any, ctx: Any) -> Any:
-        """When the rows of a batch have come, the next one's may set out."""
+    def _let_others_follow(self, awaitable: Any, ctx: Any) -> Any:
+        """When the rows of a batch have come, others may set out, and gradients of others."""
 
         def follow(output: Any) -> Any:
-            for one in _with_journeys(ctx.follower):
-                send_early(one.journeys)
+            with record_function(_LABEL):
+                for one in _row_contexts(ctx):
+                    for journey in one.before:
+                        journey.send_lagging()
+                for one in _row_contexts(ctx.follower):
+                    for journey in one.journeys:
+                        journey.send_early()
             return output
 
-        if ctx.follower is not None:
-            awaitable.callbacks.append(follow)
+        awaitable.callbacks.append(follow)
         return awaitable
 
 
@@ -98,5 +152,6 @@ def _hot_ids(ctx: Any) -> Any:
     return None if ctx.hot is None else ctx.hot.ids
 
 
-def _with_journeys(ctx: Any) -> list[Any]:
-    return [one for one in ctx.sharding_contexts if getattr(one, "journeys", None)]
+def _row_contexts(ctx: Any) -> list[Any]:
+    contexts = [] if ctx is None else ctx.sharding_contexts
+    return [one for one in contexts if hasattr(one, "journeys")]

@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import binary_cross_entropy
 from torchrec.datasets.utils import Batch
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from torchrec_2dsp.data.synthetic import Split, click_probability, make_batch
 from torchrec_2dsp.mesh.groups import MeshGroups, world_group
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.recipe.model import build_model, rank_device
+from torchrec_2dsp.recipe.pipeline import make_pipeline
 from torchrec_2dsp.train.config import TrainConfig
 from torchrec_2dsp.train.meter import Measured, Meter
 from torchrec_2dsp.train.model import (
@@ -72,7 +72,7 @@ def evaluate_planted(config: TrainConfig) -> Measured:
 
 
 class _Trainer:
-    """A run's model, sharded, in the stock pipeline."""
+    """A run's model, sharded, in a pipeline."""
 
     def __init__(self, config: TrainConfig, name: str) -> None:
         self._config, self._name = config, name
@@ -87,7 +87,9 @@ class _Trainer:
             unsharded, device=self._device, plan=self.plan, sharders=[sharder]
         )
         optimizer = make_optimizer(self._model, config)
-        self._pipeline = TrainPipelineSparseDist(self._model, optimizer, self._device)
+        self._pipeline = make_pipeline(
+            self._model, optimizer, self._device, prefetch_rows=run.prefetch_rows
+        )
         self._meter = Meter(self._world, self._device)
 
     def run(self, watchers: Sequence[Watcher]) -> RunResult:

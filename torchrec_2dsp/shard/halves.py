@@ -1,0 +1,67 @@
+"""`Halves`: which of the rows that travel go first, told by their owners to who wants them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Half:
+    """Some of a batch's rows, as both ends see them."""
+
+    asked_at: torch.Tensor
+    """Which of the rows that this rank is asked for, rank by rank."""
+    asked: list[int]
+    """How many these are, by rank."""
+    wanted_at: torch.Tensor
+    """Which of the rows that this rank wants, owner by owner."""
+    wanted: list[int]
+    """How many these are, by owner."""
+
+
+class Halves:
+    """Two halves of what travels between each two ranks."""
+
+    def __init__(
+        self,
+        is_second: torch.Tensor,
+        asked: Sequence[int],
+        wanted: Sequence[int],
+        group: dist.ProcessGroup,
+    ) -> None:
+        """
+        Args:
+            is_second: of the rows that this rank is asked for, rank by rank.
+            asked: how many these are, by rank.
+            wanted: how many rows this rank wants, by owner.
+            group: the ranks.
+
+        Collectives:
+            One all-to-all with a byte for each row, not waited for.
+        """
+        self._is_second_here, self._asked, self._wanted = is_second, list(asked), list(wanted)
+        self._is_second_there = is_second.new_empty(sum(wanted), dtype=torch.uint8)
+        self._told = is_second.to(torch.uint8)
+        self._work = dist.all_to_all_single(
+            self._is_second_there, self._told, self._wanted, self._asked, group=group, async_op=True
+        )
+        self._known: tuple[Half, Half] | None = None
+
+    def wait(self) -> tuple[Half, Half]:
+        """The first and the second half."""
+        if self._known is None:
+            assert self._work is not None
+            self._work.wait()
+            here, there = self._is_second_here, self._is_second_there.bool()
+            self._known = self._half(~here, ~there), self._half(here, there)
+        return self._known
+
+    def _half(self, here: torch.Tensor, there: torch.Tensor) -> Half:
+        return Half(
+            here.nonzero().view(-1),
+            [int(part.sum()) for part in here.split(self._asked)],
+            there.nonzero().view(-1),
+            [int(part.sum()) for part in there.split(self._wanted)],
+        )

@@ -1,0 +1,223 @@
+"""Row exchange beside computing: rows come early, and gradients lag, where nobody notices.
+
+A pipeline asks for a batch's rows a step ahead. So each owner knows what it is asked for by the
+batch that runs and by the next one. Rows of the next batch that nothing changes until then come
+*early*, while the running batch computes; the others come *late*, after its update. And gradients
+of rows that the next batch doesn't need are *lagging*: they go, too, while that one computes, and
+only the *urgent* ones before it. Every rank computes with the same numbers as without this.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.types import Awaitable
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_2dsp._compat.torchrec import get_gradient_division
+from torchrec_2dsp.comms.row_wire import ArrivingRows, RowWire
+from torchrec_2dsp.shard.halves import Half, Halves
+from torchrec_2dsp.shard.row_kernel import RowKernel
+
+
+@dataclass(frozen=True)
+class AskedRows:
+    """The rows of a kernel that the ranks want for a batch."""
+
+    numbers: torch.Tensor
+    """Of the rows in the kernel, rank by rank."""
+    order: torch.Tensor
+    """Where each stands in the kernel's lookup, which goes table by table."""
+    counts: list[int]
+    """How many each rank gets."""
+
+    @classmethod
+    def of(cls, kernel: RowKernel, asked: KeyedJaggedTensor) -> "AskedRows":
+        """What a kernel is asked for: a key for each table, a bag for each rank."""
+        lengths = asked.lengths().view(len(asked.keys()), -1)
+        num_tables, num_ranks = lengths.shape
+        ranks = torch.arange(num_ranks, device=lengths.device).repeat(num_tables)
+        by_rank = ranks.repeat_interleave(lengths.reshape(-1), output_size=asked.values().numel())
+        order = by_rank.argsort(stable=True)
+        return cls(kernel.row_numbers(asked)[order], order, lengths.sum(dim=0).tolist())
+
+
+class RowJourney:
+    """The rows of one kernel and one batch, from their owners to who wants them, and the gradients
+    on the way back."""
+
+    def __init__(
+        self,
+        kernel: RowKernel,
+        asked: AskedRows,
+        changed: torch.Tensor,
+        wanted: Sequence[int],
+        wire: RowWire,
+    ) -> None:
+        """
+        Args:
+            kernel: of this rank as an owner.
+            asked: what it is asked for.
+            changed: the rows that are still to be updated, for batches before this one.
+            wanted: how many rows this rank wants from each owner.
+            wire: between them.
+
+        Collectives:
+            That of `Halves`.
+        """
+        self._kernel, self._asked, self._wire = kernel, asked, wire
+        self._wanted = list(wanted)
+        is_late = kernel.is_among(asked.numbers, changed)
+        self._rows = Halves(is_late, asked.counts, self._wanted, wire.group)
+        self._lagging: Halves | None = None
+        self._early: ArrivingRows | None = None
+        self._late: ArrivingRows | None = None
+        self._urgent: ArrivingRows | None = None
+        self._lagging_grads: torch.Tensor | ArrivingRows | None = None
+
+    @property
+    def numbers(self) -> torch.Tensor:
+        """The rows that this rank is asked for."""
+        return self._asked.numbers
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the early rows have set out."""
+        return self._early is not None
+
+    def let_lag(self, needed: torch.Tensor) -> None:
+        """Let gradients wait whose rows the next batch doesn't need. Call it before the lookup.
+
+        Args:
+            needed: by the next batch.
+
+        Collectives:
+            That of `Halves`, unless only FBGEMM can update the kernel, all rows at once.
+        """
+        if self._kernel.updates_by_row:
+            is_lagging = ~self._kernel.is_among(self._asked.numbers, needed)
+            self._lagging = Halves(is_lagging, self._asked.counts, self._wanted, self._wire.group)
+
+    def send_early(self) -> None:
+        """Let the rows go that nothing changes any more.
+
+        Collectives:
+            One all-to-all of rows, not waited for.
+        """
+        early, _ = self._rows.wait()
+        rows = self._kernel.read_rows(self._asked.numbers[early.asked_at])
+        self._early = self._wire.start_rows(rows, early.asked, early.wanted)
+
+    def fetch(self, owned: torch.Tensor) -> Awaitable[torch.Tensor]:
+        """Let the other rows go, now that all of them are updated.
+
+        Args:
+            owned: what the kernel looked up for the batch.
+
+        Returns:
+            All rows, owner by owner. Its gradient updates the kernels.
+
+        Collectives:
+            One all-to-all of rows, and one of gradients in the backward.
+        """
+        _, late = self._rows.wait()
+        rows = owned.detach()[self._asked.order[late.asked_at]]
+        self._late = self._wire.start_rows(rows, late.asked, late.wanted)
+        self._step = self._kernel.step()
+        return _Fetching(self, _Leaving.apply(owned, self))
+
+    def arrived(self) -> torch.Tensor:
+        """Wait for both halves of the rows."""
+        assert self._early is not None
+        assert self._late is not None
+        early, late = self._early.wait(), self._late.wait()
+        rows = late.new_empty((sum(self._wanted), late.shape[1]))
+        for half, values in zip(self._rows.wait(), (early, late), strict=True):
+            rows.index_copy_(0, half.wanted_at, values)
+        return rows
+
+    def send_gradients(self, grad: torch.Tensor) -> None:
+        """Those that owners need before the next batch; one for each row that came."""
+        if self._lagging is None:
+            self._urgent = self._wire.start_gradients(grad, self._wanted, self._asked.counts)
+            return
+        urgent, lagging = self._lagging.wait()
+        self._urgent = self._send(grad[urgent.wanted_at], urgent)
+        self._lagging_grads = grad[lagging.wanted_at]
+
+    def receive_gradients(self) -> torch.Tensor | None:
+        """Wait for them, and update the kernel, or give what its own backward is to do."""
+        assert self._urgent is not None
+        grads = self._divided(self._urgent.wait())
+        if not self._kernel.updates_by_row:
+            return torch.empty_like(grads).index_copy_(0, self._asked.order, grads)
+        asked_at = slice(None) if self._lagging is None else self._lagging.wait()[0].asked_at
+        self._kernel.update_rows(self._asked.numbers[asked_at], grads, self._step)
+        return None
+
+    def send_lagging(self) -> None:
+        """Let the other gradients go.
+
+        Collectives:
+            One all-to-all of gradients, not waited for; nothing before the backward.
+        """
+        if isinstance(self._lagging_grads, torch.Tensor):
+            assert self._lagging is not None
+            self._lagging_grads = self._send(self._lagging_grads, self._lagging.wait()[1])
+
+    def finish(self) -> bool:
+        """Wait for the last gradients and update their rows; whether the backward has been."""
+        if self._urgent is None:
+            return False
+        self.send_lagging()
+        if self._lagging_grads is not None:
+            assert isinstance(self._lagging_grads, ArrivingRows)
+            assert self._lagging is not None
+            numbers = self._asked.numbers[self._lagging.wait()[1].asked_at]
+            grads = self._divided(self._lagging_grads.wait())
+            self._kernel.update_rows(numbers, grads, self._step)
+            self._lagging_grads = None
+        return True
+
+    def _send(self, grads: torch.Tensor, half: Half) -> ArrivingRows:
+        return self._wire.start_gradients(grads, half.wanted, half.asked)
+
+    def _divided(self, grads: torch.Tensor) -> torch.Tensor:
+        num_ranks = dist.get_world_size(self._wire.group)
+        return grads / num_ranks if get_gradient_division() else grads
+
+
+class _Fetching(Awaitable[torch.Tensor]):
+    def __init__(self, journey: RowJourney, left: Any) -> None:
+        super().__init__()
+        self._journey, self._left = journey, left
+
+    def _wait_impl(self) -> torch.Tensor:
+        rows: torch.Tensor = _Arriving.apply(self._left, self._journey)  # pyright: ignore[reportAssignmentType]
+        return rows
+
+
+# Two functions, so that autograd sends the gradients of all kernels before it waits for the first.
+class _Leaving(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, owned: torch.Tensor, journey: RowJourney) -> torch.Tensor:
+        ctx.journey = journey
+        return owned.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        return ctx.journey.receive_gradients(), None
+
+
+class _Arriving(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, left: torch.Tensor, journey: RowJourney) -> torch.Tensor:
+        ctx.journey = journey
+        return journey.arrived()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.journey.send_gradients(grads[0])
+        return grads[0].new_empty(0), None

@@ -15,7 +15,8 @@ from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.cost.loads import Loads
 from torchrec_2dsp.cost.span import Span
-from torchrec_2dsp.cost.table_loads import Placed, add_table
+from torchrec_2dsp.cost.placed import Placed
+from torchrec_2dsp.cost.table_loads import add_table
 
 BATCH = 256
 SPEC = ModelSpec((TableSpec("t0", 1_000, 16, ("f0",)), TableSpec("t1", 500, 8, ("f1", "f2"))))

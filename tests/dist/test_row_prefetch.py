@@ -23,6 +23,7 @@ from tests.support.models import MIXED, SEQUENCE_TABLES, ModelSpec, SequenceMode
 from tests.support.parity import Cell, make_optimizer, make_sharder
 from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
+from torchrec_2dsp.shard import row_kernel
 from torchrec_2dsp.shard.halves import Halves
 from torchrec_2dsp.shard.row_journey import RowJourney
 
@@ -273,3 +274,18 @@ def bytes_of_exchanges(rank: int, world_size: int, cell: Cell) -> tuple[int, int
 def test_rows_cost_a_byte_more_each_way(ranks4: RankPool) -> None:
     for without, beside, told in ranks4.run(bytes_of_exchanges, ROWS):
         assert beside - without == told > 0
+
+
+def updating_all_rows_at_once(rank: int, world_size: int) -> list[tuple[float, Counts]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_kernel, "rule_for", lambda tbe: None)
+        return [compare(rank, replace(ROWS, hot_rows=hot)) for hot in ((), HOT_ROWS)]
+
+
+def test_kernels_that_update_all_rows_at_once_have_no_lagging_gradients(ranks4: RankPool) -> None:
+    """Such as those on a GPU, or with another optimizer: FBGEMM's own backward."""
+    for answers in ranks4.run(updating_all_rows_at_once):
+        for gap, counts in answers:
+            assert gap == 0.0
+            assert min(counts.early, counts.late) > 0
+            assert counts.lagging == 0

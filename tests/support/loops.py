@@ -191,9 +191,8 @@ PIPELINES: dict[str, type[Any]] = {
     "base": TrainPipelineBase,
     "sparse dist": TrainPipelineSparseDist,
     "lite": TrainPipelineSparseDistLite,
-    "row prefetch": tdsp.TrainPipelineRowPrefetch,
 }
-"""TorchRec's pipelines that run on the CPU, and this package's."""
+"""TorchRec's pipelines that run on the CPU."""
 
 
 def pipeline_loop(

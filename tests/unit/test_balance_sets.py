@@ -13,7 +13,7 @@ from torchrec.distributed.types import ShardingType
 import torchrec_2dsp as tdsp
 from tests.unit.test_balance import bound
 from torchrec_2dsp.cost.model import Setting
-from torchrec_2dsp.cost.table_loads import Placed, Shards
+from torchrec_2dsp.cost.placed import Placed, Shards
 from torchrec_2dsp.planner.balance import Bins, Floats, Items, dealt, greedy, largest_differencing
 
 CRITEO_ROWS = (

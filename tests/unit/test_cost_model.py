@@ -11,8 +11,8 @@ import torchrec_2dsp as tdsp
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.coefficients import CollectiveCost, KernelCost
 from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.placed import Placed, Shards
 from torchrec_2dsp.cost.step_cost import StepCost
-from torchrec_2dsp.cost.table_loads import Placed, Shards
 
 LINK = 1e-8
 DIM, BATCH, ROWS = 64, 100, 10_000
@@ -254,3 +254,35 @@ def test_a_batch_of_nothing_is_refused() -> None:
 def test_a_table_without_its_workload_is_named() -> None:
     with pytest.raises(tdsp.ConfigError, match="the workload has no table 'x'; it has none"):
         tdsp.Workload(batch_size=1, tables={}).table("x")
+
+
+def rows_beside(skew: float, num_batches: int) -> tuple[float, float]:
+    """Drawn: how many distinct rows a rank's batch has, and how many of them aren't in so many
+    batches of all ranks."""
+    draw = np.random.default_rng(0)
+    shares = 1 / np.arange(1, ROWS + 1) ** skew
+    distinct, beside = 0, 0
+    for _ in range(200):
+        own = np.unique(draw.choice(ROWS, BATCH, p=shares / shares.sum()))
+        others = draw.choice(ROWS, 4 * BATCH * num_batches, p=shares / shares.sum())
+        distinct += own.size
+        beside += np.setdiff1d(own, others).size
+    return distinct / 200, beside / 200
+
+
+def test_rows_that_others_leave_alone_hide_behind_the_dense_part() -> None:
+    work = replace(ROW.work, access=counted())
+    rows, dense = replace(ROW, work=work), tdsp.DenseWork(forward_s=1.0)
+    found = cost(rows, dense=dense, prefetches_rows=True)
+    distinct, early = rows_beside(1.0, num_batches=2)
+    _, lagging = rows_beside(1.0, num_batches=1)
+    visible = cost(rows, dense=dense)
+    moved_s = visible.forward_exchange_s + visible.backward_exchange_s + visible.imbalance_s
+    expected = (early + lagging) / distinct * moved_s / 2
+    assert visible.hidden_s == 0.0
+    assert found.hidden_s == pytest.approx(-expected, rel=0.05)
+    assert replace(found, hidden_s=0.0) == visible
+    # Nothing hides behind nothing, nor where replicas change the rows, too.
+    assert cost(rows, prefetches_rows=True).hidden_s == 0.0
+    in_groups = table(ShardingType.ROW_WISE, [0, 1], exchange=tdsp.Exchange.ROW)
+    assert cost(in_groups, mesh=TWO, dense=dense, prefetches_rows=True).hidden_s == 0.0

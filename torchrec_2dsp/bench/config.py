@@ -92,8 +92,7 @@ class TwoDContestant(_Planned, ReplicationConfig, ExchangeConfig):
         rows = f", {self.exchange_text}" if self.exchange_text else ""
         rows += ", rows prefetched" if self.prefetch_rows else ""
         rows += "" if self.qcomms == "fp32" else f", {self.qcomms} communication"
-        groups = str(self.num_groups).replace("_", " ")
-        dealt = f"{self.layout.value} groups (as many as {groups})"
+        dealt = f"{self.layout.value} groups (as many as {str(self.num_groups).replace('_', ' ')})"
         mesh = "any groups" if self.num_groups == "any" else dealt
         chosen = "by predicted cost" if self.by_cost else self._choice()
         return f"2D, {mesh}, {self.sync_config}, {chosen}{rows}{self._duplex()}"

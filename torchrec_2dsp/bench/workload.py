@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchrec_2dsp.bench.config import BenchConfig, PlannedContestant
+from torchrec_2dsp.bench.config import BenchConfig, PlannedContestant, TwoDContestant
 from torchrec_2dsp.cost.measure.timing import repeated_seconds
 from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.recipe.access import true_access
@@ -37,6 +37,7 @@ def workload_of(
     return replace(
         tables,
         dense=dense or DenseWork(),
+        prefetches_rows=isinstance(one, TwoDContestant) and one.prefetch_rows,
         full_duplex=one.full_duplex,
         forward_wire_bytes=wire,
         backward_wire_bytes=wire,

@@ -47,6 +47,10 @@ class Loads:
     """Distinct rows, or vectors of bags that aren't empty: what `Exchange` adds to TorchRec's."""
     rows_to: Ranks = field(init=False)
     """Their gradients."""
+    early_from: Ranks = field(init=False)
+    """Those of all rows that may travel while the step before computes."""
+    lagging_to: Ranks = field(init=False)
+    """Those of all gradients of rows that may travel while the next step does."""
     scattered: Ranks = field(init=False)
     """What a rank brings to a reduce-scatter over the group."""
     gathered: Ranks = field(init=False)

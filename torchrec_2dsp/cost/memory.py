@@ -5,7 +5,7 @@ from torchrec.distributed.types import ShardingType
 
 from torchrec_2dsp.cost.loads import LOADS, Ranks
 from torchrec_2dsp.cost.model import Setting
-from torchrec_2dsp.cost.table_loads import FLOAT_BYTES, Placed
+from torchrec_2dsp.cost.placed import FLOAT_BYTES, Placed
 
 _GRADIENT_COPIES = 2
 """Of a data-parallel table's dense gradient: its own, and that in a bucket that is reduced."""
@@ -20,7 +20,7 @@ def table_bytes(table: Placed, num_ranks: int) -> Ranks:
         >>> from torchrec.distributed.types import ShardingType
         >>> import torchrec_2dsp as tdsp
         >>> from torchrec_2dsp.cost.memory import table_bytes
-        >>> from torchrec_2dsp.cost.table_loads import Placed, Shards
+        >>> from torchrec_2dsp.cost.placed import Placed, Shards
         >>> work = tdsp.TableWork(name="t", num_rows=1_000, dim=256, ids_per_sample=1.0)
         >>> table = Placed(work, ShardingType.TABLE_WISE, shards=Shards.of([(1, 1_000, 256)]))
         >>> table_bytes(table, num_ranks=2).tolist()

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 
 from torchrec_2dsp.cost.loads import Loads, Ranks
+from torchrec_2dsp.cost.placed import FLOAT_BYTES, KEY_BYTES, Placed
 from torchrec_2dsp.cost.span import Span
-from torchrec_2dsp.cost.table_loads import FLOAT_BYTES, KEY_BYTES, Placed
 from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig, WeightSync
 

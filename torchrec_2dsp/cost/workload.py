@@ -119,6 +119,9 @@ class Workload:
     is_pipelined: bool = True
     """Whether ids travel while the step before computes, as in ``TrainPipelineSparseDist``."""
 
+    prefetches_rows: bool = False
+    """Whether rows travel beside computing, as in `TrainPipelineRowPrefetch`."""
+
     full_duplex: bool = False
     """Whether the sharding group's all-to-alls are this package's (gloo only)."""
 

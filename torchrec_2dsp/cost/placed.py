@@ -1,0 +1,126 @@
+"""A table on the ranks of a group, and what a rank's batch has for it. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torchrec.distributed.types import ShardingType
+
+from torchrec_2dsp.cost.loads import Loads, Ranks
+from torchrec_2dsp.cost.workload import TableWork
+from torchrec_2dsp.plan.parameter_sharding import (
+    Exchange,
+    ParameterSharding2D,
+    RowOwners,
+    base_type,
+)
+
+ID_BYTES = 8
+LENGTH_BYTES = 4
+KEY_BYTES = 4
+"""Of a row's number, where rows are what travels: unless a model has more than 2**31 of them."""
+FLOAT_BYTES = 4
+
+
+class Shards(NamedTuple):
+    """Parts of a table, a number for each."""
+
+    ranks: NDArray[np.int64]
+    """Where it is: a position in the group."""
+
+    rows: Ranks
+    columns: Ranks
+
+    @classmethod
+    def of(cls, shards: Sequence[tuple[int, int, int]]) -> "Shards":
+        """From rank, rows and columns of each."""
+        ranks, rows, columns = np.array(shards, dtype=np.float64).reshape(-1, 3).T
+        return cls(ranks.astype(np.int64), rows, columns)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A table on the ranks of a group."""
+
+    work: TableWork
+
+    kind: ShardingType
+    """TorchRec's type inside the group."""
+
+    shards: Shards
+    """Its parts; none of a data-parallel table."""
+
+    exchange: Exchange = Exchange.POOLED
+
+    owners: RowOwners = RowOwners.BLOCK
+
+    num_hot: int = 0
+    """Rows that are on every rank besides; the hottest ones."""
+
+    @classmethod
+    def of(cls, work: TableWork, sharding: ParameterSharding2D) -> "Placed":
+        """A table as a plan has it."""
+        spec = getattr(sharding.sharding_spec, "shards", None) or ()
+        return cls(
+            work=work,
+            kind=ShardingType(base_type(sharding.sharding_type)),
+            exchange=sharding.exchange,
+            owners=sharding.owners,
+            shards=Shards.of(
+                [(one.placement.rank(), one.shard_sizes[0], one.shard_sizes[1]) for one in spec]
+            ),
+            num_hot=0 if sharding.hot_set is None else len(sharding.hot_set),
+        )
+
+    @property
+    def row_bytes(self) -> float:
+        """Of a whole row."""
+        return float(self.work.dim * self.work.element_bytes)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a rank's batch has for a table, without its hot rows."""
+
+    ids: float
+    bags: float
+    vectors: float
+    """That the model gets: one for each bag, or each id of a sequence."""
+    cold_share: float
+    """Of the ids that it had with them."""
+
+    def bags_with(self, shares: Ranks) -> Ranks:
+        """Bags that have an id for each of some ranks, if all bags are equally long."""
+        if not self.bags or not self.cold_share:
+            return np.zeros_like(shares)
+        per_bag = self.ids / self.cold_share / self.bags
+        absent = (1 - self.cold_share * shares) ** max(1.0, per_bag)
+        return self.bags * min(1.0, per_bag) * (1 - absent)
+
+
+def owner_shares(table: Placed, num_ranks: int) -> Ranks:
+    """Which share of a table's lookups goes to each rank that has some of its rows."""
+    even = np.full(num_ranks, 1 / num_ranks)
+    access = table.work.access
+    if access is None or table.owners is RowOwners.HASH:
+        return even
+    cold = access.without(table.num_hot)
+    return cold.share_by_block(num_ranks) if cold.num_lookups else even
+
+
+def distinct_by_owner(table: Placed, num_lookups: float, num_ranks: int) -> Ranks:
+    """How many different rows of each owner so many lookups touch, without hot ones."""
+    if table.owners is RowOwners.HASH:
+        distinct = table.work.expected_distinct(num_lookups, num_hot=table.num_hot)
+        return np.full(num_ranks, distinct / num_ranks)
+    return table.work.distinct_by_block(num_lookups, num_ranks, num_hot=table.num_hot)
+
+
+def look_up(loads: Loads, ids: float | Ranks, num_bytes: float | Ranks) -> None:
+    """Add rows that are read and updated."""
+    loads.lookup_ids += ids
+    loads.lookup_bytes += num_bytes
+    loads.update_ids += ids
+    loads.update_bytes += num_bytes

@@ -100,6 +100,9 @@ class PlanConfig(Section):
     full_duplex: bool = False
     """Whether all-to-alls receive and send at once (gloo alone)."""
 
+    prefetch_rows: bool = False
+    """Whether rows travel beside computing, by `TrainPipelineRowPrefetch`."""
+
     @model_validator(mode="after")
     def _check_features(self) -> Self:
         known = [feature.name for feature in self.data.features]
@@ -139,6 +142,7 @@ def planning(config: PlanConfig) -> Planning:
             backward_s=config.dense.backward_ms / 1e3,
             gradient_bytes=config.dense.gradient_mb * 1e6,
         ),
+        prefetches_rows=config.prefetch_rows,
         full_duplex=config.full_duplex,
     )
     planner = Planner2D(

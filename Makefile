@@ -39,11 +39,14 @@ demo: $(INSTALLED)  ## train a small model on 4 local ranks
 bench: $(INSTALLED)  ## compare ways to train on 4 local ranks, in under 3 minutes
 	$(BIN)/torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp bench --config configs/runs/bench.toml
 
+# Tests with several ranks keep all cores busy by themselves, unit tests one each.
 test: $(INSTALLED)  ## run the tests, without the long ones
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow" --numprocesses auto --dist loadfile tests/unit
+	$(BIN)/pytest -m "not slow" --ignore tests/unit
 
 test-all: $(INSTALLED)  ## run all tests
-	$(BIN)/pytest
+	$(BIN)/pytest tests/unit
+	$(BIN)/pytest --ignore tests/unit
 
 lint: $(INSTALLED)  ## check style, format and types
 	$(BIN)/ruff check

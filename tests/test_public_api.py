@@ -51,6 +51,7 @@ PUBLIC_NAMES = [
     "SyncedRows",
     "TableAccess",
     "TableWork",
+    "TrainPipelineRowPrefetch",
     "Transport",
     "TwoDError",
     "UnsupportedError",

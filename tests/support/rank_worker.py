@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import tomllib
 import traceback
@@ -51,6 +52,9 @@ def _set_up() -> None:
     from _pytest.config import apply_warning_filters
 
     torch.set_num_threads(1)
+    if torchrec_logger := sys.modules.get("torchrec.distributed.logger"):
+        # It prints every module that is made, for a log that nobody reads: a tenth of some tests.
+        vars(torchrec_logger)["_get_input_from_func"] = lambda *args, **kwargs: ""
     apply_warning_filters(_warning_filters(), [])
     dist.init_process_group("gloo", timeout=GLOO_TIMEOUT)
 

@@ -40,16 +40,19 @@ def buffer_weights(setting: Setting) -> Ranks:
     """How many bytes of buffers a rank has for each unit of `LOADS`.
 
     What is sent and what is received exist at the same time, and a pipeline has the ids of two
-    batches.
+    batches; one that lets rows travel beside computing has those of three, and rows of two.
     """
     num_ranks = setting.group.num_ranks
     batches = 2 if setting.workload.is_pipelined else 1
+    batches += setting.workload.prefetches_rows
     per_unit = {
         "ids_to": 2 * batches * num_ranks,
         "pooled_from": 2 * num_ranks,
         "pooled_to": 2 * num_ranks,
         "rows_from": 2 * num_ranks,
         "rows_to": 2 * num_ranks,
+        "early_from": 2 * num_ranks,
+        "lagging_to": 2 * num_ranks,
         "scattered": 1,
         "gathered": num_ranks,
         "host_scattered": 1,

@@ -17,12 +17,13 @@ class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
     """Use it in place of `TrainPipelineSparseDist` where tables have row exchange.
 
     Ids travel two batches ahead instead of one. Of the next batch's rows, those that the running
-    step doesn't change are sent while it computes; losses and weights stay bit for bit what they
-    are without this. Tables of other kinds, and rows of which replicas have copies, train as in
-    `TrainPipelineSparseDist`.
+    step doesn't change are sent while it computes, and so are gradients of rows that it doesn't
+    need; losses and weights stay bit for bit what they are without this. Tables of other kinds, and
+    rows of which replicas have copies, train as in `TrainPipelineSparseDist`.
 
-    Between two steps, weights may be loaded and hot sets refreshed as ever. After weights were
-    written by other means, `reset` drops the batches that are on their way.
+    Between two steps, state may be read and loaded and hot sets refreshed as ever. Call the model's
+    `sync_now` before tables are read past the state dicts. Before tables are written past them,
+    `detach` the model.
 
     Example::
 

@@ -135,12 +135,15 @@ class RowPrefetchModule(HotRowsModule):
         """When the rows of a batch have come, others may set out, and gradients of others."""
 
         def follow(output: Any) -> Any:
-            with record_function(_LABEL):
-                for one in _row_contexts(ctx):
-                    for journey in one.before:
+            lagging = [journey for one in _row_contexts(ctx) for journey in one.before]
+            early = [journey for one in _row_contexts(ctx.follower) for journey in one.journeys]
+            # Whoever keeps a step's loss should not keep all contexts that follow.
+            ctx.follower = None
+            if lagging or early:
+                with record_function(_LABEL):
+                    for journey in lagging:
                         journey.send_lagging()
-                for one in _row_contexts(ctx.follower):
-                    for journey in one.journeys:
+                    for journey in early:
                         journey.send_early()
             return output
 

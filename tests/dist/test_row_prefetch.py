@@ -1,140 +1,28 @@
 """Rows that come early: weights and losses stay those of the plain loop, bit for bit."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from torchrec.distributed.fbgemm_qcomm_codec import (
-    CommType,
-    QCommsConfig,
-    get_qcomm_codecs_registry,
-)
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.fbgemm_qcomm_codec import CommType
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from tests.support.loops import LossModel, Tensors, largest_gap, make_stream, shard, snapshot
-from tests.support.models import MIXED, SEQUENCE_TABLES, ModelSpec, SequenceModel, TableSpec
-from tests.support.parity import Cell, make_optimizer, make_sharder
+from tests.support.loops import LossModel, largest_gap, make_stream, snapshot
+from tests.support.models import MIXED, SEQUENCE_TABLES, ModelSpec, TableSpec
+from tests.support.parity import Cell, make_optimizer
+from tests.support.prefetching import STEPS, Counts, compare, drain, run, sharded
 from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
+from torchrec_2dsp.rows.direct_update import DirectUpdater
 from torchrec_2dsp.shard import row_kernel
-from torchrec_2dsp.shard.halves import Halves
-from torchrec_2dsp.shard.row_journey import RowJourney
 
 ONE = tdsp.Mesh2D(1, 4)
 ROWS = Cell(ONE, exchange="row")
 SEQUENCE = ModelSpec(SEQUENCE_TABLES, sequence=True)
 HOT_ROWS = (("t0", (0, 1, 5, 39)), ("t1", (0, 2)))
-STEPS = 6
-
-
-class SequenceLossModel(SequenceModel):
-    """What pipelines can trace."""
-
-    def forward(self, features: KeyedJaggedTensor) -> Any:
-        sequences = self.ec(features)
-        values = torch.cat([sequences[name].values().view(-1) for name in self.features]).tanh()
-        loss = values.pow(2).sum()
-        return loss, loss.detach()
-
-
-class Counts(NamedTuple):
-    """What came to this rank, or left it, in all steps together."""
-
-    early: int = 0
-    """Rows that came early."""
-    late: int = 0
-    """Rows that came late, of the batches that had early ones."""
-    lagging: int = 0
-    """Gradients that left after the next batch's rows had come."""
-    told: int = 0
-    """Rows of which this rank told as an owner in which half they are."""
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What one loop has made of a cell."""
-
-    tensors: Tensors
-    losses: list[float]
-    counts: Counts
-
-
-def sharded(cell: Cell, qcomms: CommType | None = None) -> DistributedModelParallel:
-    sharder: Any = make_sharder(cell)
-    if qcomms is not None:
-        sharder._qcomm_codecs_registry = get_qcomm_codecs_registry(
-            QCommsConfig(qcomms, qcomms), device=torch.device("cpu")
-        )
-    torch.manual_seed(0)
-    model = (SequenceLossModel if cell.spec.sequence else LossModel)(cell.spec)
-    return shard(cell, sharder, model)
-
-
-@contextmanager
-def counting_rows() -> Iterator[list[Counts]]:
-    """What journeys did, one by one."""
-    seen: list[Counts] = []
-    fetch, finish, tell = RowJourney.fetch, RowJourney.finish, Halves.__init__
-
-    def count_rows(self: RowJourney, owned: torch.Tensor) -> Any:
-        early, late = (sum(half.wanted) for half in self._rows.wait())
-        seen.append(Counts(early=early, late=late))
-        return fetch(self, owned)
-
-    def count_gradients(self: RowJourney) -> bool:
-        if self._lagging is not None and self._lagging_grads is not None:
-            seen.append(Counts(lagging=sum(self._lagging.wait()[1].wanted)))
-        return finish(self)
-
-    def count_told(self: Halves, is_second: torch.Tensor, *others: Any) -> None:
-        seen.append(Counts(told=is_second.numel()))
-        tell(self, is_second, *others)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RowJourney, "fetch", count_rows)
-        patch.setattr(RowJourney, "finish", count_gradients)
-        patch.setattr(Halves, "__init__", count_told)
-        yield seen
-
-
-def run(
-    parallel: DistributedModelParallel,
-    batches: Sequence[KeyedJaggedTensor],
-    kind: type[TrainPipelineSparseDist] = tdsp.TrainPipelineRowPrefetch,
-    between: Any = None,
-) -> Trained:
-    """Train all batches; ``between(step, parallel, pipeline)`` is called after each step."""
-    pipeline: Any = kind(parallel, make_optimizer(parallel), torch.device("cpu"))
-    stream, losses = iter(batches), []
-    with counting_rows() as seen:
-        for step in range(len(batches)):
-            losses.append(float(pipeline.progress(stream).sum()))
-            if between is not None:
-                between(step, parallel, pipeline)
-        with pytest.raises(StopIteration):
-            pipeline.progress(stream)
-        tensors = snapshot(parallel)
-    return Trained(tensors, losses, Counts(*map(sum, zip(Counts(), *seen, strict=True))))
-
-
-def compare(
-    rank: int, cell: Cell, between: Any = None, qcomms: CommType | None = None
-) -> tuple[float, Counts]:
-    """The largest gap of a weight or a loss to TorchRec's pipeline; what came when."""
-    batches = [step[rank] for step in make_stream(cell, STEPS)]
-    expected = run(sharded(cell, qcomms), batches, TrainPipelineSparseDist, between)
-    found = run(sharded(cell, qcomms), batches, between=between)
-    assert expected.counts == Counts()
-    losses = zip(found.losses, expected.losses, strict=True)
-    gap = max(largest_gap(found.tensors, expected.tensors), *(abs(a - b) for a, b in losses))
-    return gap, found.counts
 
 
 def compare_all(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[float, Counts]]:
@@ -238,7 +126,9 @@ def test_what_is_done_between_steps_is_seen(ranks4: RankPool) -> None:
         for name, (gap, counts) in zip(BETWEEN, answers, strict=True):
             # Batches that are on their way keep the old hot rows, and here one more is.
             assert gap <= (1e-6 if name == "refresh" else 0.0), f"{name}: {gap}"
-            assert min(counts) > 0, f"{name}: {counts}"
+            assert min(counts.early, counts.late) > 0, f"{name}: {counts}"
+            # Who reads after each step waits for all gradients before they can lag.
+            assert (counts.lagging > 0) == (name != "read"), f"{name}: {counts}"
 
 
 def quantised(rank: int, world_size: int, qcomms: CommType) -> tuple[float, Counts]:
@@ -283,3 +173,31 @@ def test_kernels_that_update_all_rows_at_once_have_no_lagging_gradients(ranks4: 
             assert gap == 0.0
             assert min(counts.early, counts.late) > 0
             assert counts.lagging == 0
+
+
+def epochs(rank: int, world_size: int) -> tuple[float, int]:
+    """An evaluation, then two epochs of different length by one pipeline, one
+    of them a single batch; and how often rows were updated in a step."""
+    batches = [step[rank] for step in make_stream(ROWS, STEPS)]
+    ends, num_updates = [], []
+    for kind in (TrainPipelineSparseDist, tdsp.TrainPipelineRowPrefetch):
+        parallel = sharded(ROWS)
+        pipeline: Any = kind(parallel, make_optimizer(parallel), torch.device("cpu"))
+        with torch.no_grad():
+            parallel.eval()
+            drain(pipeline, batches[:3])
+            parallel.train()
+        with pytest.MonkeyPatch.context() as patch:
+            apply, calls = DirectUpdater.apply, []
+            patch.setattr(
+                DirectUpdater, "apply", lambda *of: (calls.append(of[1].num_rows), apply(*of))[1]
+            )
+            drain(pipeline, batches)
+            drain(pipeline, batches[:1])
+            ends.append(snapshot(parallel))
+        num_updates.append(sum(calls))
+    return largest_gap(*ends), num_updates[1] - num_updates[0]
+
+
+def test_each_row_is_updated_once_in_all_epochs(ranks4: RankPool) -> None:
+    assert ranks4.run(epochs) == [(0.0, 0)] * 4

@@ -45,8 +45,9 @@ def two_backwards(rank: int, world_size: int, cell: Cell) -> float:
         for loss in losses:
             loss.backward()
         assert not reports
+        pending = [action for action in part.sync_point._actions if action.pending]
         part.sync_point.reach(Moment.READ)
-        assert len(reports) == len(part.sync_point._actions)
+        assert len(reports) == len(pending) > 0
         assert not part.sync_point.pending
     return compare(parallel, bag_oracle(cell, stream)).worst
 

@@ -1,5 +1,6 @@
 """Train a cell of the parity matrix by one loop or another, and compare what comes out."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -134,7 +135,7 @@ def largest_gap(left: Tensors, right: Tensors) -> float:
     assert left.keys() == right.keys()
     assert sum(value.numel() for value in left.values()) > 0
     gaps = [(left[name].float() - right[name].float()).abs() for name in left]
-    return max(gap.max().item() for gap in gaps if gap.numel())
+    return max(gap.nan_to_num(nan=math.inf).max().item() for gap in gaps if gap.numel())
 
 
 @contextmanager

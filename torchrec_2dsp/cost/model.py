@@ -73,7 +73,8 @@ class Setting:
 
     def of_world(self) -> "Setting":
         """Of tables with one copy in the world, and of nothing but those."""
-        workload = replace(self.workload, dense=DenseWork())
+        # Nor do they hide anything: that their rows may travel beside computing isn't counted.
+        workload = replace(self.workload, dense=DenseWork(), prefetches_rows=False)
         return replace(self, workload=workload, mesh=Mesh2D(1, self.mesh.world_size))
 
     @cached_property
@@ -120,9 +121,8 @@ class Setting:
             # Row gradients that may be late travel behind the next step.
             exchanged_s, _ = ReplicaCost(self.calibration).sync_s(loads, self.peers, self.sync)
             late_s = min(exchanged_s, visible.total_s - visible.sync_s)
-        hidden_s = late_s + _hidden_s(visible, loads, self.workload)
-        hidden_s += min(self._phases.beside_s(loads), visible.dense_s)
-        return replace(visible, hidden_s=-hidden_s)
+        hidden_s = _hidden_s(visible, loads, self.workload, self._phases.beside_s(loads))
+        return replace(visible, hidden_s=-late_s - hidden_s)
 
     def visible_cost(self, loads: Loads) -> StepCost:
         """What it takes them if nothing hides behind anything else."""
@@ -138,16 +138,19 @@ class Setting:
         )
 
 
-def _hidden_s(cost: StepCost, loads: Loads, workload: Workload) -> float:
+def _hidden_s(cost: StepCost, loads: Loads, workload: Workload, rows_s: float) -> float:
     """What happens behind compute.
 
-    Ids travel while the step before computes, if there is a pipeline. Dense gradients travel behind
-    the backward, bucket by bucket; the last bucket, and tables, have nothing left to hide behind.
+    Ids travel while the step before computes, if there is a pipeline, and so may rows. Dense
+    gradients travel behind the backward, bucket by bucket; the last bucket, and tables, have
+    nothing left to hide behind.
     """
     compute = cost.lookup_s + cost.rows_s + cost.dense_s + cost.update_s
-    ids = min(cost.input_exchange_s, compute) if workload.is_pipelined else 0.0
+    beside_s = min(rows_s, cost.dense_s)
+    if workload.is_pipelined:
+        beside_s = min(beside_s + cost.input_exchange_s, compute)
     gradient_bytes = workload.dense.gradient_bytes
     num_buckets = 1 + gradient_bytes // _DDP_BUCKET_BYTES
     all_bytes = gradient_bytes + float(loads.all_reduced_bytes.max())
     dense_s = cost.dense_exchange_s * gradient_bytes / all_bytes if all_bytes else 0.0
-    return ids + min(dense_s * (1 - 1 / num_buckets), workload.dense.backward_s)
+    return beside_s + min(dense_s * (1 - 1 / num_buckets), workload.dense.backward_s)

@@ -71,12 +71,14 @@ class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
             with record_function("## zero_grad ##"):
                 self._optimizer.zero_grad()
         self._wait_for_batch()
-        has_more = self.enqueue_batch(dataloader_iter)
-        if has_more:
-            self.start_sparse_data_dist(self.batches[-1], self.contexts[-1])
+        if self._clear_data_dist_inputs:
+            self.clear_sparse_data_dist_inputs(self.contexts[0])
+        has_more = not self._enqueue_batch_after_forward and self._start_newest(dataloader_iter)
         self._let_next_follow()
         with record_function(f"## forward {self.contexts[0].index} ##"):
             losses, output = self._model_fwd(self.batches[0])
+        if self._enqueue_batch_after_forward:
+            has_more = self._start_newest(dataloader_iter)
         if has_more:
             self.wait_sparse_data_dist(self.contexts[-1])
         if is_training:
@@ -90,11 +92,18 @@ class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
 
     def detach(self) -> torch.nn.Module:
         """As in TorchRec; the model may be trained otherwise meanwhile."""
-        for context in self.contexts:
+        for context in self.contexts if self._model_attached else ():
             for name, module in self._row_modules():
                 if name in context.module_contexts:
                     module.drop_early_rows(context.module_contexts[name])
         return super().detach()
+
+    def _start_newest(self, dataloader_iter: Iterator[In]) -> bool:
+        """Take a batch and distribute its ids; whether there was one."""
+        if not self.enqueue_batch(dataloader_iter):
+            return False
+        self.start_sparse_data_dist(self.batches[-1], self.contexts[-1])
+        return True
 
     def _announce_next(self) -> None:
         """Let ranks know which rows of the next batch but one may come early."""

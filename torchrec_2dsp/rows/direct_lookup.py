@@ -71,7 +71,7 @@ class DirectLookup:
             grads: as of a lookup's output, `[gradients, dim]`.
             step: where the schedule stood at the lookup.
         """
-        bound = max_gradient(self._tbe)
+        bound, grads = max_gradient(self._tbe), grads.float()
         rows = RowSum(keys)
         summed = rows.of(grads if bound is None else grads.clamp(-bound, bound))
         self._updater.apply(RowGradients((BlockGradients(rows.keys, summed),), step))
@@ -83,10 +83,13 @@ class _DirectLookup(torch.autograd.Function):
         ctx: Any, anchor: torch.Tensor, direct: DirectLookup, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         output = run()
+        # Rows that others update have no gradient here, and zeros would be one.
+        ctx.set_materialize_grads(False)
         ctx.direct, ctx.found = direct, direct.found()
         return output
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[None, None, None]:
-        ctx.direct.update(*ctx.found, grad_outputs[0])
+    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[None, None, None]:
+        if grad_outputs[0] is not None:
+            ctx.direct.update(*ctx.found, grad_outputs[0])
         return None, None, None

@@ -56,6 +56,7 @@ class Halves:
             self._work.wait()
             here, there = self._is_second_here, self._is_second_there.bool()
             self._known = self._half(~here, ~there), self._half(here, there)
+            self._work, self._told = None, here
         return self._known
 
     def _half(self, here: torch.Tensor, there: torch.Tensor) -> Half:

@@ -6,7 +6,7 @@ they are fetched, and bags are summed where the samples are (`row_pooling.py`). 
 gradient per distinct row goes to its owner. Ranks of a host may ask together (`rows_per_host.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -119,6 +119,7 @@ class RowFetch(nn.Module):
         requested: Requested,
         running: KeyedJaggedTensor,
         running_ctx: RowContext | SequenceRowContext,
+        expect: Callable[[RowJourney], None],
     ) -> list[RowJourney]:
         """Let rows of a batch come early, and gradients of the batch before it lag.
 
@@ -128,6 +129,7 @@ class RowFetch(nn.Module):
             requested: what this rank has asked for.
             running: what it is asked for by the batch that will be trained first.
             running_ctx: of that batch.
+            expect: told which journeys have gradients that lag, once they do.
 
         Returns:
             A journey for each block; none on a rank that exchanges with no other.
@@ -142,11 +144,11 @@ class RowFetch(nn.Module):
         for block, ((kernel, ids), (_, running_ids)) in enumerate(pairs):
             rows = AskedRows.of(kernel, ids)
             changed = kernel.row_numbers(running_ids)
-            if running_ctx.before:
+            if running_ctx.before and kernel.updates_by_row:
                 # These gradients may lag until the early rows of this batch have set out.
                 changed = torch.cat([changed, running_ctx.before[block].numbers])
             wanted = requested.from_owners[block].counts.sum(dim=1).tolist()
-            made.append(RowJourney(kernel, rows, changed, wanted, self._wire))
+            made.append(RowJourney(kernel, rows, changed, wanted, self._wire, expect))
             if running_ctx.journeys:
                 running_ctx.journeys[block].let_lag(rows.numbers)
         return made

@@ -7,7 +7,7 @@ of rows that the next batch doesn't need are *lagging*: they go, too, while that
 only the *urgent* ones before it. Every rank computes with the same numbers as without this.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,7 @@ class RowJourney:
         changed: torch.Tensor,
         wanted: Sequence[int],
         wire: RowWire,
+        expect: "Callable[[RowJourney], None]",
     ) -> None:
         """
         Args:
@@ -63,15 +64,18 @@ class RowJourney:
             changed: the rows that are still to be updated, for batches before this one.
             wanted: how many rows this rank wants from each owner.
             wire: between them.
+            expect: called in the backward if gradients lag, for which `finish` has to be called.
 
         Collectives:
             That of `Halves`.
         """
         self._kernel, self._asked, self._wire = kernel, asked, wire
-        self._wanted = list(wanted)
+        self._wanted, self._expect = list(wanted), expect
         is_late = kernel.is_among(asked.numbers, changed)
         self._rows = Halves(is_late, asked.counts, self._wanted, wire.group)
         self._lagging: Halves | None = None
+        self.has_begun = False
+        """Whether the early rows have set out."""
         self._early: ArrivingRows | None = None
         self._late: ArrivingRows | None = None
         self._urgent: ArrivingRows | None = None
@@ -81,11 +85,6 @@ class RowJourney:
     def numbers(self) -> torch.Tensor:
         """The rows that this rank is asked for."""
         return self._asked.numbers
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the early rows have set out."""
-        return self._early is not None
 
     def let_lag(self, needed: torch.Tensor) -> None:
         """Let gradients wait whose rows the next batch doesn't need. Call it before the lookup.
@@ -109,6 +108,7 @@ class RowJourney:
         early, _ = self._rows.wait()
         rows = self._kernel.read_rows(self._asked.numbers[early.asked_at])
         self._early = self._wire.start_rows(rows, early.asked, early.wanted)
+        self.has_begun = True
 
     def fetch(self, owned: torch.Tensor) -> Awaitable[torch.Tensor]:
         """Let the other rows go, now that all of them are updated.
@@ -133,6 +133,7 @@ class RowJourney:
         assert self._early is not None
         assert self._late is not None
         early, late = self._early.wait(), self._late.wait()
+        self._early = self._late = None
         rows = late.new_empty((sum(self._wanted), late.shape[1]))
         for half, values in zip(self._rows.wait(), (early, late), strict=True):
             rows.index_copy_(0, half.wanted_at, values)
@@ -146,11 +147,13 @@ class RowJourney:
         urgent, lagging = self._lagging.wait()
         self._urgent = self._send(grad[urgent.wanted_at], urgent)
         self._lagging_grads = grad[lagging.wanted_at]
+        self._expect(self)
 
     def receive_gradients(self) -> torch.Tensor | None:
         """Wait for them, and update the kernel, or give what its own backward is to do."""
         assert self._urgent is not None
         grads = self._divided(self._urgent.wait())
+        self._urgent = None
         if not self._kernel.updates_by_row:
             return torch.empty_like(grads).index_copy_(0, self._asked.order, grads)
         asked_at = slice(None) if self._lagging is None else self._lagging.wait()[0].asked_at
@@ -167,19 +170,19 @@ class RowJourney:
             assert self._lagging is not None
             self._lagging_grads = self._send(self._lagging_grads, self._lagging.wait()[1])
 
-    def finish(self) -> bool:
-        """Wait for the last gradients and update their rows; whether the backward has been."""
-        if self._urgent is None:
-            return False
+    def finish(self) -> None:
+        """Wait for the last gradients and update their rows.
+
+        Collectives:
+            That of `send_lagging`, if it hasn't been called.
+        """
         self.send_lagging()
-        if self._lagging_grads is not None:
-            assert isinstance(self._lagging_grads, ArrivingRows)
-            assert self._lagging is not None
-            numbers = self._asked.numbers[self._lagging.wait()[1].asked_at]
-            grads = self._divided(self._lagging_grads.wait())
-            self._kernel.update_rows(numbers, grads, self._step)
-            self._lagging_grads = None
-        return True
+        assert isinstance(self._lagging_grads, ArrivingRows)
+        assert self._lagging is not None
+        numbers = self._asked.numbers[self._lagging.wait()[1].asked_at]
+        grads = self._divided(self._lagging_grads.wait())
+        self._lagging_grads = None
+        self._kernel.update_rows(numbers, grads, self._step)
 
     def _send(self, grads: torch.Tensor, half: Half) -> ArrivingRows:
         return self._wire.start_gradients(grads, half.wanted, half.asked)

@@ -67,25 +67,30 @@ class RowKernel(EmbeddingKernel):
         if numbers.numel():
             self._direct.update_rows(numbers, grads, step)
 
-    # What follows is made for the first lookup that trains, when the kernel is where it stays.
+    # What follows is made when it is first used, when the kernel is where it stays; also if that is
+    # in an evaluation, whose tensors couldn't be changed afterwards.
 
     @cached_property
+    @torch.inference_mode(mode=False)
     def _direct(self) -> DirectLookup | None:
         rule = rule_for(self._emb_module)
         return None if rule is None else DirectLookup(self._emb_module, rule)
 
     @cached_property
+    @torch.inference_mode(mode=False)
     def _runs(self) -> list[TableRun]:
         (block,) = blocks_of(tbe_shape(self._emb_module))
         return runs_of(block, [(weight,) for weight in self._emb_module.split_embedding_weights()])
 
     @cached_property
+    @torch.inference_mode(mode=False)
     def _first_rows(self) -> torch.Tensor:
         rows = [table.local_rows for table in self._config.embedding_tables]
         device = self._emb_module.current_device
         return torch.tensor([0, *rows[:-1]], device=device).cumsum(0)
 
     @cached_property
+    @torch.inference_mode(mode=False)
     def _flags(self) -> torch.Tensor:
         """One for each row, all false between calls; it saves sorting."""
         num_rows = sum(table.local_rows for table in self._config.embedding_tables)

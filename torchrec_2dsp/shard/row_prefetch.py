@@ -26,15 +26,15 @@ class LaggingGradients:
 
     @property
     def pending(self) -> bool:
-        """Whether there may be some."""
+        """Whether there are some."""
         return bool(self._journeys)
 
     def backward_seen(self) -> None:
         """A backward has begun."""
 
-    def expect(self, journeys: Sequence[RowJourney]) -> None:
-        """Gradients of these may lag once their backward is over."""
-        self._journeys += journeys
+    def expect(self, journey: RowJourney) -> None:
+        """A journey has some."""
+        self._journeys.append(journey)
 
     def finish(self, but: Collection[RowJourney] = ()) -> None:
         """Do the updates, but not those of some journeys.
@@ -54,7 +54,7 @@ class LaggingGradients:
             Those of `RowJourney.finish`, before a read.
         """
         if moment is Moment.READ:
-            self._journeys = [journey for journey in self._journeys if not journey.finish()]
+            self.finish()
         return SyncReport()
 
 
@@ -64,12 +64,16 @@ class PrefetchContext:
 
     loads_seen: int = 0
     """How often weights had been loaded when the batch was announced."""
+    due: int = 0
+    """Which lookup of the module it has to be, for what came early to be right."""
     follower: Any = None
     """The context of the batch whose early rows travel behind this one's."""
 
 
 class RowPrefetchModule(HotRowsModule):
     """A mixin for TorchRec's sharded modules: rows of a batch that come before its step."""
+
+    _num_lookups = 0
 
     @cached_property
     def lagging(self) -> LaggingGradients:
@@ -105,9 +109,10 @@ class RowPrefetchModule(HotRowsModule):
         batches = zip(asked, running, strict=True)
         for (lookup, fetch), (one, before), ids in zip(dists, contexts, batches, strict=True):
             if isinstance(fetch, RowFetch):
-                one.journeys = fetch.journeys(lookup, ids[0], one.requested, ids[1], before)
+                one.journeys = fetch.journeys(
+                    lookup, ids[0], one.requested, ids[1], before, self.lagging.expect
+                )
                 one.before = before.journeys
-                self.lagging.expect(before.journeys)
 
     def let_follow(self, ctx: Any, follower: Any) -> None:
         """Let the early rows of a batch travel behind another one's rows.
@@ -124,12 +129,12 @@ class RowPrefetchModule(HotRowsModule):
             one.journeys, one.before = [], []
 
     def _prepare_rows(self, ctx: Any) -> None:
-        """Before a lookup: do the updates that it waits for, and forget rows that were changed."""
-        if ctx.loads_seen != self.num_loads:
-            # What came before others were loaded has to come again.
+        """Before a lookup: do the updates that it waits for, and forget rows that may be others."""
+        self._num_lookups += 1
+        if (ctx.loads_seen, ctx.due) != (self.num_loads, self._num_lookups):
+            # Weights were loaded since, or another batch was looked up: all has to come again.
             self.drop_early_rows(ctx)
-        contexts = _row_contexts(ctx)
-        self.lagging.finish(but=[two for one in contexts for two in (*one.before, *one.journeys)])
+        self.lagging.finish(but=[one for ours in _row_contexts(ctx) for one in ours.before])
 
     def _let_others_follow(self, awaitable: Any, ctx: Any) -> Any:
         """When the rows of a batch have come, others may set out, and gradients of others."""
@@ -137,6 +142,8 @@ class RowPrefetchModule(HotRowsModule):
         def follow(output: Any) -> Any:
             lagging = [journey for one in _row_contexts(ctx) for journey in one.before]
             early = [journey for one in _row_contexts(ctx.follower) for journey in one.journeys]
+            if ctx.follower is not None:
+                ctx.follower.due = self._num_lookups + 1
             # Whoever keeps a step's loss should not keep all contexts that follow.
             ctx.follower = None
             if lagging or early:

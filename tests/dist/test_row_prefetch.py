@@ -42,6 +42,7 @@ def test_bags_train_as_without(ranks4: RankPool) -> None:
     cells = [replace(ROWS, spec=spec) for spec in specs]
     cells += [replace(ROWS, optimizer=one, hot_rows=HOT_ROWS) for one in ("sgd", "adagrad")]
     cells += [replace(ROWS, owners="hash"), replace(ROWS, sync=tdsp.WeightSync())]
+    cells += [replace(ROWS, stock_wrapper=True)]
     check(ranks4, cells)
 
 

@@ -1,5 +1,6 @@
 """Rows that come early: weights and losses stay those of the plain loop, bit for bit."""
 
+import logging
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -94,6 +95,14 @@ def train_otherwise_after_two_steps(step: int, parallel: Any, pipeline: Any) -> 
         pipeline.attach(model, sparse_dist=False)
 
 
+def look_up_otherwise_after_two_steps(step: int, parallel: Any, pipeline: Any) -> None:
+    """Another pipeline trains on the rows of the next batch, and nobody tells this one."""
+    if step == 2:
+        batch = make_stream(ROWS, STEPS)[3][torch.distributed.get_rank()]
+        other = TrainPipelineSparseDist(parallel, make_optimizer(parallel), torch.device("cpu"))
+        other.progress(iter([batch]))
+
+
 def read_after_each_step(step: int, parallel: Any, pipeline: Any) -> None:
     snapshot(parallel)
 
@@ -109,6 +118,7 @@ BETWEEN = {
     "load": load_after_two_steps,
     "refresh": refresh_after_two_steps,
     "detach": train_otherwise_after_two_steps,
+    "another pipeline": look_up_otherwise_after_two_steps,
     "read": read_after_each_step,
     "evaluate": evaluate_after_two_steps,
 }
@@ -202,3 +212,25 @@ def epochs(rank: int, world_size: int) -> tuple[float, int]:
 
 def test_each_row_is_updated_once_in_all_epochs(ranks4: RankPool) -> None:
     assert ranks4.run(epochs) == [(0.0, 0)] * 4
+
+
+def heard(rank: int, world_size: int) -> list[list[str]]:
+    """What the pipeline says of models that can and that can't send rows early."""
+    said = []
+    for cell in (ROWS, replace(ROWS, mesh=tdsp.Mesh2D(2, 2)), Cell(ONE, "table_wise")):
+        records: list[logging.LogRecord] = []
+        handler = logging.Handler()
+        handler.emit = records.append  # type: ignore[method-assign]
+        log = logging.getLogger("torchrec_2dsp.parallel.row_prefetch_pipeline")
+        log.addHandler(handler)
+        run(sharded(cell), [step[rank] for step in make_stream(cell, 3)])
+        log.removeHandler(handler)
+        said.append([record.getMessage() for record in records])
+    return said
+
+
+def test_a_pipeline_says_where_no_rows_can_come_early(ranks4: RankPool) -> None:
+    for able, replicated, pooled in ranks4.run(heard):
+        assert able == []
+        for said in (replicated, pooled):
+            assert [one[:38] for one in said] == ["no rows can travel beside computing: n"]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from tests.support.forks import fork_ranks
 from torchrec_2dsp import Mesh2D, MeshGroups
 
 NUM_RANKS = 4
@@ -22,16 +23,11 @@ def main(folder: str, ways: list[str]) -> None:
     gc.freeze()
     for number, way in enumerate(ways):
         store = f"{folder}/{number}-{way}"
-        sys.stdout.flush()
-        children = []
-        for rank in range(NUM_RANKS):
-            child = os.fork()
-            if child == 0:
-                use_groups(rank, store, WAYS[way])
-                return
-            children.append(child)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        print(way, *codes)
+        forked = fork_ranks(NUM_RANKS)
+        if isinstance(forked, int):
+            use_groups(forked, store, WAYS[way])
+            return
+        print(way, *forked)
 
 
 def use_groups(rank: int, store: str, leave: Callable[[MeshGroups], None]) -> None:

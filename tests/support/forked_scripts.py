@@ -11,6 +11,7 @@ import socket
 import sys
 
 import torchrec_2dsp as tdsp
+from tests.support.forks import fork_ranks
 
 NUM_RANKS = 4
 
@@ -21,16 +22,11 @@ def main(scripts: list[str]) -> None:
     gc.freeze()
     for script in scripts:
         port = free_port()
-        sys.stdout.flush()
-        children = []
-        for rank in range(NUM_RANKS):
-            child = os.fork()
-            if child == 0:
-                run(script, rank, port)
-                return
-            children.append(child)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        print(script, *codes)
+        forked = fork_ranks(NUM_RANKS)
+        if isinstance(forked, int):
+            run(script, forked, port)
+            return
+        print(script, *forked)
 
 
 def run(script: str, rank: int, port: int) -> None:

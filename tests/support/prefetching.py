@@ -20,7 +20,7 @@ import torchrec_2dsp as tdsp
 from tests.support.loops import LossModel, Tensors, largest_gap, make_stream, shard, snapshot
 from tests.support.models import SequenceModel
 from tests.support.parity import Cell, make_optimizer, make_sharder
-from torchrec_2dsp.comms.row_wire import ArrivingRows
+from torchrec_2dsp.comms.row_wire import TravellingRows
 from torchrec_2dsp.shard.halves import Halves
 from torchrec_2dsp.shard.row_journey import RowJourney
 
@@ -82,7 +82,7 @@ def counting_rows() -> Iterator[list[Counts]]:
         return fetch(self, owned)
 
     def count_gradients(self: RowJourney) -> None:
-        if self._lagging is not None and isinstance(self._lagging_grads, ArrivingRows):
+        if self._lagging is not None and isinstance(self._lagging_grads, TravellingRows):
             seen.append(Counts(lagging=sum(self._lagging.wait()[1].wanted)))
         finish(self)
 

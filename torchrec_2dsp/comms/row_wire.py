@@ -10,7 +10,7 @@ from torchrec.distributed.types import QuantizedCommCodec, QuantizedCommCodecs
 
 
 @dataclass(frozen=True)
-class ArrivingRows:
+class TravellingRows:
     """Rows on their way."""
 
     values: torch.Tensor
@@ -43,7 +43,7 @@ class RowWire:
 
     def start_rows(
         self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]
-    ) -> ArrivingRows:
+    ) -> TravellingRows:
         """Send rows of tables.
 
         Args:
@@ -58,7 +58,7 @@ class RowWire:
 
     def start_gradients(
         self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]
-    ) -> ArrivingRows:
+    ) -> TravellingRows:
         """The same for gradients, which may have a codec of their own."""
         return self._start(rows, sent, received, self.codecs and self.codecs.backward)
 
@@ -68,13 +68,10 @@ class RowWire:
         sent: Sequence[int],
         received: Sequence[int],
         codec: QuantizedCommCodec[Any] | None,
-    ) -> ArrivingRows:
+    ) -> TravellingRows:
         dim = rows.shape[1]
-        values, sizes = (
-            rows.reshape(-1),
-            [[dim * of for of in counts] for counts in (received, sent)],
-        )
-        context = None
+        values, context = rows.reshape(-1), None
+        sizes = [[dim * count for count in counts] for counts in (received, sent)]
         if codec is not None:
             context = codec.create_context()
             values = codec.encode(values, context)
@@ -82,4 +79,4 @@ class RowWire:
         arriving = values.new_empty(sum(sizes[0]))
         work = dist.all_to_all_single(arriving, values, *sizes, group=self.group, async_op=True)
         assert work is not None
-        return ArrivingRows(arriving, values, work, dim, codec, context)
+        return TravellingRows(arriving, values, work, dim, codec, context)

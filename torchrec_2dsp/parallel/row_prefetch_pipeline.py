@@ -1,5 +1,6 @@
 """`TrainPipelineRowPrefetch`: TorchRec's sparse pipeline, and rows that come before their step."""
 
+import logging
 from collections.abc import Iterator
 from typing import Any, TypeVar, cast
 
@@ -9,6 +10,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import NoWait
 from torchrec.streamable import Pipelineable
 
+logger = logging.getLogger(__name__)
 In = TypeVar("In", bound=Pipelineable)
 Out = TypeVar("Out")
 
@@ -43,6 +45,12 @@ class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
             self.start_sparse_data_dist(self.batches[-1], self.contexts[-1])
             self.wait_sparse_data_dist(self.contexts[-1])
             self._announce_next()
+            if not any(module.can_send_early for _, module in self._row_modules()):
+                logger.warning(
+                    "no rows can travel beside computing: no table has exchange='row' or "
+                    "'row_per_host' and one copy in the world; this trains as "
+                    "TrainPipelineSparseDist does"
+                )
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
         """Train one batch.

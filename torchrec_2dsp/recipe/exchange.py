@@ -4,7 +4,13 @@ import numpy as np
 
 from torchrec_2dsp.data.synthetic import SyntheticConfig
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.plan.parameter_sharding import Exchange, ShardingType2D, base_type, kinds_of
+from torchrec_2dsp.plan.parameter_sharding import (
+    ROW_EXCHANGES,
+    Exchange,
+    ShardingType2D,
+    base_type,
+    kinds_of,
+)
 from torchrec_2dsp.plan.pin import pin
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.recipe.model import table_name
@@ -19,6 +25,8 @@ def pinned(plan: Plan2D, config: ExchangeConfig, data: SyntheticConfig) -> Plan2
         config: what to pin.
         data: which rows are used most.
     """
+    if config.prefetch_rows and config.exchange not in ROW_EXCHANGES:
+        raise ConfigError("prefetch_rows is for an exchange of rows; set exchange='row'")
     types = {
         name: base_type(one.sharding_type)
         for _, part in plan.modules()

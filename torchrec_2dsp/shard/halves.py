@@ -55,14 +55,22 @@ class Halves:
             assert self._work is not None
             self._work.wait()
             here, there = self._is_second_here, self._is_second_there.bool()
-            self._known = self._half(~here, ~there), self._half(here, there)
+            asked, wanted = _counts((here, self._asked), (there, self._wanted))
+            first = Half(_positions(~here), asked[0], _positions(~there), wanted[0])
+            self._known = first, Half(_positions(here), asked[1], _positions(there), wanted[1])
             self._work, self._told = None, here
         return self._known
 
-    def _half(self, here: torch.Tensor, there: torch.Tensor) -> Half:
-        return Half(
-            here.nonzero().view(-1),
-            [int(part.sum()) for part in here.split(self._asked)],
-            there.nonzero().view(-1),
-            [int(part.sum()) for part in there.split(self._wanted)],
-        )
+
+def _positions(flags: torch.Tensor) -> torch.Tensor:
+    return flags.nonzero().view(-1)
+
+
+def _counts(*ends: tuple[torch.Tensor, list[int]]) -> list[tuple[list[int], list[int]]]:
+    """For each end, by rank, how many are in the first half, and how many in the second."""
+    # All at once: on a GPU this waits for the device.
+    sums = torch.stack([torch.stack([p.sum() for p in one.split(of)]) for one, of in ends]).tolist()
+    return [
+        ([count - second for count, second in zip(of, seconds, strict=True)], seconds)
+        for (_, of), seconds in zip(ends, sums, strict=True)
+    ]

@@ -152,6 +152,11 @@ class PartedModule(ShardedModule[Any, Any, Output, PartContexts], FusedOptimizer
             [part.compute_and_output_dist(one, its) for (part, one), its in inputs], self._names
         )
 
+    @property
+    def can_send_early(self) -> bool:
+        """Whether a part can."""
+        return any(part.can_send_early for part in self._parts)
+
     def announce_rows(
         self, ctx: PartContexts, asked: Any, running_ctx: PartContexts, running: Any
     ) -> None:

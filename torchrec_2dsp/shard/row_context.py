@@ -12,12 +12,16 @@ from torchrec_2dsp.shard.row_journey import RowJourney
 from torchrec_2dsp.shard.row_requests import Requested, RowRequests
 
 
+@dataclass(kw_only=True)
 class _NeedsRows:
     """What both contexts below add to TorchRec's."""
 
     requested: Requested
-    journeys: list[RowJourney]
-    before: list[RowJourney]
+    """What the owners have been asked for."""
+    journeys: list[RowJourney] = field(default_factory=list)
+    """How rows come, block by block, if some come early."""
+    before: list[RowJourney] = field(default_factory=list)
+    """Those of the batch before, whose gradients may lag behind the lookup of this one."""
 
     def record_stream(self: Any, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""
@@ -29,24 +33,10 @@ class _NeedsRows:
 class RowContext(_NeedsRows, EmbeddingShardingContext):
     """TorchRec's context of a batch in one sharding, with the rows that it needs."""
 
-    requested: Requested
-    """What the owners have been asked for."""
-    journeys: list[RowJourney] = field(default_factory=list)
-    """How rows come, block by block, if some come early."""
-    before: list[RowJourney] = field(default_factory=list)
-    """Those of the batch before, whose gradients may lag behind the lookup of this one."""
-
 
 @dataclass(kw_only=True)
 class SequenceRowContext(_NeedsRows, SequenceShardingContext):
     """The same for sequences."""
-
-    requested: Requested
-    """What the owners have been asked for."""
-    journeys: list[RowJourney] = field(default_factory=list)
-    """How rows come, block by block, if some come early."""
-    before: list[RowJourney] = field(default_factory=list)
-    """Those of the batch before, whose gradients may lag behind the lookup of this one."""
 
 
 def keep_needed_rows(contexts: list[Any], input_dists: Sequence[nn.Module]) -> None:

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_2dsp._compat.fbgemm import OptimizerStep
 from torchrec_2dsp._compat.torchrec import get_gradient_division
-from torchrec_2dsp.comms.row_wire import ArrivingRows, RowWire
+from torchrec_2dsp.comms.row_wire import RowWire, TravellingRows
 from torchrec_2dsp.shard.halves import Half, Halves
 from torchrec_2dsp.shard.row_kernel import RowKernel
 
@@ -76,10 +77,11 @@ class RowJourney:
         self._lagging: Halves | None = None
         self.has_begun = False
         """Whether the early rows have set out."""
-        self._early: ArrivingRows | None = None
-        self._late: ArrivingRows | None = None
-        self._urgent: ArrivingRows | None = None
-        self._lagging_grads: torch.Tensor | ArrivingRows | None = None
+        self._step: OptimizerStep | None = None
+        self._early: TravellingRows | None = None
+        self._late: TravellingRows | None = None
+        self._urgent: TravellingRows | None = None
+        self._lagging_grads: torch.Tensor | TravellingRows | None = None
 
     @property
     def numbers(self) -> torch.Tensor:
@@ -177,14 +179,14 @@ class RowJourney:
             That of `send_lagging`, if it hasn't been called.
         """
         self.send_lagging()
-        assert isinstance(self._lagging_grads, ArrivingRows)
+        assert isinstance(self._lagging_grads, TravellingRows)
         assert self._lagging is not None
         numbers = self._asked.numbers[self._lagging.wait()[1].asked_at]
         grads = self._divided(self._lagging_grads.wait())
         self._lagging_grads = None
         self._kernel.update_rows(numbers, grads, self._step)
 
-    def _send(self, grads: torch.Tensor, half: Half) -> ArrivingRows:
+    def _send(self, grads: torch.Tensor, half: Half) -> TravellingRows:
         return self._wire.start_gradients(grads, half.wanted, half.asked)
 
     def _divided(self, grads: torch.Tensor) -> torch.Tensor:

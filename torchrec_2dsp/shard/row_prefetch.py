@@ -80,6 +80,12 @@ class RowPrefetchModule(HotRowsModule):
         """What may still be on its way to owners."""
         return LaggingGradients()
 
+    @property
+    def can_send_early(self: Any) -> bool:
+        """Whether there are rows of which nobody else has copies, in an exchange of rows."""
+        is_exchanged = any(isinstance(fetch, RowFetch) for fetch in self._output_dists)
+        return self._updates_at_once and is_exchanged
+
     def announce_rows(
         self: Any,
         ctx: Any,
@@ -101,7 +107,7 @@ class RowPrefetchModule(HotRowsModule):
         Collectives:
             For each kernel with row exchange, those of `RowFetch.journeys`.
         """
-        if not self._updates_at_once or _hot_ids(ctx) is not _hot_ids(running_ctx):
+        if not self.can_send_early or _hot_ids(ctx) is not _hot_ids(running_ctx):
             return
         ctx.loads_seen = self.num_loads
         dists = zip(self._lookups, self._output_dists, strict=True)

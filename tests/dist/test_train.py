@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -196,9 +197,9 @@ def wrong_world(rank: int, world_size: int) -> str:
     return "nothing was raised"
 
 
-def wrong_exchange(rank: int, world_size: int) -> str:
+def wrong_exchange(rank: int, world_size: int, odd: dict[str, Any]) -> str:
     try:
-        train(make_config(TrainConfig, TINY | {"runs": {"odd": {"exchange": "row", "sharding_types": ["table_wise"]}}}))
+        train(make_config(TrainConfig, TINY | {"runs": {"odd": odd}}))
     except ConfigError as error:
         return str(error)
     return "nothing was raised"
@@ -206,7 +207,10 @@ def wrong_exchange(rank: int, world_size: int) -> str:
 
 def test_an_exchange_that_fits_no_table_is_refused_on_every_rank(ranks4: RankPool) -> None:
     said = "exchange='row' is for tables sharded row_wise, and the plan has none: set sharding_types"
-    assert ranks4.run(wrong_exchange, timeout_s=60) == [said] * 4
+    odd = {"exchange": "row", "sharding_types": ["table_wise"]}
+    assert ranks4.run(wrong_exchange, odd, timeout_s=60) == [said] * 4
+    said = "prefetch_rows is for an exchange of rows; set exchange='row'"
+    assert ranks4.run(wrong_exchange, {"prefetch_rows": True}, timeout_s=60) == [said] * 4
 
 
 def test_a_config_that_does_not_fit_fails_on_every_rank(ranks4: RankPool) -> None:

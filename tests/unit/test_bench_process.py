@@ -51,6 +51,50 @@ def test_a_process_answers_and_survives_an_error() -> None:
         process.kill()
 
 
+def state_of(pid: int) -> str:
+    """As the operating system calls it, empty if there is none such."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def wait_for_state(pid: int, states: str) -> str:
+    end = time.monotonic() + 20
+    while state_of(pid) not in states and time.monotonic() < end:
+        time.sleep(0.01)
+    return state_of(pid)
+
+
+def test_a_paused_process_rests_until_it_is_asked() -> None:
+    process = ContestantProcess(Subject)
+    try:
+        process.pause()
+        assert wait_for_state(process.pid, "T") == "T"
+        assert process.ask("double", 4, deadline_s=30).value == 8
+        process.pause()
+    finally:
+        process.kill()
+
+    assert state_of(process.pid) == ""
+
+
+def test_a_paused_process_dies_with_its_parent() -> None:
+    read, write = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        process = ContestantProcess(Subject)
+        process.ask("double", 4, deadline_s=30)
+        process.pause()
+        os.write(write, str(process.pid).encode())
+        os._exit(0)
+    pid = int(os.read(read, 20))
+    os.waitpid(parent, 0)
+
+    # Whoever inherits it may not have noticed yet.
+    assert wait_for_state(pid, "Z") in ("", "Z")
+
+
 def test_a_process_can_be_killed_twice() -> None:
     process = ContestantProcess(Subject)
 

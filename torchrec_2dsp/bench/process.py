@@ -1,5 +1,6 @@
 """A contestant's process: killed without harm to the benchmark, whatever it hangs in."""
 
+import ctypes
 import enum
 import faulthandler
 import gc
@@ -7,7 +8,6 @@ import multiprocessing
 import os
 import signal
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 _POLL_S = 0.2
-_PARENT_POLL_S = 1.0
+_PR_SET_PDEATHSIG = 1
+"""Linux: the signal that a process gets when its parent dies."""
 
 
 class How(enum.Enum):
@@ -75,7 +76,7 @@ class ContestantProcess:
         deadline_s: float,
         give_up: Callable[[], bool] = lambda: False,
     ) -> Answer:
-        """Call a method over there and wait for what it returns.
+        """Call a method over there and wait for what it returns; ends a pause.
 
         Args:
             method: the object's method.
@@ -85,6 +86,7 @@ class ContestantProcess:
         """
         end = time.monotonic() + deadline_s
         try:
+            os.kill(self.pid, signal.SIGCONT)
             self._connection.send((method, arguments))
             while not self._connection.poll(_POLL_S):
                 if time.monotonic() > end:
@@ -98,6 +100,14 @@ class ContestantProcess:
             code = self._process.exitcode
             return Answer(How.DIED, report=f"the process died in {method} with exit code {code}")
         return Answer(How.RAISED, report=value) if raised else Answer(How.ANSWERED, value)
+
+    def pause(self) -> None:
+        """Let it do nothing at all until it is asked again.
+
+        Each process group of gloo's has a thread that wakes a hundred times a second, whether
+        there is something to do or not.
+        """
+        os.kill(self.pid, signal.SIGSTOP)
 
     def kill(self) -> None:
         """End it, whatever it does; once more does nothing."""
@@ -145,7 +155,7 @@ def _failed(answers: Sequence[Answer]) -> list[tuple[int, How, str]]:
 
 
 def _serve(make: Callable[[], Any], connection: Connection, stacks: Path, parent: int) -> None:
-    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
+    _die_with(parent)
     # torchrun's interrupt reaches the whole process group: the parent decides what happens.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with stacks.open("w") as file:
@@ -161,7 +171,7 @@ def _serve(make: Callable[[], Any], connection: Connection, stacks: Path, parent
 
 
 def _die_with(parent: int) -> None:
-    """Leave nothing behind if the parent is killed."""
-    while os.getppid() == parent:
-        time.sleep(_PARENT_POLL_S)
-    os.kill(os.getpid(), signal.SIGKILL)
+    """Leave nothing behind if the parent is killed, not even while paused."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)

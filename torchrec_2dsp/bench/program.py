@@ -257,6 +257,8 @@ class _Bench:
             self._control.raise_flag(flag)
         answers = self._control.exchange(answer)
         if all(one.how is How.ANSWERED for one in answers):
+            # No other rank needs it any more, and the next contestant needs the cores.
+            runner.process.pause()
             return [one.value for one in answers]
         runner.process.kill()
         late = all(one.how in (How.LATE, How.STOPPED, How.ANSWERED) for one in answers)

@@ -44,7 +44,6 @@ class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
         if is_first and len(self.batches) > 1:
             self.start_sparse_data_dist(self.batches[-1], self.contexts[-1])
             self.wait_sparse_data_dist(self.contexts[-1])
-            self._announce_next()
             if not any(module.can_send_early for _, module in self._row_modules()):
                 logger.warning(
                     "no rows can travel beside computing: no table has exchange='row' or "
@@ -81,6 +80,8 @@ class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
         self._wait_for_batch()
         if self._clear_data_dist_inputs:
             self.clear_sparse_data_dist_inputs(self.contexts[0])
+        self._send_late_rows()
+        self._announce_next()
         has_more = not self._enqueue_batch_after_forward and self._start_newest(dataloader_iter)
         self._let_next_follow()
         with record_function(f"## forward {self.contexts[0].index} ##"):
@@ -95,7 +96,6 @@ class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
             self.sync_embeddings(self._model, every, self.contexts[0])
             self._optimizer_step()
         self.dequeue_batch()
-        self._announce_next()
         return output
 
     def detach(self) -> torch.nn.Module:
@@ -112,6 +112,12 @@ class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
             return False
         self.start_sparse_data_dist(self.batches[-1], self.contexts[-1])
         return True
+
+    def _send_late_rows(self) -> None:
+        """First of all, so that they travel while the next batches are prepared."""
+        with record_function(f"## send late rows {self.contexts[0].index} ##"):
+            for name, module in self._row_modules():
+                module.send_late_rows(self.contexts[0].module_contexts[name])
 
     def _announce_next(self) -> None:
         """Let ranks know which rows of the next batch but one may come early."""

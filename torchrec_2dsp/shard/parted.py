@@ -170,6 +170,11 @@ class PartedModule(ShardedModule[Any, Any, Output, PartContexts], FusedOptimizer
         for (part, one), its in zip(self._with(ctx), follower.of_parts, strict=True):
             part.let_follow(one, its)
 
+    def send_late_rows(self, ctx: PartContexts) -> None:
+        """As of a module without parts."""
+        for part, one in self._with(ctx):
+            part.send_late_rows(one)
+
     def drop_early_rows(self, ctx: PartContexts) -> None:
         """As of a module without parts."""
         for part, one in self._with(ctx):

@@ -78,6 +78,9 @@ class RowJourney:
         self.has_begun = False
         """Whether the early rows have set out."""
         self._step: OptimizerStep | None = None
+        # Autograd only calls a function whose input needs a gradient.
+        self._anchor = torch.zeros(1, requires_grad=True)
+        self._left: torch.Tensor | None = None
         self._early: TravellingRows | None = None
         self._late: TravellingRows | None = None
         self._urgent: TravellingRows | None = None
@@ -112,23 +115,39 @@ class RowJourney:
         self._early = self._wire.start_rows(rows, early.asked, early.wanted)
         self.has_begun = True
 
+    def send_late(self) -> None:
+        """Let the other rows go, now that all of them are updated. Call it before the model's
+        forward, if there is something to do meanwhile.
+
+        Collectives:
+            One all-to-all of rows, not waited for.
+        """
+        _, late = self._rows.wait()
+        rows = self._kernel.read_rows(self._asked.numbers[late.asked_at])
+        self._late = self._wire.start_rows(rows, late.asked, late.wanted)
+        if self._kernel.updates_by_row:
+            # Autograd begins with what was made last. So made before the model's forward, this
+            # waits for gradients when all others of the backward are on their way, too.
+            self._left = _Leaving.apply(self._anchor, self)
+
     def fetch(self, owned: torch.Tensor) -> Awaitable[torch.Tensor]:
-        """Let the other rows go, now that all of them are updated.
+        """The rows of the batch.
 
         Args:
-            owned: what the kernel looked up for the batch.
+            owned: what the kernel looked up for it.
 
         Returns:
             All rows, owner by owner. Its gradient updates the kernels.
 
         Collectives:
-            One all-to-all of rows, and one of gradients in the backward.
+            That of `send_late`, if it hasn't been called, and one all-to-all of gradients in the
+            backward.
         """
-        _, late = self._rows.wait()
-        rows = owned.detach()[self._asked.order[late.asked_at]]
-        self._late = self._wire.start_rows(rows, late.asked, late.wanted)
+        if self._late is None:
+            self.send_late()
         self._step = self._kernel.step()
-        return _Fetching(self, _Leaving.apply(owned, self))
+        left, self._left = self._left, None
+        return _Fetching(self, _Leaving.apply(owned, self) if left is None else left)
 
     def arrived(self) -> torch.Tensor:
         """Wait for both halves of the rows."""
@@ -207,9 +226,9 @@ class _Fetching(Awaitable[torch.Tensor]):
 # Two functions, so that autograd sends the gradients of all kernels before it waits for the first.
 class _Leaving(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, owned: torch.Tensor, journey: RowJourney) -> torch.Tensor:
+    def forward(ctx: Any, updated: torch.Tensor, journey: RowJourney) -> torch.Tensor:
         ctx.journey = journey
-        return owned.new_empty(0)
+        return updated.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None]:

@@ -134,10 +134,31 @@ class RowPrefetchModule(HotRowsModule):
         for one in _row_contexts(ctx):
             one.journeys, one.before = [], []
 
+    def send_late_rows(self, ctx: Any) -> None:
+        """Let the other rows go of the batch that is looked up next. Call it on all ranks.
+
+        A lookup does so itself; before it, rows travel while something else is done.
+
+        Args:
+            ctx: of the batch.
+
+        Collectives:
+            Those of `RowJourney.send_late`, and of the updates that it waits for.
+        """
+        self._make_ready(ctx, self._num_lookups + 1)
+        for one in _row_contexts(ctx):
+            if all(journey.has_begun for journey in one.journeys):
+                for journey in one.journeys:
+                    journey.send_late()
+
     def _prepare_rows(self, ctx: Any) -> None:
-        """Before a lookup: do the updates that it waits for, and forget rows that may be others."""
+        """Before a lookup."""
         self._num_lookups += 1
-        if (ctx.loads_seen, ctx.due) != (self.num_loads, self._num_lookups):
+        self._make_ready(ctx, self._num_lookups)
+
+    def _make_ready(self, ctx: Any, lookup: int) -> None:
+        """Do the updates that a lookup waits for, and forget rows that may be others."""
+        if (ctx.loads_seen, ctx.due) != (self.num_loads, lookup):
             # Weights were loaded since, or another batch was looked up: all has to come again.
             self.drop_early_rows(ctx)
         self.lagging.finish(but=[one for ours in _row_contexts(ctx) for one in ours.before])

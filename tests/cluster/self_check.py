@@ -130,7 +130,7 @@ def _measure() -> SelfCheck:
     """On every rank."""
     import torch.distributed as dist
 
-    from torchrec_2dsp.cost.measure.link_speed import measure_link_speeds
+    from torchrec_2dsp.measure.link_speed import measure_link_speeds
 
     local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
     world = dist.group.WORLD

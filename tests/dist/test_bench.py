@@ -16,7 +16,7 @@ from torchrec_2dsp.bench import replay
 from torchrec_2dsp.bench.config import BenchConfig
 from torchrec_2dsp.bench.contestants import build_trainer
 from torchrec_2dsp.bench.results import BenchResult, ContestantResult, Outcome
-from torchrec_2dsp.cost.measure.link_speed import LinkSpeeds
+from torchrec_2dsp.measure.link_speed import LinkSpeeds
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.data.synthetic import make_batch
 from torchrec_2dsp.recipe.config_file import make_config

@@ -12,8 +12,8 @@ from torch.distributed.distributed_c10d import _world
 
 import torchrec_2dsp as tdsp
 from tests.support.ranks import RankPool
-from torchrec_2dsp.cost.measure import fit
-from torchrec_2dsp.cost.measure.calibrate import calibrate
+from torchrec_2dsp.measure import fit
+from torchrec_2dsp.measure.calibrate import calibrate
 
 
 def measured(

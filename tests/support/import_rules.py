@@ -13,7 +13,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"mesh", "access", "optim"}),
     frozenset({"plan", "data"}),
     frozenset({"rows", "cost"}),
-    frozenset({"sync"}),
+    frozenset({"sync", "measure"}),
     frozenset({"planner", "shard"}),
     frozenset({"parallel"}),
     frozenset({"recipe"}),

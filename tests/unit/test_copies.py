@@ -196,7 +196,7 @@ def test_an_explanation_tells_copies_apart() -> None:
     }
     text = str(explained)
     assert "one copy" in text
-    assert text.startswith(f"{TWO_GROUPS}, 1 in the world on emulated_1gbit")
+    assert text.startswith(f"{TWO_GROUPS}, 1 in the world on two_hosts_1gbit")
     assert f"{TWO_GROUPS}, 1 in the world, placed" in text
     lost = [line.lost_by_s for line in explained.tables if line.runner_up is not None]
     assert lost

@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 
 from torchrec_2dsp.cost.coefficients import CollectiveCost, KernelCost
-from torchrec_2dsp.cost.measure.fit import (
+from torchrec_2dsp.cost.span import Span
+from torchrec_2dsp.cost.traffic import Traffic, all_to_all
+from torchrec_2dsp.errors import CalibrationError
+from torchrec_2dsp.measure.fit import (
     CollectiveSample,
     KernelSample,
     Timed,
     fit_collective,
     fit_kernel,
 )
-from torchrec_2dsp.cost.span import Span
-from torchrec_2dsp.cost.traffic import Traffic, all_to_all
-from torchrec_2dsp.errors import CalibrationError
 
 IN_HOST, ACROSS, ALL = Span(2, 2, 1), Span(2, 1, 2), Span(4, 2, 1)
 TRUTH = CollectiveCost(

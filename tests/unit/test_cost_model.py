@@ -3,70 +3,28 @@
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from torchrec.distributed.types import ShardingType
 
 import torchrec_2dsp as tdsp
+from tests.support.costs import (
+    BATCH,
+    DIM,
+    EXACT,
+    LINK,
+    ROW,
+    ROWS,
+    TABLE_WISE,
+    TWO,
+    VECTORS,
+    cost,
+    counted,
+    only_the_link,
+    table,
+)
 from torchrec_2dsp.cost.calibration import Calibration
-from torchrec_2dsp.cost.coefficients import CollectiveCost, KernelCost
-from torchrec_2dsp.cost.model import Setting
-from torchrec_2dsp.cost.placed import Placed, Shards
+from torchrec_2dsp.cost.coefficients import KernelCost
 from torchrec_2dsp.cost.step_cost import StepCost
-
-LINK = 1e-8
-DIM, BATCH, ROWS = 64, 100, 10_000
-NOTHING = KernelCost(base_s=0, per_item_s=0, per_byte_s=0)
-WIRE = CollectiveCost(base_s=0, per_peer_s=0, local_s_per_byte=0, link_s_per_byte=LINK)
-ONE, TWO = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2, tdsp.RankLayout.CONTIGUOUS)
-EXACT = tdsp.GradientSync()
-
-
-def only_the_link(**kernels: KernelCost) -> Calibration:
-    """Nothing costs anything but bytes between hosts, and what is named."""
-    known = Calibration.load("configs/hardware/emulated_1gbit.toml")
-    collectives = dict.fromkeys(type(known.collectives).model_fields, WIRE)
-    work = dict.fromkeys(type(known.kernels).model_fields, NOTHING) | kernels
-    return known.model_copy(
-        update={
-            "collectives": known.collectives.model_copy(update=collectives),
-            "kernels": known.kernels.model_copy(update=work),
-            "turn_s": 0.0,
-        }
-    )
-
-
-def counted(skew: float = 1.0) -> tdsp.TableAccess:
-    return tdsp.TableAccess.of_counts(1e6 / np.arange(1, ROWS + 1) ** skew, num_samples=1e6)
-
-
-def table(kind: ShardingType, ranks: list[int], **more: object) -> Placed:
-    rows_each = ROWS // len(ranks) if kind is ShardingType.ROW_WISE else ROWS
-    columns = DIM // len(ranks) if kind is ShardingType.COLUMN_WISE else DIM
-    work = tdsp.TableWork(name="t", num_rows=ROWS, dim=DIM, ids_per_sample=1.0)
-    known = {"exchange": tdsp.Exchange.POOLED, "owners": tdsp.RowOwners.BLOCK, "work": work}
-    is_everywhere = kind is ShardingType.DATA_PARALLEL
-    shards = Shards.of([] if is_everywhere else [(rank, rows_each, columns) for rank in ranks])
-    return Placed(kind=kind, shards=shards, **(known | more))  # type: ignore[arg-type]
-
-
-ROW = table(ShardingType.ROW_WISE, [0, 1, 2, 3], exchange=tdsp.Exchange.ROW)
-TABLE_WISE = table(ShardingType.TABLE_WISE, [0])
-VECTORS = BATCH * DIM * 4
-"""Bytes of the vectors that one rank gets."""
-
-
-def cost(
-    *tables: Placed,
-    mesh: tdsp.Mesh2D = ONE,
-    sync: "tdsp.GradientSync | tdsp.WeightSync" = EXACT,
-    calibration: Calibration | None = None,
-    **workload: object,
-) -> StepCost:
-    known = {"batch_size": BATCH, "tables": {}, "is_pipelined": False}
-    known_workload = tdsp.Workload(**(known | workload))  # type: ignore[arg-type]
-    setting = Setting(calibration or only_the_link(), known_workload, mesh, sync, 2)
-    return setting.step_cost(setting.loads(tables))
 
 
 def test_nothing_costs_nothing() -> None:
@@ -185,56 +143,29 @@ def test_whole_shards_are_reduced_with_their_moments() -> None:
     assert never.sync_s == 0.0
 
 
-def test_late_gradients_are_hidden_behind_the_step() -> None:
-    group = table(ShardingType.ROW_WISE, [0, 1], exchange=tdsp.Exchange.ROW)
-    dense = tdsp.DenseWork(forward_s=1.0, backward_s=1.0)
-    late = cost(group, mesh=TWO, sync=tdsp.GradientSync(delay=1), dense=dense)
-    assert late.hidden_s == pytest.approx(-late.sync_s)
-    assert cost(group, mesh=TWO, dense=dense).hidden_s == 0.0
+DISTINCT = ROWS * (1 - (1 - 1 / ROWS) ** BATCH)
+"""Rows of a rank's batch."""
+LOOKED_UP = {"lookup": BATCH, "row_lookup": DISTINCT, "update": BATCH, "row_update": DISTINCT}
 
 
-def test_a_pipeline_hides_ids_behind_compute() -> None:
-    dense = tdsp.DenseWork(forward_s=1.0)
-    found = cost(ROW, dense=dense, is_pipelined=True)
-    assert found.hidden_s == pytest.approx(-found.input_exchange_s)
-    # Nothing hides behind nothing.
-    assert cost(ROW, is_pipelined=True).hidden_s == 0.0
+@pytest.mark.parametrize("kernel", LOOKED_UP)
+def test_work_on_bags_and_on_rows_is_counted_for_every_rank(kernel: str) -> None:
+    each = KernelCost(base_s=1e-3, per_item_s=1e-6, per_byte_s=0)
+    placed, other = (ROW, TABLE_WISE) if kernel.startswith("row") else (TABLE_WISE, ROW)
+    calibration = only_the_link(**{kernel: each})
+    part = "lookup_s" if kernel.endswith("lookup") else "update_s"
+    found = getattr(cost(placed, calibration=calibration), part)
+    assert found == pytest.approx(1e-3 + LOOKED_UP[kernel] * 1e-6)
+    assert getattr(cost(other, calibration=calibration), part) == 0.0
 
 
-@pytest.mark.parametrize(("gradient_mib", "hidden_share"), [(20, 0.0), (99, 0.75)])
-def test_dense_gradients_hide_behind_the_backward_bucket_by_bucket(
-    gradient_mib: int, hidden_share: float
-) -> None:
-    dense = tdsp.DenseWork(backward_s=100.0, gradient_bytes=gradient_mib * 2.0**20)
-    found = cost(dense=dense)
-    assert found.dense_exchange_s == pytest.approx(1.5 * dense.gradient_bytes * LINK)
-    assert found.hidden_s == pytest.approx(-hidden_share * found.dense_exchange_s)
-
-
-def test_data_parallel_tables_have_an_all_reduce_of_their_own() -> None:
-    """Ranks come to both from computing, and that of the tables hides behind nothing."""
-    dense = tdsp.DenseWork(backward_s=100.0, gradient_bytes=99 * 2.0**20)
-    copied = table(ShardingType.DATA_PARALLEL, [0])
-    slow = only_the_link().model_copy(update={"turn_s": 1e-3})
-    alone, beside, both = (
-        cost(*tables, calibration=slow, dense=part)
-        for tables, part in (((), dense), ((copied,), tdsp.DenseWork()), ((copied,), dense))
-    )
-    assert both.dense_exchange_s == pytest.approx(alone.dense_exchange_s + beside.dense_exchange_s)
-    assert alone.dense_exchange_s == pytest.approx(1.5 * dense.gradient_bytes * LINK + 1e-3)
-    assert both.hidden_s == pytest.approx(alone.hidden_s, rel=1e-3)
-    assert beside.hidden_s == 0.0
-
-
-@pytest.mark.parametrize("placed", [ROW, TABLE_WISE], ids=["rows", "table-wise"])
-def test_work_is_counted_for_every_rank(placed: Placed) -> None:
-    lookup = KernelCost(base_s=0, per_item_s=1e-6, per_byte_s=0)
-    found = cost(placed, calibration=only_the_link(lookup=lookup))
-    if placed is TABLE_WISE:
-        assert found.lookup_s == pytest.approx(BATCH * 1e-6)
-    else:
-        distinct = ROWS * (1 - (1 - 1 / ROWS) ** BATCH)
-        assert found.lookup_s == pytest.approx(distinct * 1e-6)
+def test_rows_are_found_pooled_and_added_where_the_samples_are() -> None:
+    each = KernelCost(base_s=1e-3, per_item_s=1e-6, per_byte_s=1e-9)
+    by_id, by_row = 1e-3 + BATCH * 1e-6, 1e-3 + BATCH * 1e-6 + VECTORS * 1e-9
+    for kernel, seconds in (("find", by_id), ("pool", by_row), ("add", by_row)):
+        calibration = only_the_link(**{kernel: each})
+        assert cost(ROW, calibration=calibration).rows_s == pytest.approx(seconds), kernel
+        assert cost(TABLE_WISE, calibration=calibration).rows_s == 0.0, kernel
 
 
 def test_parts_add_up_and_larger_batches_cost_more() -> None:
@@ -254,35 +185,3 @@ def test_a_batch_of_nothing_is_refused() -> None:
 def test_a_table_without_its_workload_is_named() -> None:
     with pytest.raises(tdsp.ConfigError, match="the workload has no table 'x'; it has none"):
         tdsp.Workload(batch_size=1, tables={}).table("x")
-
-
-def rows_beside(skew: float, num_batches: int) -> tuple[float, float]:
-    """Drawn: how many distinct rows a rank's batch has, and how many of them aren't in so many
-    batches of all ranks."""
-    draw = np.random.default_rng(0)
-    shares = 1 / np.arange(1, ROWS + 1) ** skew
-    distinct, beside = 0, 0
-    for _ in range(200):
-        own = np.unique(draw.choice(ROWS, BATCH, p=shares / shares.sum()))
-        others = draw.choice(ROWS, 4 * BATCH * num_batches, p=shares / shares.sum())
-        distinct += own.size
-        beside += np.setdiff1d(own, others).size
-    return distinct / 200, beside / 200
-
-
-def test_rows_that_others_leave_alone_hide_behind_the_dense_part() -> None:
-    work = replace(ROW.work, access=counted())
-    rows, dense = replace(ROW, work=work), tdsp.DenseWork(forward_s=1.0)
-    found = cost(rows, dense=dense, prefetches_rows=True)
-    distinct, early = rows_beside(1.0, num_batches=2)
-    _, lagging = rows_beside(1.0, num_batches=1)
-    visible = cost(rows, dense=dense)
-    moved_s = visible.forward_exchange_s + visible.backward_exchange_s + visible.imbalance_s
-    expected = (early + lagging) / distinct * moved_s / 2
-    assert visible.hidden_s == 0.0
-    assert found.hidden_s == pytest.approx(-expected, rel=0.05)
-    assert replace(found, hidden_s=0.0) == visible
-    # Nothing hides behind nothing, nor where replicas change the rows, too.
-    assert cost(rows, prefetches_rows=True).hidden_s == 0.0
-    in_groups = table(ShardingType.ROW_WISE, [0, 1], exchange=tdsp.Exchange.ROW)
-    assert cost(in_groups, mesh=TWO, dense=dense, prefetches_rows=True).hidden_s == 0.0

@@ -253,7 +253,7 @@ def test_other_machines_than_the_calibrated_ones_are_named(
     assert not [one for one in caplog.records if one.levelname == "WARNING" and "cali" in one.msg]
     planner(topology=world(4, 4)).plan(model, SHARDERS)
     assert (
-        "calibration emulated_1gbit is of other machines than those that are planned for: hosts "
+        "calibration two_hosts_1gbit is of other machines than those that are planned for: hosts "
         "have 4 ranks, and had 2" in caplog.text
     )
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchrec_2dsp as tdsp
+from tests.support.costs import LINK, only_the_link
 from tests.support.planning import SHARDERS, skewed, tables
-from tests.unit.test_cost_model import LINK, only_the_link
 from torchrec_2dsp.cost.model import Setting
 from torchrec_2dsp.planner.search.candidates import candidates_of
 from torchrec_2dsp.planner.search.hot_rows import Runs, concave_runs, rows_by_byte

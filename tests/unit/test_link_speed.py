@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrec_2dsp.cost.measure.link_speed import (
+from torchrec_2dsp.measure.link_speed import (
     SECONDS_PER_REPEAT,
     LinkSpeeds,
     bytes_per_s,

@@ -37,9 +37,9 @@ from torchrec_2dsp.bench.config import BenchConfig, PlannedContestant, TwoDConte
 from torchrec_2dsp.bench.weights import fill_tables_
 from torchrec_2dsp.bench.workload import tables_work, workload_of
 from torchrec_2dsp.cost.calibration import Calibration
-from torchrec_2dsp.cost.measure.link_speed import LinkSpeeds
 from torchrec_2dsp.cost.workload import DenseWork
 from torchrec_2dsp.data.synthetic import SyntheticConfig
+from torchrec_2dsp.measure.link_speed import LinkSpeeds
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.planner.planner2d import Planner2D

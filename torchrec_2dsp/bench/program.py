@@ -35,8 +35,9 @@ from torchrec_2dsp.bench.speeds import measured_place
 from torchrec_2dsp.bench.trace import mean_phases
 from torchrec_2dsp.bench.worker import LEAD_IN_STEPS, Built, MeasuredPlace, Place, Traced, Worker
 from torchrec_2dsp.cost.calibration import Calibration
-from torchrec_2dsp.cost.measure.link_speed import LinkSpeeds
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.measure.link_speed import LinkSpeeds
+from torchrec_2dsp.recipe.world import keep_freed_memory
 
 _PATIENCE = 3.0
 """Ranks wait for each other this many deadlines long."""
@@ -121,6 +122,7 @@ class _Bench:
     def run(self) -> BenchResult:
         started = datetime.now(UTC)
         keep_libraries_in_memory()
+        keep_freed_memory()
         try:
             place = measured_place(self._config, self._place, self._control)
             for watcher in self._watchers:

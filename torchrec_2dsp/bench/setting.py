@@ -8,7 +8,7 @@ from datetime import datetime
 from torchrec_2dsp.bench.machine import describe_machine, describe_versions
 from torchrec_2dsp.bench.results import Setting
 from torchrec_2dsp.bench.worker import Place
-from torchrec_2dsp.cost.measure.link_speed import LinkSpeeds
+from torchrec_2dsp.measure.link_speed import LinkSpeeds
 from torchrec_2dsp.recipe.sections import Section
 
 

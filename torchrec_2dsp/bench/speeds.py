@@ -10,8 +10,8 @@ from torchrec_2dsp.bench.control import Control, contestant_store
 from torchrec_2dsp.bench.process import ContestantProcess, How
 from torchrec_2dsp.bench.worker import MeasuredPlace, Place
 from torchrec_2dsp.bench.workload import measure_dense
-from torchrec_2dsp.cost.measure.link_speed import measure_link_speeds
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.measure.link_speed import measure_link_speeds
 from torchrec_2dsp.mesh.groups import world_group
 
 

@@ -21,9 +21,9 @@ from torchrec_2dsp.bench.results import Phase, RowTravel, Traffic
 from torchrec_2dsp.bench.trace import split_by_phase, traced
 from torchrec_2dsp.comms import full_duplex
 from torchrec_2dsp.comms.counting import count_collectives
-from torchrec_2dsp.cost.measure.link_speed import LinkSpeeds
 from torchrec_2dsp.cost.workload import DenseWork
 from torchrec_2dsp.data.synthetic import make_batch
+from torchrec_2dsp.measure.link_speed import LinkSpeeds
 from torchrec_2dsp.mesh.groups import world_group
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.recipe.world import quiet_upstream

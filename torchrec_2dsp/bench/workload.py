@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from torchrec_2dsp.bench.config import BenchConfig, PlannedContestant, TwoDContestant
-from torchrec_2dsp.cost.measure.timing import repeated_seconds
 from torchrec_2dsp.cost.workload import DenseWork, Workload
+from torchrec_2dsp.measure.timing import repeated_seconds
 from torchrec_2dsp.recipe.access import true_access
 from torchrec_2dsp.recipe.model import build_model, rank_device
 

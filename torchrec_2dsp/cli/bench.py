@@ -14,7 +14,7 @@ from torchrec_2dsp.cli.outputs import check_writable
 if TYPE_CHECKING:
     from torchrec_2dsp.bench.config import BenchConfig
     from torchrec_2dsp.bench.results import BenchResult, Block, Outcome
-    from torchrec_2dsp.cost.measure.link_speed import LinkSpeeds
+    from torchrec_2dsp.measure.link_speed import LinkSpeeds
 
 
 def bench(

@@ -41,8 +41,8 @@ def calibrate(
 
 def _calibrate(out: Path, name: str, device: str) -> None:
     from torchrec_2dsp._compat.torchrec import get_local_size
-    from torchrec_2dsp.cost.measure.calibrate import calibrate as measure
     from torchrec_2dsp.errors import ConfigError
+    from torchrec_2dsp.measure.calibrate import calibrate as measure
     from torchrec_2dsp.mesh.groups import world_group
     from torchrec_2dsp.recipe.world import launched_world, quiet_upstream
 
@@ -91,6 +91,10 @@ def show_calibration(calibration: "Calibration", console: Console) -> None:
     for name, cost in calibration.kernels:
         kernels.add_row(Text(name), *_kernel_cells(cost))
     console.print(kernels)
+    console.print(
+        f"Between two computations a collective takes {1e6 * calibration.turn_s:,.0f} us more; "
+        f"computing hides {calibration.hidden_share:.0%} of what travels beside it."
+    )
     console.print(
         "Shortest: what a message takes between two ranks, or a call, however little there is to "
         "do. In a host: what a rank sends to its neighbours per second; host's link: what all its "

@@ -18,7 +18,7 @@ from torchrec.distributed.planner.types import (
 from torchrec_2dsp.cost.coefficients import CollectiveCost, KernelCost
 from torchrec_2dsp.errors import CalibrationError
 
-FORMAT = 1
+FORMAT = 2
 
 
 class _Part(BaseModel):
@@ -73,19 +73,25 @@ class Kernels(_Part):
     """What work on a rank's rows takes, while its neighbours do the same."""
 
     lookup: KernelCost
-    """Forward of a fused embedding kernel."""
+    """Forward of a fused embedding kernel that sums bags."""
 
     update: KernelCost
     """Its backward, with the optimizer."""
 
-    sort: KernelCost
-    """Finding the distinct among ids."""
+    row_lookup: KernelCost
+    """Forward of row exchange's kernel, which gives rows as they are."""
 
-    gather: KernelCost
-    """Copying rows to where they are wanted."""
+    row_update: KernelCost
+    """Applying gradients of rows, those of a row added up first."""
+
+    find: KernelCost
+    """Finding the distinct among ids, and where each id's row will be."""
+
+    pool: KernelCost
+    """Copying rows to where they are wanted, or adding them up there."""
 
     add: KernelCost
-    """Adding rows up where several belong together."""
+    """Adding up the gradients that belong to one row."""
 
     dense_update: KernelCost
     """An optimizer's pass over all of a table."""
@@ -116,6 +122,10 @@ class Calibration(_Part):
     turn_s: float = Field(default=0.0, ge=0)
     """What a collective takes beyond its own time where ranks come from computing: they don't come
     together, and where they share cores, sending has to wait for those that still compute."""
+
+    hidden_share: float = Field(default=1.0, ge=0, le=1)
+    """Which share of a long exchange takes no time if ranks compute meanwhile; the rest is the
+    processors' own work with it."""
 
     def save(self, path: str | Path) -> None:
         """Write TOML."""
@@ -173,7 +183,14 @@ class Calibration(_Part):
                 all_to_all=wire, all_reduce=wire, all_gather=wire, reduce_scatter=wire
             ),
             kernels=Kernels(
-                lookup=once, update=twice, sort=once, gather=twice, add=twice, dense_update=once
+                lookup=once,
+                update=twice,
+                row_lookup=twice,
+                row_update=twice,
+                find=once,
+                pool=twice,
+                add=twice,
+                dense_update=once,
             ),
         )
 

@@ -21,17 +21,22 @@ class Loads:
     num_ranks: int
 
     lookup_ids: Ranks = field(init=False)
-    """Rows read from tables."""
+    """Rows read from tables, for bags."""
     lookup_bytes: Ranks = field(init=False)
     update_ids: Ranks = field(init=False)
     """Rows whose gradient is applied, counted for each lookup."""
     update_bytes: Ranks = field(init=False)
-    sorted_ids: Ranks = field(init=False)
+    owned_ids: Ranks = field(init=False)
+    """Rows that are looked up and updated for others, by row exchange."""
+    owned_bytes: Ranks = field(init=False)
+    found_ids: Ranks = field(init=False)
     """Ids among which the distinct ones are found."""
-    gathered_bytes: Ranks = field(init=False)
-    """Rows that are copied to where they are wanted."""
-    added_bytes: Ranks = field(init=False)
+    moved_rows: Ranks = field(init=False)
+    """Copied to where they are wanted."""
+    moved_bytes: Ranks = field(init=False)
+    added_rows: Ranks = field(init=False)
     """Rows that are added up."""
+    added_bytes: Ranks = field(init=False)
     dense_bytes: Ranks = field(init=False)
     """Of tables that are updated as a whole."""
     all_reduced_bytes: Ranks = field(init=False)

@@ -58,7 +58,7 @@ def buffer_weights(setting: Setting) -> Ranks:
         "host_scattered": 1,
         "across_from": 2,
         "across_to": 2,
-        "gathered_bytes": 1,
+        "moved_bytes": 1,
         "added_bytes": 1,
         "hot_id_bytes": 1,
         "hot_bytes_of_all": 2,

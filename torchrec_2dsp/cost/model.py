@@ -122,7 +122,7 @@ class Setting:
             exchanged_s, _ = ReplicaCost(self.calibration).sync_s(loads, self.peers, self.sync)
             late_s = min(exchanged_s, visible.total_s - visible.sync_s)
         hidden_s = _hidden_s(visible, loads, self.workload, self._phases.beside_s(loads))
-        return replace(visible, hidden_s=-late_s - hidden_s)
+        return replace(visible, hidden_s=-self.calibration.hidden_share * (late_s + hidden_s))
 
     def visible_cost(self, loads: Loads) -> StepCost:
         """What it takes them if nothing hides behind anything else."""

@@ -10,6 +10,7 @@ from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.coefficients import CollectiveCost
 from torchrec_2dsp.cost.loads import Loads, Ranks
 from torchrec_2dsp.cost.span import Span
+from torchrec_2dsp.cost.table_loads import exchanges_rows
 from torchrec_2dsp.cost.workload import Workload
 
 
@@ -49,23 +50,30 @@ class Phases:
         )
 
     def _lookup_s(self, loads: Loads) -> float:
-        lookup = self.calibration.kernels.lookup
-        seconds = lookup.seconds(loads.lookup_ids, loads.lookup_bytes)
-        return float(seconds.max()) + self._num_kernels(loads) * lookup.base_s
+        kernels = self.calibration.kernels
+        of_bags = kernels.lookup.seconds(loads.lookup_ids, loads.lookup_bytes)
+        of_rows = kernels.row_lookup.seconds(loads.owned_ids, loads.owned_bytes)
+        bags, rows = _num_kernels(loads)
+        calls_s = bags * kernels.lookup.base_s + rows * kernels.row_lookup.base_s
+        return float((of_bags + of_rows).max()) + calls_s
 
     def _update_s(self, loads: Loads) -> float:
         kernels = self.calibration.kernels
-        seconds = kernels.update.seconds(loads.update_ids, loads.update_bytes)
-        dense = kernels.dense_update.seconds(np.zeros_like(seconds), loads.dense_bytes)
-        return float((seconds + dense).max()) + self._num_kernels(loads) * kernels.update.base_s
+        of_bags = kernels.update.seconds(loads.update_ids, loads.update_bytes)
+        of_rows = kernels.row_update.seconds(loads.owned_ids, loads.owned_bytes)
+        dense = kernels.dense_update.seconds(np.zeros_like(of_bags), loads.dense_bytes)
+        bags, rows = _num_kernels(loads)
+        calls_s = bags * kernels.update.base_s + rows * kernels.row_update.base_s
+        return float((of_bags + of_rows + dense).max()) + calls_s
 
     def _rows_s(self, loads: Loads) -> float:
         kernels = self.calibration.kernels
-        sort = kernels.sort.seconds(loads.sorted_ids, 0.0)
-        no_items = np.zeros_like(sort)
-        moved = kernels.gather.seconds(no_items, loads.gathered_bytes)
-        added = kernels.add.seconds(no_items, loads.added_bytes)
-        return float((sort + moved + added).max())
+        found = kernels.find.seconds(loads.found_ids, 0.0)
+        moved = kernels.pool.seconds(loads.moved_rows, loads.moved_bytes)
+        added = kernels.add.seconds(loads.added_rows, loads.added_bytes)
+        _, rows = _num_kernels(loads)
+        calls_s = rows * (kernels.find.base_s + kernels.pool.base_s + kernels.add.base_s)
+        return float((found + moved + added).max()) + calls_s
 
     def _forward_s(self, loads: Loads) -> float:
         scatter = self.calibration.collectives.reduce_scatter
@@ -176,6 +184,8 @@ class Phases:
             return 0.0
         return cost.seconds(span, moved(span, float(brought.max())))
 
-    @staticmethod
-    def _num_kernels(loads: Loads) -> int:
-        return len(loads.types) + bool(loads.dense_bytes.any())
+
+def _num_kernels(loads: Loads) -> tuple[int, int]:
+    """How many kernels sum bags, and how many look up rows."""
+    rows = sum(exchanges_rows(one) for one in loads.types)
+    return len(loads.types) - rows + bool(loads.dense_bytes.any()), rows

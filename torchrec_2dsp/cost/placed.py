@@ -119,8 +119,16 @@ def distinct_by_owner(table: Placed, num_lookups: float, num_ranks: int) -> Rank
 
 
 def look_up(loads: Loads, ids: float | Ranks, num_bytes: float | Ranks) -> None:
-    """Add rows that are read and updated."""
+    """Add rows that are read for bags, and updated."""
     loads.lookup_ids += ids
     loads.lookup_bytes += num_bytes
     loads.update_ids += ids
     loads.update_bytes += num_bytes
+
+
+def move_and_add(loads: Loads, rows: float | Ranks, num_bytes: float | Ranks) -> None:
+    """Add rows that are copied to where they are wanted, and whose gradients are added up."""
+    loads.moved_rows += rows
+    loads.moved_bytes += num_bytes
+    loads.added_rows += rows
+    loads.added_bytes += num_bytes

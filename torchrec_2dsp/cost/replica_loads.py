@@ -28,9 +28,11 @@ def add_hot_rows(loads: Loads, table: Placed, workload: Workload, world: Span) -
     bags = 0.0 if work.is_sequence else float(workload.batch_size * work.num_features)
     # All ids are looked for in the hot set; vectors of hot and cold rows are added up; gradients of
     # hot ids are taken out.
-    loads.sorted_ids += lookups
+    loads.found_ids += lookups
+    loads.added_rows += bags
     loads.added_bytes += bags * row_bytes
-    loads.gathered_bytes += ids * row_bytes
+    loads.moved_rows += ids
+    loads.moved_bytes += ids * row_bytes
     loads.hot_ids += ids
     loads.hot_id_bytes += ids * row_bytes
     loads.hot_rows += touched(world.num_ranks)

@@ -41,7 +41,7 @@ class ReplicaCost:
         return (
             kernels.lookup.base_s
             + kernels.lookup.seconds(ids, id_bytes)
-            + kernels.sort.seconds(ids, 0.0)
+            + kernels.find.seconds(ids, 0.0)
             + kernels.add.seconds(ids, id_bytes)
             + self._merged_s(rows, world)
             + self._applied_s(_most(loads.hot_rows), rows.of_all)
@@ -108,10 +108,7 @@ class ReplicaCost:
 
     def _applied_s(self, num_rows: float, num_bytes: float) -> float:
         """Adding up what has come, and applying it."""
-        kernels = self.calibration.kernels
-        return kernels.add.seconds(num_rows, num_bytes) + kernels.update.seconds(
-            num_rows, num_bytes
-        )
+        return self.calibration.kernels.row_update.seconds(num_rows, num_bytes)
 
     def _all_to_all(self) -> CollectiveCost:
         return self.calibration.all_to_all(full_duplex=True)

@@ -7,7 +7,7 @@ from torchrec_2dsp.cost.placed import (
     Batch,
     Placed,
     distinct_by_owner,
-    look_up,
+    move_and_add,
 )
 from torchrec_2dsp.cost.span import Span
 from torchrec_2dsp.cost.workload import Workload
@@ -25,18 +25,16 @@ def add_row_exchange(
     lookups = workload.batch_size * table.work.ids_per_sample
     dim = table.work.dim
     of_rank = distinct_by_owner(table, lookups, loads.num_ranks)
-    loads.sorted_ids += batch.ids
+    loads.found_ids += batch.ids
     loads.ids_to += of_rank * KEY_BYTES
-    loads.gathered_bytes += batch.ids * dim * FLOAT_BYTES
-    loads.added_bytes += batch.ids * dim * FLOAT_BYTES
+    move_and_add(loads, batch.ids, batch.ids * dim * FLOAT_BYTES)
     asked = of_rank * loads.num_ranks
     if table.exchange is Exchange.ROW_PER_HOST and span.crosses_hosts and span.ranks_per_host > 1:
         of_host = distinct_by_owner(table, span.ranks_per_host * lookups, loads.num_ranks)
         asked = of_host * span.num_hosts
         handed_on = of_rank.sum() / span.ranks_per_host
-        loads.sorted_ids += of_rank.sum()
-        loads.gathered_bytes += of_rank.sum() * dim * FLOAT_BYTES
-        loads.added_bytes += of_rank.sum() * dim * FLOAT_BYTES
+        loads.found_ids += of_rank.sum()
+        move_and_add(loads, of_rank.sum(), of_rank.sum() * dim * FLOAT_BYTES)
         loads.host_rows_from += handed_on * dim * workload.forward_wire_bytes
         loads.host_rows_to += handed_on * dim * workload.backward_wire_bytes
         loads.across_from += of_host * dim * workload.forward_wire_bytes
@@ -46,7 +44,8 @@ def add_row_exchange(
         loads.rows_from += of_rank * dim * workload.forward_wire_bytes
         loads.rows_to += of_rank * dim * workload.backward_wire_bytes
         _travel_beside(loads, table, workload, lookups)
-    look_up(loads, asked, asked * table.row_bytes)
+    loads.owned_ids += asked
+    loads.owned_bytes += asked * table.row_bytes
 
 
 def _travel_beside(loads: Loads, table: Placed, workload: Workload, lookups: float) -> None:

@@ -13,6 +13,7 @@ from torchrec_2dsp.cost.placed import (
     Batch,
     Placed,
     look_up,
+    move_and_add,
     owner_shares,
 )
 from torchrec_2dsp.cost.row_loads import add_row_exchange
@@ -54,6 +55,11 @@ def message_type(kind: ShardingType, exchange: Exchange) -> str:
     return "" if kind is ShardingType.DATA_PARALLEL else f"{kind.value}, {exchange.value}"
 
 
+def exchanges_rows(message_type: str) -> bool:
+    """Whether the tables of a `message_type` are looked up row by row."""
+    return message_type.rpartition(", ")[2] in [one.value for one in ROW_EXCHANGES]
+
+
 def _table_or_column_wise(
     loads: Loads, table: Placed, workload: Workload, batch: Batch, span: Span
 ) -> None:
@@ -66,7 +72,8 @@ def _table_or_column_wise(
     vectors = _sent_vectors(table, batch)
     numbers = vectors * columns
     if table.exchange is Exchange.NONEMPTY:
-        _put_in_place(loads, vectors * table.work.dim)
+        # Vectors of some bags become those of all bags, and the same of their gradients.
+        move_and_add(loads, vectors, vectors * table.work.dim * FLOAT_BYTES)
     sent += numbers * workload.forward_wire_bytes
     received += numbers * workload.backward_wire_bytes
 
@@ -81,7 +88,8 @@ def _row_wise(loads: Loads, table: Placed, workload: Workload, batch: Batch, spa
         sent, received = _output(loads, table)
         vectors = batch.ids * shares if table.work.is_sequence else batch.bags_with(shares)
         if table.exchange is Exchange.NONEMPTY:
-            _put_in_place(loads, float(vectors.sum()) * table.work.dim)
+            num_vectors = float(vectors.sum())
+            move_and_add(loads, num_vectors, num_vectors * table.work.dim * FLOAT_BYTES)
         sent += vectors * table.work.dim * workload.forward_wire_bytes
         received += vectors * table.work.dim * workload.backward_wire_bytes
         return
@@ -126,12 +134,6 @@ _BY_KIND: dict[ShardingType, _Add] = {
     ShardingType.GRID_SHARD: _host_wise,
     ShardingType.DATA_PARALLEL: _data_parallel,
 }
-
-
-def _put_in_place(loads: Loads, numbers: float) -> None:
-    """Vectors of some bags become those of all bags, and the same of their gradients."""
-    loads.added_bytes += numbers * FLOAT_BYTES
-    loads.gathered_bytes += numbers * FLOAT_BYTES
 
 
 def _on_ranks(loads: Loads, table: Placed) -> tuple[Ranks, Ranks]:

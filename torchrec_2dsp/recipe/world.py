@@ -1,5 +1,6 @@
 """The world that torchrun started."""
 
+import ctypes
 import logging
 import os
 import warnings
@@ -11,6 +12,10 @@ import torch.distributed as dist
 
 from torchrec_2dsp.errors import ConfigError
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Of glibc's ``mallopt``."""
+_LARGEST_KEPT_BYTES = 32 * 2**20
+"""The most that glibc can keep."""
 _SET_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -35,11 +40,24 @@ def launched_world(device: str, command: str) -> Iterator[int]:
         Makes the world's process group.
     """
     check_launched(command)
+    keep_freed_memory()
     if device == "cuda":
         torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     yield dist.get_rank()
     dist.destroy_process_group()
+
+
+def keep_freed_memory() -> None:
+    """Let this process and its forks keep what tensors free, for those of the next step.
+
+    Left to itself, glibc gives much of it back to the system, and gets it again page by page in
+    every step.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 _NO_NEWS = ("[Connection]", "Sharding spec not found for ")

@@ -16,8 +16,8 @@ from torchrec_2dsp.bench.syncs.copies import Copies, Timed
 from torchrec_2dsp.bench.syncs.results import SyncBenchResult, SyncTimes
 from torchrec_2dsp.bench.worker import Place
 from torchrec_2dsp.comms.agreement import agreeing
-from torchrec_2dsp.cost.measure.link_speed import measure_link_speeds
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.measure.link_speed import measure_link_speeds
 from torchrec_2dsp.mesh.groups import MeshGroups, world_group
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 

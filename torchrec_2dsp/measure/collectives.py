@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from torchrec_2dsp.cost import traffic
-from torchrec_2dsp.cost.measure.fit import CollectiveSample, Timed
-from torchrec_2dsp.cost.measure.groups import Groups, ranks_by_host, ranks_by_place, subgroup
-from torchrec_2dsp.cost.measure.timing import group_device, repeated_seconds
 from torchrec_2dsp.cost.span import Span
 from torchrec_2dsp.cost.traffic import Traffic
+from torchrec_2dsp.measure.fit import CollectiveSample, Timed
+from torchrec_2dsp.measure.groups import Groups, ranks_by_host, ranks_by_place, subgroup
+from torchrec_2dsp.measure.timing import group_device, repeated_seconds
 
 _ELEMENT_BYTES = 4
 _SMALLEST = 2**12

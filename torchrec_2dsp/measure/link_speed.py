@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from torchrec_2dsp.comms.agreement import agree
-from torchrec_2dsp.cost.measure.groups import Groups, ranks_by_host, ranks_by_place, subgroup
-from torchrec_2dsp.cost.measure.timing import group_device, slowest_rank_seconds
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.measure.groups import Groups, ranks_by_host, ranks_by_place, subgroup
+from torchrec_2dsp.measure.timing import group_device, slowest_rank_seconds
 
 MAX_BYTES = 64 * 2**20
 """No payload is larger than this by default."""
@@ -32,7 +32,7 @@ class LinkSpeeds:
     rank per host has no neighbours, and one host no other hosts.
 
     Example:
-        >>> from torchrec_2dsp.cost.measure.link_speed import LinkSpeeds
+        >>> from torchrec_2dsp.measure.link_speed import LinkSpeeds
         >>> speeds = LinkSpeeds(
         ...     local_world_size=2,
         ...     intra_host_all_to_all_bytes_per_s=3e9,
@@ -126,7 +126,7 @@ def bytes_per_s(
         num_passes: how often the payload goes round: once in an all-to-all, twice in an all-reduce.
 
     Example:
-        >>> from torchrec_2dsp.cost.measure.link_speed import bytes_per_s
+        >>> from torchrec_2dsp.measure.link_speed import bytes_per_s
         >>> bytes_per_s([0.5, 9.0, 0.5], num_bytes=4000, num_ranks=4, num_passes=1)
         6000.0
     """
@@ -137,7 +137,7 @@ def payload_bytes(probe_bytes: int, probe_seconds: float, max_bytes: int) -> int
     """The payload that takes about 0.2 seconds, if ``probe_bytes`` took ``probe_seconds``.
 
     Example:
-        >>> from torchrec_2dsp.cost.measure.link_speed import payload_bytes
+        >>> from torchrec_2dsp.measure.link_speed import payload_bytes
         >>> payload_bytes(1_000_000, 0.1, max_bytes=10_000_000)
         2000000
     """

@@ -67,7 +67,7 @@ def fit_collective(name: str, samples: Sequence[CollectiveSample]) -> Collective
         CalibrationError: no coefficients explain the samples.
 
     Example:
-        >>> from torchrec_2dsp.cost.measure.fit import CollectiveSample, Timed, fit_collective
+        >>> from torchrec_2dsp.measure.fit import CollectiveSample, Timed, fit_collective
         >>> from torchrec_2dsp.cost.span import Span
         >>> from torchrec_2dsp.cost.traffic import Traffic
         >>> samples = [

@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from torchrec_2dsp.comms.agreement import agree
 from torchrec_2dsp.cost.calibration import Calibration, Collectives, Hardware, Kernels
-from torchrec_2dsp.cost.measure.collectives import measure_collectives
-from torchrec_2dsp.cost.measure.fit import fit_collective, fit_kernel
-from torchrec_2dsp.cost.measure.kernels import measure_kernels
-from torchrec_2dsp.cost.measure.timing import group_device
-from torchrec_2dsp.cost.measure.turn import measure_turn
 from torchrec_2dsp.errors import CalibrationError
+from torchrec_2dsp.measure.beside import Beside
+from torchrec_2dsp.measure.collectives import measure_collectives
+from torchrec_2dsp.measure.fit import fit_collective, fit_kernel
+from torchrec_2dsp.measure.kernels import measure_kernels
+from torchrec_2dsp.measure.timing import group_device
 
 
 def calibrate(
@@ -57,8 +57,9 @@ def calibrate(
         one: fit_kernel(one, samples)
         for one, samples in measure_kernels(world, progress=progress).items()
     }
-    progress("ranks that come from computing")
-    turn_s = measure_turn(world)
+    progress("collectives and computing together")
+    beside = Beside(world)
+    turn_s, hidden_share = beside.turn_s(), beside.hidden_share()
     device = group_device(world)
     return Calibration(
         hardware=Hardware(
@@ -73,6 +74,7 @@ def calibrate(
         collectives=Collectives(**collectives),
         kernels=Kernels(**kernels),
         turn_s=turn_s,
+        hidden_share=hidden_share,
     )
 
 

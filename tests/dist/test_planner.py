@@ -10,6 +10,7 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 from torchrec.distributed.planner.types import PlannerError, ShardingOption
 
 import torchrec_2dsp as tdsp
+from tests.support.planning import calibration
 from tests.support.ranks import RankPool
 from tests.unit.test_planner import SHARDERS, bags, constrained, planner_for, world
 from torchrec_2dsp.plan.serialize import from_json, to_json
@@ -31,8 +32,7 @@ def test_every_rank_gets_the_plan(ranks4: RankPool, sharding_type: str) -> None:
 
 
 def plan_by_cost(rank: int, world_size: int) -> str:
-    calibration = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
-    planner = tdsp.Planner2D(batch_size=64, calibration=calibration)
+    planner = tdsp.Planner2D(batch_size=64, calibration=calibration())
     plan = planner.collective_plan(bags(), SHARDERS)
     assert ("ms per step" in str(planner.explain())) if rank == 0 else True
     return to_json(plan)
@@ -48,13 +48,12 @@ def test_every_rank_gets_the_plan_of_a_search_by_cost(ranks4: RankPool) -> None:
 
 
 def plan_of_proposals(rank: int, world_size: int) -> str:
-    calibration = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
-    topology = calibration.topology(world_size, local_world_size=2)
+    topology = calibration().topology(world_size, local_world_size=2)
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=64,
         storage_reservation=FixedPercentageStorageReservation(0.0),
-        proposer=tdsp.GroupSizeProposer(topology, calibration),
+        proposer=tdsp.GroupSizeProposer(topology, calibration()),
         partitioner=tdsp.BalancedPartitioner(),
         stats=tdsp.Stats2D(),
     )

@@ -1,6 +1,5 @@
 """Ids that no row has: told on every rank, dropped, or clamped; and they never train a row."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest

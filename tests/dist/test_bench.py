@@ -16,9 +16,9 @@ from torchrec_2dsp.bench import replay
 from torchrec_2dsp.bench.config import BenchConfig
 from torchrec_2dsp.bench.contestants import build_trainer
 from torchrec_2dsp.bench.results import BenchResult, ContestantResult, Outcome
-from torchrec_2dsp.measure.link_speed import LinkSpeeds
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.data.synthetic import make_batch
+from torchrec_2dsp.measure.link_speed import LinkSpeeds
 from torchrec_2dsp.recipe.config_file import make_config
 
 ROOT = Path(__file__).parents[2]
@@ -34,8 +34,14 @@ NO_LINKS = LinkSpeeds(
 
 def torchrun(*arguments: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        + list(arguments),
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+            *list(arguments),
+        ],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "80"},
         capture_output=True,
@@ -46,15 +52,24 @@ def torchrun(*arguments: str, ranks: int = 2) -> subprocess.CompletedProcess[str
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> BenchResult:
+def result_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bench") / "result.json"
     done = torchrun("-m", "tests.support.faulty_bench", str(path))
     assert path.exists(), done.stdout + done.stderr
-    return BenchResult.load(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def result(result_path: Path) -> BenchResult:
+    return BenchResult.load(result_path)
 
 
 def named(result: BenchResult, name: str) -> ContestantResult:
     return next(one for one in result.contestants if one.name == name)
+
+
+def test_contestants_rest_while_others_are_measured(result_path: Path) -> None:
+    assert result_path.with_suffix(".states").read_text() == "T"
 
 
 def test_failures_are_told_apart_and_the_others_are_measured(result: BenchResult) -> None:
@@ -121,7 +136,9 @@ def test_steps_are_predicted_from_the_calibration(result: BenchResult) -> None:
 def test_row_gradients_travel_only_where_replicas_merge_them(result: BenchResult) -> None:
     travelling = {one.name for one in result.measured() if one.row_travel}
     exact = {
-        one.name for one in result.measured() if "capture rows" in {part.name for part in one.phases}
+        one.name
+        for one in result.measured()
+        if "capture rows" in {part.name for part in one.phases}
     }
     assert travelling == exact != set()
     for name in travelling:

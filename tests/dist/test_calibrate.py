@@ -61,8 +61,17 @@ def test_hosts_of_different_sizes_are_refused(ranks4: RankPool) -> None:
 
 def command(*arguments: str, ranks: int = 2) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        + [f"--nproc-per-node={ranks}", "-m", "torchrec_2dsp", "calibrate", *arguments],
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+            "-m",
+            "torchrec_2dsp",
+            "calibrate",
+            *arguments,
+        ],
         capture_output=True,
         text=True,
         timeout=240,

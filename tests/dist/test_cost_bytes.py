@@ -14,8 +14,8 @@ from tests.support.parity import Cell, group_plan, make_optimizer, make_sharder
 from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.cost.loads import Loads
-from torchrec_2dsp.cost.span import Span
 from torchrec_2dsp.cost.placed import Placed
+from torchrec_2dsp.cost.span import Span
 from torchrec_2dsp.cost.table_loads import add_table
 
 BATCH = 256

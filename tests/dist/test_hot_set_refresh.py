@@ -10,8 +10,15 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from tests.support.loops import PIPELINES, make_stream, pipeline_loop, plain_loop, shard
-from tests.support.loops import shard_loss_model, snapshot
+from tests.support.loops import (
+    PIPELINES,
+    make_stream,
+    pipeline_loop,
+    plain_loop,
+    shard,
+    shard_loss_model,
+    snapshot,
+)
 from tests.support.models import ModelSpec
 from tests.support.oracle import local_loss
 from tests.support.parity import Cell, compare, make_optimizer, make_oracle

@@ -34,7 +34,9 @@ def scaled(scales: dict[str, float]) -> tdsp.MomentScaledRowWiseAdaGrad:
     return tdsp.MomentScaledRowWiseAdaGrad(lr=LR, eps=EPS, moment_scale=scales)
 
 
-def train_otherwise(rank: int, world_size: int, cell: Cell, optimizer: Any, way: dict[str, Any]) -> float:
+def train_otherwise(
+    rank: int, world_size: int, cell: Cell, optimizer: Any, way: dict[str, Any]
+) -> float:
     """Another optimizer of ours on the sharder, against the emulation."""
     parallel = shard(cell, SHARDERS[cell.spec.sequence](optimizer))
     stream = make_stream(cell, STEPS)

@@ -28,6 +28,7 @@ SUM, MEAN, WEIGHTED = BAGS
 EXACT = {"optimizer": "rowwise_adagrad", "sync": tdsp.GradientSync()}
 AVERAGED = {"optimizer": "sgd", "sync": tdsp.WeightSync(dense_above=1.0)}
 
+
 def test_bags(ranks4: RankPool) -> None:
     """Every pair of exchange, mesh, and pooling with a sync; not all three with all."""
     kinds = ((SUM, HOT_ROWS, EXACT), (MEAN, (), AVERAGED), (WEIGHTED, HOT_ROWS, EXACT))
@@ -124,7 +125,7 @@ def shared_features(rank: int, world_size: int, kind: type) -> float:
     )
     with torch.no_grad():
         expected, found = module(features), sharded(features).wait()
-    values = {name: one for name, one in _by_name(expected)}
+    values = dict(_by_name(expected))
     gaps = [(one - values.pop(name)).abs().max().item() for name, one in _by_name(found)]
     assert not values, f"{sorted(values)} are missing"
     return max(gaps)

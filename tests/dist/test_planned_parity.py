@@ -6,8 +6,8 @@ with this package's proposers, and `ModelParallel2D` runs it, or TorchRec's own 
 
 import pytest
 
-from tests.support.parity import Cell, make_sharder, plan_by_cost, run_cells, tolerance_of
 from tests.support.models import build
+from tests.support.parity import Cell, make_sharder, plan_by_cost, run_cells, tolerance_of
 from tests.support.ranks import RankPool
 from torchrec_2dsp import (
     GradientSync,

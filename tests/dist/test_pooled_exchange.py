@@ -17,9 +17,25 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.dist.test_checkpoint_harness import Trip, check_arrivals, stock
-from tests.support.loops import PIPELINES, by_pipelines, largest_gap, make_stream, plain_loop, shard, train
+from tests.support.loops import (
+    PIPELINES,
+    by_pipelines,
+    largest_gap,
+    make_stream,
+    plain_loop,
+    shard,
+    train,
+)
 from tests.support.models import MIXED, SEQUENCE_TABLES, ModelSpec, TableSpec, build
-from tests.support.parity import LR, TOLERANCE, Cell, group_plan, make_optimizer, make_sharder, run_cells
+from tests.support.parity import (
+    LR,
+    TOLERANCE,
+    Cell,
+    group_plan,
+    make_optimizer,
+    make_sharder,
+    run_cells,
+)
 from tests.support.ranks import RankPool, RanksFailed
 from torchrec_2dsp.comms.counting import count_collectives
 
@@ -87,7 +103,9 @@ def test_several_dimensions_equal_the_unsharded_model(ranks2: RankPool) -> None:
 
 def test_averaged_replicas_equal_the_unsharded_model(ranks4: RankPool) -> None:
     sync = tdsp.WeightSync(dense_above=1.0)
-    cells = [replace(NONEMPTY, mesh=TWO, sharding=kind, optimizer="sgd", sync=sync) for kind in KINDS]
+    cells = [
+        replace(NONEMPTY, mesh=TWO, sharding=kind, optimizer="sgd", sync=sync) for kind in KINDS
+    ]
     check(cells, ranks4)
 
 
@@ -109,7 +127,9 @@ def as_pooled(rank: int, world_size: int, cells: list[Cell]) -> list[float]:
 
 
 def test_whole_bags_have_the_bits_of_the_pooled_exchange(ranks4: RankPool) -> None:
-    cells = [replace(NONEMPTY, mesh=mesh, sharding=kind) for mesh in (ONE, TWO) for kind in KINDS[:2]]
+    cells = [
+        replace(NONEMPTY, mesh=mesh, sharding=kind) for mesh in (ONE, TWO) for kind in KINDS[:2]
+    ]
     assert ranks4.run(as_pooled, cells) == [[0.0] * len(cells)] * 4
 
 
@@ -167,7 +187,10 @@ def test_only_bags_with_ids_travel(ranks4: RankPool) -> None:
 
 def test_only_parts_of_bags_with_ids_travel(ranks4: RankPool) -> None:
     """An owner sends a part of each bag that has any of its rows."""
-    parts = [[sum(any(row // 10 == owner for row in bag) for bag in bags) for owner in range(4)] for bags in IDS]
+    parts = [
+        [sum(any(row // 10 == owner for row in bag) for bag in bags) for owner in range(4)]
+        for bags in IDS
+    ]
     answers = ranks4.run(bytes_of_a_step, replace(NONEMPTY, spec=ONE_TABLE, sharding="row_wise"))
     for rank, sent in enumerate(answers):
         assert sent == (sum(of[rank] for of in parts) * 8 * 4, sum(parts[rank]) * 8 * 4)
@@ -213,7 +236,9 @@ def sharded(rank: int, world_size: int, cell: Cell) -> None:
 def test_what_it_is_not_for_is_refused(ranks4: RankPool) -> None:
     cell = Cell(ONE, "table_row_wise")
     plan = group_plan(cell, build(cell.spec), make_sharder(cell), 4)
-    with pytest.raises(tdsp.PlanError, match="exchange='nonempty' is for tables sharded table_wise, "):
+    with pytest.raises(
+        tdsp.PlanError, match="exchange='nonempty' is for tables sharded table_wise, "
+    ):
         tdsp.pin(plan, "t0", exchange="nonempty")
     sequence = ModelSpec(SEQUENCE_TABLES, sequence=True)
     with pytest.raises(RanksFailed, match="has exchange='nonempty', which is for bags"):

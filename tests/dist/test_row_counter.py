@@ -15,7 +15,9 @@ def counted(rank: int, world_size: int, exact_rows: int) -> tuple[dict[int, floa
     """Each rank looks up its own number, and all of them row 50."""
     counter = tdsp.RowCounter([TABLE], exact_rows=exact_rows)
     for _ in range(rank + 1):
-        counter.update(KeyedJaggedTensor(["f"], torch.tensor([rank, 50]), lengths=torch.tensor([1, 1])))
+        counter.update(
+            KeyedJaggedTensor(["f"], torch.tensor([rank, 50]), lengths=torch.tensor([1, 1]))
+        )
     counter.gather()
     table = counter.gather()["t"]
     assert counter.stats()["t"].num_samples == 2 * (rank + 1), "gathering changes nothing"

@@ -18,7 +18,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.dist.test_checkpoint_harness import Trip, check_arrivals, stock
-from tests.support.loops import PIPELINES, by_pipelines, largest_gap, make_stream, plain_loop, shard, train
+from tests.support.loops import (
+    PIPELINES,
+    by_pipelines,
+    make_stream,
+    plain_loop,
+    shard,
+)
 from tests.support.models import MIXED, SEQUENCE_TABLES, ModelSpec, TableSpec, build
 from tests.support.parity import (
     LR,
@@ -52,9 +58,7 @@ def check(cells: Sequence[Cell], ranks: RankPool, steps: int = 4) -> None:
             assert gap.worst <= tolerance, f"{cell}: {gap}"
 
 
-@pytest.mark.parametrize(
-    "mesh", [ONE, TWO, pytest.param(INSIDE, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize("mesh", [ONE, TWO, pytest.param(INSIDE, marks=pytest.mark.slow)], ids=str)
 def test_bags_equal_the_unsharded_model(ranks4: RankPool, mesh: tdsp.Mesh2D) -> None:
     cells = [
         replace(ROWS, mesh=mesh, spec=spec, optimizer=optimizer, hot_rows=hot_rows)
@@ -90,8 +94,7 @@ def test_averaged_replicas_equal_the_unsharded_model(ranks4: RankPool) -> None:
     """With SGD an average of replicas is exact, and it needs to know which rows change."""
     sync = tdsp.WeightSync(dense_above=1.0)
     cells = [
-        replace(ROWS, mesh=TWO, optimizer="sgd", sync=sync, spec=spec)
-        for spec in (*BAGS, SEQUENCE)
+        replace(ROWS, mesh=TWO, optimizer="sgd", sync=sync, spec=spec) for spec in (*BAGS, SEQUENCE)
     ]
     check(cells, ranks4)
 
@@ -187,9 +190,7 @@ def quantised(rank: int, world_size: int, cell: Cell, qcomms: CommType) -> tuple
     stream, codecs = make_stream(cell, 4), QCommsConfig(qcomms, qcomms)
     sharder = make_sharder(cell)
     assert isinstance(sharder, EmbeddingBagCollectionSharder)
-    sharder._qcomm_codecs_registry = get_qcomm_codecs_registry(
-        codecs, device=torch.device("cpu")
-    )
+    sharder._qcomm_codecs_registry = get_qcomm_codecs_registry(codecs, device=torch.device("cpu"))
     parallel, exact = shard(cell, sharder), shard(cell)
     batches = [step[rank] for step in stream]
     losses = plain_loop(parallel, make_optimizer(parallel), batches[:-1])
@@ -203,9 +204,7 @@ def quantised(rank: int, world_size: int, cell: Cell, qcomms: CommType) -> tuple
 
 @pytest.mark.parametrize("qcomms", [CommType.FP16, CommType.BF16])
 def test_quantised_communication_halves_the_bytes(ranks4: RankPool, qcomms: CommType) -> None:
-    short, full = (
-        ranks4.run(quantised, ROWS, one) for one in (qcomms, CommType.FP32)
-    )
+    short, full = (ranks4.run(quantised, ROWS, one) for one in (qcomms, CommType.FP32))
     for (gap, sent), (no_gap, fully_sent) in zip(short, full, strict=True):
         assert no_gap == 0.0 < gap < 10 * LR * 2**-8
         assert sent * 2 == fully_sent > 0
@@ -242,8 +241,12 @@ def test_a_plan_says_what_it_needs() -> None:
     needs = r"2d_table_wise, but exchange='row' is for tables sharded row_wise: constrain it with"
     with pytest.raises(tdsp.PlanError, match=needs):
         tdsp.pin(plan, "t0", exchange="row")
-    with pytest.raises(tdsp.PlanError, match="exchange='rows' is unknown; use one of 'pooled', 'nonempty'"):
+    with pytest.raises(
+        tdsp.PlanError, match="exchange='rows' is unknown; use one of 'pooled', 'nonempty'"
+    ):
         tdsp.pin(plan, "t0", exchange="rows")
+
+
 TINY = ModelSpec((TableSpec("t0", 3, 8, ("f0", "f1")),))
 
 

@@ -173,7 +173,9 @@ def rows_sent(rank: int, world_size: int, cell: Cell) -> tuple[float, int]:
 
 
 def test_owners_of_sorted_ids_do_equal_work(ranks4: RankPool) -> None:
-    losses, blocks = zip(*ranks4.run(rows_sent, replace(HASH, spec=SORTED, owners="block")), strict=True)
+    losses, blocks = zip(
+        *ranks4.run(rows_sent, replace(HASH, spec=SORTED, owners="block")), strict=True
+    )
     same, spread = zip(*ranks4.run(rows_sent, replace(HASH, spec=SORTED)), strict=True)
     assert same == pytest.approx(losses, rel=1e-5)
     assert max(blocks) > 2.5 * sum(blocks) / 4
@@ -186,7 +188,11 @@ def test_a_plan_keeps_it_and_says_what_it_needs() -> None:
     plan = group_plan(cell, build(cell.spec), make_sharder(cell), 4)
     spread = tdsp.pin(plan, "t0", exchange="row", owners="hash")
     assert from_json(to_json(spread)) == spread != tdsp.pin(plan, "t0", exchange="row")
-    with pytest.raises(tdsp.PlanError, match="has owners='hash', which is for row exchange: pin it"):
+    with pytest.raises(
+        tdsp.PlanError, match="has owners='hash', which is for row exchange: pin it"
+    ):
         tdsp.pin(plan, "t0", owners="hash")
-    with pytest.raises(tdsp.PlanError, match="owners='rows' is unknown; use one of 'block', 'hash'"):
+    with pytest.raises(
+        tdsp.PlanError, match="owners='rows' is unknown; use one of 'block', 'hash'"
+    ):
         tdsp.pin(plan, "t0", exchange="row", owners="rows")

@@ -1,6 +1,8 @@
 """Rows that come early: weights and losses stay those of the plain loop, bit for bit."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -18,6 +20,7 @@ from tests.support.prefetching import STEPS, Counts, compare, drain, run, sharde
 from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.rows.direct_update import DirectUpdater
+from torchrec_2dsp.rows.gradients import RowGradients
 from torchrec_2dsp.shard import row_kernel
 
 ONE = tdsp.Mesh2D(1, 4)
@@ -186,6 +189,20 @@ def test_kernels_that_update_all_rows_at_once_have_no_lagging_gradients(ranks4: 
             assert counts.lagging == 0
 
 
+@contextmanager
+def counting_updates() -> Iterator[list[int]]:
+    """How many rows each update had."""
+    apply, calls = DirectUpdater.apply, []
+
+    def count(self: DirectUpdater, gradients: RowGradients) -> None:
+        calls.append(gradients.num_rows)
+        apply(self, gradients)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DirectUpdater, "apply", count)
+        yield calls
+
+
 def epochs(rank: int, world_size: int) -> tuple[float, int]:
     """An evaluation, then two epochs of different length by one pipeline, one
     of them a single batch; and how often rows were updated in a step."""
@@ -198,11 +215,7 @@ def epochs(rank: int, world_size: int) -> tuple[float, int]:
             parallel.eval()
             drain(pipeline, batches[:3])
             parallel.train()
-        with pytest.MonkeyPatch.context() as patch:
-            apply, calls = DirectUpdater.apply, []
-            patch.setattr(
-                DirectUpdater, "apply", lambda *of: (calls.append(of[1].num_rows), apply(*of))[1]
-            )
+        with counting_updates() as calls:
             drain(pipeline, batches)
             drain(pipeline, batches[:1])
             ends.append(snapshot(parallel))

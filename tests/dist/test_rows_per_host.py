@@ -1,10 +1,9 @@
-"""Row exchange of groups over several hosts: ranks of a host ask together, and nothing else changes."""
+"""Row exchange of groups over several hosts: ranks of a host ask together, nothing else changes."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
-import pytest
 from torchrec.distributed.fbgemm_qcomm_codec import CommType
 
 import torchrec_2dsp as tdsp

@@ -16,6 +16,7 @@ EXACT = Cell(MESH)
 AVERAGED = replace(EXACT, sync=tdsp.WeightSync())
 HOT = replace(EXACT, sharding="table_wise", hot_rows=(("t0", (0, 1, 5)), ("t1", (0, 2, 3))))
 
+
 def one_hot_batch(cell: Cell, rank: int) -> KeyedJaggedTensor:
     """Four samples with one id per feature: the first and the last row of each table, twice.
 
@@ -73,8 +74,9 @@ def step_of(
 ) -> Step:
     """What all sharding types have in common; sizes are per rank.
 
-    The first tells of an id that no table has. The pooled output is 8 + 16 + 16 + 8 = 48 columns wide. Its gradient comes back for the 4
-    samples of the rank: 4 x 48 x 4 = 768 bytes. DDP reduces 48 weights and a bias: 196 bytes.
+    The first tells of an id that no table has. The pooled output is 8 + 16 + 16 + 8 = 48 columns
+    wide. Its gradient comes back for the 4 samples of the rank: 4 x 48 x 4 = 768 bytes. DDP reduces
+    48 weights and a bias: 196 bytes.
     """
     a2a = "all_to_all_single"
     forward, backward = ("reduce_scatter_tensor", "all_gather_into_tensor") if rows else (a2a, a2a)
@@ -113,22 +115,18 @@ ROW_WISE = step_of(
 # Column-wise, 4 columns to a shard: 2 + 4 + 4 + 2 = 12 features of shards, so 12 x 4 x 8 = 384. A
 # rank holds 4 of 8 shards, half of the columns, 8 x 24 x 4 = 768, and two touched rows of each:
 # 4 x 2 x 4 = 32 and 4 x 2 x 4 x 4 = 128.
-COLUMN_WISE = step_of(
-    48, 384, 384, 768, *merge_of("replicate", (32, 128)), rows=False, header=16
-)
+COLUMN_WISE = step_of(48, 384, 384, 768, *merge_of("replicate", (32, 128)), rows=False, header=16)
 # Grid: the lengths of 12 features to both ranks. All 8 shards, one touched row of each.
 GRID = step_of(48, 768, 384, 1536, *merge_of("replicate", (32, 128)), rows=True, header=16)
 # Table-wise: one rank has t1, 8 x 32 x 4 = 1024, with 2 rows of 16 columns ...
-TABLE_WISE_T1 = step_of(
-    48, 128, 128, 1024, *merge_of("replicate", (8, 128)), rows=False, header=16
-)
+TABLE_WISE_T1 = step_of(48, 128, 128, 1024, *merge_of("replicate", (8, 128)), rows=False, header=16)
 # ... the other has t0 and t2, 8 x 16 x 4 = 512, with 4 rows of 8.
 TABLE_WISE_T0_T2 = step_of(
     48, 128, 128, 512, *merge_of("replicate", (16, 128)), rows=False, header=16
 )
-# Hot are one row of t0 and one of t1: 6 of 16 ids, which leaves 80 bytes. A rank tells 3 others of a
-# row of 8 and of one of 16 columns: 3 x 4 and 3 x 8 x 4, 3 x 4 and 3 x 16 x 4. In the header stand
-# the rows of 4 possible owners, for each dimension.
+# Hot are one row of t0 and one of t1: 6 of 16 ids, which leaves 80 bytes. A rank tells 3 others of
+# a row of 8 and of one of 16 columns: 3 x 4 and 3 x 8 x 4, 3 x 4 and 3 x 16 x 4. In the header
+# stand the rows of 4 possible owners, for each dimension.
 HOT_MERGE = merge_of("world", (12, 96), (12, 192))
 HOT_T1 = step_of(
     *(48, 128, 80, 1024),
@@ -147,7 +145,8 @@ HOT_T0_T2 = step_of(
     hot_header=72,
 )
 # Averages of what was touched: row counts, 8 bytes each; then one row of each table with its id and
-# its moment, padded to 8 bytes: (8 + 32 + 8) + (8 + 64 + 8) + (8 + 32 + 8) = 176, to the one other peer.
+# its moment, padded to 8 bytes: (8 + 32 + 8) + (8 + 64 + 8) + (8 + 32 + 8) = 176, to the one other
+# peer.
 AVERAGE = step_of(
     *(48, 256, 128, 1536),
     ALARM,
@@ -155,8 +154,8 @@ AVERAGE = step_of(
     ("all_to_all_single", "replicate", 176),
     rows=True,
 )
-# Averages of everything: a shard of 20 x 8 + 12 x 16 + 17 x 8 weights and 49 moments, (488 + 49) x 4 = 2148; the
-# other has 16 rows of t2.
+# Averages of everything: a shard of 20 x 8 + 12 x 16 + 17 x 8 weights and 49 moments,
+# (488 + 49) x 4 = 2148; the other has 16 rows of t2.
 AVERAGES = [
     step_of(48, 256, 128, 1536, ("all_reduce_coalesced", "replicate", num_bytes), rows=True)
     for num_bytes in (2148, 2112)

@@ -18,9 +18,23 @@ NUM_ROWS, DIM = 4096, 64
 
 def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-        + ["-m", "torchrec_2dsp", "bench-sync", "--config", "configs/runs/bench_sync.toml"]
-        + ["--set", "shard_mib=[1]", "--set", "repeats=2", *arguments],
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=4",
+            "-m",
+            "torchrec_2dsp",
+            "bench-sync",
+            "--config",
+            "configs/runs/bench_sync.toml",
+            "--set",
+            "shard_mib=[1]",
+            "--set",
+            "repeats=2",
+            *arguments,
+        ],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "100"},
         capture_output=True,

@@ -152,7 +152,9 @@ def test_drift_is_found_at_the_next_check(ranks4: RankPool, sync: Any) -> None:
     (answer,) = set(ranks4.run(drifting, cell, 3))
     step, said = answer
     assert step == 3
-    assert said.startswith("copies of table 't0' differ in rows 200 to 399 after a sync; if weights")
+    assert said.startswith(
+        "copies of table 't0' differ in rows 200 to 399 after a sync; if weights"
+    )
     assert "call model.broadcast_replicas() (found on rank " in said
 
 

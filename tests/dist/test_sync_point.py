@@ -2,16 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torchrec.distributed import comm_ops
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from tests.support.loop_oracles import LoopOracle, TwiceModel, bag_loss, bag_oracle, twice_oracle
 from tests.support.loops import (
     Tensors,
     counting_syncs,
@@ -35,7 +33,6 @@ from tests.support.parity import (
 )
 from tests.support.ranks import RankPool
 from torchrec_2dsp.errors import SyncError
-from torchrec_2dsp.sync.moment import Moment
 
 MESH = tdsp.Mesh2D(2, 2)
 EXACT = Cell(MESH)

@@ -10,7 +10,6 @@ from tests.support.oracle import local_loss
 from tests.support.parity import Cell, local_world_size, make_parallel
 from tests.support.ranks import RankPool
 
-
 WHOLE = tdsp.WeightSync(rows=tdsp.SyncedRows.ALL)
 
 

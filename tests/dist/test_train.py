@@ -20,8 +20,8 @@ from torchrec_2dsp.recipe.config_file import load_config, make_config
 from torchrec_2dsp.train.config import TrainConfig
 from torchrec_2dsp.train.meter import Measured
 from torchrec_2dsp.train.program import train
-from torchrec_2dsp.train.results import RunResult, TrainResult, largest_loss_gap
 from torchrec_2dsp.train.record import TrainRecord
+from torchrec_2dsp.train.results import RunResult, TrainResult, largest_loss_gap
 
 ROOT = Path(__file__).parents[2]
 TINY = {
@@ -116,7 +116,8 @@ def test_rows_travel_as_the_run_says(trained: Trained) -> None:
     for _, module in trained[0][0].runs[3].plan.modules():
         for _, table in module.tables():
             assert (table.exchange, table.owners) == (Exchange.ROW, RowOwners.HASH)
-            assert table.hot_set is not None and len(table.hot_set) == 4
+            assert table.hot_set is not None
+            assert len(table.hot_set) == 4
 
 
 def test_results_are_measured(trained: Trained) -> None:
@@ -206,7 +207,9 @@ def wrong_exchange(rank: int, world_size: int, odd: dict[str, Any]) -> str:
 
 
 def test_an_exchange_that_fits_no_table_is_refused_on_every_rank(ranks4: RankPool) -> None:
-    said = "exchange='row' is for tables sharded row_wise, and the plan has none: set sharding_types"
+    said = (
+        "exchange='row' is for tables sharded row_wise, and the plan has none: set sharding_types"
+    )
     odd = {"exchange": "row", "sharding_types": ["table_wise"]}
     assert ranks4.run(wrong_exchange, odd, timeout_s=60) == [said] * 4
     said = "prefetch_rows is for an exchange of rows; set exchange='row'"

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 from torchrec.modules.embedding_configs import DataType
 
 import torchrec_2dsp as tdsp

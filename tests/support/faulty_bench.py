@@ -3,6 +3,7 @@
 torchrun ... -m tests.support.faulty_bench RESULT.json
 """
 
+import multiprocessing
 import os
 import sys
 import time
@@ -71,13 +72,39 @@ class FaultyWorker(Worker):
         return super().block(num_steps)
 
 
+class States:
+    """Notes what contestants do when one has been measured, as the operating system calls it."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+
+    def speeds_measured(self, speeds: Any) -> None:
+        """Not of interest."""
+
+    def contestant_built(self, name: str, sharding: dict[str, int]) -> None:
+        """Not of interest."""
+
+    def contestant_out(self, name: str, outcome: Any, reason: str) -> None:
+        """Not of interest."""
+
+    def block_measured(self, name: str, block: Any) -> None:
+        """Look at all processes of this rank."""
+        time.sleep(0.1)  # Who is stopped comes to a stop a little later.
+        for process in multiprocessing.active_children():
+            line = Path(f"/proc/{process.pid}/stat").read_text()
+            self.seen.add(line.rpartition(")")[2].split()[0])
+
+
 def main() -> None:
-    """Run it; rank 0 writes the result."""
+    """Run it; rank 0 writes the result, and what contestants do meanwhile."""
     config = make_config(BenchConfig, CONFIG)
     program.Worker = FaultyWorker
-    result = program.run_bench(config)
+    states = States()
+    result = program.run_bench(config, [states])
     if os.environ["RANK"] == "0":
-        result.save(Path(sys.argv[1]))
+        path = Path(sys.argv[1])
+        result.save(path)
+        path.with_suffix(".states").write_text("".join(sorted(states.seen)))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,10 @@ _TURNS = 4
 _COMPUTED_S = 0.01
 _SIZES = {"cpu": 384, "cuda": 4096}
 _REPEATS = 9
-_SMALLEST, _LARGEST = 2**14, 2**24
+_SMALLEST = 2**14
 """Elements for each rank."""
+_LARGEST = 2**26
+"""Elements for all ranks together."""
 
 
 class Beside:
@@ -44,7 +46,8 @@ class Beside:
         """Which share of a long all-to-all takes no time if ranks compute meanwhile."""
         num_elements = _SMALLEST
         exchange = self._exchanging(num_elements)
-        while self._seconds(exchange) < _COMPUTED_S and num_elements < _LARGEST:
+        most = _LARGEST // self._world.size()
+        while self._seconds(exchange) < _COMPUTED_S and 2 * num_elements <= most:
             num_elements *= 2
             exchange = self._exchanging(num_elements)
         exchange_s = self._seconds(exchange)

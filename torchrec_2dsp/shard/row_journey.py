@@ -78,8 +78,6 @@ class RowJourney:
         self.has_begun = False
         """Whether the early rows have set out."""
         self._step: OptimizerStep | None = None
-        # Autograd only calls a function whose input needs a gradient.
-        self._anchor = torch.zeros(1, requires_grad=True)
         self._left: torch.Tensor | None = None
         self._early: TravellingRows | None = None
         self._late: TravellingRows | None = None
@@ -127,8 +125,9 @@ class RowJourney:
         self._late = self._wire.start_rows(rows, late.asked, late.wanted)
         if self._kernel.updates_by_row:
             # Autograd begins with what was made last. So made before the model's forward, this
-            # waits for gradients when all others of the backward are on their way, too.
-            self._left = _Leaving.apply(self._anchor, self)
+            # waits for gradients when all others of the backward are on their way, too. And it
+            # only calls a function whose input needs a gradient.
+            self._left = _Leaving.apply(torch.zeros(1, requires_grad=True), self)
 
     def fetch(self, owned: torch.Tensor) -> Awaitable[torch.Tensor]:
         """The rows of the batch.

@@ -127,28 +127,32 @@ def test_bad_ids_are_corrected(ranks4: RankPool, cell: Cell, policy: str) -> Non
         assert ranks4.run(correcting, cell, policy, bad) == [(0.0, 3)] * 4
 
 
-def raising_in_a_pipeline(rank: int, world_size: int, cell: Cell) -> tuple[int, str]:
-    """How many batches were trained on, and what was said."""
-    parallel = shard_loss_model(cell)
+def raising_in_pipelines(rank: int, world_size: int, cell: Cell) -> tuple[list[str], float]:
+    """What each pipeline says of the fourth batch, and how far apart they leave the tables."""
     stream = [step[rank] for step in make_stream(cell, 6)]
     if rank == FAULTY_RANK:
         stream[3], *_ = with_id(stream[3], 24)
-    pipeline = PIPELINES["sparse dist"](parallel, make_optimizer(parallel), torch.device("cpu"))
-    batches = iter(stream)
-    for step in range(len(stream)):
-        try:
+    answers, ends = [], []
+    for kind in (PIPELINES["sparse dist"], tdsp.TrainPipelineRowPrefetch):
+        parallel = shard_loss_model(cell)
+        pipeline = kind(parallel, make_optimizer(parallel), torch.device("cpu"))
+        batches = iter(stream)
+        for _ in range(3):
             pipeline.progress(batches)
-        except tdsp.InputError as error:
-            return step, str(error)
-    return len(stream), ""
+        with pytest.raises(tdsp.InputError) as caught:
+            pipeline.progress(batches)
+        answers.append(str(caught.value))
+        ends.append(snapshot(parallel))
+    return answers, largest_gap(*ends)
 
 
 @pytest.mark.parametrize("cell", CELLS[1:3], ids=str)
 def test_pipelines_stop_at_the_batch(ranks4: RankPool, cell: Cell) -> None:
-    (answer,) = set(ranks4.run(raising_in_a_pipeline, cell))
-    step, said = answer
-    assert step == 3
+    """Also one that has sent rows of the batch before it looks them up."""
+    by_rank = ranks4.run(raising_in_pipelines, cell)
+    (said,) = {answer for answers, _ in by_rank for answer in answers}
     assert said.startswith("feature 'f1' has the id 24")
+    assert [gap for _, gap in by_rank] == [0.0] * 4
 
 
 def test_an_unknown_policy_is_told() -> None:

@@ -40,7 +40,7 @@ def torchrun(*arguments: str, ranks: int = 2) -> subprocess.CompletedProcess[str
             "torch.distributed.run",
             "--standalone",
             f"--nproc-per-node={ranks}",
-            *list(arguments),
+            *arguments,
         ],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "80"},

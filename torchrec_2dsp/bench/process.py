@@ -104,8 +104,8 @@ class ContestantProcess:
     def pause(self) -> None:
         """Let it do nothing at all until it is asked again.
 
-        Each process group of gloo's has a thread that wakes a hundred times a second, whether
-        there is something to do or not.
+        Each process group of gloo's has a thread that wakes about 85 times a second, whether there
+        is something to do or not.
         """
         os.kill(self.pid, signal.SIGSTOP)
 

@@ -259,8 +259,10 @@ class _Bench:
             self._control.raise_flag(flag)
         answers = self._control.exchange(answer)
         if all(one.how is How.ANSWERED for one in answers):
-            # No other rank needs it any more, and the next contestant needs the cores.
-            runner.process.pause()
+            # No other rank needs it any more, and the next contestant needs the cores. On a GPU it
+            # may not rest: NCCL takes a long silence of its own threads for a failure.
+            if self._schedule.device == "cpu":
+                runner.process.pause()
             return [one.value for one in answers]
         runner.process.kill()
         late = all(one.how in (How.LATE, How.STOPPED, How.ANSWERED) for one in answers)

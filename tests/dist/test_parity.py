@@ -1,4 +1,4 @@
-"""Training in 2D equals training one unsharded model on the global batch: the whole matrix.
+"""Training in 2D equals training one unsharded model on the global batch: the matrix.
 
 Ten steps, or four; the loss of every step, every weight and every moment at the end.
 """
@@ -54,6 +54,21 @@ def matrix(sharding: str, meshes: tuple[Mesh2D, ...]) -> list[Cell]:
     return cells
 
 
+def every_triple(cells: list[Cell]) -> list[Cell]:
+    """Half of the cells, in which any three of mesh, bags, method and hot rows still meet."""
+    return [
+        cell
+        for cell in cells
+        if not (
+            MESHES.index(cell.mesh)
+            + BAGS.index(cell.spec)
+            + METHODS.index((cell.optimizer, cell.sync))
+            + bool(cell.hot_rows)
+        )
+        % 2
+    ]
+
+
 def check(cells: list[Cell], per_rank: list[list[Gap]]) -> None:
     """Every cell on every rank within its tolerance, and really compared."""
     for index, cell in enumerate(cells):
@@ -71,10 +86,17 @@ def check(cells: list[Cell], per_rank: list[list[Gap]]) -> None:
 
 @pytest.mark.parametrize("sharding", BAG_TYPES)
 def test_bags_equal_the_unsharded_model(ranks4: RankPool, sharding: str) -> None:
-    cells = matrix(sharding, MESHES)
+    cells = every_triple(matrix(sharding, MESHES))
     # The other types repeat what happens in these two; fewer steps show that they do.
     steps = STEPS if sharding in ("table_wise", "row_wise") else 4
     check(cells, ranks4.run(run_cells, cells, steps, timeout_s=200))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", BAG_TYPES)
+def test_bags_in_all_cells(ranks4: RankPool, sharding: str) -> None:
+    cells = matrix(sharding, MESHES)
+    check(cells, ranks4.run(run_cells, cells, timeout_s=280))
 
 
 def test_a_table_may_be_hot_from_end_to_end(ranks4: RankPool) -> None:

@@ -8,10 +8,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.support.ranks import RankPool
+from torchrec_2dsp import ConfigError
+from torchrec_2dsp.bench.syncs.config import SyncBenchConfig
+from torchrec_2dsp.bench.syncs.program import run_sync_bench
 from torchrec_2dsp.bench.syncs.results import SyncBenchResult
 from torchrec_2dsp.cli.app import app
+from torchrec_2dsp.recipe.config_file import load_config
 
 ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "configs/runs/bench_sync.toml"
 NUM_ROWS, DIM = 4096, 64
 """Of a shard of 1 MiB."""
 
@@ -28,7 +34,7 @@ def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
             "torchrec_2dsp",
             "bench-sync",
             "--config",
-            "configs/runs/bench_sync.toml",
+            str(CONFIG),
             "--set",
             "shard_mib=[1]",
             "--set",
@@ -97,11 +103,18 @@ def test_the_page_has_a_plot_and_its_numbers(folder: Path) -> None:
     assert "<svg" in (folder / "syncs.svg").read_text()
 
 
-def test_groups_that_do_not_divide_the_ranks() -> None:
-    done = torchrun("--set", "num_groups=[3]")
-    assert done.returncode != 0
-    said = " ".join((done.stdout + done.stderr).split())
-    assert "num_groups=3 does not divide the 4 ranks" in said
+def refused(rank: int, world_size: int) -> str:
+    config = load_config(SyncBenchConfig, CONFIG, ["num_groups=[3]"])
+    with pytest.raises(ConfigError) as caught:
+        run_sync_bench(config)
+    return str(caught.value)
+
+
+def test_groups_that_do_not_divide_the_ranks(ranks4: RankPool) -> None:
+    said = set(ranks4.run(refused))
+    assert said == {
+        "num_groups=3 does not divide the 4 ranks; start as many ranks as a multiple of it"
+    }
 
 
 @pytest.mark.parametrize(
@@ -112,7 +125,6 @@ def test_groups_that_do_not_divide_the_ranks() -> None:
     ],
 )
 def test_bad_input(override: str, said: str) -> None:
-    config = str(ROOT / "configs/runs/bench_sync.toml")
-    done = CliRunner().invoke(app, ["bench-sync", "--config", config, "--set", override])
+    done = CliRunner().invoke(app, ["bench-sync", "--config", str(CONFIG), "--set", override])
     assert done.exit_code != 0
     assert said in " ".join(done.output.split())

@@ -13,7 +13,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 import torchrec_2dsp as tdsp
 from tests.unit.test_planner import nothing_reserved, world
-from torchrec_2dsp.cost.memory import buffer_weights, table_bytes
+from torchrec_2dsp.cost.memory import table_bytes
 from torchrec_2dsp.cost.model import Setting
 from torchrec_2dsp.cost.table_loads import message_type
 from torchrec_2dsp.planner.search.candidates import candidates_of
@@ -93,7 +93,7 @@ def best_of_all(candidates: list[Candidate], setting: Setting, room: float = ENO
                 there = [()]
             mine += [candidate.placed(choice, ranks, group) for ranks in there]
         ways.append(mine)
-    buffers = buffer_weights(setting)
+    buffers = setting.buffer_bytes
     best = np.inf
     for placed in itertools.product(*ways):
         loads = setting.loads(placed)

@@ -52,7 +52,7 @@ def loss_bound(one: PlannedContestant, sharding: dict[str, int], config: BenchCo
     """How far the losses of a contestant may be from the reference's."""
     if one.loss_bound != "by_kind":
         return one.loss_bound
-    rounds = isinstance(one, StockContestant) and one.qcomms != "fp32"
+    rounds = one.qcomms != "fp32"
     averages = not isinstance(one, StockContestant) and one.sync == "WeightSync"
     # TorchRec keeps a row-wise moment for each column shard of a row.
     by_columns = any("column" in name or "grid" in name for name in sharding)

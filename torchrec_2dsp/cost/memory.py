@@ -1,14 +1,95 @@
-"""What a table takes of the memory of a group's ranks. Pure."""
+"""What tables take of the memory of a group's ranks. Pure."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
 
 import numpy as np
+from numpy.typing import NDArray
 from torchrec.distributed.types import ShardingType
 
-from torchrec_2dsp.cost.loads import LOADS, Ranks
-from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.loads import LOADS, Loads, Ranks
 from torchrec_2dsp.cost.placed import FLOAT_BYTES, Placed
+from torchrec_2dsp.cost.workload import Workload
 
 _GRADIENT_COPIES = 2
 """Of a data-parallel table's dense gradient: its own, and that in a bucket that is reduced."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCost:
+    """Bytes that tables take of a rank, beside the dense part of the model.
+
+    Example:
+        >>> from torchrec_2dsp.cost.memory import MemoryCost
+        >>> cost = MemoryCost(weights_bytes=1e9, batches_bytes=2e6)
+        >>> cost.total_bytes
+        1002000000.0
+        >>> max(cost.parts(), key=lambda part: part[1])
+        ('weights', 1000000000.0)
+    """
+
+    weights_bytes: float = 0.0
+    """Shards of tables."""
+
+    optimizer_state_bytes: float = 0.0
+    """Their moments."""
+
+    hot_rows_bytes: float = 0.0
+    """Copies of hot rows, with moments."""
+
+    dense_gradients_bytes: float = 0.0
+    """Of data-parallel tables."""
+
+    batches_bytes: float = 0.0
+    """Ids, of all batches that a pipeline has at a time."""
+
+    vectors_bytes: float = 0.0
+    """Rows and pooled vectors on their way, and their gradients."""
+
+    copies_bytes: float = 0.0
+    """What keeps copies of rows equal: gradients that are merged, or what rows were before."""
+
+    @classmethod
+    def of(cls, parts: Mapping[str, float]) -> "MemoryCost":
+        """From bytes by name."""
+        return cls(**{f"{name}_bytes": size for name, size in parts.items()})
+
+    def __add__(self, other: "MemoryCost") -> "MemoryCost":
+        """Part by part."""
+        sums = {name: size + getattr(other, f"{name}_bytes") for name, size in self.parts()}
+        return MemoryCost.of(sums)
+
+    @property
+    def total_bytes(self) -> float:
+        """The sum of all parts."""
+        return sum(size for _, size in self.parts())
+
+    def parts(self) -> Iterator[tuple[str, float]]:
+        """Names and bytes."""
+        for one in fields(self):
+            yield one.name.removesuffix("_bytes"), getattr(self, one.name)
+
+    def as_dict(self) -> dict[str, float]:
+        """By field."""
+        return asdict(self)
+
+
+def memory_cost(tables: Iterable[Placed], loads: Loads, workload: Workload) -> MemoryCost:
+    """What the fullest rank of a group has.
+
+    Args:
+        tables: all of the group.
+        loads: what they give it to do.
+        workload: the batches.
+    """
+    kept = sum(
+        (_kept(one, loads.num_ranks) for one in tables), np.zeros((len(_KEPT), loads.num_ranks))
+    )
+    buffers = _buffers(workload, loads.num_ranks)
+    parts = dict(zip(_KEPT, kept, strict=True))
+    parts |= {name: weights @ loads.values for name, weights in buffers.items()}
+    fullest = int(sum(parts.values(), np.zeros(loads.num_ranks)).argmax())
+    return MemoryCost.of({name: float(by_rank[fullest]) for name, by_rank in parts.items()})
 
 
 def table_bytes(table: Placed, num_ranks: int) -> Ranks:
@@ -26,44 +107,66 @@ def table_bytes(table: Placed, num_ranks: int) -> Ranks:
         >>> table_bytes(table, num_ranks=2).tolist()
         [0.0, 1028000.0]
     """
+    return _kept(table, num_ranks).sum(axis=0)
+
+
+def buffer_bytes(workload: Workload, num_ranks: int) -> Ranks:
+    """How many bytes of buffers a rank of a group has for each unit of `LOADS`."""
+    return np.sum(list(_buffers(workload, num_ranks).values()), axis=0)
+
+
+_KEPT = ("weights", "optimizer_state", "hot_rows", "dense_gradients")
+"""Of `MemoryCost`, what is there between steps as well."""
+
+
+def _kept(table: Placed, num_ranks: int) -> NDArray[np.float64]:
+    """A row for each of `_KEPT`."""
     work = table.work
-    found = np.zeros(num_ranks)
+    found = np.zeros((len(_KEPT), num_ranks))
+    weights, state, hot_rows, gradients = found
     if table.kind is ShardingType.DATA_PARALLEL:
-        found += work.num_rows * (table.row_bytes + _state_bytes(table, work.dim))
-        return found + _GRADIENT_COPIES * work.num_rows * work.dim * FLOAT_BYTES
+        weights += work.num_rows * table.row_bytes
+        state += work.num_rows * _state_bytes(table, work.dim)
+        gradients += _GRADIENT_COPIES * work.num_rows * work.dim * FLOAT_BYTES
+        return found
     ranks, rows, columns = table.shards
-    np.add.at(found, ranks, rows * (columns * work.element_bytes + _state_bytes(table, columns)))
-    return found + table.num_hot * (table.row_bytes + _state_bytes(table, work.dim))
+    np.add.at(weights, ranks, rows * columns * work.element_bytes)
+    np.add.at(state, ranks, rows * _state_bytes(table, columns))
+    hot_rows += table.num_hot * (table.row_bytes + _state_bytes(table, work.dim))
+    return found
 
 
-def buffer_weights(setting: Setting) -> Ranks:
-    """How many bytes of buffers a rank has for each unit of `LOADS`.
+def _buffers(workload: Workload, num_ranks: int) -> dict[str, Ranks]:
+    """The other parts of `MemoryCost`, as bytes for each unit of `LOADS`.
 
     What is sent and what is received exist at the same time, and a pipeline has the ids of two
     batches; one that lets rows travel beside computing has those of three, and rows of two.
     """
-    num_ranks = setting.group.num_ranks
-    batches = 2 if setting.workload.is_pipelined else 1
-    batches += setting.workload.prefetches_rows
-    per_unit = {
-        "ids_to": 2 * batches * num_ranks,
-        "pooled_from": 2 * num_ranks,
-        "pooled_to": 2 * num_ranks,
-        "rows_from": 2 * num_ranks,
-        "rows_to": 2 * num_ranks,
-        "early_from": 2 * num_ranks,
-        "lagging_to": 2 * num_ranks,
-        "scattered": 1,
-        "gathered": num_ranks,
-        "host_scattered": 1,
-        "across_from": 2,
-        "across_to": 2,
-        "moved_bytes": 1,
-        "added_bytes": 1,
-        "hot_id_bytes": 1,
-        "hot_bytes_of_all": 2,
-        "peer_bytes_of_all": 2,
+    batches = 2 if workload.is_pipelined else 1
+    batches += workload.prefetches_rows
+    of_all = 2 * num_ranks
+    return {
+        "batches": _weights(ids_to=batches * of_all),
+        "vectors": _weights(
+            pooled_from=of_all,
+            pooled_to=of_all,
+            rows_from=of_all,
+            rows_to=of_all,
+            early_from=of_all,
+            lagging_to=of_all,
+            scattered=1,
+            gathered=num_ranks,
+            host_scattered=1,
+            across_from=2,
+            across_to=2,
+            moved_bytes=1,
+            added_bytes=1,
+        ),
+        "copies": _weights(hot_id_bytes=1, hot_bytes_of_all=2, peer_bytes_of_all=2),
     }
+
+
+def _weights(**per_unit: float) -> Ranks:
     return np.array([float(per_unit.get(name, 0)) for name in LOADS])
 
 

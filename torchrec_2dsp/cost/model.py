@@ -1,11 +1,12 @@
-"""`CostModel`: what a step of a plan takes on calibrated machines."""
+"""`CostModel`: what a step of a plan takes on calibrated machines, and how much memory."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torchrec_2dsp.cost.calibration import Calibration
-from torchrec_2dsp.cost.loads import Loads
+from torchrec_2dsp.cost.loads import Loads, Ranks
+from torchrec_2dsp.cost.memory import MemoryCost, buffer_bytes, memory_cost
 from torchrec_2dsp.cost.phases import Phases
 from torchrec_2dsp.cost.placed import Placed
 from torchrec_2dsp.cost.replica_loads import add_hot_rows, add_synced_rows
@@ -45,18 +46,37 @@ class CostModel:
 
     def step_cost(self, plan: Plan2D, workload: Workload) -> StepCost:
         """What a step of a plan takes."""
-        in_groups: list[Placed] = []
-        in_world: list[Placed] = []
-        for _, module in plan.modules():
-            for name, sharding in module.tables():
-                is_once = sharding.mesh_in(plan.mesh) != plan.mesh
-                some = in_world if is_once else in_groups
-                some.append(Placed.of(workload.table(name), sharding))
-        setting = Setting(self.calibration, workload, plan.mesh, plan.sync, self.local_world_size)
+        in_groups, in_world = _placed(plan, workload)
+        setting = self._setting(plan, workload)
         if in_world:
             world = setting.of_world()
             setting = replace(setting, beside=world.visible_cost(world.loads(in_world)))
         return setting.step_cost(setting.loads(in_groups))
+
+    def memory_cost(self, plan: Plan2D, workload: Workload) -> MemoryCost:
+        """What tables take of the fullest rank.
+
+        Tables with one copy in the world count as if the same rank had most of them.
+        """
+        in_groups, in_world = _placed(plan, workload)
+        setting = self._setting(plan, workload)
+        found = setting.memory_cost(in_groups)
+        return found + setting.of_world().memory_cost(in_world) if in_world else found
+
+    def _setting(self, plan: Plan2D, workload: Workload) -> "Setting":
+        return Setting(self.calibration, workload, plan.mesh, plan.sync, self.local_world_size)
+
+
+def _placed(plan: Plan2D, workload: Workload) -> tuple[list[Placed], list[Placed]]:
+    """Tables with a copy in each group, and those with one in the world."""
+    in_groups: list[Placed] = []
+    in_world: list[Placed] = []
+    for _, module in plan.modules():
+        for name, sharding in module.tables():
+            is_once = sharding.mesh_in(plan.mesh) != plan.mesh
+            some = in_world if is_once else in_groups
+            some.append(Placed.of(workload.table(name), sharding))
+    return in_groups, in_world
 
 
 @dataclass(frozen=True)
@@ -97,6 +117,11 @@ class Setting:
         return Phases(self.calibration, self.workload, self.group, self.world)
 
     @cached_property
+    def buffer_bytes(self) -> Ranks:
+        """How many bytes of buffers a rank of a group has for each unit of `LOADS`."""
+        return buffer_bytes(self.workload, self.group.num_ranks)
+
+    @cached_property
     def _in_group(self) -> Workload:
         """Rows that replicas change, too, can't travel beside computing."""
         prefetches = self.workload.prefetches_rows and self.mesh.num_groups == 1
@@ -110,6 +135,10 @@ class Setting:
             add_hot_rows(loads, table, self.workload, self.world)
             add_synced_rows(loads, table, self.workload, self.peers, self.sync)
         return loads
+
+    def memory_cost(self, tables: Sequence[Placed]) -> MemoryCost:
+        """What tables take of the fullest rank of a group."""
+        return memory_cost(tables, self.loads(tables), self.workload)
 
     def step_cost(self, loads: Loads) -> StepCost:
         """What it takes them, and what is beside."""

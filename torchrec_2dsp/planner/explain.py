@@ -31,6 +31,7 @@ def explain(result: SearchResult) -> Explanation:
         setting=best.setting,
         where=best.where,
         cost=best.cost,
+        memory=best.memory,
         tables=sorted(tables, key=lambda line: -line.seconds),
         busy_by_rank=busy,
         bytes_by_rank=best.bytes_by_rank,

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torchrec_2dsp.cost.loads import Ranks
+from torchrec_2dsp.cost.memory import MemoryCost
 from torchrec_2dsp.cost.model import Setting
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.page import Page
@@ -50,6 +51,9 @@ class Explanation:
 
     cost: StepCost
     """Of a step, part by part."""
+
+    memory: MemoryCost
+    """Of the fullest rank."""
 
     tables: Sequence[TableLine]
     """The longest first."""
@@ -108,6 +112,16 @@ class Explanation:
         ]
         return Rows(("part of a step", "ms"), [*rows, ("all", milliseconds(self.cost.total_s))])
 
+    def memory_rows(self) -> Rows:
+        """What the fullest rank keeps."""
+        rows = [
+            (name.replace("_", " "), f"{size / 1e9:.3f}")
+            for name, size in self.memory.parts()
+            if size
+        ]
+        total = f"{self.memory.total_bytes / 1e9:.3f}"
+        return Rows(("kept by the fullest rank", "GB"), [*rows, ("all", total)])
+
     def rank_rows(self) -> Rows:
         """How busy and how full the ranks of a group are."""
         longest = float(self.busy_by_rank.max(initial=0.0)) or 1.0
@@ -163,6 +177,7 @@ class Explanation:
         page.add_plot("Ranks of a group", ranks_plot(self.busy_by_rank, self.bytes_by_rank))
         plan = self.cost.total_s, float(self.bytes_by_rank.max(initial=0.0))
         page.add_plot("Time and memory of what else was found", front_plot(self.front, plan))
+        page.add_table("Memory of the fullest rank", *self.memory_rows(), _WORDS)
         page.add_table("What else was found", *self.other_rows(), _WORDS)
         return page
 
@@ -177,13 +192,17 @@ class Explanation:
         if self.caveat:
             yield self.caveat
         yield _table(self.phase_rows())
+        yield _table(self.memory_rows())
         # The busiest ones, where there are many.
         order = sorted(range(len(ranks.rows)), key=lambda rank: -self.busy_by_rank[rank])
         yield _table(ranks._replace(rows=[ranks.rows[rank] for rank in sorted(order[:_MAX_RANKS])]))
         yield _table(self.other_rows())
 
 
-_WORDS = ("table", "sharded", "exchange", "instead", "part of a step", "what else was found", "")
+_WORDS = (
+    *("table", "sharded", "exchange", "instead"),
+    *("part of a step", "kept by the fullest rank", "what else was found", ""),
+)
 """Headings of columns that have no numbers."""
 
 

@@ -11,7 +11,7 @@ from torchrec.distributed.planner.enumerators import get_partition_by_type
 from torchrec.distributed.planner.types import Perf, Shard, ShardingOption, Storage
 from torchrec.distributed.types import ShardingType
 
-from torchrec_2dsp.cost.memory import buffer_weights, table_bytes
+from torchrec_2dsp.cost.memory import table_bytes
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.plan.parameter_sharding import ProposedType, base_type
 from torchrec_2dsp.planner.search.choices import Candidate, Choice, rated
@@ -127,7 +127,7 @@ class Draft:
         sizes, offsets = candidate.shapes(choice, group)
         placed = candidate.somewhere(choice, group)
         loads = setting.loads([placed]).values
-        kept = table_bytes(placed, group.num_ranks) + buffer_weights(setting) @ loads
+        kept = table_bytes(placed, group.num_ranks) + setting.buffer_bytes @ loads
         milliseconds = prices.T @ loads
         if choice.is_free:
             milliseconds = _in_equal_parts(milliseconds, len(sizes))

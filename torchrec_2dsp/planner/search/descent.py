@@ -7,7 +7,7 @@ from itertools import cycle
 import numpy as np
 
 from torchrec_2dsp.cost.loads import Loads
-from torchrec_2dsp.cost.memory import buffer_weights, table_bytes
+from torchrec_2dsp.cost.memory import table_bytes
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.planner.search.choices import Choice, rated
 from torchrec_2dsp.planner.search.space import Floats, Space
@@ -64,7 +64,7 @@ class Descent:
         """Of `LOADS`."""
         self._room = room
         self._group = setting.group
-        self._buffers = buffer_weights(setting)
+        self._buffers = setting.buffer_bytes
         self._known: dict[tuple[int, Choice, RanksOf], Sums] = {}
         self._last: tuple[Placement, Sums] | None = None
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchrec_2dsp.cost.memory import buffer_weights, table_bytes
+from torchrec_2dsp.cost.memory import table_bytes
 from torchrec_2dsp.planner.balance import Bins, Items, dealt
 from torchrec_2dsp.planner.search.choices import Choice
 from torchrec_2dsp.planner.search.space import Floats, Selection, Space
@@ -49,7 +49,7 @@ class _Dealing:
         self.taken = np.zeros(self.space.setting.group.num_ranks)
         self.busy = np.zeros(self.space.setting.group.num_ranks)
         self.ranks: list[Sequence[int]] = [[] for _ in self.choices]
-        self.buffers = buffer_weights(self.space.setting)
+        self.buffers = self.space.setting.buffer_bytes
 
     def kept(self, table: int) -> Floats:
         """What each rank keeps of a table, with its buffers, on the first ranks if it is free."""

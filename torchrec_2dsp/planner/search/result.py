@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
@@ -10,6 +11,7 @@ from torchrec.distributed.sharding_plan import placement
 from torchrec.distributed.types import ModuleShardingPlan, ShardingType
 
 from torchrec_2dsp.cost.loads import Ranks
+from torchrec_2dsp.cost.memory import MemoryCost
 from torchrec_2dsp.cost.model import Setting
 from torchrec_2dsp.cost.span import Span
 from torchrec_2dsp.cost.step_cost import StepCost
@@ -43,6 +45,15 @@ class Found:
         """The mesh, and how many tables have one copy beside it."""
         mesh = str(self.setting.mesh)
         return mesh if self.once is None else f"{mesh}, {len(self.once.candidates)} in the world"
+
+    @cached_property
+    def memory(self) -> MemoryCost:
+        """Of the fullest rank."""
+        placement, group = self.placement, self.setting.group
+        chosen = zip(self.candidates, placement.choices, placement.ranks, strict=True)
+        tables = [candidate.placed(choice, ranks, group) for candidate, choice, ranks in chosen]
+        found = self.setting.memory_cost(tables)
+        return found if self.once is None else found + self.once.memory
 
     @property
     def rated_s(self) -> float:

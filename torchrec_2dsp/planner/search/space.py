@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_2dsp.cost.loads import LOADS, Loads
-from torchrec_2dsp.cost.memory import buffer_weights, table_bytes
+from torchrec_2dsp.cost.memory import table_bytes
 from torchrec_2dsp.cost.model import Setting
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import message_type
@@ -72,7 +72,7 @@ class Space:
         family_of = np.full(shape, -1)
         loads = np.zeros((*shape, len(LOADS)))
         mean, most = np.full(shape, np.inf), np.full(shape, np.inf)
-        buffers = buffer_weights(setting)
+        buffers = setting.buffer_bytes
         for table, (candidate, some) in enumerate(zip(candidates, choices, strict=True)):
             for number, choice in enumerate(some):
                 placed = candidate.somewhere(choice, group)

@@ -5,14 +5,14 @@ from torchrec.distributed.types import ShardingType
 
 import torchrec_2dsp as tdsp
 from torchrec_2dsp.cost.calibration import Calibration
-from torchrec_2dsp.cost.coefficients import CollectiveCost, KernelCost
+from torchrec_2dsp.cost.coefficients import BagCost, CollectiveCost, KernelCost
 from torchrec_2dsp.cost.model import Setting
 from torchrec_2dsp.cost.placed import Placed, Shards
 from torchrec_2dsp.cost.step_cost import StepCost
 
 LINK = 1e-8
 DIM, BATCH, ROWS = 64, 100, 10_000
-NOTHING = KernelCost(base_s=0, per_item_s=0, per_byte_s=0)
+NOTHING = BagCost(base_s=0, per_item_s=0, per_byte_s=0, per_vector_byte_s=0, per_row_byte_s=0)
 WIRE = CollectiveCost(base_s=0, per_peer_s=0, local_s_per_byte=0, link_s_per_byte=LINK)
 ONE, TWO = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2, tdsp.RankLayout.CONTIGUOUS)
 EXACT = tdsp.GradientSync()

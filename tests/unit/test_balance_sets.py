@@ -73,13 +73,9 @@ def rated(ids: Floats, dims: "np.ndarray", num_ranks: int) -> Floats:
         setting = Setting(calibration, workload, mesh, tdsp.GradientSync(), 2)
         placed = Placed(work, ShardingType.TABLE_WISE, Shards.of([(0, 1_000_000, int(dim))]))
         loads = setting.loads([placed])
+        work = {"vector_bytes": loads.lookup_vector_bytes, "row_bytes": loads.lookup_row_bytes}
         seconds = sum(
-            rate.seconds(count, size)[0]
-            for rate, (count, size) in zip(
-                rates,
-                ((loads.lookup_ids, loads.lookup_bytes), (loads.update_ids, loads.update_bytes)),
-                strict=True,
-            )
+            rate.of_bags(loads.lookup_ids, loads.lookup_bytes, **work)[0] for rate in rates
         )
         sent = float(loads.pooled_from[0] + loads.pooled_to.sum()) * (num_ranks - 1) / num_ranks
         found.append(float(seconds) + sent * per_byte)

@@ -26,8 +26,8 @@ def test_something_is_shipped() -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("format = 1", "is no calibration of format 2: format: .* make one with the calibrate"),
-        ("format = 2", "is no calibration of format 2: hardware: Field required"),
+        ("format = 2", "is no calibration of format 3: format: .* make one with the calibrate"),
+        ("format = 3", "is no calibration of format 3: hardware: Field required"),
         ("format = ", "is not TOML"),
     ],
 )

@@ -1,9 +1,11 @@
 """Coefficients that were planted are found again; what explains nothing is refused."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 
-from torchrec_2dsp.cost.coefficients import CollectiveCost, KernelCost
+from torchrec_2dsp.cost.coefficients import BagCost, CollectiveCost, KernelCost
 from torchrec_2dsp.cost.span import Span
 from torchrec_2dsp.cost.traffic import Traffic, all_to_all
 from torchrec_2dsp.errors import CalibrationError
@@ -83,6 +85,27 @@ def test_kernels_are_found() -> None:
     assert found.base_s == pytest.approx(1e-4, rel=0.01)
     assert found.per_item_s == pytest.approx(5e-8, rel=0.01)
     assert found.per_byte_s == pytest.approx(1e-9, rel=0.01)
+
+
+def test_work_on_bags_is_told_apart() -> None:
+    """Bags of one id and of sixteen, whose ids are all of one row or all of different ones."""
+    truth = BagCost(
+        base_s=1e-4,
+        per_item_s=5e-9,
+        per_byte_s=1e-11,
+        per_vector_byte_s=3e-10,
+        per_row_byte_s=4e-10,
+    )
+    samples: list[KernelSample] = []
+    for ids, dim, bag, distinct in product((4_096.0, 65_536.0), (16, 64, 128), (1, 16), (1, 0)):
+        row = dim * 4.0
+        bags = {"vector_bytes": ids / bag * row, "row_bytes": distinct * ids * row}
+        seconds = truth.base_s + truth.of_bags(ids, ids * row, **bags)
+        samples.append(KernelSample(ids, ids * row, Timed(seconds), **bags))
+    found = fit_kernel("lookup", samples)
+    assert isinstance(found, BagCost)
+    for name in ("base_s", "per_item_s", "per_byte_s", "per_vector_byte_s", "per_row_byte_s"):
+        assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=0.01), name
 
 
 def test_times_that_nothing_explains_are_refused() -> None:

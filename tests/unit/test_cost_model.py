@@ -12,6 +12,7 @@ from tests.support.costs import (
     DIM,
     EXACT,
     LINK,
+    NOTHING,
     ROW,
     ROWS,
     TABLE_WISE,
@@ -150,13 +151,27 @@ LOOKED_UP = {"lookup": BATCH, "row_lookup": DISTINCT, "update": BATCH, "row_upda
 
 @pytest.mark.parametrize("kernel", LOOKED_UP)
 def test_work_on_bags_and_on_rows_is_counted_for_every_rank(kernel: str) -> None:
-    each = KernelCost(base_s=1e-3, per_item_s=1e-6, per_byte_s=0)
+    each = NOTHING.model_copy(update={"base_s": 1e-3, "per_item_s": 1e-6})
     placed, other = (ROW, TABLE_WISE) if kernel.startswith("row") else (TABLE_WISE, ROW)
     calibration = only_the_link(**{kernel: each})
     part = "lookup_s" if kernel.endswith("lookup") else "update_s"
     found = getattr(cost(placed, calibration=calibration), part)
     assert found == pytest.approx(1e-3 + LOOKED_UP[kernel] * 1e-6)
     assert getattr(cost(other, calibration=calibration), part) == 0.0
+
+
+@pytest.mark.parametrize("kind", [ShardingType.TABLE_WISE, ShardingType.ROW_WISE])
+def test_rows_and_vectors_of_bags_are_counted_besides_ids(kind: ShardingType) -> None:
+    """Twenty ids a bag: what comes of them is a vector, and the hot ones are a row again."""
+    ranks = [0] if kind is ShardingType.TABLE_WISE else [0, 1, 2, 3]
+    work = replace(TABLE_WISE.work, ids_per_sample=20.0, access=counted())
+    rows = 4 * work.expected_distinct(4 * 20 * BATCH) * DIM
+    assert rows < 4 * 4 * 20 * BATCH * DIM / 2
+    for unit, in_all in (("per_row_byte_s", rows), ("per_vector_byte_s", 4 * VECTORS * len(ranks))):
+        calibration = only_the_link(lookup=NOTHING.model_copy(update={unit: 1e-9}))
+        found = cost(table(kind, ranks, work=work), calibration=calibration)
+        # The busiest rank's, of which the mean is a part and imbalance the rest.
+        assert found.lookup_s == pytest.approx(in_all / 4 * 1e-9, rel=1e-3), unit
 
 
 def test_rows_are_found_pooled_and_added_where_the_samples_are() -> None:

@@ -45,7 +45,15 @@ def test_a_report_has_every_table_and_fits_the_page() -> None:
     starts = [line.strip().split("  ")[0] for line in text.splitlines()]
     for name, seconds in found.cost.parts():
         assert (name.replace("_", " ") in starts) == bool(seconds)
+    for name, size in found.memory.parts():
+        assert (name.replace("_", " ") in starts) == bool(size)
     assert "Nothing was counted" not in text
+
+
+def test_memory_is_that_of_the_fullest_rank() -> None:
+    found = explained()
+    fullest = float(found.bytes_by_rank.max())
+    assert sum(size for _, size in found.memory.parts()) == pytest.approx(fullest)
 
 
 def test_nothing_else_would_be_better_for_a_single_table() -> None:

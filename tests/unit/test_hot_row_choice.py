@@ -107,7 +107,7 @@ def test_the_number_of_hot_rows_is_near_the_best_one() -> None:
 def test_hot_rows_fit_beside_the_rest() -> None:
     roomy = searched()
     without = searched(hot_rows=0)
-    room = float(without.bytes_by_rank.max()) + 50_000
+    room = float(without.bytes_by_rank.max()) + 200_000
     tight = searched(room)
     assert 0 < num_hot(tight) < num_hot(roomy)
     assert float(tight.bytes_by_rank.max()) <= room

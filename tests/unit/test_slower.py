@@ -12,7 +12,7 @@ COLLECTIVES = ("all_to_all", "all_reduce", "all_gather", "reduce_scatter")
 OF_FACTOR = {
     "link": {f"collectives.{one}.link_s_per_byte" for one in COLLECTIVES},
     "host": {f"collectives.{one}.local_s_per_byte" for one in COLLECTIVES},
-    "kernels": {"per_item_s", "per_byte_s"},
+    "kernels": {"per_item_s", "per_byte_s", "per_vector_byte_s", "per_row_byte_s"},
     "latency": {"base_s", "per_peer_s", "turn_s"},
 }
 """Coefficients, by the end of their names."""

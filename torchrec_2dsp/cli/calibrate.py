@@ -91,6 +91,13 @@ def show_calibration(calibration: "Calibration", console: Console) -> None:
     for name, cost in calibration.kernels:
         kernels.add_row(Text(name), *_kernel_cells(cost))
     console.print(kernels)
+    for name in ("lookup", "update"):
+        cost = getattr(calibration.kernels, name)
+        console.print(
+            f"{name}: besides, {_speed(cost.per_vector_byte_s)} of vectors that bags give, and "
+            f"{_speed(cost.per_row_byte_s)} of rows the first time that a batch has them.",
+            soft_wrap=True,
+        )
     console.print(
         f"Between two computations a collective takes {1e6 * calibration.turn_s:,.0f} us more; "
         f"computing hides {calibration.hidden_share:.0%} of what travels beside it."

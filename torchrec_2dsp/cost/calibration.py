@@ -15,10 +15,10 @@ from torchrec.distributed.planner.types import (
     TrainerConfig,
 )
 
-from torchrec_2dsp.cost.coefficients import CollectiveCost, KernelCost
+from torchrec_2dsp.cost.coefficients import BagCost, CollectiveCost, KernelCost
 from torchrec_2dsp.errors import CalibrationError
 
-FORMAT = 2
+FORMAT = 3
 
 
 class _Part(BaseModel):
@@ -72,10 +72,10 @@ class Collectives(_Part):
 class Kernels(_Part):
     """What work on a rank's rows takes, while its neighbours do the same."""
 
-    lookup: KernelCost
+    lookup: BagCost
     """Forward of a fused embedding kernel that sums bags."""
 
-    update: KernelCost
+    update: BagCost
     """Its backward, with the optimizer."""
 
     row_lookup: KernelCost
@@ -171,6 +171,7 @@ class Calibration(_Part):
             KernelCost(base_s=0.0, per_item_s=0.0, per_byte_s=passes / (1e3 * memory))
             for passes in (1, 2)
         )
+        lookup, update = (_same_for_all_ids(one) for one in (once, twice))
         return cls(
             hardware=Hardware(
                 name="topology",
@@ -183,8 +184,8 @@ class Calibration(_Part):
                 all_to_all=wire, all_reduce=wire, all_gather=wire, reduce_scatter=wire
             ),
             kernels=Kernels(
-                lookup=once,
-                update=twice,
+                lookup=lookup,
+                update=update,
                 row_lookup=twice,
                 row_update=twice,
                 find=once,
@@ -254,6 +255,11 @@ class Calibration(_Part):
             if self.hardware.processor and name != self.hardware.processor:
                 found.append(f"GPUs are {name}, and were {self.hardware.processor}")
         return found
+
+
+def _same_for_all_ids(cost: KernelCost) -> BagCost:
+    """Of bags whose ids cost the same, whether they repeat or not."""
+    return BagCost(**cost.model_dump(), per_vector_byte_s=0.0, per_row_byte_s=0.0)
 
 
 def _per_ms(s_per_byte: float | None, shared_by: int = 1) -> float | None:

@@ -83,6 +83,41 @@ class KernelCost(Coefficients):
         return self.per_item_s * items + self.per_byte_s * num_bytes
 
 
+class BagCost(KernelCost):
+    """The same of bags, by what there is of each kind: ids, vectors that come out, and rows.
+
+    Ids that repeat read what caches hold; so a row costs more by its first id than by the others.
+
+    Example:
+        A thousand ids of ten rows, in bags of ten.
+
+        >>> from torchrec_2dsp.cost.coefficients import BagCost
+        >>> cost = BagCost(
+        ...     base_s=0, per_item_s=1e-9, per_byte_s=0, per_vector_byte_s=1e-9, per_row_byte_s=1e-8
+        ... )
+        >>> round(cost.of_bags(1_000, 256e3, vector_bytes=25.6e3, row_bytes=2_560) * 1e6, 3)
+        52.2
+    """
+
+    per_vector_byte_s: float = Field(ge=0)
+    """For each byte of the vectors that bags give."""
+
+    per_row_byte_s: float = Field(ge=0)
+    """For each byte of the distinct rows."""
+
+    def of_bags(self, items: Any, num_bytes: Any, *, vector_bytes: Any, row_bytes: Any) -> Any:
+        """Without the constant: numbers, or arrays of them.
+
+        Args:
+            items: ids.
+            num_bytes: of their rows, counted for each id.
+            vector_bytes: of the bags' vectors.
+            row_bytes: of their rows, counted once.
+        """
+        bags = self.per_vector_byte_s * vector_bytes + self.per_row_byte_s * row_bytes
+        return self.seconds(items, num_bytes) + bags
+
+
 def _known(value: float | None, num_bytes: float, where: str) -> float:
     if value is None and num_bytes:
         raise CalibrationError(

@@ -21,11 +21,12 @@ class Loads:
     num_ranks: int
 
     lookup_ids: Ranks = field(init=False)
-    """Rows read from tables, for bags."""
+    """Rows read from tables for bags, and updated, counted for each id."""
     lookup_bytes: Ranks = field(init=False)
-    update_ids: Ranks = field(init=False)
-    """Rows whose gradient is applied, counted for each lookup."""
-    update_bytes: Ranks = field(init=False)
+    lookup_row_bytes: Ranks = field(init=False)
+    """The same rows, each counted once."""
+    lookup_vector_bytes: Ranks = field(init=False)
+    """What is made of them."""
     owned_ids: Ranks = field(init=False)
     """Rows that are looked up and updated for others, by row exchange."""
     owned_bytes: Ranks = field(init=False)
@@ -37,6 +38,8 @@ class Loads:
     added_rows: Ranks = field(init=False)
     """Rows that are added up."""
     added_bytes: Ranks = field(init=False)
+    given_bytes: Ranks = field(init=False)
+    """Vectors that the model gets."""
     dense_bytes: Ranks = field(init=False)
     """Of tables that are updated as a whole."""
     all_reduced_bytes: Ranks = field(init=False)

@@ -10,6 +10,7 @@ from torchrec.distributed.types import ShardingType
 from torchrec_2dsp.cost.loads import LOADS, Loads, Ranks
 from torchrec_2dsp.cost.placed import FLOAT_BYTES, Placed
 from torchrec_2dsp.cost.workload import Workload
+from torchrec_2dsp.plan.sync_config import SyncConfig, SyncedRows, WeightSync
 
 _GRADIENT_COPIES = 2
 """Of a data-parallel table's dense gradient: its own, and that in a bucket that is reduced."""
@@ -74,18 +75,17 @@ class MemoryCost:
         return asdict(self)
 
 
-def memory_cost(tables: Iterable[Placed], loads: Loads, workload: Workload) -> MemoryCost:
+def memory_cost(tables: Iterable[Placed], loads: Loads, buffers: Mapping[str, Ranks]) -> MemoryCost:
     """What the fullest rank of a group has.
 
     Args:
         tables: all of the group.
         loads: what they give it to do.
-        workload: the batches.
+        buffers: see `buffer_bytes`.
     """
     kept = sum(
         (_kept(one, loads.num_ranks) for one in tables), np.zeros((len(_KEPT), loads.num_ranks))
     )
-    buffers = _buffers(workload, loads.num_ranks)
     parts = dict(zip(_KEPT, kept, strict=True))
     parts |= {name: weights @ loads.values for name, weights in buffers.items()}
     fullest = int(sum(parts.values(), np.zeros(loads.num_ranks)).argmax())
@@ -110,11 +110,6 @@ def table_bytes(table: Placed, num_ranks: int) -> Ranks:
     return _kept(table, num_ranks).sum(axis=0)
 
 
-def buffer_bytes(workload: Workload, num_ranks: int) -> Ranks:
-    """How many bytes of buffers a rank of a group has for each unit of `LOADS`."""
-    return np.sum(list(_buffers(workload, num_ranks).values()), axis=0)
-
-
 _KEPT = ("weights", "optimizer_state", "hot_rows", "dense_gradients")
 """Of `MemoryCost`, what is there between steps as well."""
 
@@ -136,33 +131,45 @@ def _kept(table: Placed, num_ranks: int) -> NDArray[np.float64]:
     return found
 
 
-def _buffers(workload: Workload, num_ranks: int) -> dict[str, Ranks]:
-    """The other parts of `MemoryCost`, as bytes for each unit of `LOADS`.
+def buffer_bytes(
+    workload: Workload, num_ranks: int, sync: SyncConfig, device: str
+) -> dict[str, Ranks]:
+    """The other parts of `MemoryCost`, as bytes of a rank of a group for each unit of `LOADS`.
 
     What is sent and what is received exist at the same time, and a pipeline has the ids of two
-    batches; one that lets rows travel beside computing has those of three, and rows of two.
+    batches; one that lets rows travel beside computing has those of three, and rows of two. How
+    often TorchRec and autograd copy what they hand on is measured: `python -m tests.support.memory`
+    says what comes of it.
     """
     batches = 2 if workload.is_pipelined else 1
     batches += workload.prefetches_rows
-    of_all = 2 * num_ranks
+    averages_all = isinstance(sync, WeightSync) and sync.rows is SyncedRows.ALL
     return {
-        "batches": _weights(ids_to=batches * of_all),
+        "batches": _weights(ids_to=2 * num_ranks * batches, lookup_ids=48),
         "vectors": _weights(
-            pooled_from=of_all,
-            pooled_to=of_all,
-            rows_from=of_all,
-            rows_to=of_all,
-            early_from=of_all,
-            lagging_to=of_all,
-            scattered=1,
-            gathered=num_ranks,
-            host_scattered=1,
-            across_from=2,
-            across_to=2,
+            given_bytes=5,
+            pooled_from=2 * num_ranks,
+            pooled_to=2 * num_ranks,
+            rows_from=num_ranks,
+            rows_to=num_ranks,
+            early_from=num_ranks,
+            lagging_to=num_ranks,
             moved_bytes=1,
             added_bytes=1,
+            scattered=1,
+            gathered=num_ranks,
+            host_scattered=5,
+            across_from=2,
+            across_to=2,
         ),
-        "copies": _weights(hot_id_bytes=1, hot_bytes_of_all=2, peer_bytes_of_all=2),
+        "copies": _weights(
+            hot_id_bytes=1,
+            hot_bytes_of_all=2,
+            peer_bytes_of_all=3,
+            averaged_bytes=1,
+            # Gloo joins all of them to one message.
+            averaged_whole_bytes=averages_all and device == "cpu",
+        ),
     }
 
 

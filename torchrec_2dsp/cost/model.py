@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.loads import Loads, Ranks
 from torchrec_2dsp.cost.memory import MemoryCost, buffer_bytes, memory_cost
@@ -119,7 +121,12 @@ class Setting:
     @cached_property
     def buffer_bytes(self) -> Ranks:
         """How many bytes of buffers a rank of a group has for each unit of `LOADS`."""
-        return buffer_bytes(self.workload, self.group.num_ranks)
+        return np.sum(list(self._buffers.values()), axis=0)
+
+    @cached_property
+    def _buffers(self) -> dict[str, Ranks]:
+        device = self.calibration.hardware.device
+        return buffer_bytes(self.workload, self.group.num_ranks, self.sync, device)
 
     @cached_property
     def _in_group(self) -> Workload:
@@ -138,7 +145,7 @@ class Setting:
 
     def memory_cost(self, tables: Sequence[Placed]) -> MemoryCost:
         """What tables take of the fullest rank of a group."""
-        return memory_cost(tables, self.loads(tables), self.workload)
+        return memory_cost(tables, self.loads(tables), self._buffers)
 
     def step_cost(self, loads: Loads) -> StepCost:
         """What it takes them, and what is beside."""

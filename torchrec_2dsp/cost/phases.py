@@ -7,7 +7,7 @@ import numpy as np
 
 from torchrec_2dsp.cost import traffic
 from torchrec_2dsp.cost.calibration import Calibration
-from torchrec_2dsp.cost.coefficients import CollectiveCost
+from torchrec_2dsp.cost.coefficients import BagCost, CollectiveCost
 from torchrec_2dsp.cost.loads import Loads, Ranks
 from torchrec_2dsp.cost.span import Span
 from torchrec_2dsp.cost.table_loads import exchanges_rows
@@ -51,7 +51,7 @@ class Phases:
 
     def _lookup_s(self, loads: Loads) -> float:
         kernels = self.calibration.kernels
-        of_bags = kernels.lookup.seconds(loads.lookup_ids, loads.lookup_bytes)
+        of_bags = _of_bags(kernels.lookup, loads)
         of_rows = kernels.row_lookup.seconds(loads.owned_ids, loads.owned_bytes)
         bags, rows = _num_kernels(loads)
         calls_s = bags * kernels.lookup.base_s + rows * kernels.row_lookup.base_s
@@ -59,7 +59,7 @@ class Phases:
 
     def _update_s(self, loads: Loads) -> float:
         kernels = self.calibration.kernels
-        of_bags = kernels.update.seconds(loads.update_ids, loads.update_bytes)
+        of_bags = _of_bags(kernels.update, loads)
         of_rows = kernels.row_update.seconds(loads.owned_ids, loads.owned_bytes)
         dense = kernels.dense_update.seconds(np.zeros_like(of_bags), loads.dense_bytes)
         bags, rows = _num_kernels(loads)
@@ -183,6 +183,15 @@ class Phases:
         if not brought.any():
             return 0.0
         return cost.seconds(span, moved(span, float(brought.max())))
+
+
+def _of_bags(cost: BagCost, loads: Loads) -> Ranks:
+    return cost.of_bags(
+        loads.lookup_ids,
+        loads.lookup_bytes,
+        vector_bytes=loads.lookup_vector_bytes,
+        row_bytes=loads.lookup_row_bytes,
+    )
 
 
 def _num_kernels(loads: Loads) -> tuple[int, int]:

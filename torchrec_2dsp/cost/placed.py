@@ -118,12 +118,27 @@ def distinct_by_owner(table: Placed, num_lookups: float, num_ranks: int) -> Rank
     return table.work.distinct_by_block(num_lookups, num_ranks, num_hot=table.num_hot)
 
 
-def look_up(loads: Loads, ids: float | Ranks, num_bytes: float | Ranks) -> None:
-    """Add rows that are read for bags, and updated."""
+def look_up(
+    loads: Loads,
+    ids: float | Ranks,
+    row_bytes: float | Ranks,
+    *,
+    distinct: float | Ranks,
+    vector_bytes: float | Ranks,
+) -> None:
+    """Add rows that are read for bags, and updated.
+
+    Args:
+        loads: to add to.
+        ids: how many.
+        row_bytes: of each one's row.
+        distinct: how many rows that are.
+        vector_bytes: of what is made of them.
+    """
     loads.lookup_ids += ids
-    loads.lookup_bytes += num_bytes
-    loads.update_ids += ids
-    loads.update_bytes += num_bytes
+    loads.lookup_bytes += ids * row_bytes
+    loads.lookup_row_bytes += distinct * row_bytes
+    loads.lookup_vector_bytes += vector_bytes
 
 
 def move_and_add(loads: Loads, rows: float | Ranks, num_bytes: float | Ranks) -> None:

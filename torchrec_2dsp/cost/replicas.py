@@ -39,8 +39,8 @@ class ReplicaCost:
             _most(loads.hot_bytes_of_all),
         )
         return (
-            kernels.lookup.base_s
-            + kernels.lookup.seconds(ids, id_bytes)
+            kernels.pool.base_s
+            + kernels.pool.seconds(ids, id_bytes)
             + kernels.find.seconds(ids, 0.0)
             + kernels.add.seconds(ids, id_bytes)
             + self._merged_s(rows, world)

@@ -67,13 +67,9 @@ class Slower(BaseModel):
         )
 
     def _kernel(self, cost: KernelCost) -> KernelCost:
-        return cost.model_copy(
-            update={
-                "base_s": cost.base_s * self.latency,
-                "per_item_s": cost.per_item_s * self.kernels,
-                "per_byte_s": cost.per_byte_s * self.kernels,
-            }
-        )
+        per_unit = (name for name in type(cost).model_fields if name.startswith("per_"))
+        slower = {name: getattr(cost, name) * self.kernels for name in per_unit}
+        return cost.model_copy(update={"base_s": cost.base_s * self.latency} | slower)
 
 
 def _times(seconds: float | None, factor: float) -> float | None:

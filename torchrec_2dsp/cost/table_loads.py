@@ -12,6 +12,7 @@ from torchrec_2dsp.cost.placed import (
     LENGTH_BYTES,
     Batch,
     Placed,
+    distinct_by_owner,
     look_up,
     move_and_add,
     owner_shares,
@@ -41,6 +42,7 @@ def add_table(loads: Loads, table: Placed, workload: Workload, span: Span) -> No
     ids = workload.batch_size * work.ids_per_sample * cold
     bags = float(workload.batch_size * work.num_features)
     batch = Batch(ids, bags, ids if work.is_sequence else bags, cold)
+    loads.given_bytes += batch.vectors * work.dim * FLOAT_BYTES
     if table.exchange in ROW_EXCHANGES:
         add_row_exchange(loads, table, workload, batch, span)
     elif table.kind in _BY_KIND:
@@ -65,8 +67,7 @@ def _table_or_column_wise(
 ) -> None:
     """The ranks with shards look up what all ranks ask, and send each rank its vectors."""
     num_shards, columns = _on_ranks(loads, table)
-    ids = loads.num_ranks * batch.ids
-    look_up(loads, ids * num_shards, ids * columns * table.work.element_bytes)
+    _look_up_shards(loads, table, workload, batch)
     loads.ids_to += num_shards * (batch.bags * LENGTH_BYTES + batch.ids * ID_BYTES)
     sent, received = _output(loads, table)
     vectors = _sent_vectors(table, batch)
@@ -82,7 +83,14 @@ def _row_wise(loads: Loads, table: Placed, workload: Workload, batch: Batch, spa
     """Each rank looks up those ids whose rows it has; sums of sums give the vectors."""
     num = loads.num_ranks
     shares = owner_shares(table, num)
-    look_up(loads, num * batch.ids * shares, num * batch.ids * table.row_bytes * shares)
+    vectors = batch.ids * shares if table.work.is_sequence else batch.vectors
+    look_up(
+        loads,
+        num * batch.ids * shares,
+        table.row_bytes,
+        distinct=distinct_by_owner(table, _lookups(table, workload, num), num),
+        vector_bytes=num * vectors * table.work.dim * FLOAT_BYTES,
+    )
     loads.ids_to += batch.bags * LENGTH_BYTES + batch.ids * ID_BYTES * shares
     if table.work.is_sequence or table.exchange is Exchange.NONEMPTY:
         sent, received = _output(loads, table)
@@ -101,11 +109,10 @@ def _host_wise(loads: Loads, table: Placed, workload: Workload, batch: Batch, sp
     """Rows are dealt to the ranks of a host, which add up inside it what they send across."""
     num_shards, columns = _on_ranks(loads, table)
     hosts = np.arange(loads.num_ranks) // span.ranks_per_host
-    owners = np.bincount(hosts, num_shards > 0)[hosts]
-    ids = loads.num_ranks * batch.ids / np.maximum(1, owners)
-    look_up(loads, ids * num_shards, ids * columns * table.work.element_bytes)
+    owners = np.maximum(1, np.bincount(hosts, num_shards > 0)[hosts])
+    _look_up_shards(loads, table, workload, batch, owners)
     loads.ids_to += num_shards * batch.bags * LENGTH_BYTES
-    loads.ids_to += num_shards * batch.ids / np.maximum(1, owners) * ID_BYTES
+    loads.ids_to += num_shards * batch.ids / owners * ID_BYTES
     numbers = batch.vectors * columns
     loads.host_scattered += loads.num_ranks * numbers * workload.forward_wire_bytes
     loads.across_from += numbers * workload.forward_wire_bytes
@@ -119,7 +126,13 @@ def _data_parallel(
 ) -> None:
     """Every rank has the table; the dense gradient of all of it is all-reduced."""
     table_bytes = table.work.num_rows * table.row_bytes
-    look_up(loads, batch.ids, batch.ids * table.row_bytes)
+    look_up(
+        loads,
+        batch.ids,
+        table.row_bytes,
+        distinct=table.work.expected_distinct(_lookups(table, workload, 1)),
+        vector_bytes=batch.vectors * table.work.dim * FLOAT_BYTES,
+    )
     loads.dense_bytes += _DENSE_PASSES * table_bytes
     loads.all_reduced_bytes += table_bytes
 
@@ -134,6 +147,31 @@ _BY_KIND: dict[ShardingType, _Add] = {
     ShardingType.GRID_SHARD: _host_wise,
     ShardingType.DATA_PARALLEL: _data_parallel,
 }
+
+
+def _look_up_shards(
+    loads: Loads, table: Placed, workload: Workload, batch: Batch, owners: float | Ranks = 1.0
+) -> None:
+    """What all ranks ask of shards with some of the columns, and one of ``owners`` of the rows."""
+    num = loads.num_ranks
+    num_shards, columns = _on_ranks(loads, table)
+    lookups = _lookups(table, workload, num)
+    distinct = table.work.expected_distinct(lookups, num_hot=table.num_hot)
+    vectors = batch.vectors / owners if table.work.is_sequence else batch.vectors
+    # Bytes are of the columns of all shards of a rank, ids of each shard.
+    width = columns / np.maximum(1, num_shards)
+    look_up(
+        loads,
+        num * batch.ids / owners * num_shards,
+        width * table.work.element_bytes,
+        distinct=distinct / owners * num_shards,
+        vector_bytes=num * vectors * columns * FLOAT_BYTES,
+    )
+
+
+def _lookups(table: Placed, workload: Workload, num_ranks: int) -> float:
+    """Of so many ranks' batches, of hot rows as well."""
+    return num_ranks * workload.batch_size * table.work.ids_per_sample
 
 
 def _on_ranks(loads: Loads, table: Placed) -> tuple[Ranks, Ranks]:

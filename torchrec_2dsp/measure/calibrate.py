@@ -72,7 +72,7 @@ def calibrate(
             memory_bytes=_memory_bytes(device, local_world_size),
         ),
         collectives=Collectives(**collectives),
-        kernels=Kernels(**kernels),
+        kernels=Kernels.model_validate(kernels),
         turn_s=turn_s,
         hidden_share=hidden_share,
     )

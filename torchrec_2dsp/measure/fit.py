@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from torchrec_2dsp.cost.coefficients import CollectiveCost, KernelCost
+from torchrec_2dsp.cost.coefficients import BagCost, CollectiveCost, KernelCost
 from torchrec_2dsp.cost.span import Span
 from torchrec_2dsp.cost.traffic import Traffic
 from torchrec_2dsp.errors import CalibrationError
@@ -58,6 +58,10 @@ class KernelSample:
     items: float
     num_bytes: float
     timed: Timed
+    vector_bytes: float = 0.0
+    """Of bags."""
+    row_bytes: float = 0.0
+    """Of bags: their distinct rows."""
 
 
 def fit_collective(name: str, samples: Sequence[CollectiveSample]) -> CollectiveCost:
@@ -103,15 +107,21 @@ def fit_collective(name: str, samples: Sequence[CollectiveSample]) -> Collective
 
 
 def fit_kernel(name: str, samples: Sequence[KernelSample]) -> KernelCost:
-    """The coefficients of work on rows.
+    """The coefficients of work on rows, or on bags if the samples are of bags.
 
     Raises:
         CalibrationError: no coefficients explain the samples.
     """
-    work = np.array([[1.0, sample.items, sample.num_bytes] for sample in samples])
-    found, errors = _fitted(work, [sample.timed for sample in samples])
+    work = [
+        [1.0, sample.items, sample.num_bytes, sample.vector_bytes, sample.row_bytes]
+        for sample in samples
+    ]
+    found, errors = _fitted(np.array(work), [sample.timed for sample in samples])
     _check(name, errors, MAX_KERNEL_ERROR)
-    return KernelCost(base_s=found[0], per_item_s=found[1], per_byte_s=found[2], **errors)
+    known = {"base_s": found[0], "per_item_s": found[1], "per_byte_s": found[2]} | errors
+    if not any(sample.vector_bytes for sample in samples):
+        return KernelCost(**known)
+    return BagCost(**known, per_vector_byte_s=found[3], per_row_byte_s=found[4])
 
 
 def _ways(

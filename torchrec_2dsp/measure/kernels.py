@@ -1,7 +1,8 @@
 """Time what a rank does with rows, while all other ranks do the same."""
 
 from collections.abc import Callable, Iterator
-from itertools import chain
+from functools import partial
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,11 @@ _TABLE_BYTES = (2**24, 2**25, 2**26)
 """Beyond what caches hold, as tables are."""
 
 
+_BAG_SIZES = (1, 16)
+_ROWS_OF_A_TABLE = (64, _NUM_ROWS // _NUM_TABLES)
+"""Of which ids are drawn: so few that all repeat, and are in caches, or any."""
+
+
 class _Piece(NamedTuple):
     """Some work that can be done again and again."""
 
@@ -40,6 +46,8 @@ class _Piece(NamedTuple):
     items: float
     num_bytes: float
     run: Callable[[], object]
+    vector_bytes: float = 0.0
+    row_bytes: float = 0.0
 
 
 def measure_kernels(
@@ -62,19 +70,33 @@ def measure_kernels(
         if piece.name not in samples:
             progress(f"{piece.name} of rows")
         timed = Timed.of(repeated_seconds(piece.run, world))
-        sample = KernelSample(piece.items, piece.num_bytes, timed)
+        sample = KernelSample(
+            piece.items,
+            piece.num_bytes,
+            timed,
+            vector_bytes=piece.vector_bytes,
+            row_bytes=piece.row_bytes,
+        )
         samples.setdefault(piece.name, []).append(sample)
     return samples
 
 
 def _bags(device: torch.device) -> Iterator[_Piece]:
-    """FBGEMM's kernel, with one id per bag and any row as probable as any other."""
+    """FBGEMM's kernel, with short and long bags, of few rows and of many."""
     for dim in _DIMS:
         tbe = _tables(dim, PoolingMode.SUM, device)
-        for num_ids in _NUM_IDS:
-            ids = torch.randint(0, _NUM_ROWS // _NUM_TABLES, (num_ids,), device=device)
-            offsets = torch.arange(num_ids + 1, device=device)
-            yield from _there_and_back("", dim, num_ids, lambda t=tbe, i=ids, o=offsets: t(i, o))
+        for num_ids, size, num_rows in product(_NUM_IDS, _BAG_SIZES, _ROWS_OF_A_TABLE):
+            tables = torch.randint(0, num_rows, (_NUM_TABLES, num_ids // _NUM_TABLES))
+            distinct = sum(of_table.unique().numel() for of_table in tables)
+            ids = tables.view(-1).to(device)
+            offsets = torch.arange(0, num_ids + 1, size, device=device)
+            of_bags = {
+                "vector_bytes": float(num_ids // size * dim * _FLOAT_BYTES),
+                "row_bytes": float(distinct * dim * _FLOAT_BYTES),
+            }
+            look_up = partial(tbe, ids, offsets)
+            for piece in _there_and_back("", dim, num_ids, look_up):
+                yield piece._replace(**of_bags)
 
 
 def _owned_rows(device: torch.device) -> Iterator[_Piece]:

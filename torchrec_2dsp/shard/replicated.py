@@ -25,7 +25,7 @@ from torchrec_2dsp.shard.id_check import BadIds, IdCheck
 from torchrec_2dsp.shard.kernels import EmbeddingBagKernel, EmbeddingKernel, Kernel
 from torchrec_2dsp.shard.row_arrangement import RowArrangement, arrangement_of
 from torchrec_2dsp.shard.synced_optimizer import SyncedOptimizer
-from torchrec_2dsp.sync.drift import DriftCheck
+from torchrec_2dsp.sync.drift import DriftCheck, fingerprint
 from torchrec_2dsp.sync.gradient_sync import MergeRowGradients
 from torchrec_2dsp.sync.local_updates import LocalUpdates
 from torchrec_2dsp.sync.moment import Moment
@@ -203,7 +203,7 @@ class ReplicatedModule:
         tensors = self._replica_tensors()
         if groups.mesh.num_groups == 1 or not tensors:
             return False
-        mine = torch.stack([_fingerprint(tensor) for tensor in tensors])
+        mine = torch.stack([fingerprint(tensor) for tensor in tensors])
         peers = [torch.empty_like(mine) for _ in range(groups.mesh.num_groups)]
         dist.all_gather(peers, mine, group=groups.replica_peers)
         return any(not torch.equal(peer, peers[0]) for peer in peers)
@@ -275,12 +275,6 @@ class ReplicatedModule:
     def _kernels_beside(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
         """Kernels beside those of TorchRec's lookups."""
         return []
-
-
-def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """A sum over rows that tells rows in another order apart."""
-    rows = tensor.double() if tensor.dim() == 1 else tensor.sum(dim=1, dtype=torch.float64)
-    return rows @ torch.arange(1, rows.numel() + 1, dtype=torch.float64, device=rows.device)
 
 
 def _kernels(lookups: list[torch.nn.Module]) -> Iterator[Kernel]:

@@ -10,6 +10,7 @@ from torchrec_2dsp.comms.agreement import as_ours
 from torchrec_2dsp.comms.alarm import Alarm
 from torchrec_2dsp.errors import SyncError, TwoDError
 
+_ROWS_AT_A_TIME = 2**13
 _ROWS_PER_RANGE = 1024
 _MAX_RANGES = 4
 """How many differing ranges an error names."""
@@ -85,6 +86,25 @@ class DriftCheck:
                     "a sync; if weights were written by hand, write them on all ranks and call "
                     "model.broadcast_replicas()"
                 )
+
+
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """A sum over rows that tells rows in another order apart, at the cost of one pass.
+
+    Example:
+        >>> import torch
+        >>> from torchrec_2dsp.sync.drift import fingerprint
+        >>> fingerprint(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        tensor(17., dtype=torch.float64)
+    """
+    found = torch.zeros((), dtype=torch.float64, device=tensor.device)
+    # Some rows at a time: all of them in float64 may be more than there is memory left.
+    for start in range(0, tensor.shape[0], _ROWS_AT_A_TIME):
+        some = tensor[start : start + _ROWS_AT_A_TIME]
+        rows = some.double() if some.dim() == 1 else some.sum(dim=1, dtype=torch.float64)
+        places = torch.arange(start + 1, start + 1 + len(rows), device=rows.device)
+        found += rows @ places.double()
+    return found
 
 
 def _checksums(tensor: torch.Tensor) -> torch.Tensor:

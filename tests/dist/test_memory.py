@@ -1,0 +1,25 @@
+"""What plans are said to take of a rank's memory is what they take."""
+
+import pytest
+
+from tests.support.memory import CASES, measured
+
+FEW = ("exact", "rows prefetched")
+TOLERANCE = 0.15
+"""A tenth is what it was when it was measured; the allocator has moods."""
+
+
+def check(name: str) -> None:
+    size, cost = measured(name)
+    assert cost.total_bytes == pytest.approx(size, rel=TOLERANCE), cost
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_ranks_grow_as_expected(name: str) -> None:
+    check(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(CASES) - set(FEW)))
+def test_ranks_grow_as_expected_by_all_plans(name: str) -> None:
+    check(name)

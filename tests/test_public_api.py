@@ -28,6 +28,7 @@ PUBLIC_NAMES = [
     "HotSet",
     "HotSetRefresh",
     "InputError",
+    "MemoryCost",
     "Mesh2D",
     "MeshError",
     "MeshGroups",

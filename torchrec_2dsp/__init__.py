@@ -14,6 +14,7 @@ if not is_doctor_command(sys.orig_argv, sys.argv):
     from torchrec_2dsp.access.stats import AccessStats
     from torchrec_2dsp.access.table_access import TableAccess
     from torchrec_2dsp.cost.calibration import Calibration
+    from torchrec_2dsp.cost.memory import MemoryCost
     from torchrec_2dsp.cost.model import CostModel
     from torchrec_2dsp.cost.step_cost import StepCost
     from torchrec_2dsp.cost.workload import DenseWork, TableWork, Workload
@@ -93,6 +94,7 @@ __all__ = [
     "HotSet",
     "HotSetRefresh",
     "InputError",
+    "MemoryCost",
     "Mesh2D",
     "MeshError",
     "MeshGroups",

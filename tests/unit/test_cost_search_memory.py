@@ -108,6 +108,15 @@ def test_what_doesnt_fit_is_named_with_what_is_missing() -> None:
         plan_of(tables((30_000, 10_810)), topology=world(4, 2, ddr_cap=1_000_000))
 
 
+def test_batches_that_dont_fit_beside_their_tables_are_named() -> None:
+    with pytest.raises(
+        tdsp.PlanError,
+        match=r"the tables need 1,320,000 bytes on a group, and a step's batches and vectors "
+        r"[\d,]+, [\d,]+ more than the 4,000,000 there are, which a smaller batch_size changes",
+    ):
+        plan_of(tables((10_000,)), topology=world(4, 2, ddr_cap=1_000_000), batch_size=8_192)
+
+
 def test_buffers_of_one_rank_are_counted_where_they_are() -> None:
     """Whoever has the large table sends to all others: on average, there would be room."""
     rows = (500, 500, 500, 500, 40_000)

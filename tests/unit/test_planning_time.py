@@ -43,7 +43,7 @@ def test_large_plans_take_seconds(num_tables: int, num_ranks: int, most_s: float
     start = time.perf_counter()
     planner = tdsp.Planner2D(
         topology=calibration.topology(num_ranks, 8, ddr_cap_bytes=80 * 2**30),
-        batch_size=1_024,
+        batch_size=512,
         storage_reservation=FixedPercentageStorageReservation(0.15),
         calibration=calibration,
         debug=False,

@@ -37,6 +37,12 @@ def test_nothing_is_given_twice(optimizer: Any, fused_params: dict[str, Any], te
         stock_params(optimizer, fused_params)
 
 
+def test_what_torchrec_takes_first_is_named() -> None:
+    given = {"learning_rate": 0.1}
+    with pytest.raises(tdsp.ConfigError, match=r"no fused optimizer; .* fused_params=\.\.\. here"):
+        tdsp.EmbeddingBagCollectionSharder2D(given)  # type: ignore[arg-type]
+
+
 def test_ours_becomes_stock_row_wise_adagrad_in_the_users_units() -> None:
     given = {"max_gradient": 1.0}
     assert stock_params(OURS, given) == {

@@ -32,6 +32,9 @@ class Shortfall:
     group_bytes: int
     """What the ranks of a group have left for tables together."""
 
+    buffer_bytes: int = 0
+    """What batches and vectors of all tables need on a group, each with its smallest option."""
+
     def sentence(self) -> str:
         """The shortfall in words, empty if the sums alone don't explain it.
 
@@ -51,6 +54,13 @@ class Shortfall:
                 f"the tables need {self.all_tables_bytes:,} bytes on a group, "
                 f"{self.all_tables_bytes - self.group_bytes:,} more than the "
                 f"{self.group_bytes:,} there are; {largest}, the most of all tables"
+            )
+        missing = self.all_tables_bytes + self.buffer_bytes - self.group_bytes
+        if self.buffer_bytes and missing > 0:
+            return (
+                f"the tables need {self.all_tables_bytes:,} bytes on a group, and a step's batches "
+                f"and vectors {self.buffer_bytes:,}, {missing:,} more than the "
+                f"{self.group_bytes:,} there are, which a smaller batch_size changes"
             )
         return ""
 

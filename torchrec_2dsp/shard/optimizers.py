@@ -61,6 +61,11 @@ def stock_params(
     """Fused parameters in the user's units, without what FBGEMM doesn't know."""
     if optimizer is None:
         return fused_params
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"optimizer={optimizer!r} is no fused optimizer; what TorchRec's sharders take first "
+            "is fused_params=... here"
+        )
     if fused_params and "optimizer" in fused_params:
         raise ConfigError(
             f"both optimizer={optimizer!r} and fused_params['optimizer'] are given; give one"

@@ -141,14 +141,14 @@ def _wire_bytes(sharders: Sequence[ModuleSharder[nn.Module]]) -> tuple[float, fl
 def _shortfall(candidates: Sequence[Candidate], setting: Setting, room: int) -> Shortfall:
     """What tables need at the least in the largest groups, against what there is."""
     group = setting.group
-    on_one, on_all = {}, {}
+    on_one, on_all, buffers = {}, {}, 0
     for candidate in candidates:
-        kept = [
-            table_bytes(candidate.somewhere(choice, group), group.num_ranks)
-            for choice in candidate.choices
-        ]
+        placed = [candidate.somewhere(choice, group) for choice in candidate.choices]
+        kept = [table_bytes(one, group.num_ranks) for one in placed]
         on_one[candidate.name] = int(min(one.max() for one in kept))
         on_all[candidate.name] = int(min(one.sum() for one in kept))
+        loads = (setting.loads([one]).values for one in placed)
+        buffers += int(min((setting.buffer_bytes @ one).sum() for one in loads))
     table = max(on_one, key=lambda name: on_one[name])
     return Shortfall(
         table=table,
@@ -156,4 +156,5 @@ def _shortfall(candidates: Sequence[Candidate], setting: Setting, room: int) -> 
         rank_bytes=room,
         all_tables_bytes=sum(on_all.values()),
         group_bytes=room * group.num_ranks,
+        buffer_bytes=buffers,
     )

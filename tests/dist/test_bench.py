@@ -88,7 +88,7 @@ def test_failures_are_told_apart_and_the_others_are_measured(result: BenchResult
     [
         ("refused", "in warm_up: rank 0: "),
         ("dies", "rank 1: the process died in "),
-        ("hangs", "block took over 20 s"),
+        ("hangs", "block took over 12 s"),
         ("learns_faster", "from that of planner"),
     ],
 )

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import torchrec_2dsp as tdsp
 from tests.support.ranks import RankPool
 from torchrec_2dsp.cli.app import app
-from torchrec_2dsp.measure import fit
+from torchrec_2dsp.measure import fit, kernels
 from torchrec_2dsp.measure.calibrate import calibrate
 
 
@@ -24,7 +24,8 @@ def measured(
     """With what progress told, and the groups that are left."""
     world = dist.group.WORLD
     assert world is not None
-    # Other tests may run meanwhile.
+    # What the times are isn't tested, and other tests may run meanwhile.
+    kernels._NUM_IDS = (2**11,)
     fit.MAX_MEDIAN_ERROR = fit.MAX_KERNEL_ERROR = math.inf
     before = set(_world.pg_names.values())
     told: list[str] = []

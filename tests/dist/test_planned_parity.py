@@ -88,8 +88,10 @@ def test_planned_is_what_was_demanded(mix: str, proposed: bool) -> None:
     ("mix", "proposed", "stock_wrapper"),
     [
         *((mix, False, False) for mix in MIXES),
-        *((mix, True, True) for mix in MIXES),
+        ("rows", True, True),
+        ("hosts", True, True),
         ("rows", True, False),
+        pytest.param("free", True, True, marks=pytest.mark.slow),
     ],
 )
 def test_what_is_planned_equals_the_unsharded_model(

@@ -168,6 +168,7 @@ def test_without_a_reference_nothing_counts() -> None:
         ({"kind": "stock"}, {"table_wise": 1, "column_wise": 1}, 5e-2),
         ({"kind": "two_d"}, {"2d_row_wise": 2}, 1e-4),
         ({"kind": "two_d"}, {"2d_grid_shard": 2}, 5e-2),
+        ({"kind": "two_d", "qcomms": "fp16"}, {"2d_row_wise": 2}, 5e-2),
         ({"kind": "two_d", "sync": "WeightSync"}, {"2d_row_wise": 2}, 5e-2),
         ({"kind": "stock", "loss_bound": 0.5}, {"row_wise": 2}, 0.5),
     ],

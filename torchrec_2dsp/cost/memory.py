@@ -15,6 +15,12 @@ from torchrec_2dsp.plan.sync_config import SyncConfig, SyncedRows, WeightSync
 _GRADIENT_COPIES = 2
 """Of a data-parallel table's dense gradient: its own, and that in a bucket that is reduced."""
 
+_VECTOR_COPIES = 5
+"""Of what the model gets, and of its gradient: as it came, in the model's order, put together."""
+
+_LOOKED_UP_ID_BYTES = 48
+"""Of an id in FBGEMM's kernels, which sort ids and note where each came from."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCost:
@@ -145,9 +151,9 @@ def buffer_bytes(
     batches += workload.prefetches_rows
     averages_all = isinstance(sync, WeightSync) and sync.rows is SyncedRows.ALL
     return {
-        "batches": _weights(ids_to=2 * num_ranks * batches, lookup_ids=48),
+        "batches": _weights(ids_to=2 * num_ranks * batches, lookup_ids=_LOOKED_UP_ID_BYTES),
         "vectors": _weights(
-            given_bytes=5,
+            given_bytes=_VECTOR_COPIES,
             pooled_from=2 * num_ranks,
             pooled_to=2 * num_ranks,
             rows_from=num_ranks,
@@ -158,6 +164,7 @@ def buffer_bytes(
             added_bytes=1,
             scattered=1,
             gathered=num_ranks,
+            # TorchRec puts them in another order, both ways, before and after they are added up.
             host_scattered=5,
             across_from=2,
             across_to=2,

@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.memory import CASES, measured
 
-FEW = ("exact", "rows prefetched")
+FEW = ("exact, few samples", "rows prefetched")
 TOLERANCE = 0.15
 """A tenth is what it was when it was measured; the allocator has moods."""
 

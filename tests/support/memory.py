@@ -28,7 +28,7 @@ from torchrec_2dsp.cost.memory import MemoryCost
 from torchrec_2dsp.planner.search.candidates import candidates_of
 
 ONE, TWO = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2)
-BATCH, DIM, STEPS = 8_192, 64, 6
+DIM, STEPS = 64, 6
 LARGE = (800_000, 800_000, *[200_000] * 6)
 SMALL = (64,) * 8
 
@@ -40,6 +40,7 @@ class Case:
     cell: Cell
     ids_per_bag: int = 1
     prefetches: bool = False
+    batch_size: int = 8_192
 
 
 HOT = tuple((f"t{number}", tuple(range(20_000))) for number in range(8))
@@ -56,6 +57,7 @@ CASES = {
     "nonempty": Case(Cell(ONE, "table_wise", exchange="nonempty")),
     "hot rows": Case(Cell(ONE, "row_wise", exchange="row", hot_rows=HOT)),
     "exact": Case(Cell(TWO, "row_wise")),
+    "exact, few samples": Case(Cell(TWO, "row_wise"), batch_size=512),
     "averaged": Case(Cell(TWO, "row_wise", sync=tdsp.WeightSync())),
     "averaged whole": Case(Cell(TWO, "row_wise", sync=tdsp.WeightSync(rows=tdsp.SyncedRows.ALL))),
 }
@@ -83,7 +85,7 @@ def grown(rank: int, world_size: int, case: Case) -> tuple[int, MemoryCost]:
     before = resident_bytes()
     # The highest is forgotten.
     Path("/proc/self/clear_refs").write_text("5")
-    expected = _train(rank, case, LARGE, BATCH)
+    expected = _train(rank, case, LARGE, case.batch_size)
     highest = peak_bytes()
     assert before is not None
     assert highest is not None

@@ -113,6 +113,8 @@ def test_what_is_found_costs_what_its_plan_costs() -> None:
     plan = found.plan("cpu")
     cost = tdsp.CostModel(setting.calibration, 2).step_cost(plan, setting.workload)
     assert cost.as_dict() == pytest.approx(found.cost.as_dict(), rel=1e-6, abs=1e-9)
+    kept = tdsp.CostModel(setting.calibration, 2).memory_cost(plan, setting.workload)
+    assert kept.total_bytes == pytest.approx(float(found.bytes_by_rank.max()))
     once = {
         name for _, part in plan.modules() for name, one in part.tables() if one.num_groups == 1
     }

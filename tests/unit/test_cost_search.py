@@ -52,6 +52,8 @@ def test_what_is_found_costs_what_its_plan_costs(sync: "tdsp.GradientSync") -> N
     assert plan.mesh == best.setting.mesh
     expected = costs.step_cost(plan, best.setting.workload)
     assert expected.as_dict() == pytest.approx(best.cost.as_dict(), rel=1e-6, abs=1e-9)
+    kept = costs.memory_cost(plan, best.setting.workload)
+    assert kept.total_bytes == pytest.approx(float(best.bytes_by_rank.max()))
 
 
 def types_of(plan: tdsp.Plan2D) -> dict[str, tuple[str, str]]:

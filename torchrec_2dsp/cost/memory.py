@@ -1,13 +1,15 @@
 """What tables take of the memory of a group's ranks. Pure."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 from torchrec.distributed.types import ShardingType
 
 from torchrec_2dsp.cost.loads import LOADS, Loads, Ranks
+from torchrec_2dsp.cost.named_parts import NamedParts
 from torchrec_2dsp.cost.placed import FLOAT_BYTES, Placed
 from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.plan.sync_config import SyncConfig, SyncedRows, WeightSync
@@ -23,7 +25,7 @@ _LOOKED_UP_ID_BYTES = 48
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryCost:
+class MemoryCost(NamedParts):
     """Bytes that tables take of a rank, beside the dense part of the model.
 
     Example:
@@ -34,6 +36,8 @@ class MemoryCost:
         >>> max(cost.parts(), key=lambda part: part[1])
         ('weights', 1000000000.0)
     """
+
+    unit: ClassVar[str] = "bytes"
 
     weights_bytes: float = 0.0
     """Shards of tables."""
@@ -56,29 +60,10 @@ class MemoryCost:
     copies_bytes: float = 0.0
     """What keeps copies of rows equal: gradients that are merged, or what rows were before."""
 
-    @classmethod
-    def of(cls, parts: Mapping[str, float]) -> "MemoryCost":
-        """From bytes by name."""
-        return cls(**{f"{name}_bytes": size for name, size in parts.items()})
-
-    def __add__(self, other: "MemoryCost") -> "MemoryCost":
-        """Part by part."""
-        sums = {name: size + getattr(other, f"{name}_bytes") for name, size in self.parts()}
-        return MemoryCost.of(sums)
-
     @property
     def total_bytes(self) -> float:
         """The sum of all parts."""
         return sum(size for _, size in self.parts())
-
-    def parts(self) -> Iterator[tuple[str, float]]:
-        """Names and bytes."""
-        for one in fields(self):
-            yield one.name.removesuffix("_bytes"), getattr(self, one.name)
-
-    def as_dict(self) -> dict[str, float]:
-        """By field."""
-        return asdict(self)
 
 
 def memory_cost(tables: Iterable[Placed], loads: Loads, buffers: Mapping[str, Ranks]) -> MemoryCost:
@@ -87,7 +72,7 @@ def memory_cost(tables: Iterable[Placed], loads: Loads, buffers: Mapping[str, Ra
     Args:
         tables: all of the group.
         loads: what they give it to do.
-        buffers: see `buffer_bytes`.
+        buffers: see `buffer_parts`.
     """
     kept = sum(
         (_kept(one, loads.num_ranks) for one in tables), np.zeros((len(_KEPT), loads.num_ranks))
@@ -95,7 +80,7 @@ def memory_cost(tables: Iterable[Placed], loads: Loads, buffers: Mapping[str, Ra
     parts = dict(zip(_KEPT, kept, strict=True))
     parts |= {name: weights @ loads.values for name, weights in buffers.items()}
     fullest = int(sum(parts.values(), np.zeros(loads.num_ranks)).argmax())
-    return MemoryCost.of({name: float(by_rank[fullest]) for name, by_rank in parts.items()})
+    return MemoryCost(**{f"{name}_bytes": float(of[fullest]) for name, of in parts.items()})
 
 
 def table_bytes(table: Placed, num_ranks: int) -> Ranks:
@@ -137,7 +122,7 @@ def _kept(table: Placed, num_ranks: int) -> NDArray[np.float64]:
     return found
 
 
-def buffer_bytes(
+def buffer_parts(
     workload: Workload, num_ranks: int, sync: SyncConfig, device: str
 ) -> dict[str, Ranks]:
     """The other parts of `MemoryCost`, as bytes of a rank of a group for each unit of `LOADS`.

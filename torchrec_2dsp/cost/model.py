@@ -8,7 +8,7 @@ import numpy as np
 
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.loads import Loads, Ranks
-from torchrec_2dsp.cost.memory import MemoryCost, buffer_bytes, memory_cost
+from torchrec_2dsp.cost.memory import MemoryCost, buffer_parts, memory_cost
 from torchrec_2dsp.cost.phases import Phases
 from torchrec_2dsp.cost.placed import Placed
 from torchrec_2dsp.cost.replica_loads import add_hot_rows, add_synced_rows
@@ -121,12 +121,12 @@ class Setting:
     @cached_property
     def buffer_bytes(self) -> Ranks:
         """How many bytes of buffers a rank of a group has for each unit of `LOADS`."""
-        return np.sum(list(self._buffers.values()), axis=0)
+        return np.sum(list(self._buffer_parts.values()), axis=0)
 
     @cached_property
-    def _buffers(self) -> dict[str, Ranks]:
+    def _buffer_parts(self) -> dict[str, Ranks]:
         device = self.calibration.hardware.device
-        return buffer_bytes(self.workload, self.group.num_ranks, self.sync, device)
+        return buffer_parts(self.workload, self.group.num_ranks, self.sync, device)
 
     @cached_property
     def _in_group(self) -> Workload:
@@ -145,7 +145,7 @@ class Setting:
 
     def memory_cost(self, tables: Sequence[Placed]) -> MemoryCost:
         """What tables take of the fullest rank of a group."""
-        return memory_cost(tables, self.loads(tables), self._buffers)
+        return memory_cost(tables, self.loads(tables), self._buffer_parts)
 
     def step_cost(self, loads: Loads) -> StepCost:
         """What it takes them, and what is beside."""

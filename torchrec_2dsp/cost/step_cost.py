@@ -1,11 +1,13 @@
 """`StepCost`: what a step is expected to take, in named parts that add up."""
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torchrec_2dsp.cost.named_parts import NamedParts
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepCost:
+class StepCost(NamedParts):
     """Seconds of a step, of the mean rank; `imbalance` is what the slowest one adds.
 
     Example:
@@ -16,6 +18,8 @@ class StepCost:
         >>> max(cost.parts(), key=lambda part: part[1])
         ('forward_exchange', 0.03)
     """
+
+    unit: ClassVar[str] = "s"
 
     input_exchange_s: float = 0.0
     """Ids on their way to the ranks that look them up."""
@@ -54,12 +58,6 @@ class StepCost:
     hidden_s: float = 0.0
     """What happens behind other parts; not above zero."""
 
-    def __add__(self, other: "StepCost") -> "StepCost":
-        """Part by part, of what happens one after the other."""
-        return StepCost(
-            **{f"{name}_s": seconds + getattr(other, f"{name}_s") for name, seconds in self.parts()}
-        )
-
     @property
     def total_s(self) -> float:
         """The sum of all parts."""
@@ -69,12 +67,3 @@ class StepCost:
     def tables_s(self) -> float:
         """The part that tables have in the total: what the step takes beyond the dense part."""
         return self.total_s - self.dense_s
-
-    def parts(self) -> Iterator[tuple[str, float]]:
-        """Names and seconds."""
-        for one in fields(self):
-            yield one.name.removesuffix("_s"), getattr(self, one.name)
-
-    def as_dict(self) -> dict[str, float]:
-        """By field."""
-        return asdict(self)

@@ -30,13 +30,11 @@ _NUM_ASKING = 4
 _DIMS = (16, 64, 128)
 _NUM_IDS = (2**11, 2**13, 2**15)
 """More would be tensors that get their memory page by page, each time anew."""
-_TABLE_BYTES = (2**24, 2**25, 2**26)
-"""Beyond what caches hold, as tables are."""
-
-
 _BAG_SIZES = (1, 16)
 _ROWS_OF_A_TABLE = (64, _NUM_ROWS // _NUM_TABLES)
 """Of which ids are drawn: so few that all repeat, and are in caches, or any."""
+_TABLE_BYTES = (2**24, 2**25, 2**26)
+"""Beyond what caches hold, as tables are."""
 
 
 class _Piece(NamedTuple):

@@ -1,0 +1,33 @@
+"""`NamedParts`: numbers of one unit that add up. Pure."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from typing import ClassVar, Self
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedParts:
+    """A dataclass with nothing but numbers, whose names end with their unit.
+
+    Example:
+        >>> import torchrec_2dsp as tdsp
+        >>> both = tdsp.StepCost(lookup_s=0.25) + tdsp.StepCost(lookup_s=0.5, dense_s=1.0)
+        >>> [(name, seconds) for name, seconds in both.parts() if seconds]
+        [('lookup', 0.75), ('dense', 1.0)]
+    """
+
+    unit: ClassVar[str]
+
+    def __add__(self, other: Self) -> Self:
+        """Part by part."""
+        mine, others = self.as_dict(), other.as_dict()
+        return type(self)(**{name: number + others[name] for name, number in mine.items()})
+
+    def parts(self) -> Iterator[tuple[str, float]]:
+        """Names without the unit, and numbers."""
+        for one in fields(self):
+            yield one.name.removesuffix(f"_{self.unit}"), getattr(self, one.name)
+
+    def as_dict(self) -> dict[str, float]:
+        """By field."""
+        return asdict(self)

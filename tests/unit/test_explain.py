@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ from tests.support.planning import ROWS, SHARDERS, planner, problem, skewed, tab
 from torchrec_2dsp.cli.app import app
 from torchrec_2dsp.cost.sent import sent_weights
 from torchrec_2dsp.plan.serialize import load
-from torchrec_2dsp.planner.explain import pareto_front
+from torchrec_2dsp.planner.explain import explain, pareto_front
 from torchrec_2dsp.planner.explanation import Explanation
 from torchrec_2dsp.planner.search.choices import Choice
 from torchrec_2dsp.planner.search.meshes import Tried
+from torchrec_2dsp.planner.table_line import milliseconds
 
 CONFIG = "configs/runs/plan.toml"
 MESH = tdsp.Mesh2D(1, 4)
@@ -67,6 +69,34 @@ def test_tables_nobody_counted_are_said() -> None:
     made = planner(mesh=MESH)
     made.plan(tables(), SHARDERS)
     assert "Nothing was counted for 3 of 3 tables" in str(made.explain()).replace("\n", " ")
+
+
+def test_the_other_pipeline_is_said_where_it_would_pay() -> None:
+    model = tables((100_000, 200_000, 300_000))
+    rows = dict.fromkeys(skewed(), tdsp.ParameterConstraints2D(exchange="row"))
+    workload = replace(
+        tdsp.Workload.of_model(model, batch_size=512),
+        dense=tdsp.DenseWork(forward_s=0.05, backward_s=0.05),
+    )
+    made = planner(link="200mbit", mesh=MESH, workload=workload, constraints=rows)
+    plan = made.plan(model, SHARDERS)
+    found = made.explain()
+    workload = replace(workload, prefetches_rows=True)
+    costs = tdsp.CostModel(found.setting.calibration, 2)
+    expected = costs.step_cost(plan, workload)
+    assert found.prefetching is not None
+    assert found.prefetching.as_dict() == pytest.approx(expected.as_dict(), rel=1e-6, abs=1e-9)
+    assert expected.total_s < found.cost.total_s
+    then, now = (milliseconds(of.total_s) for of in (expected, found.cost))
+    sentence = f"should take {then} ms instead of {now}."
+    assert sentence in str(found).replace("\n", " ")
+    # Where it gains nothing, where ranks are too full for it, and where it is done already.
+    assert replace(found, prefetching=found.cost).advice == ""
+    assert made._result is not None
+    assert explain(replace(made._result, room=found.memory.total_bytes)).prefetching is None
+    again = planner(link="200mbit", mesh=MESH, workload=workload, constraints=rows)
+    again.plan(model, SHARDERS)
+    assert again.explain().prefetching is None
 
 
 def test_without_a_plan_there_is_nothing_to_explain() -> None:

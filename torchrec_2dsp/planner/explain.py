@@ -32,6 +32,7 @@ def explain(result: SearchResult) -> Explanation:
         where=best.where,
         cost=best.cost,
         memory=best.memory,
+        prefetching=best.prefetching(result.room),
         tables=sorted(tables, key=lambda line: -line.seconds),
         busy_by_rank=busy,
         bytes_by_rank=best.bytes_by_rank,

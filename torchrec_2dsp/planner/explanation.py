@@ -30,6 +30,8 @@ _WIDTH = 100
 _BAR = 30
 _MAX_TABLES = 60
 _MAX_RANKS = 16
+_WORTH_SAYING = 0.9
+"""Of a step's time: to send beside computing takes processor time, too, which isn't predicted."""
 
 
 class Rows(NamedTuple):
@@ -54,6 +56,9 @@ class Explanation:
 
     memory: MemoryCost
     """Of the fullest rank."""
+
+    prefetching: StepCost | None
+    """Of a step in which rows travel beside computing; none if they do already or can't."""
 
     tables: Sequence[TableLine]
     """The longest first."""
@@ -99,6 +104,20 @@ class Explanation:
         return (
             f"Nothing was counted for {unknown:,} of {len(self.tables):,} tables: all their "
             "rows count as used alike, which makes row exchange dearer than it is."
+        )
+
+    @property
+    def advice(self) -> str:
+        """What would shorten a step of the same plan; empty if nothing is known."""
+        if self.prefetching is None:
+            return ""
+        now_s, then_s = self.cost.total_s, self.prefetching.total_s
+        if then_s > _WORTH_SAYING * now_s:
+            return ""
+        return (
+            f"Trained by TrainPipelineRowPrefetch (`prefetch_rows = true` of a run), whose rows "
+            f"travel beside computing, a step of this plan should take {milliseconds(then_s)} ms "
+            f"instead of {milliseconds(now_s)}."
         )
 
     def table_rows(self) -> Rows:
@@ -164,8 +183,8 @@ class Explanation:
         """The same before it is written."""
         page = Page(title)
         page.add_text(self.headline)
-        if self.caveat:
-            page.add_text(self.caveat)
+        for sentence in filter(None, (self.caveat, self.advice)):
+            page.add_text(sentence)
         page.add_plot("Parts of a step", parts_plot(self.cost))
         longest = self.tables[:MAX_BARS]
         page.add_plot(
@@ -189,8 +208,7 @@ class Explanation:
         if hidden > 0:
             rest = sum(one.seconds for one in self.tables[_MAX_TABLES:])
             yield f"and {hidden:,} more tables, which add {milliseconds(rest)} ms"
-        if self.caveat:
-            yield self.caveat
+        yield from filter(None, (self.caveat, self.advice))
         yield _table(self.phase_rows())
         yield _table(self.memory_rows())
         # The busiest ones, where there are many.

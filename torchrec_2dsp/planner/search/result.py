@@ -13,8 +13,10 @@ from torchrec.distributed.types import ModuleShardingPlan, ShardingType
 from torchrec_2dsp.cost.loads import Ranks
 from torchrec_2dsp.cost.memory import MemoryCost
 from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.placed import Placed
 from torchrec_2dsp.cost.span import Span
 from torchrec_2dsp.cost.step_cost import StepCost
+from torchrec_2dsp.cost.table_loads import exchanges_rows
 from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D, type_2d
 from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D
 from torchrec_2dsp.planner.search.choices import Candidate, Choice, rated_beside
@@ -49,11 +51,30 @@ class Found:
     @cached_property
     def memory(self) -> MemoryCost:
         """Of the fullest rank."""
+        found = self.setting.memory_cost(self._placed)
+        return found if self.once is None else found + self.once.memory
+
+    def prefetching(self, room: float) -> StepCost | None:
+        """Of a step in which rows travel beside computing; none if they do already or can't.
+
+        Args:
+            room: bytes that a rank has.
+        """
+        setting = self.setting
+        exchanges = any(exchanges_rows(one) for one in self._types())
+        if setting.workload.prefetches_rows or setting.mesh.num_groups > 1 or not exchanges:
+            return None
+        workload = replace(setting.workload, prefetches_rows=True, is_pipelined=True)
+        setting = replace(setting, workload=workload)
+        if setting.memory_cost(self._placed).total_bytes > room:
+            return None
+        return setting.step_cost(setting.loads(self._placed))
+
+    @cached_property
+    def _placed(self) -> list[Placed]:
         placement, group = self.placement, self.setting.group
         chosen = zip(self.candidates, placement.choices, placement.ranks, strict=True)
-        tables = [candidate.placed(choice, ranks, group) for candidate, choice, ranks in chosen]
-        found = self.setting.memory_cost(tables)
-        return found if self.once is None else found + self.once.memory
+        return [candidate.placed(choice, ranks, group) for candidate, choice, ranks in chosen]
 
     @property
     def rated_s(self) -> float:

@@ -138,6 +138,9 @@ def test_predictions_stand_beside_what_was_measured() -> None:
     assert rows[0] == ["stock", "178.0", "220.0", "+24%", "200.0", "20.0"]
     assert [row[3] for row in rows] == ["+24%", "+14%", "-7%"]
     assert "Median error: 14%; largest: 24%. Rank correlation: 1.00." in page
+    assert "Dense:" not in page
+    page = markdown_report([known.model_copy(update={"dense_from": ("floor",)})])
+    assert "Rank correlation: 1.00. Dense: what floor took in the same rounds, less" in page
     assert "Predicted steps" not in markdown_report([result])
 
 

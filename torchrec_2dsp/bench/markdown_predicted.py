@@ -36,7 +36,14 @@ def predicted_section(result: BenchResult) -> str:
     ]
     headings = ["contestant", "measured ms", "predicted ms", "error"]
     headings += [name.replace("_", " ") for name in parts]
-    return f"{_how_good(known, costs)}\n\n{table(headings, rows)}"
+    return f"{_how_good(known, costs)}{_beside(result)}\n\n{table(headings, rows)}"
+
+
+def _beside(result: BenchResult) -> str:
+    if not result.dense_from:
+        return ""
+    names = " and ".join(result.dense_from)
+    return f" Dense: what {names} took in the same rounds, less lookups and updates as predicted."
 
 
 def _how_good(known: Sequence[ContestantResult], costs: Sequence[StepCost]) -> str:

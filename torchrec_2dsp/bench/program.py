@@ -2,6 +2,7 @@
 
 import os
 import random
+import statistics
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -19,7 +20,7 @@ from torchrec_2dsp.bench.machine import (
     load,
     sent,
 )
-from torchrec_2dsp.bench.predict import predicted_steps
+from torchrec_2dsp.bench.predict import Predicted, predicted_steps
 from torchrec_2dsp.bench.probe import ComputeProbe
 from torchrec_2dsp.bench.process import ContestantProcess, How, failure_line, failure_report
 from torchrec_2dsp.bench.results import (
@@ -137,8 +138,8 @@ class _Bench:
         finally:
             for runner in self._runners:
                 runner.process.kill()
-        self._predict(place)
-        results = [self._result(runner) for runner in self._runners]
+        predicted = self._predict(place)
+        results = [self._result(one, predicted.steps.get(one.name)) for one in self._runners]
         return judged(
             BenchResult(
                 setting=describe_setting(
@@ -151,6 +152,7 @@ class _Bench:
                 ),
                 reference=self._config.reference,
                 contestants=tuple(results),
+                dense_from=predicted.dense_from,
             ),
             self._config,
         )
@@ -272,14 +274,17 @@ class _Bench:
             watcher.contestant_out(runner.name, runner.outcome, failure_report(method, answers))
         return None
 
-    def _predict(self, place: MeasuredPlace) -> None:
-        """From plans alone; when all are measured, as it takes memory that processes would copy."""
+    def _predict(self, place: MeasuredPlace) -> Predicted:
+        """When all are measured, as it takes memory that processes would copy."""
         plans = {runner.name: runner.plan for runner in self._alive() if runner.plan is not None}
-        predicted = predicted_steps(self._config, plans, place.dense, self._place)
-        for runner in self._alive():
-            runner.found["predicted"] = predicted.get(runner.name)
+        ceilings = {
+            runner.name: statistics.median(block.step_s for block in runner.blocks)
+            for runner in self._alive()
+            if isinstance(self._config.contestants[runner.name], CeilingContestant)
+        }
+        return predicted_steps(self._config, plans, place.dense, self._place, ceilings)
 
-    def _result(self, runner: _Runner) -> ContestantResult:
+    def _result(self, runner: _Runner, predicted: dict[str, float] | None) -> ContestantResult:
         one = self._config.contestants[runner.name]
         return ContestantResult(
             name=runner.name,
@@ -287,6 +292,7 @@ class _Bench:
             kind=one.kind,
             outcome=runner.outcome,
             reason=runner.reason,
+            predicted=predicted,
             blocks=tuple(runner.blocks),
             **runner.found,
         )

@@ -198,6 +198,10 @@ class BenchResult(JsonFile):
     contestants: tuple[ContestantResult, ...]
     """In the order of the config."""
 
+    dense_from: tuple[str, ...] = ()
+    """The ceilings that predictions take from what a step does beside its tables; without any, the
+    model without its tables was timed."""
+
     def measured(self) -> tuple[ContestantResult, ...]:
         """Those whose numbers count, ceilings included."""
         return tuple(one for one in self.contestants if one.outcome is Outcome.MEASURED)

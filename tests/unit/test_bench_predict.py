@@ -1,0 +1,63 @@
+"""Steps that are predicted from plans, and what a ceiling says of the rest of a step."""
+
+import pytest
+
+import torchrec_2dsp as tdsp
+from tests.support.planning import SHARDERS, planner
+from tests.unit.test_bench_config import CONFIGS, config_of
+from torchrec_2dsp.bench.predict import predicted_steps
+from torchrec_2dsp.bench.worker import Place
+from torchrec_2dsp.recipe.model import build_model
+
+CONFIG = config_of(
+    {
+        "plain": {"kind": "stock"},
+        "rows": {
+            "kind": "two_d",
+            "num_groups": 1,
+            "exchange": "row",
+            "sharding_types": ["row_wise"],
+        },
+        "copies": {"kind": "two_d", "num_groups": 2},
+        "ceiling": {"kind": "ceiling", "of": "plain"},
+        "ceiling_2d": {"kind": "ceiling", "of": "copies"},
+    },
+    calibration=str(CONFIGS / "hardware/emulated_1gbit.toml"),
+)
+DENSE = tdsp.DenseWork(forward_s=0.01, backward_s=0.03)
+PLACE = Place(0, 4, 2)
+
+
+def plan_on(num_groups: int) -> tdsp.Plan2D:
+    model = build_model(CONFIG.data, CONFIG.model, tables_device="meta")
+    return planner(mesh=tdsp.Mesh2D(num_groups, 4 // num_groups)).plan(model, SHARDERS)
+
+
+PLANS = {
+    "plain": plan_on(1),
+    "copies": plan_on(2),
+    "ceiling": plan_on(1),
+    "ceiling_2d": plan_on(2),
+}
+
+
+def test_a_ceiling_says_what_a_step_takes_beside_its_tables() -> None:
+    found = predicted_steps(CONFIG, PLANS, DENSE, PLACE, {"ceiling": 0.1, "ceiling_2d": 0.5})
+    assert set(found.steps) == {"plain", "copies"}
+    assert found.dense_from == ("ceiling",)
+    of_tables = tdsp.StepCost(**found.steps["plain"])
+    computed_s = of_tables.lookup_s + of_tables.rows_s + of_tables.update_s
+    assert 0 < computed_s < 0.1
+    assert of_tables.dense_s + computed_s == pytest.approx(0.1)
+    assert found.steps["copies"]["dense_s"] == of_tables.dense_s
+
+
+@pytest.mark.parametrize("ceilings", [{}, {"ceiling_2d": 0.5}, {"ceiling": 1e-9}])
+def test_without_a_ceiling_that_can_tell_the_timed_model_counts(ceilings: dict[str, float]) -> None:
+    found = predicted_steps(CONFIG, PLANS, DENSE, PLACE, ceilings)
+    assert found.dense_from == ()
+    assert found.steps["plain"]["dense_s"] == pytest.approx(0.04)
+
+
+def test_without_a_calibration_nothing_is_predicted() -> None:
+    assert predicted_steps(CONFIG, PLANS, None, PLACE, {"ceiling": 0.1}) == ({}, ())

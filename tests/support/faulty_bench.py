@@ -52,6 +52,7 @@ CONFIG: dict[str, Any] = {
         "searched": {"kind": "two_d", "num_groups": "any", "by_cost": True},
         "duplex": {"kind": "stock", "full_duplex": True, **EXCHANGED},
         "ceiling": {"kind": "ceiling", "of": "exact"},
+        "ceiling_of_one": {"kind": "ceiling", "of": "planner"},
     },
 }
 

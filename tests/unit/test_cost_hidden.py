@@ -90,6 +90,11 @@ def test_rows_that_others_leave_alone_hide_behind_the_dense_part() -> None:
     assert visible.hidden_s == 0.0
     assert found.hidden_s == pytest.approx(-expected, rel=0.05)
     assert replace(found, hidden_s=0.0) == visible
+    # On a GPU rows are updated all at once.
+    link = only_the_link()
+    gpus = link.model_copy(update={"hardware": link.hardware.model_copy(update={"device": "cuda"})})
+    only_early = cost(rows, dense=dense, prefetches_rows=True, calibration=gpus)
+    assert only_early.hidden_s == pytest.approx(-early / distinct * moved_s / 2, rel=0.05)
     # Nothing hides behind nothing, nor where replicas change the rows, too.
     assert cost(rows, prefetches_rows=True).hidden_s == 0.0
     in_groups = table(ShardingType.ROW_WISE, [0, 1], exchange=tdsp.Exchange.ROW)

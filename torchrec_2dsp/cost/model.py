@@ -141,6 +141,9 @@ class Setting:
             add_table(loads, table, self._in_group, self.group)
             add_hot_rows(loads, table, self.workload, self.world)
             add_synced_rows(loads, table, self.workload, self.peers, self.sync)
+        if self.calibration.hardware.device != "cpu":
+            # FBGEMM alone can update rows there, all at once: no gradients come later than others.
+            loads.lagging_to[:] = 0.0
         return loads
 
     def memory_cost(self, tables: Sequence[Placed]) -> MemoryCost:

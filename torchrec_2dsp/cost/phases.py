@@ -86,7 +86,7 @@ class Phases:
             ),
             self._between_places_s(loads.across_from),
             self._in_host_s(loads.host_rows_from),
-            self._apart_s(loads),
+            self._apart_s(loads, loads.early_from),
         ) + self._hops_s(loads.across_from)
 
     def _backward_s(self, loads: Loads) -> float:
@@ -100,7 +100,7 @@ class Phases:
             ),
             self._between_places_s(loads.across_to),
             self._in_host_s(loads.host_rows_to),
-            self._apart_s(loads),
+            self._apart_s(loads, loads.lagging_to),
         ) + self._hops_s(loads.across_to)
 
     def beside_s(self, loads: Loads) -> float:
@@ -123,8 +123,9 @@ class Phases:
         """Exchanges one after the other; ranks come to the first one from computing."""
         return sum(exchanges) + (self.calibration.turn_s if any(exchanges) else 0.0)
 
-    def _apart_s(self, loads: Loads) -> float:
-        """What it takes that tables of each type are exchanged apart from those of another."""
+    def _apart_s(self, loads: Loads, beside: Ranks) -> float:
+        """What it takes that tables of each type are exchanged apart from those of another, and
+        what travels beside computing apart from the rest."""
         together = sum(
             one.any()
             for one in (
@@ -137,7 +138,7 @@ class Phases:
         )
         short = self._all_to_all.seconds(self.span, traffic.Traffic(0.0, 0.0))
         # Rows in two halves: one message more, and one that says which half a row belongs to.
-        halves = 2 if loads.early_from.any() else 0
+        halves = 2 if beside.any() else 0
         return (max(0, len(loads.types) - int(together)) + halves) * short
 
     def _dense_exchange_s(self, loads: Loads) -> float:

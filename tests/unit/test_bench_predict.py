@@ -1,5 +1,7 @@
 """Steps that are predicted from plans, and what a ceiling says of the rest of a step."""
 
+from functools import cache
+
 import pytest
 
 import torchrec_2dsp as tdsp
@@ -12,12 +14,6 @@ from torchrec_2dsp.recipe.model import build_model
 CONFIG = config_of(
     {
         "plain": {"kind": "stock"},
-        "rows": {
-            "kind": "two_d",
-            "num_groups": 1,
-            "exchange": "row",
-            "sharding_types": ["row_wise"],
-        },
         "copies": {"kind": "two_d", "num_groups": 2},
         "ceiling": {"kind": "ceiling", "of": "plain"},
         "ceiling_2d": {"kind": "ceiling", "of": "copies"},
@@ -28,21 +24,18 @@ DENSE = tdsp.DenseWork(forward_s=0.01, backward_s=0.03)
 PLACE = Place(0, 4, 2)
 
 
-def plan_on(num_groups: int) -> tdsp.Plan2D:
+@cache
+def plans() -> dict[str, tdsp.Plan2D]:
     model = build_model(CONFIG.data, CONFIG.model, tables_device="meta")
-    return planner(mesh=tdsp.Mesh2D(num_groups, 4 // num_groups)).plan(model, SHARDERS)
-
-
-PLANS = {
-    "plain": plan_on(1),
-    "copies": plan_on(2),
-    "ceiling": plan_on(1),
-    "ceiling_2d": plan_on(2),
-}
+    one, two = (
+        planner(mesh=tdsp.Mesh2D(num_groups, 4 // num_groups)).plan(model, SHARDERS)
+        for num_groups in (1, 2)
+    )
+    return {"plain": one, "copies": two, "ceiling": one, "ceiling_2d": two}
 
 
 def test_a_ceiling_says_what_a_step_takes_beside_its_tables() -> None:
-    found = predicted_steps(CONFIG, PLANS, DENSE, PLACE, {"ceiling": 0.1, "ceiling_2d": 0.5})
+    found = predicted_steps(CONFIG, plans(), DENSE, PLACE, {"ceiling": 0.1, "ceiling_2d": 0.5})
     assert set(found.steps) == {"plain", "copies"}
     assert found.dense_from == ("ceiling",)
     of_tables = tdsp.StepCost(**found.steps["plain"])
@@ -54,10 +47,10 @@ def test_a_ceiling_says_what_a_step_takes_beside_its_tables() -> None:
 
 @pytest.mark.parametrize("ceilings", [{}, {"ceiling_2d": 0.5}, {"ceiling": 1e-9}])
 def test_without_a_ceiling_that_can_tell_the_timed_model_counts(ceilings: dict[str, float]) -> None:
-    found = predicted_steps(CONFIG, PLANS, DENSE, PLACE, ceilings)
+    found = predicted_steps(CONFIG, plans(), DENSE, PLACE, ceilings)
     assert found.dense_from == ()
     assert found.steps["plain"]["dense_s"] == pytest.approx(0.04)
 
 
 def test_without_a_calibration_nothing_is_predicted() -> None:
-    assert predicted_steps(CONFIG, PLANS, None, PLACE, {"ceiling": 0.1}) == ({}, ())
+    assert predicted_steps(CONFIG, plans(), None, PLACE, {"ceiling": 0.1}) == ({}, ())

@@ -95,6 +95,13 @@ def test_rows_that_others_leave_alone_hide_behind_the_dense_part() -> None:
     gpus = link.model_copy(update={"hardware": link.hardware.model_copy(update={"device": "cuda"})})
     only_early = cost(rows, dense=dense, prefetches_rows=True, calibration=gpus)
     assert only_early.hidden_s == pytest.approx(-early / distinct * moved_s / 2, rel=0.05)
+    # So their gradients take no messages more; only the rows do.
+    late = gpus.collectives.all_to_all.model_copy(update={"base_s": 1e-3})
+    collectives = gpus.collectives.model_copy(update={"all_to_all": late})
+    gpus = gpus.model_copy(update={"collectives": collectives})
+    without, beside = (cost(rows, prefetches_rows=so, calibration=gpus) for so in (False, True))
+    assert beside.backward_exchange_s == without.backward_exchange_s
+    assert beside.forward_exchange_s == pytest.approx(without.forward_exchange_s + 2e-3)
     # Nothing hides behind nothing, nor where replicas change the rows, too.
     assert cost(rows, prefetches_rows=True).hidden_s == 0.0
     in_groups = table(ShardingType.ROW_WISE, [0, 1], exchange=tdsp.Exchange.ROW)

@@ -99,6 +99,14 @@ def test_the_other_pipeline_is_said_where_it_would_pay() -> None:
     assert again.explain().prefetching is None
 
 
+@pytest.mark.parametrize(("mesh", "exchange"), [(tdsp.Mesh2D(2, 2), "row"), (MESH, "pooled")])
+def test_rows_that_cannot_travel_so_are_not_advised(mesh: tdsp.Mesh2D, exchange: str) -> None:
+    demanded = tdsp.ParameterConstraints2D(exchange=exchange, sharding_types=["row_wise"])
+    made = planner(mesh=mesh, constraints=dict.fromkeys(skewed(), demanded))
+    made.plan(tables(), SHARDERS)
+    assert made.explain().prefetching is None
+
+
 def test_without_a_plan_there_is_nothing_to_explain() -> None:
     with pytest.raises(tdsp.ConfigError, match="there is nothing to explain here: make a plan"):
         planner().explain()

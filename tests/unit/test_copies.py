@@ -74,7 +74,7 @@ def test_huge_tables_have_one_copy_where_groups_have_no_room_for_them() -> None:
     model = tables((1_000_000,) * 24 + (3_000_000_000,) * 2)
     workload = tdsp.Workload.of_model(model, batch_size=4_096)
     often = {
-        name: replace(work, ids_per_sample=20.0 if work.num_rows == 1_000_000 else 1.0)
+        name: replace(work, ids_per_sample=80.0 if work.num_rows == 1_000_000 else 1.0)
         for name, work in workload.tables.items()
     }
     dense = tdsp.DenseWork(forward_s=0.005, backward_s=0.01, gradient_bytes=1e8)

@@ -12,7 +12,6 @@ from torchrec_2dsp.cost.loads import LOADS, Loads, Ranks
 from torchrec_2dsp.cost.named_parts import NamedParts
 from torchrec_2dsp.cost.placed import FLOAT_BYTES, Placed
 from torchrec_2dsp.cost.workload import Workload
-from torchrec_2dsp.plan.sync_config import SyncConfig, SyncedRows, WeightSync
 
 _GRADIENT_COPIES = 2
 """Of a data-parallel table's dense gradient: its own, and that in a bucket that is reduced."""
@@ -122,9 +121,7 @@ def _kept(table: Placed, num_ranks: int) -> NDArray[np.float64]:
     return found
 
 
-def buffer_parts(
-    workload: Workload, num_ranks: int, sync: SyncConfig, device: str
-) -> dict[str, Ranks]:
+def buffer_parts(workload: Workload, num_ranks: int) -> dict[str, Ranks]:
     """The other parts of `MemoryCost`, as bytes of a rank of a group for each unit of `LOADS`.
 
     What is sent and what is received exist at the same time, and a pipeline has the ids of two
@@ -134,7 +131,6 @@ def buffer_parts(
     """
     batches = 2 if workload.is_pipelined else 1
     batches += workload.prefetches_rows
-    averages_all = isinstance(sync, WeightSync) and sync.rows is SyncedRows.ALL
     return {
         "batches": _weights(ids_to=2 * num_ranks * batches, lookup_ids=_LOOKED_UP_ID_BYTES),
         "vectors": _weights(
@@ -159,8 +155,6 @@ def buffer_parts(
             hot_bytes_of_all=2,
             peer_bytes_of_all=3,
             averaged_bytes=1,
-            # Gloo joins all of them to one message.
-            averaged_whole_bytes=averages_all and device == "cpu",
         ),
     }
 

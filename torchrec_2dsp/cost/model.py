@@ -125,8 +125,7 @@ class Setting:
 
     @cached_property
     def _buffer_parts(self) -> dict[str, Ranks]:
-        device = self.calibration.hardware.device
-        return buffer_parts(self.workload, self.group.num_ranks, self.sync, device)
+        return buffer_parts(self.workload, self.group.num_ranks)
 
     @cached_property
     def _in_group(self) -> Workload:

@@ -9,7 +9,7 @@ from torchrec_2dsp.cost.loads import Loads, Ranks
 from torchrec_2dsp.cost.placed import FLOAT_BYTES, KEY_BYTES, Placed
 from torchrec_2dsp.cost.span import Span
 from torchrec_2dsp.cost.workload import Workload
-from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig, WeightSync
+from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig, SyncedRows, WeightSync
 
 
 def add_hot_rows(loads: Loads, table: Placed, workload: Workload, world: Span) -> None:
@@ -85,8 +85,9 @@ def _add_average(shards: "_Shards", sync: WeightSync, *, weights: bool, moments:
         if weights
         else (loads.moment_rows, loads.moment_bytes, loads.moment_whole_bytes)
     )
-    rows += shards.touched(num_steps)
-    num_bytes += shards.touched_bytes(num_steps, of_column)
+    if sync.rows is SyncedRows.TOUCHED:
+        rows += shards.touched(num_steps)
+        num_bytes += shards.touched_bytes(num_steps, of_column)
     whole += shards.sums(work.num_rows * of_column * shards.columns)
 
 

@@ -14,7 +14,11 @@ _CHUNK_BYTES = 64 * 2**20
 
 
 class ShardAverage:
-    """TorchRec's way: all shards at once, whatever has changed."""
+    """TorchRec's way: all shards, whatever has changed.
+
+    TorchRec gives all of them to one collective, of which gloo makes a second copy. Here large
+    ones are averaged where they are.
+    """
 
     def __init__(self, shards: Sequence[SyncedShard], group: dist.ProcessGroup) -> None:
         """
@@ -23,10 +27,15 @@ class ShardAverage:
             group: the ranks that hold copies.
         """
         self._group = group
-        self._tensors: dict[tuple[torch.dtype, StateRule], list[torch.Tensor]] = defaultdict(list)
+        alike: dict[tuple[torch.dtype, StateRule], list[torch.Tensor]] = defaultdict(list)
         for shard in shards:
             for tensor, rule in zip(shard.touched.tensors, shard.rules, strict=True):
-                self._tensors[tensor.dtype, rule].append(tensor)
+                alike[tensor.dtype, rule].append(tensor)
+        self._messages = [
+            (message, _op(rule))
+            for (_, rule), tensors in alike.items()
+            for message in _joined(tensors)
+        ]
         self._num_rows = sum(shard.touched.num_rows for shard in shards)
 
     def before_update(
@@ -38,13 +47,17 @@ class ShardAverage:
         """Average.
 
         Collectives:
-            One coalesced all-reduce per dtype and rule.
+            For each dtype and rule, a coalesced all-reduce for at most 64 MiB of tensors, and one
+            for each tensor that is larger.
         """
         report = SyncReport(num_rows=self._num_rows)
-        for (_, rule), tensors in self._tensors.items():
-            options = dist.AllreduceCoalescedOptions()
-            options.reduceOp = _op(rule)  # type: ignore[assignment]  # stub says enum
-            self._group.allreduce_coalesced(tensors, options).wait()
+        for tensors, op in self._messages:
+            if len(tensors) == 1:
+                dist.all_reduce(tensors[0], op, group=self._group)
+            else:
+                options = dist.AllreduceCoalescedOptions()
+                options.reduceOp = op  # type: ignore[assignment]  # stub says enum
+                self._group.allreduce_coalesced(tensors, options).wait()
             num_bytes = sum(tensor.nbytes for tensor in tensors)
             report += SyncReport(len(tensors), num_bytes=_ring_bytes(num_bytes, self._group))
         return report
@@ -78,6 +91,21 @@ def average_whole_shard(shard: SyncedShard, group: dist.ProcessGroup) -> SyncRep
         num_rows=touched.num_rows if is_touched is None else int(is_touched.sum()),
         num_bytes=_ring_bytes(num_bytes, group),
     )
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Those larger than a chunk one by one, and as many of the others together as make one."""
+    messages = [[tensor] for tensor in tensors if tensor.nbytes > _CHUNK_BYTES]
+    room = 0
+    for tensor in tensors:
+        if tensor.nbytes > _CHUNK_BYTES:
+            continue
+        if tensor.nbytes > room:
+            messages.append([])
+            room = _CHUNK_BYTES
+        messages[-1].append(tensor)
+        room -= tensor.nbytes
+    return messages
 
 
 def _op(rule: StateRule) -> dist.ReduceOp.RedOpType:

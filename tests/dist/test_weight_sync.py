@@ -12,9 +12,8 @@ from tests.support.models import SEQUENCE_TABLES, ModelSpec, TableSpec
 from tests.support.oracle import local_loss
 from tests.support.parity import Cell, make_optimizer
 from tests.support.ranks import RankPool, RanksFailed
-from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.plan.sync_policy import SyncPolicy
-from torchrec_2dsp.sync import row_transfer, whole_shard
+from torchrec_2dsp.sync import row_transfer
 
 LARGE = ModelSpec(
     (
@@ -85,31 +84,6 @@ def test_rows_travel_some_at_a_time(ranks4: RankPool) -> None:
     cells = [Cell(FOUR, "table_wise", LARGE, sync=TOUCHED)]
     for gaps in ranks4.run(in_small_messages, cells):
         assert max(gaps) < ROUNDING
-
-
-def whole_in_chunks(rank: int, world_size: int, chunk_bytes: int) -> tuple[Tensors, set[str]]:
-    """What averaging whole shards comes to, and the collectives that it is made of."""
-    cell = Cell(TWO, spec=LARGE, sync=WHOLE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(whole_shard, "_CHUNK_BYTES", chunk_bytes)
-        with count_collectives() as seen:
-            trained = train(cell, rank, make_stream(cell, 2))
-    # Each rank has half of the rows of each table, and their moments.
-    large = {4 * 800 * 8, 4 * 480 * 16, 4 * 660 * 8}
-    reduced = [one for one in seen.records if one.op.startswith("all_reduce")]
-    return trained, {
-        one.op for one in reduced if one.num_bytes in large or one.op == "all_reduce_coalesced"
-    }
-
-
-def test_large_shards_are_averaged_where_they_are(ranks4: RankPool) -> None:
-    together = ranks4.run(whole_in_chunks, 2**20)
-    apart = ranks4.run(whole_in_chunks, 20_000)
-    for (expected, joined), (found, parted) in zip(together, apart, strict=True):
-        assert largest_gap(found, expected) == 0.0
-        assert joined == {"all_reduce_coalesced"}
-        # Moments are small enough to travel together.
-        assert parted == {"all_reduce", "all_reduce_coalesced"}
 
 
 def test_more_replicas_get_it_up_to_the_order_of_additions(ranks4: RankPool) -> None:

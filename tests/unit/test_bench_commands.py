@@ -12,9 +12,17 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tests.support.bench_results import CONTESTANTS, FAILED, STEPS_MS, bench_result
+from tests.support.bench_results import (
+    CONTESTANTS,
+    FAILED,
+    STEPS_MS,
+    bench_result,
+    with_predictions,
+)
 from torchrec_2dsp import ConfigError
+from torchrec_2dsp.bench.markdown_tables import setting_labels
 from torchrec_2dsp.bench.plot import phase_plot, scaling_plot
+from torchrec_2dsp.bench.plot_predicted import predicted_plot
 from torchrec_2dsp.bench.results import BenchResult
 from torchrec_2dsp.cli.bench_report import bench_compare, bench_report
 from torchrec_2dsp.cli.bench_tables import show_bench
@@ -81,14 +89,20 @@ def test_plots_name_everyone_and_are_the_same_twice(tmp_path: Path) -> None:
     for number in (1, 2):
         scaling_plot(results, tmp_path / f"scaling_{number}.svg")
         phase_plot(results[2], tmp_path / f"phases_{number}.svg")
+        some = [results[0], *map(with_predictions, results[1:3])]
+        predicted_plot(some, tmp_path / f"predicted_{number}.svg")
 
     assert dict(matplotlib.rcParams) == before
-    for name in ("scaling", "phases"):
+    for name in ("scaling", "phases", "predicted"):
         first, second = ((tmp_path / f"{name}_{n}.svg").read_bytes() for n in (1, 2))
         assert first == second
-    scaling, phases = (text_of(tmp_path / f"{name}_1.svg") for name in ("scaling", "phases"))
+    scaling, phases, predicted = (
+        text_of(tmp_path / f"{name}_1.svg") for name in ("scaling", "phases", "predicted")
+    )
     assert {*CONTESTANTS, "1 Gbit/s", "for $5 to $9", "2x2", "4x2", "4", "8"} <= scaling
     assert {*CONTESTANTS, "crashed", "hung", "pooled rows (waits)", "forward"} <= phases
+    shown = {one for one in predicted if "Gbit/s" in one or "$" in one}
+    assert shown == set(setting_labels(some)[1:])
 
 
 def test_plots_refuse_what_they_can_not_show(
@@ -104,6 +118,8 @@ def test_plots_refuse_what_they_can_not_show(
         scaling_plot([nothing], tmp_path / "x.svg")
     with pytest.raises(ConfigError, match="no contestant was traced"):
         phase_plot(nothing, tmp_path / "x.svg")
+    with pytest.raises(ConfigError, match="no contestant was predicted"):
+        predicted_plot([bench_result()], tmp_path / "x.svg")
     assert not list(tmp_path.iterdir())
 
 
@@ -111,14 +127,15 @@ def test_plots_refuse_what_they_can_not_show(
 def test_a_report_comes_with_its_data_and_plots(tmp_path: Path, with_plots: bool) -> None:
     if with_plots:
         pytest.importorskip("matplotlib")
-    sources = save(tmp_path, bench_result(), bench_result(hosts=4))
+    sources = save(tmp_path, *map(with_predictions, (bench_result(), bench_result(hosts=4))))
     page = tmp_path / "docs" / "benchmarks" / "demo.md"
     flag = "--plots" if with_plots else "--no-plots"
 
     result = CliRunner().invoke(app, ["bench-report", *sources, "--output", str(page), flag])
 
     assert result.exit_code == 0, result.output
-    plots = ["demo_phases_1.svg", "demo_phases_2.svg", "demo_scaling.svg"] if with_plots else []
+    names = ["phases_1", "phases_2", "predicted", "scaling"]
+    plots = [f"demo_{name}.svg" for name in names] if with_plots else []
     expected = sorted(["demo.md", "demo_1.json", "demo_2.json", *plots])
     assert sorted(path.name for path in page.parent.iterdir()) == expected
     links = re.findall(r"\]\(([^)]+)\)", page.read_text())

@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
-from tests.support.bench_results import CONTESTANTS, FAILED, STEPS_MS, bench_result
+from tests.support.bench_results import (
+    CONTESTANTS,
+    FAILED,
+    STEPS_MS,
+    bench_result,
+    with_predictions,
+)
 from torchrec_2dsp import ConfigError
 from torchrec_2dsp.bench.markdown import markdown_report
 from torchrec_2dsp.bench.markdown_tables import escaped, setting_labels, table
@@ -116,20 +122,7 @@ def test_the_way_of_row_gradients_is_shown_where_they_travel() -> None:
 
 
 def test_predictions_stand_beside_what_was_measured() -> None:
-    result = bench_result()
-    predicted = {"stock": 0.22, "stock_duplex": 0.19, "exact_2d": 0.12}
-    known = result.model_copy(
-        update={
-            "contestants": tuple(
-                one.model_copy(
-                    update={"predicted": {"dense_s": predicted[one.name] - 0.02, "sync_s": 0.02}}
-                )
-                if one.name in predicted
-                else one
-                for one in result.contestants
-            )
-        }
-    )
+    known = with_predictions(bench_result())
     page = markdown_report([known])
     headings, *rows = rows_of(page, "### Predicted steps")
     assert headings[:4] == ["contestant", "measured ms", "predicted ms", "error"]
@@ -143,7 +136,19 @@ def test_predictions_stand_beside_what_was_measured() -> None:
     assert "Rank correlation: 1.00. Dense: what floor took in the same rounds, less" in page
     # All have 20 ms beside the dense part; measured are -22, -4 and 29.
     assert "Without it, median error of the rest: -31%." in page
-    assert "Predicted steps" not in markdown_report([result])
+    assert "Predicted steps" not in markdown_report([bench_result()])
+
+
+def test_predictions_of_several_settings_stand_together() -> None:
+    both = [with_predictions(bench_result()), with_predictions(bench_result(hosts=4), "stock")]
+    page = markdown_report([*both, bench_result(network="other")])
+    # All steps are those of the test above, or were predicted alike.
+    assert "4 plans of 2 settings. Median error: 19%; largest: 24%. Rank correlation: 1.00." in page
+    assert "2 of them are of contestants that all settings have: stock. Median error: 24%" in page
+    alike = markdown_report([both[0], with_predictions(bench_result(hosts=4))])
+    assert "6 plans of 2 settings." in alike
+    assert "that all settings have" not in alike
+    assert "of all settings" not in markdown_report([both[0], bench_result(hosts=4)])
 
 
 def test_noise_is_shown() -> None:

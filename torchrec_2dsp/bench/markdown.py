@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from textwrap import indent
 
 from torchrec_2dsp.bench.config import BenchConfig
-from torchrec_2dsp.bench.markdown_predicted import predicted_section
+from torchrec_2dsp.bench.markdown_predicted import predicted_section, predicted_together
 from torchrec_2dsp.bench.markdown_tables import (
     counts_link,
     escaped,
@@ -43,12 +43,13 @@ def markdown_report(
 
     Args:
         results: such as one model on several clusters.
-        plots: where the page finds its plots: "scaling", and "phases_1" for the first result.
+        plots: where the page finds its plots: "scaling", "predicted", and "phases_1" for the first
+            result.
         data: where it finds the JSON of each result.
     """
     if not results:
         raise ConfigError("there is no result to report on; give at least one")
-    known = {"scaling", *(f"phases_{number}" for number in range(1, len(results) + 1))}
+    known = {"scaling", "predicted", *(f"phases_{number}" for number in range(1, len(results) + 1))}
     if unknown := sorted(set(plots) - known):
         raise ConfigError(f"there is no place for the plot {unknown[0]!r}; use {sorted(known)}")
     if data and len(data) != len(results):
@@ -65,6 +66,10 @@ def markdown_report(
         parts += [_OVERVIEW, overview_table(results, summaries)]
     if "scaling" in plots:
         parts.append(f"![Step time by number of ranks]({plots['scaling']})")
+    if together := predicted_together(results):
+        parts += ["## Predicted steps of all settings", together]
+    if "predicted" in plots:
+        parts.append(f"![Predicted against measured steps]({plots['predicted']})")
     parts += ["## What and where", _list(common), "## Contestants", _contestants(results)]
     parts += ["## How to read the tables", _columns(summaries)]
     for index, (result, summary) in enumerate(zip(results, summaries, strict=True)):

@@ -15,7 +15,7 @@ _ENOUGH_TO_RANK = 3
 
 def predicted_section(result: BenchResult) -> str:
     """A table of contestants whose steps were predicted, and how good it was; empty without any."""
-    known = [one for one in result.measured() if one.predicted is not None]
+    known = predicted_in(result)
     if not known:
         return ""
     costs = [_cost(one) for one in known]
@@ -27,16 +27,47 @@ def predicted_section(result: BenchResult) -> str:
     rows = [
         [
             escaped(one.name),
-            ms(_measured_s(one)),
+            ms(measured_s(one)),
             ms(cost.total_s),
-            f"{cost.total_s / _measured_s(one) - 1:+.0%}",
+            f"{cost.total_s / measured_s(one) - 1:+.0%}",
             *(ms(dict(cost.parts())[name]) for name in parts),
         ]
         for one, cost in zip(known, costs, strict=True)
     ]
     headings = ["contestant", "measured ms", "predicted ms", "error"]
     headings += [name.replace("_", " ") for name in parts]
-    return f"{_how_good(known, costs)}{_beside(result, known, costs)}\n\n{table(headings, rows)}"
+    return f"{_how_good(known)}{_beside(result, known, costs)}\n\n{table(headings, rows)}"
+
+
+def predicted_together(results: Sequence[BenchResult]) -> str:
+    """How good predictions are over several settings; empty unless several have any."""
+    settings = [known for result in results if (known := predicted_in(result))]
+    if len(settings) < 2:
+        return ""
+    everyone = [one for known in settings for one in known]
+    text = f"{len(everyone)} plans of {len(settings)} settings. {_how_good(everyone)}"
+    common = set.intersection(*({one.name for one in known} for known in settings))
+    some = [one for one in everyone if one.name in common]
+    if 0 < len(some) < len(everyone):
+        names = ", ".join(escaped(one.name) for one in settings[0] if one.name in common)
+        text += f"\n\n{len(some)} of them are of contestants that all settings have: {names}. "
+        text += _how_good(some)
+    return text
+
+
+def predicted_in(result: BenchResult) -> list[ContestantResult]:
+    """The measured contestants whose steps were predicted."""
+    return [one for one in result.measured() if one.predicted is not None]
+
+
+def measured_s(one: ContestantResult) -> float:
+    """The median step of a contestant that was measured."""
+    return statistics.median(block.step_s for block in one.blocks)
+
+
+def predicted_s(one: ContestantResult) -> float:
+    """The step of a contestant that was predicted."""
+    return _cost(one).total_s
 
 
 def _beside(
@@ -48,7 +79,7 @@ def _beside(
     names = " and ".join(result.dense_from)
     text = f" Dense: what {names} took in the same rounds, less lookups and updates as predicted."
     pairs = [
-        (cost.tables_s, _measured_s(one) - cost.dense_s)
+        (cost.tables_s, measured_s(one) - cost.dense_s)
         for one, cost in zip(known, costs, strict=True)
     ]
     errors = [predicted / measured - 1 for predicted, measured in pairs if measured > 0]
@@ -57,9 +88,9 @@ def _beside(
     return text
 
 
-def _how_good(known: Sequence[ContestantResult], costs: Sequence[StepCost]) -> str:
-    measured = [_measured_s(one) for one in known]
-    predicted = [cost.total_s for cost in costs]
+def _how_good(known: Sequence[ContestantResult]) -> str:
+    measured = [measured_s(one) for one in known]
+    predicted = [predicted_s(one) for one in known]
     errors = [abs(a / b - 1) for a, b in zip(predicted, measured, strict=True)]
     text = f"Median error: {statistics.median(errors):.0%}; largest: {max(errors):.0%}."
     if len(known) >= _ENOUGH_TO_RANK:
@@ -72,7 +103,3 @@ def _how_good(known: Sequence[ContestantResult], costs: Sequence[StepCost]) -> s
 def _cost(one: ContestantResult) -> StepCost:
     assert one.predicted is not None
     return StepCost(**one.predicted)
-
-
-def _measured_s(one: ContestantResult) -> float:
-    return statistics.median(block.step_s for block in one.blocks)

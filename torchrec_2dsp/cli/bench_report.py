@@ -82,12 +82,17 @@ def _write_report(sources: list[Path], output: Path, with_plots: bool) -> list[P
 
 def _draw_plots(results: "list[BenchResult]", output: Path) -> dict[str, Path]:
     """The plots that the results have something for, by what the report calls them."""
+    from torchrec_2dsp.bench.markdown_predicted import predicted_in
     from torchrec_2dsp.bench.plot import phase_plot, scaling_plot
+    from torchrec_2dsp.bench.plot_predicted import predicted_plot
 
     drawn = {}
     if len(results) > 1 and any(result.measured() for result in results):
         drawn["scaling"] = output.with_name(f"{output.stem}_scaling.svg")
         scaling_plot(results, drawn["scaling"])
+    if sum(bool(predicted_in(result)) for result in results) > 1:
+        drawn["predicted"] = output.with_name(f"{output.stem}_predicted.svg")
+        predicted_plot(results, drawn["predicted"])
     for number, result in enumerate(results, 1):
         if any(one.phases for one in result.measured()):
             path = output.with_name(f"{output.stem}_phases_{number}.svg")

@@ -115,8 +115,14 @@ class Loads:
 
     def __post_init__(self) -> None:
         self.values = np.zeros((len(LOADS), self.num_ranks))
-        for name, row in zip(LOADS, self.values, strict=True):
-            setattr(self, name, row)
+
+    def __getattr__(self, name: str) -> Ranks:
+        # A search makes many of these, and most loads of a table are zero.
+        if name not in _NUMBERS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        row: Ranks = self.values[_NUMBERS[name]]
+        setattr(self, name, row)
+        return row
 
     @classmethod
     def even(cls, num_ranks: int, of_rank: Ranks, types: set[str]) -> "Loads":
@@ -134,3 +140,5 @@ class Loads:
 
 LOADS = tuple(one.name for one in fields(Loads) if not one.init and one.name != "values")
 """The names of all loads, in the order of `Loads.values`."""
+
+_NUMBERS = {name: number for number, name in enumerate(LOADS)}

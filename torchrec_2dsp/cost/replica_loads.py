@@ -88,7 +88,7 @@ def _add_average(shards: "_Shards", sync: WeightSync, *, weights: bool, moments:
     if sync.rows is SyncedRows.TOUCHED:
         rows += shards.touched(num_steps)
         num_bytes += shards.touched_bytes(num_steps, of_column)
-    whole += shards.sums(work.num_rows * of_column * shards.columns)
+    whole += shards.whole_bytes(of_column)
 
 
 class _Shards:
@@ -97,23 +97,25 @@ class _Shards:
     def __init__(self, loads: Loads, table: Placed, workload: Workload) -> None:
         self.loads = loads
         self.table = table
-        self.columns = table.shards.columns
         self._lookups = loads.num_ranks * workload.batch_size * table.work.ids_per_sample
-        self._parts = table.shards.rows / max(1, table.work.num_rows)
+        ranks, rows, columns = table.shards
+        parts = rows / max(1, table.work.num_rows)
+        # Which part of the table's rows each rank has, once for each shard, and of its columns.
+        self._parts, self._columns = np.zeros(loads.num_ranks), np.zeros(loads.num_ranks)
+        np.add.at(self._parts, ranks, parts)
+        np.add.at(self._columns, ranks, parts * columns)
 
-    def sums(self, of_whole: float | Ranks) -> Ranks:
-        """Over the shards of each rank, each of which has its part of the rows."""
-        found = np.zeros(self.loads.num_ranks)
-        np.add.at(found, self.table.shards.ranks, self._parts * of_whole)
-        return found
+    def whole_bytes(self, of_column: float) -> Ranks:
+        """Of all rows."""
+        return self.table.work.num_rows * of_column * self._columns
 
     def touched(self, num_batches: float) -> Ranks:
         """Rows that so many batches of a group touch."""
-        return self.sums(self._rows(num_batches))
+        return self._rows(num_batches) * self._parts
 
     def touched_bytes(self, num_batches: float, of_column: float) -> Ranks:
         """Of them, with their numbers."""
-        return self.sums(self._rows(num_batches) * (of_column * self.columns + KEY_BYTES))
+        return self._rows(num_batches) * (of_column * self._columns + KEY_BYTES * self._parts)
 
     def _rows(self, num_batches: float) -> float:
         return self.table.work.expected_distinct(

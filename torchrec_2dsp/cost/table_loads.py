@@ -1,6 +1,7 @@
 """What a table adds to its group's loads, by sharding type and exchange. Pure."""
 
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 from torchrec.distributed.types import ShardingType
@@ -57,6 +58,7 @@ def message_type(kind: ShardingType, exchange: Exchange) -> str:
     return "" if kind is ShardingType.DATA_PARALLEL else f"{kind.value}, {exchange.value}"
 
 
+@cache
 def exchanges_rows(message_type: str) -> bool:
     """Whether the tables of a `message_type` are looked up row by row."""
     return message_type.rpartition(", ")[2] in [one.value for one in ROW_EXCHANGES]

@@ -52,16 +52,19 @@ def all_to_all_from(span: Span, to_each: ArrayLike) -> Traffic:
         Traffic(local_bytes=100.0, link_bytes=200.0)
     """
     sent = np.asarray(to_each, dtype=np.float64)
-    by_host = _sums_by_host(span, sent)
+    firsts = _first_ranks(span)
+    by_host = np.add.reduceat(sent, firsts)
     local_bytes = 0.0
     if span.ranks_per_host > 1:
-        on_host = np.repeat(by_host, span.ranks_per_host)[: span.num_ranks]
-        local_bytes = np.maximum((span.ranks_per_host - 1) * sent, on_host - sent).max()
+        # Who sends least to the others of a host gets most from them.
+        received = (by_host - np.minimum.reduceat(sent, firsts)).max()
+        local_bytes = max((span.ranks_per_host - 1) * sent.max(), received)
     elsewhere = span.num_ranks - span.ranks_per_host
-    out = by_host * elsewhere
-    received = (sent.sum() - by_host) * span.ranks_per_host
-    link = span.groups_per_host * np.maximum(out, received).max() if elsewhere else 0.0
-    return Traffic(float(local_bytes), float(link))
+    link_bytes = 0.0
+    if elsewhere:
+        received = (by_host.sum() - by_host.min()) * span.ranks_per_host
+        link_bytes = span.groups_per_host * max(by_host.max() * elsewhere, received)
+    return Traffic(float(local_bytes), float(link_bytes))
 
 
 def places_to_all(span: Span, to_each: ArrayLike) -> Traffic:
@@ -73,7 +76,7 @@ def places_to_all(span: Span, to_each: ArrayLike) -> Traffic:
         >>> places_to_all(Span.of_world(4, 2), [100.0, 50.0, 0.0, 0.0])
         Traffic(local_bytes=0.0, link_bytes=150.0)
     """
-    by_host = _sums_by_host(span, np.asarray(to_each, dtype=np.float64))
+    by_host = np.add.reduceat(np.asarray(to_each, dtype=np.float64), _first_ranks(span))
     out = by_host * (span.num_hosts - 1)
     received = by_host.sum() - by_host
     return Traffic(0.0, float(span.groups_per_host * np.maximum(out, received).max()))
@@ -108,7 +111,6 @@ def _ring(span: Span, per_rank: float) -> Traffic:
     )
 
 
-def _sums_by_host(span: Span, values: NDArray[np.float64]) -> NDArray[np.float64]:
-    padded = np.zeros(span.num_hosts * span.ranks_per_host)
-    padded[: len(values)] = values
-    return padded.reshape(span.num_hosts, span.ranks_per_host).sum(axis=1)
+def _first_ranks(span: Span) -> NDArray[np.int64]:
+    """Of each host; the last one may have fewer than the others."""
+    return np.arange(0, span.num_ranks, span.ranks_per_host)

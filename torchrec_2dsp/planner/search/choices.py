@@ -233,5 +233,5 @@ def first_ranks(choice: Choice, group: Span) -> Sequence[int]:
 def _blocks(num_rows: int, num_parts: int) -> np.ndarray:
     """Rows of each part: as many as fit, and the rest in the last ones, as TorchRec deals them."""
     size = -(-num_rows // num_parts)
-    ends = np.minimum(np.arange(1, num_parts + 1) * size, num_rows)
-    return np.diff(ends, prepend=0).astype(np.float64)
+    left = num_rows - np.arange(num_parts, dtype=np.float64) * size
+    return np.minimum(np.maximum(left, 0.0), size)

@@ -92,6 +92,9 @@ def _try(
     prices = space.first_prices
     best: Selected | None = None
     for _ in range(_REPRICINGS):
+        if best is not None:
+            # What overlaps with something costs less, which shows where that something is known.
+            prices = space.prices(space.sum_of(best.selection))
         selection = _cheapest_within(space, space.loads @ prices, allowed, room)
         if selection is None:
             break
@@ -99,8 +102,6 @@ def _try(
         if best is not None and one.rated_s >= best.rated_s:
             break
         best = one
-        # What overlaps with something costs less, which shows where that something is known.
-        prices = space.prices(space.sum_of(selection))
     if best is not None:
         tried[families] = best
 

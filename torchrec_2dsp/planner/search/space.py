@@ -1,7 +1,7 @@
 """`Space`: what every choice of every table adds to a step, as one array."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -46,6 +46,9 @@ class Space:
 
     bytes_of_shard: Floats
     """What the rank keeps that has most."""
+
+    _prices: dict[bytes, Floats] = field(default_factory=dict, repr=False, compare=False)
+    """Those that were asked for, by what for: many sets of families come to the same choices."""
 
     @classmethod
     def of(
@@ -132,6 +135,12 @@ class Space:
 
     def prices_by_part(self, of_rank: Floats) -> Floats:
         """The same apart for each part of `StepCost`: loads, parts."""
+        known = self._prices.get(of_rank.tobytes())
+        if known is None:
+            known = self._prices[of_rank.tobytes()] = self._found_prices(of_rank)
+        return known
+
+    def _found_prices(self, of_rank: Floats) -> Floats:
         steps = np.where(of_rank > 0, of_rank, self._typical()) * _STEP
         start = np.maximum(of_rank, steps)
         types = {message_type(*family) for family in self.families}

@@ -144,6 +144,15 @@ def test_another_loss_curve_disqualifies() -> None:
     assert "0.001 from that of plain in 2 steps; at most 0.0001 would be" in other.reason
 
 
+def test_losses_are_compared_before_rounding_has_grown() -> None:
+    config = config_of({"plain": {"kind": "stock"}, "other": {"kind": "two_d"}})
+    apart = {"plain": [0.5] * 31, "other": [0.5] * 30 + [0.6]}
+
+    assert judged(result_of(**apart), config).contestants[1].loss_gap == 0.0
+    more = config.model_copy(update={"loss": config.loss.model_copy(update={"num_steps": 31})})
+    assert judged(result_of(**apart), more).contestants[1].outcome is Outcome.DISQUALIFIED
+
+
 def test_a_loss_that_is_no_number_disqualifies() -> None:
     config = config_of({"plain": {"kind": "stock"}, "other": {"kind": "two_d"}})
     result = judged(result_of(plain=[0.7, 0.6], other=[0.7, float("nan")]), config)

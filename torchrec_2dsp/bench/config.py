@@ -4,6 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from torchrec_2dsp.bench.sections import LossConfig, NetworkConfig, ScheduleConfig
 from torchrec_2dsp.data.synthetic import SyntheticConfig
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
@@ -118,58 +119,6 @@ PlannedContestant = StockContestant | TwoDContestant
 Contestant = Annotated[
     StockContestant | TwoDContestant | CeilingContestant, Field(discriminator="kind")
 ]
-
-
-class ScheduleConfig(Section):
-    """How much is trained, and when something counts as stuck."""
-
-    batch_size: int = Field(default=1024, ge=1)
-    """Samples per rank and step."""
-
-    rounds: int = Field(default=7, ge=5)
-    """Blocks of each contestant. In a round each contestant trains one, in a random order."""
-
-    block_s: float = Field(default=2.0, gt=0)
-    """About how long a block takes."""
-
-    max_block_steps: int = Field(default=40, ge=1)
-    """The most steps of a block."""
-
-    warmup_steps: int = Field(default=4, ge=3)
-    """Steps before the first block: allocations, connections, DDP's choice of buckets."""
-
-    traced_steps: int = Field(default=4, ge=1)
-    """Steps of the block that is traced, whose times count for the split by phase alone."""
-
-    deadline_s: float = Field(default=180.0, gt=0)
-    """After so long without an answer to "build", "trace" or a block, a contestant is out."""
-
-    seed: int = Field(default=0, ge=0)
-    """Of the order of the contestants and of the bootstrap."""
-
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Where each rank computes."""
-
-
-class NetworkConfig(Section):
-    """The network between the ranks."""
-
-    interface: str = ""
-    """Count bytes on this network interface, such as eth0; empty: count the payload of each
-    collective instead. An interface's counters include what others send."""
-
-    description: str = ""
-    """What the report says of the network."""
-
-
-class LossConfig(Section):
-    """Who trains the same."""
-
-    exact_bound: float = Field(default=1e-4, gt=0)
-    """For contestants whose arithmetic is that of one table on the global batch."""
-
-    nearly_bound: float = Field(default=5e-2, gt=0)
-    """For quantised communication, averaged replicas, and optimizer state by column shard."""
 
 
 class BenchConfig(Section):

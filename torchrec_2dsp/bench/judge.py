@@ -35,7 +35,7 @@ def _judged(
     contestant = config.contestants[one.name]
     if isinstance(contestant, CeilingContestant) or one.outcome is not Outcome.MEASURED:
         return one
-    pairs = list(zip(one.losses, reference.losses, strict=False))
+    pairs = list(zip(one.losses, reference.losses, strict=False))[: config.loss.num_steps]
     gap = max(abs(mine - theirs) if math.isfinite(mine) else math.inf for mine, theirs in pairs)
     bound = loss_bound(contestant, one.sharding, config)
     update: dict[str, object] = {"loss_gap": gap, "loss_bound": bound}

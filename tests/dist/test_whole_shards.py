@@ -43,3 +43,20 @@ def test_large_shards_are_averaged_where_they_are(ranks4: RankPool) -> None:
         assert joined == {"all_reduce_coalesced"}
         # Moments are small enough to travel together.
         assert parted == {"all_reduce", "all_reduce_coalesced"}
+
+
+def gap_to_touched(rank: int, world_size: int) -> float:
+    """Of a model whose first table has no row on every second rank."""
+    spec = ModelSpec((TableSpec("t0", 1, 8, ("f0",)), *LARGE.tables[1:]))
+    whole, touched = (
+        train(cell, rank, make_stream(cell, 2))
+        for cell in (
+            Cell(tdsp.Mesh2D(2, 2), spec=spec, sync=sync)
+            for sync in (WHOLE, tdsp.WeightSync(dense_above=None))
+        )
+    )
+    return largest_gap(whole, touched)
+
+
+def test_shards_without_rows_are_left_out(ranks4: RankPool) -> None:
+    assert ranks4.run(gap_to_touched) == [0.0] * 4

@@ -94,18 +94,23 @@ def average_whole_shard(shard: SyncedShard, group: dist.ProcessGroup) -> SyncRep
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Those larger than a chunk one by one, and as many of the others together as make one."""
-    messages = [[tensor] for tensor in tensors if tensor.nbytes > _CHUNK_BYTES]
+    """Those larger than a chunk one by one, and as many of the others together as make one.
+
+    Tensors of shards without rows are left out.
+    """
+    large: list[list[torch.Tensor]] = []
+    small: list[list[torch.Tensor]] = []
     room = 0
     for tensor in tensors:
         if tensor.nbytes > _CHUNK_BYTES:
-            continue
-        if tensor.nbytes > room:
-            messages.append([])
-            room = _CHUNK_BYTES
-        messages[-1].append(tensor)
-        room -= tensor.nbytes
-    return messages
+            large.append([tensor])
+        elif tensor.nbytes:
+            if tensor.nbytes > room:
+                small.append([])
+                room = _CHUNK_BYTES
+            small[-1].append(tensor)
+            room -= tensor.nbytes
+    return large + small
 
 
 def _op(rule: StateRule) -> dist.ReduceOp.RedOpType:

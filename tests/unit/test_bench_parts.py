@@ -148,9 +148,9 @@ def test_losses_are_compared_before_rounding_has_grown() -> None:
     config = config_of({"plain": {"kind": "stock"}, "other": {"kind": "two_d"}})
     apart = {"plain": [0.5] * 31, "other": [0.5] * 30 + [0.6]}
 
-    assert judged(result_of(**apart), config).contestants[1].loss_gap == 0.0
-    more = config.model_copy(update={"loss": config.loss.model_copy(update={"num_steps": 31})})
-    assert judged(result_of(**apart), more).contestants[1].outcome is Outcome.DISQUALIFIED
+    assert judged(result_of(**apart), config).contestants[1].outcome is Outcome.DISQUALIFIED
+    fewer = config.model_copy(update={"loss": config.loss.model_copy(update={"num_steps": 30})})
+    assert judged(result_of(**apart), fewer).contestants[1].loss_gap == 0.0
 
 
 def test_a_loss_that_is_no_number_disqualifies() -> None:

@@ -52,9 +52,9 @@ class NetworkConfig(Section):
 class LossConfig(Section):
     """Who trains the same."""
 
-    num_steps: int = Field(default=30, ge=1)
-    """So many first losses are compared. Rounding grows with each step, and quick contestants
-    train more of them."""
+    num_steps: int | None = Field(default=None, ge=1)
+    """So many first losses are compared, by default all. For models in which rounding grows so
+    fast that later losses say nothing."""
 
     exact_bound: float = Field(default=1e-4, gt=0)
     """For contestants whose arithmetic is that of one table on the global batch."""

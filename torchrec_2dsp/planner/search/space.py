@@ -138,6 +138,7 @@ class Space:
         known = self._prices.get(of_rank.tobytes())
         if known is None:
             known = self._prices[of_rank.tobytes()] = self._found_prices(of_rank)
+            known.setflags(write=False)
         return known
 
     def _found_prices(self, of_rank: Floats) -> Floats:

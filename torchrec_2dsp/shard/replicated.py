@@ -158,8 +158,7 @@ class ReplicatedModule:
             if self._replicas_differ():
                 logger.warning("replicas start from different weights: taking the first group's")
                 self._broadcast_shards()
-        self._state_read()
-        self._arrange_by_owner()
+        self._make_rows_ready()
 
     def _watch_backward(
         self: Any, awaitable: Any, before: Callable[[], None] = lambda: None
@@ -188,11 +187,18 @@ class ReplicatedModule:
     def _backward_begins(self, before: Callable[[], None]) -> None:
         # The state may have been read since the lookup, and other hot rows looked up.
         before()
-        self._state_read()
-        self._arrange_by_owner()
+        self._make_rows_ready()
         self.sync_point.backward_seen()
 
-    def _arrange_by_owner(self) -> None:
+    def _make_rows_ready(self) -> None:
+        """Let every row lie where training looks for it; the state may have been read or loaded.
+
+        Whatever reads or writes rows of the kernels in training calls it first.
+
+        Collectives:
+            Those of `RowArrangement.by_owner`, and of `HotRows.read_home` after a load.
+        """
+        self._state_read()
         if self._arrangement is not None:
             self._arrangement.by_owner()
 

@@ -143,8 +143,10 @@ class RowPrefetchModule(HotRowsModule):
             ctx: of the batch.
 
         Collectives:
-            Those of `RowJourney.send_late`, and of the updates that it waits for.
+            Those of `RowJourney.send_late`, and of the updates that it waits for; those of
+            `_make_rows_ready` if the state has been read since the last lookup.
         """
+        self._make_rows_ready()
         self._make_ready(ctx, self._num_lookups + 1)
         for one in _row_contexts(ctx):
             if all(journey.has_begun for journey in one.journeys):

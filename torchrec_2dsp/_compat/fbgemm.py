@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import cast
 
 import torch
@@ -34,6 +35,7 @@ __all__ = [
     "output_dtype",
     "set_learning_rate",
     "tbe_shape",
+    "tell_empty_tables_apart",
     "updating_as_of",
 ]
 
@@ -82,6 +84,21 @@ def tbe_shape(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> TbeShape:
         is_sequence=tbe.pooling_mode == PoolingMode.NONE,
         is_mean=tbe.pooling_mode == PoolingMode.MEAN,
     )
+
+
+def tell_empty_tables_apart(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> None:
+    """Let the kernel's backward tell tables without rows from the ones after them.
+
+    FBGEMM's CPU backward takes neighbouring features for those of one table if their tables' rows
+    begin at the same number, which is so after a table without rows: the next table is then updated
+    as if it had that one's columns. Numbers that leave room for a row of each table mend it.
+    """
+    rows = [max(1, num_rows) for num_rows in tbe_shape(tbe).table_rows]
+    first_rows = [0, *accumulate(rows)]
+    numbers = [first_rows[table] for table in tbe_shape(tbe).feature_tables] + first_rows[-1:]
+    _tensor(tbe.hash_size_cumsum).copy_(torch.tensor(numbers))
+    tbe.total_hash_size = first_rows[-1]
+    tbe.total_hash_size_bits = first_rows[-1].bit_length()
 
 
 def last_lookup(

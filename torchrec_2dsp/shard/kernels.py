@@ -18,6 +18,7 @@ from torchrec_2dsp._compat.fbgemm import (
     optimizer_states,
     set_learning_rate,
     tbe_shape,
+    tell_empty_tables_apart,
 )
 from torchrec_2dsp._compat.torchrec import (
     BatchedFusedEmbedding,
@@ -101,7 +102,10 @@ class _CapturingKernel:
         self.moment_scale = float(user_params.get(MOMENT_SCALE, 1.0))
         self._capture: RowCapture | None = None
         self._update_watchers: list[Callable[[Callable[[], list[torch.Tensor]]], None]] = []
-        self._has_no_rows = not any(table.local_rows for table in self._config.embedding_tables)
+        has_rows = [table.local_rows > 0 for table in self._config.embedding_tables]
+        self._has_no_rows = not any(has_rows)
+        if not all(has_rows):
+            tell_empty_tables_apart(self._emb_module)
         if self.moment_scale != 1.0:
             self._optim = ScaledFusedOptimizer(
                 self._config,

@@ -1,4 +1,8 @@
-"""One sharding group is stock TorchRec, bit for bit."""
+"""One sharding group is stock TorchRec, bit for bit.
+
+Averages of row-wise bags aren't among these: TorchRec divides them by their length + 1e-6, this
+package by their length, as the unsharded model does.
+"""
 
 from dataclasses import replace
 from typing import Any, cast
@@ -38,7 +42,7 @@ CELLS = [
         ("grid_shard", ModelSpec()),
         ("data_parallel", ModelSpec()),
         ("table_wise", ModelSpec(pooling="mean")),
-        ("row_wise", ModelSpec(pooling="mean")),
+        ("column_wise", ModelSpec(pooling="mean")),
         ("row_wise", ModelSpec(tables=SEQUENCE_TABLES, sequence=True)),
         ("table_wise", ModelSpec(tables=SEQUENCE_TABLES, sequence=True)),
     )

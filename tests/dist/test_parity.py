@@ -13,9 +13,6 @@ from tests.support.parity import STEPS, TOLERANCE, Cell, Gap, run_cells
 from tests.support.ranks import RankPool
 from torchrec_2dsp import GradientSync, Mesh2D, RankLayout, WeightSync
 
-ROW_WISE_MEAN_TOLERANCE = 4e-6
-"""TorchRec averages row-wise bags by their length + 1e-6."""
-
 MESHES = (Mesh2D(1, 4), Mesh2D(2, 2), Mesh2D(2, 2, RankLayout.CONTIGUOUS), Mesh2D(4, 1))
 MESHES_8 = (Mesh2D(2, 4), Mesh2D(2, 4, RankLayout.CONTIGUOUS), Mesh2D(4, 2))
 BAG_TYPES = (
@@ -76,11 +73,8 @@ def check(cells: list[Cell], per_rank: list[list[Gap]]) -> None:
     """Every cell on every rank within its tolerance, and really compared."""
     for index, cell in enumerate(cells):
         gaps = [gaps[index] for gaps in per_rank]
-        row_wise = cell.sharding in ("row_wise", "table_row_wise")
-        mean = cell.spec.pooling == "mean"
-        tolerance = ROW_WISE_MEAN_TOLERANCE if row_wise and mean else TOLERANCE
         worst = max(gaps, key=lambda gap: gap.worst)
-        assert worst.worst <= tolerance, f"{cell}: {worst}"
+        assert worst.worst <= TOLERANCE, f"{cell}: {worst}"
         assert sum(gap.num_values for gap in gaps) == cell.num_values, str(cell)
         syncs = cell.mesh.num_groups > 1 and cell.sharding != "data_parallel"
         if syncs or cell.hot_rows:

@@ -32,8 +32,15 @@ from torchrec_2dsp.shard.row_context import keep_needed_rows
 from torchrec_2dsp.shard.row_prefetch import PrefetchContext, RowPrefetchModule
 from torchrec_2dsp.shard.shardings import POOLED
 
-_LEFT_TO_US = (ShardingType.GRID_SHARD.value, nonempty_type(ShardingType.ROW_WISE))
-"""Types that TorchRec doesn't average."""
+_AVERAGED_HERE = (
+    ShardingType.ROW_WISE.value,
+    ShardingType.TABLE_ROW_WISE.value,
+    ShardingType.GRID_SHARD.value,
+    nonempty_type(ShardingType.ROW_WISE),
+)
+"""Sharding types of which a rank sees parts of bags. TorchRec doesn't average grid tables at all.
+For the others it divides whole outputs, also those of tables of other types, by lengths + 1e-6, and
+fails where a rank has no samples."""
 
 
 @dataclass
@@ -64,16 +71,15 @@ class ShardedEmbeddingBagCollection2D(RowPrefetchModule, ShardedEmbeddingBagColl
     ) -> None:
         tables = dict(plan.tables())
         configs: list[EmbeddingBagConfig] = module.embedding_bag_configs()
-        # TorchRec averages by the ids it sees, which lack the hot ones, doesn't average grid
-        # tables at all, and row-wise ones only under their own type: those tables are summed by
-        # TorchRec and averaged here.
+        # TorchRec averages by the ids it sees, which lack the hot ones: tables with hot rows are
+        # summed by TorchRec and averaged here, too.
         averaged_here = {
             config.name
             for config in configs
             if config.pooling is PoolingType.MEAN
             and (
                 tables[config.name].hot_set is not None
-                or tables[config.name].sharding_type in _LEFT_TO_US
+                or tables[config.name].sharding_type in _AVERAGED_HERE
             )
         }
         self._features_averaged_here = frozenset(

@@ -49,7 +49,9 @@ def check_module_plan(
         node_size = part.mesh.node_group_size(local_world_size)
         for name, table in part.tables():
             _check_table(name, table, part, node_size)
-    _check_hot_sets(plan, configs, is_weighted=is_weighted)
+    if is_weighted:
+        _check_weighted(configs)
+    _check_hot_sets(plan, configs)
     _check_sequences(plan, configs, device_type)
     return plan
 
@@ -103,16 +105,21 @@ def _node_text(
     )
 
 
-def _check_hot_sets(plan: ModulePlan2D, configs: list[Any], *, is_weighted: bool) -> None:
+def _check_weighted(configs: list[Any]) -> None:
+    for config in configs:
+        if getattr(config, "pooling", None) is PoolingType.MEAN:
+            raise UnsupportedError(
+                f"table {config.name!r} averages weighted bags, which TorchRec's sharding types "
+                "define differently, and its unsharded module not at all; use SUM pooling, and "
+                "divide the weights where you need a mean"
+            )
+
+
+def _check_hot_sets(plan: ModulePlan2D, configs: list[Any]) -> None:
     users = Counter(feature for config in configs for feature in config.feature_names)
     for config in configs:
         if plan[config.name].hot_set is None:  # type: ignore[attr-defined]
             continue
-        if getattr(config, "pooling", None) is PoolingType.MEAN and is_weighted:
-            raise UnsupportedError(
-                f"table {config.name!r} averages weighted bags, which TorchRec's sharding types "
-                "define differently; hot rows need SUM pooling there: remove its hot set"
-            )
         shared = [feature for feature in config.feature_names if users[feature] > 1]
         if shared:
             raise UnsupportedError(

@@ -1,0 +1,178 @@
+"""Averaging and summing tables of several sharding types in one collection."""
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.planner import ParameterConstraints
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import torchrec_2dsp as tdsp
+from tests.support.parity import LR, TOLERANCE
+from tests.support.ranks import RankPool
+from torchrec_2dsp._compat.fbgemm import EmbOptimType
+
+ROWS = 8
+TYPES = ("row_wise", "table_wise", "data_parallel", "column_wise", "table_row_wise", "grid_shard")
+
+
+@dataclass(frozen=True)
+class MixedTable:
+    """How one table of a collection is pooled and run."""
+
+    pooling: str
+    sharding: str
+    exchange: str = "pooled"
+
+
+def collection(tables: tuple[MixedTable, ...], weighted: bool = False) -> EmbeddingBagCollection:
+    """A collection with the same weights on all ranks."""
+    torch.manual_seed(0)
+    return EmbeddingBagCollection(
+        device=torch.device("cpu"),
+        is_weighted=weighted,
+        tables=[
+            EmbeddingBagConfig(
+                name=f"t{index}",
+                num_embeddings=ROWS,
+                embedding_dim=8,
+                feature_names=[f"f{index}"],
+                pooling=PoolingType(table.pooling.upper()),
+            )
+            for index, table in enumerate(tables)
+        ],
+    )
+
+
+def sharded(
+    tables: tuple[MixedTable, ...], mesh: tdsp.Mesh2D, weighted: bool = False
+) -> tdsp.ModelParallel2D:
+    """The collection, sharded as its tables say, with the weights of `collection`."""
+    model = torch.nn.ModuleDict({"ebc": collection(tables, weighted)})
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    sharder = tdsp.EmbeddingBagCollectionSharder2D(
+        EmbOptimType.EXACT_SGD, fused_params={"learning_rate": LR}
+    )
+    constraints = {
+        f"t{index}": ParameterConstraints(sharding_types=[table.sharding], min_partition=4)
+        for index, table in enumerate(tables)
+    }
+    planner = tdsp.Planner2D(
+        batch_size=8, constraints=constraints, mesh=mesh, sync=tdsp.GradientSync()
+    )
+    plan = planner.plan(model, [cast(Any, sharder)])
+    for index, table in enumerate(tables):
+        plan = tdsp.pin(plan, f"t{index}", exchange=table.exchange)
+    parallel = tdsp.ModelParallel2D(model, plan=plan, sharders=[cast(Any, sharder)])
+    parallel.load_state_dict(cast(Any, weights))
+    return parallel
+
+
+def make_batch(num_tables: int, rank: int, step: int, size: int) -> KeyedJaggedTensor:
+    """A batch of ``size`` samples with bags of up to three ids."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    lengths = torch.randint(0, 4, (num_tables * size,), generator=generator)
+    return KeyedJaggedTensor(
+        keys=[f"f{index}" for index in range(num_tables)],
+        values=torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator),
+        lengths=lengths,
+    )
+
+
+def loss_of(pooled: Any, keys: list[str]) -> torch.Tensor:
+    """A loss whose gradient differs from element to element."""
+    return torch.cat([pooled[key] for key in keys], dim=1).sub(0.5).pow(2).sum()
+
+
+def gaps(
+    rank: int,
+    world_size: int,
+    cases: list[tuple[tuple[MixedTable, ...], tdsp.Mesh2D, tuple[int, ...]]],
+) -> list[float]:
+    """For each case the largest gap of an output in three steps of SGD to the unsharded model."""
+    return [largest_gap(rank, tables, mesh, sizes) for tables, mesh, sizes in cases]
+
+
+def largest_gap(
+    rank: int, tables: tuple[MixedTable, ...], mesh: tdsp.Mesh2D, sizes: tuple[int, ...]
+) -> float:
+    parallel, oracle = sharded(tables, mesh), collection(tables)
+    dense = dict(in_backward_optimizer_filter(parallel.named_parameters()))
+    dense_sgd = torch.optim.SGD(dense.values(), lr=LR) if dense else None
+    keys, largest = [f"f{index}" for index in range(len(tables))], 0.0
+    for step in range(3):
+        batches = [make_batch(len(tables), peer, step, size) for peer, size in enumerate(sizes)]
+        pooled = parallel.module["ebc"](batches[rank])
+        loss_of(pooled, keys).backward()
+        parallel.sync()
+        if dense_sgd is not None:
+            dense_sgd.step()
+            dense_sgd.zero_grad()
+        expected = [oracle(batch) if batch.stride() else None for batch in batches]
+        (
+            sum(
+                (loss_of(output, keys) for output in expected if output is not None),
+                torch.zeros(()),
+            )
+            / len(batches)
+        ).backward()
+        mine = expected[rank]
+        if mine is not None:
+            largest = max(
+                largest, *((pooled[key] - mine[key]).abs().max().item() for key in keys)
+            )
+        with torch.no_grad():
+            for param in oracle.parameters():
+                param -= LR * cast(torch.Tensor, param.grad)
+                param.grad = None
+    return largest
+
+
+def check(ranks: RankPool, cases: list[Any]) -> None:
+    for by_rank in ranks.run(gaps, cases, timeout_s=200):
+        for case, gap in zip(cases, by_rank, strict=True):
+            assert gap <= TOLERANCE, f"{case}: {gap}"
+
+
+def test_tables_average_whatever_types_stand_beside_them(ranks4: RankPool) -> None:
+    mesh, even = tdsp.Mesh2D(1, 4), (6,) * 4
+    pairs = [(first, second) for first, second in product(TYPES, TYPES) if first < second]
+    cases: list[Any] = [
+        ((MixedTable("mean", first), MixedTable(pooling, second)), mesh, even)
+        for first, second in pairs
+        for pooling in ("mean", "sum")
+    ]
+    cases += [
+        ((MixedTable("mean", "row_wise"), MixedTable("mean", "row_wise", exchange)), mesh, even)
+        for exchange in ("row", "nonempty")
+    ]
+    cases += [(tuple(MixedTable("mean", kind) for kind in TYPES), tdsp.Mesh2D(2, 2), even)]
+    check(ranks4, cases)
+
+
+def test_ranks_without_samples_average_too(ranks4: RankPool) -> None:
+    uneven = [(0, 6, 6, 3), (5, 0, 0, 1)]
+    meshes = [tdsp.Mesh2D(2, 2), tdsp.Mesh2D(1, 4)]
+    cases = [
+        ((MixedTable("mean", kind), MixedTable("sum", "row_wise")), mesh, sizes)
+        for kind, mesh, sizes in product(TYPES, meshes, uneven)
+    ]
+    check(ranks4, cases)
+
+
+def refused(rank: int, world_size: int) -> str:
+    try:
+        sharded((MixedTable("mean", "table_wise"),), tdsp.Mesh2D(2, 2), weighted=True)
+    except tdsp.UnsupportedError as error:
+        return str(error)
+    return f"sharded {dist.get_world_size()} ranks"
+
+
+def test_weighted_means_are_refused(ranks4: RankPool) -> None:
+    for text in ranks4.run(refused):
+        assert text.startswith("table 't0' averages weighted bags"), text

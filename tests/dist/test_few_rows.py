@@ -49,6 +49,7 @@ def test_exact_replicas_equal_the_unsharded_model(ranks4: RankPool) -> None:
     cells = [Cell(mesh, spec=spec) for mesh, spec in product(meshes, SPECS)]
     cells += [
         Cell(meshes[0], spec=ONE_ROW_FIRST, sync=tdsp.WeightSync(), optimizer="sgd"),
+        Cell(meshes[0], spec=ONE_ROW_FIRST, sync=tdsp.GradientSync(drift_every=1)),
         Cell(meshes[0], spec=ONE_ROW_FIRST, exchange="nonempty"),
         Cell(meshes[0], spec=ONE_ROW_FIRST, in_world=("t0",)),
         Cell(meshes[0], spec=ONE_ROW_FIRST, hot_rows=(("t0", (0,)),)),

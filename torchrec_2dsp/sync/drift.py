@@ -110,6 +110,8 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 def _checksums(tensor: torch.Tensor) -> torch.Tensor:
     """One number for each thousand rows, which depends on every bit and on the order."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.int64, device=tensor.device)
     rows = tensor.reshape(tensor.shape[0], -1).contiguous().view(bits)
     sums = []
     for part in rows.split(_ROWS_PER_RANGE):
@@ -117,7 +119,7 @@ def _checksums(tensor: torch.Tensor) -> torch.Tensor:
         # Odd factors: a changed bit always changes the sum modulo 2^64.
         factors = torch.arange(1, 2 * values.numel(), 2, device=values.device)
         sums.append((values * (factors * factors + factors * 4)).sum())
-    return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64, device=tensor.device)
+    return torch.stack(sums)
 
 
 def _named(shard: CopiedShard, differs: torch.Tensor) -> str:

@@ -8,7 +8,10 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    get_embedding_names_by_table,
+)
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -28,6 +31,13 @@ class MixedTable:
     pooling: str
     sharding: str
     exchange: str = "pooled"
+    feature: str = ""
+    """The one that it looks up, by default one of its own."""
+
+
+def features_of(tables: tuple[MixedTable, ...]) -> list[str]:
+    """The feature of each table."""
+    return [table.feature or f"f{index}" for index, table in enumerate(tables)]
 
 
 def collection(tables: tuple[MixedTable, ...], weighted: bool = False) -> EmbeddingBagCollection:
@@ -41,7 +51,7 @@ def collection(tables: tuple[MixedTable, ...], weighted: bool = False) -> Embedd
                 name=f"t{index}",
                 num_embeddings=ROWS,
                 embedding_dim=8,
-                feature_names=[f"f{index}"],
+                feature_names=[features_of(tables)[index]],
                 pooling=PoolingType(table.pooling.upper()),
             )
             for index, table in enumerate(tables)
@@ -73,12 +83,12 @@ def sharded(
     return parallel
 
 
-def make_batch(num_tables: int, rank: int, step: int, size: int) -> KeyedJaggedTensor:
+def make_batch(features: list[str], rank: int, step: int, size: int) -> KeyedJaggedTensor:
     """A batch of ``size`` samples with bags of up to three ids."""
     generator = torch.Generator().manual_seed(100 * step + rank)
-    lengths = torch.randint(0, 4, (num_tables * size,), generator=generator)
+    lengths = torch.randint(0, 4, (len(features) * size,), generator=generator)
     return KeyedJaggedTensor(
-        keys=[f"f{index}" for index in range(num_tables)],
+        keys=features,
         values=torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator),
         lengths=lengths,
     )
@@ -102,11 +112,13 @@ def largest_gap(
     rank: int, tables: tuple[MixedTable, ...], mesh: tdsp.Mesh2D, sizes: tuple[int, ...]
 ) -> float:
     parallel, oracle = sharded(tables, mesh), collection(tables)
+    configs: list[Any] = oracle.embedding_bag_configs()
     dense = dict(in_backward_optimizer_filter(parallel.named_parameters()))
     dense_sgd = torch.optim.SGD(dense.values(), lr=LR) if dense else None
-    keys, largest = [f"f{index}" for index in range(len(tables))], 0.0
+    keys = [name for names in get_embedding_names_by_table(configs) for name in names]
+    features, largest = sorted(set(features_of(tables))), 0.0
     for step in range(3):
-        batches = [make_batch(len(tables), peer, step, size) for peer, size in enumerate(sizes)]
+        batches = [make_batch(features, peer, step, size) for peer, size in enumerate(sizes)]
         pooled = parallel.module["ebc"](batches[rank])
         loss_of(pooled, keys).backward()
         parallel.sync()
@@ -150,6 +162,11 @@ def test_tables_average_whatever_types_stand_beside_them(ranks4: RankPool) -> No
     cases += [
         ((MixedTable("mean", "row_wise"), MixedTable("mean", "row_wise", exchange)), mesh, even)
         for exchange in ("row", "nonempty")
+    ]
+    cases += [
+        ((MixedTable("mean", first, feature="f"), MixedTable(pooling, second, feature="f")), *rest)
+        for first, second in pairs
+        for pooling, rest in (("sum", (mesh, even)), ("mean", (tdsp.Mesh2D(2, 2), even)))
     ]
     cases += [(tuple(MixedTable("mean", kind) for kind in TYPES), tdsp.Mesh2D(2, 2), even)]
     check(ranks4, cases)

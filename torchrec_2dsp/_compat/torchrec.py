@@ -20,6 +20,7 @@ from torchrec.distributed.comm import get_local_size, intra_and_cross_node_pg_2D
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.dist_data import (
     KJTAllToAll,
+    KJTAllToAllSplitsAwaitable,
     PooledEmbeddingsAwaitable,
     PooledEmbeddingsReduceScatter,
     SequenceEmbeddingsAllToAll,
@@ -79,6 +80,7 @@ __all__ = [
     "GroupedPooledEmbeddingsLookup",
     "InBackwardOptimizers",
     "KJTAllToAll",
+    "KJTAllToAllSplitsAwaitable",
     "KJTListSplitsAwaitable",
     "NodeGroupCache",
     "PooledEmbeddingsAwaitable",

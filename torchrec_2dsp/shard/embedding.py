@@ -13,6 +13,7 @@ from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.shard.hot_sequences import join_sequences
 from torchrec_2dsp.shard.hot_split import HotBatch
 from torchrec_2dsp.shard.id_check import IdCheck
+from torchrec_2dsp.shard.input_exchange import completed_input
 from torchrec_2dsp.shard.replicated import Replication
 from torchrec_2dsp.shard.row_context import keep_needed_rows
 from torchrec_2dsp.shard.row_prefetch import PrefetchContext, RowPrefetchModule
@@ -87,14 +88,15 @@ class ShardedEmbeddingCollection2D(RowPrefetchModule, ShardedEmbeddingCollection
         if isinstance(features, KeyedJaggedTensor):
             features, ctx.id_check = self._id_check(features)
         features, ctx.hot = self._split_hot_rows(features)
-        asked = super().input_dist(ctx, features)
+        ctx.asked = super().input_dist(ctx, features)
         keep_needed_rows(ctx.sharding_contexts, self._input_dists)
-        return asked
+        return ctx.asked
 
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
         """Sync what is pending, then look up; hot rows while the cold ones travel."""
         if ctx.id_check is not None:
             ctx.id_check.wait()
+        input, ctx.asked = completed_input(ctx, ctx.asked, input), None
         self._hold_hot_rows(ctx.hot)
         self._before_lookup()
         self._prepare_rows(ctx)

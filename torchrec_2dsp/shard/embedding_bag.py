@@ -12,7 +12,10 @@ from torchrec.distributed.embeddingbag import (
 )
 from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    get_embedding_names_by_table,
+)
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_2dsp._compat.torchrec import CwPooledEmbeddingSharding
@@ -26,6 +29,7 @@ from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.shard.hot_module import check_one_batch_size
 from torchrec_2dsp.shard.hot_split import HotBatch
 from torchrec_2dsp.shard.id_check import IdCheck
+from torchrec_2dsp.shard.input_exchange import completed_input
 from torchrec_2dsp.shard.nonempty_bags import keep_filled_bags
 from torchrec_2dsp.shard.replicated import Replication
 from torchrec_2dsp.shard.row_context import keep_needed_rows
@@ -52,7 +56,7 @@ class BagContext(PrefetchContext, EmbeddingBagCollectionContext):
     id_check: Check | None = None
     """Whether all ranks' ids are right, on its way."""
     bag_lengths: dict[str, torch.Tensor] | None = None
-    """Ids per bag of the features that this module averages itself."""
+    """Ids per bag of the outputs that this module averages itself, by name."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""
@@ -82,12 +86,13 @@ class ShardedEmbeddingBagCollection2D(RowPrefetchModule, ShardedEmbeddingBagColl
                 or tables[config.name].sharding_type in _AVERAGED_HERE
             )
         }
-        self._features_averaged_here = frozenset(
-            feature
-            for config in configs
+        output_names = get_embedding_names_by_table(configs)
+        self._outputs_averaged_here = {
+            output: feature
+            for config, outputs in zip(configs, output_names, strict=True)
             if config.name in averaged_here
-            for feature in config.feature_names
-        )
+            for output, feature in zip(outputs, config.feature_names, strict=True)
+        }
         summing = cast(EmbeddingBagCollection, _Summing(module, averaged_here))
         ShardedEmbeddingBagCollection.__init__(self, summing, plan, **stock)
         self._id_check = IdCheck(configs, replication.bad_ids, replication.groups.alarm)
@@ -142,24 +147,25 @@ class ShardedEmbeddingBagCollection2D(RowPrefetchModule, ShardedEmbeddingBagColl
         """Check the ids, take the hot ones out, then distribute the others as TorchRec does."""
         if isinstance(features, KeyedJaggedTensor):
             features, ctx.id_check = self._id_check(features)
-        if self._features_averaged_here:
+        if self._outputs_averaged_here:
             check_one_batch_size(features)
             lengths = features.lengths().view(len(features.keys()), features.stride())
+            by_feature = dict(zip(features.keys(), lengths, strict=True))
             ctx.bag_lengths = {
-                key: lengths[index]
-                for index, key in enumerate(features.keys())
-                if key in self._features_averaged_here
+                output: by_feature[feature]
+                for output, feature in self._outputs_averaged_here.items()
             }
         features, ctx.hot = self._split_hot_rows(features)
-        asked = super().input_dist(ctx, features)
+        ctx.asked = super().input_dist(ctx, features)
         keep_needed_rows(ctx.sharding_contexts, self._input_dists)
         keep_filled_bags(ctx.sharding_contexts, self._input_dists)
-        return asked
+        return ctx.asked
 
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
         """Sync what is pending, then look up; hot rows are added while the cold ones travel."""
         if ctx.id_check is not None:
             ctx.id_check.wait()
+        input, ctx.asked = completed_input(ctx, ctx.asked, input), None
         self._hold_hot_rows(ctx.hot)
         self._before_lookup()
         self._prepare_rows(ctx)
@@ -202,8 +208,8 @@ def _complete_bags(
         feature = name.split("@")[0]
         if feature in hot:
             part = part + hot[feature]
-        if feature in bag_lengths:
-            part = part / bag_lengths[feature].clamp(min=1).to(part.dtype)[:, None]
+        if name in bag_lengths:
+            part = part / bag_lengths[name].clamp(min=1).to(part.dtype)[:, None]
         parts.append(part)
     return KeyedTensor(
         keys=cold.keys(), length_per_key=dims, values=torch.cat(parts, dim=1), key_dim=1

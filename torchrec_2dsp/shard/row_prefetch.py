@@ -68,6 +68,8 @@ class PrefetchContext:
     """Which lookup of the module it has to be, for what came early to be right."""
     follower: Any = None
     """The context of the batch whose early rows travel behind this one's."""
+    asked: Any = None
+    """What `input_dist` has returned, until the batch is looked up."""
 
 
 class RowPrefetchModule(HotRowsModule):

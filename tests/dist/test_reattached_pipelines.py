@@ -1,0 +1,78 @@
+"""Pipelines that are detached and go on: losses and weights are those of a run without a pause."""
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import torch
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+import torchrec_2dsp as tdsp
+from tests.support.loops import largest_gap, snapshot
+from tests.support.models import SEQUENCE_TABLES, ModelSpec
+from tests.support.oracle import batches_of
+from tests.support.parity import Cell, make_optimizer
+from tests.support.prefetching import sharded
+from tests.support.ranks import RankPool
+
+STEPS = 5
+SEQUENCE = ModelSpec(SEQUENCE_TABLES, sequence=True)
+PIPELINES = (TrainPipelineSparseDist, tdsp.TrainPipelineRowPrefetch)
+BAGS = [
+    Cell(tdsp.Mesh2D(1, 2), sharding, exchange=exchange, batch_sizes=sizes)
+    for sharding, exchange in (
+        ("row_wise", "pooled"),
+        ("row_wise", "nonempty"),
+        ("row_wise", "row"),
+        ("table_wise", "pooled"),
+        ("column_wise", "nonempty"),
+        ("grid_shard", "pooled"),
+    )
+    for sizes in ((6, 6), (6, 2))
+]
+SEQUENCES = [
+    Cell(tdsp.Mesh2D(1, 2), sharding, spec=SEQUENCE, exchange=exchange, batch_sizes=(6, 2))
+    for sharding, exchange in (("row_wise", "pooled"), ("table_wise", "pooled"), ("row_wise", "row"))
+]
+CELLS = [
+    *BAGS,
+    *SEQUENCES,
+    replace(BAGS[0], mesh=tdsp.Mesh2D(2, 1)),
+    replace(BAGS[1], hot_rows=(("t0", (0, 1, 5)),)),
+]
+
+
+def trained(rank: int, cell: Cell, kind: type[Any], is_paused: bool) -> tuple[list[float], Any]:
+    """Losses and weights of a few steps, with or without a pause for an evaluation between."""
+    parallel = sharded(cell)
+    pipeline = kind(parallel, make_optimizer(parallel), torch.device("cpu"))
+    batches = [
+        batches_of(cell.spec, cell.seed, cell.batch_sizes, cell.max_length, step)[rank]
+        for step in range(STEPS)
+    ]
+    stream, losses = iter(batches), []
+    for step in range(STEPS):
+        losses.append(float(pipeline.progress(stream).sum()))
+        if is_paused and step in (1, 2):
+            model = pipeline.detach()
+            with torch.no_grad():
+                model.eval()
+                model(batches[0])
+                model.train()
+    return losses, snapshot(parallel)
+
+
+def gaps(rank: int, world_size: int, cells: list[Cell]) -> list[float]:
+    """How far runs with a pause end from those without, for each cell and pipeline."""
+    differences = []
+    for cell, kind in product(cells, PIPELINES):
+        losses, tensors = trained(rank, cell, kind, is_paused=True)
+        expected_losses, expected_tensors = trained(rank, cell, kind, is_paused=False)
+        assert losses == expected_losses, f"{cell} {kind.__name__}"
+        differences.append(largest_gap(tensors, expected_tensors))
+    return differences
+
+
+def test_a_pause_changes_nothing(ranks2: RankPool) -> None:
+    for differences in ranks2.run(gaps, CELLS, timeout_s=200):
+        assert differences == [0.0] * len(CELLS) * len(PIPELINES)

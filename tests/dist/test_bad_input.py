@@ -9,6 +9,7 @@ import pytest
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import DataType
 
 import torchrec_2dsp as tdsp
 from tests.support.models import SEQUENCE_TABLES, Model, ModelSpec, TableSpec, build
@@ -78,6 +79,31 @@ def ranks_with_different_optimizers(rank: int) -> None:
     model, _, plan = planned()
     sharder = make_sharder(replace(CELL, optimizer="sgd" if rank == 2 else "adagrad"))
     construct(model, sharder, plan)
+
+
+def ranks_with_different_pooling(rank: int) -> None:
+    _, sharder, plan = planned()
+    construct(build(ModelSpec(pooling="mean" if rank == 1 else "sum")), sharder, plan)
+
+
+def ranks_with_different_data_types(rank: int) -> None:
+    _, sharder, plan = planned()
+    data_type = DataType.FP16 if rank == 1 else DataType.FP32
+    construct(build(ModelSpec(data_type=data_type)), sharder, plan)
+
+
+def ranks_with_different_features(rank: int) -> None:
+    _, sharder, plan = planned()
+    first, *others = ModelSpec().tables
+    features = ("f9",) if rank == 1 else first.features
+    construct(build(ModelSpec(tables=(replace(first, features=features), *others))), sharder, plan)
+
+
+def ranks_with_different_hosts(rank: int) -> None:
+    model, sharder, plan = planned()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2" if rank == 1 else "4")
+        construct(model, sharder, plan)
 
 
 def one_rank_with_a_bad_plan(rank: int) -> None:
@@ -175,6 +201,10 @@ CASES: dict[str, tuple[Callable[[int], None], str, str]] = {
         (ranks_with_different_plans, "ConfigError", "the plan differs between ranks: rank 0"),
         (ranks_with_different_meshes, "ConfigError", "the plan differs between ranks: rank 0"),
         (ranks_with_different_optimizers, "ConfigError", "the sharders differs between ranks"),
+        (ranks_with_different_pooling, "ConfigError", "8 FP32, SUM of ['f0'], rank 1 has 40 x 8 "),
+        (ranks_with_different_data_types, "ConfigError", "x 8 FP32, SUM of ['f0'], rank 1 has 40"),
+        (ranks_with_different_features, "ConfigError", "SUM of ['f9']; give all ranks the same"),
+        (ranks_with_different_hosts, "ConfigError", "LOCAL_WORLD_SIZE differs between ranks"),
         (one_rank_with_a_bad_plan, "ConfigError", "plan is a NoneType"),
         (stock_sharder, "ConfigError", "its sharder is EmbeddingBagCollectionSharder"),
         (stock_wrapper_and_sharder, "ValueError", "2d_row_wise"),

@@ -119,7 +119,7 @@ def largest_gap(
     features, largest = sorted(set(features_of(tables))), 0.0
     for step in range(3):
         batches = [make_batch(features, peer, step, size) for peer, size in enumerate(sizes)]
-        pooled = parallel.module["ebc"](batches[rank])
+        pooled = cast(Any, parallel.module)["ebc"](batches[rank])
         loss_of(pooled, keys).backward()
         parallel.sync()
         if dense_sgd is not None:
@@ -135,9 +135,7 @@ def largest_gap(
         ).backward()
         mine = expected[rank]
         if mine is not None:
-            largest = max(
-                largest, *((pooled[key] - mine[key]).abs().max().item() for key in keys)
-            )
+            largest = max(largest, *((pooled[key] - mine[key]).abs().max().item() for key in keys))
         with torch.no_grad():
             for param in oracle.parameters():
                 param -= LR * cast(torch.Tensor, param.grad)

@@ -32,7 +32,11 @@ BAGS = [
 ]
 SEQUENCES = [
     Cell(tdsp.Mesh2D(1, 2), sharding, spec=SEQUENCE, exchange=exchange, batch_sizes=(6, 2))
-    for sharding, exchange in (("row_wise", "pooled"), ("table_wise", "pooled"), ("row_wise", "row"))
+    for sharding, exchange in (
+        ("row_wise", "pooled"),
+        ("table_wise", "pooled"),
+        ("row_wise", "row"),
+    )
 ]
 CELLS = [
     *BAGS,

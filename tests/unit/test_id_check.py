@@ -1,7 +1,6 @@
 """Bad ids are found, and corrected bag by bag."""
 
 from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ bags_of_ids = st.lists(st.lists(st.integers(-2, 7), max_size=3), min_size=1, max
 
 
 def check_of(policy: BadIds) -> IdCheck:
-    return IdCheck(CONFIGS, policy, cast(Any, None))
+    return IdCheck(CONFIGS, policy)
 
 
 def corrected(bag: list[int], key: str, policy: BadIds) -> list[int]:
@@ -53,8 +52,8 @@ def test_bags_are_corrected(
         stride_per_key_per_rank=[[len(bags)] for bags in features],
     )
     check = check_of(policy)
-    made, alarm = check(batch)
-    assert alarm is None
+    made, error = check(batch)
+    assert error is None
     expected = [
         [corrected(bag, key, policy) for bag in bags]
         for key, bags in zip(KEYS, features, strict=True)

@@ -13,7 +13,7 @@ from torchrec.distributed.model_parallel import (
 )
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
-from torchrec_2dsp._compat.torchrec import DMPCollectionContext
+from torchrec_2dsp._compat.torchrec import DMPCollectionContext, get_local_size
 from torchrec_2dsp.access.hot_set import HotSet
 from torchrec_2dsp.comms.agreement import agreeing
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
@@ -82,6 +82,7 @@ class ModelParallel2D(DMPCollection):
             plan = _checked(module, plan, sharders, unsupported)
             facts["the plan"] = to_json(plan)
             facts["the device type"] = device.type
+            facts["LOCAL_WORLD_SIZE"] = str(get_local_size(dist.get_world_size()))
             facts["the sharders"] = repr([_describe(sharder) for sharder in sharders])
         groups = MeshGroups.for_mesh(plan.mesh, device.type)
         self._device = device

@@ -10,9 +10,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.comms.alarm import Check
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
+from torchrec_2dsp.shard.batch_check import BatchCheck
 from torchrec_2dsp.shard.hot_sequences import join_sequences
 from torchrec_2dsp.shard.hot_split import HotBatch
-from torchrec_2dsp.shard.id_check import IdCheck
 from torchrec_2dsp.shard.input_exchange import completed_input
 from torchrec_2dsp.shard.replicated import Replication
 from torchrec_2dsp.shard.row_context import keep_needed_rows
@@ -22,10 +22,10 @@ from torchrec_2dsp.shard.shardings import SEQUENCE
 
 @dataclass
 class SequenceContext(PrefetchContext, EmbeddingCollectionContext):
-    """TorchRec's per-batch context, with the check of the batch's ids."""
+    """TorchRec's per-batch context, with the check of the batch."""
 
-    id_check: Check | None = None
-    """Whether all ranks' ids are right, on its way."""
+    batch_check: Check | None = None
+    """Whether all ranks' batches are right, on its way."""
     hot: HotBatch | None = None
     """What the batch looks up in the replicas, `None` without hot rows."""
 
@@ -44,7 +44,9 @@ class ShardedEmbeddingCollection2D(RowPrefetchModule, ShardedEmbeddingCollection
     ) -> None:
         ShardedEmbeddingCollection.__init__(self, module, plan, **stock)
         configs = module.embedding_configs()
-        self._id_check = IdCheck(configs, replication.bad_ids, replication.groups.alarm)
+        self._batch_check = BatchCheck(
+            replication.tables_beside or configs, replication.bad_ids, replication.groups.alarm
+        )
         actions = self._init_hot_rows(configs, plan, self._fused_params_by_table(), replication)
         self._init_replication(replication, module, plan, [*actions, self.lagging])
 
@@ -84,9 +86,9 @@ class ShardedEmbeddingCollection2D(RowPrefetchModule, ShardedEmbeddingCollection
         return SequenceContext()
 
     def input_dist(self, ctx: Any, features: Any) -> Any:
-        """Check the ids, take the hot ones out, then distribute the others as TorchRec does."""
+        """Check the batch, take hot ids out, then distribute the others as TorchRec does."""
         if isinstance(features, KeyedJaggedTensor):
-            features, ctx.id_check = self._id_check(features)
+            features, ctx.batch_check = self._batch_check(features)
         features, ctx.hot = self._split_hot_rows(features)
         ctx.asked = super().input_dist(ctx, features)
         keep_needed_rows(ctx.sharding_contexts, self._input_dists)
@@ -94,8 +96,8 @@ class ShardedEmbeddingCollection2D(RowPrefetchModule, ShardedEmbeddingCollection
 
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
         """Sync what is pending, then look up; hot rows while the cold ones travel."""
-        if ctx.id_check is not None:
-            ctx.id_check.wait()
+        if ctx.batch_check is not None:
+            ctx.batch_check.wait()
         input, ctx.asked = completed_input(ctx, ctx.asked, input), None
         self._hold_hot_rows(ctx.hot)
         self._before_lookup()

@@ -26,9 +26,9 @@ from torchrec_2dsp.plan.parameter_sharding import (
     nonempty_type,
 )
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
+from torchrec_2dsp.shard.batch_check import BatchCheck
 from torchrec_2dsp.shard.hot_module import check_one_batch_size
 from torchrec_2dsp.shard.hot_split import HotBatch
-from torchrec_2dsp.shard.id_check import IdCheck
 from torchrec_2dsp.shard.input_exchange import completed_input
 from torchrec_2dsp.shard.nonempty_bags import keep_filled_bags
 from torchrec_2dsp.shard.replicated import Replication
@@ -53,8 +53,8 @@ class BagContext(PrefetchContext, EmbeddingBagCollectionContext):
 
     hot: HotBatch | None = None
     """`None` without hot rows."""
-    id_check: Check | None = None
-    """Whether all ranks' ids are right, on its way."""
+    batch_check: Check | None = None
+    """Whether all ranks' batches are right, on its way."""
     bag_lengths: dict[str, torch.Tensor] | None = None
     """Ids per bag of the outputs that this module averages itself, by name."""
 
@@ -95,7 +95,9 @@ class ShardedEmbeddingBagCollection2D(RowPrefetchModule, ShardedEmbeddingBagColl
         }
         summing = cast(EmbeddingBagCollection, _Summing(module, averaged_here))
         ShardedEmbeddingBagCollection.__init__(self, summing, plan, **stock)
-        self._id_check = IdCheck(configs, replication.bad_ids, replication.groups.alarm)
+        self._batch_check = BatchCheck(
+            replication.tables_beside or configs, replication.bad_ids, replication.groups.alarm
+        )
         fused_params = {
             info.embedding_config.name: info.fused_params or {}
             for infos in self.sharding_type_to_sharding_infos.values()
@@ -144,9 +146,9 @@ class ShardedEmbeddingBagCollection2D(RowPrefetchModule, ShardedEmbeddingBagColl
         return BagContext()
 
     def input_dist(self, ctx: Any, features: Any) -> Any:
-        """Check the ids, take the hot ones out, then distribute the others as TorchRec does."""
+        """Check the batch, take hot ids out, then distribute the others as TorchRec does."""
         if isinstance(features, KeyedJaggedTensor):
-            features, ctx.id_check = self._id_check(features)
+            features, ctx.batch_check = self._batch_check(features)
         if self._outputs_averaged_here:
             check_one_batch_size(features)
             lengths = features.lengths().view(len(features.keys()), features.stride())
@@ -163,8 +165,8 @@ class ShardedEmbeddingBagCollection2D(RowPrefetchModule, ShardedEmbeddingBagColl
 
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
         """Sync what is pending, then look up; hot rows are added while the cold ones travel."""
-        if ctx.id_check is not None:
-            ctx.id_check.wait()
+        if ctx.batch_check is not None:
+            ctx.batch_check.wait()
         input, ctx.asked = completed_input(ctx, ctx.asked, input), None
         self._hold_hot_rows(ctx.hot)
         self._before_lookup()

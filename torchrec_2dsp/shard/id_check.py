@@ -1,4 +1,4 @@
-"""`IdCheck`: ids that no row has are found before anything travels, on all ranks alike."""
+"""`IdCheck`: ids that no row has are found before anything travels."""
 
 import enum
 from collections.abc import Sequence
@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_2dsp.comms.alarm import Alarm, Check
 from torchrec_2dsp.errors import ConfigError, InputError
 from torchrec_2dsp.shard.hot_split import count_per_bag
 
@@ -37,15 +36,13 @@ class BadIds(enum.Enum):
 class IdCheck:
     """Looks at the ids of each batch."""
 
-    def __init__(self, configs: Sequence[Any], policy: BadIds, alarm: Alarm) -> None:
+    def __init__(self, configs: Sequence[Any], policy: BadIds) -> None:
         """
         Args:
-            configs: the module's tables.
+            configs: the tables that the batches look up.
             policy: what to do with bad ids.
-            alarm: of all ranks.
         """
         self._policy = policy
-        self._alarm = alarm
         self._tables: dict[str, tuple[str, int]] = {}
         for config in configs:
             for feature in config.feature_names:
@@ -57,19 +54,22 @@ class IdCheck:
         """Bad ids of this rank so far."""
 
     @torch.no_grad()
-    def __call__(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Check | None]:
-        """The features without bad ids, and what is to be waited for before they are looked up.
+    def __call__(
+        self, features: KeyedJaggedTensor, error: InputError | None = None
+    ) -> tuple[KeyedJaggedTensor, InputError | None]:
+        """The features without bad ids, and what all ranks have to raise.
 
-        Collectives:
-            With ``"raise"``, that of `Alarm.check`.
+        Args:
+            features: a batch, left as it is.
+            error: what has been found wrong with it already.
         """
         values = features.values()
         limits = self._limits(features)
         is_bad = (values >= limits) | ((values < 0) & (limits < _NO_LIMIT))
-        error = None
         if bool(is_bad.any()):
             self.num_bad += int(is_bad.sum())
-            error = self._error(features, int(is_bad.nonzero()[0]))
+            if self._policy is BadIds.RAISE:
+                error = error or self._error(features, int(is_bad.nonzero()[0]))
             if self._policy is BadIds.DROP:
                 features = _without(features, is_bad)
             else:
@@ -77,9 +77,7 @@ class IdCheck:
                 clamped = values.long().clamp(min=0).minimum(limits - 1).to(values.dtype)
                 values = torch.where(is_bad, clamped, values)
                 features = _rebuilt(features, values, features.lengths())
-        if self._policy is not BadIds.RAISE:
-            return features, None
-        return features, self._alarm.check(error)
+        return features, error
 
     def _limits(self, features: KeyedJaggedTensor) -> torch.Tensor:
         """For each id, how many rows its table has."""

@@ -1,4 +1,4 @@
-"""An input exchange that was started again, as TorchRec's pipelines do when they are re-attached."""
+"""Input exchanges that are started twice, as TorchRec's pipelines do when attached again."""
 
 from typing import Any
 

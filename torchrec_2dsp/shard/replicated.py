@@ -21,7 +21,8 @@ from torchrec_2dsp.rows.direct_update import DirectUpdater
 from torchrec_2dsp.rows.merge import RowMerge, Updater, quickest_updater
 from torchrec_2dsp.rows.update import RowUpdater
 from torchrec_2dsp.shard.averaging import averages, copied_shards
-from torchrec_2dsp.shard.id_check import BadIds, IdCheck
+from torchrec_2dsp.shard.batch_check import BatchCheck
+from torchrec_2dsp.shard.id_check import BadIds
 from torchrec_2dsp.shard.kernels import EmbeddingBagKernel, EmbeddingKernel, Kernel
 from torchrec_2dsp.shard.row_arrangement import RowArrangement, arrangement_of
 from torchrec_2dsp.shard.synced_optimizer import SyncedOptimizer
@@ -50,6 +51,9 @@ class Replication:
     """Take over the weights of the unsharded module."""
     bad_ids: BadIds = BadIds.RAISE
     """What is done with ids that no row has."""
+    tables_beside: tuple[Any, ...] = ()
+    """The configs of all tables of the unsharded module, where this module runs some of them: a
+    feature may look up others as well, and is held to the smallest one."""
     delays_moment: bool = False
     """Update rows by `DelayedMomentRowWiseAdaGrad`."""
 
@@ -71,7 +75,7 @@ class ReplicatedModule:
 
     _sync_point: SyncPoint | None = None
     _arrangement: RowArrangement | None = None
-    _id_check: IdCheck
+    _batch_check: BatchCheck
     _has_looked_up = False
     num_loads = 0
     """How often weights have been written otherwise than by training."""
@@ -112,7 +116,7 @@ class ReplicatedModule:
     @property
     def num_bad_ids(self) -> int:
         """Ids of this rank so far that their tables had no rows for, see `BadIds`."""
-        return self._id_check.num_bad
+        return self._batch_check.ids.num_bad
 
     def kernels(self: Any) -> list[Kernel]:
         """The fused kernels of this rank."""

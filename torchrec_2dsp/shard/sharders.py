@@ -80,10 +80,14 @@ class _Sharder2D:
             plan.mesh.check_world(dist.get_world_size())
             parts = [self._part(module, configs, part, device) for part in plan.parts()]
             facts |= self._facts(path or "", plan, [part.fused_params for part in parts])
+            facts |= {f"table {config.name!r}": _described(config) for config in configs}
             facts["the device type"] = device.type
             facts["LOCAL_WORLD_SIZE"] = str(local_world_size)
         _warn_of_idle_hot_sets(idle_hot_sets(plan, configs))
-        made = [self._shard_part(part, device, local_world_size, path, make) for part in parts]
+        beside = tuple(configs) if len(parts) > 1 else ()
+        made = [
+            self._shard_part(part, beside, device, local_world_size, path, make) for part in parts
+        ]
         return made[0] if len(made) == 1 else PartedModule(configs, made)
 
     def _part(
@@ -102,6 +106,7 @@ class _Sharder2D:
     def _shard_part(
         self: Any,
         part: "_Part",
+        tables_beside: tuple[Any, ...],
         device: torch.device,
         local_world_size: int,
         path: str | None,
@@ -114,6 +119,7 @@ class _Sharder2D:
             always_capture=self.always_capture,
             keep_weights=self.keep_weights,
             bad_ids=self.bad_ids,
+            tables_beside=tables_beside,
             delays_moment=self._delays_moment,
         )
         rank_plan = module_plan_for_rank(
@@ -149,6 +155,15 @@ class _Sharder2D:
             ),
             "bad_ids": self.bad_ids.value,
         }
+
+
+def _described(config: Any) -> str:
+    """What ranks would exchange or compute differently if it differed."""
+    pooling = getattr(config, "pooling", None)
+    return (
+        f"{config.num_embeddings} x {config.embedding_dim} {config.data_type.value}, "
+        f"{'a sequence' if pooling is None else pooling.value} of {config.feature_names}"
+    )
 
 
 def _warn_of_idle_hot_sets(idle: list[str]) -> None:

@@ -1,0 +1,169 @@
+"""Batches that differ from the first one, or between ranks: looked up right, or refused by all."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import torchrec_2dsp as tdsp
+from tests.support.loops import largest_gap, make_stream, shard, snapshot
+from tests.support.models import SEQUENCE_TABLES, ModelSpec
+from tests.support.oracle import local_loss
+from tests.support.parity import Cell, make_optimizer
+from tests.support.ranks import RankPool
+
+MESH = tdsp.Mesh2D(2, 2)
+CELLS = [
+    Cell(MESH, "table_wise"),
+    Cell(MESH, "row_wise", hot_rows=(("t0", (0, 1, 5)),), spec=ModelSpec(pooling="mean")),
+    Cell(tdsp.Mesh2D(1, 4), exchange="row", spec=ModelSpec(weighted=True)),
+    Cell(tdsp.Mesh2D(1, 4), exchange="nonempty", in_world=()),
+    Cell(MESH, exchange="row", spec=ModelSpec(SEQUENCE_TABLES, sequence=True)),
+]
+Change = Callable[[KeyedJaggedTensor], KeyedJaggedTensor]
+
+
+def with_parts(batch: KeyedJaggedTensor, **parts: Any) -> KeyedJaggedTensor:
+    """The batch, but for some of its tensors."""
+    known: dict[str, Any] = {
+        "keys": batch.keys(),
+        "values": batch.values(),
+        "lengths": batch.lengths(),
+        "weights": batch.weights_or_none(),
+    }
+    return KeyedJaggedTensor(**{**known, **parts})
+
+
+def in_reverse(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return batch.permute(list(range(len(batch.keys())))[::-1])
+
+
+def with_another_feature(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    weights = batch.weights_or_none()
+    return KeyedJaggedTensor(
+        keys=["another", *batch.keys()],
+        values=torch.cat([torch.tensor([10**9]), batch.values()]),
+        lengths=torch.cat([torch.tensor([1] + [0] * (batch.stride() - 1)), batch.lengths()]),
+        weights=None if weights is None else torch.cat([torch.ones(1), weights]),
+    )
+
+
+def with_short_ids(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return with_parts(batch, values=batch.values().int(), lengths=batch.lengths().int())
+
+
+def with_strides(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return with_parts(batch, values=torch.stack([batch.values()] * 2, dim=1)[:, 0])
+
+
+def with_long_weights(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    weights = batch.weights_or_none()
+    return with_parts(batch, weights=None if weights is None else weights.double())
+
+
+def as_it_is(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return batch
+
+
+HARMLESS: list[Change] = [
+    in_reverse,
+    with_another_feature,
+    with_short_ids,
+    with_strides,
+    with_long_weights,
+]
+
+
+def trained(rank: int, cell: Cell, change: Change, first: int) -> tuple[list[float], Any]:
+    """Losses and state after three steps; one rank's batches from ``first`` on are changed."""
+    parallel = shard(cell)
+    optimizer = make_optimizer(parallel)
+    losses = []
+    for step, batches in enumerate(make_stream(cell, 3)):
+        batch = change(batches[rank]) if rank == 1 and step >= first else batches[rank]
+        optimizer.zero_grad()
+        loss = local_loss(parallel(batch))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, snapshot(parallel)
+
+
+def harmless_gaps(rank: int, world_size: int) -> list[tuple[str, float]]:
+    """Where losses or weights differ from those of batches as they are."""
+    gaps = []
+    for cell in CELLS:
+        expected_losses, expected = trained(rank, cell, as_it_is, 0)
+        for change in HARMLESS:
+            for first in (0, 1):
+                losses, tensors = trained(rank, cell, change, first)
+                assert losses == expected_losses, f"{cell}: {change.__name__} from step {first}"
+                name = f"{cell}: {change.__name__} from step {first}"
+                gaps.append((name, largest_gap(tensors, expected)))
+    return gaps
+
+
+def test_batches_in_another_form_train_the_same(ranks4: RankPool) -> None:
+    for gaps in ranks4.run(harmless_gaps, timeout_s=200):
+        assert len(gaps) == len(CELLS) * len(HARMLESS) * 2
+        assert [name for name, gap in gaps if gap] == []
+
+
+def without_a_feature(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return batch.permute(list(range(1, len(batch.keys()))))
+
+
+def with_fractions(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return with_parts(batch, values=batch.values().float())
+
+
+def with_long_lengths(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return with_parts(batch, lengths=batch.lengths() + 1)
+
+
+def with_a_negative_length(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    lengths = batch.lengths().clone()
+    lengths[0], lengths[1] = -1, lengths[0] + lengths[1] + 1
+    return with_parts(batch, lengths=lengths)
+
+
+def with_other_weights(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    has_some = batch.weights_or_none() is not None
+    return with_parts(batch, weights=None if has_some else torch.ones(batch.values().numel()))
+
+
+REFUSED: dict[Change, str] = {
+    without_a_feature: "has no feature 'f0'",
+    with_fractions: "are torch.float32; make them int32 or int64",
+    with_long_lengths: "add up to",
+    with_a_negative_length: "a length of this rank's batch is -1",
+    with_other_weights: "give all batches weights, or none",
+}
+
+
+def refusals(rank: int, world_size: int) -> list[str]:
+    """What is said of bad batches, the state before and after being the same."""
+    said = []
+    for cell in CELLS:
+        parallel = shard(cell)
+        first, second, third = make_stream(cell, 3)
+        local_loss(parallel(first[rank])).backward()
+        parallel.sync_now()  # type: ignore[operator]
+        for change in REFUSED:
+            before = snapshot(parallel)
+            with pytest.raises(tdsp.InputError) as caught:
+                parallel(change(second[rank]) if rank == 1 else second[rank])
+            said.append(str(caught.value))
+            assert largest_gap(snapshot(parallel), before) == 0.0
+        local_loss(parallel(third[rank])).backward()
+    return said
+
+
+def test_bad_batches_are_refused_by_all_ranks(ranks4: RankPool) -> None:
+    expected = list(REFUSED.values()) * len(CELLS)
+    for said in ranks4.run(refusals, timeout_s=200):
+        for text, part in zip(said, expected, strict=True):
+            assert part in text, text
+            assert text.endswith("(found on rank 1)"), text

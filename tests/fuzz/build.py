@@ -1,6 +1,6 @@
 """From a case to the sharded model: plan, sharders, wrapper, optimizer."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed._shard.metadata import ShardMetadata
@@ -104,7 +104,7 @@ def make_optimizer(parallel: DistributedModelParallel) -> CombinedOptimizer:
 
 def set_learning_rate(optimizer: CombinedOptimizer, lr: float) -> None:
     """As a scheduler does it."""
-    for group in optimizer.param_groups:
+    for group in cast(list[dict[str, Any]], optimizer.param_groups):
         group["lr"] = lr
 
 

@@ -10,9 +10,10 @@ import torch
 
 from tests.fuzz.actions import actions_of
 from tests.fuzz.case import Case
-from tests.fuzz.oracle import Expected, Noise, expect
+from tests.fuzz.oracle import expect
 from tests.fuzz.processes import RankReport
 from tests.fuzz.run import Piece, Seen
+from tests.fuzz.tables import SIGNS, Noise
 from tests.fuzz.weights import initial_tables
 
 BASE = 4e-6
@@ -65,8 +66,7 @@ def judge(case: Case, reports: list[RankReport]) -> Verdict:
     if any(report.outcome != "returned" for report in reports):
         return _failed(reports)
     seen = [report.seen for report in reports if report.seen is not None]
-    exact, noisy = expect(case), expect(case, Noise(torch.float32, rounds=True))
-    comparison = _Comparison(case, exact, noisy)
+    comparison = _Comparison(case)
     try:
         for rank, of_rank in enumerate(seen):
             comparison.check_rank(rank, of_rank)
@@ -116,17 +116,23 @@ class _Difference(Exception):
 
 
 class _Comparison:
-    def __init__(self, case: Case, exact: Expected, noisy: Expected) -> None:
-        self._case, self._exact = case, exact
+    def __init__(self, case: Case) -> None:
+        self._case, self._exact = case, expect(case)
         self.counts = Counts()
+        types = {case.sync.transport, case.qcomms, *(t.dtype for t in case.tables.values())}
+        has_halves = bool(types & {"fp16", "bf16"})
+        noisy = [
+            expect(case, Noise(torch.float32, signs))
+            for signs in (SIGNS if has_halves else (None,))
+        ]
+        exact = self._exact
         self._noise = {
             (kind, name): NOISE_FACTOR * gap
             for kind in ("scores", "weights", "moments", "dense")
-            for name, gap in _gaps(vars(exact)[kind], vars(noisy)[kind]).items()
+            for name, gap in _gaps(vars(exact)[kind], [vars(each)[kind] for each in noisy]).items()
         }
         """By kind and table: what rounding may add to `BASE`."""
-        kinds = {case.sync.transport, case.qcomms, *(t.dtype for t in case.tables.values())}
-        limit = BLURRED["half" if kinds & {"fp16", "bf16"} else "fp32"]
+        limit = BLURRED["half" if has_halves else "fp32"]
         noises = [
             noise / (1 + _largest_of(vars(exact)[kind], name))
             for (kind, name), noise in self._noise.items()
@@ -268,11 +274,11 @@ def _largest_of(tensors: dict[Any, torch.Tensor], table: str) -> float:
     return _largest(tensor for key, tensor in tensors.items() if _table_of(key) == table)
 
 
-def _gaps(left: dict[Any, torch.Tensor], right: dict[Any, torch.Tensor]) -> dict[str, float]:
+def _gaps(exact: dict[Any, torch.Tensor], noisy: list[dict[Any, torch.Tensor]]) -> dict[str, float]:
     """The largest difference of the tensors of each table; under "" of those that are of none."""
     differences: dict[str, list[torch.Tensor]] = defaultdict(list)
-    for key, tensor in left.items():
-        differences[_table_of(key)].append(tensor - right[key].double())
+    for key, tensor in exact.items():
+        differences[_table_of(key)] += [tensor - values[key].double() for values in noisy]
     return {name: _largest(of_table) for name, of_table in differences.items()}
 
 

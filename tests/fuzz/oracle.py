@@ -15,21 +15,11 @@ from tests.fuzz.actions import Action, actions_of
 from tests.fuzz.batches import LocalBatch, Lookups, corrected, local_batch
 from tests.fuzz.case import DTYPES, Case, ModuleCase, TableCase, feature_name, table_name
 from tests.fuzz.parts import parts_of_case
-from tests.fuzz.tables import TableState
+from tests.fuzz.tables import Noise, TableState
 from tests.fuzz.weights import LR, initial_dense, initial_tables
 
 POSITION_WEIGHT = 0.25
 """What each further place in a sequence adds to the weight of its row."""
-
-
-@dataclass(frozen=True)
-class Noise:
-    """How numbers are rounded on their way; nowhere by default."""
-
-    dtype: torch.dtype = torch.float64
-    """Of all arithmetic."""
-    rounds: bool = False
-    """Whether also to the types of transports, quantised communication and tables."""
 
 
 @dataclass
@@ -84,7 +74,7 @@ class _Simulation:
                 case.tables[name],
                 weight.to(noise.dtype),
                 is_copied=averaged and _has_copies(case.tables[name]),
-                rounds=noise.rounds,
+                noise=noise,
             )
             for name, weight in initial_tables(case).items()
         }
@@ -110,11 +100,14 @@ class _Simulation:
         return expected
 
     def _read(self, index: int, action: Action, expected: Expected) -> None:
+        if action.kind == "load" and self._saved is None:
+            return
         self._read_all()
         if action.kind in ("save", "save_load"):
             states = {name: state.copy() for name, state in self._states.items()}
             self._saved = (states, self._dense.clone(), self._bias.clone())
-        elif action.kind == "load" and self._saved is not None:
+        elif action.kind == "load":
+            assert self._saved is not None
             states, self._dense, self._bias = self._saved
             self._dense, self._bias = self._dense.clone(), self._bias.clone()
             for name, state in self._states.items():
@@ -199,9 +192,9 @@ class _Simulation:
         return shares.to(self._noise.dtype)[:, None]
 
     def _on_wire(self, values: torch.Tensor) -> torch.Tensor:
-        if not self._noise.rounds or self._case.qcomms == "none":
+        if self._case.qcomms == "none":
             return values
-        return values.to(DTYPES[self._case.qcomms]).to(values.dtype)
+        return self._noise.rounded(values, DTYPES[self._case.qcomms])
 
 
 def _has_copies(table: TableCase) -> bool:

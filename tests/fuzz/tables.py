@@ -1,6 +1,7 @@
 """The weights and moments of one table in the oracle, in one copy or one for each group."""
 
 import copy
+from dataclasses import dataclass
 
 import torch
 
@@ -10,12 +11,42 @@ from tests.fuzz.weights import EPS
 ROW_WISE = ("rowwise_adagrad", "moment_scaled", "delayed_moment")
 """Optimizers with one moment for each row of a column shard."""
 
+_SHARE_OF_ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9}
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How numbers are rounded on their way; nowhere by default."""
+
+    dtype: torch.dtype = torch.float64
+    """Of all arithmetic."""
+    signs: tuple[int, int] | None = None
+    """How numbers in half precision are off: the signs of neighbouring rows (of groups, or samples)
+    and of neighbouring columns. Each choice is the worst one somewhere, where others cancel."""
+
+    def rounded(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The values with errors of half the size that rounding to a type has at worst.
+
+        Rounding itself may hit a number by chance and be no measure.
+        """
+        share = _SHARE_OF_ROUNDING[dtype]
+        if self.signs is None or not share:
+            return values
+        errors = torch.full_like(values, share)
+        errors[1::2] *= self.signs[0]
+        errors[..., 1::2] *= self.signs[1]
+        return values * (1 + errors)
+
+
+SIGNS = ((1, 1), (-1, 1), (1, -1))
+"""Those that are tried."""
+
 
 class TableState:
     """What a table's training has come to."""
 
     def __init__(
-        self, case: Case, table: TableCase, weight: torch.Tensor, *, is_copied: bool, rounds: bool
+        self, case: Case, table: TableCase, weight: torch.Tensor, *, is_copied: bool, noise: Noise
     ) -> None:
         """
         Args:
@@ -23,9 +54,9 @@ class TableState:
             table: which one.
             weight: what it starts from.
             is_copied: whether each group has a copy that it trains by itself.
-            rounds: whether to the types of the table and of the transport.
+            noise: of the transport, and of the type of the table.
         """
-        self._table, self._rounds = table, rounds
+        self._table, self._noise = table, noise
         self._transport = DTYPES[case.sync.transport]
         self._num_groups = case.groups
         self.is_copied = is_copied
@@ -85,10 +116,7 @@ class TableState:
         self, grads: torch.Tensor, rows: torch.Tensor, lr: float, *, is_hot: bool = False
     ) -> None:
         """All copies by the gradients of all groups, for some rows."""
-        if self._rounds:
-            # Each group's gradient is the mean over its ranks where it is rounded.
-            scale = float(self._num_groups)
-            grads = (grads * scale).to(self._transport).to(grads.dtype) / scale
+        grads = self._noise.rounded(grads, self._transport)
         is_trained = torch.zeros(self._table.rows, 1, dtype=torch.bool)
         is_trained[rows] = True
         grad = grads.sum(dim=0) * is_trained
@@ -108,9 +136,7 @@ class TableState:
 
     def _mean(self, copies: torch.Tensor, synced: torch.Tensor) -> torch.Tensor:
         """The mean of all copies, as the last synced values and the mean of the changes."""
-        changes = copies - synced
-        if self._rounds:
-            changes = changes.to(self._transport).to(copies.dtype)
+        changes = self._noise.rounded(copies - synced, self._transport)
         return synced + changes.mean(dim=0)
 
     def _apply(self, number: int, grad: torch.Tensor, lr: float, scale: float) -> None:
@@ -133,6 +159,4 @@ class TableState:
         self.weights[number] = self._in_type(weight)
 
     def _in_type(self, weights: torch.Tensor) -> torch.Tensor:
-        if not self._rounds:
-            return weights
-        return weights.to(DTYPES[self._table.dtype]).to(weights.dtype)
+        return self._noise.rounded(weights, DTYPES[self._table.dtype])

@@ -69,7 +69,7 @@ def actions_of(case: Case) -> list[Action]:
             elif kind in ("detach", "detach_eval"):
                 actions.append(Action(kind, _EXTRA + index, hot))
             else:
-                hot += kind == "refresh_hot"
+                hot += kind == "refresh_hot" and case.wrapper == "2d"
                 actions.append(Action(kind, hot=hot))
     actions.append(Action("final"))
     return actions if case.loop == "plain" else _distributed_ahead(actions, case.loop)

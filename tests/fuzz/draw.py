@@ -45,7 +45,7 @@ MODULE_CHOICES: dict[str, tuple[Any, ...]] = {
     "kind": ("bags", "bags", "weighted", "sequences"),
 }
 TABLE_CHOICES: dict[str, tuple[Any, ...]] = {
-    "rows": (1, 2, 3, 5, 8, 16, 40, 97, 400),
+    "rows": (1, 1, 2, 3, 5, 8, 16, 40, 97, 400),
     "dim": (4, 8, 12, 16),
     "pooling": ("sum", "mean"),
     "dtype": ("fp32",) * 7 + ("fp16",),
@@ -55,7 +55,7 @@ TABLE_CHOICES: dict[str, tuple[Any, ...]] = {
         + ("data_parallel",)
     ),
     "place": (0, 1, 2, 3),
-    "exchange": ("pooled", "nonempty", "row", "row", "row_per_host"),
+    "exchange": ("pooled", "pooled", "nonempty", "row", "row_per_host"),
     "owners": ("block", "hash"),
     "hot": ("none", "none", "some", "all"),
     "once": (False, False, True),
@@ -64,6 +64,10 @@ BATCH_SIZES = (0, 1, 2, 3, 4, 6, 6)
 NUM_MODULES = (1, 1, 2, 3)
 NUM_TABLES = (1, 2, 2, 3)
 NUM_EVENTS = (0, 1, 1, 2, 3)
+ALIKE = ("sharding", "exchange", "owners", "dtype", "pooling", "once")
+"""What tables of one kernel have in common."""
+ALIKE_SHARE = 0.5
+"""How many modules have tables that share a kernel."""
 UNSETTLED_SHARE = 0.03
 """How many cases keep combinations that are likely to be refused."""
 
@@ -165,6 +169,9 @@ def _drawn_module(rng: random.Random) -> ModuleCase:
             features = (rng.randrange(next_feature), *features[1:])
         next_feature = max(next_feature, features[-1] + 1)
         tables.append(TableCase(features=features, **_chosen(rng, TABLE_CHOICES)))
+    if rng.random() < ALIKE_SHARE:
+        alike = {name: getattr(tables[0], name) for name in ALIKE}
+        tables = [replace(table, **alike) for table in tables]
     module = ModuleCase(tables=tuple(tables), **_chosen(rng, MODULE_CHOICES))
     if module.kind != "sequences":
         return module

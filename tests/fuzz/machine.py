@@ -16,7 +16,7 @@ DEADLINE_S = 60.0
 SHRINK_S = 120.0
 """How long a finding may be made smaller."""
 MAX_REFUSED_SHARE, MAX_BLURRED_SHARE = 0.25, 0.15
-ENOUGH_CASES = 40
+ENOUGH_CASES = 150
 """So many cases are enough to judge the machine itself by."""
 
 
@@ -48,6 +48,14 @@ class Summary:
     repeated: Counter[str] = field(default_factory=Counter)
     """Findings of kinds that there were enough of, which weren't made smaller."""
     counts: Counts = field(default_factory=Counts)
+
+    def __iadd__(self, other: "Summary") -> "Summary":
+        self.num_ok += other.num_ok
+        self.refusals += other.refusals
+        self.findings += other.findings
+        self.repeated += other.repeated
+        self.counts += other.counts
+        return self
 
     @property
     def num_cases(self) -> int:

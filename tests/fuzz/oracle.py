@@ -152,12 +152,11 @@ class _Simulation:
             part.before_lookup()
         looked_up = self._look_up_all(index, action, expected)
         grads = {
-            name: torch.zeros(self._case.groups, *state.weights[0].shape, dtype=self._noise.dtype)
+            name: torch.zeros(self._world, *state.weights[0].shape, dtype=self._noise.dtype)
             for name, state in self._states.items()
         }
         dense_grad, bias_grad = torch.zeros_like(self._dense), torch.zeros_like(self._bias)
         for rank, (batch, inputs, score_grads) in enumerate(looked_up):
-            group = self._case.mesh.group_of(rank)
             dense_grad += score_grads @ inputs
             bias_grad += score_grads.sum()
             input_grads = score_grads[:, None] * self._dense * (1 - inputs.square())
@@ -165,7 +164,7 @@ class _Simulation:
                 lookups = batch.features[column.module, column.feature]
                 bags = input_grads[:, column.start : column.start + column.width]
                 rows = self._on_wire(bags)[lookups.samples] * self._shares(column, lookups)
-                grads[column.table][group].index_add_(0, lookups.ids, rows)
+                grads[column.table][rank].index_add_(0, lookups.ids, rows)
         self._dense -= self._lr * dense_grad
         self._bias -= self._lr * bias_grad
         for part in self._parts:

@@ -21,7 +21,7 @@ class Noise:
     dtype: torch.dtype = torch.float64
     """Of all arithmetic."""
     signs: tuple[int, int] | None = None
-    """How numbers in half precision are off: the signs of neighbouring rows (of groups, or samples)
+    """How numbers in half precision are off: the signs of neighbouring rows (of ranks, or samples)
     and of neighbouring columns. Each choice is the worst one somewhere, where others cancel."""
 
     def rounded(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -58,7 +58,7 @@ class TableState:
         """
         self._table, self._noise = table, noise
         self._transport = DTYPES[case.sync.transport]
-        self._num_groups = case.groups
+        self._groups = [case.mesh.group_of(rank) for rank in range(case.world_size)]
         self.is_copied = is_copied
         """Whether each group has a copy that it trains by itself."""
         self.weights = weight.expand(case.groups if is_copied else 1, -1, -1).clone()
@@ -102,20 +102,23 @@ class TableState:
         """Each group's copy by the group's gradient, but for hot rows.
 
         Args:
-            grads: of the mean loss of the world, by group.
+            grads: of the mean loss of the world, by the rank that they come from.
             hot: the ids of hot rows.
             lr: the learning rate.
         """
         is_cold = torch.ones(self._table.rows, dtype=torch.bool)
         is_cold[hot] = False
-        for group, grad in enumerate(grads):
+        num_groups = len(self.weights)
+        for group in range(num_groups):
+            ranks = [rank for rank, other in enumerate(self._groups) if other == group]
             # A group takes the mean over its own ranks.
-            self._apply(group, self._num_groups * grad * is_cold[:, None], lr, self._scale)
+            grad = num_groups * grads[ranks].sum(dim=0)
+            self._apply(group, grad * is_cold[:, None], lr, self._scale)
 
     def train_merged(
         self, grads: torch.Tensor, rows: torch.Tensor, lr: float, *, is_hot: bool = False
     ) -> None:
-        """All copies by the gradients of all groups, for some rows."""
+        """All copies by the gradients of all ranks, for some rows."""
         grads = self._noise.rounded(grads, self._transport)
         is_trained = torch.zeros(self._table.rows, 1, dtype=torch.bool)
         is_trained[rows] = True

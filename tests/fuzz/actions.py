@@ -18,6 +18,7 @@ EVENTS = (
     "detach",
     "detach_eval",
     "lr",
+    "reordered",
 )
 """What a case may have between two steps:
 
@@ -27,7 +28,9 @@ EVENTS = (
 - ``save``, ``save_load``, ``load``: checkpoints; ``load`` goes back to the last one saved, if any;
 - ``detach``, ``detach_eval``: a pipeline lets go of the model, which trains or evaluates a batch by
   a plain loop meanwhile;
-- ``lr``: the learning rate is halved.
+- ``lr``: the learning rate is halved;
+- ``reordered``: a plain loop evaluates a batch whose features come in another order on the last
+  rank; it may be refused on all ranks instead.
 """
 
 _EXTRA, _REFUSED = 100, 200
@@ -66,7 +69,9 @@ def actions_of(case: Case) -> list[Action]:
             if kind == "evaluate":
                 actions.append(Action(kind, batch, hot))
                 batch += 1
-            elif kind in ("detach", "detach_eval"):
+            elif kind == "reordered" and case.loop != "plain":
+                continue
+            elif kind in ("detach", "detach_eval", "reordered"):
                 actions.append(Action(kind, _EXTRA + index, hot))
             else:
                 hot += kind == "refresh_hot" and case.wrapper == "2d"

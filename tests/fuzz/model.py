@@ -54,13 +54,14 @@ def input_of(case: Case, module: int) -> str:
     return "weighted_ids" if case.modules[module].kind == "weighted" else "ids"
 
 
-def to_batch(case: Case, local: LocalBatch) -> Batch:
-    """TorchRec's form of a rank's batch."""
+def to_batch(case: Case, local: LocalBatch, *, is_reversed: bool = False) -> Batch:
+    """TorchRec's form of a rank's batch, if need be with its features in reversed order."""
     parts: dict[str, list[tuple[int, int]]] = {}
     for module, feature in local.features:
         parts.setdefault(input_of(case, module), []).append((module, feature))
     inputs = {}
-    for name, features in parts.items():
+    for name, in_order in parts.items():
+        features = in_order[::-1] if is_reversed else in_order
         lookups = [local.features[key] for key in features]
         is_weighted = any(case.modules[module].kind == "weighted" for module, _ in features)
         inputs[name] = KeyedJaggedTensor(

@@ -88,7 +88,7 @@ class _Simulation:
         for index, action in enumerate(actions_of(self._case)):
             if action.kind in ("train", "detach"):
                 self._train(index, action, expected)
-            elif action.kind in ("evaluate", "detach_eval"):
+            elif action.kind in ("evaluate", "detach_eval", "reordered"):
                 self._read_all()
                 self._look_up_all(index, action, expected)
             elif action.kind == "lr":

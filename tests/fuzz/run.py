@@ -117,6 +117,8 @@ class _Run:
             self._seen.states[index] = self._read(action.kind)
         elif action.kind == "refuse":
             self._seen.refusals[index] = self._refused(action)
+        elif action.kind == "reordered":
+            self._look_up_reordered(index, action)
         else:
             loss, scores = self._look_up(action)
             self._seen.losses[index] = float(loss)
@@ -169,11 +171,25 @@ class _Run:
             return str(error)
         return ""
 
+    def _look_up_reordered(self, index: int, action: Action) -> None:
+        # A batch that is refused may not have come as far as this, and the oracle's does.
+        self._parallel.state_dict()
+        is_last = self._rank == self._case.world_size - 1
+        local = local_batch(self._case, action.batch, self._rank)
+        batch = to_batch(self._case, local, is_reversed=is_last)
+        with self._evaluating(), torch.no_grad():
+            try:
+                self._seen.scores[index] = self._parallel(batch)[1].clone()
+            except tdsp.InputError as error:
+                self._seen.refusals[index] = str(error)
+
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
         self._parallel.eval()
-        yield
-        self._parallel.train()
+        try:
+            yield
+        finally:
+            self._parallel.train()
 
     def _read(self, kind: str) -> StateSeen:
         if kind == "fused_state":

@@ -106,7 +106,7 @@ class Machine:
         Args:
             workers: that run the cases.
             deadline_s: how long the ranks of a case may take.
-            shrink_s: how long a finding may be made smaller.
+            shrink_s: how long a finding may be made smaller; 0 to leave it as it is.
             max_of_kind: so many findings of a kind are made smaller.
             show: gets lines about progress.
         """
@@ -169,6 +169,8 @@ class Machine:
 
     def shrunk(self, case: Case, verdict: Verdict) -> Finding:
         """The smallest case that fails in the same way, as far as there is time."""
+        if not self._shrink_s:
+            return Finding(case, case, verdict)
         deadline = time.monotonic() + self._shrink_s
         worker = Worker(self._workers[0].plant)
         last = verdict

@@ -32,11 +32,11 @@ def seed_of_commit() -> int:
 
 
 @pytest.fixture(scope="module")
-def machine() -> Iterator[Machine]:
-    """Two workers side by side, for the two cores that there are at least."""
-    workers = [Worker(), Worker()]
-    yield Machine(workers, shrink_s=40)
-    for worker in workers:
+def workers() -> Iterator[list[Worker]]:
+    """Two side by side, for the two cores that there are at least."""
+    both = [Worker(), Worker()]
+    yield both
+    for worker in both:
         worker.close()
 
 
@@ -46,7 +46,8 @@ def total() -> Summary:
     return Summary()
 
 
-def test_cases_that_failed_once_are_right(machine: Machine) -> None:
+def test_cases_that_failed_once_are_right(workers: list[Worker]) -> None:
+    machine = Machine(workers, shrink_s=0)
     lines = FAILED_ONCE.read_text().splitlines()
     summary = machine.run_cases(Case.from_json(line) for line in lines)
     assert not summary.findings, str(summary)
@@ -54,7 +55,8 @@ def test_cases_that_failed_once_are_right(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("number", range(NUM_SLICES))
-def test_drawn_cases_are_right(machine: Machine, total: Summary, number: int) -> None:
+def test_drawn_cases_are_right(workers: list[Worker], total: Summary, number: int) -> None:
+    machine = Machine(workers, shrink_s=40)
     num_cases = ENOUGH_CASES // NUM_SLICES
     seed = seed_of_commit() + number * num_cases
     summary = machine.run(seed, num_cases, max_findings=3)

@@ -2,11 +2,13 @@
 #
 #   VARIANT=cpu|cuda     which lock to install (requirements/$(VARIANT).txt)
 #   PYTHON=python3.11    the interpreter .venv is made from
+#   SECONDS=3600         how long `make fuzz` draws cases; SEED=... draws those of another run again
 #   TORCH_PIP_ARGS=...   more pip arguments for torch alone, such as an index that has its CPU
 #                        build. The default build works with VARIANT=cpu too; it is only larger.
 
 PYTHON ?= python3
 VARIANT ?= cpu
+SECONDS ?= 3600
 TORCH_PIP_ARGS ?=
 TORCH_VERSION := 2.13.0
 
@@ -28,7 +30,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo bench test test-all lint clean
+.PHONY: help demo bench test test-all fuzz lint clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -47,6 +49,9 @@ test: $(INSTALLED)  ## run the tests, without the long ones
 test-all: $(INSTALLED)  ## run all tests
 	$(BIN)/pytest tests/unit
 	$(BIN)/pytest --ignore tests/unit
+
+fuzz: $(INSTALLED)  ## run random cases on two cores, for SECONDS=3600
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 lint: $(INSTALLED)  ## check style, format and types
 	$(BIN)/ruff check

@@ -1,0 +1,54 @@
+"""``python -m tests.fuzz``: run random cases, or one that is given."""
+
+import argparse
+import random
+import sys
+
+from tests.fuzz.case import Case
+from tests.fuzz.machine import DEADLINE_S, Machine
+from tests.fuzz.worker import Worker
+
+
+def main() -> int:
+    """1 if there was a finding, or if the machine compared too little."""
+    arguments = _parsed()
+    workers = [Worker() for _ in range(arguments.jobs)]
+    machine = Machine(workers, deadline_s=arguments.deadline, show=lambda line: print(line))
+    try:
+        if arguments.case:
+            return _run_one(Case.from_json(arguments.case), workers[0], arguments.deadline)
+        seed = random.randrange(10**9) if arguments.seed is None else arguments.seed
+        print(f"seed {seed}")
+        summary = machine.run(seed, arguments.cases, arguments.seconds)
+    finally:
+        for worker in workers:
+            worker.close()
+    print(summary)
+    return int(bool(summary.findings or summary.complaints))
+
+
+def _run_one(case: Case, worker: Worker, deadline_s: float) -> int:
+    worker.ask(case.to_json(), deadline_s)
+    verdict = worker.answer()
+    print(verdict.outcome, verdict.kind)
+    print(verdict.text or verdict.counts)
+    return int(verdict.outcome == "finding")
+
+
+def _parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--case", help="run this one, a line of JSON")
+    parser.add_argument("--seed", type=int, help="of the first case; a fresh one by default")
+    parser.add_argument("--cases", type=int, help="how many")
+    parser.add_argument("--seconds", type=float, help="begin no more after so long")
+    parser.add_argument("--jobs", type=int, default=2, help="cases side by side")
+    parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="of a case, in seconds")
+    arguments = parser.parse_args()
+    if not arguments.case and arguments.cases is None and arguments.seconds is None:
+        arguments.cases = 100
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""What a run does, one action after another: the ranks and the oracle follow the same list."""
+
+from dataclasses import dataclass
+
+from tests.fuzz.batches import is_refused
+from tests.fuzz.case import Case
+
+EVENTS = (
+    "state_dict",
+    "fused_state",
+    "load_state_dict",
+    "evaluate",
+    "sync_now",
+    "refresh_hot",
+    "save",
+    "save_load",
+    "load",
+    "detach",
+    "detach_eval",
+    "lr",
+    "reordered",
+)
+"""What a case may have between two steps:
+
+- ``state_dict``, ``fused_state``: the state is read; ``load_state_dict``: and loaded again;
+- ``evaluate``: a batch is looked up in evaluation mode, by the loop or pipeline that trains;
+- ``sync_now``, ``refresh_hot``: the calls of `ModelParallel2D`;
+- ``save``, ``save_load``, ``load``: checkpoints; ``load`` goes back to the last one saved, if any;
+- ``detach``, ``detach_eval``: a pipeline lets go of the model, which trains or evaluates a batch by
+  a plain loop meanwhile;
+- ``lr``: the learning rate is halved;
+- ``reordered``: a plain loop evaluates a batch whose features come in another order on the last
+  rank; it may be refused on all ranks instead.
+"""
+
+_EXTRA, _REFUSED = 100, 200
+"""Numbers of batches that no stream has."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing that all ranks do."""
+
+    kind: str
+    """``"train"``, ``"refuse"`` (a batch with ids that raise), ``"final"`` or one of `EVENTS`."""
+    batch: int = -1
+    """The number of the batch that it looks up."""
+    hot: int = 0
+    """How often the hot sets had been refreshed when that batch was distributed."""
+
+    @property
+    def in_stream(self) -> bool:
+        """Whether a pipeline takes the batch from its stream."""
+        return 0 <= self.batch < _EXTRA
+
+
+def actions_of(case: Case) -> list[Action]:
+    """All of a run, in order."""
+    actions: list[Action] = []
+    batch, hot = 0, 0
+    for step in range(case.steps):
+        actions.append(Action("train", batch, hot))
+        batch += 1
+        if has_refusals(case) and is_refused(case, _REFUSED + step):
+            actions.append(Action("refuse", _REFUSED + step, hot))
+        for index, (after, kind) in enumerate(case.events):
+            if after != step:
+                continue
+            if kind == "evaluate":
+                actions.append(Action(kind, batch, hot))
+                batch += 1
+            elif kind == "reordered" and case.loop != "plain":
+                continue
+            elif kind in ("detach", "detach_eval", "reordered"):
+                actions.append(Action(kind, _EXTRA + index, hot))
+            else:
+                hot += kind == "refresh_hot" and case.wrapper == "2d"
+                actions.append(Action(kind, hot=hot))
+    actions.append(Action("final"))
+    return actions if case.loop == "plain" else _distributed_ahead(actions, case.loop)
+
+
+def has_refusals(case: Case) -> bool:
+    """Whether some batches are refused; in a pipeline those under way would be lost."""
+    return case.has_bad_ids and case.bad_ids == "raise" and case.loop == "plain"
+
+
+def _distributed_ahead(actions: list[Action], loop: str) -> list[Action]:
+    """The actions of a pipeline, whose next batches were distributed before a refresh."""
+    num_ahead = 1 if loop == "sparse_dist" else 2
+    stream = [index for index, action in enumerate(actions) if action.in_stream]
+    now = {index: actions[index].hot for index in range(len(actions))}
+    hot_of = {}
+    for place, index in enumerate(stream):
+        # Before the first step there is nobody to refresh; later batches are distributed in the
+        # step of a batch before them.
+        hot_of[index] = now[stream[max(0, place - num_ahead)]]
+        # A pipeline that is attached again distributes the next batch anew.
+        between = actions[stream[place - 1] + 1 : index] if place else []
+        if any(action.kind in ("detach", "detach_eval") for action in between):
+            hot_of[index] = now[index]
+    return [
+        Action(action.kind, action.batch, hot_of.get(index, action.hot))
+        for index, action in enumerate(actions)
+    ]

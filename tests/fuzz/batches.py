@@ -1,0 +1,120 @@
+"""The batches of a case, as plain tensors: for the oracle, and for TorchRec's jagged tensors."""
+
+from dataclasses import dataclass
+
+import torch
+
+from tests.fuzz.case import Case, ModuleCase
+
+
+@dataclass(frozen=True)
+class Lookups:
+    """The ids that one feature has in one rank's batch."""
+
+    ids: torch.Tensor
+    lengths: torch.Tensor
+    """Of the bags, one for each sample."""
+    weights: torch.Tensor
+    """Of the ids; unused but in weighted modules."""
+
+    @property
+    def samples(self) -> torch.Tensor:
+        """The sample of each id."""
+        return torch.arange(self.lengths.numel()).repeat_interleave(self.lengths)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """The place of each id in its bag."""
+        starts = (self.lengths.cumsum(0) - self.lengths).repeat_interleave(self.lengths)
+        return torch.arange(self.ids.numel()) - starts
+
+
+@dataclass(frozen=True)
+class LocalBatch:
+    """One rank's batch."""
+
+    features: dict[tuple[int, int], Lookups]
+    """By the numbers of the module and of its feature."""
+    targets: torch.Tensor
+    """What the scores should be."""
+
+
+def sizes_of(case: Case, number: int) -> tuple[int, ...]:
+    """The samples of each rank in a batch."""
+    if not case.rotated:
+        return case.sizes
+    first = number % len(case.sizes)
+    return case.sizes[first:] + case.sizes[:first]
+
+
+def local_batch(case: Case, number: int, rank: int, *, is_refused: bool = False) -> LocalBatch:
+    """A rank's share of a batch, with bad ids where the case has them.
+
+    A later kind of batch (another size for each feature, say) is drawn here.
+
+    Args:
+        case: says how batches look.
+        number: of the batch.
+        rank: whose share.
+        is_refused: whether it must have ids that no row has.
+    """
+    generator = torch.Generator().manual_seed((case.seed * 1_000 + number) * 16 + rank)
+    size = sizes_of(case, number)[rank]
+    features = {}
+    for place, module in enumerate(case.modules):
+        for feature in module.features:
+            rows = num_rows(module, feature)
+            lengths = torch.randint(0, case.max_length + 1, (size,), generator=generator)
+            count = int(lengths.sum())
+            frequencies = torch.arange(1, rows + 1).float().pow(-case.skew)
+            ids = torch.multinomial(frequencies, max(1, count), True, generator=generator)[:count]
+            weights = torch.rand(count, generator=generator) + 0.5
+            if has_bad_ids(case, number) or is_refused:
+                ids = _with_bad_ids(ids, rows, generator)
+            features[place, feature] = Lookups(ids, lengths, weights)
+    targets = torch.rand(size, generator=generator) * 2 - 1
+    return LocalBatch(features, targets)
+
+
+def num_rows(module: ModuleCase, feature: int) -> int:
+    """How many ids a feature may have: the rows of its smallest table."""
+    return min(table.rows for table in module.tables if feature in table.features)
+
+
+def has_bad_ids(case: Case, number: int) -> bool:
+    """Whether the bad ids of a batch leave it trainable, and it has some."""
+    return case.has_bad_ids and case.bad_ids != "raise" and number % 2 == 0
+
+
+def is_refused(case: Case, number: int) -> bool:
+    """Whether a batch that is to be refused has a bad id on some rank."""
+    batches = [local_batch(case, number, rank, is_refused=True) for rank in range(case.world_size)]
+    return any(
+        bool(((lookups.ids < 0) | (lookups.ids >= num_rows(case.modules[place], feature))).any())
+        for batch in batches
+        for (place, feature), lookups in batch.features.items()
+    )
+
+
+def corrected(case: Case, batch: LocalBatch) -> LocalBatch:
+    """What is left of a batch by the case's ``bad_ids``."""
+    features = {}
+    for (place, feature), lookups in batch.features.items():
+        rows = num_rows(case.modules[place], feature)
+        ids, lengths, weights = lookups.ids, lookups.lengths, lookups.weights
+        if case.bad_ids == "drop":
+            is_good = (ids >= 0) & (ids < rows)
+            samples = lookups.samples[is_good]
+            lengths = torch.bincount(samples, minlength=lengths.numel())
+            ids, weights = ids[is_good], weights[is_good]
+        else:
+            ids = ids.clamp(0, rows - 1)
+        features[place, feature] = Lookups(ids, lengths, weights)
+    return LocalBatch(features, batch.targets)
+
+
+def _with_bad_ids(ids: torch.Tensor, rows: int, generator: torch.Generator) -> torch.Tensor:
+    is_bad = torch.rand(ids.numel(), generator=generator) < 0.3
+    bad = torch.tensor([-1, rows, rows + 7, 2**40])
+    chosen = bad[torch.randint(0, bad.numel(), (ids.numel(),), generator=generator)]
+    return torch.where(is_bad, chosen, ids)

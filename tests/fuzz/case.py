@@ -1,0 +1,213 @@
+"""A case: everything that one run of the machine varies, as plain data of one line of JSON."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import torchrec_2dsp as tdsp
+from torchrec_2dsp.plan.sync_policy import parse_policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableCase:
+    """A table, and how the plan shards it."""
+
+    rows: int = 16
+    dim: int = 4
+    features: tuple[int, ...] = (0,)
+    """Numbers of the module's features that look it up; tables with a number in common share it."""
+    pooling: str = "sum"
+    """Of bags: ``"sum"`` or ``"mean"``."""
+    dtype: str = "fp32"
+    sharding: str = "row_wise"
+    """TorchRec's name of a sharding type."""
+    place: int = 0
+    """Where a table that not all ranks hold begins: counts ranks, or hosts."""
+    exchange: str = "pooled"
+    owners: str = "block"
+    hot: str = "none"
+    """How many rows are hot: ``"none"``, ``"some"`` or ``"all"``."""
+    once: bool = False
+    """Whether there is one copy in the world."""
+
+    @property
+    def hot_rows(self) -> tuple[int, ...]:
+        """The rows that the plan makes hot."""
+        if self.hot == "all":
+            return tuple(range(self.rows))
+        return tuple(range(0, min(self.rows, 6), 2)) if self.hot == "some" else ()
+
+    @property
+    def refreshed_hot_rows(self) -> tuple[int, ...]:
+        """The rows that are hot after a refresh."""
+        return tuple(row + 1 for row in self.hot_rows if row + 1 < self.rows) or self.hot_rows
+
+    @property
+    def num_blocks(self) -> int:
+        """How many column shards the table has, each with row-wise moments of its own."""
+        if self.sharding in ("column_wise", "table_column_wise", "grid_shard"):
+            return max(1, self.dim // 4)
+        return 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleCase:
+    """An embedding module of the model."""
+
+    kind: str = "bags"
+    """``"bags"``, ``"weighted"`` bags or ``"sequences"``."""
+    tables: tuple[TableCase, ...] = (TableCase(),)
+
+    @property
+    def features(self) -> list[int]:
+        """The numbers of its features, in the order in which tables name them."""
+        return list(dict.fromkeys(number for table in self.tables for number in table.features))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncCase:
+    """The fields of a `GradientSync` or of a `WeightSync`; those of the other one are ignored."""
+
+    kind: str = "gradient"
+    transport: str = "fp32"
+    delay: int = 0
+    policy: str = "every(1)"
+    moments_policy: str = ""
+    """Empty for together with the weights."""
+    rows: str = "touched"
+    dense_above: float | None = None
+    drift_every: int = 0
+
+    @property
+    def config(self) -> tdsp.GradientSync | tdsp.WeightSync:
+        """What the plan carries."""
+        transport, drift_every = tdsp.Transport(self.transport), self.drift_every
+        if self.kind == "gradient":
+            return tdsp.GradientSync(transport=transport, delay=self.delay, drift_every=drift_every)
+        return tdsp.WeightSync(
+            policy=parse_policy(self.policy),
+            moments_policy=parse_policy(self.moments_policy) if self.moments_policy else None,
+            rows=tdsp.SyncedRows(self.rows),
+            transport=transport,
+            dense_above=self.dense_above,
+            drift_every=drift_every,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run. The default of each field is its plainest value, which shrinking goes back to."""
+
+    groups: int = 1
+    size: int = 2
+    """Ranks of a sharding group."""
+    layout: str = "strided"
+    local: int = 0
+    """Ranks per host; 0 for all on one."""
+    modules: tuple[ModuleCase, ...] = (ModuleCase(),)
+    joined: bool = False
+    """Whether modules look up one batch of all features, and not each one its own."""
+    optimizer: str = "sgd"
+    sync: SyncCase = SyncCase()
+    wrapper: str = "2d"
+    """`ModelParallel2D`, or ``"stock"`` for TorchRec's `DistributedModelParallel`."""
+    loop: str = "plain"
+    """``"plain"``, or one of the pipelines ``"sparse_dist"`` and ``"row_prefetch"``."""
+    sync_call: str = "before"
+    """Where a plain loop calls ``model.sync()``: ``"before"`` the optimizer's step, ``"after"`` it,
+    or ``"none"``."""
+    steps: int = 2
+    sizes: tuple[int, ...] = (3, 3)
+    """Samples of each rank."""
+    rotated: bool = False
+    """Whether sizes move on by a rank with each batch."""
+    max_length: int = 2
+    """The most ids of a bag."""
+    skew: float = 1.0
+    """The exponent of the frequencies of ids; 0 for equal ones."""
+    bad_ids: str = "raise"
+    has_bad_ids: bool = False
+    """Whether some batches have ids that no row has."""
+    qcomms: str = "none"
+    """The type of TorchRec's quantised communication."""
+    events: tuple[tuple[int, str], ...] = ()
+    """What happens after which step, as `tests.fuzz.actions` lists it."""
+    seed: int = 0
+    """Of weights and batches."""
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.groups * self.size
+
+    @property
+    def local_world_size(self) -> int:
+        """Ranks of a host."""
+        return self.local or self.world_size
+
+    @property
+    def mesh(self) -> tdsp.Mesh2D:
+        """The plan's."""
+        return tdsp.Mesh2D(self.groups, self.size, tdsp.RankLayout(self.layout))
+
+    @property
+    def tables(self) -> dict[str, TableCase]:
+        """All tables of the model by their names."""
+        return {
+            table_name(number, index): table
+            for number, module in enumerate(self.modules)
+            for index, table in enumerate(module.tables)
+        }
+
+    def to_json(self) -> str:
+        """One line, without what is as by default."""
+        return json.dumps(_without_defaults(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Case":
+        """The case of such a line; other names than fields are errors."""
+        values = json.loads(text)
+        if "sync" in values:
+            values["sync"] = SyncCase(**values["sync"])
+        if "modules" in values:
+            values["modules"] = tuple(_module(module) for module in values["modules"])
+        values |= {name: tuple(values[name]) for name in ("sizes",) if name in values}
+        if "events" in values:
+            values["events"] = tuple((step, name) for step, name in values["events"])
+        return cls(**values)
+
+
+def table_name(module: int, table: int) -> str:
+    """The name of a module's table."""
+    return f"m{module}t{table}"
+
+
+def feature_name(module: int, feature: int) -> str:
+    """The name of a module's feature."""
+    return f"m{module}f{feature}"
+
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def _module(values: dict[str, Any]) -> ModuleCase:
+    tables = [dict(table) for table in values.pop("tables", [{}])]
+    for table in tables:
+        if "features" in table:
+            table["features"] = tuple(table["features"])
+    return ModuleCase(**values, tables=tuple(TableCase(**table) for table in tables))
+
+
+def _without_defaults(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_without_defaults(item) for item in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    return {
+        field.name: _without_defaults(getattr(value, field.name))
+        for field in dataclasses.fields(value)
+        if getattr(value, field.name) != field.default
+    }

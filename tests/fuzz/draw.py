@@ -1,0 +1,184 @@
+"""From a seed to a case.
+
+To add something that a user can vary: give it a field in `tests.fuzz.case` whose default is the
+plainest value, and a line in one of the tables below. Where values don't go together by the
+documents, `_settled` says so; what the code refuses by name may stay, as long as it is rare. Then
+let `run` and `oracle` follow the field.
+"""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+from tests.fuzz.actions import EVENTS
+from tests.fuzz.case import Case, ModuleCase, SyncCase, TableCase
+
+MESHES = ((1, 2), (2, 1), (1, 4), (1, 4), (2, 2), (2, 2), (4, 1))
+"""Groups and ranks of a group; what stands twice is drawn twice as often."""
+
+CASE_CHOICES: dict[str, tuple[Any, ...]] = {
+    "layout": ("strided", "contiguous"),
+    "joined": (False, True),
+    "optimizer": ("sgd", "adagrad", "rowwise_adagrad", "moment_scaled", "delayed_moment"),
+    "wrapper": ("2d", "2d", "2d", "stock"),
+    "loop": ("plain", "plain", "sparse_dist", "row_prefetch", "row_prefetch"),
+    "sync_call": ("before", "after", "none"),
+    "steps": (1, 2, 3, 4, 5),
+    "rotated": (False, True),
+    "max_length": (1, 2, 4, 9),
+    "skew": (0.0, 1.0, 3.0),
+    "bad_ids": ("raise", "drop", "clamp"),
+    "has_bad_ids": (False, False, False, True),
+    "qcomms": ("none",) * 9 + ("fp16",),
+}
+SYNC_CHOICES: dict[str, tuple[Any, ...]] = {
+    "kind": ("gradient", "weight"),
+    "transport": ("fp32",) * 6 + ("bf16", "fp16"),
+    "delay": (0, 0, 1),
+    "policy": ("every(1)", "every(1)", "every(2)", "after(1, every(2))", "never()"),
+    "moments_policy": ("", "", "every(1)", "every(3)", "never()"),
+    "rows": ("touched", "touched", "all"),
+    "dense_above": (None, None, 0.0, 0.3, 1.0),
+    "drift_every": (0, 0, 1, 2),
+}
+MODULE_CHOICES: dict[str, tuple[Any, ...]] = {
+    "kind": ("bags", "bags", "weighted", "sequences"),
+}
+TABLE_CHOICES: dict[str, tuple[Any, ...]] = {
+    "rows": (1, 1, 2, 3, 5, 8, 16, 40, 97, 400),
+    "dim": (4, 8, 12, 16),
+    "pooling": ("sum", "mean"),
+    "dtype": ("fp32",) * 7 + ("fp16",),
+    "sharding": (
+        ("row_wise",) * 5
+        + ("table_wise", "column_wise", "table_row_wise", "table_column_wise", "grid_shard")
+        + ("data_parallel",)
+    ),
+    "place": (0, 1, 2, 3),
+    "exchange": ("pooled", "pooled", "nonempty", "row", "row_per_host"),
+    "owners": ("block", "hash"),
+    "hot": ("none", "none", "some", "all"),
+    "once": (False, False, True),
+}
+BATCH_SIZES = (0, 1, 2, 3, 4, 6, 6)
+NUM_MODULES = (1, 1, 2, 3)
+NUM_TABLES = (1, 2, 2, 3)
+NUM_EVENTS = (0, 1, 1, 2, 3)
+ALIKE = ("sharding", "exchange", "owners", "dtype", "pooling", "once")
+"""What tables of one kernel have in common."""
+ALIKE_SHARE = 0.5
+"""How many modules have tables that share a kernel."""
+UNSETTLED_SHARE = 0.03
+"""How many cases keep combinations that are likely to be refused."""
+
+
+def draw_case(seed: int) -> Case:
+    """The case of a seed: the same wherever and whenever it is drawn."""
+    rng = random.Random(f"case {seed}")
+    groups, size = rng.choice(MESHES)
+    world = groups * size
+    modules = tuple(_drawn_module(rng) for _ in range(rng.choice(NUM_MODULES)))
+    chosen = _chosen(rng, CASE_CHOICES)
+    events = sorted(
+        (rng.randrange(chosen["steps"]), rng.choice(EVENTS)) for _ in range(rng.choice(NUM_EVENTS))
+    )
+    case = Case(
+        groups=groups,
+        size=size,
+        local=rng.choice([0, *(number for number in (1, 2) if world % number == 0)]),
+        modules=modules,
+        sync=SyncCase(**_chosen(rng, SYNC_CHOICES)),
+        sizes=tuple(rng.choice(BATCH_SIZES) for _ in range(world)),
+        events=tuple(events),
+        seed=rng.randrange(1_000),
+        **chosen,
+    )
+    return case if rng.random() < UNSETTLED_SHARE else settled(case)
+
+
+def settled(case: Case) -> Case:
+    """The case with nothing in it that the documents exclude."""
+    has_sequences = any(module.kind == "sequences" for module in case.modules)
+    sizes = tuple(max(1, size) for size in case.sizes) if has_sequences else case.sizes
+    has_bad_ids = case.has_bad_ids and not (case.bad_ids == "raise" and case.sync.delay)
+    return replace(
+        case,
+        modules=tuple(_settled_module(case, module) for module in case.modules),
+        sync=_settled_sync(case),
+        # TorchRec's sequences need a sample.
+        sizes=sizes,
+        # A refused batch is looked up in part, which lets delayed updates come early.
+        has_bad_ids=has_bad_ids,
+    )
+
+
+def _settled_sync(case: Case) -> SyncCase:
+    sync = case.sync
+    if sync.rows == "all":
+        sync = replace(sync, transport="fp32", dense_above=None)
+    if case.optimizer == "sgd":
+        sync = replace(sync, moments_policy="")
+    return sync
+
+
+def _settled_module(case: Case, module: ModuleCase) -> ModuleCase:
+    users = [feature for table in module.tables for feature in table.features]
+    tables = []
+    for table in module.tables:
+        if module.kind == "sequences":
+            kinds = ("table_wise", "column_wise", "row_wise")
+            if table.sharding not in kinds:
+                table = replace(table, sharding="table_wise")
+        if module.kind != "bags":
+            table = replace(table, pooling="sum")
+        is_shared = any(users.count(feature) > 1 for feature in table.features)
+        tables.append(_settled_table(case, module, table, is_shared=is_shared))
+    return replace(module, tables=tuple(tables))
+
+
+def _settled_table(
+    case: Case, module: ModuleCase, table: TableCase, *, is_shared: bool
+) -> TableCase:
+    by_bags = ("table_wise", "column_wise", "table_column_wise", "row_wise")
+    nonempty = table.sharding in by_bags and module.kind != "sequences"
+    allowed = {
+        "pooled": True,
+        "nonempty": nonempty,
+        "row": table.sharding == "row_wise",
+        "row_per_host": table.sharding == "row_wise",
+    }
+    exchange = table.exchange if allowed[table.exchange] else "pooled"
+    may_be_hot = (
+        table.sharding != "data_parallel" and not is_shared and case.optimizer != "delayed_moment"
+    )
+    return replace(
+        table,
+        exchange=exchange,
+        owners=table.owners if exchange in ("row", "row_per_host") else "block",
+        hot=table.hot if may_be_hot else "none",
+        once=table.once and table.sharding == "row_wise",
+    )
+
+
+def _drawn_module(rng: random.Random) -> ModuleCase:
+    tables, next_feature = [], 0
+    for _ in range(rng.choice(NUM_TABLES)):
+        count = rng.choice((1, 1, 2))
+        features = tuple(range(next_feature, next_feature + count))
+        if next_feature and rng.random() < 0.15:
+            features = (rng.randrange(next_feature), *features[1:])
+        next_feature = max(next_feature, features[-1] + 1)
+        tables.append(TableCase(features=features, **_chosen(rng, TABLE_CHOICES)))
+    if rng.random() < ALIKE_SHARE:
+        alike = {name: getattr(tables[0], name) for name in ALIKE}
+        tables = [replace(table, **alike) for table in tables]
+    module = ModuleCase(tables=tuple(tables), **_chosen(rng, MODULE_CHOICES))
+    if module.kind != "sequences":
+        return module
+    # TorchRec's EmbeddingCollection has one dim.
+    same = tuple(replace(table, dim=tables[0].dim) for table in tables)
+    return replace(module, tables=same)
+
+
+def _chosen(rng: random.Random, choices: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    return {name: rng.choice(values) for name, values in choices.items()}

@@ -1,0 +1,153 @@
+"""The model of a case: its embedding modules and one dense layer, as pipelines can trace it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import (
+    DataType,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    PoolingType,
+)
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
+
+from tests.fuzz.batches import LocalBatch
+from tests.fuzz.case import Case, ModuleCase, TableCase, feature_name, table_name
+from tests.fuzz.oracle import POSITION_WEIGHT, loss_of, output_names
+from tests.fuzz.weights import initial_dense, initial_tables
+
+_TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16}
+
+
+@dataclass
+class Batch(Pipelineable):
+    """What a loader gives: jagged tensors for each module, or shared by modules; and targets."""
+
+    targets: torch.Tensor
+    m0: KeyedJaggedTensor | None = None
+    m1: KeyedJaggedTensor | None = None
+    m2: KeyedJaggedTensor | None = None
+    ids: KeyedJaggedTensor | None = None
+    weighted_ids: KeyedJaggedTensor | None = None
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
+        """The batch itself: it is on the CPU, and so are the ranks."""
+        return self
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Nothing, on the CPU."""
+
+    def pin_memory(self) -> "Batch":
+        """The batch itself."""
+        return self
+
+
+def input_of(case: Case, module: int) -> str:
+    """Which field of a `Batch` a module looks up."""
+    if not case.joined:
+        return f"m{module}"
+    return "weighted_ids" if case.modules[module].kind == "weighted" else "ids"
+
+
+def to_batch(case: Case, local: LocalBatch, *, is_reversed: bool = False) -> Batch:
+    """TorchRec's form of a rank's batch, if need be with its features in reversed order."""
+    parts: dict[str, list[tuple[int, int]]] = {}
+    for module, feature in local.features:
+        parts.setdefault(input_of(case, module), []).append((module, feature))
+    inputs = {}
+    for name, in_order in parts.items():
+        features = in_order[::-1] if is_reversed else in_order
+        lookups = [local.features[key] for key in features]
+        is_weighted = any(case.modules[module].kind == "weighted" for module, _ in features)
+        inputs[name] = KeyedJaggedTensor(
+            keys=[feature_name(*key) for key in features],
+            values=torch.cat([part.ids for part in lookups]),
+            lengths=torch.cat([part.lengths for part in lookups]),
+            weights=torch.cat([part.weights for part in lookups]) if is_weighted else None,
+        )
+    return Batch(local.targets, **inputs)
+
+
+torch.fx.wrap("loss_of")
+
+
+@torch.fx.wrap
+def sums_of_sequences(sequences: JaggedTensor) -> torch.Tensor:
+    """One vector for each sample, to which later rows add more."""
+    lengths = sequences.lengths().long()
+    samples = torch.arange(lengths.numel()).repeat_interleave(lengths)
+    starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    shares = 1 + POSITION_WEIGHT * (torch.arange(samples.numel()) - starts)
+    values = sequences.values().float() * shares[:, None]
+    return torch.zeros(lengths.numel(), values.shape[1]).index_add(0, samples, values)
+
+
+class FuzzModel(nn.Module):
+    """Returns the loss and the scores."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self._inputs = [input_of(case, number) for number in range(len(case.modules))]
+        self._outputs = [output_names(*numbered) for numbered in enumerate(case.modules)]
+        self._are_sequences = [module.kind == "sequences" for module in case.modules]
+        for number, module in enumerate(case.modules):
+            self.add_module(f"m{number}", embedding_module(number, module))
+        weight, _ = initial_dense(case)
+        self.over = nn.Linear(weight.shape[1], 1)
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        columns = []
+        for number, field in enumerate(self._inputs):
+            outputs = getattr(self, f"m{number}")(getattr(batch, field))
+            for name in self._outputs[number]:
+                output = outputs[name]
+                is_sequence = self._are_sequences[number]
+                columns.append(sums_of_sequences(output) if is_sequence else output.float())
+        scores = self.over(torch.cat(columns, dim=1).tanh()).squeeze(1)
+        return loss_of(scores, batch.targets), scores.detach()
+
+
+def embedding_module(number: int, module: ModuleCase) -> nn.Module:
+    """A module without weights: they come by `load_state_dict`."""
+    configs = list(_configs(number, module))
+    device = torch.device("meta")
+    if module.kind == "sequences":
+        return EmbeddingCollection(device=device, tables=configs)
+    return EmbeddingBagCollection(
+        device=device, tables=configs, is_weighted=module.kind == "weighted"
+    )
+
+
+def initial_state(case: Case) -> dict[str, torch.Tensor]:
+    """The state dict that all ranks load."""
+    weight, bias = initial_dense(case)
+    state = {"over.weight": weight, "over.bias": bias}
+    for name, table in initial_tables(case).items():
+        module = int(name[1 : name.index("t")])
+        kind = "embeddings" if case.modules[module].kind == "sequences" else "embedding_bags"
+        state[f"m{module}.{kind}.{name}.weight"] = table
+    return state
+
+
+def _configs(number: int, module: ModuleCase) -> Iterator[Any]:
+    for index, table in enumerate(module.tables):
+        names = [feature_name(number, feature) for feature in table.features]
+        yield _config(table_name(number, index), names, table, module.kind)
+
+
+def _config(name: str, features: list[str], table: TableCase, kind: str) -> Any:
+    known: dict[str, Any] = {
+        "name": name,
+        "num_embeddings": table.rows,
+        "embedding_dim": table.dim,
+        "feature_names": features,
+        "data_type": _TYPES[table.dtype],
+    }
+    if kind == "sequences":
+        return EmbeddingConfig(**known)
+    return EmbeddingBagConfig(**known, pooling=PoolingType(table.pooling.upper()))

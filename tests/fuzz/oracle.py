@@ -1,0 +1,220 @@
+"""The oracle: what each action of a case must give, on plain tensors and without process groups.
+
+There is one copy of each table for each sharding group where groups train by themselves
+(`WeightSync`), else one in all. Gradients are written out by hand, so that nothing here shares code
+with what is tested.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from tests.fuzz.actions import Action, actions_of
+from tests.fuzz.batches import LocalBatch, Lookups, corrected, local_batch
+from tests.fuzz.case import DTYPES, Case, ModuleCase, TableCase, feature_name, table_name
+from tests.fuzz.parts import parts_of_case
+from tests.fuzz.tables import Noise, TableState
+from tests.fuzz.weights import LR, initial_dense, initial_tables
+
+POSITION_WEIGHT = 0.25
+"""What each further place in a sequence adds to the weight of its row."""
+
+
+@dataclass
+class Expected:
+    """What must come out, by action."""
+
+    scores: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    """By action and rank."""
+    losses: dict[tuple[int, int], float] = field(default_factory=dict)
+    """By action and rank."""
+    weights: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
+    """By action and table, where the state is read."""
+    moments: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
+    """By action and table: a column for each that has one of its own."""
+    dense: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By action: weight and bias."""
+
+
+def loss_of(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The loss of a rank's batch. Its gradient is bounded, so that no case trains away."""
+    return nn.functional.smooth_l1_loss(scores, targets.to(scores.dtype), reduction="sum")
+
+
+def expect(case: Case, noise: Noise | None = None) -> Expected:
+    """What a case must give."""
+    return _Simulation(case, noise or Noise()).run()
+
+
+@dataclass(frozen=True)
+class _Column:
+    """Some columns of the dense layer's input: a feature's bags of one table."""
+
+    table: str
+    module: int
+    feature: int
+    start: int
+    width: int
+
+
+class _Simulation:
+    def __init__(self, case: Case, noise: Noise) -> None:
+        self._case, self._noise = case, noise
+        self._world = case.world_size
+        self._lr = LR
+        weight, bias = initial_dense(case)
+        self._dense = weight[0].to(noise.dtype)
+        self._bias = bias.to(noise.dtype)
+        averaged = case.sync.kind == "weight" and case.groups > 1
+        self._states = {
+            name: TableState(
+                case,
+                case.tables[name],
+                weight.to(noise.dtype),
+                is_copied=averaged and _has_copies(case.tables[name]),
+                noise=noise,
+            )
+            for name, weight in initial_tables(case).items()
+        }
+        self._parts = parts_of_case(case, self._states)
+        self._columns = list(_columns(case))
+        self._saved: tuple[dict[str, TableState], torch.Tensor, torch.Tensor] | None = None
+
+    def run(self) -> Expected:
+        """All actions."""
+        expected = Expected()
+        for index, action in enumerate(actions_of(self._case)):
+            if action.kind in ("train", "detach"):
+                self._train(index, action, expected)
+            elif action.kind in ("evaluate", "detach_eval", "reordered"):
+                self._read_all()
+                self._look_up_all(index, action, expected)
+            elif action.kind == "lr":
+                self._lr /= 2
+            elif action.kind not in ("refuse", "refresh_hot", "sync_now") or (
+                action.kind == "sync_now" and self._case.wrapper == "2d"
+            ):
+                self._read(index, action, expected)
+        return expected
+
+    def _read(self, index: int, action: Action, expected: Expected) -> None:
+        if action.kind == "load" and self._saved is None:
+            return
+        self._read_all()
+        if action.kind in ("save", "save_load"):
+            states = {name: state.copy() for name, state in self._states.items()}
+            self._saved = (states, self._dense.clone(), self._bias.clone())
+        elif action.kind == "load":
+            assert self._saved is not None
+            states, self._dense, self._bias = self._saved
+            self._dense, self._bias = self._dense.clone(), self._bias.clone()
+            for name, state in self._states.items():
+                state.restore(states[name])
+        elif action.kind in ("state_dict", "fused_state", "final"):
+            expected.dense[index] = torch.cat([self._dense, self._bias])
+            for name, state in self._states.items():
+                expected.weights[index, name] = state.weights[0].clone()
+                if state.has_moments:
+                    expected.moments[index, name] = state.moment_columns()
+
+    def _read_all(self) -> None:
+        for part in self._parts:
+            part.read()
+
+    def _batches(self, action: Action) -> list[LocalBatch]:
+        return [
+            corrected(self._case, local_batch(self._case, action.batch, rank))
+            for rank in range(self._world)
+        ]
+
+    def _look_up_all(
+        self, index: int, action: Action, expected: Expected
+    ) -> list[tuple[LocalBatch, torch.Tensor, torch.Tensor]]:
+        """Each rank's batch, what the dense layer gets, and the gradient of the mean loss."""
+        for part in self._parts:
+            part.hold(action.hot)
+        looked_up = []
+        for rank, batch in enumerate(self._batches(action)):
+            group = self._case.mesh.group_of(rank)
+            inputs = torch.cat([self._pool(batch, column, group) for column in self._columns], 1)
+            inputs = inputs.tanh()
+            scores = inputs @ self._dense + self._bias
+            errors = scores - batch.targets.to(self._noise.dtype)
+            expected.scores[index, rank] = scores
+            expected.losses[index, rank] = float(loss_of(scores, batch.targets))
+            looked_up.append((batch, inputs, errors.clamp(-1, 1) / self._world))
+        return looked_up
+
+    def _train(self, index: int, action: Action, expected: Expected) -> None:
+        for part in self._parts:
+            part.before_lookup()
+        looked_up = self._look_up_all(index, action, expected)
+        grads = {
+            name: torch.zeros(self._world, *state.weights[0].shape, dtype=self._noise.dtype)
+            for name, state in self._states.items()
+        }
+        dense_grad, bias_grad = torch.zeros_like(self._dense), torch.zeros_like(self._bias)
+        for rank, (batch, inputs, score_grads) in enumerate(looked_up):
+            dense_grad += score_grads @ inputs
+            bias_grad += score_grads.sum()
+            input_grads = score_grads[:, None] * self._dense * (1 - inputs.square())
+            for column in self._columns:
+                lookups = batch.features[column.module, column.feature]
+                bags = input_grads[:, column.start : column.start + column.width]
+                rows = self._on_wire(bags)[lookups.samples] * self._shares(column, lookups)
+                grads[column.table][rank].index_add_(0, lookups.ids, rows)
+        self._dense -= self._lr * dense_grad
+        self._bias -= self._lr * bias_grad
+        for part in self._parts:
+            part.train(grads, self._lr)
+
+    def _pool(self, batch: LocalBatch, column: _Column, group: int) -> torch.Tensor:
+        """A feature's bags of one rank."""
+        lookups = batch.features[column.module, column.feature]
+        weights = self._states[column.table].weights_of(group)
+        rows = self._on_wire(weights[lookups.ids]) * self._shares(column, lookups)
+        bags = torch.zeros(lookups.lengths.numel(), column.width, dtype=self._noise.dtype)
+        return self._on_wire(bags.index_add_(0, lookups.samples, rows))
+
+    def _shares(self, column: _Column, lookups: Lookups) -> torch.Tensor:
+        """What each id's row is multiplied by in its bag."""
+        shares = torch.ones(lookups.ids.numel())
+        module = self._case.modules[column.module]
+        if module.kind == "weighted":
+            shares = lookups.weights
+        elif module.kind == "sequences":
+            shares = 1 + POSITION_WEIGHT * lookups.positions
+        elif self._case.tables[column.table].pooling == "mean":
+            shares = 1 / lookups.lengths.to(self._noise.dtype)[lookups.samples]
+        return shares.to(self._noise.dtype)[:, None]
+
+    def _on_wire(self, values: torch.Tensor) -> torch.Tensor:
+        if self._case.qcomms == "none":
+            return values
+        return self._noise.rounded(values, DTYPES[self._case.qcomms])
+
+
+def _has_copies(table: TableCase) -> bool:
+    return not table.once and table.sharding != "data_parallel"
+
+
+def _columns(case: Case) -> Iterator[_Column]:
+    start = 0
+    for number, module in enumerate(case.modules):
+        for index, table in enumerate(module.tables):
+            for feature in table.features:
+                yield _Column(table_name(number, index), number, feature, start, table.dim)
+                start += table.dim
+
+
+def output_names(module: int, case: ModuleCase) -> list[str]:
+    """What TorchRec calls the outputs of a module: by table, then by feature."""
+    users = [feature for table in case.tables for feature in table.features]
+    return [
+        feature_name(module, feature)
+        + (f"@{table_name(module, index)}" if users.count(feature) > 1 else "")
+        for index, table in enumerate(case.tables)
+        for feature in table.features
+    ]

@@ -1,0 +1,91 @@
+"""Faults that are planted on purpose, which the machine must find."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import torchrec_2dsp as tdsp
+from torchrec_2dsp.rows.direct_update import DirectUpdater
+
+_apply, _sync_now = DirectUpdater.apply, tdsp.ModelParallel2D.sync_now
+
+
+@contextmanager
+def updates_applied_twice() -> Iterator[None]:
+    """Rows whose gradients travel are updated twice."""
+
+    def apply_twice(updater: DirectUpdater, gradients: Any) -> None:
+        _apply(updater, gradients)
+        _apply(updater, gradients)
+
+    with mock.patch.object(DirectUpdater, "apply", apply_twice):
+        yield
+
+
+@contextmanager
+def a_rank_that_skips_updates() -> Iterator[None]:
+    """Rank 1 updates no row whose gradient travels."""
+
+    def apply_elsewhere(updater: DirectUpdater, gradients: Any) -> None:
+        if dist.get_rank() != 1:
+            _apply(updater, gradients)
+
+    with mock.patch.object(DirectUpdater, "apply", apply_elsewhere):
+        yield
+
+
+@contextmanager
+def a_rank_that_rounds_otherwise() -> Iterator[None]:
+    """Rank 1's moments are off by a bit."""
+
+    def apply_and_round(updater: DirectUpdater, gradients: Any) -> None:
+        _apply(updater, gradients)
+        if dist.get_rank() == 1:
+            for states in updater._tbe.split_optimizer_states():
+                for state in states:
+                    state.copy_(torch.nextafter(state, torch.full_like(state, 9.0)))
+
+    with mock.patch.object(DirectUpdater, "apply", apply_and_round):
+        yield
+
+
+def _hang() -> None:
+    time.sleep(3_600)
+
+
+def _on_rank_1(act: Callable[[], object]) -> Callable[[Any], object]:
+    def sync_now(model: Any) -> object:
+        return act() if dist.get_rank() == 1 else _sync_now(model)
+
+    return sync_now
+
+
+@contextmanager
+def a_rank_that_hangs() -> Iterator[None]:
+    """Rank 1 never comes back from `sync_now`."""
+    with mock.patch.object(tdsp.ModelParallel2D, "sync_now", _on_rank_1(_hang)):
+        yield
+
+
+@contextmanager
+def a_rank_that_dies() -> Iterator[None]:
+    """Rank 1 aborts in `sync_now`."""
+    with mock.patch.object(tdsp.ModelParallel2D, "sync_now", _on_rank_1(os.abort)):
+        yield
+
+
+def _refuse() -> None:
+    raise tdsp.PlanError("rank 1 doesn't like the plan")
+
+
+@contextmanager
+def a_rank_that_refuses_alone() -> Iterator[None]:
+    """Rank 1 raises one of our errors in `sync_now`."""
+    with mock.patch.object(tdsp.ModelParallel2D, "sync_now", _on_rank_1(_refuse)):
+        yield

@@ -1,0 +1,275 @@
+"""Run a case on one rank, and note what it sees."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+import torchrec_2dsp as tdsp
+from tests.fuzz.actions import Action, actions_of
+from tests.fuzz.batches import local_batch
+from tests.fuzz.build import make_optimizer, make_parallel, set_learning_rate
+from tests.fuzz.case import Case
+from tests.fuzz.model import Batch, to_batch
+from tests.fuzz.oracle import loss_of
+from tests.fuzz.weights import LR
+from tests.support.loops import local_tensors
+from tests.support.parity import local_shards
+from torchrec_2dsp.shard.parted import parts_of
+
+_PIPELINES = {
+    "sparse_dist": TrainPipelineSparseDist,
+    "row_prefetch": tdsp.TrainPipelineRowPrefetch,
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a table that a rank holds."""
+
+    table: str
+    row: int
+    column: int
+    values: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StateSeen:
+    """What a rank holds at a read of the state."""
+
+    weights: list[Piece]
+    moments: list[Piece]
+    hot_copies: dict[str, torch.Tensor]
+    """Weights and states of hot rows, whose names say of what."""
+    dense: torch.Tensor
+
+
+@dataclass
+class Seen:
+    """What one rank saw, by the number of the action."""
+
+    scores: dict[int, torch.Tensor] = field(default_factory=dict)
+    losses: dict[int, float] = field(default_factory=dict)
+    states: dict[int, StateSeen] = field(default_factory=dict)
+    refusals: dict[int, str] = field(default_factory=dict)
+    """Errors of batches that had to be refused."""
+    num_synced_rows: int = 0
+
+
+def run_case(rank: int, world_size: int, case: Case, folder: Path) -> Seen:
+    """Train a case on this rank.
+
+    Args:
+        rank: this one.
+        world_size: of the process group that there is.
+        case: what to run.
+        folder: of the checkpoints, the same on all ranks.
+    """
+    assert world_size == case.world_size
+    return _Run(rank, case, folder).run()
+
+
+class _Run:
+    def __init__(self, rank: int, case: Case, folder: Path) -> None:
+        self._rank, self._case, self._folder = rank, case, folder
+        self._parallel: Any = make_parallel(case)
+        self._optimizer = make_optimizer(self._parallel)
+        self._lr = LR
+        self._saved: Path | None = None
+        self._num_refreshes = 0
+        self._actions = actions_of(case)
+        self._pipeline: Any = None
+        if case.loop != "plain":
+            device = torch.device("cpu")
+            kind = _PIPELINES[case.loop]
+            self._pipeline = kind(self._parallel, self._optimizer, device)
+            self._stream = iter(
+                [self._batch(action) for action in self._actions if action.in_stream]
+            )
+        self._seen = Seen()
+
+    def run(self) -> Seen:
+        """All actions."""
+        for index, action in enumerate(self._actions):
+            self._do(index, action)
+        if isinstance(self._parallel, tdsp.ModelParallel2D):
+            self._seen.num_synced_rows = self._parallel.sync_total.num_rows
+        return self._seen
+
+    def _do(self, index: int, action: Action) -> None:
+        simple: dict[str, Callable[[], object]] = {
+            "load_state_dict": self._load_own_state,
+            "sync_now": self._sync_now,
+            "refresh_hot": self._refresh_hot,
+            "save": lambda: self._save(index),
+            "save_load": lambda: (self._save(index), self._load()),
+            "load": self._load,
+            "lr": self._halve_learning_rate,
+        }
+        if action.kind in simple:
+            simple[action.kind]()
+        elif action.kind in ("state_dict", "fused_state", "final"):
+            self._seen.states[index] = self._read(action.kind)
+        elif action.kind == "refuse":
+            self._seen.refusals[index] = self._refused(action)
+        elif action.kind == "reordered":
+            self._look_up_reordered(index, action)
+        else:
+            loss, scores = self._look_up(action)
+            self._seen.losses[index] = float(loss)
+            self._seen.scores[index] = scores.clone()
+
+    def _look_up(self, action: Action) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._pipeline is not None and action.in_stream:
+            with self._evaluating() if action.kind == "evaluate" else contextlib.nullcontext():
+                scores = self._pipeline.progress(self._stream)
+            # A pipeline gives the scores alone.
+            targets = local_batch(self._case, action.batch, self._rank).targets
+            return loss_of(scores, targets), scores
+        if self._pipeline is not None:
+            self._pipeline.detach()
+        batch = self._batch(action)
+        if action.kind in ("evaluate", "detach_eval"):
+            with self._evaluating(), torch.no_grad():
+                result = self._parallel(batch)
+        else:
+            result = self._train(batch)
+        if self._pipeline is not None and action.kind == "detach_eval":
+            # After "detach" the pipeline attaches the model by itself.
+            self._pipeline.attach(self._parallel)
+        return result
+
+    def _train(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """A step of a plain loop."""
+        has_sync = isinstance(self._parallel, tdsp.ModelParallel2D)
+        self._optimizer.zero_grad()
+        loss, scores = self._parallel(batch)
+        loss.backward()
+        if has_sync and self._case.sync_call == "before":
+            self._parallel.sync()
+        self._optimizer.step()
+        if has_sync and self._case.sync_call == "after":
+            self._parallel.sync()
+        return loss.detach(), scores
+
+    def _batch(self, action: Action) -> Batch:
+        is_refused = action.kind == "refuse"
+        local = local_batch(self._case, action.batch, self._rank, is_refused=is_refused)
+        return to_batch(self._case, local)
+
+    def _refused(self, action: Action) -> str:
+        """The error of a batch with bad ids; empty if there was none."""
+        self._optimizer.zero_grad()
+        try:
+            self._parallel(self._batch(action))
+        except tdsp.InputError as error:
+            return str(error)
+        return ""
+
+    def _look_up_reordered(self, index: int, action: Action) -> None:
+        # A batch that is refused may not have come as far as this, and the oracle's does.
+        self._parallel.state_dict()
+        is_last = self._rank == self._case.world_size - 1
+        local = local_batch(self._case, action.batch, self._rank)
+        batch = to_batch(self._case, local, is_reversed=is_last)
+        with self._evaluating(), torch.no_grad():
+            try:
+                self._seen.scores[index] = self._parallel(batch)[1].clone()
+            except tdsp.InputError as error:
+                self._seen.refusals[index] = str(error)
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        self._parallel.eval()
+        try:
+            yield
+        finally:
+            self._parallel.train()
+
+    def _read(self, kind: str) -> StateSeen:
+        if kind == "fused_state":
+            state = self._parallel.fused_optimizer.state_dict()["state"]
+            for values in state.values():
+                for value in values.values():
+                    local_tensors(value)
+        weights, dense = [], {}
+        for name, value in self._parallel.state_dict().items():
+            if name.startswith("over"):
+                dense[name] = value.detach().clone().flatten()
+                continue
+            table = name.split(".")[-2]
+            weights += [
+                Piece(table, row, column, tensor.detach().clone())
+                for tensor, (row, column) in local_shards(value)
+            ]
+        both = torch.cat([dense["over.weight"], dense["over.bias"]])
+        return StateSeen(weights, _moments(self._parallel), _hot_copies(self._parallel), both)
+
+    def _load_own_state(self) -> None:
+        state = {
+            name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+            for name, value in self._parallel.state_dict().items()
+        }
+        self._parallel.load_state_dict(state)
+
+    def _sync_now(self) -> None:
+        if isinstance(self._parallel, tdsp.ModelParallel2D):
+            self._parallel.sync_now()
+
+    def _refresh_hot(self) -> None:
+        self._num_refreshes += 1
+        is_odd = self._num_refreshes % 2 == 1
+        hot_sets = {
+            name: table.refreshed_hot_rows if is_odd else table.hot_rows
+            for name, table in self._case.tables.items()
+            if table.hot != "none"
+        }
+        if isinstance(self._parallel, tdsp.ModelParallel2D) and hot_sets:
+            self._parallel.refresh_hot_sets(hot_sets)
+
+    def _save(self, index: int) -> None:
+        self._saved = self._folder / f"action{index}"
+        tdsp.save_checkpoint(self._saved, self._parallel, self._optimizer)
+
+    def _load(self) -> None:
+        if self._saved is not None:
+            tdsp.load_checkpoint(self._saved, self._parallel, self._optimizer)
+
+    def _halve_learning_rate(self) -> None:
+        self._lr /= 2
+        set_learning_rate(self._optimizer, self._lr)
+
+
+def _moments(parallel: nn.Module) -> list[Piece]:
+    """The moments of this rank's shards, a column for each column of the shard."""
+    pieces = []
+    for part in parts_of(parallel):
+        for kernel in part.kernels():
+            for shard in kernel.shards():
+                moment = shard.tensors.get("sum")
+                if moment is None:
+                    continue
+                width = shard.tensors["weight"].shape[1]
+                if moment.dim() == 1:
+                    moment = moment[:, None].expand(-1, width)
+                pieces.append(Piece(shard.table, shard.row, shard.column, moment.clone()))
+    return pieces
+
+
+def _hot_copies(parallel: nn.Module) -> dict[str, torch.Tensor]:
+    """What this rank has of hot rows, where it is up to date."""
+    copies = {}
+    for part in parts_of(parallel):
+        hot_rows = part._hot_rows
+        if hot_rows is None or hot_rows._stale:
+            continue
+        for kernel in hot_rows._tbes:
+            for hot, tensors in zip(kernel.slices, kernel.tensors(), strict=True):
+                for name, tensor in tensors.items():
+                    copies[f"{hot.table}, column {hot.column}, {name}"] = tensor.clone()
+    return copies

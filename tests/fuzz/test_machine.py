@@ -1,0 +1,96 @@
+"""The machine finds faults that are planted, whatever they do, and makes the case smaller."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import pytest
+
+from tests.fuzz import plants
+from tests.fuzz.case import Case, ModuleCase, SyncCase, TableCase
+from tests.fuzz.judge import Counts, Verdict
+from tests.fuzz.machine import ENOUGH_CASES, Machine, Summary
+from tests.fuzz.worker import Worker
+
+REPLICAS = Case(
+    groups=2,
+    size=1,
+    optimizer="rowwise_adagrad",
+    modules=(ModuleCase(tables=(TableCase(hot="some"),)),),
+    events=((0, "sync_now"),),
+)
+"""Rows with copies on both ranks, and a call in which a rank may fail."""
+Plant = Callable[[], AbstractContextManager[None]]
+
+
+def test_an_update_applied_twice_is_found_in_a_drawn_case_and_made_smaller() -> None:
+    worker = Worker(plants.updates_applied_twice)
+    try:
+        summary = Machine([worker], shrink_s=20).run(1, 100, max_findings=1, is_wanted=is_plain)
+    finally:
+        worker.close()
+    assert summary.findings, str(summary)
+    finding = summary.findings[0]
+    assert finding.verdict.kind in ("wrong numbers", "copies differ"), str(finding)
+    assert len(finding.case.to_json()) < 250, str(finding)
+    assert f"python -m tests.fuzz --case '{finding.case.to_json()}'" in str(summary)
+    healthy = Worker()
+    try:
+        healthy.ask(finding.case.to_json(), 60)
+        assert healthy.answer().outcome == "ok", str(finding)
+    finally:
+        healthy.close()
+
+
+def is_plain(case: Case) -> bool:
+    """Whether a case is one of the quick ones."""
+    return case.world_size == 2 and case.loop == "plain" and len(case.modules) == 1
+
+
+@pytest.mark.parametrize(
+    ("plant", "kind", "text"),
+    [
+        (plants.a_rank_that_skips_updates, "wrong numbers", "off by"),
+        (plants.a_rank_that_rounds_otherwise, "copies differ", "moments of m0t0 at row 0"),
+        (plants.a_rank_that_hangs, "a rank hung", "in _hang"),
+        (plants.a_rank_that_dies, "a rank died", "rank 1 died:  exit code -6"),
+        (plants.a_rank_that_refuses_alone, "PlanError: rank _ doesn't", "rank 1 raised: PlanError"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_one_rank_does_is_found(plant: Plant, kind: str, text: str) -> None:
+    worker = Worker(plant)
+    try:
+        worker.ask(REPLICAS.to_json(), 8)
+        verdict = worker.answer()
+    finally:
+        worker.close()
+    assert verdict.outcome == "finding", verdict.text
+    assert kind in verdict.kind, verdict.text
+    assert text in verdict.text
+
+
+def test_a_machine_that_compares_nothing_complains() -> None:
+    summary = Summary(num_ok=ENOUGH_CASES)
+    assert "no moved_weights in any case" in summary.complaints
+    summary.counts = Counts(**dict.fromkeys(vars(Counts()), 1))
+    assert summary.complaints == []
+    summary.refusals["PlanError"] = ENOUGH_CASES
+    assert summary.complaints == ["50% of the cases were refused"]
+    summary.counts.blurred = ENOUGH_CASES
+    assert len(summary.complaints) == 2
+    assert "THE MACHINE" in str(summary)
+
+
+def test_cases_that_ranks_survive_are_counted() -> None:
+    both = [Worker(), Worker()]
+    refused = Case(modules=(ModuleCase(tables=(TableCase(owners="hash"),)),))
+    averaged = Case(groups=2, size=1, sync=SyncCase(kind="weight"))
+    try:
+        summary = Machine(both).run_cases(iter([REPLICAS, refused, averaged, REPLICAS]))
+    finally:
+        for worker in both:
+            worker.close()
+    assert (summary.num_ok, summary.refusals.total(), summary.findings) == (3, 1, [])
+    assert summary.counts.copies > 0
+    assert summary.counts.synced_rows > 0
+    assert not Verdict("ok").text

@@ -1,0 +1,27 @@
+"""The numbers that ranks and oracle start from."""
+
+import torch
+
+from tests.fuzz.case import DTYPES, Case
+
+LR, EPS = 0.05, 1e-2
+"""``EPS`` is large enough that a gradient which cancels to rounding is no full AdaGrad step."""
+
+
+def initial_tables(case: Case) -> dict[str, torch.Tensor]:
+    """The weights of all tables, in their types."""
+    return {
+        name: (0.3 * _normal(case, index, (table.rows, table.dim))).to(DTYPES[table.dtype])
+        for index, (name, table) in enumerate(case.tables.items())
+    }
+
+
+def initial_dense(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weight and bias of the dense layer."""
+    width = sum(table.dim * len(table.features) for table in case.tables.values())
+    return 0.4 * _normal(case, 1_000, (1, width)), 0.1 * _normal(case, 1_001, (1,))
+
+
+def _normal(case: Case, index: int, shape: tuple[int, ...]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(case.seed * 2_000 + index)
+    return torch.randn(shape, generator=generator)

@@ -186,6 +186,22 @@ def stochastic_rounding(rank: int) -> None:
     construct(model, sharder, plan)
 
 
+def odd_dim(rank: int) -> None:
+    planned(Cell(MESH, spec=ModelSpec((TableSpec("t0", 9, 6, ("f0",)),))))
+
+
+def odd_dim_with_a_plan_by_hand(rank: int) -> None:
+    _, sharder, plan = planned()
+    tables = (replace(ModelSpec().tables[0], dim=6), *ModelSpec().tables[1:])
+    construct(build(ModelSpec(tables)), sharder, plan)
+
+
+def table_without_rows(rank: int) -> None:
+    model = build(CELL.spec)
+    model.ebc.embedding_bag_configs()[0].num_embeddings = 0  # type: ignore[union-attr]
+    group_plan(CELL, model, make_sharder(CELL), local_world_size())
+
+
 def data_parallel_sequences(rank: int) -> None:
     cell = Cell(MESH, "data_parallel", ModelSpec(tables=SEQUENCE_TABLES, sequence=True))
     construct(*planned(cell))
@@ -219,6 +235,9 @@ CASES: dict[str, tuple[Callable[[int], None], str, str]] = {
         (optimizer_that_needs_more_than_gradients, "UnsupportedError", "from row gradients"),
         (one_rank_whose_kernel_fails, "ConfigError", "no_such_parameter"),
         (stochastic_rounding, "UnsupportedError", "asks for stochastic_rounding"),
+        (odd_dim, "PlanError", "table 't0' of module 'ebc' has embedding_dim=6; FBGEMM's kernels"),
+        (odd_dim_with_a_plan_by_hand, "PlanError", "need a multiple of 4, such as 8"),
+        (table_without_rows, "PlanError", "table 't0' of module 'ebc' has 0 rows; give it at"),
         (data_parallel_sequences, "UnsupportedError", "data parallel in an EmbeddingCollection"),
     )
 }

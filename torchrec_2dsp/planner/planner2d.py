@@ -31,6 +31,7 @@ from torchrec_2dsp.errors import ConfigError, MeshError, PlanError, TwoDError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
+from torchrec_2dsp.plan.table_configs import check_tables
 from torchrec_2dsp.planner.arguments import (
     checked_batch_size,
     refuse,
@@ -191,6 +192,7 @@ class Planner2D(EmbeddingShardingPlanner):
         Raises:
             PlanError: nothing fits, or the search failed; TorchRec's error is its cause.
         """
+        check_tables(module)
         try:
             if self._search is not None:
                 result = self.search(module, sharders)
@@ -209,6 +211,7 @@ class Planner2D(EmbeddingShardingPlanner):
         Raises:
             PlanError: nothing fits.
         """
+        check_tables(module)
         if self._search is None:
             raise ConfigError(f"{self.mesh} without a calibration is searched as TorchRec does it")
         left = self._storage_reservation.reserve(

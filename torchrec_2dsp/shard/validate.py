@@ -21,6 +21,7 @@ from torchrec_2dsp.plan.parameter_sharding import (
 )
 from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D, is_proposed
 from torchrec_2dsp.plan.sync_config import GradientSync
+from torchrec_2dsp.plan.table_configs import check_table_configs
 
 
 def check_module_plan(
@@ -33,6 +34,7 @@ def check_module_plan(
     local_world_size: int,
 ) -> ModulePlan2D:
     """``plan`` as a `ModulePlan2D`, or the error that says what's wrong with it."""
+    check_table_configs(path, configs)
     plan = _as_2d(path, plan)
     names = {config.name for config in configs}
     missing, unknown = sorted(names - set(plan)), sorted(set(plan) - names)

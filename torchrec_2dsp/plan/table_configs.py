@@ -1,0 +1,49 @@
+"""What an embedding table must be like to be planned and sharded at all."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from torchrec_2dsp.errors import PlanError
+
+_COLUMNS_AT_A_TIME = 4
+"""FBGEMM's kernels work on so many columns."""
+
+
+def check_tables(model: nn.Module) -> None:
+    """Raise `PlanError` for the first table of ``model`` that no kernel can hold."""
+    for path, module in model.named_modules():
+        for method in ("embedding_bag_configs", "embedding_configs"):
+            if hasattr(module, method):
+                check_table_configs(path, getattr(module, method)())
+
+
+def check_table_configs(path: str, configs: Iterable[Any]) -> None:
+    """Raise `PlanError` for the first table that no kernel can hold.
+
+    Args:
+        path: of the embedding module in the model.
+        configs: of its tables, TorchRec's.
+
+    Example:
+        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        >>> from torchrec_2dsp.plan.table_configs import check_table_configs
+        >>> table = EmbeddingBagConfig(
+        ...     name="t", num_embeddings=9, embedding_dim=6, feature_names=["f"]
+        ... )
+        >>> check_table_configs("ebc", [table])
+        Traceback (most recent call last):
+            ...
+        torchrec_2dsp.errors.PlanError: table 't' of module 'ebc' has embedding_dim=6; ...
+    """
+    for config in configs:
+        where = f"table {config.name!r} of module {path!r}"
+        if config.num_embeddings < 1:
+            raise PlanError(f"{where} has {config.num_embeddings} rows; give it at least one")
+        if config.embedding_dim < 1 or config.embedding_dim % _COLUMNS_AT_A_TIME:
+            rounded = -(-max(config.embedding_dim, 1) // _COLUMNS_AT_A_TIME) * _COLUMNS_AT_A_TIME
+            raise PlanError(
+                f"{where} has embedding_dim={config.embedding_dim}; FBGEMM's kernels need a "
+                f"multiple of {_COLUMNS_AT_A_TIME}, such as {rounded}"
+            )

@@ -82,6 +82,11 @@ def ranks_with_different_optimizers(rank: int) -> None:
 
 def one_rank_with_a_bad_plan(rank: int) -> None:
     model, sharder, plan = planned()
+    construct(model, sharder, "plan.json" if rank == 3 else plan)
+
+
+def one_rank_without_a_plan(rank: int) -> None:
+    model, sharder, plan = planned()
     construct(model, sharder, None if rank == 3 else plan)
 
 
@@ -161,8 +166,18 @@ def stochastic_rounding(rank: int) -> None:
 
 
 def data_parallel_sequences(rank: int) -> None:
-    cell = Cell(MESH, "data_parallel", ModelSpec(tables=SEQUENCE_TABLES, sequence=True))
-    construct(*planned(cell))
+    cell = Cell(MESH, "row_wise", ModelSpec(tables=SEQUENCE_TABLES, sequence=True))
+    model, sharder, plan = planned(cell)
+    for _, module in plan.modules():
+        for name, table in list(module.tables()):
+            # No planner of ours makes this.
+            module[name] = replace(
+                table,
+                sharding_type="2d_data_parallel",
+                compute_kernel="dense",
+                sharding_spec=None,
+            )
+    construct(model, sharder, plan)
 
 
 CASES: dict[str, tuple[Callable[[int], None], str, str]] = {
@@ -175,7 +190,8 @@ CASES: dict[str, tuple[Callable[[int], None], str, str]] = {
         (ranks_with_different_plans, "ConfigError", "the plan differs between ranks: rank 0"),
         (ranks_with_different_meshes, "ConfigError", "the plan differs between ranks: rank 0"),
         (ranks_with_different_optimizers, "ConfigError", "the sharders differs between ranks"),
-        (one_rank_with_a_bad_plan, "ConfigError", "plan is a NoneType"),
+        (one_rank_with_a_bad_plan, "ConfigError", "plan is a str; pass Planner2D's"),
+        (one_rank_without_a_plan, "ConfigError", "whether there is a plan differs between ranks"),
         (stock_sharder, "ConfigError", "its sharder is EmbeddingBagCollectionSharder"),
         (stock_wrapper_and_sharder, "ValueError", "2d_row_wise"),
         (submodule_configs, "UnsupportedError", "doesn't take submodule_configs"),

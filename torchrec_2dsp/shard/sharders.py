@@ -25,6 +25,7 @@ from torchrec_2dsp.shard.optimizers import (
     check_delayed_moment,
     check_optimizers,
     params_for_plan,
+    sorted_out,
     stock_optimizer_classes,
     stock_params,
 )
@@ -174,24 +175,26 @@ class EmbeddingBagCollectionSharder2D(_Sharder2D, EmbeddingBagCollectionSharder)
 
     def __init__(
         self,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | dict[str, Any] | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         *,
         fused_params: dict[str, Any] | None = None,
-        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         keep_weights: bool = False,
         bad_ids: BadIds | str = BadIds.RAISE,
     ) -> None:
         """
         Args:
             optimizer: the fused optimizer, ours or FBGEMM's; alternatively give it in
-                ``fused_params`` or by ``apply_optimizer_in_backward``, as in TorchRec.
-            fused_params: FBGEMM's parameters, as in TorchRec.
+                ``fused_params`` or by ``apply_optimizer_in_backward``, as in TorchRec. A dict is
+                taken as ``fused_params``, which TorchRec's sharders take first.
             qcomm_codecs_registry: quantised communication, as in TorchRec.
+            fused_params: FBGEMM's parameters, as in TorchRec.
             keep_weights: take over the weights of a module that isn't on the meta device,
                 which TorchRec drops.
             bad_ids: what is done with ids that a table has no row for: "raise" an `InputError` on
                 all ranks, "drop" them, or "clamp" them to the first or last row.
         """
+        optimizer, fused_params = sorted_out(optimizer, fused_params)
         EmbeddingBagCollectionSharder.__init__(
             self, stock_params(optimizer, fused_params), qcomm_codecs_registry
         )
@@ -229,21 +232,22 @@ class EmbeddingCollectionSharder2D(_Sharder2D, EmbeddingCollectionSharder):
 
     def __init__(
         self,
-        optimizer: Optimizer | None = None,
-        *,
-        fused_params: dict[str, Any] | None = None,
+        optimizer: Optimizer | dict[str, Any] | None = None,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         use_index_dedup: bool = False,
+        *,
+        fused_params: dict[str, Any] | None = None,
         bad_ids: BadIds | str = BadIds.RAISE,
     ) -> None:
         """
         Args:
             optimizer: as in `EmbeddingBagCollectionSharder2D`.
-            fused_params: FBGEMM's parameters, as in TorchRec.
             qcomm_codecs_registry: quantised communication, as in TorchRec.
             use_index_dedup: as in TorchRec, which offers it on CUDA only.
+            fused_params: FBGEMM's parameters, as in TorchRec.
             bad_ids: as in `EmbeddingBagCollectionSharder2D`.
         """
+        optimizer, fused_params = sorted_out(optimizer, fused_params)
         EmbeddingCollectionSharder.__init__(
             self,
             stock_params(optimizer, fused_params),
@@ -254,8 +258,10 @@ class EmbeddingCollectionSharder2D(_Sharder2D, EmbeddingCollectionSharder):
         self._init_2d(optimizer, keep_weights=False, bad_ids=bad_ids)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """TorchRec's types for sequences."""
-        return EmbeddingCollectionSharder.sharding_types(self, compute_device_type)
+        """TorchRec's types for sequences; none is looked up data parallel on a CPU."""
+        kinds = EmbeddingCollectionSharder.sharding_types(self, compute_device_type)
+        is_on_cpu = compute_device_type == "cpu"
+        return [kind for kind in kinds if not (is_on_cpu and kind == "data_parallel")]
 
     def shard(  # type: ignore[override]  # where tables are of several meshes
         self,

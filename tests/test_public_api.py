@@ -61,6 +61,7 @@ PUBLIC_NAMES = [
     "Workload",
     "after",
     "every",
+    "get_default_sharders",
     "group_topology",
     "load_checkpoint",
     "never",

@@ -65,6 +65,7 @@ if not is_doctor_command(sys.orig_argv, sys.argv):
     )
     from torchrec_2dsp.planner.stats import Stats2D
     from torchrec_2dsp.planner.topology import group_topology
+    from torchrec_2dsp.shard.default_sharders import get_default_sharders
     from torchrec_2dsp.shard.sharders import (
         EmbeddingBagCollectionSharder2D,
         EmbeddingCollectionSharder2D,
@@ -127,6 +128,7 @@ __all__ = [
     "Workload",
     "after",
     "every",
+    "get_default_sharders",
     "group_topology",
     "load_checkpoint",
     "never",

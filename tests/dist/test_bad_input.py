@@ -108,6 +108,11 @@ def ranks_with_different_hosts(rank: int) -> None:
 
 def one_rank_with_a_bad_plan(rank: int) -> None:
     model, sharder, plan = planned()
+    construct(model, sharder, "plan.json" if rank == 3 else plan)
+
+
+def one_rank_without_a_plan(rank: int) -> None:
+    model, sharder, plan = planned()
     construct(model, sharder, None if rank == 3 else plan)
 
 
@@ -203,8 +208,18 @@ def table_without_rows(rank: int) -> None:
 
 
 def data_parallel_sequences(rank: int) -> None:
-    cell = Cell(MESH, "data_parallel", ModelSpec(tables=SEQUENCE_TABLES, sequence=True))
-    construct(*planned(cell))
+    cell = Cell(MESH, "row_wise", ModelSpec(tables=SEQUENCE_TABLES, sequence=True))
+    model, sharder, plan = planned(cell)
+    for _, module in plan.modules():
+        for name, table in list(module.tables()):
+            # No planner of ours makes this.
+            module[name] = replace(
+                table,
+                sharding_type="2d_data_parallel",
+                compute_kernel="dense",
+                sharding_spec=None,
+            )
+    construct(model, sharder, plan)
 
 
 CASES: dict[str, tuple[Callable[[int], None], str, str]] = {
@@ -221,7 +236,8 @@ CASES: dict[str, tuple[Callable[[int], None], str, str]] = {
         (ranks_with_different_data_types, "ConfigError", "x 8 FP32, SUM of ['f0'], rank 1 has 40"),
         (ranks_with_different_features, "ConfigError", "SUM of ['f9']; give all ranks the same"),
         (ranks_with_different_hosts, "ConfigError", "LOCAL_WORLD_SIZE differs between ranks"),
-        (one_rank_with_a_bad_plan, "ConfigError", "plan is a NoneType"),
+        (one_rank_with_a_bad_plan, "ConfigError", "plan is a str; pass Planner2D's"),
+        (one_rank_without_a_plan, "ConfigError", "whether there is a plan differs between ranks"),
         (stock_sharder, "ConfigError", "its sharder is EmbeddingBagCollectionSharder"),
         (stock_wrapper_and_sharder, "ValueError", "2d_row_wise"),
         (submodule_configs, "UnsupportedError", "doesn't take submodule_configs"),

@@ -152,7 +152,7 @@ def test_files_that_are_none_are_named(tmp_path: Path) -> None:
     with pytest.raises(tdsp.ConfigError, match=r"no \*\.parquet files"):
         tdsp.AccessStats.load(tmp_path)
     (tmp_path / "text").write_text("no parquet")
-    with pytest.raises(tdsp.ConfigError, match="is not a Parquet file"):
+    with pytest.raises(tdsp.ConfigError, match="text is not a Parquet file, or damaged"):
         tdsp.AccessStats.load(tmp_path / "text")
     pq.write_table(pa.table({"row": [1]}), tmp_path / "other.parquet")
     with pytest.raises(tdsp.ConfigError, match="is Parquet, but no access statistics"):

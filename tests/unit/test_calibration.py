@@ -1,5 +1,6 @@
 """Calibration files: written, read, refused, and turned into TorchRec's topology."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,18 @@ def test_a_negative_or_unknown_constant_is_named(tmp_path: Path) -> None:
         tdsp.Calibration.load(path)
     path.write_text(text.replace("base_s = ", "bass_s = ", 1))
     with pytest.raises(tdsp.CalibrationError, match=r"collectives\.all_to_all\."):
+        tdsp.Calibration.load(path)
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "-1.0", "true", '"1.0"', "9" * 5_000])
+def test_constants_are_finite_numbers(value: str, tmp_path: Path) -> None:
+    text = Path("configs/hardware/emulated_1gbit.toml").read_text()
+    path = tmp_path / "x.toml"
+    path.write_text(re.sub(r"base_s = .*", f"base_s = {value}", text, count=1))
+    with pytest.raises(tdsp.CalibrationError, match=r"x\.toml is no"):
+        tdsp.Calibration.load(path)
+    path.write_text(f"turn_s = {value}\n{text}")
+    with pytest.raises(tdsp.CalibrationError, match=r"x\.toml is no"):
         tdsp.Calibration.load(path)
 
 

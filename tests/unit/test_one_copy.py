@@ -18,9 +18,8 @@ MESH = tdsp.Mesh2D(2, 2, tdsp.RankLayout.CONTIGUOUS)
 def plan_of(
     kind: ShardingType, rows_of_shard: int = ROWS_OF_SHARD, mesh: tdsp.Mesh2D = MESH
 ) -> tdsp.Plan2D:
-    both = {
-        name: sharding(kind, list(range(mesh.group_size)), rows_of_shard) for name in ("t", "other")
-    }
+    ranks = [0] if kind is ShardingType.TABLE_WISE else list(range(mesh.group_size))
+    both = {name: sharding(kind, ranks, rows_of_shard) for name in ("t", "other")}
     return tdsp.Plan2D.from_stock(
         ShardingPlan({"ebc": EmbeddingModuleShardingPlan(both)}),
         mesh,  # type: ignore[arg-type]

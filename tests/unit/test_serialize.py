@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from torchrec.distributed.types import CacheParams, EmbeddingModuleShardingPlan, ShardingPlan
 from torchrec.distributed.types import ShardingType as Stock
 
-from tests.support.plans import plans, sharding
+from tests.support.plans import plans, shard, sharding
 from torchrec_2dsp import GradientSync, Mesh2D, Plan2D, PlanError, UnsupportedError, pin
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.plan.serialize import from_json, load, save, to_json
+from torchrec_2dsp.plan.shards import check_shards
 
 
 def example() -> Plan2D:
@@ -131,6 +132,28 @@ def test_other_versions_are_refused_by_number() -> None:
         (f"{TABLE}/output_dtype", "FP1"),
         (f"{TABLE}/bounds_check_mode", 0),
         (f"{TABLE}/unknown", 1),
+        ("unknown", 1),
+        ("schema_version", True),
+        ("schema_version", 1.0),
+        ("mesh/num_groups", 10**30),
+        ("mesh/num_groups", 2.0),
+        ("mesh/group_size", True),
+        ("sync/delay", True),
+        ("sync/drift_every", 1.0),
+        (f"{TABLE}/ranks", None),
+        (f"{TABLE}/ranks", []),
+        (f"{TABLE}/ranks", [0, 0]),
+        (f"{TABLE}/ranks", [1, 0]),
+        (f"{TABLE}/compute_kernel", "x"),
+        (f"{TABLE}/enforce_hbm", "x"),
+        (f"{TABLE}/enforce_hbm", 1),
+        (f"{TABLE}/num_groups", True),
+        ("modules/ebc/t_data/ranks", [0]),
+        ("modules/ebc/t_data/shards", []),
+        (f"{SHARD}/shard_sizes", [20.5, 4]),
+        (f"{SHARD}/shard_sizes", [True, 4]),
+        (f"{SHARD}/shard_sizes", [10, 4, 1]),
+        (f"{SHARD}/shard_sizes", [10**30, 4]),
         (f"{TABLE}/shards", []),
         (f"{TABLE}/shards", None),
         (f"{TABLE}/shards", "abc"),
@@ -147,6 +170,92 @@ def test_other_versions_are_refused_by_number() -> None:
 def test_wrong_values_are_refused(where: str, value: object) -> None:
     with pytest.raises(PlanError):
         from_json(edited(where, value))
+
+
+ROW_WISE, WHOLE = "2d_row_wise", "2d_table_wise"
+
+
+@pytest.mark.parametrize(
+    ("kind", "shards", "message"),
+    [
+        (ROW_WISE, [(0, 0, 10, 4), (11, 0, 9, 4)], r"rows of columns 0..3 10..10 are in no shard"),
+        (ROW_WISE, [(0, 0, 10, 4), (9, 0, 11, 4)], r"Shards .* overlap"),
+        (ROW_WISE, [(0, 0, 10, 4), (0, 0, 10, 4)], r"Shards .* overlap"),
+        (ROW_WISE, [(1, 0, 9, 4), (10, 0, 10, 4)], r"0..0 are in no shard"),
+        (ROW_WISE, [(0, 0, 20, 2), (0, 2, 20, 2)], r"is row_wise, but a shard lacks columns"),
+        (ROW_WISE, [(0, 0, 0, 4), (0, 0, 0, 4)], r"has 0 rows of 4 columns"),
+        (ROW_WISE, [(0, 0, 20, 4)], r"row-wise with shards on ranks \[0\], but needs one on each"),
+        ("2d_column_wise", [(0, 0, 20, 2), (0, 3, 20, 2)], r"columns 2..2 are in no shard"),
+        ("2d_column_wise", [(0, 0, 10, 4), (10, 0, 10, 4)], r"column_wise, but a shard lacks rows"),
+        (WHOLE, [(0, 0, 10, 4), (10, 0, 10, 4)], r"is table-wise and has 2 shards"),
+        ("2d_grid_shard", [(0, 0, 10, 2), (0, 2, 10, 2), (10, 0, 10, 2)], r"columns 2..3 10..19"),
+    ],
+)
+def test_shards_cover_their_table_once(
+    kind: str, shards: list[tuple[int, int, int, int]], message: str
+) -> None:
+    data = json.loads(EXAMPLE)
+    table = data["modules"]["ebc"]["t_row"]
+    ranks = [index % 2 for index in range(len(shards))]
+    table |= {"sharding_type": kind, "ranks": ranks, "hot_rows": None}
+    table["shards"] = [
+        {
+            "shard_offsets": [row, column],
+            "shard_sizes": [rows, columns],
+            "placement": f"rank:{rank}/cpu",
+        }
+        for rank, (row, column, rows, columns) in zip(ranks, shards, strict=True)
+    ]
+    with pytest.raises(PlanError, match=message) as error:
+        from_json(json.dumps(data))
+    assert "ebc.t_row" in str(error.value)
+    assert "plan the table again" in str(error.value)
+
+
+def test_overlaps_that_torch_does_not_see_are_refused() -> None:
+    overlapping = [shard(0, (0, 0), (10, 4)), shard(1, (9, 0), (11, 4))]
+    with pytest.raises(PlanError, match=r"columns 0..3 9..9 are in more than one shard; plan the"):
+        check_shards("t", Stock.ROW_WISE, overlapping, group_size=2)
+
+
+def test_messages_name_the_place_and_the_remedy() -> None:
+    with pytest.raises(
+        PlanError, match=r"modules\.ebc\.t_row\.shards\.0\.shard_sizes\.0: .*integer"
+    ):
+        from_json(edited(f"{SHARD}/shard_sizes", [20.5, 4]))
+    with pytest.raises(PlanError, match=r"mesh\.num_groups: .* mend it there, or write plans with"):
+        from_json(edited("mesh/num_groups", 10**30))
+
+
+def test_keys_that_are_there_twice_are_refused() -> None:
+    with pytest.raises(PlanError, match="'t_data' is there twice in one object; remove one"):
+        from_json(EXAMPLE.replace('"t_row"', '"t_data"'))
+    with pytest.raises(PlanError, match="NaN is no number of a plan"):
+        from_json(EXAMPLE.replace('"delay": 0', '"delay": NaN'))
+
+
+def test_saved_files_have_a_checksum_and_others_need_none(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    save(example(), path)
+    text = path.read_text()
+    checksum = json.loads(text)["checksum"]
+    assert checksum.startswith("sha256:")
+    # How the file is laid out doesn't matter.
+    path.write_text(json.dumps(json.loads(text)))
+    assert load(path) == example()
+    path.write_text(text.replace("\n     3,\n", "\n     4,\n"))
+    assert path.read_text() != text
+    with pytest.raises(
+        PlanError, match=r"plan\.json: .*checksum: .* remove the line if you edited"
+    ):
+        load(path)
+    path.write_text(path.read_text().replace(f' "checksum": "{checksum}",\n', ""))
+    assert load(path) == pin(example(), "t_row", hot_rows=[4, 12])
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"nowhere\.json can't be read: No such file"):
+        load(tmp_path / "nowhere.json")
 
 
 def test_files_that_are_not_text_are_refused(tmp_path: Path) -> None:

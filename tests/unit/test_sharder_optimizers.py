@@ -37,10 +37,31 @@ def test_nothing_is_given_twice(optimizer: Any, fused_params: dict[str, Any], te
         stock_params(optimizer, fused_params)
 
 
-def test_what_torchrec_takes_first_is_named() -> None:
-    given = {"learning_rate": 0.1}
-    with pytest.raises(tdsp.ConfigError, match=r"no fused optimizer; .* fused_params=\.\.\. here"):
-        tdsp.EmbeddingBagCollectionSharder2D(given)  # type: ignore[arg-type]
+KINDS = [tdsp.EmbeddingBagCollectionSharder2D, tdsp.EmbeddingCollectionSharder2D]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_arguments_come_in_the_order_of_torchrecs_sharders(kind: Any) -> None:
+    given = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
+    codecs: dict[str, Any] = {}
+    sharder = kind(given, codecs)
+    assert sharder.optimizer is None
+    assert sharder.fused_params == kind(fused_params=given).fused_params == given
+    assert sharder.qcomm_codecs_registry is codecs
+
+
+def test_what_is_no_optimizer_is_named() -> None:
+    with pytest.raises(tdsp.ConfigError, match=r"no fused optimizer; .* or fused_params, a dict"):
+        tdsp.EmbeddingBagCollectionSharder2D("sgd")  # type: ignore[arg-type]
+    with pytest.raises(tdsp.ConfigError, match="fused parameters are given twice"):
+        tdsp.EmbeddingBagCollectionSharder2D({"eps": 1.0}, fused_params={"eps": 1.0})
+
+
+def test_sequences_are_not_planned_data_parallel_on_a_cpu() -> None:
+    """FBGEMM's dense lookup returns bags there."""
+    sharder = tdsp.EmbeddingCollectionSharder2D()
+    assert "data_parallel" in sharder.sharding_types("cuda")
+    assert "data_parallel" not in sharder.sharding_types("cpu")
 
 
 def test_ours_becomes_stock_row_wise_adagrad_in_the_users_units() -> None:

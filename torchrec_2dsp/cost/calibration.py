@@ -22,7 +22,13 @@ FORMAT = 3
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
 
 
 class Hardware(_Part):
@@ -139,11 +145,14 @@ class Calibration(_Part):
             CalibrationError: it can't be read, or is something else.
         """
         try:
-            return cls.model_validate(tomllib.loads(Path(path).read_text()))
+            data = tomllib.loads(Path(path).read_text())
         except OSError as error:
             raise CalibrationError(f"{path} can't be read: {error.strerror}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        # A number of too many digits is a ValueError of Python's own.
+        except (ValueError, RecursionError) as error:
             raise CalibrationError(f"{path} is not TOML: {error}") from error
+        try:
+            return cls.model_validate(data)
         except ValidationError as error:
             wrong = error.errors()[0]
             where = ".".join(str(part) for part in wrong["loc"])

@@ -12,9 +12,15 @@ from torchrec_2dsp.errors import CalibrationError
 
 
 class Coefficients(BaseModel):
-    """Seconds for each unit of some kinds of work, none below zero."""
+    """Seconds for each unit of some kinds of work, none below zero, all finite."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
 
     base_s: float = Field(ge=0)
     """Whatever the work."""

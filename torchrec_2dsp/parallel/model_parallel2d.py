@@ -19,8 +19,10 @@ from torchrec_2dsp.comms.agreement import agreeing
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
 from torchrec_2dsp.mesh.groups import MeshGroups, world_group
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
+from torchrec_2dsp.parallel.default_plan import plan_by_default
 from torchrec_2dsp.plan.plan2d import Plan2D, is_proposed
 from torchrec_2dsp.plan.serialize import to_json
+from torchrec_2dsp.shard.default_sharders import get_default_sharders
 from torchrec_2dsp.shard.hot_module import HotRowsModule
 from torchrec_2dsp.shard.parted import parts_of
 from torchrec_2dsp.shard.sharders import (
@@ -67,17 +69,23 @@ class ModelParallel2D(DMPCollection):
             module: the model; embedding modules may be on the meta device.
             device: this rank's device, CPU by default.
             plan: from `Planner2D`, from TorchRec's planner with this package's proposers, or from
-                `Plan2D.from_stock`.
-            sharders: this package's sharders, by default one for each kind of module.
+                `Plan2D.from_stock`. Without one, rank 0 plans for one sharding group, as
+                `DistributedModelParallel` does, and says in its log what came of it.
+            sharders: this package's sharders, by default `get_default_sharders()`.
             init_data_parallel: as in `DistributedModelParallel`.
             init_parameters: as in `DistributedModelParallel`.
             data_parallel_wrapper: as in `DistributedModelParallel`.
 
         Collectives:
-            An agreement of all ranks on the arguments, then process groups and broadcasts.
+            An agreement of all ranks on the arguments, then process groups and broadcasts; without
+            a plan, one broadcast of it before.
         """
         device = torch.device("cpu") if device is None else device
-        sharders = _default_sharders() if sharders is None else list(sharders)
+        sharders = get_default_sharders() if sharders is None else list(sharders)
+        with agreeing(world_group()) as facts:
+            facts["whether there is a plan"] = str(plan is not None)
+        if plan is None:
+            plan = plan_by_default(module, sharders, device)
         with agreeing(world_group()) as facts:
             plan = _checked(module, plan, sharders, unsupported)
             facts["the plan"] = to_json(plan)
@@ -265,10 +273,6 @@ def _checked(
 
 
 _SHARDERS = (EmbeddingBagCollectionSharder2D, EmbeddingCollectionSharder2D)
-
-
-def _default_sharders() -> list[ModuleSharder[Any]]:
-    return [kind() for kind in _SHARDERS]
 
 
 def _describe(sharder: ModuleSharder[Any]) -> str:

@@ -22,6 +22,7 @@ from torchrec_2dsp.plan.parameter_sharding import (
     kinds_of,
     num_rows,
 )
+from torchrec_2dsp.plan.shards import check_ranks, check_shards, names_each_rank
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
 
 
@@ -164,17 +165,37 @@ def _validate_table(where: str, table: ParameterSharding2D, mesh: Mesh2D) -> Non
             "with num_groups=1, or one in each group of the plan's mesh, with None"
         )
     if kind is ShardingType2D.DATA_PARALLEL:
-        if table.num_groups is not None:
-            raise PlanError(
-                f"table {where} is data parallel, which is a copy on every rank, not num_groups=1: "
-                "shard it another way"
-            )
-        if table.hot_set is not None:
-            raise PlanError(
-                f"table {where} is data parallel: every rank holds all its rows already; remove "
-                "its hot set or shard it another way"
-            )
-        return
+        _validate_data_parallel(where, table, mesh)
+    else:
+        _validate_shards(where, table, mesh, kind)
+
+
+def _validate_data_parallel(where: str, table: ParameterSharding2D, mesh: Mesh2D) -> None:
+    if table.num_groups is not None:
+        raise PlanError(
+            f"table {where} is data parallel, which is a copy on every rank, not num_groups=1: "
+            "shard it another way"
+        )
+    if table.hot_set is not None:
+        raise PlanError(
+            f"table {where} is data parallel: every rank holds all its rows already; remove "
+            "its hot set or shard it another way"
+        )
+    if table.sharding_spec is not None:
+        raise PlanError(
+            f"table {where} is data parallel, a copy on every rank, and has shards; remove "
+            "them, or shard it another way"
+        )
+    if table.ranks is not None and not names_each_rank(sorted(table.ranks), mesh.group_size):
+        raise PlanError(
+            f"table {where} is data parallel on ranks {table.ranks}, but every rank of a "
+            f"sharding group has a copy: use ranks 0..{mesh.group_size - 1}"
+        )
+
+
+def _validate_shards(
+    where: str, table: ParameterSharding2D, mesh: Mesh2D, kind: ShardingType2D
+) -> None:
     shards = getattr(table.sharding_spec, "shards", None)
     if not shards:
         raise PlanError(
@@ -188,6 +209,9 @@ def _validate_table(where: str, table: ParameterSharding2D, mesh: Mesh2D) -> Non
             f"table {where} has a shard on rank {outside[0]}, but a sharding group of {mesh} has "
             f"ranks 0..{mesh.group_size - 1}; make the plan for world_size={mesh.group_size}"
         )
+    check_shards(where, kind.base, shards, mesh.group_size)
+    if table.ranks is not None:
+        check_ranks(where, table.ranks, shards)
     if table.hot_set is not None:
         rows = num_rows(table)
         assert rows is not None

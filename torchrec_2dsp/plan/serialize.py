@@ -1,10 +1,13 @@
 """`Plan2D` as JSON, for plan files, for comparing the plans of ranks, and for people."""
 
+import hashlib
 import json
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from pydantic import ValidationError
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed.types import ModuleShardingPlan
@@ -12,15 +15,26 @@ from torchrec.modules.embedding_configs import DataType
 
 from torchrec_2dsp.access.hot_set import HotSet
 from torchrec_2dsp.errors import PlanError, UnsupportedError
-from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
-from torchrec_2dsp.plan.parameter_sharding import Exchange, ParameterSharding2D, RowOwners
+from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D
 from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D
-from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig, WeightSync
+from torchrec_2dsp.plan.record import (
+    GradientSyncRecord,
+    PlanRecord,
+    ShardRecord,
+    TableRecord,
+    WeightSyncRecord,
+)
+from torchrec_2dsp.plan.sync_config import (
+    GradientSync,
+    SyncConfig,
+    SyncedRows,
+    Transport,
+    WeightSync,
+)
 from torchrec_2dsp.plan.sync_policy import parse_policy
 
 SCHEMA_VERSION = 1
-_POLICIES = {"policy", "moments_policy"}
-_SYNC_CLASSES = {cls.__name__: cls for cls in (GradientSync, WeightSync)}
 # What the constructors below raise for values of a wrong type or range.
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, RuntimeError)
 _UNSERIALIZED = ("cache_params", "key_value_params")
@@ -56,47 +70,111 @@ def to_json(plan: Plan2D) -> str:
 
 
 def from_json(text: str) -> Plan2D:
-    """The plan that `to_json` wrote; raises `PlanError` for anything else."""
+    """The plan that `to_json` or `save` wrote, or that somebody wrote by hand.
+
+    Raises:
+        PlanError: it is anything else; the message names the place. A ``checksum``, which `save`
+            writes, has to be right where there is one.
+    """
     try:
-        plan = _plan_from_dict(json.loads(text))
+        data = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_no_constant)
+        plan = _plan_of(_record_of(data))
         plan.validate()
-    except PlanError:
-        raise
+    except PlanError as error:
+        raise PlanError(f"not a plan file: {error}") from error
     except _MALFORMED as error:
-        raise PlanError(f"not a plan file: {type(error).__name__}: {error}") from error
+        raise PlanError(
+            f"not a plan file: {type(error).__name__}: {error}; write plans with "
+            "torchrec_2dsp.plan.serialize.save"
+        ) from error
     return plan
 
 
 def save(plan: Plan2D, path: str | Path) -> None:
-    """Write `to_json` to a file."""
-    Path(path).write_text(to_json(plan) + "\n")
+    """Write `to_json` and a checksum to a file.
+
+    Who edits the file by hand removes the checksum.
+    """
+    data = json.loads(to_json(plan))
+    checked = {"checksum": _checksum(data), **data}
+    Path(path).write_text(json.dumps(checked, indent=1, sort_keys=True) + "\n")
 
 
 def load(path: str | Path) -> Plan2D:
-    """Read a file that `save` wrote."""
+    """Read a file that `save` wrote.
+
+    Raises:
+        PlanError: it can't be read, or is something else.
+    """
     try:
         text = Path(path).read_text()
+    except OSError as error:
+        raise PlanError(f"{path} can't be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise PlanError(f"{path} is not a plan file: {error}") from error
-    return from_json(text)
+    try:
+        return from_json(text)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from error
 
 
-def _plan_from_dict(data: dict[str, Any]) -> Plan2D:
-    version = data["schema_version"]
-    if version != SCHEMA_VERSION:
+def _record_of(data: Any) -> PlanRecord:
+    if isinstance(data, dict):
+        version = data.get("schema_version")
+        if type(version) is int and version != SCHEMA_VERSION:
+            raise PlanError(
+                f"it has schema_version={version}; this release reads {SCHEMA_VERSION}, so plan "
+                "again, or use the release that wrote it"
+            )
+    try:
+        record = PlanRecord.model_validate(data)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        where = ".".join(str(part) for part in wrong["loc"]) or "all of it"
         raise PlanError(
-            f"plan file has schema_version={version}; this release reads {SCHEMA_VERSION}"
-        )
-    shape = data["mesh"]
-    mesh = Mesh2D(shape["num_groups"], shape["group_size"], RankLayout(shape["layout"]))
-    sync = _sync_from_dict(data["sync"])
+            f"{where}: {wrong['msg']}; mend it there, or write plans with "
+            "torchrec_2dsp.plan.serialize.save"
+        ) from error
+    if record.checksum is not None:
+        content = {key: value for key, value in data.items() if key != "checksum"}
+        if record.checksum != _checksum(content):
+            raise PlanError(
+                "checksum: it is not that of the plan, so the file was damaged or edited; plan "
+                "again, or remove the line if you edited it by hand"
+            )
+    return record
+
+
+def _checksum(data: dict[str, Any]) -> str:
+    """Of the plan's JSON, however it is laid out."""
+    canonical = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return f"sha256:{hashlib.sha256(canonical.encode()).hexdigest()}"
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object's keys and values; JSON would let the last of equal keys win."""
+    keys = Counter(key for key, _ in pairs)
+    if len(keys) < len(pairs):
+        key = next(key for key, count in keys.items() if count > 1)
+        raise PlanError(f"{key!r} is there twice in one object; remove one of the two")
+    return dict(pairs)
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise PlanError(f"{name} is no number of a plan; write a finite one")
+
+
+def _plan_of(record: PlanRecord) -> Plan2D:
+    shape = record.mesh
+    mesh = Mesh2D(shape.num_groups, shape.group_size, shape.layout)
+    sync = _sync_of(record.sync)
     modules: dict[str, ModuleShardingPlan] = {
         path: ModulePlan2D(
-            {name: _table_from_dict(table) for name, table in tables.items()},
+            {name: _table_of(f"modules.{path}.{name}", table) for name, table in tables.items()},
             mesh=mesh,
             sync=sync,
         )
-        for path, tables in data["modules"].items()
+        for path, tables in record.modules.items()
     }
     return Plan2D(plan=modules, mesh=mesh, sync=sync)
 
@@ -109,12 +187,25 @@ def _sync_to_dict(sync: SyncConfig) -> dict[str, Any]:
     return {"kind": type(sync).__name__, **fields}
 
 
-def _sync_from_dict(data: dict[str, Any]) -> SyncConfig:
-    data = dict(data)
-    kind = _SYNC_CLASSES[data.pop("kind")]
-    for name in _POLICIES & set(data):
-        data[name] = None if data[name] is None else parse_policy(data[name])
-    return kind(**data)
+def _sync_of(record: GradientSyncRecord | WeightSyncRecord) -> SyncConfig:
+    try:
+        if isinstance(record, GradientSyncRecord):
+            return GradientSync(
+                transport=Transport(record.transport),
+                delay=record.delay,
+                drift_every=record.drift_every,
+            )
+        moments = record.moments_policy
+        return WeightSync(
+            policy=parse_policy(record.policy),
+            moments_policy=None if moments is None else parse_policy(moments),
+            rows=SyncedRows(record.rows),
+            transport=Transport(record.transport),
+            drift_every=record.drift_every,
+            dense_above=record.dense_above,
+        )
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"sync: {error}") from error
 
 
 def _table_to_dict(name: str, table: ParameterSharding2D) -> dict[str, Any]:
@@ -142,22 +233,33 @@ def _table_to_dict(name: str, table: ParameterSharding2D) -> dict[str, Any]:
     }
 
 
-def _table_from_dict(data: dict[str, Any]) -> ParameterSharding2D:
-    data = dict(data)
-    shards = data.pop("shards")
-    hot_rows = data.pop("hot_rows")
-    bounds, dtype = data.pop("bounds_check_mode"), data.pop("output_dtype")
-    return ParameterSharding2D(
-        sharding_spec=None
-        if shards is None
-        else EnumerableShardingSpec([ShardMetadata(**shard) for shard in shards]),
-        hot_set=None if hot_rows is None else HotSet(tuple(hot_rows)),
-        bounds_check_mode=None if bounds is None else BoundsCheckMode[bounds],
-        output_dtype=None if dtype is None else DataType[dtype],
-        exchange=Exchange(data.pop("exchange")),
-        # Plan files of before have none.
-        owners=RowOwners(data.pop("owners", RowOwners.BLOCK.value)),
-        **data,
+def _table_of(where: str, record: TableRecord) -> ParameterSharding2D:
+    try:
+        return ParameterSharding2D(
+            sharding_type=record.sharding_type.value,
+            compute_kernel=record.compute_kernel.value,
+            ranks=record.ranks,
+            sharding_spec=None
+            if record.shards is None
+            else EnumerableShardingSpec([_shard_of(shard) for shard in record.shards]),
+            enforce_hbm=record.enforce_hbm,
+            stochastic_rounding=record.stochastic_rounding,
+            bounds_check_mode=record.bounds_check_mode,
+            output_dtype=record.output_dtype,
+            exchange=record.exchange,
+            owners=record.owners,
+            hot_set=None if record.hot_rows is None else HotSet(tuple(record.hot_rows)),
+            num_groups=record.num_groups,
+        )
+    except _MALFORMED as error:
+        raise PlanError(f"{where}: {error}; plan the table again, or mend it there") from error
+
+
+def _shard_of(record: ShardRecord) -> ShardMetadata:
+    return ShardMetadata(
+        shard_offsets=record.shard_offsets,
+        shard_sizes=record.shard_sizes,
+        placement=record.placement,
     )
 
 

@@ -47,3 +47,21 @@ def check_table_configs(path: str, configs: Iterable[Any]) -> None:
                 f"{where} has embedding_dim={config.embedding_dim}; FBGEMM's kernels need a "
                 f"multiple of {_COLUMNS_AT_A_TIME}, such as {rounded}"
             )
+
+
+def table_text(config: Any) -> str:
+    """All of a table's config that ranks would exchange or compute differently if it differed.
+
+    Example:
+        >>> from torchrec.modules.embedding_configs import EmbeddingConfig
+        >>> from torchrec_2dsp.plan.table_configs import table_text
+        >>> table_text(
+        ...     EmbeddingConfig(name="t", num_embeddings=9, embedding_dim=8, feature_names=["f"])
+        ... )
+        "9 x 8 FP32, a sequence of ['f']"
+    """
+    pooling = getattr(config, "pooling", None)
+    return (
+        f"{config.num_embeddings} x {config.embedding_dim} {config.data_type.value}, "
+        f"{'a sequence' if pooling is None else pooling.value} of {config.feature_names}"
+    )

@@ -17,11 +17,16 @@ from torchrec_2dsp.errors import ConfigError, UnsupportedError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 
 
-def world_topology(mesh: Mesh2D) -> Topology:
-    """What TorchRec assumes of the world when it is given no topology."""
+def world_topology(mesh: Mesh2D, device_type: str | None = None) -> Topology:
+    """What TorchRec assumes of the world when it is given no topology.
+
+    Args:
+        mesh: of all its ranks.
+        device_type: where tables lie; by default on GPUs if there are some.
+    """
     return TopologyFactory.create_topology(
         TrainerConfig(world_size=mesh.world_size, local_world_size=get_local_size(mesh.world_size)),
-        kernel_config=KernelConfig(compute_device=get_device_type()),
+        kernel_config=KernelConfig(compute_device=device_type or get_device_type()),
     )
 
 

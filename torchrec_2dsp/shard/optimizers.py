@@ -63,8 +63,8 @@ def stock_params(
         return fused_params
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
-            f"optimizer={optimizer!r} is no fused optimizer; what TorchRec's sharders take first "
-            "is fused_params=... here"
+            f"optimizer={optimizer!r} is no fused optimizer; give one of FBGEMM's EmbOptimType or "
+            "of this package, or fused_params, a dict"
         )
     if fused_params and "optimizer" in fused_params:
         raise ConfigError(
@@ -84,6 +84,19 @@ def stock_params(
         "learning_rate": optimizer.lr,
         "eps": optimizer.eps,
     }
+
+
+def sorted_out(
+    first: Optimizer | dict[str, Any] | None, fused_params: dict[str, Any] | None
+) -> tuple[Optimizer | None, dict[str, Any] | None]:
+    """Optimizer and fused parameters, where the latter may come first, as TorchRec takes them."""
+    if not isinstance(first, dict):
+        return first, fused_params
+    if fused_params is not None:
+        raise ConfigError(
+            f"fused parameters are given twice: {first!r} and {fused_params!r}; give one of the two"
+        )
+    return None, first
 
 
 def params_for_plan(

@@ -17,6 +17,7 @@ from torchrec_2dsp.optim.delayed_moment import DelayedMomentRowWiseAdaGrad
 from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D
 from torchrec_2dsp.plan.remap import module_plan_for_rank
 from torchrec_2dsp.plan.serialize import to_json
+from torchrec_2dsp.plan.table_configs import table_text
 from torchrec_2dsp.shard.embedding import ShardedEmbeddingCollection2D
 from torchrec_2dsp.shard.embedding_bag import ShardedEmbeddingBagCollection2D
 from torchrec_2dsp.shard.id_check import BadIds
@@ -25,6 +26,7 @@ from torchrec_2dsp.shard.optimizers import (
     check_delayed_moment,
     check_optimizers,
     params_for_plan,
+    sorted_out,
     stock_optimizer_classes,
     stock_params,
 )
@@ -80,7 +82,7 @@ class _Sharder2D:
             plan.mesh.check_world(dist.get_world_size())
             parts = [self._part(module, configs, part, device) for part in plan.parts()]
             facts |= self._facts(path or "", plan, [part.fused_params for part in parts])
-            facts |= {f"table {config.name!r}": _described(config) for config in configs}
+            facts |= {f"table {config.name!r}": table_text(config) for config in configs}
             facts["the device type"] = device.type
             facts["LOCAL_WORLD_SIZE"] = str(local_world_size)
         _warn_of_idle_hot_sets(idle_hot_sets(plan, configs))
@@ -157,15 +159,6 @@ class _Sharder2D:
         }
 
 
-def _described(config: Any) -> str:
-    """What ranks would exchange or compute differently if it differed."""
-    pooling = getattr(config, "pooling", None)
-    return (
-        f"{config.num_embeddings} x {config.embedding_dim} {config.data_type.value}, "
-        f"{'a sequence' if pooling is None else pooling.value} of {config.feature_names}"
-    )
-
-
 def _warn_of_idle_hot_sets(idle: list[str]) -> None:
     if idle and dist.get_rank() == 0:
         logger.warning(
@@ -189,24 +182,26 @@ class EmbeddingBagCollectionSharder2D(_Sharder2D, EmbeddingBagCollectionSharder)
 
     def __init__(
         self,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | dict[str, Any] | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         *,
         fused_params: dict[str, Any] | None = None,
-        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         keep_weights: bool = False,
         bad_ids: BadIds | str = BadIds.RAISE,
     ) -> None:
         """
         Args:
             optimizer: the fused optimizer, ours or FBGEMM's; alternatively give it in
-                ``fused_params`` or by ``apply_optimizer_in_backward``, as in TorchRec.
-            fused_params: FBGEMM's parameters, as in TorchRec.
+                ``fused_params`` or by ``apply_optimizer_in_backward``, as in TorchRec. A dict is
+                taken as ``fused_params``, which TorchRec's sharders take first.
             qcomm_codecs_registry: quantised communication, as in TorchRec.
+            fused_params: FBGEMM's parameters, as in TorchRec.
             keep_weights: take over the weights of a module that isn't on the meta device,
                 which TorchRec drops.
             bad_ids: what is done with ids that a table has no row for: "raise" an `InputError` on
                 all ranks, "drop" them, or "clamp" them to the first or last row.
         """
+        optimizer, fused_params = sorted_out(optimizer, fused_params)
         EmbeddingBagCollectionSharder.__init__(
             self, stock_params(optimizer, fused_params), qcomm_codecs_registry
         )
@@ -244,21 +239,22 @@ class EmbeddingCollectionSharder2D(_Sharder2D, EmbeddingCollectionSharder):
 
     def __init__(
         self,
-        optimizer: Optimizer | None = None,
-        *,
-        fused_params: dict[str, Any] | None = None,
+        optimizer: Optimizer | dict[str, Any] | None = None,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         use_index_dedup: bool = False,
+        *,
+        fused_params: dict[str, Any] | None = None,
         bad_ids: BadIds | str = BadIds.RAISE,
     ) -> None:
         """
         Args:
             optimizer: as in `EmbeddingBagCollectionSharder2D`.
-            fused_params: FBGEMM's parameters, as in TorchRec.
             qcomm_codecs_registry: quantised communication, as in TorchRec.
             use_index_dedup: as in TorchRec, which offers it on CUDA only.
+            fused_params: FBGEMM's parameters, as in TorchRec.
             bad_ids: as in `EmbeddingBagCollectionSharder2D`.
         """
+        optimizer, fused_params = sorted_out(optimizer, fused_params)
         EmbeddingCollectionSharder.__init__(
             self,
             stock_params(optimizer, fused_params),
@@ -269,8 +265,10 @@ class EmbeddingCollectionSharder2D(_Sharder2D, EmbeddingCollectionSharder):
         self._init_2d(optimizer, keep_weights=False, bad_ids=bad_ids)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """TorchRec's types for sequences."""
-        return EmbeddingCollectionSharder.sharding_types(self, compute_device_type)
+        """TorchRec's types for sequences; none is looked up data parallel on a CPU."""
+        kinds = EmbeddingCollectionSharder.sharding_types(self, compute_device_type)
+        is_on_cpu = compute_device_type == "cpu"
+        return [kind for kind in kinds if not (is_on_cpu and kind == "data_parallel")]
 
     def shard(  # type: ignore[override]  # where tables are of several meshes
         self,

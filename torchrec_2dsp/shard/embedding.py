@@ -17,6 +17,7 @@ from torchrec_2dsp.shard.replicated import Replication
 from torchrec_2dsp.shard.row_context import keep_needed_rows
 from torchrec_2dsp.shard.row_prefetch import PrefetchContext, RowPrefetchModule
 from torchrec_2dsp.shard.shardings import SEQUENCE
+from torchrec_2dsp.shard.variable_batch_sizes import BagsOfSamples, distinct_bags
 
 
 @dataclass
@@ -27,12 +28,16 @@ class SequenceContext(PrefetchContext, EmbeddingCollectionContext):
     """Whether all ranks' ids are right, on its way."""
     hot: HotBatch | None = None
     """What the batch looks up in the replicas, `None` without hot rows."""
+    bags_of_samples: BagsOfSamples | None = None
+    """Of a batch with a batch size for each feature."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""
         super().record_stream(stream)
         if self.hot is not None:
             self.hot.record_stream(stream)
+        if self.bags_of_samples is not None:
+            self.bags_of_samples.record_stream(stream)
 
 
 class ShardedEmbeddingCollection2D(RowPrefetchModule, ShardedEmbeddingCollection):
@@ -85,7 +90,9 @@ class ShardedEmbeddingCollection2D(RowPrefetchModule, ShardedEmbeddingCollection
     def input_dist(self, ctx: Any, features: Any) -> Any:
         """Check the ids, take the hot ones out, then distribute the others as TorchRec does."""
         if isinstance(features, KeyedJaggedTensor):
-            features, ctx.id_check = self._id_check(features)
+            bags = distinct_bags(features, self._id_check.features)
+            ctx.bags_of_samples = bags.of_samples
+            features, ctx.id_check = self._id_check(bags.features, bags.error)
         features, ctx.hot = self._split_hot_rows(features)
         asked = super().input_dist(ctx, features)
         keep_needed_rows(ctx.sharding_contexts, self._input_dists)
@@ -102,5 +109,7 @@ class ShardedEmbeddingCollection2D(RowPrefetchModule, ShardedEmbeddingCollection
         if ctx.hot is not None:
             hot = self._lookup_hot_rows(ctx.hot)
             awaitable.callbacks.append(lambda cold: join_sequences(cold, hot, ctx.hot))
+        if ctx.bags_of_samples is not None:
+            awaitable.callbacks.append(ctx.bags_of_samples.sequences)
         awaitable = self._let_others_follow(awaitable, ctx)
         return self._watch_backward(awaitable, lambda: self._hold_hot_rows(ctx.hot))

@@ -23,7 +23,7 @@ from torchrec_2dsp.plan.parameter_sharding import (
     nonempty_type,
 )
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
-from torchrec_2dsp.shard.hot_module import check_one_batch_size
+from torchrec_2dsp.shard.hot_module import check_keyed_jagged
 from torchrec_2dsp.shard.hot_split import HotBatch
 from torchrec_2dsp.shard.id_check import IdCheck
 from torchrec_2dsp.shard.nonempty_bags import keep_filled_bags
@@ -31,6 +31,7 @@ from torchrec_2dsp.shard.replicated import Replication
 from torchrec_2dsp.shard.row_context import keep_needed_rows
 from torchrec_2dsp.shard.row_prefetch import PrefetchContext, RowPrefetchModule
 from torchrec_2dsp.shard.shardings import POOLED
+from torchrec_2dsp.shard.variable_batch_sizes import BagsOfSamples, distinct_bags
 
 _LEFT_TO_US = (ShardingType.GRID_SHARD.value, nonempty_type(ShardingType.ROW_WISE))
 """Types that TorchRec doesn't average."""
@@ -46,6 +47,8 @@ class BagContext(PrefetchContext, EmbeddingBagCollectionContext):
     """Whether all ranks' ids are right, on its way."""
     bag_lengths: dict[str, torch.Tensor] | None = None
     """Ids per bag of the features that this module averages itself."""
+    bags_of_samples: BagsOfSamples | None = None
+    """Of a batch with a batch size for each feature."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""
@@ -54,6 +57,8 @@ class BagContext(PrefetchContext, EmbeddingBagCollectionContext):
             self.hot.record_stream(stream)
         for lengths in (self.bag_lengths or {}).values():
             lengths.record_stream(stream)
+        if self.bags_of_samples is not None:
+            self.bags_of_samples.record_stream(stream)
 
 
 class ShardedEmbeddingBagCollection2D(RowPrefetchModule, ShardedEmbeddingBagCollection):
@@ -135,9 +140,11 @@ class ShardedEmbeddingBagCollection2D(RowPrefetchModule, ShardedEmbeddingBagColl
     def input_dist(self, ctx: Any, features: Any) -> Any:
         """Check the ids, take the hot ones out, then distribute the others as TorchRec does."""
         if isinstance(features, KeyedJaggedTensor):
-            features, ctx.id_check = self._id_check(features)
+            bags = distinct_bags(features, self._id_check.features)
+            ctx.bags_of_samples = bags.of_samples
+            features, ctx.id_check = self._id_check(bags.features, bags.error)
         if self._features_averaged_here:
-            check_one_batch_size(features)
+            check_keyed_jagged(features)
             lengths = features.lengths().view(len(features.keys()), features.stride())
             ctx.bag_lengths = {
                 key: lengths[index]
@@ -163,6 +170,8 @@ class ShardedEmbeddingBagCollection2D(RowPrefetchModule, ShardedEmbeddingBagColl
             awaitable.callbacks.append(
                 lambda cold: _complete_bags(cold, hot, ctx.bag_lengths or {})
             )
+        if ctx.bags_of_samples is not None:
+            awaitable.callbacks.append(ctx.bags_of_samples.pooled)
         awaitable = self._let_others_follow(awaitable, ctx)
         return self._watch_backward(awaitable, lambda: self._hold_hot_rows(ctx.hot))
 

@@ -1,7 +1,7 @@
 """`IdCheck`: ids that no row has are found before anything travels, on all ranks alike."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -57,16 +57,23 @@ class IdCheck:
         """Bad ids of this rank so far."""
 
     @torch.no_grad()
-    def __call__(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Check | None]:
+    def __call__(
+        self, features: KeyedJaggedTensor, error: InputError | None = None
+    ) -> tuple[KeyedJaggedTensor, Check | None]:
         """The features without bad ids, and what is to be waited for before they are looked up.
+
+        Args:
+            features: a batch.
+            error: what has been found wrong with it already; no policy mends that.
 
         Collectives:
             With ``"raise"``, that of `Alarm.check`.
         """
+        if error is not None and self._policy is not BadIds.RAISE:
+            raise error
         values = features.values()
         limits = self._limits(features)
         is_bad = (values >= limits) | ((values < 0) & (limits < _NO_LIMIT))
-        error = None
         if bool(is_bad.any()):
             self.num_bad += int(is_bad.sum())
             error = self._error(features, int(is_bad.nonzero()[0]))
@@ -80,6 +87,11 @@ class IdCheck:
         if self._policy is not BadIds.RAISE:
             return features, None
         return features, self._alarm.check(error)
+
+    @property
+    def features(self) -> Iterable[str]:
+        """The features that look up tables."""
+        return self._tables.keys()
 
     def _limits(self, features: KeyedJaggedTensor) -> torch.Tensor:
         """For each id, how many rows its table has."""
@@ -128,7 +140,10 @@ def _rebuilt(
         weights = weights[kept]
     options: dict[str, Any] = {"stride": features.stride()}
     if features.variable_stride_per_key():
-        options = {"stride_per_key_per_rank": features.stride_per_key_per_rank()}
+        options = {
+            "stride_per_key_per_rank": features.stride_per_key_per_rank(),
+            "inverse_indices": features.inverse_indices_or_none(),
+        }
     return KeyedJaggedTensor(
         keys=features.keys(), values=values, weights=weights, lengths=lengths, **options
     )

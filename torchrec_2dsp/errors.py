@@ -40,7 +40,7 @@ class CheckpointError(TwoDError, RuntimeError):
 
 
 class InputError(TwoDError, IndexError):
-    """A batch with an id that its table has no row for."""
+    """A batch with an id that its table has no row for, or with batch sizes that don't fit it."""
 
 
 class SyncError(TwoDError, RuntimeError):

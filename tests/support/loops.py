@@ -31,6 +31,7 @@ from tests.support.parity import (
     make_optimizer,
     make_sharder,
 )
+from tests.support.variable_batches import make_variable_batch
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.shard.parted import parts_of
 from torchrec_2dsp.sync.moment import Moment
@@ -42,8 +43,9 @@ Stream = list[list[KeyedJaggedTensor]]
 
 def make_stream(cell: Cell, steps: int) -> Stream:
     """The batches of all ranks."""
+    make = make_variable_batch if cell.variable else make_batch
     return [
-        [make_batch(cell.spec, 1000 * step + rank) for rank in range(cell.mesh.world_size)]
+        [make(cell.spec, 1000 * step + rank) for rank in range(cell.mesh.world_size)]
         for step in range(steps)
     ]
 

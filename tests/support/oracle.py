@@ -9,6 +9,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.support import reference
 from tests.support.models import Model, ModelSpec, build, make_batch, tables_of
+from tests.support.variable_batches import make_variable_batch, written_out
 
 
 def local_loss(scores: torch.Tensor) -> torch.Tensor:
@@ -45,6 +46,7 @@ class Oracle:
     def step(self, batches: Sequence[KeyedJaggedTensor]) -> list[float]:
         """One update on the batches of all ranks; each rank's loss before it."""
         self.model.zero_grad()
+        batches = [written_out(batch) for batch in batches]
         losses = [local_loss(self.model(batch)) for batch in batches if batch.stride() > 0]
         (sum(losses, torch.zeros(())) / len(batches)).backward()
         with torch.no_grad():
@@ -100,20 +102,33 @@ class OracleKind(NamedTuple):
 
 
 def batches_of(
-    spec: ModelSpec, seed: int, sizes: tuple[int, ...], max_length: int, step: int
+    spec: ModelSpec,
+    seed: int,
+    sizes: tuple[int, ...],
+    max_length: int,
+    step: int,
+    variable: bool = False,
 ) -> list[KeyedJaggedTensor]:
-    """Those of all ranks in a step."""
+    """Those of all ranks in a step; if ``variable``, most have a batch size for each feature."""
+    make = make_variable_batch if variable else make_batch
     return [
-        make_batch(spec, seed + 1000 * step + peer, size, max_length)
-        for peer, size in enumerate(sizes)
+        make(spec, seed + 1000 * step + peer, size, max_length) for peer, size in enumerate(sizes)
     ]
 
 
 @lru_cache(maxsize=64)
 def trained_oracle(
-    kind: OracleKind, seed: int, sizes: tuple[int, ...], max_length: int, steps: int
+    kind: OracleKind,
+    seed: int,
+    sizes: tuple[int, ...],
+    max_length: int,
+    steps: int,
+    variable: bool = False,
 ) -> tuple[Oracle, tuple[list[float], ...]]:
     """An oracle after some steps, which nobody may train further, and the losses of each step."""
     oracle = kind.make()
-    losses = [oracle.step(batches_of(kind.spec, seed, sizes, max_length, n)) for n in range(steps)]
+    losses = [
+        oracle.step(batches_of(kind.spec, seed, sizes, max_length, n, variable))
+        for n in range(steps)
+    ]
     return oracle, tuple(losses)

@@ -49,6 +49,8 @@ class Cell:
     eps: float = EPS
     seed: int = 0
     max_length: int = 4
+    variable: bool = False
+    """Whether batches have a batch size for each feature, see `make_variable_batch`."""
     exchange: str = "pooled"
     owners: str = "block"
     demands: tuple[tuple[str, tdsp.ParameterConstraints2D], ...] = ()
@@ -66,7 +68,7 @@ class Cell:
         parts += ["hash"] * (self.owners == "hash") + ["demands"] * bool(self.demands)
         parts += ["proposed"] * self.proposed + [f"{name} once" for name in self.in_world]
         parts += ["hot"] * bool(self.hot_rows) + ["stock-dmp"] * self.stock_wrapper
-        return " ".join(parts + ["captured"] * self.always_capture)
+        return " ".join(parts + ["VBE"] * self.variable + ["captured"] * self.always_capture)
 
     @property
     def num_values(self) -> int:
@@ -188,10 +190,11 @@ def run_cell(rank: int, world_size: int, cell: Cell, steps: int = STEPS) -> Gap:
     optimizer = make_optimizer(parallel)
     sizes = cell.batch_sizes or (6,) * world_size
     # What mesh, sync, exchange and hot rows don't change is trained once for all cells.
-    oracle, expected = trained_oracle(oracle_of(cell), cell.seed, sizes, cell.max_length, steps)
+    drawn = (cell.seed, sizes, cell.max_length)
+    oracle, expected = trained_oracle(oracle_of(cell), *drawn, steps, cell.variable)
     loss_gap = 0.0
     for step in range(steps):
-        batch = batches_of(cell.spec, cell.seed, sizes, cell.max_length, step)[rank]
+        batch = batches_of(cell.spec, *drawn, step, cell.variable)[rank]
         optimizer.zero_grad()
         loss = local_loss(parallel(batch))
         loss.backward()

@@ -77,9 +77,6 @@ class BatchForm:
         Collectives:
             For the first batch, a gather of its number types from all ranks.
         """
-        if batch.variable_stride_per_key():
-            # TorchRec's own way, with what it takes from the first batch.
-            return batch, error
         keys, num_samples = batch.keys(), batch.stride()
         if self._types is None:
             self._types = self._joined_types(batch)

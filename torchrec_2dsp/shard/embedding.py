@@ -18,6 +18,7 @@ from torchrec_2dsp.shard.replicated import Replication
 from torchrec_2dsp.shard.row_context import keep_needed_rows
 from torchrec_2dsp.shard.row_prefetch import PrefetchContext, RowPrefetchModule
 from torchrec_2dsp.shard.shardings import SEQUENCE
+from torchrec_2dsp.shard.variable_batch_sizes import BagsOfSamples, distinct_bags
 
 
 @dataclass
@@ -28,12 +29,16 @@ class SequenceContext(PrefetchContext, EmbeddingCollectionContext):
     """Whether all ranks' batches are right, on its way."""
     hot: HotBatch | None = None
     """What the batch looks up in the replicas, `None` without hot rows."""
+    bags_of_samples: BagsOfSamples | None = None
+    """Of a batch with a batch size for each feature."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""
         super().record_stream(stream)
         if self.hot is not None:
             self.hot.record_stream(stream)
+        if self.bags_of_samples is not None:
+            self.bags_of_samples.record_stream(stream)
 
 
 class ShardedEmbeddingCollection2D(RowPrefetchModule, ShardedEmbeddingCollection):
@@ -88,7 +93,9 @@ class ShardedEmbeddingCollection2D(RowPrefetchModule, ShardedEmbeddingCollection
     def input_dist(self, ctx: Any, features: Any) -> Any:
         """Check the batch, take hot ids out, then distribute the others as TorchRec does."""
         if isinstance(features, KeyedJaggedTensor):
-            features, ctx.batch_check = self._batch_check(features)
+            bags = distinct_bags(features, self._batch_check.ids.features)
+            ctx.bags_of_samples = bags.of_samples
+            features, ctx.batch_check = self._batch_check(bags.features, bags.error)
         features, ctx.hot = self._split_hot_rows(features)
         ctx.asked = super().input_dist(ctx, features)
         keep_needed_rows(ctx.sharding_contexts, self._input_dists)
@@ -106,5 +113,7 @@ class ShardedEmbeddingCollection2D(RowPrefetchModule, ShardedEmbeddingCollection
         if ctx.hot is not None:
             hot = self._lookup_hot_rows(ctx.hot)
             awaitable.callbacks.append(lambda cold: join_sequences(cold, hot, ctx.hot))
+        if ctx.bags_of_samples is not None:
+            awaitable.callbacks.append(ctx.bags_of_samples.sequences)
         awaitable = self._let_others_follow(awaitable, ctx)
         return self._watch_backward(awaitable, lambda: self._hold_hot_rows(ctx.hot))

@@ -27,7 +27,7 @@ from torchrec_2dsp.plan.parameter_sharding import (
 )
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.shard.batch_check import BatchCheck
-from torchrec_2dsp.shard.hot_module import check_one_batch_size
+from torchrec_2dsp.shard.hot_module import check_keyed_jagged
 from torchrec_2dsp.shard.hot_split import HotBatch
 from torchrec_2dsp.shard.input_exchange import completed_input
 from torchrec_2dsp.shard.nonempty_bags import keep_filled_bags
@@ -35,6 +35,7 @@ from torchrec_2dsp.shard.replicated import Replication
 from torchrec_2dsp.shard.row_context import keep_needed_rows
 from torchrec_2dsp.shard.row_prefetch import PrefetchContext, RowPrefetchModule
 from torchrec_2dsp.shard.shardings import POOLED
+from torchrec_2dsp.shard.variable_batch_sizes import BagsOfSamples, distinct_bags
 
 _AVERAGED_HERE = (
     ShardingType.ROW_WISE.value,
@@ -57,6 +58,8 @@ class BagContext(PrefetchContext, EmbeddingBagCollectionContext):
     """Whether all ranks' batches are right, on its way."""
     bag_lengths: dict[str, torch.Tensor] | None = None
     """Ids per bag of the outputs that this module averages itself, by name."""
+    bags_of_samples: BagsOfSamples | None = None
+    """Of a batch with a batch size for each feature."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""
@@ -65,6 +68,8 @@ class BagContext(PrefetchContext, EmbeddingBagCollectionContext):
             self.hot.record_stream(stream)
         for lengths in (self.bag_lengths or {}).values():
             lengths.record_stream(stream)
+        if self.bags_of_samples is not None:
+            self.bags_of_samples.record_stream(stream)
 
 
 class ShardedEmbeddingBagCollection2D(RowPrefetchModule, ShardedEmbeddingBagCollection):
@@ -148,9 +153,11 @@ class ShardedEmbeddingBagCollection2D(RowPrefetchModule, ShardedEmbeddingBagColl
     def input_dist(self, ctx: Any, features: Any) -> Any:
         """Check the batch, take hot ids out, then distribute the others as TorchRec does."""
         if isinstance(features, KeyedJaggedTensor):
-            features, ctx.batch_check = self._batch_check(features)
+            bags = distinct_bags(features, self._batch_check.ids.features)
+            ctx.bags_of_samples = bags.of_samples
+            features, ctx.batch_check = self._batch_check(bags.features, bags.error)
         if self._outputs_averaged_here:
-            check_one_batch_size(features)
+            check_keyed_jagged(features)
             lengths = features.lengths().view(len(features.keys()), features.stride())
             by_feature = dict(zip(features.keys(), lengths, strict=True))
             ctx.bag_lengths = {
@@ -177,6 +184,8 @@ class ShardedEmbeddingBagCollection2D(RowPrefetchModule, ShardedEmbeddingBagColl
             awaitable.callbacks.append(
                 lambda cold: _complete_bags(cold, hot, ctx.bag_lengths or {})
             )
+        if ctx.bags_of_samples is not None:
+            awaitable.callbacks.append(ctx.bags_of_samples.pooled)
         awaitable = self._let_others_follow(awaitable, ctx)
         return self._watch_backward(awaitable, lambda: self._hold_hot_rows(ctx.hot))
 

@@ -17,12 +17,12 @@ from torchrec_2dsp.shard.replicated import ReplicatedModule, Replication
 from torchrec_2dsp.sync.point import SyncAction
 
 
-def check_one_batch_size(features: Any) -> None:
+def check_keyed_jagged(features: Any) -> None:
     """Raise for batches that can't be taken apart sample by sample."""
-    if not isinstance(features, KeyedJaggedTensor) or features.variable_stride_per_key():
+    if not isinstance(features, KeyedJaggedTensor):
         raise UnsupportedError(
-            "hot rows and averaged grid tables need a KeyedJaggedTensor with one batch size for "
-            "all features"
+            "hot rows, and averages that are made after the exchange, need a KeyedJaggedTensor, "
+            f"but the batch is a {type(features).__name__}; convert it first"
         )
 
 
@@ -78,7 +78,7 @@ class HotRowsModule(ReplicatedModule):
         """``features`` without hot ids, and those."""
         if self._hot_rows is None:
             return features, None
-        check_one_batch_size(features)
+        check_keyed_jagged(features)
         return self._hot_rows.split(features)
 
     def _hold_hot_rows(self, hot: HotBatch | None) -> None:

@@ -1,7 +1,7 @@
 """`IdCheck`: ids that no row has are found before anything travels."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -79,6 +79,11 @@ class IdCheck:
                 features = _rebuilt(features, values, features.lengths())
         return features, error
 
+    @property
+    def features(self) -> Iterable[str]:
+        """The features that look up tables."""
+        return self._tables.keys()
+
     def _limits(self, features: KeyedJaggedTensor) -> torch.Tensor:
         """For each id, how many rows its table has."""
         device = features.values().device
@@ -126,7 +131,10 @@ def _rebuilt(
         weights = weights[kept]
     options: dict[str, Any] = {"stride": features.stride()}
     if features.variable_stride_per_key():
-        options = {"stride_per_key_per_rank": features.stride_per_key_per_rank()}
+        options = {
+            "stride_per_key_per_rank": features.stride_per_key_per_rank(),
+            "inverse_indices": features.inverse_indices_or_none(),
+        }
     return KeyedJaggedTensor(
         keys=features.keys(), values=values, weights=weights, lengths=lengths, **options
     )

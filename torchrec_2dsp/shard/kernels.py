@@ -27,7 +27,6 @@ from torchrec_2dsp._compat.torchrec import (
     GroupedEmbeddingConfig,
 )
 from torchrec_2dsp.comms.peers import Peers
-from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.optim.moment_scaled import to_kernel_units
 from torchrec_2dsp.rows.capture import RowCapture
 
@@ -150,12 +149,6 @@ class _CapturingKernel:
             if self._update_watchers and output.requires_grad:
                 self._announce_update(output, features)
             return output
-        if features.variable_stride_per_key():
-            raise UnsupportedError(
-                "variable batch sizes per feature (VBE) can't be trained with GradientSync, nor "
-                "with a delayed moment; use equal batch sizes for all features of a batch, or "
-                "WeightSync with another optimizer"
-            )
         weights = features.weights_or_none()
         if weights is not None and not weights.is_floating_point():
             # Scores that travel as integer weights; TorchRec's lookup ignores them, too.

@@ -13,7 +13,6 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp._compat.torchrec import EmbeddingShardingContext, KJTAllToAll
-from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.rows.gradients import RowSum
 
 
@@ -125,11 +124,6 @@ class BagNotes:
         return taken
 
     def _note(self, features: KeyedJaggedTensor) -> None:
-        if features.variable_stride_per_key():
-            raise UnsupportedError(
-                "an exchange of non-empty bags needs one batch size for all features of a batch; "
-                "variable batch sizes per feature (VBE) need exchange='pooled'"
-            )
         by_feature = features.lengths().view(sum(self._num_features), features.stride())
         by_owner = by_feature.split(self._num_features)
         self._filled = [_find(channel, by_owner) for channel in self._channels]

@@ -12,7 +12,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp._compat.torchrec import KJTAllToAll
 from torchrec_2dsp.comms.peers import Peers
-from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.shard.needed_rows import NeededRows, RowBlock, RowNumbering, part_by_part
 from torchrec_2dsp.shard.rows_per_host import HostRequests, HostRows
 
@@ -78,11 +77,6 @@ class RowRequests(nn.Module):
             Those of TorchRec's input exchange, for one sample with all rows; before them two on
             the host, if its ranks ask together.
         """
-        if features.variable_stride_per_key():
-            raise UnsupportedError(
-                "row exchange needs one batch size for all features of a batch; variable batch "
-                "sizes per feature (VBE) need another exchange"
-            )
         with record_function(_LABEL):
             parts = features.split(self._sizes)
             needed = [one.find(part) for one, part in zip(self._numberings, parts, strict=True)]

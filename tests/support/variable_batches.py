@@ -1,0 +1,94 @@
+"""Batches whose features have batch sizes of their own (TorchRec's VBE), and the same written out.
+
+`make_variable_batch` draws one, `written_out` gives the ordinary batch that it stands for, bag by
+bag and without tensor tricks: the oracle trains on that one.
+"""
+
+from typing import Any
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from tests.support.models import ModelSpec, make_batch
+
+
+def make_variable_batch(
+    spec: ModelSpec, seed: int, batch_size: int = 6, max_length: int = 4, *, plain_every: int = 5
+) -> KeyedJaggedTensor:
+    """A batch with distinct bags for each feature, and which of them each sample has.
+
+    Features have between one bag and one for each sample; some bags are nobody's, and
+    ``inverse_indices`` name features in an order of their own. One of ``plain_every`` seeds gives
+    an ordinary batch instead, as the loaders of some ranks might.
+    """
+    if plain_every and seed % plain_every == 0:
+        return make_batch(spec, seed, batch_size, max_length)
+    generator = torch.Generator().manual_seed(seed)
+    keys = [feature for feature, _ in spec.features]
+    sizes = [
+        int(torch.randint(1, batch_size + 1, (), generator=generator)) if batch_size else 0
+        for _ in keys
+    ]
+    # The bags of an ordinary batch, of which each feature keeps the first ones.
+    whole = make_batch(spec, seed, batch_size, max_length)
+    parts = [_first_bags(whole, index, size) for index, size in enumerate(sizes)]
+    order = torch.randperm(len(keys), generator=generator).tolist()
+    inverse = [torch.randint(max(size, 1), (batch_size,), generator=generator) for size in sizes]
+    return KeyedJaggedTensor(
+        keys,
+        torch.cat([ids for ids, _, _ in parts]),
+        lengths=torch.cat([lengths for _, lengths, _ in parts]),
+        weights=torch.cat([weights for _, _, weights in parts]) if spec.weighted else None,
+        stride_per_key_per_rank=[[size] for size in sizes],
+        inverse_indices=(
+            [keys[index] for index in order],
+            torch.stack([inverse[index] for index in order]),
+        ),
+    )
+
+
+def written_out(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """The ordinary batch that ``batch`` stands for: each sample has a bag of its own."""
+    if not batch.variable_stride_per_key():
+        return batch
+    names, inverse = batch.inverse_indices()
+    ids, lengths, weights = [], [], []
+    for key in batch.keys():  # noqa: SIM118
+        feature = batch[key]
+        for bag in inverse[names.index(key)].tolist():
+            start, end = feature.offsets()[bag : bag + 2].tolist()
+            ids.append(feature.values()[start:end])
+            lengths.append(end - start)
+            if feature.weights_or_none() is not None:
+                weights.append(feature.weights()[start:end])
+    return KeyedJaggedTensor(
+        keys=batch.keys(),
+        values=torch.cat([batch.values()[:0], *ids]),
+        lengths=torch.tensor(lengths, dtype=batch.lengths().dtype),
+        weights=torch.cat([batch.weights()[:0], *weights])
+        if batch.weights_or_none() is not None
+        else None,
+        stride=inverse.shape[1],
+    )
+
+
+def changed(batch: KeyedJaggedTensor, **options: Any) -> KeyedJaggedTensor:
+    """The same bags, which samples have by other ``inverse_indices``, say."""
+    return KeyedJaggedTensor(
+        batch.keys(),
+        batch.values(),
+        lengths=batch.lengths(),
+        stride_per_key_per_rank=batch.stride_per_key_per_rank(),
+        **options,
+    )
+
+
+def _first_bags(
+    batch: KeyedJaggedTensor, index: int, size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    feature = batch[batch.keys()[index]]
+    lengths = feature.lengths()[:size]
+    num_ids = int(lengths.sum())
+    weights = feature.weights_or_none()
+    kept = torch.empty(0) if weights is None else weights[:num_ids]
+    return feature.values()[:num_ids], lengths, kept

@@ -66,10 +66,8 @@ if not is_doctor_command(sys.orig_argv, sys.argv):
     from torchrec_2dsp.planner.stats import Stats2D
     from torchrec_2dsp.planner.topology import group_topology
     from torchrec_2dsp.shard.default_sharders import get_default_sharders
-    from torchrec_2dsp.shard.sharders import (
-        EmbeddingBagCollectionSharder2D,
-        EmbeddingCollectionSharder2D,
-    )
+    from torchrec_2dsp.shard.sequence_sharder import EmbeddingCollectionSharder2D
+    from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
     from torchrec_2dsp.sync.report import SyncReport
 
 __version__ = "0.1.0"

@@ -25,10 +25,8 @@ from torchrec_2dsp.plan.serialize import to_json
 from torchrec_2dsp.shard.default_sharders import get_default_sharders
 from torchrec_2dsp.shard.hot_module import HotRowsModule
 from torchrec_2dsp.shard.parted import parts_of
-from torchrec_2dsp.shard.sharders import (
-    EmbeddingBagCollectionSharder2D,
-    EmbeddingCollectionSharder2D,
-)
+from torchrec_2dsp.shard.sequence_sharder import EmbeddingCollectionSharder2D
+from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
 from torchrec_2dsp.sync.moment import Moment
 from torchrec_2dsp.sync.report import SyncReport
 

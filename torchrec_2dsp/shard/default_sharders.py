@@ -4,10 +4,8 @@ from typing import Any
 
 from torchrec.distributed.types import ModuleSharder
 
-from torchrec_2dsp.shard.sharders import (
-    EmbeddingBagCollectionSharder2D,
-    EmbeddingCollectionSharder2D,
-)
+from torchrec_2dsp.shard.sequence_sharder import EmbeddingCollectionSharder2D
+from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
 
 
 def get_default_sharders() -> list[ModuleSharder[Any]]:

@@ -1,26 +1,26 @@
-"""The sharders that a user swaps in."""
+"""What sharders of a `Plan2D` do, and the one for bags; `sequence_sharder` has the other."""
 
 import logging
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.groups import MeshGroups, world_group
 from torchrec_2dsp.optim.delayed_moment import DelayedMomentRowWiseAdaGrad
 from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D
 from torchrec_2dsp.plan.remap import module_plan_for_rank
 from torchrec_2dsp.plan.serialize import to_json
 from torchrec_2dsp.plan.table_configs import table_text
-from torchrec_2dsp.shard.embedding import ShardedEmbeddingCollection2D
 from torchrec_2dsp.shard.embedding_bag import ShardedEmbeddingBagCollection2D
 from torchrec_2dsp.shard.id_check import BadIds
+from torchrec_2dsp.shard.initial_tables import checked_seed, configs_of, draw_tables_
 from torchrec_2dsp.shard.optimizers import (
     Optimizer,
     check_delayed_moment,
@@ -45,17 +45,26 @@ class _Part(NamedTuple):
     fused_params: dict[str, Any]
 
 
-class _Sharder2D:
+class Sharder2D:
     """What both sharders do: agree over the ranks, then shard for this rank's group."""
 
     always_capture = False
     """Take the exact path even where one group needs none; for tests and measurements."""
 
     def _init_2d(
-        self, optimizer: Optimizer | None, keep_weights: bool, bad_ids: BadIds | str
+        self,
+        optimizer: Optimizer | None,
+        keep_weights: bool,
+        bad_ids: BadIds | str,
+        init_seed: int | None,
     ) -> None:
+        if keep_weights and init_seed is not None:
+            raise ConfigError(
+                f"keep_weights=True and init_seed={init_seed} contradict each other; give one"
+            )
         self.optimizer = optimizer
         self.keep_weights = keep_weights
+        self.init_seed = checked_seed(init_seed)
         self.bad_ids = BadIds.of(bad_ids)
         self._delays_moment = isinstance(optimizer, DelayedMomentRowWiseAdaGrad)
 
@@ -142,6 +151,8 @@ class _Sharder2D:
                 qcomm_codecs_registry=self.qcomm_codecs_registry,
                 module_fqn=path,
             )
+        if self.init_seed is not None:
+            draw_tables_(sharded, configs_of(part.module), self.init_seed)
         # Only now that no rank has failed: this waits for the others.
         sharded.broadcast_replicas()
         return sharded
@@ -156,6 +167,7 @@ class _Sharder2D:
                 (self.optimizer, [sorted(some.items()) for some in fused_params])
             ),
             "bad_ids": self.bad_ids.value,
+            "init_seed": str(self.init_seed),
         }
 
 
@@ -168,7 +180,7 @@ def _warn_of_idle_hot_sets(idle: list[str]) -> None:
         )
 
 
-class EmbeddingBagCollectionSharder2D(_Sharder2D, EmbeddingBagCollectionSharder):
+class EmbeddingBagCollectionSharder2D(Sharder2D, EmbeddingBagCollectionSharder):
     """Shards `EmbeddingBagCollection`s by a `Plan2D`.
 
     Example:
@@ -188,6 +200,7 @@ class EmbeddingBagCollectionSharder2D(_Sharder2D, EmbeddingBagCollectionSharder)
         fused_params: dict[str, Any] | None = None,
         keep_weights: bool = False,
         bad_ids: BadIds | str = BadIds.RAISE,
+        init_seed: int | None = None,
     ) -> None:
         """
         Args:
@@ -200,12 +213,14 @@ class EmbeddingBagCollectionSharder2D(_Sharder2D, EmbeddingBagCollectionSharder)
                 which TorchRec drops.
             bad_ids: what is done with ids that a table has no row for: "raise" an `InputError` on
                 all ranks, "drop" them, or "clamp" them to the first or last row.
+            init_seed: draw initial tables from this seed in a way that no mesh and no sharding
+                type changes; without it, by the seeds of the ranks, as in TorchRec.
         """
         optimizer, fused_params = sorted_out(optimizer, fused_params)
         EmbeddingBagCollectionSharder.__init__(
             self, stock_params(optimizer, fused_params), qcomm_codecs_registry
         )
-        self._init_2d(optimizer, keep_weights, bad_ids)
+        self._init_2d(optimizer, keep_weights, bad_ids, init_seed)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """All of TorchRec's types, on every device."""
@@ -232,67 +247,3 @@ class EmbeddingBagCollectionSharder2D(_Sharder2D, EmbeddingBagCollectionSharder)
     def sharded_module_type(self) -> type[ShardedEmbeddingBagCollection2D]:
         """What `shard` returns."""
         return ShardedEmbeddingBagCollection2D
-
-
-class EmbeddingCollectionSharder2D(_Sharder2D, EmbeddingCollectionSharder):
-    """Shards `EmbeddingCollection`s by a `Plan2D`; see `EmbeddingBagCollectionSharder2D`."""
-
-    def __init__(
-        self,
-        optimizer: Optimizer | dict[str, Any] | None = None,
-        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
-        use_index_dedup: bool = False,
-        *,
-        fused_params: dict[str, Any] | None = None,
-        bad_ids: BadIds | str = BadIds.RAISE,
-    ) -> None:
-        """
-        Args:
-            optimizer: as in `EmbeddingBagCollectionSharder2D`.
-            qcomm_codecs_registry: quantised communication, as in TorchRec.
-            use_index_dedup: as in TorchRec, which offers it on CUDA only.
-            fused_params: FBGEMM's parameters, as in TorchRec.
-            bad_ids: as in `EmbeddingBagCollectionSharder2D`.
-        """
-        optimizer, fused_params = sorted_out(optimizer, fused_params)
-        EmbeddingCollectionSharder.__init__(
-            self,
-            stock_params(optimizer, fused_params),
-            qcomm_codecs_registry,
-            use_index_dedup,
-        )
-        # TorchRec keeps the weights of an EmbeddingCollection by itself.
-        self._init_2d(optimizer, keep_weights=False, bad_ids=bad_ids)
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        """TorchRec's types for sequences; none is looked up data parallel on a CPU."""
-        kinds = EmbeddingCollectionSharder.sharding_types(self, compute_device_type)
-        is_on_cpu = compute_device_type == "cpu"
-        return [kind for kind in kinds if not (is_on_cpu and kind == "data_parallel")]
-
-    def shard(  # type: ignore[override]  # where tables are of several meshes
-        self,
-        module: EmbeddingCollection,
-        params: dict[str, ParameterSharding],
-        env: Any,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedEmbeddingCollection2D | PartedModule:
-        """Called by `DistributedModelParallel`; ``env`` is replaced by the plan's mesh.
-
-        Collectives:
-            An agreement of all ranks on the arguments, then process groups and broadcasts.
-        """
-
-        def make(*args: Any, **kwargs: Any) -> ShardedEmbeddingCollection2D:
-            return ShardedEmbeddingCollection2D(
-                *args, use_index_dedup=self._use_index_dedup, **kwargs
-            )
-
-        configs = module.embedding_configs()
-        return self._shard_2d(module, params, configs, device, module_fqn, make)
-
-    @property
-    def sharded_module_type(self) -> type[ShardedEmbeddingCollection2D]:
-        """What `shard` returns."""
-        return ShardedEmbeddingCollection2D

@@ -1,0 +1,91 @@
+"""Initial tables that are the same however they are sharded.
+
+TorchRec lets each shard draw its own numbers, so one seed gives other tables on each mesh. Here a
+table is cut into blocks of rows, and each block is drawn by itself, from a seed that follows from
+the user's, the table's name and the block's number. A rank draws the blocks that it has rows of.
+"""
+
+import hashlib
+from typing import Any
+
+import torch
+from torchrec.distributed.types import ShardingType
+
+from torchrec_2dsp.errors import ConfigError
+
+BLOCK_ROWS = 1024
+"""Rows of a block: few enough that a shard draws little that isn't its own, and enough that
+seeding takes no time."""
+
+
+def checked_seed(seed: int | None) -> int | None:
+    """Itself, or `ConfigError`."""
+    if seed is not None and (type(seed) is not int or seed < 0):
+        raise ConfigError(f"init_seed={seed!r} is no seed; use 0 or more, or leave it out")
+    return seed
+
+
+def configs_of(module: Any) -> list[Any]:
+    """The configs of the tables of an unsharded module."""
+    is_bags = hasattr(module, "embedding_bag_configs")
+    return module.embedding_bag_configs() if is_bags else module.embedding_configs()
+
+
+@torch.no_grad()
+def draw_tables_(module: Any, configs: list[Any], seed: int) -> None:
+    """Draw the tables of a sharded module, in place, as far as this rank holds them.
+
+    Args:
+        module: one of this package's sharded modules, just made.
+        configs: of its tables. ``init_fn`` gets blocks of up to `BLOCK_ROWS` rows of float32 on the
+            CPU, so that a value doesn't depend on the device.
+        seed: of all tables.
+    """
+    by_name = {config.name: config for config in configs}
+    # Rows that are spread over owners are written by their numbers.
+    module.complete_state()
+    with torch.random.fork_rng(devices=[]):
+        for kernel in module.kernels():
+            for shard in kernel.shards():
+                weight = shard.tensors["weight"]
+                _fill_(weight, by_name[shard.table], seed, shard.row, shard.column)
+        tables = module.embedding_bags if hasattr(module, "embedding_bags") else module.embeddings
+        for name, sharding in module.module_sharding_plan.items():
+            if sharding.sharding_type == ShardingType.DATA_PARALLEL.value:
+                _fill_(tables[name].weight, by_name[name], seed, 0, 0)
+
+
+def _fill_(part: torch.Tensor, config: Any, seed: int, row: int, column: int) -> None:
+    """Write the rows from ``row`` on, and the columns from ``column`` on, of a table."""
+    num_rows, num_columns = part.shape
+    end = row + num_rows
+    for first in range(row - row % BLOCK_ROWS, end, BLOCK_ROWS):
+        block = drawn_block(config, seed, first // BLOCK_ROWS)
+        kept = slice(max(row, first), min(end, first + len(block)))
+        part[kept.start - row : kept.stop - row] = block[
+            kept.start - first : kept.stop - first, column : column + num_columns
+        ]
+
+
+def drawn_block(config: Any, seed: int, number: int) -> torch.Tensor:
+    """The initial values of one block of a table. The generator of the CPU is seeded by it.
+
+    Args:
+        config: the table's.
+        seed: of all tables.
+        number: the place of the block in the table.
+
+    Example:
+        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        >>> from torchrec_2dsp.shard.initial_tables import drawn_block
+        >>> table = EmbeddingBagConfig(num_embeddings=1_500, embedding_dim=4, name="t_user")
+        >>> drawn_block(table, seed=0, number=1).shape
+        torch.Size([476, 4])
+    """
+    size = min(BLOCK_ROWS, config.num_embeddings - number * BLOCK_ROWS)
+    text = f"{seed}, {config.name}, {number}".encode()
+    digest = hashlib.blake2b(text, digest_size=8).digest()
+    torch.default_generator.manual_seed(int.from_bytes(digest) >> 1)
+    block = torch.empty(size, config.embedding_dim)
+    config.init_fn(block)
+    return block

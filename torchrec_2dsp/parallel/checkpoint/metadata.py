@@ -25,6 +25,7 @@ from torchrec_2dsp._compat.dcp import PICKLED_NAMES, StorageInfo, wrong_chunks
 from torchrec_2dsp.errors import CheckpointError
 
 T = TypeVar("T")
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
 class UnknownName(Exception):
@@ -60,8 +61,8 @@ class _RecordUnpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """A data type of torch, or a class of records, made anew for each pickle."""
         full_name = f"{module}.{name}"
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            return dtype
+        if full_name in _DTYPES:
+            return _DTYPES[full_name]
         if full_name not in PICKLED_NAMES:
             raise UnknownName(full_name)
         if full_name not in self._kinds:

@@ -75,8 +75,11 @@ class StoredCheckpoint:
             )
         index = MetadataIndex(name, entry.chunks[0].offsets)
         chunk = _chunk_of(self.metadata.storage_data[index])
-        with (self.folder / chunk.file).open("rb") as file:
-            return self._parsed(file, chunk, index)
+        try:
+            with (self.folder / chunk.file).open("rb") as file:
+                return self._parsed(file, chunk, index)
+        except OSError as error:
+            raise _unreadable(self.folder / chunk.file, error) from error
 
     def tensors(
         self, part: str, only: Callable[[str], bool] = lambda name: True

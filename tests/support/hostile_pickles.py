@@ -17,7 +17,7 @@ from typing import Any
 Gadget = Callable[[Path], bytes]
 
 
-class _Call:
+class Call:
     """Pickles as a call of a function."""
 
     def __init__(self, function: object, *args: object) -> None:
@@ -46,13 +46,13 @@ def dumps(value: object) -> Gadget:
 
 
 RUNNING: dict[str, Gadget] = {
-    "eval": lambda marker: pickle.dumps(_Call(eval, _touch(marker))),
-    "exec": lambda marker: pickle.dumps(_Call(exec, _touch(marker))),
-    "system": lambda marker: pickle.dumps(_Call(os.system, f"touch {marker}")),
-    "popen": lambda marker: pickle.dumps(_Call(subprocess.Popen, ["touch", str(marker)])),
-    "partial": lambda marker: pickle.dumps(_Call(functools.partial(eval, _touch(marker)))),
+    "eval": lambda marker: pickle.dumps(Call(eval, _touch(marker))),
+    "exec": lambda marker: pickle.dumps(Call(exec, _touch(marker))),
+    "system": lambda marker: pickle.dumps(Call(os.system, f"touch {marker}")),
+    "popen": lambda marker: pickle.dumps(Call(subprocess.Popen, ["touch", str(marker)])),
+    "partial": lambda marker: pickle.dumps(Call(functools.partial(eval, _touch(marker)))),
     "methodcaller": lambda marker: pickle.dumps(
-        _Call(operator.methodcaller("write_text", "ran"), marker)
+        Call(operator.methodcaller("write_text", "ran"), marker)
     ),
     "getattr": lambda marker: (
         b"\x80\x04"
@@ -64,7 +64,7 @@ RUNNING: dict[str, Gadget] = {
         + b"\x85R."
     ),
     "codecs": lambda marker: pickle.dumps(
-        _Call(eval, _Call(codecs.decode, _touch(marker).encode(), "utf8"))
+        Call(eval, Call(codecs.decode, _touch(marker).encode(), "utf8"))
     ),
     # the oldest protocol: a name as text, and its instances by INST and OBJ
     "global": lambda marker: b"cposix\nsystem\n(S'touch %s'\ntR." % str(marker).encode(),

@@ -1,0 +1,85 @@
+"""`load_checkpoint`: a model and its optimizers, read from a folder, in place."""
+
+import logging
+from os import PathLike
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import KeyedOptimizer
+
+from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.mesh.groups import world_group
+from torchrec_2dsp.parallel.checkpoint.dense_state import dense_state_made
+from torchrec_2dsp.parallel.checkpoint.extra import stored_extra
+from torchrec_2dsp.parallel.checkpoint.failure import run_dcp
+from torchrec_2dsp.parallel.checkpoint.fit import check_fits
+from torchrec_2dsp.parallel.checkpoint.group import coordination_group
+from torchrec_2dsp.parallel.checkpoint.parts import (
+    DENSE,
+    EXTRA,
+    FUSED,
+    MODEL,
+    live_state,
+    run_load_hooks,
+)
+from torchrec_2dsp.parallel.checkpoint.pending import wait_for_save
+from torchrec_2dsp.parallel.checkpoint.reader import KnownMetadataReader, PlainDataPlanner
+from torchrec_2dsp.parallel.checkpoint.save import checked_folder
+from torchrec_2dsp.parallel.checkpoint.stored import StoredCheckpoint
+
+logger = logging.getLogger(__name__)
+
+
+def load_checkpoint(
+    path: str | PathLike[str],
+    model: DistributedModelParallel,
+    optimizer: KeyedOptimizer | None = None,
+) -> dict[str, Any]:
+    """Read a checkpoint into a model, in place; call it on all ranks.
+
+    Mesh, layout, sharding types, hot rows and number of ranks may differ from those of the save;
+    tables and fused optimizer may not. Everything is checked before the first tensor is written: if
+    it raises, model and optimizer are as they were. Nothing in a checkpoint can run code.
+
+    Args:
+        path: the folder.
+        model: a `ModelParallel2D`, or TorchRec's own `DistributedModelParallel`.
+        optimizer: as in `save_checkpoint`; without it, its saved state is left alone.
+
+    Returns:
+        What was saved as ``extra``.
+
+    Collectives:
+        Agreements on what each rank has checked; those of a sync, if a backward is pending; then
+        a gather of names and shapes, and DCP's.
+    """
+    group = coordination_group()
+    with agreeing(group) as facts:
+        wait_for_save(world_group())
+        folder = checked_folder(path, optimizer)
+        facts["the checkpoint's path"] = str(folder)
+        stored = StoredCheckpoint.open(folder)
+        facts[f"{folder}/.metadata"] = stored.fingerprint
+        rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        stored.check_sizes(rank, num_ranks)
+    with agreeing(group):
+        in_place = (MODEL, FUSED) if optimizer is None else (MODEL, FUSED, DENSE)
+        stored.verify([*in_place, EXTRA], rank, num_ranks)
+    with agreeing(group):
+        extra = stored_extra(stored)
+    if stored.checksums is None and rank == 0:
+        logger.warning("%s has no checksums: flipped bits in its tables go unnoticed", folder)
+    with dense_state_made(model, optimizer, stored.entries):
+        state = live_state(model, optimizer)
+        check_fits(group, folder, stored.entries, state)
+    reader = KnownMetadataReader(folder, stored.metadata)
+    run_dcp(
+        lambda: dcp.load(
+            state, storage_reader=reader, planner=PlainDataPlanner(), process_group=group
+        ),
+        f"{folder} couldn't be read and the model may be loaded in part; load another checkpoint",
+    )
+    run_load_hooks(model, optimizer, state)
+    return extra

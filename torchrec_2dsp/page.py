@@ -16,6 +16,7 @@ body { font: 14px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto
 table { border-collapse: collapse; margin: 1em 0 }
 th, td { padding: .2em .7em; text-align: right; border-bottom: 1px solid #ddd }
 th { cursor: pointer; position: sticky; top: 0; background: white }
+.wide { overflow-x: auto }
 .words { text-align: left }
 """
 # Columns of numbers are sorted as such: commas, and what follows a number, don't count.
@@ -35,7 +36,8 @@ for (const heading of document.querySelectorAll("th")) heading.onclick = () => {
   body.append(...rows);
 };
 """
-_PLOT_HEIGHT = 380
+_PLOT_HEIGHT, _PLOT_MARGIN = 400, 60
+"""Pixels."""
 
 
 class Page:
@@ -79,16 +81,24 @@ class Page:
         head = _cells("th", columns, kinds)
         body = "\n".join(_cells("td", row, kinds) for row in rows)
         self._parts.append(
-            f"<h2>{escape(heading)}</h2>\n<table><thead>{head}</thead>\n<tbody>{body}</tbody></table>"
+            f'<h2>{escape(heading)}</h2>\n<div class="wide"><table><thead>{head}</thead>\n'
+            f"<tbody>{body}</tbody></table></div>"
         )
 
     def add_plot(self, heading: str, figure: "Figure", height: int = _PLOT_HEIGHT) -> None:
-        """A plot of plotly's, so many pixels high."""
+        """A plot of plotly's, so many pixels high and as wide as the page.
+
+        What is drawn is named above the plot, if it is more than one thing.
+        """
+        drawn_things: Any = figure.data
         figure.update_layout(
             template="simple_white",
             colorway=PALETTE,
             height=height,
-            margin={"t": 20, "r": 20},
+            # Room for the toolbar and for the names.
+            margin={"t": _PLOT_MARGIN, "r": 20},
+            legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"},
+            showlegend=len(drawn_things) > 1,
         )
         self.figures.append(figure)
         drawn: str = figure.to_html(
@@ -96,6 +106,7 @@ class Page:
             # The first plot brings the script for all, so that the file needs no network.
             include_plotlyjs=len(self.figures) == 1,
             div_id=f"plot-{len(self.figures)}",
+            config={"responsive": True, "displaylogo": False},
         )
         self._parts.append(f"<h2>{escape(heading)}</h2>\n{drawn}")
 

@@ -248,7 +248,8 @@ def heard(rank: int, world_size: int) -> list[list[str]]:
 
 
 def test_a_pipeline_says_where_no_rows_can_come_early(ranks4: RankPool) -> None:
-    for able, replicated, pooled in ranks4.run(heard):
+    for rank, (able, replicated, pooled) in enumerate(ranks4.run(heard)):
         assert able == []
         for said in (replicated, pooled):
-            assert [one[:38] for one in said] == ["no rows can travel beside computing: n"]
+            once = ["no rows can travel beside computing: n"] if rank == 0 else []
+            assert [one[:38] for one in said] == once

@@ -240,6 +240,15 @@ def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+def test_the_last_thing_that_torchrun_says_is_what_was_wrong() -> None:
+    done = launch("--set", "loop.steps=0")
+
+    assert done.returncode != 0
+    said = done.stderr.rpartition("Root Cause (first observed failure):")[2]
+    assert "error: configs/runs/demo.toml: loop.steps=0" in said
+    assert "Traceback" not in said
+
+
 def test_the_demo_command_trains_and_prints_the_table(tmp_path: Path) -> None:
     folder, output = tmp_path / "tensorboard", tmp_path / "record.json"
     done = launch(

@@ -160,6 +160,50 @@ def test_a_plan_is_printed_and_written(tmp_path: Path) -> None:
     assert str(plan.mesh) in text
 
 
+def test_a_plan_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Path(CONFIG).absolute()
+    monkeypatch.chdir(tmp_path)
+    code, text = run("plan", "--config", str(config), *SMALL)
+    assert code == 0, text
+    assert "on emulated_1gbit" in text
+
+
+def test_a_plan_is_held_against_torchrecs() -> None:
+    code, text = run("plan", "--config", CONFIG, *SMALL)
+    assert code == 0, text
+    said = re.search(
+        r"TorchRec's planner, told the same bandwidths, makes a plan for one group that is "
+        r"predicted to take ([\d.]+) ms per step: this plan is ([\d.]+) times as fast",
+        text,
+    )
+    step = re.search(r"batch 1024 per rank: ([\d.]+) ms per step", text)
+    assert said is not None
+    assert step is not None
+    assert float(said[1]) / float(step[1]) == pytest.approx(float(said[2]), abs=0.02)
+
+
+def test_what_else_was_found_is_told_apart() -> None:
+    made = explained()
+    labels = [row[0] for row in made.other_rows().rows if not row[0].endswith("placed")]
+    assert len(labels) == len(made.front)
+    assert all(re.search(r"\), \d+ (data-parallel|row-wise|table-wise)", label) for label in labels)
+    bare = replace(made, front=[replace(one, ways="") for one in made.front])
+    assert bare.other_rows().rows[-1][0].endswith("dealt evenly")
+
+
+def test_plots_fit_narrow_windows_and_name_what_needs_names() -> None:
+    made = explained()
+    page = made.page("Three tables")
+    assert page.html().count('"responsive": true') == 4
+    for figure in page.figures:
+        layout: Any = figure.layout
+        things: Any = figure.data
+        assert layout.width is None
+        assert layout.legend.orientation == "h"
+        assert layout.showlegend == (len(things) > 1)
+        assert layout.margin.t >= 50
+
+
 def test_a_page_shows_all_tables_and_plots_without_a_network(tmp_path: Path) -> None:
     path = tmp_path / "plan.html"
     code, text = run("plan", "--config", CONFIG, *SMALL, "--html", str(path))
@@ -221,6 +265,11 @@ def test_other_machines_and_other_copies_can_be_asked_for(tmp_path: Path) -> Non
         (("plan", "--set", "machines.slower.link=0"), "machines.slower.link"),
         (("plan", "--set", "group_size=3"), "group_size=3 does not divide world_size=4"),
         (("plan", "--set", "batch_size=0"), "batch_size"),
+        (
+            ("plan", "--set", "machines.num_ranks=7"),
+            "num_ranks=7 is no multiple of ranks_per_host=2, and all hosts have as many ranks; use "
+            "num_ranks=6 or 8",
+        ),
         (("plan", "--set", "machines.memory_gib=0.000001"), "no plan fits"),
         (("plan", "--set", "machines.calibration=none.toml"), "none.toml can't be read"),
         (("simulate", "--ranks", "4,x"), "--ranks 4,x: give sizes of worlds, such as 256,512"),

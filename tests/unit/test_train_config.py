@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torchrec.metrics.ne import compute_ne, get_ne_states
-from typer.testing import CliRunner
 
 import torchrec_2dsp as tdsp
-from torchrec_2dsp.cli.app import app
-from torchrec_2dsp.recipe.config_file import load_config, make_config, overridden
+from torchrec_2dsp.recipe.config_file import (
+    load_config,
+    make_config,
+    overridden,
+)
 from torchrec_2dsp.train.config import TrainConfig
 from torchrec_2dsp.train.meter import Measured, normalized_entropy
 
@@ -219,29 +221,3 @@ def test_measured_steps_are_averaged() -> None:
 
     assert measured.loss == pytest.approx(0.6)
     assert measured.ne == pytest.approx(0.6 / math.log(2))
-
-
-@pytest.mark.parametrize(
-    ("rank", "said"),
-    [("0", "error: nowhere.toml can't be"), ("3", "error on rank 3: nowhere.toml")],
-)
-def test_the_command_shows_the_error_and_fails(
-    monkeypatch: pytest.MonkeyPatch, rank: str, said: str
-) -> None:
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr("torchrec_2dsp.cli.errors._LET_RANK_0_SPEAK_S", 0.0)
-
-    result = CliRunner().invoke(app, ["train", "--config", "nowhere.toml"])
-
-    assert result.exit_code == 2
-    assert said in result.stderr
-
-
-def test_the_command_asks_for_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-
-    result = CliRunner().invoke(app, ["train", "--config", str(DEMO)])
-
-    assert result.exit_code == 2
-    assert "RANK is not set, so there are no ranks" in result.stderr
-    assert "torchrun --standalone" in result.stderr

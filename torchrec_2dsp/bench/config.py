@@ -9,6 +9,7 @@ from torchrec_2dsp.data.synthetic import SyntheticConfig
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
 from torchrec_2dsp.plan.parameter_sharding import base_type
+from torchrec_2dsp.recipe.config_file import PathBesideConfig
 from torchrec_2dsp.recipe.sections import (
     ExchangeConfig,
     ModelConfig,
@@ -21,8 +22,8 @@ from torchrec_2dsp.recipe.sections import (
 class _Contestant(Section):
     loss_bound: float | Literal["by_kind"] = "by_kind"
     """How far a step's loss may be from the reference's, before the contestant is disqualified.
-    "by_kind": `LossConfig.exact_bound` for what must train the same, and `nearly_bound` for what
-    rounds or averages."""
+    "by_kind": `LossConfig.exact_bound` for what must train the same, the bound of its arithmetic
+    for what rounds, and `nearly_bound` for what averages."""
 
 
 class _Planned(_Contestant):
@@ -160,8 +161,9 @@ class BenchConfig(Section):
     loss: LossConfig = LossConfig()
     """Who trains the same."""
 
-    calibration: str = ""
-    """A calibration file: with it, every contestant's step is predicted, too."""
+    calibration: PathBesideConfig = ""
+    """A calibration file: with it, every contestant's step is predicted, too. In a config file,
+    relative to that."""
 
     contestants: dict[str, Contestant]
     """By name. The first stock one that communicates in fp32 is the reference of the losses."""

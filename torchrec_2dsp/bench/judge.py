@@ -52,9 +52,11 @@ def loss_bound(one: PlannedContestant, sharding: dict[str, int], config: BenchCo
     """How far the losses of a contestant may be from the reference's."""
     if one.loss_bound != "by_kind":
         return one.loss_bound
-    rounds = one.qcomms != "fp32"
     averages = not isinstance(one, StockContestant) and one.sync == "WeightSync"
     # TorchRec keeps a row-wise moment for each column shard of a row.
     by_columns = any("column" in name or "grid" in name for name in sharding)
-    nearly = rounds or averages or by_columns
-    return config.loss.nearly_bound if nearly else config.loss.exact_bound
+    rounded = [one.qcomms]
+    if not isinstance(one, StockContestant):
+        rounded.append(one.transport.value)
+    by_arithmetic = max(config.loss.bound_of(arithmetic) for arithmetic in rounded)
+    return max(by_arithmetic, config.loss.nearly_bound) if averages or by_columns else by_arithmetic

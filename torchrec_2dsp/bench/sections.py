@@ -59,5 +59,24 @@ class LossConfig(Section):
     exact_bound: float = Field(default=1e-4, gt=0)
     """For contestants whose arithmetic is that of one table on the global batch."""
 
+    fp16_bound: float = Field(default=5e-3, gt=0)
+    """For communication in fp16, which keeps 11 bits of each number."""
+
+    bf16_bound: float = Field(default=1e-2, gt=0)
+    """For communication in bf16, which keeps 8 bits of each number."""
+
+    int8_bound: float = Field(default=1e-2, gt=0)
+    """For communication in int8: 8 bits, scaled by the largest number of a row."""
+
     nearly_bound: float = Field(default=5e-2, gt=0)
-    """For quantised communication, averaged replicas, and optimizer state by column shard."""
+    """For another algorithm: averaged replicas, and optimizer state by column shard."""
+
+    def bound_of(self, arithmetic: str) -> float:
+        """The bound of communication in ``fp32`` (exact), ``fp16``, ``bf16`` or ``int8``."""
+        bounds = {
+            "fp32": self.exact_bound,
+            "fp16": self.fp16_bound,
+            "bf16": self.bf16_bound,
+            "int8": self.int8_bound,
+        }
+        return bounds[arithmetic]

@@ -1,6 +1,8 @@
 """The `torchrec-2dsp` program, which is also `python -m torchrec_2dsp`."""
 
 from collections.abc import Callable
+from importlib import import_module
+from typing import Annotated
 
 import typer
 
@@ -37,8 +39,19 @@ app = typer.Typer(
 )
 
 
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"torchrec-2dsp {import_module('torchrec_2dsp').__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _program() -> None:
+def _program(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version."),
+    ] = False,
+) -> None:
     """Keeps the commands named while there is only one."""
 
 

@@ -1,9 +1,11 @@
 """How a command that runs on many ranks shows an error."""
 
+import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import typer
 from rich.console import Console
@@ -18,7 +20,10 @@ _LET_RANK_0_SPEAK_S = 3.0
 
 @contextmanager
 def shown_errors() -> Iterator[None]:
-    """Turn this package's errors into one line and exit code 2."""
+    """Turn this package's errors into one line and exit code 2.
+
+    Under torchrun that line is also the last thing that torchrun says.
+    """
     try:
         yield
     except TwoDError as error:
@@ -26,6 +31,20 @@ def shown_errors() -> Iterator[None]:
         if rank != "0":
             time.sleep(_LET_RANK_0_SPEAK_S)
         where = "" if rank == "0" else f" on rank {rank}"
-        text = Text(f"error{where}: {error}", style="bold red")
-        Console(stderr=True).print(text, soft_wrap=True)
+        said = f"error{where}: {error}"
+        _tell_torchrun(said)
+        Console(stderr=True).print(Text(said, style="bold red"), soft_wrap=True)
         raise typer.Exit(code=2) from None
+
+
+def _tell_torchrun(said: str) -> None:
+    """Leave the line where torchrun looks for what it shows at its end, in place of a hint that
+    there is nothing to show."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    timestamp = {"timestamp": str(int(time.time()))}
+    content = {"message": {"message": said, "extraInfo": timestamp}}
+    # The folder is gone where the launcher has ended.
+    with suppress(OSError):
+        Path(path).write_text(json.dumps(content))

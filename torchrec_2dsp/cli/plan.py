@@ -63,7 +63,7 @@ def _plan(path: Path, overrides: list[str], json: Path | None, html: Path | None
     with console.status("searching"):
         found = made.planner.plan(made.model, made.sharders)
     # As it is: a log file is as wide as a terminal.
-    explained = made.planner.explain()
+    explained = made.explained()
     typer.echo(str(explained))
     if json is not None:
         save(found, json)

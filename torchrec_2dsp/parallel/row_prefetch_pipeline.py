@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch.profiler import record_function
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import NoWait
@@ -37,6 +38,8 @@ class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
                 break
     """
 
+    _has_warned = False
+
     def fill_pipeline(self, dataloader_iter: Iterator[In]) -> None:
         """Two batches whose ids are distributed, unless there is one already."""
         is_first = not self.batches
@@ -45,11 +48,7 @@ class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
             self.start_sparse_data_dist(self.batches[-1], self.contexts[-1])
             self.wait_sparse_data_dist(self.contexts[-1])
             if not any(module.can_send_early for _, module in self._row_modules()):
-                logger.warning(
-                    "no rows can travel beside computing: no table has exchange='row' or "
-                    "'row_per_host' and one copy in the world; this trains as "
-                    "TrainPipelineSparseDist does"
-                )
+                self._warn_once()
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
         """Train one batch.
@@ -105,6 +104,16 @@ class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
                 if name in context.module_contexts:
                     module.drop_early_rows(context.module_contexts[name])
         return super().detach()
+
+    def _warn_once(self) -> None:
+        """On rank 0, and not again when the pipeline is filled again."""
+        if self._has_warned or dist.get_rank():
+            return
+        self._has_warned = True
+        logger.warning(
+            "no rows can travel beside computing: no table has exchange='row' or 'row_per_host' "
+            "and one copy in the world; this trains as TrainPipelineSparseDist does"
+        )
 
     def _start_newest(self, dataloader_iter: Iterator[In]) -> bool:
         """Take a batch and distribute its ids; whether there was one."""

@@ -78,6 +78,9 @@ class Explanation:
     front: Sequence[Tried]
     """Of all that was tried, what nothing else beats both in time and in memory."""
 
+    torchrec_s: float | None = None
+    """A step of the plan that TorchRec's planner makes, predicted alike; none if nobody asked."""
+
     def __str__(self) -> str:
         """The report, which fits 100 columns."""
         file = StringIO()
@@ -94,6 +97,19 @@ class Explanation:
             f"{self.where} on {setting.calibration.hardware.name}, {setting.sync}, batch "
             f"{setting.workload.batch_size} per rank: {milliseconds(self.cost.total_s)} ms per step"
         )
+
+    @property
+    def verdict(self) -> str:
+        """How the plan compares with TorchRec's; empty if nobody asked."""
+        if self.torchrec_s is None:
+            return ""
+        said = (
+            "TorchRec's planner, told the same bandwidths, makes a plan for one group that is "
+            f"predicted to take {milliseconds(self.torchrec_s)} ms per step"
+        )
+        if not self.cost.total_s:
+            return f"{said}."
+        return f"{said}: this plan is {self.torchrec_s / self.cost.total_s:.2f} times as fast."
 
     @property
     def caveat(self) -> str:
@@ -163,7 +179,7 @@ class Explanation:
         placed = [(f"{mesh}, placed", milliseconds(seconds), "") for mesh, seconds in self.meshes]
         front = [
             (
-                f"{one.mesh}, dealt evenly",
+                f"{one.mesh}, {one.ways or 'dealt evenly'}",
                 milliseconds(one.seconds),
                 f"{one.bytes_of_rank / 1e9:.3f}",
             )
@@ -183,7 +199,7 @@ class Explanation:
         """The same before it is written."""
         page = Page(title)
         page.add_text(self.headline)
-        for sentence in filter(None, (self.caveat, self.advice)):
+        for sentence in filter(None, (self.verdict, self.caveat, self.advice)):
             page.add_text(sentence)
         page.add_plot("Parts of a step", parts_plot(self.cost))
         longest = self.tables[:MAX_BARS]
@@ -208,7 +224,7 @@ class Explanation:
         if hidden > 0:
             rest = sum(one.seconds for one in self.tables[_MAX_TABLES:])
             yield f"and {hidden:,} more tables, which add {milliseconds(rest)} ms"
-        yield from filter(None, (self.caveat, self.advice))
+        yield from filter(None, (self.verdict, self.caveat, self.advice))
         yield _table(self.phase_rows())
         yield _table(self.memory_rows())
         # The busiest ones, where there are many.

@@ -54,7 +54,6 @@ def tables_plot(tables: Sequence[TableLine]) -> "Figure":
     order = [one.name for one in tables]
     figure.update_yaxes(categoryorder="array", categoryarray=order, autorange="reversed")
     figure.update_xaxes(title="ms that a table adds to a step")
-    figure.update_layout(showlegend=True)
     return figure
 
 

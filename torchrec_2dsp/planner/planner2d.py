@@ -60,6 +60,11 @@ _NOTHING_FITS = (
     PlannerErrorType.PARTITION,
 )
 _NEEDS_CALIBRATION = "{} is for a search by cost: give a calibration"
+_NOT_MEASURED = (
+    "planning without a calibration: bandwidths are the topology's, and latency and compute cost "
+    "nothing, so the plan may be slower than TorchRec's; measure this cluster by the calibrate "
+    "command and give Planner2D(calibration=...), or a mesh for TorchRec's own search"
+)
 _Callback = Callable[[list[ShardingOption]], list[ShardingOption]]
 
 
@@ -98,6 +103,10 @@ class Planner2D(EmbeddingShardingPlanner):
         >>> plan.plan[""]["t_user"].sharding_type
         '2d_table_wise'
     """
+
+    _search: CostSearch | None = None
+    _result: SearchResult | None = None
+    _is_measured = True
 
     def __init__(
         self,
@@ -152,8 +161,6 @@ class Planner2D(EmbeddingShardingPlanner):
         self.sync: SyncConfig = sync
         """How the replicas stay equal."""
         batch_size = BATCH_SIZE if batch_size is None else checked_batch_size(batch_size)
-        self._search: CostSearch | None = None
-        self._result: SearchResult | None = None
         if calibration is None and mesh is not None:
             refuse(_NEEDS_CALIBRATION, access=access, workload=workload)
             refuse_demands(_NEEDS_CALIBRATION, constraints)
@@ -167,6 +174,7 @@ class Planner2D(EmbeddingShardingPlanner):
             )
             topology = topology or world_topology(mesh or whole_world())
             known = calibration or Calibration.of_topology(topology)
+            self._is_measured = calibration is not None
             self._search = CostSearch(known, mesh, sync, batch_size, constraints, access, workload)
             # The memory is that of every rank of the world.
             mesh = Mesh2D(1, topology.world_size)
@@ -221,6 +229,8 @@ class Planner2D(EmbeddingShardingPlanner):
             sharders=sharders,
             constraints=self._constraints,
         )
+        if not self._is_measured:
+            logger.warning(_NOT_MEASURED)
         self._result = result = self._search.result(module, sharders, left)
         logger.info(
             "%s: %.1f ms per step predicted; planner.explain() says why",

@@ -1,15 +1,20 @@
 """Read a config from a TOML file and the command line; say what is wrong with it."""
 
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from torchrec_2dsp.errors import ConfigError
 
 Config = TypeVar("Config", bound=BaseModel)
+_BESIDE_CONFIG = object()
+PathBesideConfig = Annotated[str, _BESIDE_CONFIG]
+"""A path that a config file gives relative to itself; on the command line it is relative to the
+process. Empty for none."""
 
 
 def load_config(
@@ -22,7 +27,7 @@ def load_config(
     """The config in a TOML file, with ``key.sub=value`` overrides.
 
     A file may have ``include = "other.toml"``, relative to itself: what it says goes over what the
-    other one says, section by section.
+    other one says, section by section. Other paths in it are relative to it as well.
 
     Args:
         kind: the config's class.
@@ -37,8 +42,10 @@ def load_config(
     named = tree.pop("include", None)
     if include is None and named is not None:
         include = Path(path).parent / str(named)
+    tree = _with_paths(kind, tree, Path(path).parent)
     if include is not None:
-        tree = _merged(_read(Path(include)), tree)
+        included = _with_paths(kind, _read(Path(include)), Path(include).parent)
+        tree = _merged(included, tree)
     for override in overrides:
         tree = overridden(tree, override)
     return make_config(kind, tree, source=str(path))
@@ -51,6 +58,19 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} can't be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
+
+
+def _with_paths(kind: type[BaseModel], tree: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """A copy of what a file in ``folder`` says, whose paths are relative to this process."""
+    resolved = dict(tree)
+    for name, field in kind.model_fields.items():
+        value, section = tree.get(name), field.annotation
+        if isinstance(value, Mapping) and isinstance(section, type):
+            if issubclass(section, BaseModel):
+                resolved[name] = _with_paths(section, value, folder)
+        elif isinstance(value, str) and value and _BESIDE_CONFIG in field.metadata:
+            resolved[name] = os.path.normpath(folder / value)
+    return resolved
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

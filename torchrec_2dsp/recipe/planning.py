@@ -7,6 +7,7 @@ from typing import Literal, Self, cast
 from pydantic import Field, model_validator
 from torch import nn
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import Topology
 from torchrec.distributed.types import ModuleSharder
 
 from torchrec_2dsp.access.stats import AccessStats
@@ -18,20 +19,25 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
 from torchrec_2dsp.optim.moment_scaled import MomentScaledRowWiseAdaGrad
 from torchrec_2dsp.planner.constraints import ParameterConstraints2D
+from torchrec_2dsp.planner.explanation import Explanation
 from torchrec_2dsp.planner.planner2d import Planner2D
 from torchrec_2dsp.recipe.access import true_access
+from torchrec_2dsp.recipe.config_file import PathBesideConfig
 from torchrec_2dsp.recipe.model import build_model, table_name
 from torchrec_2dsp.recipe.sections import ModelConfig, ReplicationConfig, Section
+from torchrec_2dsp.recipe.torchrec_cost import torchrec_cost
 from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
 
 _GIB = 2**30
+_MOST_COMPARED = 10_000
+"""Ranks times tables, for which TorchRec's planner takes seconds."""
 
 
 class MachinesConfig(Section):
     """Where the model would be trained."""
 
-    calibration: str
-    """A file of the calibrate command."""
+    calibration: PathBesideConfig
+    """A file of the calibrate command; in a config file, relative to that."""
 
     slower: Slower = Slower()
     """How many times as long things take as there."""
@@ -47,6 +53,18 @@ class MachinesConfig(Section):
 
     reserved: float = Field(default=0.15, ge=0, lt=1)
     """The share of it that isn't for tables and what they exchange."""
+
+    @model_validator(mode="after")
+    def _check_hosts(self) -> Self:
+        ranks, per_host = self.num_ranks, self.ranks_per_host
+        if ranks > per_host and ranks % per_host:
+            below = ranks - ranks % per_host
+            raise ValueError(
+                f"num_ranks={ranks} is no multiple of ranks_per_host={per_host}, and all hosts "
+                f"have as many ranks; use num_ranks={below} or {below + per_host}, or another "
+                "ranks_per_host"
+            )
+        return self
 
 
 class DenseConfig(Section):
@@ -94,7 +112,7 @@ class PlanConfig(Section):
     one_copy: tuple[str, ...] | Literal["best"] = "best"
     """Features whose tables have one copy in the world, beside one of all others in each group."""
 
-    access: str = ""
+    access: PathBesideConfig = ""
     """A file of access statistics; empty for what the data's own probabilities say."""
 
     full_duplex: bool = False
@@ -121,6 +139,18 @@ class Planning:
     planner: Planner2D
     model: nn.Module
     sharders: list[ModuleSharder[nn.Module]]
+    topology: Topology
+    """Of the machines."""
+    constraints: Mapping[str, ParameterConstraints2D]
+    """Of each table."""
+
+    def explained(self) -> Explanation:
+        """Why the plan is as it is, and how it compares with TorchRec's where that is quick."""
+        explanation = self.planner.explain()
+        if self.topology.world_size * len(explanation.tables) > _MOST_COMPARED:
+            return explanation
+        cost = torchrec_cost(explanation.setting, self.model, self.topology, self.constraints)
+        return replace(explanation, torchrec_s=None if cost is None else cost.total_s)
 
 
 def planning(config: PlanConfig) -> Planning:
@@ -145,10 +175,11 @@ def planning(config: PlanConfig) -> Planning:
         prefetches_rows=config.prefetch_rows,
         full_duplex=config.full_duplex,
     )
+    topology = calibration.topology(
+        machines.num_ranks, machines.ranks_per_host, **_memory(machines, calibration)
+    )
     planner = Planner2D(
-        topology=calibration.topology(
-            machines.num_ranks, machines.ranks_per_host, **_memory(machines, calibration)
-        ),
+        topology=topology,
         batch_size=config.batch_size,
         storage_reservation=FixedPercentageStorageReservation(machines.reserved),
         constraints=constraints,
@@ -160,7 +191,8 @@ def planning(config: PlanConfig) -> Planning:
     )
     # Its learning rate doesn't matter here; that there is one moment per row does.
     sharder = EmbeddingBagCollectionSharder2D(MomentScaledRowWiseAdaGrad(lr=1.0))
-    return Planning(planner, model, cast(list[ModuleSharder[nn.Module]], [sharder]))
+    sharders = cast(list[ModuleSharder[nn.Module]], [sharder])
+    return Planning(planner, model, sharders, topology, constraints)
 
 
 def _constraints(config: PlanConfig) -> dict[str, ParameterConstraints2D]:

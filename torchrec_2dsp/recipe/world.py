@@ -24,8 +24,9 @@ def check_launched(command: str) -> None:
     missing = [name for name in _SET_BY_TORCHRUN if name not in os.environ]
     if missing:
         raise ConfigError(
-            f"{missing[0]} is not set, so there are no ranks to train on; start with: torchrun "
-            f"--standalone --nproc-per-node 4 -m torchrec_2dsp {command} ..."
+            f"{missing[0]} is not set, so torchrun didn't start this process, and there are no "
+            f"other ranks; start with: torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp "
+            f"{command} ..."
         )
 
 

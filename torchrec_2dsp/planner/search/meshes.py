@@ -68,6 +68,8 @@ class Tried:
     """Of a step."""
     bytes_of_rank: float
     """With buffers."""
+    ways: str = ""
+    """How many tables are sharded in which way, in words."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,12 @@ def search(
         if len(found) == effort.meshes:
             break
     tried = [
-        Tried(space.setting.mesh, one.cost.total_s, space.bytes_of(one.selection))
+        Tried(
+            space.setting.mesh,
+            one.cost.total_s,
+            space.bytes_of(one.selection),
+            space.in_words(one.selection),
+        )
         for space, some in chosen
         for one in (*some, smallest(space))
     ]

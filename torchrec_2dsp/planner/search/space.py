@@ -12,6 +12,7 @@ from torchrec_2dsp.cost.memory import table_bytes
 from torchrec_2dsp.cost.model import Setting
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import message_type
+from torchrec_2dsp.plan.parameter_sharding import Exchange
 from torchrec_2dsp.planner.search.choices import Candidate, Choice, Family
 
 Floats = NDArray[np.float64]
@@ -116,6 +117,17 @@ class Space:
         """Of the messages that a selection sends."""
         numbers = np.unique(self.family_of[np.arange(len(selection)), selection])
         return {message_type(*self.families[number]) for number in numbers.tolist()}
+
+    def in_words(self, selection: Selection) -> str:
+        """How many tables a selection shards in which way."""
+        chosen = self.family_of[np.arange(len(selection)), selection]
+        numbers, counts = np.unique(chosen, return_counts=True)
+        ways = []
+        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+            kind, exchange = self.families[number]
+            rows = "" if exchange is Exchange.POOLED else f", {exchange.value} exchange"
+            ways.append(f"{count:,} {kind.value.replace('_', '-')}{rows}")
+        return "; ".join(ways)
 
     def step_cost(self, of_rank: Floats, choices: Iterable[Choice]) -> StepCost:
         """If all ranks had ``of_rank`` to do.

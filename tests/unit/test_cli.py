@@ -1,0 +1,60 @@
+"""What all commands have in common: errors, torchrun, the version."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import torchrec_2dsp as tdsp
+from torchrec_2dsp.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "configs" / "runs" / "demo.toml"
+
+
+@pytest.mark.parametrize(
+    ("rank", "said"),
+    [("0", "error: nowhere.toml can't be"), ("3", "error on rank 3: nowhere.toml")],
+)
+def test_the_command_shows_the_error_and_fails(
+    monkeypatch: pytest.MonkeyPatch, rank: str, said: str
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr("torchrec_2dsp.cli.errors._LET_RANK_0_SPEAK_S", 0.0)
+
+    result = CliRunner().invoke(app, ["train", "--config", "nowhere.toml"])
+
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+def test_torchrun_is_told_what_to_say_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    monkeypatch.setenv("RANK", "0")
+
+    CliRunner().invoke(app, ["train", "--config", "nowhere.toml"])
+
+    message = json.loads(path.read_text())["message"]
+    assert message["message"].startswith("error: nowhere.toml can't be read")
+    assert int(message["extraInfo"]["timestamp"]) > 0
+    # Nobody listens any more.
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "error.json"))
+    assert CliRunner().invoke(app, ["train", "--config", "nowhere.toml"]).exit_code == 2
+
+
+def test_the_version_is_told() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.output == f"torchrec-2dsp {tdsp.__version__}\n"
+
+
+def test_the_command_asks_for_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+
+    result = CliRunner().invoke(app, ["train", "--config", str(DEMO)])
+
+    assert result.exit_code == 2
+    assert "RANK is not set, so torchrun didn't start this process" in result.stderr
+    assert "torchrun --standalone" in result.stderr

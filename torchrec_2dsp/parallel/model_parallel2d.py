@@ -152,6 +152,28 @@ class ModelParallel2D(DMPCollection):
             part.complete_state()
         return report
 
+    @property
+    def sync_step(self) -> int:
+        """How many steps the policies of a `WeightSync` have counted; 0 without one."""
+        points = [part.sync_point for part in self.sharded_modules()]
+        return max((point.policy_step for point in points), default=0)
+
+    def set_sync_step(self, step: int) -> None:
+        """Let the policies of a `WeightSync` go on as after ``step`` steps, on all ranks alike.
+
+        A `TrainState` does this when it is loaded. Call it between two steps.
+
+        Example:
+            A run that goes on at step 10 under ``every(3)`` syncs at step 12, not at 13::
+
+                tdsp.load_checkpoint("checkpoints/10", model, optimizer)
+                model.set_sync_step(10)
+        """
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ConfigError(f"step={step!r} is no number of steps; give 0 or more")
+        for part in self.sharded_modules():
+            part.sync_point.count_from(step)
+
     def _reach(self, moment: Moment) -> SyncReport:
         return sum((part.sync_point.reach(moment) for part in self.sharded_modules()), SyncReport())
 

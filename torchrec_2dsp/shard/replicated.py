@@ -114,9 +114,17 @@ class ReplicatedModule:
         """Ids of this rank so far that their tables had no rows for, see `BadIds`."""
         return self._id_check.num_bad
 
+    @num_bad_ids.setter
+    def num_bad_ids(self, count: int) -> None:
+        self._id_check.num_bad = count
+
     def kernels(self: Any) -> list[Kernel]:
         """The fused kernels of this rank."""
         return list(_kernels(self._lookups))
+
+    def tbes(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+        """FBGEMM's part of all fused kernels of this rank, also of those for hot rows."""
+        return [kernel.tbe for kernel in self.kernels()] + self._kernels_beside()
 
     @torch.no_grad()
     def broadcast_replicas(self: Any) -> None:

@@ -1,6 +1,6 @@
 """`RowPrefetchModule`: what sharded modules with row exchange offer to a pipeline."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -56,6 +56,13 @@ class LaggingGradients:
         if moment is Moment.READ:
             self.finish()
         return SyncReport()
+
+    def state_dict(self) -> dict[str, list[int]]:
+        """Nothing: which gradients lag follows from the batches."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:
+        """Nothing to take over."""
 
 
 @dataclass

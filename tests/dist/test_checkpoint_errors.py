@@ -22,8 +22,9 @@ from tests.dist.test_checkpoint_harness import HOT, SEQUENCE, full_state, make, 
 from tests.support.models import ModelSpec, TableSpec
 from tests.support.parity import Cell
 from tests.support.ranks import RankPool
-from torchrec_2dsp.parallel import checkpoint
-from torchrec_2dsp.parallel.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from torchrec_2dsp.errors import CheckpointError
+from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
+from torchrec_2dsp.parallel.checkpoint.fit import check_part
 
 SAVED = Cell(M22, "row_wise", hot_rows=HOT)
 TABLES = SAVED.spec.tables
@@ -167,7 +168,7 @@ def test_as_many_column_shards_of_other_widths_are_refused() -> None:
     def check(*widths: int) -> None:
         path = ("fused_optimizer", "state", "ebc.t0.weight", "t0.momentum1")
         wanted = Metadata(entries(*widths), {moment: path})
-        checkpoint._check_part("fused_optimizer", Path("x"), entries(4, 12), wanted)
+        check_part("fused_optimizer", Path("x"), entries(4, 12), wanted)
 
     check(4, 12)
     with pytest.raises(CheckpointError, match=r"stored for columns 4\+12 .* the columns 8\+8:"):

@@ -31,7 +31,7 @@ from tests.dist.test_checkpoint_harness import (
 from tests.support.models import ModelSpec, TableSpec
 from tests.support.parity import Cell, make_oracle
 from tests.support.ranks import RankPool
-from torchrec_2dsp.parallel import checkpoint
+from torchrec_2dsp.parallel.checkpoint import group as groups
 from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
 
 BIG = ModelSpec(tables=tuple(TableSpec(f"t{n}", 6000 + n, 16, (f"f{n}",)) for n in range(4)))
@@ -277,9 +277,9 @@ def over_a_group_of_its_own(rank: int, world_size: int, path: Path) -> bool:
         cell = Cell(tdsp.Mesh2D(2, 1), "row_wise")
         model, optimizer = make(cell, world_size)
         save_checkpoint(path, model, optimizer, extra={"a": [1, "two"]})
-        (group,) = checkpoint._GLOO_GROUPS.values()
+        (group,) = groups.GLOO_GROUPS.values()
         assert load_checkpoint(path, model, optimizer) == {"a": [1, "two"]}
-        return group is not dist.group.WORLD and list(checkpoint._GLOO_GROUPS.values()) == [group]
+        return group is not dist.group.WORLD and list(groups.GLOO_GROUPS.values()) == [group]
     finally:
         dist.get_backend_config = backend
 

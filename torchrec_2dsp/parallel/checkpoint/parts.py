@@ -1,0 +1,73 @@
+"""What a checkpoint consists of: its parts, and the tensors of a model that belong to each.
+
+Parts are of two kinds. `IN_PLACE` are the model's own tensors, which a load writes into. All others
+are small, and are read into tensors of their own, so that they can be checked before that.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardedTensor
+from torchrec.optim.keyed import KeyedOptimizer
+
+MODEL, FUSED, DENSE, EXTRA = "model", "fused_optimizer", "dense_optimizer", "extra"
+"""The parts of a checkpoint, which begin the names in it."""
+
+IN_PLACE: Mapping[str, str] = MappingProxyType(
+    {
+        MODEL: "build the model with the tables, rows and dims that were saved",
+        FUSED: "shard the model with the fused optimizer that was saved",
+        DENSE: "pass the optimizer that was saved, or none to load all the rest",
+    }
+)
+"""The parts whose tensors are the model's, with what to do where they don't fit it."""
+
+
+def live_state(model: DistributedModelParallel, optimizer: KeyedOptimizer | None) -> dict[str, Any]:
+    """The parts that are `IN_PLACE`: writing into these tensors changes the model.
+
+    Collectives:
+        Those of a sync, if a backward is pending.
+    """
+    weights = {name: value for name, value in model.state_dict().items() if not _is_empty(value)}
+    fused = model.fused_optimizer.state_dict()["state"]
+    state: dict[str, Any] = {MODEL: weights, FUSED: {"state": fused}}
+    if optimizer is not None:
+        dense, states = dense_params(model, optimizer), optimizer.state_dict()["state"]
+        state[DENSE] = {"state": {key: states[key] for key in states if key in dense}}
+    return state
+
+
+def dense_params(model: DistributedModelParallel, optimizer: KeyedOptimizer) -> dict[str, Any]:
+    """What ``optimizer`` trains beside the fused one, which it may hold under any name."""
+    fused = {id(param) for param in model.fused_optimizer.params.values()}
+    return {key: param for key, param in optimizer.params.items() if id(param) not in fused}
+
+
+def run_load_hooks(
+    model: DistributedModelParallel, optimizer: KeyedOptimizer | None, state: dict[str, Any]
+) -> None:
+    """Load tensors that hold their new values already, so that caches and hot rows follow."""
+    weights = {name: state[MODEL].get(name, torch.empty(0)) for name in model.state_dict()}
+    model.load_state_dict(cast(Any, weights))
+    for part, loaded in ((FUSED, model.fused_optimizer), (DENSE, optimizer)):
+        if loaded is not None:
+            whole = loaded.state_dict()
+            whole["state"] = {**whole["state"], **state[part]["state"]}
+            loaded.load_state_dict(whole)
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether this is a table of which this rank has no shard.
+
+    DCP takes a checkpoint for an old one when it meets an empty ShardedTensor, and TorchRec gives
+    the empty DTensors of some grid tables a wrong shape. They are left out.
+    """
+    if isinstance(value, ShardedTensor):
+        return not value.local_shards()
+    with torch.no_grad():
+        return isinstance(value, DTensor) and not cast(Any, value.to_local()).local_shards()

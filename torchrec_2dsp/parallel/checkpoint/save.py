@@ -1,0 +1,65 @@
+"""`save_checkpoint`: a model and its optimizers, written to a new folder."""
+
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import KeyedOptimizer
+
+from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.errors import CheckpointError
+from torchrec_2dsp.parallel.checkpoint.extra import as_tensor, encoded
+from torchrec_2dsp.parallel.checkpoint.failure import run_dcp
+from torchrec_2dsp.parallel.checkpoint.group import coordination_group
+from torchrec_2dsp.parallel.checkpoint.parts import EXTRA, live_state
+
+
+def save_checkpoint(
+    path: str | PathLike[str],
+    model: DistributedModelParallel,
+    optimizer: KeyedOptimizer | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Write weights, optimizer state and ``extra`` to a new folder; call it on all ranks.
+
+    Each shard is written once: replica peers share the work.
+
+    Args:
+        path: a folder that all ranks see, without a checkpoint in it.
+        model: a `ModelParallel2D`, or TorchRec's own `DistributedModelParallel`.
+        optimizer: the one of the other parameters, if its state is wanted; it may contain the
+            model's fused optimizer, which is stored once in any case.
+        extra: JSON, equal on all ranks, such as the number of steps done.
+
+    Collectives:
+        Those of a sync, if a backward is pending; then DCP's, of plans but not of weights.
+    """
+    group = coordination_group()
+    with agreeing(group) as facts:
+        folder = checked_folder(path, optimizer)
+        if (folder / ".metadata").exists():
+            raise CheckpointError(f"{folder} holds a checkpoint already; save to a new folder")
+        text = encoded(extra or {})
+        facts["the checkpoint's path"], facts["extra"] = str(folder), text
+    state = live_state(model, optimizer) | {EXTRA: as_tensor(text)}
+    writer = dcp.FileSystemWriter(folder, overwrite=False)
+    run_dcp(
+        lambda: dcp.save(state, storage_writer=writer, process_group=group),
+        f"{folder} couldn't be written and holds no checkpoint",
+    )
+
+
+def checked_folder(path: str | PathLike[str], optimizer: object) -> Path:
+    """The folder, if it and the optimizer are of a kind that can be saved and loaded."""
+    if "://" in str(path):
+        raise CheckpointError(f"{path} is an address; give a folder that all ranks have mounted")
+    if optimizer is not None and not isinstance(optimizer, KeyedOptimizer):
+        raise CheckpointError(
+            f"the state of a {type(optimizer).__name__} has no names; wrap it in TorchRec's "
+            "KeyedOptimizerWrapper"
+        )
+    return Path(path)

@@ -150,13 +150,22 @@ class RowPrefetchModule(HotRowsModule):
             ctx: of the batch.
 
         Collectives:
-            Those of `RowJourney.send_late`, and of the updates that it waits for.
+            Those of `RowJourney.send_late`, and of the updates that it waits for; and if the state
+            was read since the last step, those of `RowArrangement.by_owner`.
         """
         self._make_ready(ctx, self._num_lookups + 1)
-        for one in _row_contexts(ctx):
-            if all(journey.has_begun for journey in one.journeys):
-                for journey in one.journeys:
-                    journey.send_late()
+        late = [
+            journey
+            for one in _row_contexts(ctx)
+            if all(journey.has_begun for journey in one.journeys)
+            for journey in one.journeys
+        ]
+        if late:
+            # The state may have been read since, for which rows lie by number.
+            self._state_read()
+            self._arrange_by_owner()
+        for journey in late:
+            journey.send_late()
 
     def _prepare_rows(self, ctx: Any) -> None:
         """Before a lookup."""

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.model_parallel import (
     DataParallelWrapper,
@@ -19,14 +18,11 @@ from torchrec_2dsp.comms.agreement import agreeing
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
 from torchrec_2dsp.mesh.groups import MeshGroups, world_group
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
-from torchrec_2dsp.plan.plan2d import Plan2D, is_proposed
+from torchrec_2dsp.parallel.arguments import checked_plan, default_sharders, describe_sharder
+from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.serialize import to_json
 from torchrec_2dsp.shard.hot_module import HotRowsModule
 from torchrec_2dsp.shard.parted import parts_of
-from torchrec_2dsp.shard.sharders import (
-    EmbeddingBagCollectionSharder2D,
-    EmbeddingCollectionSharder2D,
-)
 from torchrec_2dsp.sync.moment import Moment
 from torchrec_2dsp.sync.report import SyncReport
 
@@ -77,12 +73,12 @@ class ModelParallel2D(DMPCollection):
             An agreement of all ranks on the arguments, then process groups and broadcasts.
         """
         device = torch.device("cpu") if device is None else device
-        sharders = _default_sharders() if sharders is None else list(sharders)
+        sharders = default_sharders() if sharders is None else list(sharders)
         with agreeing(world_group()) as facts:
-            plan = _checked(module, plan, sharders, unsupported)
+            plan = checked_plan(module, plan, sharders, unsupported)
             facts["the plan"] = to_json(plan)
             facts["the device type"] = device.type
-            facts["the sharders"] = repr([_describe(sharder) for sharder in sharders])
+            facts["the sharders"] = repr([describe_sharder(sharder) for sharder in sharders])
         groups = MeshGroups.for_mesh(plan.mesh, device.type)
         self._device = device
         self._pg = groups.world
@@ -243,59 +239,6 @@ class ModelParallel2D(DMPCollection):
             "an all-reduce hook can't see which rows changed; choose the sync by the plan's "
             "GradientSync or WeightSync"
         )
-
-
-def _checked(
-    module: nn.Module,
-    plan: ShardingPlan | None,
-    sharders: Sequence[ModuleSharder[Any]],
-    unsupported: dict[str, Any],
-) -> Plan2D:
-    """The plan, if it fits module, world and sharders."""
-    if unsupported:
-        raise UnsupportedError(
-            f"ModelParallel2D doesn't take {', '.join(sorted(unsupported))}: mesh and sync come "
-            "from the plan, submodule configs and FULLY_SHARDED aren't supported"
-        )
-    if isinstance(plan, ShardingPlan) and is_proposed(plan):
-        plan = Plan2D.from_stock(plan)
-    if not isinstance(plan, Plan2D):
-        raise ConfigError(
-            f"plan is a {type(plan).__name__}; pass Planner2D's, or Plan2D.from_stock(plan, "
-            "mesh=Mesh2D.for_world(...))"
-        )
-    plan.mesh.check_world(dist.get_world_size())
-    plan.validate()
-    ours = {sharder.module_type: sharder for sharder in sharders}
-    for path, _ in plan.modules():
-        try:
-            part = module.get_submodule(path)
-        except AttributeError:
-            raise PlanError(
-                f"the plan names module {path!r}, which the model doesn't have; make the plan "
-                "for this model"
-            ) from None
-        sharder = ours.get(type(part))
-        if not isinstance(sharder, _SHARDERS):
-            raise ConfigError(
-                f"module {path!r} ({type(part).__name__}) is in the plan, but its sharder is "
-                f"{type(sharder).__name__}; pass one of "
-                + ", ".join(kind.__name__ for kind in _SHARDERS)
-            )
-    return plan
-
-
-_SHARDERS = (EmbeddingBagCollectionSharder2D, EmbeddingCollectionSharder2D)
-
-
-def _default_sharders() -> list[ModuleSharder[Any]]:
-    return [kind() for kind in _SHARDERS]
-
-
-def _describe(sharder: ModuleSharder[Any]) -> str:
-    params = getattr(sharder, "fused_params", None) or {}
-    optimizer = getattr(sharder, "optimizer", None)
-    return f"{type(sharder).__name__}({optimizer!r}, {sorted(params.items())!r})"
 
 
 def _context(plan: Plan2D, groups: MeshGroups) -> DMPCollectionContext:

@@ -68,6 +68,16 @@ class HotRowsModule(ReplicatedModule):
         if self._hot_rows is not None:
             self._hot_rows.sets.renew(hot_sets)
 
+    @property
+    def older_hot_sets(self) -> list[dict[str, HotSet]]:
+        """What batches go by that a pipeline split before a refresh and hasn't looked up yet."""
+        return [] if self._hot_rows is None else self._hot_rows.sets.older
+
+    def put_hot_sets_before_newest(self, older: Sequence[Mapping[str, HotSet]]) -> None:
+        """Let the next batches go by older sets, one each."""
+        if self._hot_rows is not None:
+            self._hot_rows.sets.put_before_newest(older)
+
     def complete_state(self) -> None:
         """Replicas of hot rows, too."""
         super().complete_state()

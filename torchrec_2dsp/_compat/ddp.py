@@ -60,6 +60,7 @@ def start_in_order(ddp: DistributedDataParallel, order: list[str] | None) -> boo
     if ddp.static_graph:
         ddp._static_graph_delay_allreduce_enqueued = False
         ddp.reducer._set_static_graph()
+        assert ddp.logger is not None
         ddp.logger._set_static_graph()
     hooks, ddp._comm_hooks = ddp._comm_hooks, []
     for hook, state in hooks:

@@ -1,6 +1,7 @@
 """`load_checkpoint`: a model and its optimizers, read from a folder, in place."""
 
 import json
+from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
@@ -17,14 +18,17 @@ from torchrec_2dsp.parallel.checkpoint.dense_state import init_dense_state
 from torchrec_2dsp.parallel.checkpoint.failure import run_dcp
 from torchrec_2dsp.parallel.checkpoint.fit import Entries, check_fits
 from torchrec_2dsp.parallel.checkpoint.group import coordination_group
-from torchrec_2dsp.parallel.checkpoint.parts import EXTRA, live_state, run_load_hooks
-from torchrec_2dsp.parallel.checkpoint.save import checked_folder
+from torchrec_2dsp.parallel.checkpoint.parts import EXTRA, TRAIN_STATE, live_state, run_load_hooks
+from torchrec_2dsp.parallel.checkpoint.save import check_belongs, checked_folder
+from torchrec_2dsp.parallel.train_state.state import TrainState
 
 
 def load_checkpoint(
     path: str | PathLike[str],
     model: DistributedModelParallel,
     optimizer: KeyedOptimizer | None = None,
+    *,
+    train_state: TrainState | None = None,
 ) -> dict[str, Any]:
     """Read a checkpoint into a model, in place; call it on all ranks.
 
@@ -35,6 +39,8 @@ def load_checkpoint(
         path: the folder.
         model: a `ModelParallel2D`, or TorchRec's own `DistributedModelParallel`.
         optimizer: as in `save_checkpoint`; without it, its saved state is left alone.
+        train_state: what is to go on beside the model, in place; without it, what was saved of it
+            is left alone.
 
     Returns:
         What was saved as ``extra``.
@@ -46,7 +52,9 @@ def load_checkpoint(
     with agreeing(group) as facts:
         folder = checked_folder(path, optimizer)
         facts["the checkpoint's path"] = str(folder)
+        check_belongs(train_state, model)
         saved = _read_metadata(folder, group)
+    go_on = None if train_state is None else _prepared(train_state, folder, saved, group)
     if optimizer is not None:
         init_dense_state(model, optimizer, saved)
     state = live_state(model, optimizer)
@@ -58,7 +66,36 @@ def load_checkpoint(
         f"{folder} couldn't be read and the model may be loaded in part; load another checkpoint",
     )
     run_load_hooks(model, optimizer, state)
+    if go_on is not None:
+        go_on()
     return json.loads(bytes(state[EXTRA].tolist())) if EXTRA in state else {}
+
+
+def _prepared(
+    train_state: TrainState, folder: Path, saved: Entries, group: dist.ProcessGroup
+) -> Callable[[], None]:
+    """Read and check the train state; what lets the run go on once the model is loaded."""
+    begin = f"{TRAIN_STATE}."
+    names = [name.removeprefix(begin) for name in saved if name.startswith(begin)]
+    with agreeing(group):
+        if not names:
+            raise CheckpointError(
+                f"{folder} has no train state, because it was saved without train_state=...; load "
+                "it without one, and set the TrainState's step yourself"
+            )
+    entries: dict[str, Any] = {name: saved[begin + name] for name in names}
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if train_state.wants(name)
+    }
+    run_dcp(
+        lambda: dcp.load(
+            {TRAIN_STATE: cast(Any, tensors)}, checkpoint_id=folder, process_group=group
+        ),
+        f"the train state in {folder} couldn't be read; load another checkpoint",
+    )
+    return train_state.prepared(tensors)
 
 
 def _read_metadata(folder: Path, group: dist.ProcessGroup) -> Entries:

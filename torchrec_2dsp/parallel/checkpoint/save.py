@@ -14,7 +14,8 @@ from torchrec_2dsp.errors import CheckpointError
 from torchrec_2dsp.parallel.checkpoint.extra import as_tensor, encoded
 from torchrec_2dsp.parallel.checkpoint.failure import run_dcp
 from torchrec_2dsp.parallel.checkpoint.group import coordination_group
-from torchrec_2dsp.parallel.checkpoint.parts import EXTRA, live_state
+from torchrec_2dsp.parallel.checkpoint.parts import EXTRA, TRAIN_STATE, live_state
+from torchrec_2dsp.parallel.train_state.state import TrainState
 
 
 def save_checkpoint(
@@ -23,6 +24,7 @@ def save_checkpoint(
     optimizer: KeyedOptimizer | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
+    train_state: TrainState | None = None,
 ) -> None:
     """Write weights, optimizer state and ``extra`` to a new folder; call it on all ranks.
 
@@ -34,6 +36,7 @@ def save_checkpoint(
         optimizer: the one of the other parameters, if its state is wanted; it may contain the
             model's fused optimizer, which is stored once in any case.
         extra: JSON, equal on all ranks, such as the number of steps done.
+        train_state: what a run needs to go on beside the model, of this model.
 
     Collectives:
         Those of a sync, if a backward is pending; then DCP's, of plans but not of weights.
@@ -43,14 +46,25 @@ def save_checkpoint(
         folder = checked_folder(path, optimizer)
         if (folder / ".metadata").exists():
             raise CheckpointError(f"{folder} holds a checkpoint already; save to a new folder")
+        check_belongs(train_state, model)
         text = encoded(extra or {})
         facts["the checkpoint's path"], facts["extra"] = str(folder), text
     state = live_state(model, optimizer) | {EXTRA: as_tensor(text)}
+    if train_state is not None:
+        state[TRAIN_STATE] = train_state.state_dict()
     writer = dcp.FileSystemWriter(folder, overwrite=False)
     run_dcp(
         lambda: dcp.save(state, storage_writer=writer, process_group=group),
         f"{folder} couldn't be written and holds no checkpoint",
     )
+
+
+def check_belongs(train_state: TrainState | None, model: DistributedModelParallel) -> None:
+    """Raise if a train state is that of another model."""
+    if train_state is not None and train_state.model is not model:
+        raise CheckpointError(
+            "the train state is that of another model; make it by TrainState(model, optimizer)"
+        )
 
 
 def checked_folder(path: str | PathLike[str], optimizer: object) -> Path:

@@ -42,7 +42,9 @@ def _weight(policy: Any, **options: Any) -> tdsp.WeightSync:
 _ROWS = Cell(M14, exchange="row", owners="hash")
 VARIANTS = {
     "gradient": Variant(Cell(M22)),
-    "four groups": Variant(Cell(M41, optimizer="adagrad")),
+    "four groups": Variant(
+        Cell(M41, optimizer="adagrad", sync=tdsp.GradientSync(transport=tdsp.Transport.BF16))
+    ),
     "delay": Variant(Cell(M22, sync=tdsp.GradientSync(delay=1))),
     "every 1": Variant(Cell(M22, sync=_weight(tdsp.every(1)))),
     "every 3": Variant(Cell(M22, sync=_weight(tdsp.every(3)))),
@@ -96,7 +98,7 @@ class TowerModel(BagModel):
 
 def batch_of(spec: ModelSpec, step: int, rank: int) -> KeyedJaggedTensor:
     """The batch of a rank; the most used rows are others after every few steps."""
-    batch = make_batch(spec, seed=1000 * step + rank)
+    batch = make_batch(spec, seed=1000 * step + rank, batch_size=16)
     rows = torch.tensor([table.num_rows for _, table in spec.features])
     by_id = rows.repeat_interleave(torch.tensor(batch.length_per_key()))
     ids = (batch.values() + step // 4) % by_id

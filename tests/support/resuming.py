@@ -83,7 +83,7 @@ class TowerModel(BagModel):
 
     def __init__(self, spec: ModelSpec, draws: bool) -> None:
         super().__init__(spec)
-        width = self.over.in_features
+        width = sum(table.dim for _, table in spec.features)
         self.over = nn.Identity()
         self.tower = nn.Sequential(
             nn.Linear(width, 16), nn.ReLU(), nn.Dropout(0.2 if draws else 0.0), nn.Linear(16, 1)

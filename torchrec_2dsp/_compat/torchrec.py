@@ -59,6 +59,7 @@ from torchrec.distributed.sharding.twrw_sharding import (
     TwRwPooledEmbeddingSharding,
 )
 from torchrec.distributed.types import DMPCollectionContext, ShardingEnv2D
+from torchrec.optim.keyed import KeyedOptimizerWrapper, OptimizerWrapper
 
 __all__ = [
     "BaseEmbedding",
@@ -100,6 +101,7 @@ __all__ = [
     "intra_and_cross_node_pg_2D",
     "node_group_cache",
     "sharder_data_of",
+    "wrapped_optimizer",
 ]
 
 
@@ -180,3 +182,20 @@ def in_backward_optimizers(param: torch.nn.Parameter) -> InBackwardOptimizers | 
         return None
     kwargs: list[dict[str, Any]] = getattr(param, "_optimizer_kwargs", [{}])
     return InBackwardOptimizers(list(classes), [dict(entry) for entry in kwargs])
+
+
+def wrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """The optimizer that one of TorchRec's wrappers steps; `None` if it isn't such a wrapper."""
+    if isinstance(optimizer, OptimizerWrapper):
+        return _keyed_inside(optimizer)
+    if isinstance(optimizer, KeyedOptimizerWrapper):
+        return _stock_inside(optimizer)
+    return None
+
+
+def _keyed_inside(optimizer: OptimizerWrapper) -> torch.optim.Optimizer:
+    return optimizer._optimizer
+
+
+def _stock_inside(optimizer: KeyedOptimizerWrapper) -> torch.optim.Optimizer:
+    return optimizer._optimizer

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from torchrec_2dsp.errors import CheckpointError
+from torchrec_2dsp.parallel.checkpoint.parts import EXTRA
+from torchrec_2dsp.parallel.checkpoint.stored import StoredCheckpoint
 
 
 def encoded(extra: Mapping[str, Any]) -> str:
@@ -23,3 +25,21 @@ def encoded(extra: Mapping[str, Any]) -> str:
 def as_tensor(text: str) -> torch.Tensor:
     """The bytes of ``text``: a tensor, because DCP pickles everything else."""
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def stored_extra(stored: StoredCheckpoint) -> dict[str, Any]:
+    """What was saved as ``extra``; nothing, if another program wrote the checkpoint."""
+    if EXTRA not in stored.entries:
+        return {}
+    try:
+        extra = json.loads(stored.tensor(EXTRA).numpy().tobytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{EXTRA!r} isn't JSON in the checkpoint {stored.folder} ({error}); load another one"
+        ) from error
+    if not isinstance(extra, dict):
+        raise CheckpointError(
+            f"{EXTRA!r} is a {type(extra).__name__} instead of a dict in the checkpoint "
+            f"{stored.folder}; load another one"
+        )
+    return extra

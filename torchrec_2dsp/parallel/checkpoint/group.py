@@ -1,14 +1,19 @@
 """The process groups over which ranks talk about a checkpoint."""
 
 import weakref
-from typing import Any
+from typing import cast
 
+import torch
 import torch.distributed as dist
 
+from torchrec_2dsp._compat.c10d import timeout_of
 from torchrec_2dsp.mesh.groups import world_group
 
-GLOO_GROUPS: "weakref.WeakKeyDictionary[dist.ProcessGroup, Any]" = weakref.WeakKeyDictionary()
-"""The groups of worlds that don't talk gloo themselves."""
+GLOO_GROUPS: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]"
+"""The gloo groups of worlds that don't talk gloo themselves."""
+BACKGROUND_GROUPS: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]"
+"""The groups of worlds' asynchronous saves."""
+GLOO_GROUPS, BACKGROUND_GROUPS = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
 
 
 def coordination_group() -> dist.ProcessGroup:
@@ -18,8 +23,33 @@ def coordination_group() -> dist.ProcessGroup:
         The making of a group, once per world, where the world itself doesn't talk gloo.
     """
     world = world_group()
-    if "gloo" in dist.get_backend_config(world):
+    if _talks_gloo(world):
         return world
     if world not in GLOO_GROUPS:
-        GLOO_GROUPS[world] = dist.new_group(backend="gloo")
+        GLOO_GROUPS[world] = _new_group(world)
     return GLOO_GROUPS[world]
+
+
+def background_group() -> dist.ProcessGroup:
+    """All ranks over gloo, used by nothing but saves that go on while the model trains.
+
+    Collectives of two threads on one group would meet in another order on each rank.
+
+    Collectives:
+        The making of a group, once per world.
+    """
+    world = world_group()
+    if world not in BACKGROUND_GROUPS:
+        BACKGROUND_GROUPS[world] = _new_group(world)
+    return BACKGROUND_GROUPS[world]
+
+
+def _new_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    accelerator = None if _talks_gloo(world) else torch.accelerator.current_accelerator()
+    timeout = timeout_of(world, accelerator.type if accelerator is not None else "cpu")
+    group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints")
+    return cast(dist.ProcessGroup, group)
+
+
+def _talks_gloo(world: dist.ProcessGroup) -> bool:
+    return "gloo" in dist.get_backend_config(world)

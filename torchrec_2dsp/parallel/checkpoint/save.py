@@ -3,19 +3,48 @@
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_2dsp.comms.agreement import agreeing
 from torchrec_2dsp.errors import CheckpointError
+from torchrec_2dsp.mesh.groups import world_group
 from torchrec_2dsp.parallel.checkpoint.extra import as_tensor, encoded
 from torchrec_2dsp.parallel.checkpoint.failure import run_dcp
-from torchrec_2dsp.parallel.checkpoint.group import coordination_group
+from torchrec_2dsp.parallel.checkpoint.group import background_group, coordination_group
 from torchrec_2dsp.parallel.checkpoint.parts import EXTRA, TRAIN_STATE, live_state
+from torchrec_2dsp.parallel.checkpoint.pending import PendingSave, start_save, wait_for_save
+from torchrec_2dsp.parallel.checkpoint.planner import PlainDataSavePlanner, StagingPlanner
+from torchrec_2dsp.parallel.checkpoint.writer import ChecksumWriter
 from torchrec_2dsp.parallel.train_state.state import TrainState
+
+
+@overload
+def save_checkpoint(
+    path: str | PathLike[str],
+    model: DistributedModelParallel,
+    optimizer: KeyedOptimizer | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    train_state: TrainState | None = None,
+    asynchronous: Literal[False] = False,
+) -> None: ...
+
+
+@overload
+def save_checkpoint(
+    path: str | PathLike[str],
+    model: DistributedModelParallel,
+    optimizer: KeyedOptimizer | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    train_state: TrainState | None = None,
+    asynchronous: Literal[True],
+) -> PendingSave: ...
 
 
 def save_checkpoint(
@@ -25,10 +54,12 @@ def save_checkpoint(
     *,
     extra: Mapping[str, Any] | None = None,
     train_state: TrainState | None = None,
-) -> None:
+    asynchronous: bool = False,
+) -> PendingSave | None:
     """Write weights, optimizer state and ``extra`` to a new folder; call it on all ranks.
 
-    Each shard is written once: replica peers share the work.
+    Each shard is written once: replica peers share the work. A checksum of everything is written
+    with it. The checkpoint is there when its last file is, and not before.
 
     Args:
         path: a folder that all ranks see, without a checkpoint in it.
@@ -37,24 +68,50 @@ def save_checkpoint(
             model's fused optimizer, which is stored once in any case.
         extra: JSON, equal on all ranks, such as the number of steps done.
         train_state: what a run needs to go on beside the model, of this model.
+        asynchronous: return as soon as this rank has copied what it is to write, and write while
+            the model trains on. The next save or load waits until that is done.
+
+    Returns:
+        With ``asynchronous``, a future whose ``result()`` waits for the checkpoint.
 
     Collectives:
-        Those of a sync, if a backward is pending; then DCP's, of plans but not of weights.
+        Those of a sync, if a backward is pending; then DCP's, of plans but not of weights. With
+        ``asynchronous``, the latter are on a gloo group of their own, made at the first call.
+
+    Example::
+
+        pending = tdsp.save_checkpoint(folder, model, optimizer, asynchronous=True)
+        ...  # train on
+        pending.result()
     """
     group = coordination_group()
     with agreeing(group) as facts:
+        wait_for_save(world_group())
         folder = checked_folder(path, optimizer)
         if (folder / ".metadata").exists():
             raise CheckpointError(f"{folder} holds a checkpoint already; save to a new folder")
         check_belongs(train_state, model)
         text = encoded(extra or {})
         facts["the checkpoint's path"], facts["extra"] = str(folder), text
+        facts["asynchronous"] = str(asynchronous)
     state = live_state(model, optimizer) | {EXTRA: as_tensor(text)}
     if train_state is not None:
         state[TRAIN_STATE] = train_state.state_dict()
-    writer = dcp.FileSystemWriter(folder, overwrite=False)
+    if not asynchronous:
+        _write(folder, state, PlainDataSavePlanner(), group)
+        return None
+    background, planner = background_group(), StagingPlanner()
+    return start_save(
+        world_group(), folder, lambda: _write(folder, state, planner, background), planner.is_staged
+    )
+
+
+def _write(
+    folder: Path, state: dict[str, Any], planner: PlainDataSavePlanner, group: dist.ProcessGroup
+) -> None:
+    writer = ChecksumWriter(folder)
     run_dcp(
-        lambda: dcp.save(state, storage_writer=writer, process_group=group),
+        lambda: dcp.save(state, storage_writer=writer, planner=planner, process_group=group),
         f"{folder} couldn't be written and holds no checkpoint",
     )
 

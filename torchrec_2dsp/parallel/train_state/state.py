@@ -1,5 +1,6 @@
 """`TrainState`: what a run needs to go on, beside the model."""
 
+import re
 from collections.abc import Callable, Mapping
 
 import torch
@@ -159,11 +160,10 @@ class TrainState:
 
         Of more ranks than there are now, each takes over what several have counted.
         """
-        part = name.partition(".")[0]
-        if not part.startswith("rank"):
-            return True
+        of_rank = re.match(r"rank(\d+)\.", name)
         group = coordination_group()
-        return int(part.removeprefix("rank")) % dist.get_world_size(group) == dist.get_rank(group)
+        rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        return of_rank is None or int(of_rank[1]) % num_ranks == rank
 
     def prepared(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         """Check a state, and change nothing yet; call it on all ranks.

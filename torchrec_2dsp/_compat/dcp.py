@@ -1,0 +1,64 @@
+"""What torch.distributed.checkpoint (DCP) writes and checks, and doesn't say in public."""
+
+import io
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import IO, cast
+
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import _validate_global_plan
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.utils import _create_file_view
+
+__all__ = [
+    "CURRENT_DCP_VERSION",
+    "PICKLED_NAMES",
+    "StorageInfo",
+    "file_view",
+    "set_element",
+    "wrong_chunks",
+]
+
+StorageInfo = _StorageInfo
+"""Where a chunk lies: file, offset, length."""
+
+_DCP = "torch.distributed.checkpoint"
+_OLD = "torch.distributed._shard.sharded_tensor.metadata"
+
+PICKLED_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        f"{_DCP}.metadata.Metadata": "Metadata",
+        f"{_DCP}.metadata.TensorStorageMetadata": "TensorStorageMetadata",
+        f"{_DCP}.metadata.BytesStorageMetadata": "BytesStorageMetadata",
+        f"{_DCP}.metadata.TensorProperties": "TensorProperties",
+        f"{_DCP}.metadata.ChunkStorageMetadata": "ChunkStorageMetadata",
+        f"{_DCP}.metadata.MetadataIndex": "MetadataIndex",
+        f"{_DCP}.metadata.StorageMeta": "StorageMeta",
+        f"{_DCP}.metadata._MEM_FORMAT_ENCODING": "memory format",
+        f"{_DCP}.filesystem._StorageInfo": "_StorageInfo",
+        # torch before 2.3
+        f"{_OLD}.TensorProperties": "TensorProperties",
+        f"{_OLD}.MEM_FORMAT_ENCODING": "memory format",
+        "torch.Size": "Size",
+        "torch.serialization._get_layout": "layout",
+        "pathlib.PosixPath": "path",
+        "pathlib.WindowsPath": "path",
+    }
+)
+"""All that the pickle `.metadata` names beside data types of torch, with what each is."""
+
+
+def wrong_chunks(metadata: Metadata) -> list[str]:
+    """What is wrong with the chunks of tensors: out of bounds, overlapping, or not the whole.
+
+    DCP looks at that when it saves, and never when it loads.
+    """
+    # It compares volumes only if there are several plans, and looks at nothing in them.
+    return _validate_global_plan([SavePlan([])] * 2, metadata)
+
+
+def file_view(file: IO[bytes], offset: int, length: int) -> IO[bytes]:
+    """Some bytes of an open file, as a file of their own."""
+    return cast(IO[bytes], _create_file_view(cast(io.IOBase, file), offset, length))

@@ -1,0 +1,217 @@
+"""`StoredCheckpoint`: what a save has left in a folder, and whether its bytes can be trusted."""
+
+import os
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from torchrec_2dsp._compat.dcp import file_view
+from torchrec_2dsp.errors import CheckpointError
+from torchrec_2dsp.parallel.checkpoint.checksums import FILE_NAME, MARK, Checksums, Chunk
+from torchrec_2dsp.parallel.checkpoint.metadata import read_metadata
+
+_BLOCK_BYTES = 8 * 2**20
+"""How much is read at once to be added up."""
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """What a finished save has left in a folder."""
+
+    folder: Path
+    metadata: Metadata
+    """What is stored, and where."""
+    checksums: Checksums | None
+    """What the bytes have to add up to; none, if another program wrote the checkpoint."""
+    fingerprint: str
+    """A checksum of the file of the metadata, by which ranks see that they read the same."""
+
+    @classmethod
+    def open(cls, folder: Path) -> "StoredCheckpoint":
+        """Read the metadata, and check them against their checksum if there is one."""
+        metadata_file, checksum_file = folder / ".metadata", folder / FILE_NAME
+        if not metadata_file.exists():
+            raise CheckpointError(f"{folder} has no .metadata; give the folder of a finished save")
+        data, sums = _contents(metadata_file), None
+        if checksum_file.exists():
+            sums = Checksums.from_json(_contents(checksum_file), str(checksum_file))
+            if zlib.crc32(data) != sums.metadata_crc32:
+                raise _damaged(metadata_file, "it doesn't add up to its checksum")
+        metadata = read_metadata(data, str(metadata_file))
+        stored = cls(folder, metadata, sums, f"{zlib.crc32(data):08x}")
+        has_mark = metadata.storage_meta is not None and MARK in metadata.storage_meta.modules
+        if sums is None and has_mark:
+            raise CheckpointError(f"{checksum_file} is missing; load another checkpoint")
+        if sums is not None and sums.chunks.keys() != set(stored._chunks()):
+            raise _damaged(checksum_file, "it isn't about the chunks that .metadata names")
+        return stored
+
+    @property
+    def entries(self) -> dict[str, STORAGE_TYPES]:
+        """What the checkpoint holds, by name: shapes, types, shards."""
+        return self.metadata.state_dict_metadata
+
+    def names(self, part: str) -> list[str]:
+        """The names of a part's entries, without the part's."""
+        return [name.removeprefix(f"{part}.") for name in self.entries if _is_in(name, part)]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor that was stored in one piece, read by this rank alone."""
+        entry = self.entries[name]
+        if not isinstance(entry, TensorStorageMetadata) or len(entry.chunks) != 1:
+            raise CheckpointError(
+                f"{name!r} isn't a tensor in one piece in the checkpoint {self.folder}; load "
+                "another checkpoint"
+            )
+        index = MetadataIndex(name, entry.chunks[0].offsets)
+        chunk = _chunk_of(self.metadata.storage_data[index])
+        try:
+            with (self.folder / chunk.file).open("rb") as file:
+                return self._parsed(file, chunk, index)
+        except OSError as error:
+            raise _unreadable(self.folder / chunk.file, error) from error
+
+    def tensors(
+        self, part: str, only: Callable[[str], bool] = lambda name: True
+    ) -> dict[str, torch.Tensor]:
+        """The tensors of a part that were stored in one piece each, read by this rank alone.
+
+        Args:
+            part: of which no tensor belongs to the model.
+            only: says which names to read.
+
+        Returns:
+            By name, without the part's.
+        """
+        return {name: self.tensor(f"{part}.{name}") for name in self.names(part) if only(name)}
+
+    def verify(self, parts: Iterable[str], rank: int, num_ranks: int) -> None:
+        """Read this rank's share of all bytes, and raise an error if they aren't what was written.
+
+        A chunk must add up to its checksum, and what is loaded of it must be of the type and shape
+        that the metadata say.
+
+        Args:
+            parts: those that are going to be loaded.
+            rank: of those that share the work.
+            num_ranks: that share the work.
+        """
+        parts = tuple(parts)
+        by_chunk: dict[Chunk, list[MetadataIndex]] = {}
+        for index, place in self.metadata.storage_data.items():
+            by_chunk.setdefault(_chunk_of(place), []).append(index)
+        for chunk in _share(sorted(by_chunk), rank, num_ranks):
+            try:
+                with (self.folder / chunk.file).open("rb") as file:
+                    self._check_sum(file, chunk)
+                    for index in by_chunk[chunk]:
+                        if any(_is_in(index.fqn, part) for part in parts):
+                            self._parsed(file, chunk, index)
+            except OSError as error:
+                raise _unreadable(self.folder / chunk.file, error) from error
+
+    def check_sizes(self, rank: int, num_ranks: int) -> None:
+        """Look whether this rank's share of the files is there, and as long as it should be."""
+        sizes: dict[str, int] = {}
+        for chunk in self._chunks():
+            sizes[chunk.file] = max(chunk.offset + chunk.length, sizes.get(chunk.file, 0))
+        for name in sorted(sizes)[rank::num_ranks]:
+            path = self.folder / name
+            size = path.stat().st_size if path.is_file() else 0
+            if size < sizes[name] or (self.checksums and size > sizes[name]):
+                raise CheckpointError(
+                    f"{path} has {size} of its {sizes[name]} bytes; load another checkpoint"
+                )
+
+    def _check_sum(self, file: IO[bytes], chunk: Chunk) -> None:
+        if self.checksums is None:
+            return
+        file.seek(chunk.offset)
+        crc32, left = 0, chunk.length
+        while left and (block := file.read(min(left, _BLOCK_BYTES))):
+            crc32, left = zlib.crc32(block, crc32), left - len(block)
+        if left or crc32 != self.checksums.chunks[chunk]:
+            place = f"bytes {chunk.offset} to {chunk.offset + chunk.length}"
+            raise _damaged(self.folder / chunk.file, f"its {place} don't add up to their checksum")
+
+    def _parsed(self, file: IO[bytes], chunk: Chunk, index: MetadataIndex) -> torch.Tensor:
+        """What DCP will read of a chunk."""
+        entry, where = self.entries.get(index.fqn), f"{index.fqn!r} in {self.folder / chunk.file}"
+        try:
+            value = torch.load(
+                file_view(file, chunk.offset, chunk.length), map_location="cpu", weights_only=True
+            )
+        except Exception as error:  # whatever unpickling damaged bytes can raise
+            raise CheckpointError(
+                f"{where} can't be read as plain data ({type(error).__name__}); load another "
+                "checkpoint"
+            ) from error
+        if isinstance(entry, TensorStorageMetadata):
+            sizes = next((c.sizes for c in entry.chunks if c.offsets == index.offset), None)
+            wanted = f"{entry.properties.dtype} of shape {sizes}"
+            actual = type(value).__name__
+            if type(value) is torch.Tensor and value.layout is torch.strided:
+                actual = f"{value.dtype} of shape {value.shape}"
+            if actual != wanted:
+                raise CheckpointError(f"{where} is {actual} instead of {wanted}; load another one")
+        return value
+
+    def _chunks(self) -> list[Chunk]:
+        return [_chunk_of(place) for place in self.metadata.storage_data.values()]
+
+
+def _share(chunks: list[Chunk], rank: int, num_ranks: int) -> list[Chunk]:
+    """A rank's share of some chunks, by bytes: those that begin in its part of all of them.
+
+    Example:
+        >>> from torchrec_2dsp.parallel.checkpoint.checksums import Chunk
+        >>> from torchrec_2dsp.parallel.checkpoint.stored import _share
+        >>> chunks = [Chunk("a", 0, 6), Chunk("a", 6, 1), Chunk("b", 0, 5)]
+        >>> [len(_share(chunks, rank, 2)) for rank in range(2)]
+        [1, 2]
+    """
+    total = sum(chunk.length for chunk in chunks)
+    share, start = [], 0
+    for number, chunk in enumerate(chunks):
+        reader = start * num_ranks // total if total else number % num_ranks
+        if min(reader, num_ranks - 1) == rank:
+            share.append(chunk)
+        start += chunk.length
+    return share
+
+
+def _chunk_of(place: object) -> Chunk:
+    """Where DCP says that something lies, as a value."""
+    return Chunk(place.relative_path, place.offset, place.length)  # type: ignore[attr-defined]
+
+
+def _is_in(name: str, part: str) -> bool:
+    return name == part or name.startswith(f"{part}.")
+
+
+def _contents(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{path} can't be read ({os.strerror(error.errno or 0)}); give this program access to it, "
+        "or load another checkpoint"
+    )
+
+
+def _damaged(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged: {why}; load another checkpoint")

@@ -1,0 +1,114 @@
+"""DCP's writer, which also notes a checksum of everything that it writes."""
+
+import io
+import os
+import pickle
+import zlib
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from torchrec_2dsp._compat.dcp import CURRENT_DCP_VERSION, StorageInfo
+from torchrec_2dsp.parallel.checkpoint.checksums import FILE_NAME, MARK, Checksums, Chunk
+
+
+class ChecksumWriter(dcp.FileSystemWriter):
+    """Writes a checkpoint as DCP does, and `checksums.json` before `.metadata`.
+
+    Checksums are of the bytes on their way to the file, so they also find what a disk wrote wrong.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, overwrite=False)
+        self._folder = folder
+        self._streams = _ChecksumStreams()
+        # DCP asks this object for a stream to write each chunk to.
+        self.transforms = cast(Any, self._streams)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's chunks; what is known of each travels to `finish` with its checksum."""
+        results = super().write_data(plan, planner).value()
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(
+            [
+                WriteResult(
+                    result.index,
+                    result.size_in_bytes,
+                    (result.storage_data, self._streams.crc32s[result.index]),
+                )
+                for result in results
+            ]
+        )
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the checksums, then `.metadata`, with which the checkpoint is there."""
+        chunks: dict[Chunk, int] = {}
+        places: dict[MetadataIndex, StorageInfo] = {}
+        for result in (result for of_rank in results for result in of_rank):
+            place, crc32 = result.storage_data
+            places[result.index] = place
+            chunks[Chunk(place.relative_path, place.offset, place.length)] = crc32
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_data = places
+        metadata.storage_meta = self.storage_meta()
+        data = pickle.dumps(metadata)
+        checksums = Checksums(zlib.crc32(data), chunks).to_json()
+        _write_at_once(self._folder / FILE_NAME, checksums.encode())
+        _write_at_once(self._folder / ".metadata", data)
+
+    def storage_meta(self) -> StorageMeta:
+        """DCP's, with the mark that there are checksums."""
+        return StorageMeta(self.checkpoint_id, self.save_id, modules=[MARK])
+
+
+class _ChecksumStreams:
+    """Makes the streams to which DCP writes chunks, and keeps the checksum of each."""
+
+    def __init__(self) -> None:
+        self.crc32s: dict[MetadataIndex, int] = {}
+
+    def transform_save_stream(
+        self, write_item: WriteItem, raw_stream: io.IOBase
+    ) -> tuple[IO[bytes], list[str]]:
+        """A stream for one chunk, and DCP's descriptors of what it does to the bytes: none."""
+        stream = _ChecksumStream(cast(IO[bytes], raw_stream), self.crc32s, write_item.index)
+        return cast(IO[bytes], stream), []
+
+
+class _ChecksumStream(io.RawIOBase):
+    """Hands bytes on to a file, which stays open when this is closed."""
+
+    def __init__(
+        self, file: IO[bytes], crc32s: dict[MetadataIndex, int], index: MetadataIndex
+    ) -> None:
+        self._file, self._crc32s, self._index = file, crc32s, index
+        crc32s[index] = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        """Write all of ``data``."""
+        self._crc32s[self._index] = zlib.crc32(data, self._crc32s[self._index])
+        return self._file.write(data)
+
+
+def _write_at_once(path: Path, data: bytes) -> None:
+    """Write a file so that it is there whole or not at all, whenever the machine stops."""
+    unfinished = path.with_name(f"{path.name}.tmp")
+    with unfinished.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.rename(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

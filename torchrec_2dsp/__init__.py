@@ -42,6 +42,8 @@ if not is_doctor_command(sys.orig_argv, sys.argv):
     from torchrec_2dsp.parallel.hot_set_refresh import HotSetRefresh
     from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
     from torchrec_2dsp.parallel.row_prefetch_pipeline import TrainPipelineRowPrefetch
+    from torchrec_2dsp.parallel.train_state.latest import drop_old_checkpoints, latest_checkpoint
+    from torchrec_2dsp.parallel.train_state.state import TrainState
     from torchrec_2dsp.plan.parameter_sharding import (
         Exchange,
         ParameterSharding2D,
@@ -118,6 +120,7 @@ __all__ = [
     "TableAccess",
     "TableWork",
     "TrainPipelineRowPrefetch",
+    "TrainState",
     "Transport",
     "TwoDError",
     "UnsupportedError",
@@ -125,9 +128,11 @@ __all__ = [
     "WeightSync",
     "Workload",
     "after",
+    "drop_old_checkpoints",
     "every",
     "get_default_sharders",
     "group_topology",
+    "latest_checkpoint",
     "load_checkpoint",
     "never",
     "pin",

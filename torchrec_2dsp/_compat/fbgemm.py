@@ -33,6 +33,7 @@ __all__ = [
     "max_gradient",
     "optimizer_states",
     "output_dtype",
+    "set_iteration",
     "set_learning_rate",
     "tbe_shape",
     "tell_empty_tables_apart",
@@ -131,6 +132,12 @@ def output_dtype(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> torch.dtype:
 def iteration_of(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> int:
     """How many forwards the kernel has counted."""
     return int(_tensor(tbe.iter_cpu).item())
+
+
+def set_iteration(tbe: SplitTableBatchedEmbeddingBagsCodegen, iteration: int) -> None:
+    """Let the kernel go on counting forwards from there; FBGEMM keeps the count twice."""
+    for counter in (tbe.iter, tbe.iter_cpu):
+        _tensor(counter).fill_(iteration)
 
 
 def max_gradient(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> float | None:

@@ -1,7 +1,8 @@
 """`RowCounter`: counts how often each row is looked up, batch by batch."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -158,6 +159,47 @@ class RowCounter:
         return AccessStats(
             {name: table.counts.access(table.num_samples) for name, table in self._tables.items()}
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank has counted so far, for a run that goes on."""
+        return {
+            "num_batches": self._num_batches,
+            "tables": {
+                name: {
+                    "kind": table.counts.describe(),
+                    "num_samples": table.num_samples,
+                    **table.counts.state_dict(),
+                }
+                for name, table in self._tables.items()
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what a counter of the same tables had counted."""
+        self.load_rank_states([state])
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise unless the same tables were counted in the same way."""
+        saved = {name: table["kind"] for name, table in state["tables"].items()}
+        own = {name: table.counts.describe() for name, table in self._tables.items()}
+        for name in sorted(saved.keys() | own.keys()):
+            if saved.get(name) != own.get(name):
+                raise ConfigError(
+                    f"table {name!r} was counted as {saved.get(name, 'nothing')}, but this counter "
+                    f"has {own.get(name, 'nothing')}; make the RowCounter as it was made"
+                )
+
+    def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from the sum of what several ranks had counted, or from nothing for none."""
+        for state in states:
+            self.check_state_dict(state)
+        self._num_batches = max((state["num_batches"] for state in states), default=0)
+        for name, table in self._tables.items():
+            table.counts = table.counts.empty()
+            table.num_samples = 0.0
+            for state in states:
+                table.counts.add_state_dict(state["tables"][name])
+                table.num_samples += state["tables"][name]["num_samples"]
 
 
 @dataclass

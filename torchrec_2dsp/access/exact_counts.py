@@ -1,5 +1,8 @@
 """`ExactCounts`: a number for each row of a table."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -17,6 +20,10 @@ class ExactCounts:
     def describe(self) -> str:
         """What other ranks must have, too."""
         return f"{self.num_rows} rows, exactly"
+
+    def empty(self) -> "ExactCounts":
+        """The same for a new count."""
+        return ExactCounts(self.num_rows)
 
     def add(self, ids: torch.Tensor) -> None:
         """Count these lookups."""
@@ -37,6 +44,14 @@ class ExactCounts:
         made._counts.copy_(self._counts)
         dist.all_reduce(made._counts, group=group)
         return made
+
+    def state_dict(self) -> dict[str, Any]:
+        """The count of each row."""
+        return {"counts": self._counts.clone()}
+
+    def add_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Add what another counter of the same table had counted."""
+        self._counts += state["counts"]
 
     def access(self, num_samples: float) -> TableAccess:
         """What was counted."""

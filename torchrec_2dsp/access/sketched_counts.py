@@ -1,5 +1,6 @@
 """`SketchedCounts`: the most used rows of a table that has too many to count them all."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import datasketches
@@ -39,6 +40,10 @@ class SketchedCounts:
         """What other ranks must have, too."""
         return f"{self.num_rows} rows, by a sketch of {2**self._lg_size}"
 
+    def empty(self) -> "SketchedCounts":
+        """The same for a new count."""
+        return SketchedCounts(self.num_rows, 2**self._lg_size)
+
     def add(self, ids: torch.Tensor) -> None:
         """Count these lookups."""
         self._num_lookups += ids.numel()
@@ -65,22 +70,42 @@ class SketchedCounts:
         Collectives:
             One all-gather of the sketches.
         """
-        longs = ds.PyLongsSerDe()
-        mine = (
-            self._used.serialize(longs),
-            self._distinct.serialize_compact(),
-            self._num_lookups,
-        )
-        every: list[tuple[bytes, bytes, float]] = [mine] * dist.get_world_size(group)
+        mine = self._serialized()
+        every: list[dict[str, Any]] = [mine] * dist.get_world_size(group)
         dist.all_gather_object(every, mine, group=group)
         made = SketchedCounts(self.num_rows, 2**self._lg_size)
-        union = ds.hll_union(_LG_DISTINCT)
-        for used, distinct, _ in every:
-            made._used.merge(ds.frequent_items_sketch.deserialize(used, longs))
-            union.update(ds.hll_sketch.deserialize(distinct))
-        made._distinct = union.get_result()
-        made._num_lookups = sum(num_lookups for *_, num_lookups in every)
+        for state in every:
+            made.add_state_dict(state)
         return made
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sketches, as bytes.
+
+        This counter goes on from the same bytes: what a sketch drops next depends on the order in
+        which it holds its rows, and bytes don't tell that of a sketch that has grown.
+        """
+        state = self._serialized()
+        self._used = ds.frequent_items_sketch(self._lg_size)
+        self._distinct = ds.hll_sketch(_LG_DISTINCT)
+        self._num_lookups = 0.0
+        self.add_state_dict(state)
+        return state
+
+    def add_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Add what another counter of the same table had counted."""
+        self._used.merge(ds.frequent_items_sketch.deserialize(state["used"], ds.PyLongsSerDe()))
+        union = ds.hll_union(_LG_DISTINCT)
+        union.update(self._distinct)
+        union.update(ds.hll_sketch.deserialize(state["distinct"]))
+        self._distinct = union.get_result()
+        self._num_lookups += state["num_lookups"]
+
+    def _serialized(self) -> dict[str, Any]:
+        return {
+            "used": self._used.serialize(ds.PyLongsSerDe()),
+            "distinct": self._distinct.serialize_compact(),
+            "num_lookups": self._num_lookups,
+        }
 
     def access(self, num_samples: float) -> TableAccess:
         """What was counted."""

@@ -1,5 +1,7 @@
 """`HotSetRefresh`: hot sets that follow a drifting log."""
 
+from collections.abc import Mapping
+
 from torchrec_2dsp.access.counter import RowCounter
 from torchrec_2dsp.access.hot_set import HotSet
 from torchrec_2dsp.errors import ConfigError
@@ -67,3 +69,12 @@ class HotSetRefresh:
         if changed:
             self._model.refresh_hot_sets(changed)
         return bool(changed)
+
+    def state_dict(self) -> dict[str, int]:
+        """How many steps were counted. Which rows are hot is the model's, what is used the
+        counter's: a `TrainState` stores all three."""
+        return {"num_steps": self._num_steps}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on counting steps from there."""
+        self._num_steps = state["num_steps"]

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.model_parallel import (
     DataParallelWrapper,
@@ -19,14 +18,13 @@ from torchrec_2dsp.comms.agreement import agreeing
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
 from torchrec_2dsp.mesh.groups import MeshGroups, world_group
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
+from torchrec_2dsp.parallel.arguments import checked_plan, describe_sharder
 from torchrec_2dsp.parallel.default_plan import plan_by_default
-from torchrec_2dsp.plan.plan2d import Plan2D, is_proposed
+from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.serialize import to_json
 from torchrec_2dsp.shard.default_sharders import get_default_sharders
 from torchrec_2dsp.shard.hot_module import HotRowsModule
 from torchrec_2dsp.shard.parted import parts_of
-from torchrec_2dsp.shard.sequence_sharder import EmbeddingCollectionSharder2D
-from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
 from torchrec_2dsp.sync.moment import Moment
 from torchrec_2dsp.sync.report import SyncReport
 
@@ -85,11 +83,11 @@ class ModelParallel2D(DMPCollection):
         if plan is None:
             plan = plan_by_default(module, sharders, device)
         with agreeing(world_group()) as facts:
-            plan = _checked(module, plan, sharders, unsupported)
+            plan = checked_plan(module, plan, sharders, unsupported)
             facts["the plan"] = to_json(plan)
             facts["the device type"] = device.type
-            facts["LOCAL_WORLD_SIZE"] = str(get_local_size(dist.get_world_size()))
-            facts["the sharders"] = repr([_describe(sharder) for sharder in sharders])
+            facts["LOCAL_WORLD_SIZE"] = str(get_local_size(world_group().size()))
+            facts["the sharders"] = repr([describe_sharder(sharder) for sharder in sharders])
         groups = MeshGroups.for_mesh(plan.mesh, device.type)
         self._device = device
         self._pg = groups.world
@@ -158,6 +156,28 @@ class ModelParallel2D(DMPCollection):
         for part in self.sharded_modules():
             part.complete_state()
         return report
+
+    @property
+    def sync_step(self) -> int:
+        """How many steps the policies of a `WeightSync` have counted; 0 without one."""
+        points = [part.sync_point for part in self.sharded_modules()]
+        return max((point.policy_step for point in points), default=0)
+
+    def set_sync_step(self, step: int) -> None:
+        """Let the policies of a `WeightSync` go on as after ``step`` steps, on all ranks alike.
+
+        A `TrainState` does this when it is loaded. Call it between two steps.
+
+        Example:
+            A run that goes on at step 10 under ``every(3)`` syncs at step 12, not at 13::
+
+                tdsp.load_checkpoint("checkpoints/10", model, optimizer)
+                model.set_sync_step(10)
+        """
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ConfigError(f"step={step!r} is no number of steps; give 0 or more")
+        for part in self.sharded_modules():
+            part.sync_point.count_from(step)
 
     def _reach(self, moment: Moment) -> SyncReport:
         return sum((part.sync_point.reach(moment) for part in self.sharded_modules()), SyncReport())
@@ -228,55 +248,6 @@ class ModelParallel2D(DMPCollection):
             "an all-reduce hook can't see which rows changed; choose the sync by the plan's "
             "GradientSync or WeightSync"
         )
-
-
-def _checked(
-    module: nn.Module,
-    plan: ShardingPlan | None,
-    sharders: Sequence[ModuleSharder[Any]],
-    unsupported: dict[str, Any],
-) -> Plan2D:
-    """The plan, if it fits module, world and sharders."""
-    if unsupported:
-        raise UnsupportedError(
-            f"ModelParallel2D doesn't take {', '.join(sorted(unsupported))}: mesh and sync come "
-            "from the plan, submodule configs and FULLY_SHARDED aren't supported"
-        )
-    if isinstance(plan, ShardingPlan) and is_proposed(plan):
-        plan = Plan2D.from_stock(plan)
-    if not isinstance(plan, Plan2D):
-        raise ConfigError(
-            f"plan is a {type(plan).__name__}; pass Planner2D's, or Plan2D.from_stock(plan, "
-            "mesh=Mesh2D.for_world(...))"
-        )
-    plan.mesh.check_world(dist.get_world_size())
-    plan.validate()
-    ours = {sharder.module_type: sharder for sharder in sharders}
-    for path, _ in plan.modules():
-        try:
-            part = module.get_submodule(path)
-        except AttributeError:
-            raise PlanError(
-                f"the plan names module {path!r}, which the model doesn't have; make the plan "
-                "for this model"
-            ) from None
-        sharder = ours.get(type(part))
-        if not isinstance(sharder, _SHARDERS):
-            raise ConfigError(
-                f"module {path!r} ({type(part).__name__}) is in the plan, but its sharder is "
-                f"{type(sharder).__name__}; pass one of "
-                + ", ".join(kind.__name__ for kind in _SHARDERS)
-            )
-    return plan
-
-
-_SHARDERS = (EmbeddingBagCollectionSharder2D, EmbeddingCollectionSharder2D)
-
-
-def _describe(sharder: ModuleSharder[Any]) -> str:
-    params = getattr(sharder, "fused_params", None) or {}
-    optimizer = getattr(sharder, "optimizer", None)
-    return f"{type(sharder).__name__}({optimizer!r}, {sorted(params.items())!r})"
 
 
 def _context(plan: Plan2D, groups: MeshGroups) -> DMPCollectionContext:

@@ -274,6 +274,16 @@ class Planner2D(EmbeddingShardingPlanner):
         known_sharders = get_default_sharders() if sharders is None else sharders
         return plan_on_rank_0(lambda: self.plan(module, known_sharders), pg)
 
+    def _unreserved(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> Topology:
+        """What is left of the machines for tables."""
+        return self._storage_reservation.reserve(
+            topology=self._topology,
+            batch_size=self._batch_size,
+            module=module,
+            sharders=sharders,
+            constraints=self._constraints,
+        )
+
     def _text(
         self, error: Exception, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
     ) -> str:
@@ -287,13 +297,7 @@ class Planner2D(EmbeddingShardingPlanner):
     ) -> Shortfall | None:
         """What was missing, `None` where the search didn't get as far as comparing sizes."""
         try:
-            left = self._storage_reservation.reserve(
-                topology=self._topology,
-                batch_size=self._batch_size,
-                module=module,
-                sharders=sharders,
-                constraints=self._constraints,
-            )
+            left = self._unreserved(module, sharders)
             options = self._enumerator.enumerate(module, sharders)
         except Exception:
             # The caller reports the error that stopped the search.

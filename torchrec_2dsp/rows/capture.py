@@ -95,6 +95,15 @@ class RowCapture:
         # Autograd only calls a function whose input needs a gradient.
         self._anchor = torch.zeros(1, requires_grad=True)
 
+    @property
+    def by_owner(self) -> bool:
+        """Whether the next gradients go by owners, see `RowExchange.by_owner`."""
+        return self._exchange.by_owner
+
+    @by_owner.setter
+    def by_owner(self, value: bool) -> None:
+        self._exchange.by_owner = value
+
     def lookup(self, run: Callable[[], torch.Tensor], weights: torch.Tensor | None) -> torch.Tensor:
         """The output of ``run``, a forward of the TBE, with a capturing backward.
 

@@ -78,6 +78,16 @@ class RowExchange:
         first = dist.get_process_group_ranks(self._first_hop.group)
         self._places = [members.index(rank) for rank in first]
 
+    @property
+    def by_owner(self) -> bool:
+        """Whether the next gradients are added up by an owner for each row, as the overlap of the
+        last ones suggests. Set it on all peers alike, between two steps."""
+        return self._wire.overlap.is_large
+
+    @by_owner.setter
+    def by_owner(self, value: bool) -> None:
+        self._wire.overlap.is_large = value
+
     def announce(self, keys: Sequence[torch.Tensor], learning_rate: float) -> Announcement:
         """Tell the peers what this rank's gradients will look like.
 

@@ -119,6 +119,16 @@ class RowMerge:
         """Whether a backward waits to be applied."""
         return self._is_unsent or bool(self._steps)
 
+    @property
+    def by_owner(self) -> list[bool]:
+        """For each TBE, whether its next gradients go by owners."""
+        return [capture.by_owner for capture in self._captures]
+
+    @by_owner.setter
+    def by_owner(self, values: Sequence[bool]) -> None:
+        for capture, value in zip(self._captures, values, strict=True):
+            capture.by_owner = value
+
     def backward_seen(self) -> None:
         """A backward has begun, on all ranks."""
         self._is_unsent = True

@@ -14,7 +14,7 @@ from torchrec_2dsp.shard.batch_check import BatchCheck
 from torchrec_2dsp.shard.hot_sequences import join_sequences
 from torchrec_2dsp.shard.hot_split import HotBatch
 from torchrec_2dsp.shard.input_exchange import completed_input
-from torchrec_2dsp.shard.replicated import Replication
+from torchrec_2dsp.shard.replication import Replication
 from torchrec_2dsp.shard.row_context import keep_needed_rows
 from torchrec_2dsp.shard.row_prefetch import PrefetchContext, RowPrefetchModule
 from torchrec_2dsp.shard.shardings import SEQUENCE

@@ -31,7 +31,7 @@ from torchrec_2dsp.shard.hot_module import check_keyed_jagged
 from torchrec_2dsp.shard.hot_split import HotBatch
 from torchrec_2dsp.shard.input_exchange import completed_input
 from torchrec_2dsp.shard.nonempty_bags import keep_filled_bags
-from torchrec_2dsp.shard.replicated import Replication
+from torchrec_2dsp.shard.replication import Replication
 from torchrec_2dsp.shard.row_context import keep_needed_rows
 from torchrec_2dsp.shard.row_prefetch import PrefetchContext, RowPrefetchModule
 from torchrec_2dsp.shard.shardings import POOLED

@@ -13,7 +13,8 @@ from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.shard.hot_rows import HotRows
 from torchrec_2dsp.shard.hot_split import HotBatch
-from torchrec_2dsp.shard.replicated import ReplicatedModule, Replication
+from torchrec_2dsp.shard.replicated import ReplicatedModule
+from torchrec_2dsp.shard.replication import Replication
 from torchrec_2dsp.sync.point import SyncAction
 
 
@@ -67,6 +68,16 @@ class HotRowsModule(ReplicatedModule):
         """Let batches from now on go by other hot rows; see `ModelParallel2D.refresh_hot_sets`."""
         if self._hot_rows is not None:
             self._hot_rows.sets.renew(hot_sets)
+
+    @property
+    def older_hot_sets(self) -> list[dict[str, HotSet]]:
+        """What batches go by that a pipeline split before a refresh and hasn't looked up yet."""
+        return [] if self._hot_rows is None else self._hot_rows.sets.older
+
+    def put_hot_sets_before_newest(self, older: Sequence[Mapping[str, HotSet]]) -> None:
+        """Let the next batches go by older sets, one each."""
+        if self._hot_rows is not None:
+            self._hot_rows.sets.put_before_newest(older)
 
     def complete_state(self) -> None:
         """Replicas of hot rows, too."""

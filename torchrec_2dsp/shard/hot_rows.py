@@ -22,7 +22,7 @@ from torchrec_2dsp.mesh.groups import MeshGroups
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
 from torchrec_2dsp.rows.merge import RowMerge
 from torchrec_2dsp.shard.hot_sets import HotSets
-from torchrec_2dsp.shard.hot_split import HotBatch, split_hot_rows
+from torchrec_2dsp.shard.hot_split import HotBatch
 from torchrec_2dsp.shard.hot_tables import HotSlice, HotTbe, hot_slices
 from torchrec_2dsp.shard.kernels import Kernel
 from torchrec_2dsp.sync.drift import CopiedShard, DriftCheck
@@ -97,7 +97,7 @@ class HotRows:
 
     def split(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, HotBatch]:
         """``features`` without hot ids, and the hot ids."""
-        return split_hot_rows(features, self.sets.newest)
+        return self.sets.split(features)
 
     def holds(self, batch: HotBatch) -> bool:
         """Whether the replicas hold what was hot when a batch was split."""
@@ -110,6 +110,7 @@ class HotRows:
 
     def lookup(self, batch: HotBatch) -> dict[str, torch.Tensor]:
         """The hot rows of each hot feature: `[batch, dim]` of bags, `[ids, dim]` of sequences."""
+        self.sets.looked_up(batch)
         return {name: pooled for tbe in self._tbes for name, pooled in tbe.lookup(batch).items()}
 
     def mark_stale(self) -> None:

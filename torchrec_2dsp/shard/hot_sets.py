@@ -1,15 +1,18 @@
 """Which rows of a module are hot, now and after a refresh."""
 
+import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.access.hot_set import HotSet
 from torchrec_2dsp.errors import PlanError
 from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D
-from torchrec_2dsp.shard.hot_split import HotIds
+from torchrec_2dsp.shard.hot_split import HotBatch, HotIds, split_hot_rows
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,47 @@ class HotSets:
         """What new batches go by."""
         self.held = self.newest
         """What the replicas hold."""
+        self._before_newest: deque[HotIds] = deque()
+        """What the next batches go by, one each, before others go by the newest sets."""
+        self._waiting: list[weakref.ref[HotBatch]] = []
+        """Batches that were split and not looked up yet, as pipelines have them."""
 
     @property
     def by_table(self) -> dict[str, HotSet]:
         """What new batches go by."""
         return {name: table.hot_set for name, table in self._tables.items()}
+
+    def split(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, HotBatch]:
+        """``features`` without hot ids, and the hot ids."""
+        ids = self._before_newest.popleft() if self._before_newest else self.newest
+        cold, batch = split_hot_rows(features, ids)
+        self._waiting = [*self._still_waiting(), weakref.ref(batch)]
+        return cold, batch
+
+    def looked_up(self, batch: HotBatch) -> None:
+        """A batch waits no longer."""
+        self._waiting = [other for other in self._still_waiting() if other() is not batch]
+
+    @property
+    def older(self) -> list[dict[str, HotSet]]:
+        """The sets that batches go by which aren't looked up yet, up to the last of these that
+        doesn't go by the newest sets."""
+        batches = [other() for other in self._still_waiting()]
+        ids = [batch.ids for batch in batches if batch is not None] + list(self._before_newest)
+        while ids and ids[-1] is self.newest:
+            ids.pop()
+        return [
+            {name: HotSet.of(rows) for name, rows in of_batch.by_table.items()} for of_batch in ids
+        ]
+
+    def put_before_newest(self, older: Sequence[Mapping[str, HotSet]]) -> None:
+        """Let the next batches go by older sets, one each: those that were `older` at a save."""
+        for hot_sets in older:
+            self.check(hot_sets)
+        self._before_newest = deque(self._ids({**self.by_table, **sets}) for sets in older)
+
+    def _still_waiting(self) -> list["weakref.ref[HotBatch]"]:
+        return [batch for batch in self._waiting if batch() is not None]
 
     def check(self, hot_sets: Mapping[str, HotSet]) -> None:
         """Raise unless there is room for these sets."""
@@ -79,10 +118,9 @@ class HotSets:
             self._tables[name] = replace(self._tables[name], hot_set=hot_set)
         self.newest = self._ids()
 
-    def _ids(self) -> HotIds:
-        by_table = {
-            name: table.hot_set.tensor(self._device) for name, table in self._tables.items()
-        }
+    def _ids(self, hot_sets: Mapping[str, HotSet] | None = None) -> HotIds:
+        hot_sets = self.by_table if hot_sets is None else hot_sets
+        by_table = {name: rows.tensor(self._device) for name, rows in hot_sets.items()}
         by_feature = {
             feature: by_table[name]
             for name, table in self._tables.items()

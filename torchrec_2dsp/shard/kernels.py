@@ -13,6 +13,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp._compat.fbgemm import (
+    SplitTableBatchedEmbeddingBagsCodegen,
     last_lookup,
     learning_rate_of,
     optimizer_states,
@@ -122,6 +123,11 @@ class _CapturingKernel:
         tables = [table.name for table in self._config.embedding_tables]
         self._capture = RowCapture(self._emb_module, tables, peers=peers, transport=transport)
         return self._capture
+
+    @property
+    def tbe(self) -> SplitTableBatchedEmbeddingBagsCodegen:
+        """FBGEMM's part of the kernel."""
+        return self._emb_module
 
     def shards(self) -> list["TableShard"]:
         """The table shards that the kernel holds."""

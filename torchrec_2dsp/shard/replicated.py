@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,17 +12,14 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec_2dsp.mesh.groups import MeshGroups
-from torchrec_2dsp.optim.steps import delayed_row_wise_adagrad_step
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
-from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
-from torchrec_2dsp.rows.direct_update import DirectUpdater
-from torchrec_2dsp.rows.merge import RowMerge, Updater, quickest_updater
-from torchrec_2dsp.rows.update import RowUpdater
+from torchrec_2dsp.plan.sync_config import GradientSync
+from torchrec_2dsp.rows.merge import RowMerge
 from torchrec_2dsp.shard.averaging import averages, copied_shards
 from torchrec_2dsp.shard.batch_check import BatchCheck
-from torchrec_2dsp.shard.id_check import BadIds
 from torchrec_2dsp.shard.kernels import EmbeddingBagKernel, EmbeddingKernel, Kernel
+from torchrec_2dsp.shard.replication import Replication
 from torchrec_2dsp.shard.row_arrangement import RowArrangement, arrangement_of
 from torchrec_2dsp.shard.synced_optimizer import SyncedOptimizer
 from torchrec_2dsp.sync.drift import DriftCheck, fingerprint
@@ -34,40 +30,6 @@ from torchrec_2dsp.sync.point import SyncAction, SyncPoint
 
 _DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Replication:
-    """How a sharded module is repeated."""
-
-    groups: MeshGroups
-    """The communicators of the mesh."""
-    sync: SyncConfig
-    """How the replicas stay equal."""
-    always_capture: bool = False
-    """Capture and apply rows even with one group, where the fused backward would do, and with its
-    bits."""
-    keep_weights: bool = False
-    """Take over the weights of the unsharded module."""
-    bad_ids: BadIds = BadIds.RAISE
-    """What is done with ids that no row has."""
-    tables_beside: tuple[Any, ...] = ()
-    """The configs of all tables of the unsharded module, where this module runs some of them: a
-    feature may look up others as well, and is held to the smallest one."""
-    delays_moment: bool = False
-    """Update rows by `DelayedMomentRowWiseAdaGrad`."""
-
-    @property
-    def captures(self) -> bool:
-        """Whether rows are captured even where nobody else has them."""
-        return self.always_capture or self.delays_moment
-
-    @property
-    def make_updater(self) -> Callable[[SplitTableBatchedEmbeddingBagsCodegen], Updater]:
-        """What applies captured rows."""
-        if self.delays_moment:
-            return lambda tbe: DirectUpdater(tbe, delayed_row_wise_adagrad_step)
-        return RowUpdater if self.always_capture else quickest_updater
 
 
 class ReplicatedModule:
@@ -118,9 +80,17 @@ class ReplicatedModule:
         """Ids of this rank so far that their tables had no rows for, see `BadIds`."""
         return self._batch_check.ids.num_bad
 
+    @num_bad_ids.setter
+    def num_bad_ids(self, count: int) -> None:
+        self._batch_check.ids.num_bad = count
+
     def kernels(self: Any) -> list[Kernel]:
         """The fused kernels of this rank."""
         return list(_kernels(self._lookups))
+
+    def tbes(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+        """FBGEMM's part of all fused kernels of this rank, also of those for hot rows."""
+        return [kernel.tbe for kernel in self.kernels()] + self._kernels_beside()
 
     @torch.no_grad()
     def broadcast_replicas(self: Any) -> None:

@@ -1,6 +1,6 @@
 """`RowPrefetchModule`: what sharded modules with row exchange offer to a pipeline."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -56,6 +56,13 @@ class LaggingGradients:
         if moment is Moment.READ:
             self.finish()
         return SyncReport()
+
+    def state_dict(self) -> dict[str, list[int]]:
+        """Nothing: which gradients lag follows from the batches."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:
+        """Nothing to take over."""
 
 
 @dataclass
@@ -145,15 +152,20 @@ class RowPrefetchModule(HotRowsModule):
             ctx: of the batch.
 
         Collectives:
-            Those of `RowJourney.send_late`, and of the updates that it waits for; those of
-            `_make_rows_ready` if the state has been read since the last lookup.
+            Those of `RowJourney.send_late`, and of the updates that it waits for; and if the state
+            was read since the last step, those of `_make_rows_ready`.
         """
-        self._make_rows_ready()
         self._make_ready(ctx, self._num_lookups + 1)
-        for one in _row_contexts(ctx):
-            if all(journey.has_begun for journey in one.journeys):
-                for journey in one.journeys:
-                    journey.send_late()
+        late = [
+            journey
+            for one in _row_contexts(ctx)
+            if all(journey.has_begun for journey in one.journeys)
+            for journey in one.journeys
+        ]
+        if late:
+            self._make_rows_ready()
+        for journey in late:
+            journey.send_late()
 
     def _prepare_rows(self, ctx: Any) -> None:
         """Before a lookup."""

@@ -31,7 +31,7 @@ from torchrec_2dsp.shard.optimizers import (
     stock_params,
 )
 from torchrec_2dsp.shard.parted import PartedModule, SomeTables
-from torchrec_2dsp.shard.replicated import Replication
+from torchrec_2dsp.shard.replication import Replication
 from torchrec_2dsp.shard.validate import check_module_plan, idle_hot_sets
 
 logger = logging.getLogger(__name__)

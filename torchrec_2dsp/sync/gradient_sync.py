@@ -1,6 +1,6 @@
 """Merge row gradients before the update: exact replicas, and hot rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from torchrec_2dsp.rows.merge import RowMerge
 from torchrec_2dsp.sync.drift import DriftCheck
@@ -57,3 +57,11 @@ class MergeRowGradients:
             window_s=stats.window_s,
             waited_s=stats.waited_s,
         )
+
+    def state_dict(self) -> dict[str, list[int]]:
+        """Which route each kernel's next gradients take, which the last exchange has decided."""
+        return {"by_owner": [int(by_owner) for by_owner in self._merge.by_owner]}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:
+        """Let the next gradients take these routes; all peers load the same."""
+        self._merge.by_owner = [bool(by_owner) for by_owner in state["by_owner"]]

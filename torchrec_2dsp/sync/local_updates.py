@@ -1,5 +1,7 @@
 """Updates of the local replica that the fused backward can't do, before replicas are averaged."""
 
+from collections.abc import Mapping, Sequence
+
 from torchrec_2dsp.rows.merge import RowMerge
 from torchrec_2dsp.sync.moment import Moment
 from torchrec_2dsp.sync.report import SyncReport
@@ -32,3 +34,10 @@ class LocalUpdates:
         """
         self._merge.run(everything=True)
         return SyncReport()
+
+    def state_dict(self) -> dict[str, list[int]]:
+        """Nothing: an update depends on its own step only."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:
+        """Nothing to take over."""

@@ -1,7 +1,7 @@
 """`SyncPoint`: exactly one sync per training backward, whoever asks first."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -9,6 +9,7 @@ from torch.profiler import record_function
 
 from torchrec_2dsp.sync.moment import Moment
 from torchrec_2dsp.sync.report import SyncReport
+from torchrec_2dsp.sync.weight_sync import AverageReplicas
 
 _LABEL = "## replica sync ##"
 """In profiles."""
@@ -28,6 +29,14 @@ class SyncAction(Protocol):
 
     def reach(self, moment: Moment) -> SyncReport:
         """Do what can't wait any longer; an empty report if that is nothing."""
+        ...
+
+    def state_dict(self) -> dict[str, list[int]]:
+        """What the next sync depends on beside the tables, while nothing is pending."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:
+        """Go on where another action like this one stood."""
         ...
 
 
@@ -69,3 +78,29 @@ class SyncPoint:
             report += SyncReport(seconds=time.perf_counter() - start)
             self.total += report
         return report
+
+    @property
+    def policy_step(self) -> int:
+        """How many steps the policies have counted; 0 for a sync that has none."""
+        return max((action.num_steps for action in self._averages), default=0)
+
+    def count_from(self, step: int) -> None:
+        """Let the policies go on as after ``step`` steps."""
+        for action in self._averages:
+            action.num_steps = step
+
+    @property
+    def _averages(self) -> list[AverageReplicas]:
+        return [action for action in self._actions if isinstance(action, AverageReplicas)]
+
+    def state_dict(self) -> list[dict[str, list[int]]]:
+        """What the next syncs depend on beside the tables, action by action.
+
+        Read it while nothing is pending; it is this rank's.
+        """
+        return [action.state_dict() for action in self._actions]
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Sequence[int]]]) -> None:
+        """Go on where another sync point of the same plan and rank stood."""
+        for action, state in zip(self._actions, states, strict=True):
+            action.load_state_dict(state)

@@ -1,6 +1,6 @@
 """Average weights and optimizer state over the replica peers after the update."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -30,7 +30,8 @@ class AverageReplicas:
         self._average = average
         self._drift = drift
         self._policy = policy
-        self._step = 0
+        self.num_steps = 0
+        """Steps that the policy has counted; a run that goes on sets it to what it was."""
         self._is_counted = True
         self._is_due = False
         self._pending = False
@@ -57,12 +58,20 @@ class AverageReplicas:
             Those of `RowAverage.run` or `ShardAverage.run`, on the "replicate" axis.
         """
         if not self._is_counted:
-            self._step += 1
+            self.num_steps += 1
             self._is_counted = True
-            self._is_due = self._is_due or self._policy.is_due(self._step)
+            self._is_due = self._is_due or self._policy.is_due(self.num_steps)
         if not (self._pending if moment is Moment.READ else self._is_due):
             return SyncReport()
         self._pending = self._is_due = False
         report = self._average.run()
         self._drift.synced()
         return report
+
+    def state_dict(self) -> dict[str, list[int]]:
+        """The steps that the policy has counted."""
+        return {"num_steps": [self.num_steps]}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:
+        """Let the policy go on counting from there."""
+        (self.num_steps,) = state["num_steps"]

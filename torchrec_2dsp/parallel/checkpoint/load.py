@@ -4,12 +4,14 @@ import logging
 from os import PathLike
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.errors import CheckpointError
 from torchrec_2dsp.mesh.groups import world_group
 from torchrec_2dsp.parallel.checkpoint.dense_state import dense_state_made
 from torchrec_2dsp.parallel.checkpoint.extra import stored_extra
@@ -21,13 +23,15 @@ from torchrec_2dsp.parallel.checkpoint.parts import (
     EXTRA,
     FUSED,
     MODEL,
+    TRAIN_STATE,
     live_state,
     run_load_hooks,
 )
 from torchrec_2dsp.parallel.checkpoint.pending import wait_for_save
 from torchrec_2dsp.parallel.checkpoint.reader import KnownMetadataReader, PlainDataPlanner
-from torchrec_2dsp.parallel.checkpoint.save import checked_folder
+from torchrec_2dsp.parallel.checkpoint.save import check_belongs, checked_folder
 from torchrec_2dsp.parallel.checkpoint.stored import StoredCheckpoint
+from torchrec_2dsp.parallel.train_state.state import TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +40,8 @@ def load_checkpoint(
     path: str | PathLike[str],
     model: DistributedModelParallel,
     optimizer: KeyedOptimizer | None = None,
+    *,
+    train_state: TrainState | None = None,
 ) -> dict[str, Any]:
     """Read a checkpoint into a model, in place; call it on all ranks.
 
@@ -47,6 +53,8 @@ def load_checkpoint(
         path: the folder.
         model: a `ModelParallel2D`, or TorchRec's own `DistributedModelParallel`.
         optimizer: as in `save_checkpoint`; without it, its saved state is left alone.
+        train_state: what is to go on beside the model, in place; without it, what was saved of it
+            is left alone.
 
     Returns:
         What was saved as ``extra``.
@@ -60,15 +68,20 @@ def load_checkpoint(
         wait_for_save(world_group())
         folder = checked_folder(path, optimizer)
         facts["the checkpoint's path"] = str(folder)
+        check_belongs(train_state, model)
         stored = StoredCheckpoint.open(folder)
         facts[f"{folder}/.metadata"] = stored.fingerprint
         rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
         stored.check_sizes(rank, num_ranks)
     with agreeing(group):
         in_place = (MODEL, FUSED) if optimizer is None else (MODEL, FUSED, DENSE)
-        stored.verify([*in_place, EXTRA], rank, num_ranks)
+        stored.verify([*in_place, EXTRA, TRAIN_STATE], rank, num_ranks)
     with agreeing(group):
         extra = stored_extra(stored)
+        saved_state = None if train_state is None else _saved_state(train_state, stored)
+    go_on = None
+    if train_state is not None and saved_state is not None:
+        go_on = train_state.prepared(saved_state)
     if stored.checksums is None and rank == 0:
         logger.warning("%s has no checksums: flipped bits in its tables go unnoticed", folder)
     with dense_state_made(model, optimizer, stored.entries):
@@ -82,4 +95,16 @@ def load_checkpoint(
         f"{folder} couldn't be read and the model may be loaded in part; load another checkpoint",
     )
     run_load_hooks(model, optimizer, state)
+    if go_on is not None:
+        go_on()
     return extra
+
+
+def _saved_state(train_state: TrainState, stored: StoredCheckpoint) -> dict[str, torch.Tensor]:
+    """What this rank needs of the train state in a checkpoint."""
+    if not stored.names(TRAIN_STATE):
+        raise CheckpointError(
+            f"{stored.folder} has no train state, because it was saved without train_state=...; "
+            "load it without one, and set the TrainState's step yourself"
+        )
+    return stored.tensors(TRAIN_STATE, only=train_state.wants)

@@ -15,6 +15,7 @@ from torchrec.distributed.types import ShardedTensor
 from torchrec.optim.keyed import KeyedOptimizer
 
 MODEL, FUSED, DENSE, EXTRA = "model", "fused_optimizer", "dense_optimizer", "extra"
+TRAIN_STATE = "train_state"
 """The parts of a checkpoint, which begin the names in it."""
 
 IN_PLACE: Mapping[str, str] = MappingProxyType(

@@ -16,10 +16,11 @@ from torchrec_2dsp.mesh.groups import world_group
 from torchrec_2dsp.parallel.checkpoint.extra import as_tensor, encoded
 from torchrec_2dsp.parallel.checkpoint.failure import run_dcp
 from torchrec_2dsp.parallel.checkpoint.group import background_group, coordination_group
-from torchrec_2dsp.parallel.checkpoint.parts import EXTRA, live_state
+from torchrec_2dsp.parallel.checkpoint.parts import EXTRA, TRAIN_STATE, live_state
 from torchrec_2dsp.parallel.checkpoint.pending import PendingSave, start_save, wait_for_save
 from torchrec_2dsp.parallel.checkpoint.planner import PlainDataSavePlanner, StagingPlanner
 from torchrec_2dsp.parallel.checkpoint.writer import ChecksumWriter
+from torchrec_2dsp.parallel.train_state.state import TrainState
 
 
 @overload
@@ -29,6 +30,7 @@ def save_checkpoint(
     optimizer: KeyedOptimizer | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
+    train_state: TrainState | None = None,
     asynchronous: Literal[False] = False,
 ) -> None: ...
 
@@ -40,6 +42,7 @@ def save_checkpoint(
     optimizer: KeyedOptimizer | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
+    train_state: TrainState | None = None,
     asynchronous: Literal[True],
 ) -> PendingSave: ...
 
@@ -50,6 +53,7 @@ def save_checkpoint(
     optimizer: KeyedOptimizer | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
+    train_state: TrainState | None = None,
     asynchronous: bool = False,
 ) -> PendingSave | None:
     """Write weights, optimizer state and ``extra`` to a new folder; call it on all ranks.
@@ -63,6 +67,7 @@ def save_checkpoint(
         optimizer: the one of the other parameters, if its state is wanted; it may contain the
             model's fused optimizer, which is stored once in any case.
         extra: JSON, equal on all ranks, such as the number of steps done.
+        train_state: what a run needs to go on beside the model, of this model.
         asynchronous: return as soon as this rank has copied what it is to write, and write while
             the model trains on. The next save or load waits until that is done.
 
@@ -85,10 +90,13 @@ def save_checkpoint(
         folder = checked_folder(path, optimizer)
         if (folder / ".metadata").exists():
             raise CheckpointError(f"{folder} holds a checkpoint already; save to a new folder")
+        check_belongs(train_state, model)
         text = encoded(extra or {})
         facts["the checkpoint's path"], facts["extra"] = str(folder), text
         facts["asynchronous"] = str(asynchronous)
     state = live_state(model, optimizer) | {EXTRA: as_tensor(text)}
+    if train_state is not None:
+        state[TRAIN_STATE] = train_state.state_dict()
     if not asynchronous:
         _write(folder, state, PlainDataSavePlanner(), group)
         return None
@@ -106,6 +114,14 @@ def _write(
         lambda: dcp.save(state, storage_writer=writer, planner=planner, process_group=group),
         f"{folder} couldn't be written and holds no checkpoint",
     )
+
+
+def check_belongs(train_state: TrainState | None, model: DistributedModelParallel) -> None:
+    """Raise if a train state is that of another model."""
+    if train_state is not None and train_state.model is not model:
+        raise CheckpointError(
+            "the train state is that of another model; make it by TrainState(model, optimizer)"
+        )
 
 
 def checked_folder(path: str | PathLike[str], optimizer: object) -> Path:

@@ -1,0 +1,269 @@
+"""A run that can be stopped after any step and go on in another process, in many variants."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import torchrec_2dsp as tdsp
+from tests.support.loops import shard, snapshot
+from tests.support.models import BagModel, ModelSpec, make_batch
+from tests.support.parity import Cell, make_sharder
+
+M22, M14, M41 = tdsp.Mesh2D(2, 2), tdsp.Mesh2D(1, 4), tdsp.Mesh2D(4, 1)
+HOT = (("t0", (0, 1, 5, 39)), ("t1", (0, 2, 3)))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a run trains."""
+
+    cell: Cell
+    refresh_every: int = 0
+    """After how many steps the most used rows become hot."""
+    pipeline: str = ""
+    """"sparse" for TorchRec's pipeline, "rows" for `TrainPipelineRowPrefetch`."""
+    draws: bool = True
+    """Whether the model draws random numbers."""
+
+
+def _weight(policy: Any, **options: Any) -> tdsp.WeightSync:
+    return tdsp.WeightSync(policy=policy, **options)
+
+
+_ROWS = Cell(M14, exchange="row", owners="hash")
+VARIANTS = {
+    "gradient": Variant(Cell(M22)),
+    "four groups": Variant(
+        Cell(M41, optimizer="adagrad", sync=tdsp.GradientSync(transport=tdsp.Transport.BF16))
+    ),
+    "delay": Variant(Cell(M22, sync=tdsp.GradientSync(delay=1))),
+    "every 1": Variant(Cell(M22, sync=_weight(tdsp.every(1)))),
+    "every 3": Variant(Cell(M22, sync=_weight(tdsp.every(3)))),
+    "after": Variant(Cell(M22, sync=_weight(tdsp.after(6, tdsp.every(3))))),
+    "moments": Variant(
+        Cell(M22, sync=_weight(tdsp.every(2), moments_policy=tdsp.every(5)), hot_rows=HOT)
+    ),
+    "hot refresh": Variant(Cell(M22, hot_rows=HOT), refresh_every=4),
+    "hot refresh delay": Variant(
+        Cell(M22, hot_rows=HOT, sync=tdsp.GradientSync(delay=1)), refresh_every=4
+    ),
+    "hash": Variant(_ROWS),
+    "hash hot refresh": Variant(replace(_ROWS, hot_rows=HOT), refresh_every=4),
+    "sparse pipeline": Variant(Cell(M22, hot_rows=HOT), refresh_every=4, pipeline="sparse"),
+    "row pipeline": Variant(_ROWS, pipeline="rows"),
+    "row pipeline hot refresh": Variant(
+        replace(_ROWS, hot_rows=HOT), refresh_every=4, pipeline="rows"
+    ),
+    "data parallel": Variant(Cell(M22, "data_parallel", optimizer="sgd")),
+}
+
+
+def variant_for(name: str, world_size: int) -> Variant:
+    """The variant of this name, on two ranks with half of each group."""
+    variant = VARIANTS[name]
+    mesh = variant.cell.mesh
+    if mesh.world_size == world_size:
+        return variant
+    num_groups = min(mesh.num_groups, world_size)
+    small = tdsp.Mesh2D(num_groups, world_size // num_groups)
+    return replace(variant, cell=replace(variant.cell, mesh=small))
+
+
+class TowerModel(BagModel):
+    """Several dense layers, so that the order of DDP's buckets matters, and dropout."""
+
+    def __init__(self, spec: ModelSpec, draws: bool) -> None:
+        super().__init__(spec)
+        width = sum(table.dim for _, table in spec.features)
+        self.over = nn.Identity()
+        self.tower = nn.Sequential(
+            nn.Linear(width, 16), nn.ReLU(), nn.Dropout(0.2 if draws else 0.0), nn.Linear(16, 1)
+        )
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        pooled = self.ebc(features)
+        joined = torch.cat([pooled[name] for name in self.features], dim=1)
+        loss = (self.tower(joined).squeeze(1) - 1.0).pow(2).mean()
+        return loss, loss.detach()
+
+
+def batch_of(spec: ModelSpec, step: int, rank: int) -> KeyedJaggedTensor:
+    """The batch of a rank; the most used rows are others after every few steps."""
+    batch = make_batch(spec, seed=1000 * step + rank, batch_size=16)
+    rows = torch.tensor([table.num_rows for _, table in spec.features])
+    by_id = rows.repeat_interleave(torch.tensor(batch.length_per_key()))
+    ids = (batch.values() + step // 4) % by_id
+    return KeyedJaggedTensor(keys=batch.keys(), values=ids, lengths=batch.lengths())
+
+
+@dataclass
+class Losses:
+    """A member of the train state that is another on each rank: the sum of all losses."""
+
+    sum: float = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sum": self.sum}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.sum = state_dict["sum"]
+
+
+class Run:
+    """A training run of this rank."""
+
+    def __init__(self, variant: Variant) -> None:
+        torch.manual_seed(0)
+        cell = variant.cell
+        model = TowerModel(cell.spec, variant.draws)
+        self.variant = variant
+        self.counter = tdsp.RowCounter.for_model(model, half_life=6)
+        self.model = cast(tdsp.ModelParallel2D, shard(cell, make_sharder(cell), model))
+        dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
+        adam = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adam(params, lr=0.01))
+        self.optimizer = CombinedOptimizer([self.model.fused_optimizer, adam])
+        self.fused: Any = self.model.fused_optimizer
+        # KeyedOptimizerWrapper is no Optimizer of torch, which schedulers ask for.
+        inner: Any = adam._optimizer
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 0.95**step)
+        members: dict[str, Any] = {
+            "counter": self.counter,
+            "scheduler": self.scheduler,
+            "losses": Losses(),
+            "position": {"batch": 0},
+        }
+        if variant.refresh_every:
+            self.refresh = tdsp.HotSetRefresh(self.model, self.counter, every=variant.refresh_every)
+            members["refresh"] = self.refresh
+        self.losses, self.position = members["losses"], members["position"]
+        self.state = tdsp.TrainState(self.model, self.optimizer, **members)
+        # Ranks draw different numbers.
+        torch.manual_seed(100 + dist.get_rank())
+        self._pipeline: Any = None
+
+    def batches(self) -> Iterator[KeyedJaggedTensor]:
+        """From where the run stands."""
+        step = self.position["batch"]
+        while True:
+            yield batch_of(self.variant.cell.spec, step, dist.get_rank())
+            step += 1
+
+    def step(self) -> float:
+        """Train one batch; its loss."""
+        if self._pipeline is None and self.variant.pipeline:
+            kind = {"sparse": TrainPipelineSparseDist, "rows": tdsp.TrainPipelineRowPrefetch}
+            made: Any = kind[self.variant.pipeline]
+            self._pipeline = made(self.model, self.optimizer, torch.device("cpu"))
+            self._stream = self.batches()
+        batch = batch_of(self.variant.cell.spec, self.position["batch"], dist.get_rank())
+        if self._pipeline is not None:
+            loss = float(self._pipeline.progress(self._stream))
+        else:
+            self.optimizer.zero_grad()
+            output, detached = self.model(batch)
+            output.backward()
+            self.model.sync()
+            self.optimizer.step()
+            loss = float(detached)
+        self.scheduler.step()
+        for group in self.fused.param_groups:
+            group["lr"] *= 0.98
+        self.counter.update(batch)
+        if self.variant.refresh_every:
+            self.refresh.step()
+        self.losses.sum += loss
+        self.position["batch"] += 1
+        self.state.step += 1
+        return loss
+
+    def forget_batches(self) -> None:
+        """Let the pipeline go, if there is one, with the batches that it holds."""
+        if self._pipeline is not None:
+            self._pipeline.detach()
+            self._pipeline = None
+
+    def save(self, folder: Path) -> None:
+        path = folder / str(self.state.step)
+        tdsp.save_checkpoint(path, self.model, self.optimizer, train_state=self.state)
+
+    def load(self, path: Path) -> None:
+        self.forget_batches()
+        tdsp.load_checkpoint(path, self.model, self.optimizer, train_state=self.state)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a rank saw of runs that went on, against the one that was never stopped."""
+
+    losses: list[float]
+    """Of the uninterrupted run."""
+    different: list[tuple[int, int, float, float]]
+    """Loads and steps with another loss: where it was loaded, the step, both losses."""
+    different_tensors: list[tuple[int, str]]
+    """Tensors and moments that ended otherwise."""
+    num_compared: int
+    hot_sets: list[dict[str, tuple[int, ...]]]
+    """At each save."""
+
+
+def go_on_everywhere(
+    rank: int, world_size: int, name: str, folder: Path, saves: list[int], steps: int
+) -> Resumed:
+    """Train and save at some steps; load each save in a new run that saves at the later ones."""
+    variant = variant_for(name, world_size)
+    run = Run(variant)
+    losses, hot_sets = [], []
+    for step in range(1, steps + 1):
+        losses.append(run.step())
+        if step in saves:
+            run.save(folder / "through")
+            hot_sets.append({table: rows.row_ids for table, rows in run.model.hot_sets.items()})
+    end = final_state(run)
+    different: list[tuple[int, int, float, float]] = []
+    different_tensors: list[tuple[int, str]] = []
+    num_compared = 0
+    for save in saves:
+        other = Run(variant)
+        # A model with another past.
+        torch.manual_seed(7)
+        for _ in range(save % 3):
+            other.step()
+        other.load(folder / "through" / str(save))
+        for step in range(save + 1, steps + 1):
+            loss = other.step()
+            num_compared += 1
+            if loss != losses[step - 1]:
+                different.append((save, step, loss, losses[step - 1]))
+            if step in saves:
+                other.save(folder / f"from {save}")
+        found = final_state(other)
+        assert found.keys() == end.keys()
+        different_tensors += [
+            (save, key) for key, value in end.items() if not torch.equal(value, found[key])
+        ]
+    return Resumed(losses, different, different_tensors, num_compared, hot_sets)
+
+
+def final_state(run: Run) -> dict[str, torch.Tensor]:
+    """All that a run has come to, as tensors."""
+    counters = {
+        f"counter {name}": torch.from_numpy(run.counter.stats()[name].counts.copy())
+        for name in run.counter.tables
+    }
+    return {
+        **{name: value.clone() for name, value in snapshot(run.model).items()},
+        **counters,
+        "random": torch.rand(3),
+        "sum of losses": torch.tensor(run.losses.sum, dtype=torch.float64),
+        "learning rates": torch.tensor([group["lr"] for group in run.optimizer.param_groups]),
+        "sync step": torch.tensor(run.model.sync_step),
+    }

@@ -1,0 +1,171 @@
+"""What a model counts beside its weights: steps of policies, hot sets, routes, DDP's buckets."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchrec_2dsp._compat.ddp import gradient_order, start_in_order
+from torchrec_2dsp.access.hot_set import HotSet
+from torchrec_2dsp.errors import CheckpointError, PlanError
+from torchrec_2dsp.plan.plan2d import Plan2D
+from torchrec_2dsp.plan.serialize import to_json
+from torchrec_2dsp.shard.parted import parts_of
+from torchrec_2dsp.shard.progress import (
+    count_iterations_from,
+    data_parallel_lookups,
+    max_iteration,
+    progress_of,
+    restore_progress,
+)
+
+
+def complete_model(model: nn.Module) -> None:
+    """Apply all updates that are pending.
+
+    Collectives:
+        Those of a sync, if a backward is pending.
+    """
+    for part in parts_of(model):
+        part.complete_state()
+
+
+def whole_state(model: nn.Module) -> dict[str, Any]:
+    """What is the same on all ranks. Everything is named by tables, which any plan has."""
+    parts = parts_of(model)
+    return {
+        "policy_steps": {
+            name: part.sync_point.policy_step for part in parts for name in _tables(part)
+        },
+        "hot_sets": {
+            name: {
+                "newest": hot_set.tensor(),
+                "older": [older[name].tensor() for older in part.older_hot_sets],
+            }
+            for part in parts
+            for name, hot_set in part.hot_sets.items()
+        },
+        "gradient_orders": {name: gradient_order(ddp) for name, ddp in _ddps(model)},
+    }
+
+
+def rank_state(model: nn.Module) -> dict[str, Any]:
+    """What is this rank's, and fits the same plan on the same rank only."""
+    return {
+        "plan": plan_digest(model),
+        "progress": [progress_of(part) for part in parts_of(model)],
+        "num_bad_ids": {_tables(part)[0]: part.num_bad_ids for part in parts_of(model)},
+    }
+
+
+def iterations(model: nn.Module) -> dict[str, int]:
+    """How many forwards the kernels of each table have counted, as far as this rank knows."""
+    return {name: max_iteration(part) for part in parts_of(model) for name in _tables(part)}
+
+
+def plan_digest(model: Any) -> str:
+    """A text that is equal for equal plans, whichever rows are hot; empty without a `Plan2D`."""
+    plan = getattr(model, "plan", None)
+    if not isinstance(plan, Plan2D):
+        return ""
+    content = json.loads(to_json(plan))
+    for tables in content["modules"].values():
+        for table in tables.values():
+            table["hot_rows"] = len(table["hot_rows"] or ())
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def check_whole_state(model: nn.Module, saved: dict[str, Any]) -> None:
+    """Raise unless the model has room for the hot rows that were in use."""
+    for part in parts_of(model):
+        for name in part.hot_sets.keys() & saved["hot_sets"].keys():
+            stored = saved["hot_sets"][name]
+            for rows in (stored["newest"], *stored["older"]):
+                try:
+                    part.check_hot_sets({name: HotSet.of(rows)})
+                except PlanError as error:
+                    raise CheckpointError(
+                        f"the hot rows that were in use at the save don't fit: {error}"
+                    ) from error
+
+
+def restore_whole_state(model: nn.Module, saved: dict[str, Any], *, step: int) -> None:
+    """Let the model's parts go on, whatever their plan; tables that weren't saved stay.
+
+    Args:
+        model: the model.
+        saved: what `whole_state` gave.
+        step: what policies count from if the saved run had none.
+    """
+    for part in parts_of(model):
+        steps = [saved["policy_steps"].get(name, 0) for name in _tables(part)]
+        part.sync_point.count_from(max(steps) or step)
+        stored = {name: saved["hot_sets"].get(name) for name in part.hot_sets}
+        known = {name: hot_sets for name, hot_sets in stored.items() if hot_sets is not None}
+        newest = {name: HotSet.of(hot_sets["newest"]) for name, hot_sets in known.items()}
+        part.refresh_hot_sets(newest)
+        num_older = max((len(hot_sets["older"]) for hot_sets in known.values()), default=0)
+        part.put_hot_sets_before_newest(
+            [
+                {name: HotSet.of(hot_sets["older"][batch]) for name, hot_sets in known.items()}
+                for batch in range(num_older)
+            ]
+        )
+
+
+def restore_rank_state(model: nn.Module, saved: dict[str, Any]) -> None:
+    """Let this rank's kernels go on; the plan has to be the one of the save."""
+    for part, progress in zip(parts_of(model), saved["progress"], strict=True):
+        restore_progress(part, progress)
+
+
+def restore_iterations(model: nn.Module, saved: dict[str, int]) -> None:
+    """Let all kernels go on as after so many forwards, under another plan."""
+    for part in parts_of(model):
+        count_iterations_from(part, max(saved.get(name, 0) for name in _tables(part)))
+
+
+def restore_bad_ids(model: nn.Module, saved: Sequence[dict[str, int]]) -> None:
+    """Let this rank count bad ids from what the ranks whose counts it takes over had counted."""
+    for part in parts_of(model):
+        counts = [counted.get(name, 0) for counted in saved for name in _tables(part)]
+        part.num_bad_ids = sum(counts)
+
+
+def restore_gradient_orders(model: nn.Module, saved: dict[str, list[str] | None]) -> None:
+    """Let DDP add gradients in the order in which it did at the save; call it on all ranks.
+
+    Collectives:
+        Those of `start_in_order`, for each DDP module.
+    """
+    for name, ddp in _ddps(model):
+        if name in saved:
+            start_in_order(ddp, saved[name])
+
+
+def settle_gradient_orders(model: nn.Module) -> None:
+    """Let DDP begin anew where it hasn't found its order, as it will in a run that goes on.
+
+    In its first steps DDP goes by one order and notes another, which nobody else can read.
+    """
+    for _, ddp in _ddps(model):
+        if gradient_order(ddp) is None:
+            start_in_order(ddp, None)
+
+
+def _ddps(model: nn.Module) -> Iterator[tuple[str, DistributedDataParallel]]:
+    """All DDP modules by name, also those of TorchRec's ``data_parallel`` tables."""
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            yield name, module
+    for part in parts_of(model):
+        for number, lookup in enumerate(data_parallel_lookups(part)):
+            yield f"{_tables(part)[0]} {number}", lookup
+
+
+def _tables(part: Any) -> list[str]:
+    """All tables of a part, in one order on all ranks."""
+    return sorted(part.module_sharding_plan)

@@ -1,0 +1,47 @@
+"""`Saved`: a stored train state, as one rank reads it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchrec_2dsp.errors import CheckpointError
+from torchrec_2dsp.parallel.train_state.members import read_member
+from torchrec_2dsp.parallel.train_state.plain import from_plain
+
+FORMAT = 1
+MEMBER = "member."
+"""Begins the names of what users have given."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A train state as this rank reads it."""
+
+    header: dict[str, Any]
+    own: dict[str, Any] | None
+    """Of the rank with this number, if there was one."""
+    ranks: dict[int, dict[str, Any]]
+    """Of all ranks that this one takes over from."""
+    members: dict[str, list[dict[str, Any]]]
+    """By name; one state, or one for each of these ranks."""
+    is_same_world: bool
+    """Whether there were as many ranks."""
+
+    @classmethod
+    def read(cls, tensors: Mapping[str, torch.Tensor], rank: int, num_ranks: int) -> "Saved":
+        """Decode what a rank needs; a `CheckpointError` for anything else."""
+        header = from_plain(tensors, "")
+        if not isinstance(header, dict) or header.get("format") != FORMAT:
+            raise CheckpointError(
+                f"the train state isn't of format {FORMAT}, which this release reads; load it with "
+                "the release that saved it"
+            )
+        saved_ranks = range(rank, header["num_ranks"], num_ranks)
+        ranks = {number: from_plain(tensors, f"rank{number}.") for number in saved_ranks}
+        members = {}
+        for name, is_whole in header["is_whole"].items():
+            places = [MEMBER] if is_whole else [f"rank{number}.{MEMBER}" for number in saved_ranks]
+            members[name] = [read_member(name, tensors, place) for place in places]
+        return cls(header, ranks.get(rank), ranks, members, header["num_ranks"] == num_ranks)

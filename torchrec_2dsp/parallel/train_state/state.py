@@ -1,0 +1,265 @@
+"""`TrainState`: what a run needs to go on, beside the model."""
+
+import re
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import KeyedOptimizer
+
+from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.errors import CheckpointError, ConfigError
+from torchrec_2dsp.parallel.checkpoint.group import coordination_group
+from torchrec_2dsp.parallel.train_state import model_state
+from torchrec_2dsp.parallel.train_state.hyper_parameters import (
+    HyperParameters,
+    check_hyper_parameters,
+    hyper_parameters,
+    restore_hyper_parameters,
+)
+from torchrec_2dsp.parallel.train_state.members import (
+    Member,
+    Summable,
+    check_member,
+    check_states,
+    digest,
+    load_states,
+    stored_member,
+)
+from torchrec_2dsp.parallel.train_state.plain import to_plain
+from torchrec_2dsp.parallel.train_state.random_numbers import random_state, restore_random_state
+from torchrec_2dsp.parallel.train_state.saved import FORMAT, MEMBER, Saved
+from torchrec_2dsp.parallel.train_state.told import (
+    Told,
+    joined_hyper_parameters,
+    largest_iterations,
+)
+
+
+class TrainState:
+    """Everything that a run needs to go on, beside the weights and the optimizer state.
+
+    It holds the steps of sync policies, the hot rows in use, the routes of gradients, learning
+    rates and other hyper-parameters, the iterations of fused optimizers, the random number
+    generators of each rank, and what you give it by name: objects with ``state_dict()`` and
+    ``load_state_dict()``, such as a `HotSetRefresh`, a `RowCounter` or a scheduler, and dicts of
+    plain values, which are loaded in place.
+
+    A run that saves a checkpoint with its train state and one that loads it go on with the same
+    losses, bit for bit, on as many ranks and under the same plan.
+
+    Example::
+
+        position = {"file": 0, "batch": 0}
+        state = tdsp.TrainState(model, optimizer, scheduler=scheduler, position=position)
+        if (path := tdsp.latest_checkpoint("checkpoints")) is not None:
+            tdsp.load_checkpoint(path, model, optimizer, train_state=state)
+        while state.step < 100_000:
+            train_step(model, optimizer, next(batches))
+            state.step += 1
+            if state.step % 1_000 == 0:
+                path = f"checkpoints/{state.step}"
+                tdsp.save_checkpoint(path, model, optimizer, train_state=state)
+    """
+
+    def __init__(
+        self,
+        model: DistributedModelParallel,
+        optimizer: KeyedOptimizer | None = None,
+        **members: Member,
+    ) -> None:
+        """
+        Args:
+            model: a `ModelParallel2D`, or TorchRec's own `DistributedModelParallel`.
+            optimizer: the one of the dense parameters; it may contain the fused one.
+            members: what else has a state, by name. What is equal on all ranks is stored once, and
+                anything else for each rank.
+        """
+        if optimizer is not None and not isinstance(optimizer, KeyedOptimizer):
+            raise ConfigError(
+                f"the hyper-parameters of a {type(optimizer).__name__} have no names; wrap it in "
+                "TorchRec's KeyedOptimizerWrapper"
+            )
+        for name, member in members.items():
+            check_member(name, member)
+        self.model = model
+        """Whose run it is."""
+        self.optimizer = optimizer
+        """Whose hyper-parameters are stored beside those of the model's fused optimizer."""
+        self.step = 0
+        """How many steps are done. The loop counts it."""
+        self._members = dict(members)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The state as flat tensors; call it on all ranks, between two steps.
+
+        Entries of one rank begin with ``rank<N>.`` and are there only; the others stand on rank 0.
+
+        Collectives:
+            Those of a sync, if a backward is pending; then two all-gathers of objects.
+        """
+        group, model = coordination_group(), self.model
+        model_state.complete_model(model)
+        rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        with agreeing(group) as facts:
+            self._check_step()
+            facts["the number of steps done"] = str(self.step)
+            facts["the members of the TrainState"] = ", ".join(sorted(self._members))
+            stored = {name: stored_member(name, one) for name, one in self._members.items()}
+            mine = Told(
+                {name: digest(tensors) for name, tensors in stored.items()},
+                self._hyper_parameters(),
+                model_state.iterations(model),
+            )
+            # Whether all of it is plain is known here, where all ranks learn of it.
+            to_plain(mine.hyper_parameters, "")
+            own = to_plain(
+                {**model_state.rank_state(model), "random": random_state(self._device)},
+                f"rank{rank}.",
+            )
+        every: list[Told] = [mine] * num_ranks
+        dist.all_gather_object(every, mine, group=group)
+        parameters = joined_hyper_parameters(every)
+        model_state.settle_gradient_orders(model)
+        is_whole = {
+            name: not isinstance(member, Summable)
+            and len({told.digests[name] for told in every}) == 1
+            for name, member in self._members.items()
+        }
+        for name, tensors in stored.items():
+            place = MEMBER if is_whole[name] else f"rank{rank}.{MEMBER}"
+            if rank == 0 or not is_whole[name]:
+                own |= {f"{place}{key}": tensor for key, tensor in tensors.items()}
+        if rank == 0:
+            header = {
+                "format": FORMAT,
+                "step": self.step,
+                "num_ranks": num_ranks,
+                "is_whole": is_whole,
+                "hyper_parameters": parameters,
+                "iterations": largest_iterations(every),
+                "model": model_state.whole_state(model),
+            }
+            own |= to_plain(header, "")
+        return own
+
+    def load_state_dict(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over a state; call it on all ranks, after the model and its optimizer were loaded.
+
+        Args:
+            tensors: at least those that `wants` names.
+
+        Collectives:
+            Those of `prepared` and of what it gives.
+        """
+        self.prepared(tensors)()
+
+    def wants(self, name: str) -> bool:
+        """Whether this rank needs an entry to go on: what is there once, and what was its own.
+
+        Of more ranks than there are now, each takes over what several have counted.
+        """
+        of_rank = re.match(r"rank(\d+)\.", name)
+        group = coordination_group()
+        rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        return of_rank is None or int(of_rank[1]) % num_ranks == rank
+
+    def prepared(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        """Check a state, and change nothing yet; call it on all ranks.
+
+        Args:
+            tensors: at least those that `wants` names.
+
+        Returns:
+            What takes the state over, to be called on all ranks after the model was loaded.
+
+        Collectives:
+            An agreement of all ranks; and in what is returned, another one, and broadcasts of
+            DDP's buckets.
+        """
+        group = coordination_group()
+        with agreeing(group):
+            try:
+                saved = Saved.read(tensors, dist.get_rank(group), dist.get_world_size(group))
+                self._check(saved)
+            except (KeyError, TypeError, AttributeError) as error:
+                raise CheckpointError(
+                    f"the train state is damaged ({type(error).__name__}: {error}); load another "
+                    "checkpoint"
+                ) from error
+        digests = [""] * dist.get_world_size(group)
+        plan = model_state.plan_digest(self.model)
+        own = saved.own
+        mine = (
+            own["plan"] if own is not None and saved.is_same_world and plan == own["plan"] else ""
+        )
+        dist.all_gather_object(digests, mine, group=group)
+        is_same_plan = "" not in digests
+
+        def restore() -> None:
+            with agreeing(group):
+                self._restore(saved, is_same_plan=is_same_plan)
+            model_state.restore_gradient_orders(
+                self.model, saved.header["model"]["gradient_orders"]
+            )
+            if own is not None:
+                restore_random_state(own["random"], self._device)
+
+        return restore
+
+    def _check(self, saved: Saved) -> None:
+        """Raise if the state isn't one of a run like this."""
+        for name in sorted(saved.members.keys() ^ self._members.keys()):
+            raise CheckpointError(
+                f"the train state was saved with {name!r}; make the TrainState with {name}=..."
+                if name in saved.members
+                else f"the train state was saved without {name!r}; make the TrainState without it"
+            )
+        for name, states in saved.members.items():
+            member, is_whole = self._members[name], saved.header["is_whole"][name]
+            if not (is_whole or saved.is_same_world or isinstance(member, Summable)):
+                raise CheckpointError(
+                    f"{name!r} was another on each of {saved.header['num_ranks']} ranks and can't "
+                    "be spread over another number of them; start as many ranks, or load into a "
+                    f"model without train_state and set {name!r} by hand"
+                )
+            check_states(name, member, states)
+        fused = self.model.fused_optimizer
+        check_hyper_parameters(saved.header["hyper_parameters"]["fused"], fused)
+        if self.optimizer is not None:
+            dense = saved.header["hyper_parameters"]["dense"]
+            check_hyper_parameters(dense, self.optimizer, but=fused)
+        model_state.check_whole_state(self.model, saved.header["model"])
+
+    def _restore(self, saved: Saved, *, is_same_plan: bool) -> None:
+        model, header = self.model, saved.header
+        self.step = header["step"]
+        for name, states in saved.members.items():
+            load_states(name, self._members[name], states)
+        fused, saved_parameters = model.fused_optimizer, header["hyper_parameters"]
+        restore_hyper_parameters(saved_parameters["fused"], fused)
+        # Hands learning rates to the kernels.
+        fused.step()
+        if self.optimizer is not None:
+            restore_hyper_parameters(saved_parameters["dense"], self.optimizer, but=fused)
+        model_state.restore_whole_state(model, header["model"], step=self.step)
+        if is_same_plan and saved.own is not None:
+            model_state.restore_rank_state(model, saved.own)
+        else:
+            model_state.restore_iterations(model, header["iterations"])
+        counted = [of_rank["num_bad_ids"] for of_rank in saved.ranks.values()]
+        model_state.restore_bad_ids(model, counted)
+
+    def _hyper_parameters(self) -> dict[str, HyperParameters]:
+        fused = self.model.fused_optimizer
+        dense = {} if self.optimizer is None else hyper_parameters(self.optimizer, but=fused)
+        return {"fused": hyper_parameters(fused), "dense": dense}
+
+    def _check_step(self) -> None:
+        if type(self.step) is not int or self.step < 0:
+            raise ConfigError(f"step={self.step!r} is no number of steps; count them from 0")
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device(getattr(self.model, "device", "cpu"))

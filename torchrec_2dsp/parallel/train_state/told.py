@@ -1,0 +1,42 @@
+"""What ranks tell each other of their share of a train state, and what it comes to."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torchrec_2dsp.errors import CheckpointError
+from torchrec_2dsp.parallel.train_state.hyper_parameters import HyperParameters
+
+
+@dataclass(frozen=True)
+class Told:
+    """What ranks tell each other at a save."""
+
+    digests: dict[str, str]
+    """By member, of its state."""
+    hyper_parameters: dict[str, HyperParameters]
+    """Of the parameters that the rank has."""
+    iterations: dict[str, int]
+    """By table."""
+
+
+def joined_hyper_parameters(every: Iterable[Told]) -> dict[str, HyperParameters]:
+    """The hyper-parameters of all ranks' parameters, of which each rank has some."""
+    joined: dict[str, HyperParameters] = {"fused": {}, "dense": {}}
+    for rank, told in enumerate(every):
+        for kind, by_key in told.hyper_parameters.items():
+            for key, values in by_key.items():
+                if joined[kind].setdefault(key, values) != values:
+                    raise CheckpointError(
+                        f"rank {rank} has the hyper-parameters {values} for {key!r}, and another "
+                        f"rank {joined[kind][key]}; set the same schedule on every rank"
+                    )
+    return joined
+
+
+def largest_iterations(every: Iterable[Told]) -> dict[str, int]:
+    """For each table the largest number of forwards that any rank has counted."""
+    largest: dict[str, int] = {}
+    for told in every:
+        for name, count in told.iterations.items():
+            largest[name] = max(count, largest.get(name, 0))
+    return largest

@@ -1,0 +1,51 @@
+"""What a sharded module counts beside its tables, so that a run can go on with the same bits."""
+
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from torchrec_2dsp._compat.fbgemm import (
+    iteration_of,
+    learning_rate_of,
+    set_iteration,
+    set_learning_rate,
+)
+from torchrec_2dsp.shard.replicated import ReplicatedModule
+
+
+def progress_of(part: ReplicatedModule) -> dict[str, Any]:
+    """What this rank's share of a module counts, while nothing is pending.
+
+    The numbers belong to the plan and the rank: another plan has other kernels.
+    """
+    return {
+        "actions": part.sync_point.state_dict(),
+        "iterations": [iteration_of(tbe) for tbe in part.tbes()],
+        "learning_rates": [learning_rate_of(tbe) for tbe in part.tbes()],
+    }
+
+
+def restore_progress(part: ReplicatedModule, progress: dict[str, Any]) -> None:
+    """Let the same share of the same module, under the same plan, go on from there."""
+    part.sync_point.load_state_dict(progress["actions"])
+    for tbe, iteration, learning_rate in zip(
+        part.tbes(), progress["iterations"], progress["learning_rates"], strict=True
+    ):
+        set_iteration(tbe, iteration)
+        set_learning_rate(tbe, learning_rate)
+
+
+def max_iteration(part: ReplicatedModule) -> int:
+    """How many forwards the kernel that has seen most of them has counted."""
+    return max((iteration_of(tbe) for tbe in part.tbes()), default=0)
+
+
+def count_iterations_from(part: ReplicatedModule, iteration: int) -> None:
+    """Let all kernels of this rank go on as after so many forwards."""
+    for tbe in part.tbes():
+        set_iteration(tbe, iteration)
+
+
+def data_parallel_lookups(part: Any) -> list[DistributedDataParallel]:
+    """The lookups of tables that TorchRec's ``data_parallel`` repeats on every rank."""
+    return [lookup for lookup in part._lookups if isinstance(lookup, DistributedDataParallel)]

@@ -1,0 +1,48 @@
+"""`Replication`: how a sharded module is repeated over the groups of a mesh."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
+from torchrec_2dsp.mesh.groups import MeshGroups
+from torchrec_2dsp.optim.steps import delayed_row_wise_adagrad_step
+from torchrec_2dsp.plan.sync_config import SyncConfig
+from torchrec_2dsp.rows.direct_update import DirectUpdater
+from torchrec_2dsp.rows.merge import Updater, quickest_updater
+from torchrec_2dsp.rows.update import RowUpdater
+from torchrec_2dsp.shard.id_check import BadIds
+
+
+@dataclass(frozen=True)
+class Replication:
+    """How a sharded module is repeated."""
+
+    groups: MeshGroups
+    """The communicators of the mesh."""
+    sync: SyncConfig
+    """How the replicas stay equal."""
+    always_capture: bool = False
+    """Capture and apply rows even with one group, where the fused backward would do, and with its
+    bits."""
+    keep_weights: bool = False
+    """Take over the weights of the unsharded module."""
+    bad_ids: BadIds = BadIds.RAISE
+    """What is done with ids that no row has."""
+    tables_beside: tuple[Any, ...] = ()
+    """The configs of all tables of the unsharded module, where this module runs some of them: a
+    feature may look up others as well, and is held to the smallest one."""
+    delays_moment: bool = False
+    """Update rows by `DelayedMomentRowWiseAdaGrad`."""
+
+    @property
+    def captures(self) -> bool:
+        """Whether rows are captured even where nobody else has them."""
+        return self.always_capture or self.delays_moment
+
+    @property
+    def make_updater(self) -> Callable[[SplitTableBatchedEmbeddingBagsCodegen], Updater]:
+        """What applies captured rows."""
+        if self.delays_moment:
+            return lambda tbe: DirectUpdater(tbe, delayed_row_wise_adagrad_step)
+        return RowUpdater if self.always_capture else quickest_updater

@@ -4,11 +4,15 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
 import torchrec_2dsp as tdsp
 from tests.support.parity import Cell, make_optimizer, make_parallel
@@ -24,6 +28,7 @@ from tests.support.resuming import (
     final_state,
     go_on_everywhere,
 )
+from torchrec_2dsp._compat.ddp import gradient_order, start_in_order
 from torchrec_2dsp._compat.fbgemm import iteration_of, set_iteration
 from torchrec_2dsp.shard.parted import parts_of
 
@@ -307,3 +312,55 @@ def test_iterations_learning_rates_and_random_numbers_come_back(
         assert set(saved[2]) == {0.25}
         assert 0.25 not in saved[1]
     assert len({saved[3:] for saved, _ in answers}) == 4
+
+
+def hooked(rank: int, world_size: int, kind: str) -> tuple[list[bool], list[bool], int]:
+    """Gradients of a DDP that goes on at step 4, as it is and in the order of the other one."""
+    calls: list[int] = []
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        calls.append(1)
+        return allreduce_hook(cast(Any, state), bucket)
+
+    def make() -> DistributedDataParallel:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 5), nn.Linear(5, 1))
+        ddp = DistributedDataParallel(
+            layers, static_graph=kind != "dynamic", bucket_cap_mb=1e-4, gradient_as_bucket_view=True
+        )
+        if kind == "hook":
+            ddp.register_comm_hook(None, hook)
+        if kind == "builtin":
+            ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+        return ddp
+
+    def gradients(ddp: DistributedDataParallel, step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        ddp.zero_grad()
+        ddp(torch.randn(6, 7, generator=generator)).square().mean().backward()
+        return torch.cat([cast(Any, param.grad).flatten() for param in ddp.parameters()])
+
+    through = make()
+    expected = [gradients(through, step) for step in range(8)]
+    order = gradient_order(through)
+    assert order is not None
+    assert order[0].startswith("3.")
+    plain, ordered = make(), make()
+    gradients(ordered, 50)
+    assert gradient_order(ordered) is None
+    assert not start_in_order(ordered, order[1:])
+    assert start_in_order(ordered, order)
+    assert gradient_order(ordered) == order
+    as_new = [torch.equal(gradients(plain, step), expected[step]) for step in range(4, 8)]
+    calls.clear()
+    going_on = [torch.equal(gradients(ordered, step), expected[step]) for step in range(4, 8)]
+    return as_new, going_on, len(calls)
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic", "hook", "builtin"])
+def test_ddp_goes_on_in_its_order_and_keeps_its_hook(ranks4: RankPool, kind: str) -> None:
+    for plain, ordered, num_calls in ranks4.run(hooked, kind):
+        assert ordered == [True] * 4
+        assert not all(plain)
+        # Two buckets in each step.
+        assert num_calls == (8 if kind == "hook" else 0)

@@ -1,18 +1,14 @@
 """A run that goes on from a checkpoint gives the losses of one that never stopped, bit for bit."""
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel
 
 import torchrec_2dsp as tdsp
 from tests.support.parity import Cell, make_optimizer, make_parallel
@@ -28,7 +24,6 @@ from tests.support.resuming import (
     final_state,
     go_on_everywhere,
 )
-from torchrec_2dsp._compat.ddp import gradient_order, start_in_order
 from torchrec_2dsp._compat.fbgemm import iteration_of, set_iteration
 from torchrec_2dsp.shard.parted import parts_of
 
@@ -148,100 +143,6 @@ def test_what_was_another_on_each_rank_is_refused_elsewhere(
         assert (refused["step"], refused["sync step"]) == (0, 0)
 
 
-def refusals(rank: int, world_size: int, folder: Path) -> dict[str, str]:
-    """The errors of saves and loads that can't be done."""
-    cell = Cell(M14)
-    model = make_parallel(cell, world_size, world_size)
-    optimizer = make_optimizer(model)
-    told: dict[str, str] = {}
-
-    def refuse(name: str, action: Callable[[], object]) -> None:
-        with pytest.raises(tdsp.TwoDError) as caught:
-            action()
-        told[name] = f"{type(caught.value).__name__}: {caught.value}"
-
-    def load(state: tdsp.TrainState, path: Path = folder / "with") -> object:
-        return tdsp.load_checkpoint(path, model, optimizer, train_state=state)
-
-    position = {"row": 7}
-    state = tdsp.TrainState(model, optimizer, position=position)
-    state.step = 3
-    tdsp.save_checkpoint(folder / "with", model, optimizer, train_state=state)
-    tdsp.save_checkpoint(folder / "without", model, optimizer)
-    before = {name: value.clone() for name, value in _local(model).items()}
-    with torch.no_grad():
-        for value in _local(model).values():
-            value += 1
-    changed = {name: value.clone() for name, value in _local(model).items()}
-    position["row"], state.step = 0, 0
-    refuse("no train state", lambda: load(state, folder / "without"))
-    refuse("too few", lambda: load(tdsp.TrainState(model, optimizer)))
-    refuse("too many", lambda: load(tdsp.TrainState(model, optimizer, position={}, more={})))
-    refuse("no dense", lambda: _save_without_dense(folder, model, optimizer))
-    assert all(torch.equal(value, changed[name]) for name, value in _local(model).items())
-    assert (position, state.step) == ({"row": 0}, 0)
-    load(state)
-    assert all(torch.equal(value, before[name]) for name, value in _local(model).items())
-    assert (position, state.step) == ({"row": 7}, 3)
-
-    other = make_parallel(cell, world_size, world_size)
-    refuse("other model", lambda: load(tdsp.TrainState(other)))
-    save = tdsp.save_checkpoint
-    refuse("not plain", lambda: tdsp.TrainState(model, things={"a": {1, 2}}).state_dict())
-    refuse("no member", lambda: tdsp.TrainState(model, things=[1]))  # type: ignore[arg-type]
-    state.step = 3 + (rank == 1)
-    refuse("other step", lambda: save(folder / "x", model, optimizer, train_state=state))
-    state.step = 3
-    optimizer.param_groups[-1]["lr"] = 0.5 + rank  # type: ignore[index]
-    refuse("other rate", lambda: save(folder / "x", model, optimizer, train_state=state))
-    assert not (folder / "x").exists()
-    return told
-
-
-def _save_without_dense(folder: Path, model: Any, optimizer: Any) -> None:
-    tdsp.save_checkpoint(folder / "fused", model, train_state=tdsp.TrainState(model))
-    state = tdsp.TrainState(model, optimizer)
-    tdsp.load_checkpoint(folder / "fused", model, train_state=state)
-
-
-def _local(model: Any) -> dict[str, torch.Tensor]:
-    parts = parts_of(model)
-    return {
-        f"{number} {shard.table} {name}": tensor
-        for number, part in enumerate(parts)
-        for kernel in part.kernels()
-        for shard in kernel.shards()
-        for name, tensor in shard.tensors.items()
-    }
-
-
-TEXTS = {
-    "no train state": "CheckpointError: {folder}/without has no train state, because it was saved "
-    "without train_state=...; load it without one, and set the TrainState's step yourself",
-    "too few": "CheckpointError: the train state was saved with 'position'; make the TrainState "
-    "with position=...",
-    "too many": "CheckpointError: the train state was saved without 'more'; make the TrainState "
-    "without it",
-    "no dense": "CheckpointError: the train state has no hyper-parameters of 'over.",
-    "other model": "CheckpointError: the train state is that of another model; make it by",
-    "not plain": "CheckpointError: things can't be stored: a is a set, which a train state can't "
-    "hold without a pickle; use dicts",
-    "no member": "ConfigError: things=[1] has no state_dict() and load_state_dict()",
-    "other step": "ConfigError: the number of steps done differs between ranks: rank 0 has 3, rank "
-    "1 has 4",
-    "other rate": "CheckpointError: rank 1 has the hyper-parameters",
-}
-
-
-def test_what_cannot_be_saved_or_loaded_is_refused_before_anything_changes(
-    ranks4: RankPool, tmp_path: Path
-) -> None:
-    for told in ranks4.run(refusals, tmp_path):
-        assert told.keys() == TEXTS.keys()
-        for name, text in TEXTS.items():
-            assert told[name].startswith(text.format(folder=tmp_path)), told[name]
-
-
 def synced_steps(rank: int, world_size: int, start: int) -> list[int]:
     """The steps at which a model syncs whose policy goes on at one."""
     cell = Cell(tdsp.Mesh2D(2, 1), sync=tdsp.WeightSync(policy=tdsp.every(3)))
@@ -312,55 +213,3 @@ def test_iterations_learning_rates_and_random_numbers_come_back(
         assert set(saved[2]) == {0.25}
         assert 0.25 not in saved[1]
     assert len({saved[3:] for saved, _ in answers}) == 4
-
-
-def hooked(rank: int, world_size: int, kind: str) -> tuple[list[bool], list[bool], int]:
-    """Gradients of a DDP that goes on at step 4, as it is and in the order of the other one."""
-    calls: list[int] = []
-
-    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        calls.append(1)
-        return allreduce_hook(cast(Any, state), bucket)
-
-    def make() -> DistributedDataParallel:
-        torch.manual_seed(0)
-        layers = nn.Sequential(nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 5), nn.Linear(5, 1))
-        ddp = DistributedDataParallel(
-            layers, static_graph=kind != "dynamic", bucket_cap_mb=1e-4, gradient_as_bucket_view=True
-        )
-        if kind == "hook":
-            ddp.register_comm_hook(None, hook)
-        if kind == "builtin":
-            ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-        return ddp
-
-    def gradients(ddp: DistributedDataParallel, step: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        ddp.zero_grad()
-        ddp(torch.randn(6, 7, generator=generator)).square().mean().backward()
-        return torch.cat([cast(Any, param.grad).flatten() for param in ddp.parameters()])
-
-    through = make()
-    expected = [gradients(through, step) for step in range(8)]
-    order = gradient_order(through)
-    assert order is not None
-    assert order[0].startswith("3.")
-    plain, ordered = make(), make()
-    gradients(ordered, 50)
-    assert gradient_order(ordered) is None
-    assert not start_in_order(ordered, order[1:])
-    assert start_in_order(ordered, order)
-    assert gradient_order(ordered) == order
-    as_new = [torch.equal(gradients(plain, step), expected[step]) for step in range(4, 8)]
-    calls.clear()
-    going_on = [torch.equal(gradients(ordered, step), expected[step]) for step in range(4, 8)]
-    return as_new, going_on, len(calls)
-
-
-@pytest.mark.parametrize("kind", ["static", "dynamic", "hook", "builtin"])
-def test_ddp_goes_on_in_its_order_and_keeps_its_hook(ranks4: RankPool, kind: str) -> None:
-    for plain, ordered, num_calls in ranks4.run(hooked, kind):
-        assert ordered == [True] * 4
-        assert not all(plain)
-        # Two buckets in each step.
-        assert num_calls == (8 if kind == "hook" else 0)

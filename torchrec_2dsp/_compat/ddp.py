@@ -59,9 +59,8 @@ def start_in_order(ddp: DistributedDataParallel, order: list[str] | None) -> boo
     ddp._ddp_init_helper(params, is_sparse, debug_names, ddp.static_graph)
     if ddp.static_graph:
         ddp._static_graph_delay_allreduce_enqueued = False
-        ddp.reducer._set_static_graph()
         assert ddp.logger is not None
-        ddp.logger._set_static_graph()
+        _make_static(ddp.reducer, ddp.logger)
     hooks, ddp._comm_hooks = ddp._comm_hooks, []
     for hook, state in hooks:
         ddp.register_comm_hook(state, hook)
@@ -70,10 +69,20 @@ def start_in_order(ddp: DistributedDataParallel, order: list[str] | None) -> boo
         ddp._register_builtin_comm_hook(kind)
     _STARTED_IN.pop(ddp, None)
     if order is not None:
-        ddp.reducer._push_all_rebuilt_params()
-        ddp.reducer._rebuild_buckets()
+        _settle(ddp.reducer)
         _STARTED_IN[ddp] = list(order)
     return True
+
+
+def _make_static(reducer: dist.Reducer, logger: dist.Logger) -> None:
+    reducer._set_static_graph()
+    logger._set_static_graph()
+
+
+def _settle(reducer: dist.Reducer) -> None:
+    """Keep the order of the parameters that the reducer was made with."""
+    reducer._push_all_rebuilt_params()
+    reducer._rebuild_buckets()
 
 
 def _names(ddp: DistributedDataParallel) -> dict[int, str]:

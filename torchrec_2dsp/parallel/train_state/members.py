@@ -14,11 +14,11 @@ from torchrec_2dsp.parallel.train_state.plain import from_plain, to_plain
 class Stateful(Protocol):
     """An object whose state can be read and written, as torch's schedulers are."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Any:
         """The state."""
         ...
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+    def load_state_dict(self, state_dict: Any, /) -> object:
         """Take over a state."""
         ...
 

@@ -38,6 +38,7 @@ PUBLIC_NAMES = [
     "ParameterConstraints2D",
     "ParameterSharding2D",
     "Partitioner2D",
+    "PendingSave",
     "Plan2D",
     "PlanError",
     "Planner2D",

@@ -38,7 +38,7 @@ if not is_doctor_command(sys.orig_argv, sys.argv):
         MomentScaledRowWiseAdaGrad,
         MomentScaledRowWiseAdaGradOptimizer,
     )
-    from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
+    from torchrec_2dsp.parallel.checkpoint import PendingSave, load_checkpoint, save_checkpoint
     from torchrec_2dsp.parallel.hot_set_refresh import HotSetRefresh
     from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
     from torchrec_2dsp.parallel.row_prefetch_pipeline import TrainPipelineRowPrefetch
@@ -105,6 +105,7 @@ __all__ = [
     "ParameterConstraints2D",
     "ParameterSharding2D",
     "Partitioner2D",
+    "PendingSave",
     "Plan2D",
     "PlanError",
     "Planner2D",

@@ -10,6 +10,7 @@ fits a model (`fit`), and who agrees on what over which process group (`group`).
 """
 
 from torchrec_2dsp.parallel.checkpoint.load import load_checkpoint
+from torchrec_2dsp.parallel.checkpoint.pending import PendingSave
 from torchrec_2dsp.parallel.checkpoint.save import save_checkpoint
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = ["PendingSave", "load_checkpoint", "save_checkpoint"]

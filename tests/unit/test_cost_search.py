@@ -260,6 +260,15 @@ def test_other_machines_than_the_calibrated_ones_are_named(
     )
 
 
+def test_bandwidths_that_nobody_measured_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = tables((100,))
+    planner(topology=world(4, 2)).plan(model, SHARDERS)
+    assert "without a calibration" not in caplog.text
+    tdsp.Planner2D(topology=world(4, 2)).plan(model, SHARDERS)
+    assert caplog.text.count("planning without a calibration: bandwidths are the topology's") == 1
+    assert "measure this cluster by the calibrate command" in caplog.text
+
+
 def test_a_batch_of_nothing_is_refused() -> None:
     with pytest.raises(tdsp.ConfigError, match="batch_size=0 leaves nothing to do; use 1 or more"):
         planner(batch_size=0)

@@ -28,11 +28,12 @@ def shown_errors() -> Iterator[None]:
         yield
     except TwoDError as error:
         rank = os.environ.get("RANK", "0")
-        if rank != "0":
-            time.sleep(_LET_RANK_0_SPEAK_S)
         where = "" if rank == "0" else f" on rank {rank}"
         said = f"error{where}: {error}"
+        # At once: torchrun takes the first of the ranks for the cause.
         _tell_torchrun(said)
+        if rank != "0":
+            time.sleep(_LET_RANK_0_SPEAK_S)
         Console(stderr=True).print(Text(said, style="bold red"), soft_wrap=True)
         raise typer.Exit(code=2) from None
 

@@ -3,17 +3,20 @@
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.support.exits import NUM_RANKS, WAYS
-from tests.support.rank_worker import REPOSITORY
+from tests.support.rank_worker import GLOO_TIMEOUT, REPOSITORY
 from tests.support.ranks import RankPool
 from torchrec_2dsp import Mesh2D, MeshError, MeshGroups, RankLayout
+from torchrec_2dsp._compat.c10d import timeout_of
+from torchrec_2dsp._compat.torchrec import intra_and_cross_node_pg_2D
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.comms.peers import Peers
 
@@ -182,6 +185,35 @@ def test_peers_that_share_hosts_have_groups_for_that(ranks8: RankPool, ranks4: R
     ):
         assert ranks8.run(peers_by_host, mesh)[3] == [holders, hot], mesh
     assert ranks4.run(peers_by_host, Mesh2D(4, 1))[3] == [[[0, 1, 2, 3]]] * 2
+
+
+def timeouts(rank: int, world_size: int, meshes: list[Mesh2D]) -> list[dict[str, timedelta]]:
+    """By mesh, the timeout of each group that it uses, and of TorchRec's node groups."""
+    of_meshes = []
+    for mesh in meshes:
+        groups = MeshGroups.for_mesh(mesh, "cpu")
+        with groups.node_groups():
+            nodes = intra_and_cross_node_pg_2D(groups.sharding_env(), torch.device("cpu"))
+        named = {
+            "shard": groups.sharding_group,
+            "replicate": groups.replica_peers,
+            "intra": nodes[0],
+            "cross": nodes[1],
+            "hot_rows": groups.hot_rows.everyone,
+            "row_exchange": groups.row_exchange.everyone,
+            "alarm": groups.alarm.group,
+        }
+        of_meshes.append(
+            {name: timeout_of(cast(dist.ProcessGroup, group), "cpu") for name, group in named.items()}
+        )
+        groups.close()
+    return of_meshes
+
+
+def test_all_groups_have_the_timeout_of_the_world(two_hosts: RankPool) -> None:
+    for of_meshes in two_hosts.run(timeouts, MESHES):
+        for named in of_meshes:
+            assert named == dict.fromkeys(named, GLOO_TIMEOUT)
 
 
 def wrong_world(rank: int, world_size: int) -> list[str]:

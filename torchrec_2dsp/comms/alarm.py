@@ -21,7 +21,7 @@ class Alarm:
             group: all ranks that must stop together, used by nothing else.
             device: that the group's backend works on.
         """
-        self._group = group
+        self.group = group
         self._device = device
 
     def check(self, error: TwoDError | None) -> "Check":
@@ -34,9 +34,9 @@ class Alarm:
             One all-reduce of 8 bytes, which nobody waits for yet.
         """
         has_failed = torch.tensor([int(error is not None)], device=self._device)
-        work = dist.all_reduce(has_failed, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        work = dist.all_reduce(has_failed, dist.ReduceOp.MAX, group=self.group, async_op=True)
         assert work is not None
-        return Check(self._group, work, has_failed, error)
+        return Check(self.group, work, has_failed, error)
 
 
 @dataclass(frozen=True)

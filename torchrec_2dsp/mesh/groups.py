@@ -1,14 +1,15 @@
 """`MeshGroups`: the process groups of a `Mesh2D`, made and closed in one order on all ranks."""
 
 import atexit
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchrec_2dsp._compat.c10d import timeout_of
+from torchrec_2dsp._compat.c10d import set_timeout, timeout_of
 from torchrec_2dsp._compat.torchrec import (
     NodeGroupCache,
     ShardingEnv2D,
@@ -59,6 +60,7 @@ class MeshGroups:
         """The ranks that share this rank's copy of the tables."""
         self.replica_peers = self.device_mesh.get_group("replicate")
         """The ranks that hold this rank's shard."""
+        self._inherit_timeout(self.sharding_group, self.replica_peers)
         self.local_world_size = get_local_size(mesh.world_size)
         """Ranks of this host (LOCAL_WORLD_SIZE)."""
         # Rows travel while the training thread goes on to other collectives. Groups of their own
@@ -134,9 +136,19 @@ class MeshGroups:
             use_inter_host_allreduce=self.mesh.layout is RankLayout.CONTIGUOUS,
         )
 
-    def node_groups(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def node_groups(self) -> Iterator[None]:
         """A context in which TorchRec's module-level node groups are those of this mesh."""
-        return node_group_cache(self._node_groups)
+        with node_group_cache(self._node_groups):
+            yield
+        self._inherit_timeout(*self._node_groups.groups())
+
+    def _inherit_timeout(self, *groups: dist.ProcessGroup) -> None:
+        """Give groups that torch and TorchRec make the world's timeout, which they don't take."""
+        device_type = self.device_mesh.device_type
+        timeout = timeout_of(self.world, device_type)
+        for group in groups:
+            set_timeout(group, device_type, timeout)
 
     def close(self) -> None:
         """Destroy the groups, newest first, on all ranks together.

@@ -23,6 +23,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedTensor
 from torchrec.optim.keyed import KeyedOptimizer
 
+from torchrec_2dsp._compat.c10d import timeout_of
 from torchrec_2dsp.comms.agreement import agreeing
 from torchrec_2dsp.errors import CheckpointError
 from torchrec_2dsp.mesh.groups import world_group
@@ -273,7 +274,7 @@ def _coordination_group() -> dist.ProcessGroup:
     if "gloo" in dist.get_backend_config(world):
         return world
     if world not in _GLOO_GROUPS:
-        _GLOO_GROUPS[world] = dist.new_group(backend="gloo")
+        _GLOO_GROUPS[world] = dist.new_group(timeout=timeout_of(world, "cuda"), backend="gloo")
     return _GLOO_GROUPS[world]
 
 

@@ -25,6 +25,7 @@ if not is_doctor_command(sys.orig_argv, sys.argv):
         InputError,
         MeshError,
         PlanError,
+        RankError,
         SyncError,
         TwoDError,
         UnsupportedError,
@@ -39,6 +40,7 @@ if not is_doctor_command(sys.orig_argv, sys.argv):
         MomentScaledRowWiseAdaGradOptimizer,
     )
     from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
+    from torchrec_2dsp.parallel.failing_together import failing_together
     from torchrec_2dsp.parallel.hot_set_refresh import HotSetRefresh
     from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
     from torchrec_2dsp.parallel.row_prefetch_pipeline import TrainPipelineRowPrefetch
@@ -107,6 +109,7 @@ __all__ = [
     "Plan2D",
     "PlanError",
     "Planner2D",
+    "RankError",
     "RankLayout",
     "RowCounter",
     "RowOwners",
@@ -127,6 +130,7 @@ __all__ = [
     "Workload",
     "after",
     "every",
+    "failing_together",
     "group_topology",
     "load_checkpoint",
     "never",

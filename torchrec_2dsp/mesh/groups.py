@@ -1,6 +1,7 @@
 """`MeshGroups`: the process groups of a `Mesh2D`, made and closed in one order on all ranks."""
 
 import atexit
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import cast
@@ -18,6 +19,7 @@ from torchrec_2dsp._compat.torchrec import (
 )
 from torchrec_2dsp.comms.alarm import Alarm
 from torchrec_2dsp.comms.full_duplex import BACKEND_NAME as FULL_DUPLEX
+from torchrec_2dsp.comms.notice_board import NoticeBoard
 from torchrec_2dsp.comms.peers import Peers, by_host
 from torchrec_2dsp.errors import MeshError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
@@ -52,6 +54,8 @@ class MeshGroups:
         """The arithmetic behind the groups."""
         self.world = world
         """All ranks: dense gradients, data-parallel tables."""
+        self.board = NoticeBoard.of(world)
+        """Where ranks say that they failed."""
         self.rank = dist.get_rank(world)
         """This rank in the world."""
         self.device_mesh = DeviceMesh(device_type, mesh.rank_matrix(), mesh_dim_names=AXIS_NAMES)
@@ -75,7 +79,7 @@ class MeshGroups:
             holders = [list(ranks) for ranks in zip(*mesh.rank_matrix(), strict=True)]
             self.row_exchange = self._new_peers("row_exchange", holders)
         everyone = self._new_group("alarm", [list(range(mesh.world_size))], backend=None)
-        self.alarm = Alarm(everyone, torch.device(device_type))
+        self.alarm = Alarm(everyone, torch.device(device_type), self.board)
         """Tells all ranks of an error of one."""
         self._node_groups = NodeGroupCache()
         self._closed = False
@@ -145,10 +149,9 @@ class MeshGroups:
 
     def _inherit_timeout(self, *groups: dist.ProcessGroup) -> None:
         """Give groups that torch and TorchRec make the world's timeout, which they don't take."""
-        device_type = self.device_mesh.device_type
-        timeout = timeout_of(self.world, device_type)
+        timeout = timeout_of(self.world, self.device_mesh.device_type)
         for group in groups:
-            set_timeout(group, device_type, timeout)
+            set_timeout(group, timeout)
 
     def close(self) -> None:
         """Destroy the groups, newest first, on all ranks together.
@@ -177,8 +180,26 @@ _GROUPS: dict[tuple[Mesh2D, str], MeshGroups] = {}
 """The groups of the current world, by mesh and device type."""
 
 
+def leave_world() -> None:
+    """Destroy all groups of the current world, and the threads behind them.
+
+    A thread of gloo's that lives on while the interpreter is torn down may abort the process. It
+    lives as long as anything refers to its group.
+
+    Collectives:
+        One barrier on the world.
+    """
+    dist.barrier(world_group())
+    NoticeBoard.close_all()
+    dist.destroy_process_group()
+    _GROUPS.clear()
+    gc.collect()
+
+
 @atexit.register
 def _destroy_world_at_exit() -> None:
     """Leave in order, for programs that end without `destroy_process_group`."""
+    NoticeBoard.close_all()
     if _GROUPS and dist.is_initialized():
         dist.destroy_process_group()
+    _GROUPS.clear()

@@ -23,10 +23,10 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedTensor
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_2dsp._compat.c10d import timeout_of
 from torchrec_2dsp.comms.agreement import agreeing
 from torchrec_2dsp.errors import CheckpointError
 from torchrec_2dsp.mesh.groups import world_group
+from torchrec_2dsp.parallel.called_by_all import called_by_all
 
 MODEL, FUSED, DENSE, EXTRA = "model", "fused_optimizer", "dense_optimizer", "extra"
 """The parts of a checkpoint, which begin the names in it."""
@@ -35,6 +35,7 @@ Entries = dict[str, STORAGE_TYPES]
 """What a checkpoint holds, by name: shapes, types, shards."""
 
 
+@called_by_all("save_checkpoint()")
 def save_checkpoint(
     path: str | PathLike[str],
     model: DistributedModelParallel,
@@ -73,6 +74,7 @@ def save_checkpoint(
     )
 
 
+@called_by_all("load_checkpoint()")
 def load_checkpoint(
     path: str | PathLike[str],
     model: DistributedModelParallel,
@@ -246,8 +248,7 @@ def _read_metadata(folder: Path, group: dist.ProcessGroup) -> Entries:
         raise CheckpointError(
             f"{folder}/.metadata is damaged ({type(error).__name__}); load another checkpoint"
         ) from error
-    my_share = slice(dist.get_rank(group), None, dist.get_world_size(group))
-    for name in sorted(sizes)[my_share]:
+    for name in sorted(sizes)[dist.get_rank(group) :: dist.get_world_size(group)]:
         found = (folder / name).stat().st_size if (folder / name).exists() else 0
         if found < sizes[name]:
             raise CheckpointError(
@@ -274,7 +275,7 @@ def _coordination_group() -> dist.ProcessGroup:
     if "gloo" in dist.get_backend_config(world):
         return world
     if world not in _GLOO_GROUPS:
-        _GLOO_GROUPS[world] = dist.new_group(timeout=timeout_of(world, "cuda"), backend="gloo")
+        _GLOO_GROUPS[world] = dist.new_group(backend="gloo")
     return _GLOO_GROUPS[world]
 
 

@@ -16,9 +16,11 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec_2dsp._compat.torchrec import DMPCollectionContext
 from torchrec_2dsp.access.hot_set import HotSet
 from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.comms.naming_faults import naming_faults
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
 from torchrec_2dsp.mesh.groups import MeshGroups, world_group
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
+from torchrec_2dsp.parallel.called_by_all import calling_together
 from torchrec_2dsp.plan.plan2d import Plan2D, is_proposed
 from torchrec_2dsp.plan.serialize import to_json
 from torchrec_2dsp.shard.hot_module import HotRowsModule
@@ -77,7 +79,7 @@ class ModelParallel2D(DMPCollection):
             An agreement of all ranks on the arguments, then process groups and broadcasts.
         """
         device = torch.device("cpu") if device is None else device
-        sharders = _default_sharders() if sharders is None else list(sharders)
+        sharders = [kind() for kind in _SHARDERS] if sharders is None else list(sharders)
         with agreeing(world_group()) as facts:
             plan = _checked(module, plan, sharders, unsupported)
             facts["the plan"] = to_json(plan)
@@ -87,9 +89,8 @@ class ModelParallel2D(DMPCollection):
         self._device = device
         self._pg = groups.world
         self._global_rank = groups.rank
-        self._custom_all_reduce = None
+        self._custom_all_reduce = self._sharded_relay_state = None
         self._use_sharded_relay = False
-        self._sharded_relay_state = None
         self._default_ctx = _context(plan, groups)
         self._submodule_ctxs: list[Any] = []
         self._ctxs = [self._default_ctx]
@@ -107,11 +108,21 @@ class ModelParallel2D(DMPCollection):
             data_parallel_wrapper,
         )
         self._groups = groups
+        self._num_steps = 0
+        groups.board.activity.restart()
 
     @property
     def mesh(self) -> Mesh2D:
         """Which ranks repeat the plan."""
         return self._groups.mesh
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As in `DistributedModelParallel`; where a collective fails, a `RankError` says why."""
+        board = self._groups.board
+        if self.training and torch.is_grad_enabled():
+            board.activity.step = self._num_steps = self._num_steps + 1
+        with naming_faults(board, "the forward"):
+            return super().forward(*args, **kwargs)
 
     def sharded_modules(self) -> list[HotRowsModule]:
         """The sharded embedding modules, in the model's order; one for each mesh of its tables."""
@@ -136,7 +147,8 @@ class ModelParallel2D(DMPCollection):
                 "sync(include_optimizer_state=False) would let the optimizer states of replicas "
                 "drift apart; call sync()"
             )
-        return self._reach(Moment.STEP)
+        with naming_faults(self._groups.board, "sync()"):
+            return self._reach(Moment.STEP)
 
     def sync_now(self) -> SyncReport:
         """Make the replicas equal and the tables complete, whatever the policy says.
@@ -147,10 +159,11 @@ class ModelParallel2D(DMPCollection):
             Those of the plan's sync config and of `ReplicatedModule.complete_state`, for each
             sharded module; none if there is nothing to do.
         """
-        report = self._reach(Moment.READ)
-        for part in self.sharded_modules():
-            part.complete_state()
-        return report
+        with calling_together(self._groups, "sync_now()"):
+            report = self._reach(Moment.READ)
+            for part in self.sharded_modules():
+                part.complete_state()
+            return report
 
     def _reach(self, moment: Moment) -> SyncReport:
         return sum((part.sync_point.reach(moment) for part in self.sharded_modules()), SyncReport())
@@ -185,7 +198,7 @@ class ModelParallel2D(DMPCollection):
             An agreement of all ranks. When the replicas move, those of `complete_state`, and for
             each hot table an all-reduce of its rows on the "shard" axis.
         """
-        with agreeing(world_group()) as facts:
+        with calling_together(self._groups, "refresh_hot_sets()"), agreeing(world_group()) as facts:
             known = self.hot_sets
             unknown = sorted(hot_sets.keys() - known)
             if unknown:
@@ -212,8 +225,9 @@ class ModelParallel2D(DMPCollection):
         Collectives:
             Those of `ReplicatedModule.broadcast_replicas`, for each sharded module.
         """
-        for part in self.sharded_modules():
-            part.broadcast_replicas()
+        with naming_faults(self._groups.board, "broadcast_replicas()"):
+            for part in self.sharded_modules():
+                part.broadcast_replicas()
 
     def set_all_reduce_hook(self, reduce_hook: Any) -> None:
         """Refused: the sync config decides what travels."""
@@ -264,10 +278,6 @@ def _checked(
 
 
 _SHARDERS = (EmbeddingBagCollectionSharder2D, EmbeddingCollectionSharder2D)
-
-
-def _default_sharders() -> list[ModuleSharder[Any]]:
-    return [kind() for kind in _SHARDERS]
 
 
 def _describe(sharder: ModuleSharder[Any]) -> str:

@@ -12,6 +12,7 @@ from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
+from torchrec_2dsp.comms.naming_faults import naming_faults
 from torchrec_2dsp.mesh.groups import MeshGroups
 from torchrec_2dsp.optim.steps import delayed_row_wise_adagrad_step
 from torchrec_2dsp.plan.parameter_sharding import base_type
@@ -70,6 +71,7 @@ class ReplicatedModule:
     """A mixin for TorchRec's sharded modules: kernels, sync point, equal replicas at start."""
 
     _sync_point: SyncPoint | None = None
+    _replication: Replication
     _arrangement: RowArrangement | None = None
     _id_check: IdCheck
     _has_looked_up = False
@@ -102,6 +104,11 @@ class ReplicatedModule:
         self.register_state_dict_pre_hook(lambda module, *_: module.complete_state())
         # DistributedModelParallel loads without post-hooks, so the pre-hook does both.
         self._register_load_state_dict_pre_hook(lambda *_: self._before_load())
+
+    @property
+    def groups(self) -> MeshGroups:
+        """The communicators of the module's mesh."""
+        return self._replication.groups
 
     @property
     def sync_point(self) -> SyncPoint:
@@ -186,6 +193,7 @@ class ReplicatedModule:
         return awaitable
 
     def _backward_begins(self, before: Callable[[], None]) -> None:
+        self.groups.board.activity.begin("the backward")
         # The state may have been read since the lookup, and other hot rows looked up.
         before()
         self._state_read()
@@ -257,13 +265,15 @@ class ReplicatedModule:
         Collectives:
             Those of a sync, if a backward is pending, and of `RowArrangement.by_number`.
         """
-        self._reach(Moment.READ)
-        if self._arrangement is not None:
-            self._arrangement.by_number()
+        with naming_faults(self.groups.board):
+            self._reach(Moment.READ)
+            if self._arrangement is not None:
+                self._arrangement.by_number()
 
     def _reach(self, moment: Moment) -> None:
         if self._sync_point is not None:
-            self._sync_point.reach(moment)
+            with naming_faults(self.groups.board):
+                self._sync_point.reach(moment)
 
     def _state_loaded(self) -> None:
         """Weights or optimizer state are written by hand, or from a checkpoint."""

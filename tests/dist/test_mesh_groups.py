@@ -19,6 +19,7 @@ from torchrec_2dsp._compat.c10d import timeout_of
 from torchrec_2dsp._compat.torchrec import intra_and_cross_node_pg_2D
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.comms.peers import Peers
+from torchrec_2dsp.mesh.groups import leave_world
 
 MESHES = [
     Mesh2D(2, 2, RankLayout.STRIDED),
@@ -204,7 +205,10 @@ def timeouts(rank: int, world_size: int, meshes: list[Mesh2D]) -> list[dict[str,
             "alarm": groups.alarm.group,
         }
         of_meshes.append(
-            {name: timeout_of(cast(dist.ProcessGroup, group), "cpu") for name, group in named.items()}
+            {
+                name: timeout_of(cast(dist.ProcessGroup, group), "cpu")
+                for name, group in named.items()
+            }
         )
         groups.close()
     return of_meshes
@@ -258,6 +262,31 @@ def test_a_new_world_gets_new_groups(tmp_path: Path, close_old: bool) -> None:
     with RankPool(2) as pool:
         for rank, found in enumerate(pool.run(remake_the_world, tmp_path, close_old)):
             assert found == expected_ranks_and_sums(rank, Mesh2D(2, 1))
+
+
+def gloo_threads() -> int:
+    names = [task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return sum("gloo" in name for name in names)
+
+
+def leave(rank: int, world_size: int) -> list[int]:
+    """Threads of gloo's before and after the world is left, though the groups are still known."""
+    groups = MeshGroups.for_mesh(Mesh2D(2, 1), "cpu")
+    found = ranks_and_sums(rank, groups)
+    assert len(found) == len(AXES)
+    before = gloo_threads()
+    groups.close()
+    del groups
+    leave_world()
+    return [before, gloo_threads()]
+
+
+def test_no_thread_of_a_group_outlives_the_world() -> None:
+    """One that does may abort the process when the interpreter ends."""
+    with RankPool(2) as pool:
+        for before, after in pool.run(leave):
+            assert before > 0
+            assert after == 0
 
 
 def test_programs_exit_with_code_0(tmp_path: Path) -> None:

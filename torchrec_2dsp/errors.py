@@ -65,4 +65,4 @@ class RankError(SyncError):
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
-        """The ranks that are to blame; none if all of them answer and do the same."""
+        """The ranks that are to blame, as far as that can be told; none if all do the same."""

@@ -25,6 +25,7 @@ if not is_doctor_command(sys.orig_argv, sys.argv):
         InputError,
         MeshError,
         PlanError,
+        RankError,
         SyncError,
         TwoDError,
         UnsupportedError,
@@ -39,6 +40,7 @@ if not is_doctor_command(sys.orig_argv, sys.argv):
         MomentScaledRowWiseAdaGradOptimizer,
     )
     from torchrec_2dsp.parallel.checkpoint import PendingSave, load_checkpoint, save_checkpoint
+    from torchrec_2dsp.parallel.failing_together import failing_together
     from torchrec_2dsp.parallel.hot_set_refresh import HotSetRefresh
     from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
     from torchrec_2dsp.parallel.row_prefetch_pipeline import TrainPipelineRowPrefetch
@@ -109,6 +111,7 @@ __all__ = [
     "Plan2D",
     "PlanError",
     "Planner2D",
+    "RankError",
     "RankLayout",
     "RowCounter",
     "RowOwners",
@@ -131,6 +134,7 @@ __all__ = [
     "after",
     "drop_old_checkpoints",
     "every",
+    "failing_together",
     "get_default_sharders",
     "group_topology",
     "latest_checkpoint",

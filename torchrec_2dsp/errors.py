@@ -10,6 +10,9 @@ and the remedy.
 class TwoDError(Exception):
     """Base of all errors of this package."""
 
+    is_on_all_ranks = False
+    """Whether the ranks have agreed on it, so that none of them needs to hear of it."""
+
 
 class VersionError(TwoDError, ImportError):
     """The installed torch / torchrec / fbgemm are not the supported triple."""
@@ -45,3 +48,21 @@ class InputError(TwoDError, IndexError):
 
 class SyncError(TwoDError, RuntimeError):
     """Replicas could not be made equal."""
+
+
+class RankError(SyncError):
+    """A rank failed, doesn't answer, or does something else than the others.
+
+    The other ranks raise it, each in the call in which it noticed. What is left of the exchanges of
+    the step can't be used, so every later use of the model raises it again.
+
+    Example:
+        >>> from torchrec_2dsp.errors import RankError
+        >>> RankError("rank 1 failed at step 3, in the loader: OSError: no such file", (1,)).ranks
+        (1,)
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+        """The ranks that are to blame, as far as that can be told; none if all do the same."""

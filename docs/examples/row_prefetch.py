@@ -85,10 +85,11 @@ def main() -> None:
     optimizer = CombinedOptimizer([parallel.fused_optimizer, rest])
     pipeline = tdsp.TrainPipelineRowPrefetch(parallel, optimizer, device)
     stream = batches(dist.get_rank())
-    for step in range(STEPS):
-        loss = pipeline.progress(stream)
-        if dist.get_rank() == 0 and step % 5 == 0:
-            print(f"step {step}: loss {loss.item():.4f}")
+    with tdsp.failing_together(parallel):
+        for step in range(STEPS):
+            loss = pipeline.progress(stream)
+            if dist.get_rank() == 0 and step % 5 == 0:
+                print(f"step {step}: loss {loss.item():.4f}")
     if dist.get_rank() == 0:
         print("done")
     dist.barrier()

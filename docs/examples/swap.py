@@ -70,16 +70,18 @@ def main() -> None:
             KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=0.1)),
         ]
     )
-    for step in range(STEPS):
-        features, labels = make_batch(step, dist.get_rank())
-        optimizer.zero_grad()
-        loss = nn.functional.binary_cross_entropy_with_logits(parallel(features), labels)
-        loss.backward()
-        parallel.sync()
-        optimizer.step()
-        if dist.get_rank() == 0 and step % 5 == 0:
-            rows = parallel.sync_total.num_rows
-            print(f"step {step}: loss {loss.item():.4f}, {rows} rows synced so far")
+    batches = (make_batch(step, dist.get_rank()) for step in range(STEPS))
+    # If a rank fails in here, all ranks say which one, and where.
+    with tdsp.failing_together(parallel) as loop:
+        for step, (features, labels) in enumerate(loop.batches(batches)):
+            optimizer.zero_grad()
+            loss = nn.functional.binary_cross_entropy_with_logits(parallel(features), labels)
+            loss.backward()
+            parallel.sync()
+            optimizer.step()
+            if dist.get_rank() == 0 and step % 5 == 0:
+                rows = parallel.sync_total.num_rows
+                print(f"step {step}: loss {loss.item():.4f}, {rows} rows synced so far")
     if dist.get_rank() == 0:
         print("done")
     dist.barrier()

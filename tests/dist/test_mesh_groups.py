@@ -3,26 +3,25 @@
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.support.exits import NUM_RANKS, WAYS
-from tests.support.rank_worker import REPOSITORY
+from tests.support.rank_worker import GLOO_TIMEOUT, REPOSITORY
 from tests.support.ranks import RankPool
 from torchrec_2dsp import Mesh2D, MeshError, MeshGroups, RankLayout
+from torchrec_2dsp._compat.c10d import timeout_of
+from torchrec_2dsp._compat.torchrec import intra_and_cross_node_pg_2D
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.comms.peers import Peers
+from torchrec_2dsp.mesh.groups import leave_world
 
-MESHES = [
-    Mesh2D(2, 2, RankLayout.STRIDED),
-    Mesh2D(2, 2, RankLayout.CONTIGUOUS),
-    Mesh2D(1, 4),
-    Mesh2D(4, 1),
-]
+MESHES = [*(Mesh2D(2, 2, layout) for layout in RankLayout), Mesh2D(1, 4), Mesh2D(4, 1)]
 AXES = ("sharding_group", "replica_peers", "hot_rows", "world")
 
 
@@ -184,6 +183,38 @@ def test_peers_that_share_hosts_have_groups_for_that(ranks8: RankPool, ranks4: R
     assert ranks4.run(peers_by_host, Mesh2D(4, 1))[3] == [[[0, 1, 2, 3]]] * 2
 
 
+def timeouts(rank: int, world_size: int, meshes: list[Mesh2D]) -> list[dict[str, timedelta]]:
+    """By mesh, the timeout of each group that it uses, and of TorchRec's node groups."""
+    of_meshes = []
+    for mesh in meshes:
+        groups = MeshGroups.for_mesh(mesh, "cpu")
+        with groups.node_groups():
+            nodes = intra_and_cross_node_pg_2D(groups.sharding_env(), torch.device("cpu"))
+        named = {
+            "shard": groups.sharding_group,
+            "replicate": groups.replica_peers,
+            "intra": nodes[0],
+            "cross": nodes[1],
+            "hot_rows": groups.hot_rows.everyone,
+            "row_exchange": groups.row_exchange.everyone,
+            "alarm": groups.alarm.group,
+        }
+        of_meshes.append(
+            {
+                name: timeout_of(cast(dist.ProcessGroup, group), "cpu")
+                for name, group in named.items()
+            }
+        )
+        groups.close()
+    return of_meshes
+
+
+def test_all_groups_have_the_timeout_of_the_world(two_hosts: RankPool) -> None:
+    for of_meshes in two_hosts.run(timeouts, MESHES):
+        for named in of_meshes:
+            assert named == dict.fromkeys(named, GLOO_TIMEOUT)
+
+
 def wrong_world(rank: int, world_size: int) -> list[str]:
     texts = []
     for make in (MeshGroups, MeshGroups.for_mesh):
@@ -226,6 +257,31 @@ def test_a_new_world_gets_new_groups(tmp_path: Path, close_old: bool) -> None:
     with RankPool(2) as pool:
         for rank, found in enumerate(pool.run(remake_the_world, tmp_path, close_old)):
             assert found == expected_ranks_and_sums(rank, Mesh2D(2, 1))
+
+
+def gloo_threads() -> int:
+    names = [task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return sum("gloo" in name for name in names)
+
+
+def leave(rank: int, world_size: int) -> list[int]:
+    """Threads of gloo's before and after the world is left, though the groups are still known."""
+    groups = MeshGroups.for_mesh(Mesh2D(2, 1), "cpu")
+    found = ranks_and_sums(rank, groups)
+    assert len(found) == len(AXES)
+    before = gloo_threads()
+    groups.close()
+    del groups
+    leave_world()
+    return [before, gloo_threads()]
+
+
+def test_no_thread_of_a_group_outlives_the_world() -> None:
+    """One that does may abort the process when the interpreter ends."""
+    with RankPool(2) as pool:
+        for before, after in pool.run(leave):
+            assert before > 0
+            assert after == 0
 
 
 def test_programs_exit_with_code_0(tmp_path: Path) -> None:

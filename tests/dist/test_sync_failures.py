@@ -14,6 +14,7 @@ from tests.support.models import SEQUENCE_TABLES, ModelSpec, TableSpec
 from tests.support.oracle import local_loss
 from tests.support.parity import Cell, make_optimizer
 from tests.support.ranks import RankPool, run_ranks
+from torchrec_2dsp._compat.c10d import store_of_world
 from torchrec_2dsp.rows.capture import RowCapture
 from torchrec_2dsp.shard.kernels import TableShard
 from torchrec_2dsp.sync.touched import TouchedRows
@@ -77,14 +78,14 @@ def told_alike(answers: list[tuple[str, float]]) -> str:
 def test_a_bad_gradient(ranks4: RankPool, cell: Cell, factor: float) -> None:
     said = told_alike(ranks4.run(bad_loss, cell, factor))
     assert said.startswith("table 't")
-    assert "is not finite; nothing was applied" in said
+    assert "is not finite; no row was updated" in said
     assert "(found on rank " in said
 
 
 @pytest.mark.parametrize("cell", [LAYERED, replace(EXACT, hot_rows=HOT_ROWS)], ids=str)
 def test_a_bad_gradient_on_one_of_two_hosts(two_hosts: RankPool, cell: Cell) -> None:
     said = told_alike(two_hosts.run(bad_loss, cell, float("nan")))
-    assert "is not finite; nothing was applied" in said
+    assert "is not finite; no row was updated" in said
 
 
 def bad_weights(rank: int, world_size: int, cell: Cell) -> tuple[str, float]:
@@ -175,13 +176,25 @@ def alone(rank: int, world_size: int) -> str:
     cell = Cell(tdsp.Mesh2D(2, 1), "table_wise", SPEC)
     parallel, (batches,) = shard(cell), make_stream(cell, 1)
     local_loss(parallel(batches[rank])).backward()
-    if rank == 0:
-        said, _ = syncing(parallel)
-        dist.barrier()
-        return said
-    dist.barrier()
-    return ""
+    store = store_of_world()
+    if rank == 1:
+        store.wait(["told"], timedelta(seconds=60))
+        return ""
+    said, _ = syncing(parallel)
+    # An error like this one is the last: whatever uses the model raises it again, at once.
+    again = [syncing(parallel)[0]]
+    uses: list[Any] = [parallel.sync_now, parallel.state_dict, lambda: parallel(batches[rank])]
+    for use in uses:
+        with pytest.raises(tdsp.RankError) as caught:
+            use()
+        again.append(str(caught.value))
+    assert set(again) == {said}
+    store.set("told", "")
+    return said
 
 
 def test_a_wait_has_a_deadline() -> None:
-    assert run_ranks(alone, 2)[0].startswith("not all ranks have reached this sync; lookups, syncs")
+    assert run_ranks(alone, 2)[0].startswith(
+        "not all ranks do the same: rank 0 at step 1, in sync_now(); rank 1 at step 1, in the "
+        "backward; lookups, syncs and reads of the state are for all ranks alike (RuntimeError: "
+    )

@@ -5,8 +5,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
+from torch.distributed import distributed_c10d as _c10d
 
-__all__ = ["timeout_of"]
+__all__ = ["own_connection", "set_timeout", "store_of_world", "timeout_of"]
 
 
 def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta:
@@ -16,3 +17,19 @@ def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta:
 
 def _timeout(options: Backend.Options) -> timedelta:
     return options._timeout
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Let collectives of a group that others have made take so long, and no longer."""
+    _c10d._set_pg_timeout(timeout, group)
+
+
+def store_of_world() -> dist.Store:
+    """The store through which the ranks of the world have found each other."""
+    return _c10d._get_default_store()
+
+
+def own_connection(store: dist.Store) -> dist.Store:
+    """The same store, over another connection, which doesn't wait for what the first one does."""
+    clone: dist.Store = store.clone()  # type: ignore[attr-defined]
+    return clone

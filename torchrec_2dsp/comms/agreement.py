@@ -7,7 +7,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from torchrec_2dsp.errors import ConfigError, TwoDError
+from torchrec_2dsp.errors import ConfigError, RankError, TwoDError
 
 
 def agree(
@@ -35,16 +35,20 @@ def agree(
     ]
     if failed:
         rank, first = failed[0]
-        if all(str(found) == str(first) for _, found in failed) and len(failed) == len(gathered):
-            raise first
-        raise type(first)(f"{first} (found on rank {rank})")
+        is_alike = all(str(found) == str(first) for _, found in failed)
+        # An error that names ranks names this one.
+        if not isinstance(first, RankError) and not (is_alike and len(failed) == len(gathered)):
+            first = type(first)(f"{first} (found on rank {rank})")
+        raise _on_all_ranks(first)
     for name, expected in gathered[0][1].items():
         for rank, (_, found) in zip(ranks, gathered, strict=True):
             if found.get(name) != expected:
                 theirs, ours = _first_difference(expected, str(found.get(name)))
-                raise ConfigError(
-                    f"{name} differs between ranks: rank {ranks[0]} has {theirs}, rank {rank} has "
-                    f"{ours}; give all ranks the same"
+                raise _on_all_ranks(
+                    ConfigError(
+                        f"{name} differs between ranks: rank {ranks[0]} has {theirs}, rank {rank} "
+                        f"has {ours}; give all ranks the same"
+                    )
                 )
 
 
@@ -88,6 +92,11 @@ def as_ours(error: Exception, kind: type[TwoDError]) -> TwoDError:
     known = kind(f"{type(error).__name__}: {error}")
     known.__cause__ = error
     return known
+
+
+def _on_all_ranks(error: TwoDError) -> TwoDError:
+    error.is_on_all_ranks = True
+    return error
 
 
 def _first_difference(one: str, other: str, limit: int = 300) -> tuple[str, str]:

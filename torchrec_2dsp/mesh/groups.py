@@ -1,14 +1,16 @@
 """`MeshGroups`: the process groups of a `Mesh2D`, made and closed in one order on all ranks."""
 
 import atexit
-from contextlib import AbstractContextManager
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchrec_2dsp._compat.c10d import timeout_of
+from torchrec_2dsp._compat.c10d import set_timeout, timeout_of
 from torchrec_2dsp._compat.torchrec import (
     NodeGroupCache,
     ShardingEnv2D,
@@ -17,6 +19,7 @@ from torchrec_2dsp._compat.torchrec import (
 )
 from torchrec_2dsp.comms.alarm import Alarm
 from torchrec_2dsp.comms.full_duplex import BACKEND_NAME as FULL_DUPLEX
+from torchrec_2dsp.comms.notice_board import NoticeBoard
 from torchrec_2dsp.comms.peers import Peers, by_host
 from torchrec_2dsp.errors import MeshError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
@@ -51,6 +54,8 @@ class MeshGroups:
         """The arithmetic behind the groups."""
         self.world = world
         """All ranks: dense gradients, data-parallel tables."""
+        self.board = NoticeBoard.of(world)
+        """Where ranks say that they failed."""
         self.rank = dist.get_rank(world)
         """This rank in the world."""
         self.device_mesh = DeviceMesh(device_type, mesh.rank_matrix(), mesh_dim_names=AXIS_NAMES)
@@ -59,6 +64,7 @@ class MeshGroups:
         """The ranks that share this rank's copy of the tables."""
         self.replica_peers = self.device_mesh.get_group("replicate")
         """The ranks that hold this rank's shard."""
+        self._inherit_timeout(self.sharding_group, self.replica_peers)
         self.local_world_size = get_local_size(mesh.world_size)
         """Ranks of this host (LOCAL_WORLD_SIZE)."""
         # Rows travel while the training thread goes on to other collectives. Groups of their own
@@ -73,7 +79,7 @@ class MeshGroups:
             holders = [list(ranks) for ranks in zip(*mesh.rank_matrix(), strict=True)]
             self.row_exchange = self._new_peers("row_exchange", holders)
         everyone = self._new_group("alarm", [list(range(mesh.world_size))], backend=None)
-        self.alarm = Alarm(everyone, torch.device(device_type))
+        self.alarm = Alarm(everyone, torch.device(device_type), self.board)
         """Tells all ranks of an error of one."""
         self._node_groups = NodeGroupCache()
         self._closed = False
@@ -134,9 +140,18 @@ class MeshGroups:
             use_inter_host_allreduce=self.mesh.layout is RankLayout.CONTIGUOUS,
         )
 
-    def node_groups(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def node_groups(self) -> Iterator[None]:
         """A context in which TorchRec's module-level node groups are those of this mesh."""
-        return node_group_cache(self._node_groups)
+        with node_group_cache(self._node_groups):
+            yield
+        self._inherit_timeout(*self._node_groups.groups())
+
+    def _inherit_timeout(self, *groups: dist.ProcessGroup) -> None:
+        """Give groups that torch and TorchRec make the world's timeout, which they don't take."""
+        timeout = timeout_of(self.world, self.device_mesh.device_type)
+        for group in groups:
+            set_timeout(group, timeout)
 
     def close(self) -> None:
         """Destroy the groups, newest first, on all ranks together.
@@ -165,8 +180,26 @@ _GROUPS: dict[tuple[Mesh2D, str], MeshGroups] = {}
 """The groups of the current world, by mesh and device type."""
 
 
+def leave_world() -> None:
+    """Destroy all groups of the current world, and the threads behind them.
+
+    A thread of gloo's that lives on while the interpreter is torn down may abort the process. It
+    lives as long as anything refers to its group.
+
+    Collectives:
+        One barrier on the world.
+    """
+    dist.barrier(world_group())
+    NoticeBoard.close_all()
+    dist.destroy_process_group()
+    _GROUPS.clear()
+    gc.collect()
+
+
 @atexit.register
 def _destroy_world_at_exit() -> None:
     """Leave in order, for programs that end without `destroy_process_group`."""
+    NoticeBoard.close_all()
     if _GROUPS and dist.is_initialized():
         dist.destroy_process_group()
+    _GROUPS.clear()

@@ -15,10 +15,12 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec_2dsp._compat.torchrec import DMPCollectionContext, get_local_size
 from torchrec_2dsp.access.hot_set import HotSet
 from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.comms.naming_faults import naming_faults
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
 from torchrec_2dsp.mesh.groups import MeshGroups, world_group
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
 from torchrec_2dsp.parallel.arguments import checked_plan, describe_sharder
+from torchrec_2dsp.parallel.called_by_all import calling_together
 from torchrec_2dsp.parallel.default_plan import plan_by_default
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.serialize import to_json
@@ -92,9 +94,8 @@ class ModelParallel2D(DMPCollection):
         self._device = device
         self._pg = groups.world
         self._global_rank = groups.rank
-        self._custom_all_reduce = None
+        self._custom_all_reduce = self._sharded_relay_state = None
         self._use_sharded_relay = False
-        self._sharded_relay_state = None
         self._default_ctx = _context(plan, groups)
         self._submodule_ctxs: list[Any] = []
         self._ctxs = [self._default_ctx]
@@ -112,11 +113,21 @@ class ModelParallel2D(DMPCollection):
             data_parallel_wrapper,
         )
         self._groups = groups
+        self._num_steps = 0
+        groups.board.activity.restart()
 
     @property
     def mesh(self) -> Mesh2D:
         """Which ranks repeat the plan."""
         return self._groups.mesh
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As in `DistributedModelParallel`; where a collective fails, a `RankError` says why."""
+        board = self._groups.board
+        if self.training and torch.is_grad_enabled():
+            board.activity.step = self._num_steps = self._num_steps + 1
+        with naming_faults(board, "the forward"):
+            return super().forward(*args, **kwargs)
 
     def sharded_modules(self) -> list[HotRowsModule]:
         """The sharded embedding modules, in the model's order; one for each mesh of its tables."""
@@ -141,7 +152,8 @@ class ModelParallel2D(DMPCollection):
                 "sync(include_optimizer_state=False) would let the optimizer states of replicas "
                 "drift apart; call sync()"
             )
-        return self._reach(Moment.STEP)
+        with naming_faults(self._groups.board, "sync()"):
+            return self._reach(Moment.STEP)
 
     def sync_now(self) -> SyncReport:
         """Make the replicas equal and the tables complete, whatever the policy says.
@@ -152,10 +164,11 @@ class ModelParallel2D(DMPCollection):
             Those of the plan's sync config and of `ReplicatedModule.complete_state`, for each
             sharded module; none if there is nothing to do.
         """
-        report = self._reach(Moment.READ)
-        for part in self.sharded_modules():
-            part.complete_state()
-        return report
+        with calling_together(self._groups, "sync_now()"):
+            report = self._reach(Moment.READ)
+            for part in self.sharded_modules():
+                part.complete_state()
+            return report
 
     @property
     def sync_step(self) -> int:
@@ -212,7 +225,7 @@ class ModelParallel2D(DMPCollection):
             An agreement of all ranks. When the replicas move, those of `complete_state`, and for
             each hot table an all-reduce of its rows on the "shard" axis.
         """
-        with agreeing(world_group()) as facts:
+        with calling_together(self._groups, "refresh_hot_sets()"), agreeing(world_group()) as facts:
             known = self.hot_sets
             unknown = sorted(hot_sets.keys() - known)
             if unknown:
@@ -239,8 +252,9 @@ class ModelParallel2D(DMPCollection):
         Collectives:
             Those of `ReplicatedModule.broadcast_replicas`, for each sharded module.
         """
-        for part in self.sharded_modules():
-            part.broadcast_replicas()
+        with naming_faults(self._groups.board, "broadcast_replicas()"):
+            for part in self.sharded_modules():
+                part.broadcast_replicas()
 
     def set_all_reduce_hook(self, reduce_hook: Any) -> None:
         """Refused: the sync config decides what travels."""

@@ -2,6 +2,9 @@
 
 import logging
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 import torch
@@ -10,6 +13,11 @@ from torch.profiler import record_function
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import NoWait
 from torchrec.streamable import Pipelineable
+
+from torchrec_2dsp.comms.batches_in_step import BatchesInStep
+from torchrec_2dsp.comms.naming_faults import naming_faults
+from torchrec_2dsp.mesh.groups import MeshGroups
+from torchrec_2dsp.shard.parted import groups_of
 
 logger = logging.getLogger(__name__)
 In = TypeVar("In", bound=Pipelineable)
@@ -39,6 +47,7 @@ class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
     """
 
     _has_warned = False
+    _source: "BatchesInStep[In] | None" = None
 
     def fill_pipeline(self, dataloader_iter: Iterator[In]) -> None:
         """Two batches whose ids are distributed, unless there is one already."""
@@ -66,6 +75,10 @@ class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
             Those of the model's step, of the input exchange of the second batch after it, and of
             `RowPrefetchModule.announce_rows` for the next one.
         """
+        with self._naming():
+            return self._progress(dataloader_iter)
+
+    def _progress(self, dataloader_iter: Iterator[In]) -> Out:
         if not self._model_attached:
             self.attach(self._model)
         self.fill_pipeline(dataloader_iter)
@@ -114,6 +127,36 @@ class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
             "no rows can travel beside computing: no table has exchange='row' or 'row_per_host' "
             "and one copy in the world; this trains as TrainPipelineSparseDist does"
         )
+
+    def reset(self) -> None:
+        """As in TorchRec; a batch that was taken ahead is dropped as well."""
+        super().reset()
+        self._source = None
+
+    def _naming(self) -> AbstractContextManager[None]:
+        """Errors name the rank that failed."""
+        groups = self._groups
+        return nullcontext() if groups is None else naming_faults(groups.board)
+
+    @cached_property
+    def _groups(self) -> MeshGroups | None:
+        return groups_of(self._model)
+
+    def _next_batch(self, dataloader_iter: Iterator[In]) -> In | None:
+        """A batch, if all ranks have one; `None` if none has.
+
+        Without that, ids of the others would meet whatever a rank without a batch does next, and
+        gloo ends a process that gets more than it expects.
+        """
+        groups = self._groups
+        if groups is None:
+            return super()._next_batch(dataloader_iter)
+        if self._source is None or dataloader_iter is not self._dataloader_iter:
+            # What was taken ahead from another iterator is trained first.
+            left = [] if self._source is None else self._source.stop()
+            self._dataloader_iter = dataloader_iter
+            self._source = BatchesInStep(chain(left, dataloader_iter), groups.alarm)
+        return next(self._source, None)
 
     def _start_newest(self, dataloader_iter: Iterator[In]) -> bool:
         """Take a batch and distribute its ids; whether there was one."""

@@ -13,6 +13,13 @@ from torchrec_2dsp.plan.sync_config import SyncConfig
 from torchrec_2dsp.planner.constraints import ParameterConstraints2D
 from torchrec_2dsp.planner.stats import Stats2D
 
+NOT_MEASURED = (
+    "planning without a calibration: bandwidths are the topology's, and latency and compute cost "
+    "nothing, so the plan may be slower than TorchRec's; measure this cluster by the calibrate "
+    "command and give Planner2D(calibration=...), or a mesh for TorchRec's own search"
+)
+"""What a user is told who plans by cost without a calibration."""
+
 
 def checked_batch_size(batch_size: int) -> int:
     """Itself, or `ConfigError`."""

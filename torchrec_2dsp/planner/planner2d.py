@@ -33,6 +33,7 @@ from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
 from torchrec_2dsp.plan.table_configs import check_tables
 from torchrec_2dsp.planner.arguments import (
+    NOT_MEASURED,
     checked_batch_size,
     refuse,
     refuse_demands,
@@ -60,11 +61,6 @@ _NOTHING_FITS = (
     PlannerErrorType.PARTITION,
 )
 _NEEDS_CALIBRATION = "{} is for a search by cost: give a calibration"
-_NOT_MEASURED = (
-    "planning without a calibration: bandwidths are the topology's, and latency and compute cost "
-    "nothing, so the plan may be slower than TorchRec's; measure this cluster by the calibrate "
-    "command and give Planner2D(calibration=...), or a mesh for TorchRec's own search"
-)
 _Callback = Callable[[list[ShardingOption]], list[ShardingOption]]
 
 
@@ -230,7 +226,7 @@ class Planner2D(EmbeddingShardingPlanner):
             constraints=self._constraints,
         )
         if not self._is_measured:
-            logger.warning(_NOT_MEASURED)
+            logger.warning(NOT_MEASURED)
         self._result = result = self._search.result(module, sharders, left)
         logger.info(
             "%s: %.1f ms per step predicted; planner.explain() says why",

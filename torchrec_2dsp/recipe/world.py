@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.mesh.groups import leave_world
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Of glibc's ``mallopt``."""
@@ -38,7 +39,7 @@ def launched_world(device: str, command: str) -> Iterator[int]:
     waited here for peers that failed would hide the error.
 
     Collectives:
-        Makes the world's process group.
+        Makes the world's process group; a barrier at the end.
     """
     check_launched(command)
     keep_freed_memory()
@@ -46,7 +47,7 @@ def launched_world(device: str, command: str) -> Iterator[int]:
         torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     yield dist.get_rank()
-    dist.destroy_process_group()
+    leave_world()
 
 
 def keep_freed_memory() -> None:

@@ -170,7 +170,7 @@ class RowCapture:
             table, row = next((table, row) for table, part in rows.items() for row in part.tolist())
             raise SyncError(
                 f"table {self._tables[table]!r} has a gradient for its row {row} (of this rank's "
-                "shard) that is not finite; nothing was applied. Lower the learning rate, or clip "
+                "shard) that is not finite; no row was updated. Lower the learning rate, or clip "
                 "gradients"
             )
 

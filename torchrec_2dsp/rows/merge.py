@@ -70,7 +70,7 @@ def quickest_updater(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> Updater:
     return RowUpdater(tbe) if rule is None else DirectUpdater(tbe, rule)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Step:
     """What the backwards of a step have sent."""
 
@@ -80,6 +80,8 @@ class _Step:
     """Whether all ranks could send."""
     sent_at: float
     """When they had sent."""
+    is_checked: bool = False
+    """Whether they have told each other."""
 
 
 class RowMerge:
@@ -113,11 +115,12 @@ class RowMerge:
         self._is_layered = is_layered
         self._is_unsent = False
         self._steps: deque[_Step] = deque()
+        self._failure: TwoDError | None = None
 
     @property
     def pending(self) -> bool:
         """Whether a backward waits to be applied."""
-        return self._is_unsent or bool(self._steps)
+        return self._is_unsent or bool(self._steps) or self._failure is not None
 
     @property
     def by_owner(self) -> list[bool]:
@@ -140,6 +143,9 @@ class RowMerge:
             Those of `RowCapture.take`, and of `Alarm.check`; and of `InFlight.leave_host`, if
             that is needed.
         """
+        if self._failure is not None:
+            # Some rows of that step may have travelled, and others not.
+            raise self._failure
         if not self._is_unsent:
             return
         self._is_unsent = False
@@ -152,10 +158,11 @@ class RowMerge:
         check = self._alarm.check(error)
         if self._is_layered:
             # Peers of a rank that failed would wait for its rows.
-            check.wait()
+            self._wait(check)
             for backward in chain.from_iterable(backwards):
                 backward.in_flight.leave_host()
-        self._steps.append(_Step(backwards, check, time.perf_counter()))
+        step = _Step(backwards, check, time.perf_counter(), is_checked=self._is_layered)
+        self._steps.append(step)
 
     # A sync point may be reached in inference mode, whose tensors autograd can't use.
     @torch.inference_mode(mode=False)
@@ -168,11 +175,15 @@ class RowMerge:
             Those of `send` for what isn't sent yet; waits for the others.
         """
         self.send()
+        needed_at = time.perf_counter()
+        # Also of steps that may wait: where a rank couldn't send, the next messages don't match.
+        for step in self._steps:
+            if not step.is_checked:
+                self._wait(step.check)
+                step.is_checked = True
         total = MergeStats()
         while len(self._steps) > (0 if everything else self._delay):
             step = self._steps.popleft()
-            needed_at = time.perf_counter()
-            step.check.wait()
             for backward in chain.from_iterable(step.backwards):
                 backward.in_flight.wait()
             waited_s = time.perf_counter() - needed_at
@@ -181,7 +192,16 @@ class RowMerge:
             for updater, backwards in zip(self._updaters, step.backwards, strict=True):
                 for backward in backwards:
                     total = total.and_(_apply(updater, backward))
+            needed_at = time.perf_counter()
         return total
+
+    def _wait(self, check: Check) -> None:
+        """Until all ranks have sent; after an error of one, nothing can be sent again."""
+        try:
+            check.wait()
+        except TwoDError as error:
+            self._failure = error
+            raise
 
 
 def _apply(updater: Updater, backward: Backward) -> MergeStats:

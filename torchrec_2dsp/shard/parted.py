@@ -20,6 +20,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec.streamable import Multistreamable
 
 from torchrec_2dsp._compat.torchrec import KJTListSplitsAwaitable
+from torchrec_2dsp.mesh.groups import MeshGroups
 from torchrec_2dsp.shard.hot_module import HotRowsModule
 from torchrec_2dsp.shard.optimizers import table_of
 
@@ -237,6 +238,11 @@ def parts_of(model: nn.Module) -> list[HotRowsModule]:
         elif isinstance(module, HotRowsModule):
             found.append(module)
     return found
+
+
+def groups_of(model: nn.Module) -> MeshGroups | None:
+    """The communicators of a model's sharded modules; `None` if none is of this package."""
+    return next((part.groups for part in parts_of(model)), None)
 
 
 class _Joined(LazyAwaitable[Output]):

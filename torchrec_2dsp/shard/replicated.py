@@ -11,6 +11,7 @@ from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
+from torchrec_2dsp.comms.naming_faults import naming_faults
 from torchrec_2dsp.mesh.groups import MeshGroups
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
@@ -36,6 +37,7 @@ class ReplicatedModule:
     """A mixin for TorchRec's sharded modules: kernels, sync point, equal replicas at start."""
 
     _sync_point: SyncPoint | None = None
+    _replication: Replication
     _arrangement: RowArrangement | None = None
     _batch_check: BatchCheck
     _has_looked_up = False
@@ -68,6 +70,11 @@ class ReplicatedModule:
         self.register_state_dict_pre_hook(lambda module, *_: module.complete_state())
         # DistributedModelParallel loads without post-hooks, so the pre-hook does both.
         self._register_load_state_dict_pre_hook(lambda *_: self._before_load())
+
+    @property
+    def groups(self) -> MeshGroups:
+        """The communicators of the module's mesh."""
+        return self._replication.groups
 
     @property
     def sync_point(self) -> SyncPoint:
@@ -159,6 +166,7 @@ class ReplicatedModule:
         return awaitable
 
     def _backward_begins(self, before: Callable[[], None]) -> None:
+        self.groups.board.activity.begin("the backward")
         # The state may have been read since the lookup, and other hot rows looked up.
         before()
         self._make_rows_ready()
@@ -237,13 +245,15 @@ class ReplicatedModule:
         Collectives:
             Those of a sync, if a backward is pending, and of `RowArrangement.by_number`.
         """
-        self._reach(Moment.READ)
-        if self._arrangement is not None:
-            self._arrangement.by_number()
+        with naming_faults(self.groups.board):
+            self._reach(Moment.READ)
+            if self._arrangement is not None:
+                self._arrangement.by_number()
 
     def _reach(self, moment: Moment) -> None:
         if self._sync_point is not None:
-            self._sync_point.reach(moment)
+            with naming_faults(self.groups.board):
+                self._sync_point.reach(moment)
 
     def _state_loaded(self) -> None:
         """Weights or optimizer state are written by hand, or from a checkpoint."""

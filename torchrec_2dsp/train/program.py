@@ -10,6 +10,7 @@ from torchrec.datasets.utils import Batch
 
 from torchrec_2dsp.data.synthetic import Split, click_probability, make_batch
 from torchrec_2dsp.mesh.groups import MeshGroups, world_group
+from torchrec_2dsp.parallel.failing_together import failing_together
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.recipe.model import build_model, rank_device
@@ -96,7 +97,8 @@ class _Trainer:
         loop = self._config.loop
         dist.barrier(self._world)
         start = time.perf_counter()
-        losses = self._train(watchers)
+        with failing_together(self._model):
+            losses = self._train(watchers)
         self._model.sync_now()
         # The last steps end with a collective, so that no rank is ahead of the others.
         seconds = time.perf_counter() - start

@@ -13,6 +13,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec_2dsp.comms.agreement import agreeing
 from torchrec_2dsp.errors import CheckpointError
 from torchrec_2dsp.mesh.groups import world_group
+from torchrec_2dsp.parallel.called_by_all import called_by_all
 from torchrec_2dsp.parallel.checkpoint.dense_state import dense_state_made
 from torchrec_2dsp.parallel.checkpoint.extra import stored_extra
 from torchrec_2dsp.parallel.checkpoint.failure import run_dcp
@@ -36,6 +37,7 @@ from torchrec_2dsp.parallel.train_state.state import TrainState
 logger = logging.getLogger(__name__)
 
 
+@called_by_all("load_checkpoint()")
 def load_checkpoint(
     path: str | PathLike[str],
     model: DistributedModelParallel,

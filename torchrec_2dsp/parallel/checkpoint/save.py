@@ -13,6 +13,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec_2dsp.comms.agreement import agreeing
 from torchrec_2dsp.errors import CheckpointError
 from torchrec_2dsp.mesh.groups import world_group
+from torchrec_2dsp.parallel.called_by_all import called_by_all
 from torchrec_2dsp.parallel.checkpoint.extra import as_tensor, encoded
 from torchrec_2dsp.parallel.checkpoint.failure import run_dcp
 from torchrec_2dsp.parallel.checkpoint.group import background_group, coordination_group
@@ -47,6 +48,7 @@ def save_checkpoint(
 ) -> PendingSave: ...
 
 
+@called_by_all("save_checkpoint()")
 def save_checkpoint(
     path: str | PathLike[str],
     model: DistributedModelParallel,

@@ -1,0 +1,31 @@
+"""Whatever happens to a rank, the others end soon, with an error that names it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.fault_cases import chosen_cases
+from tests.support.rank_worker import REPOSITORY
+
+
+def test_the_other_ranks_name_the_one_that_failed(tmp_path: Path) -> None:
+    """The slice; ``python -m tests.support.faults`` runs all cases."""
+    told = tmp_path / "outcomes.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.faults", "--some", "--json", str(told)],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    outcomes = json.loads(told.read_text())
+    assert len(outcomes) == len(chosen_cases())
+    for outcome in outcomes:
+        # Each case had its fault, and every other rank an error.
+        assert [end["rank"] for end in outcome["ends"] if end["error"] is None] in ([], [1]), (
+            outcome
+        )

@@ -1,0 +1,135 @@
+"""The faults that training has to survive, as a table: what happens, when, in which program."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torchrec_2dsp as tdsp
+from tests.support.parity import Cell
+
+FAULTY_RANK, FAULTY_STEP, NUM_STEPS = 1, 3, 5
+"""Who fails, and when; steps count from 1."""
+
+HOT = (("t0", (0, 1, 5)), ("t1", (0, 2)))
+
+
+@dataclass(frozen=True)
+class Program:
+    """A way to train."""
+
+    cell: Cell
+    loop: str = "plain"
+    ranks_per_host: int = 4
+
+
+_TWO = tdsp.Mesh2D(2, 2)
+_ONE = tdsp.Mesh2D(1, 4)
+PROGRAMS = {
+    "2x2 exact": Program(Cell(_TWO)),
+    "2x2 delayed": Program(
+        Cell(_TWO, sync=tdsp.GradientSync(delay=1), exchange="row", hot_rows=HOT)
+    ),
+    "2x2 averaged": Program(Cell(_TWO, sync=tdsp.WeightSync())),
+    "4x1 two hosts": Program(Cell(tdsp.Mesh2D(4, 1)), ranks_per_host=2),
+    "1x4 prefetch": Program(Cell(_ONE, exchange="row", owners="hash"), loop="prefetch"),
+    "1x4 pipeline": Program(
+        Cell(_ONE, exchange="row_per_host", hot_rows=HOT), loop="pipeline", ranks_per_host=2
+    ),
+    "1x4 nonempty": Program(Cell(_ONE, "table_wise", exchange="nonempty", hot_rows=HOT)),
+}
+"""By name."""
+
+RAISES, KILLED, STOPPED, ENDS, DIFFERS, NAN = (
+    "raises",
+    "killed",
+    "stopped",
+    "ends",
+    "differs",
+    "nan",
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to the faulty rank."""
+
+    kind: str
+    """`RAISES`, `KILLED`, `STOPPED`, `ENDS` (out of batches), `DIFFERS` (another config), `NAN`."""
+    moment: str
+    """When, or, out of batches, what the rank does next."""
+    in_context: bool = True
+    """Whether the loop stands in `failing_together`."""
+
+    def __str__(self) -> str:
+        texts = {
+            RAISES: f"raises in the {self.moment}",
+            KILLED: f"kill -9 in the {self.moment}",
+            STOPPED: f"SIGSTOP in the {self.moment}",
+            ENDS: f"out of batches, then {self.moment}",
+            DIFFERS: f"another {self.moment}",
+            NAN: f"NaN in the {self.moment}",
+        }
+        return texts[self.kind] + ("" if self.in_context else ", without the context")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault in a program."""
+
+    program: str
+    fault: Fault
+
+    def __str__(self) -> str:
+        return f"{self.program}: {self.fault}"
+
+
+MOMENTS = ("loader", "forward", "backward", "sync", "optimizer", "save", "refresh")
+FAULTS = (
+    *(Fault(RAISES, moment) for moment in ("loader", "forward", "loss", "backward", "optimizer")),
+    *(Fault(KILLED, moment) for moment in MOMENTS),
+    *(Fault(STOPPED, moment) for moment in ("loader", "forward", "backward", "save")),
+    *(Fault(ENDS, then) for then in ("ends", "waits at a barrier", "saves", "is told")),
+    Fault(DIFFERS, "plan"),
+    Fault(DIFFERS, "learning rate"),
+    *(Fault(NAN, where) for where in ("loss", "weights")),
+    *(Fault(RAISES, moment, in_context=False) for moment in ("forward", "backward")),
+    Fault(KILLED, "forward", in_context=False),
+    Fault(ENDS, "ends", in_context=False),
+)
+
+
+def can_happen(program: Program, fault: Fault) -> bool:
+    """Whether a program comes to that moment."""
+    is_pipeline = program.loop != "plain"
+    if fault.moment == "refresh" and not program.cell.hot_rows:
+        return False
+    if fault.kind == NAN and program.cell.mesh.num_groups == 1:
+        return False
+    # A pipeline computes the loss in the forward, and syncs by itself.
+    return not (is_pipeline and fault.moment in ("loss", "sync"))
+
+
+def all_cases() -> Iterator[Case]:
+    """The whole table."""
+    for name, program in PROGRAMS.items():
+        for fault in FAULTS:
+            if can_happen(program, fault):
+                yield Case(name, fault)
+
+
+def chosen_cases() -> list[Case]:
+    """Some of each kind, for every run of the tests."""
+    chosen = (
+        ("2x2 exact", Fault(RAISES, "loss")),
+        ("2x2 exact", Fault(KILLED, "backward")),
+        ("2x2 exact", Fault(ENDS, "ends")),
+        ("2x2 exact", Fault(NAN, "loss")),
+        ("2x2 delayed", Fault(KILLED, "refresh")),
+        ("2x2 averaged", Fault(KILLED, "save")),
+        ("4x1 two hosts", Fault(RAISES, "backward")),
+        ("1x4 prefetch", Fault(ENDS, "waits at a barrier")),
+        ("1x4 prefetch", Fault(KILLED, "forward")),
+        ("1x4 pipeline", Fault(RAISES, "loader")),
+        ("1x4 nonempty", Fault(ENDS, "saves")),
+        ("1x4 nonempty", Fault(DIFFERS, "plan")),
+    )
+    return [Case(program, fault) for program, fault in chosen]

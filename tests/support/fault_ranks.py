@@ -1,0 +1,231 @@
+"""What a rank does in a case of `tests.support.fault_cases`: trains, until the fault."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import torchrec_2dsp as tdsp
+from tests.support.fault_cases import (
+    DIFFERS,
+    ENDS,
+    FAULTY_RANK,
+    FAULTY_STEP,
+    KILLED,
+    NAN,
+    NUM_STEPS,
+    PROGRAMS,
+    RAISES,
+    STOPPED,
+    Case,
+)
+from tests.support.loops import LossModel, make_stream, parts_of, shard
+from tests.support.models import BagModel
+from tests.support.oracle import local_loss
+from tests.support.parity import make_optimizer, make_sharder
+from torchrec_2dsp._compat.fbgemm import EmbOptimType
+
+TIMEOUT_S = 8.0
+"""Of all process groups."""
+
+
+class Faults:
+    """Lets the fault happen, when its moment comes."""
+
+    def __init__(self, case: Case, rank: int, folder: Path) -> None:
+        self._fault = case.fault
+        self.folder = folder
+        self.is_faulty = rank == FAULTY_RANK
+        self.step = 0
+
+    def at(self, moment: str) -> None:
+        """The program is at a moment of `step`."""
+        fault = self._fault
+        if not (self.is_faulty and self.step == FAULTY_STEP and moment == fault.moment):
+            return
+        self.note()
+        if fault.kind == RAISES:
+            raise ValueError(f"a fault in the {moment}")
+        if fault.kind == KILLED:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault.kind == STOPPED:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def note(self) -> None:
+        """It happens now."""
+        (self.folder / "fault").write_text(str(time.monotonic()))
+
+
+def run_rank(case: Case, rank: int, store: dist.Store, folder: Path) -> None:
+    """Train; what came of it is written to the folder, and then raised, as in any program."""
+    torch.set_num_threads(1)
+    program = PROGRAMS[case.program]
+    os.environ |= {
+        "LOCAL_WORLD_SIZE": str(program.ranks_per_host),
+        "LOCAL_RANK": str(rank % program.ranks_per_host),
+    }
+    size = program.cell.mesh.world_size
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S)
+    )
+    result: dict[str, Any] = {}
+    try:
+        _train(case, rank, Faults(case, rank, folder))
+        dist.destroy_process_group()
+    except BaseException as error:
+        ranks = list(error.ranks) if isinstance(error, tdsp.RankError) else []
+        result = {"error": type(error).__name__, "text": str(error), "ranks": ranks}
+        result["is_ours"] = isinstance(error, tdsp.TwoDError)
+        raise
+    finally:
+        result["ended_at"] = time.monotonic()
+        (folder / f"result{rank}").write_text(json.dumps(result))
+
+
+def _train(case: Case, rank: int, faults: Faults) -> None:
+    program, fault = PROGRAMS[case.program], case.fault
+    if faults.is_faulty and fault.kind == DIFFERS:
+        faults.note()
+    model, optimizer = _sharded(case, faults)
+    _hook(model, optimizer, faults)
+    stream = [step[rank] for step in make_stream(program.cell, NUM_STEPS)]
+    if fault.kind == ENDS and faults.is_faulty:
+        stream = stream[:FAULTY_STEP]
+    batches = _loaded(stream, faults)
+    context: Any = tdsp.failing_together(model) if fault.in_context else nullcontext()
+    with context as loop:
+        if loop is not None and fault.moment == "is told" and program.loop != "prefetch":
+            batches = loop.batches(batches)
+        if program.loop == "plain":
+            _plain(case, model, optimizer, batches, faults)
+        else:
+            _pipelined(case, model, optimizer, batches, faults)
+        if faults.is_faulty and fault.kind == ENDS:
+            if fault.moment == "waits at a barrier":
+                dist.barrier()
+            elif fault.moment == "saves":
+                _save(model, None, faults)
+
+
+def _sharded(case: Case, faults: Faults) -> tuple[Any, Any]:
+    program = PROGRAMS[case.program]
+    cell = program.cell
+    sharder: Any = make_sharder(cell)
+    if case.fault.kind == DIFFERS and faults.is_faulty:
+        if case.fault.moment == "plan":
+            cell = replace(cell, sharding="column_wise", exchange="pooled", owners="block")
+        else:
+            sharder = tdsp.EmbeddingBagCollectionSharder2D(
+                EmbOptimType.EXACT_ROWWISE_ADAGRAD, fused_params={"learning_rate": 7.0}
+            )
+    torch.manual_seed(0)
+    kind = BagModel if program.loop == "plain" else LossModel
+    model = shard(cell, sharder, kind(cell.spec))
+    return model, make_optimizer(model)
+
+
+def _hook(model: Any, optimizer: Any, faults: Faults) -> None:
+    """Let the program say when it comes to the forward, the backward and the optimizer."""
+
+    def computed(module: Any, inputs: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor):
+            faults.at("forward")
+            if output.requires_grad:
+                output.register_hook(lambda grad: faults.at("backward"))
+
+    (over,) = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    over.register_forward_hook(computed)
+    step = optimizer.step
+
+    def faulty_step(*args: Any, **kwargs: Any) -> Any:
+        faults.at("optimizer")
+        return step(*args, **kwargs)
+
+    optimizer.step = faulty_step
+
+
+def _loaded(stream: list[KeyedJaggedTensor], faults: Faults) -> Iterator[KeyedJaggedTensor]:
+    """A loader; it may be asked before the step begins."""
+    for number, batch in enumerate(stream, 1):
+        step, faults.step = faults.step, number
+        faults.at("loader")
+        faults.step = step
+        yield batch
+    if faults.is_faulty and len(stream) == FAULTY_STEP:
+        faults.note()
+
+
+def _plain(case: Case, model: Any, optimizer: Any, batches: Any, faults: Faults) -> None:
+    for number, batch in enumerate(batches, 1):
+        faults.step = number
+        optimizer.zero_grad()
+        loss = local_loss(model(batch))
+        faults.at("loss")
+        _spoil(case, model, faults, "weights")
+        (loss * float("nan") if _spoil(case, model, faults, "loss") else loss).backward()
+        faults.at("sync")
+        model.sync()
+        optimizer.step()
+        _between(case, model, optimizer, faults)
+
+
+def _spoil(case: Case, model: Any, faults: Faults, where: str) -> bool:
+    is_now = case.fault.kind == NAN and faults.is_faulty and faults.step == FAULTY_STEP
+    if not (is_now and case.fault.moment == where):
+        return False
+    faults.note()
+    if where == "weights":
+        for part in parts_of(model):
+            for kernel in part.kernels():
+                for table in kernel.shards():
+                    table.tensors["weight"].fill_(float("nan"))
+    return True
+
+
+def _pipelined(case: Case, model: Any, optimizer: Any, batches: Any, faults: Faults) -> None:
+    is_prefetch = PROGRAMS[case.program].loop == "prefetch"
+    kind = tdsp.TrainPipelineRowPrefetch if is_prefetch else TrainPipelineSparseDist
+    pipeline: Any = kind(model, optimizer, torch.device("cpu"))
+    batches = iter(batches)
+    while True:
+        faults.step += 1
+        try:
+            pipeline.progress(batches)
+        except StopIteration:
+            break
+        _between(case, model, optimizer, faults)
+
+
+def _between(case: Case, model: Any, optimizer: Any, faults: Faults) -> None:
+    """What programs do between two steps, if that is the moment."""
+    if faults.step != FAULTY_STEP:
+        return
+    if case.fault.moment == "save":
+        _save(model, optimizer, faults)
+    if case.fault.moment == "refresh":
+        for part in parts_of(model) if faults.is_faulty else ():
+            part.check_hot_sets = lambda sets: faults.at("refresh")  # type: ignore[method-assign]
+        model.refresh_hot_sets({"t0": (2, 3, 4)})
+
+
+def _save(model: Any, optimizer: Any, faults: Faults) -> None:
+    write = dcp.FileSystemWriter.write_data
+
+    def faulty_write(*args: Any, **kwargs: Any) -> Any:
+        faults.at("save")
+        return write(*args, **kwargs)
+
+    dcp.FileSystemWriter.write_data = faulty_write  # type: ignore[method-assign]
+    tdsp.save_checkpoint(faults.folder / "checkpoint", model, optimizer)

@@ -1,0 +1,227 @@
+"""Lets training fail in many ways, and sees how the other ranks end.
+
+Run as ``python -m tests.support.faults [--some] [--only TEXT] [--page FILE]``. All ranks are forks
+of this process, which saves the imports, but each ends as a whole interpreter does.
+"""
+
+import argparse
+import gc
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.support.fault_cases import (
+    DIFFERS,
+    FAULTY_RANK,
+    NAN,
+    STOPPED,
+    Case,
+    all_cases,
+    chosen_cases,
+)
+from tests.support.fault_page import page
+from tests.support.fault_ranks import TIMEOUT_S, run_rank
+
+NUM_RANKS = 4
+DEADLINE_S = 10.0
+"""From the fault to the end of the last other rank."""
+_LIMIT_S = 45.0
+"""What is left after that is killed; a case takes some seconds before its fault."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended."""
+
+    rank: int
+    exit_code: int | None
+    """`None` if it had to be killed."""
+    error: str | None = None
+    text: str = ""
+    ranks: list[int] = field(default_factory=list)
+    is_ours: bool = False
+    ended_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the other ranks of a case ended."""
+
+    case: Case
+    ends: list[Ended]
+    seconds: float
+    """From the fault to the last end."""
+
+    @property
+    def others(self) -> list[Ended]:
+        """The ranks that did nothing wrong."""
+        return [end for end in self.ends if end.rank != FAULTY_RANK]
+
+    @property
+    def problems(self) -> list[str]:
+        """What isn't as it should be."""
+        problems = []
+        if aborted := [end.rank for end in self.ends if end.exit_code in (-6, -11)]:
+            problems.append(f"aborted: {aborted}")
+        if running := [end.rank for end in self.others if end.exit_code is None]:
+            problems.append(f"left running: {running}")
+        # Outside of the context a broken connection in the backward stays gloo's.
+        is_promised = self.case.fault.in_context
+        if is_promised and (
+            untyped := [f"{end.rank} {end.error}" for end in self.others if not end.is_ours]
+        ):
+            problems.append(f"no error of ours: {untyped}")
+        unnamed = [end.rank for end in self.others if not self._names_rank(end)]
+        if is_promised and unnamed:
+            problems.append(f"not named by: {unnamed}")
+        fault = self.case.fault
+        needs_timeout = fault.kind == STOPPED or fault.moment == "waits at a barrier"
+        limit = DEADLINE_S + (TIMEOUT_S if needs_timeout else 0.0)
+        if self.seconds > limit:
+            problems.append(f"late: {self.seconds:.1f} s")
+        return problems
+
+    def told(self) -> dict[str, Any]:
+        """As JSON; of the program its name."""
+        fault = asdict(self.case.fault)
+        return {
+            "case": {"program": self.case.program, "fault": fault},
+            "ends": [asdict(end) for end in self.ends],
+            "seconds": self.seconds,
+            "problems": self.problems,
+        }
+
+    def _names_rank(self, end: Ended) -> bool:
+        if self.case.fault.kind in (NAN, DIFFERS):
+            return "rank " in end.text
+        return end.ranks == [FAULTY_RANK]
+
+
+def run_case(case: Case, make_store: Callable[[], dist.Store], folder: Path) -> Outcome | None:
+    """Fork the ranks and wait for their ends; `None` in a fork."""
+    sys.stdout.flush()
+    pids: dict[int, int] = {}
+    for rank in range(NUM_RANKS):
+        pid = os.fork()
+        if pid == 0:
+            log = os.open(folder / f"log{rank}", os.O_CREAT | os.O_WRONLY)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            run_rank(case, rank, make_store(), folder)
+            return None
+        pids[pid] = rank
+    codes = _wait(pids)
+    ends = []
+    for rank in range(NUM_RANKS):
+        path = folder / f"result{rank}"
+        told = json.loads(path.read_text()) if path.exists() and path.stat().st_size else {}
+        ends.append(Ended(rank=rank, exit_code=codes.get(rank), **told))
+    fault = folder / "fault"
+    last = max(end.ended_at for end in ends if end.rank != FAULTY_RANK)
+    if not fault.exists() or not last:
+        return Outcome(case, ends, _LIMIT_S)
+    return Outcome(case, ends, max(last - float(fault.read_text()), 0.0))
+
+
+def _wait(pids: dict[int, int]) -> dict[int, int]:
+    """Exit codes by rank; a rank that is still there at the end has none, and is killed."""
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + _LIMIT_S
+    others = set(pids.values()) - {FAULTY_RANK}
+    while len(codes) < len(pids) and time.monotonic() < deadline:
+        for pid, rank in pids.items():
+            if rank not in codes:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    codes[rank] = os.waitstatus_to_exitcode(status)
+        if others <= codes.keys():
+            # The faulty one may be stopped, or need a moment to end.
+            deadline = min(deadline, time.monotonic() + 2.0)
+            others = {-1}
+        time.sleep(0.02)
+    for pid, rank in pids.items():
+        if rank not in codes:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    return codes
+
+
+_SERVER = """
+import sys
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def run_all(cases: Sequence[Case], logs: Path | None = None) -> list[Outcome] | None:
+    """Run cases one after the other; `None` in a fork, which should end then."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    # The store outlives the ranks, as that of torchrun's agent does.
+    server = subprocess.Popen(
+        [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert server.stdout is not None
+    port = int(server.stdout.readline())
+    # The objects of the imports take seconds to collect at each exit and don't matter here.
+    gc.freeze()
+    outcomes = []
+    for number, case in enumerate(cases):
+        folder = Path(tempfile.mkdtemp())
+        outcome = run_case(case, partial(_store, port, number), folder)
+        if outcome is None:
+            return None
+        outcomes.append(outcome)
+        print(
+            f"{case}: {'; '.join(outcome.problems) or 'ok'} ({outcome.seconds:.1f} s)", flush=True
+        )
+        for end in outcome.ends if outcome.problems else ():
+            print(f"    {end}", flush=True)
+        if outcome.problems and logs is not None:
+            shutil.copytree(folder, logs / str(number), dirs_exist_ok=True)
+        shutil.rmtree(folder)
+    server.kill()
+    server.wait()
+    return outcomes
+
+
+def _store(port: int, number: int) -> dist.Store:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    return dist.PrefixStore(f"case{number}/", store)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--some", action="store_true", help="the slice that the tests run")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--logs", type=Path, help="keep what ranks said in cases with problems")
+    parser.add_argument("--json", type=Path, help="write what happened")
+    parser.add_argument("--page", type=Path, help="write a page about it")
+    options = parser.parse_args(arguments)
+    cases = chosen_cases() if options.some else list(all_cases())
+    outcomes = run_all([case for case in cases if options.only in str(case)], options.logs)
+    if outcomes is None:
+        return 0
+    told = [outcome.told() for outcome in outcomes]
+    if options.json is not None:
+        options.json.write_text(json.dumps(told, indent=1))
+    if options.page is not None:
+        options.page.write_text(page(told, timeout_s=TIMEOUT_S, deadline_s=DEADLINE_S))
+    return int(any(outcome.problems for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,255 @@
+"""`NoticeBoard`: where ranks say that they failed, or that they are still there.
+
+While all is well, nothing is written: a thread looks twice a second whether anybody asks. A rank
+whose collective fails asks, and the threads of the others answer, also where a rank waits in a
+collective itself. Who doesn't answer is dead, stopped or out of reach.
+"""
+
+import copy
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from torchrec_2dsp._compat.c10d import own_connection, store_of_world
+from torchrec_2dsp.comms.activity import Activity
+from torchrec_2dsp.comms.notice import Notice, Standing, blame, decoded_verdict, encoded_verdict
+from torchrec_2dsp.errors import RankError
+
+T = TypeVar("T")
+_ANSWER_S = 2.0
+"""How long a rank that asks waits for answers."""
+_LOOK_S = 0.5
+"""How often a rank looks whether anybody asks."""
+_LISTEN_S = 0.1
+"""The same, once a rank has asked."""
+_SOURCE_OR_ADVICE = re.compile(r"^\[\S*\] |\. This is typically .*")
+"""What gloo says besides."""
+_STEPS_APART = 2
+"""No rank can be further ahead of one that failed."""
+_PREFIX = "torchrec_2dsp/"
+_ALARMS = f"{_PREFIX}alarms"
+_VERDICT = f"{_PREFIX}verdict"
+_BOARDS: "weakref.WeakKeyDictionary[dist.ProcessGroup, NoticeBoard]" = weakref.WeakKeyDictionary()
+
+
+class NoticeBoard:
+    """What the ranks of a world post in its store."""
+
+    def __init__(self, world: dist.ProcessGroup) -> None:
+        """
+        Args:
+            world: all ranks, the current default group.
+        """
+        self.activity = Activity()
+        """What this rank does."""
+        self.failure: RankError | None = None
+        """Why the ranks can't go on together, once that is so."""
+        self.num_loops = 0
+        """How many training loops this rank has entered."""
+        self._rank, self._num_ranks = dist.get_rank(world), dist.get_world_size(world)
+        self._world = weakref.ref(world)
+        # A connection of its own: that of the world may be waiting for something.
+        self._store = own_connection(store_of_world())
+        self._store.set_timeout(timedelta(seconds=_ANSWER_S))
+        self._standing, self._error = Standing.HERE, ""
+        self._heard: RankError | None = None
+        self._last_alarm = self._store.add(_ALARMS, 0)
+        self._post()
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._answer, name="notice board", daemon=True)
+        if self._num_ranks > 1:
+            self._thread.start()
+
+    @classmethod
+    def of(cls, world: dist.ProcessGroup) -> "NoticeBoard":
+        """The board of a world, made when it is first asked for."""
+        if world not in _BOARDS:
+            _BOARDS[world] = cls(world)
+        return _BOARDS[world]
+
+    @classmethod
+    def close_all(cls) -> None:
+        """Answer no more; call it before the program ends.
+
+        A thread that came back from a store while the interpreter is torn down would abort it.
+        """
+        for board in list(_BOARDS.values()):
+            board._is_closing.set()
+            if board._thread.is_alive():
+                # A store whose host is stopped never answers.
+                board._thread.join(_ANSWER_S)
+
+    def enter_loop(self) -> None:
+        """This rank begins to train."""
+        self.num_loops += 1
+        if self._standing is not Standing.HERE:
+            self._stands(Standing.HERE)
+
+    def leave_loop(self) -> None:
+        """This rank has trained all that it had."""
+        self._stands(Standing.LEFT)
+
+    def fail(self, error: BaseException) -> None:
+        """This rank is about to raise an error of its own."""
+        if (told := described(error)) != self._error:
+            self._stands(Standing.FAILED, told)
+
+    def raise_failure(self) -> None:
+        """Raise what has stopped the ranks before, if anything did."""
+        if self.failure is not None:
+            raise copy.copy(self.failure).with_traceback(None)
+
+    def explain(self, error: BaseException | None = None) -> RankError:
+        """Ask all ranks how they are, and name those that are to blame for an error.
+
+        Args:
+            error: what this rank has noticed.
+        """
+        if self.failure is None:
+            cause = "" if error is None else described(error)
+            verdict = self._within_time(partial(self._judge, cause)) or self._heard
+            self.failure = verdict or RankError(
+                "a rank failed, and the store of the process group doesn't answer, which rank 0 "
+                f"hosts unless torchrun does; this rank noticed it {self.activity} ({cause})",
+                (0,),
+            )
+        return copy.copy(self.failure)
+
+    def _judge(self, cause: str) -> RankError:
+        """What is wrong, in the words of the rank that found out first.
+
+        Ranks that notice later can't ask those that have ended meanwhile.
+        """
+        since = self.activity.step - _STEPS_APART
+        own = self._notice()
+        if (verdict := self._verdict(since)) is not None:
+            return verdict
+        found = blame(own, self._ask(), cause)
+        if (verdict := self._verdict(since)) is not None:
+            return verdict
+        self._store.set(_VERDICT, encoded_verdict(found, own.step))
+        return found
+
+    def _verdict(self, since_step: int) -> RankError | None:
+        if not self._store.check([_VERDICT]):
+            return None
+        return decoded_verdict(self._store.get(_VERDICT), since_step)
+
+    def _stands(self, standing: Standing, error: str = "") -> None:
+        self._standing, self._error = standing, error
+        self._within_time(self._post)
+
+    def _notice(self) -> Notice:
+        activity = self.activity
+        return Notice(
+            rank=self._rank,
+            standing=self._standing.value,
+            step=activity.step,
+            phase=activity.phase,
+            error=self._error,
+            loop=self.num_loops,
+            alarm=self._last_alarm,
+        )
+
+    def _post(self) -> bool:
+        self._store.set(_key(self._rank), self._notice().encoded())
+        return True
+
+    def _ask(self) -> list[Notice]:
+        """The notices of all other ranks, after they had some time to answer."""
+        alarm = self._store.add(_ALARMS, 1)
+        self._last_alarm = alarm
+        self._post()
+        deadline = time.monotonic() + _ANSWER_S
+        while True:
+            notices = self._read()
+            is_last = time.monotonic() > deadline
+            known = [self._judged(notice, alarm, is_last=is_last) for notice in notices]
+            others = [notice for notice in known if notice is not None]
+            has_failed = any(notice.standing == Standing.FAILED.value for notice in others)
+            if has_failed or len(others) == self._num_ranks - 1:
+                return others
+            # The more ranks ask, the less often each does.
+            time.sleep(max(0.05, self._num_ranks / 1_000))
+
+    def _judged(self, notice: Notice, alarm: int, *, is_last: bool) -> Notice | None:
+        """How a rank is, as far as that is known."""
+        standing = Standing(notice.standing)
+        is_recent = notice.step >= self.activity.step - _STEPS_APART
+        if standing is Standing.FAILED and is_recent:
+            return notice
+        if standing is Standing.LEFT and notice.loop >= self.num_loops:
+            return notice
+        if notice.alarm >= alarm:
+            return replace(notice, standing=Standing.HERE.value)
+        return replace(notice, standing=Standing.SILENT.value) if is_last else None
+
+    def _read(self) -> list[Notice]:
+        keys = [_key(rank) for rank in range(self._num_ranks) if rank != self._rank]
+        if not self._store.check(keys):
+            keys = [key for key in keys if self._store.check([key])]
+        return [Notice.decoded(text) for text in self._store.multi_get(keys)] if keys else []
+
+    def _within_time(self, action: Callable[[], T]) -> T | None:
+        """What an action on the store gives; `None` if the store is gone or doesn't answer."""
+        results: list[T] = []
+
+        def act() -> None:
+            try:
+                results.append(action())
+            except RuntimeError:
+                return
+
+        # A store whose host is stopped lets its clients wait, whatever their timeout.
+        thread = threading.Thread(target=act, daemon=True)
+        thread.start()
+        thread.join(2 * _ANSWER_S)
+        return results[0] if results else None
+
+    def _answer(self) -> None:
+        """Post this rank's notice whenever another rank asks, as long as the program runs."""
+        wait_s = _LOOK_S
+        while not self._is_closing.wait(wait_s):
+            if self._world() is not dist.group.WORLD:
+                return
+            try:
+                alarm = int(self._store.get(_ALARMS))
+                if alarm > self._last_alarm:
+                    self._last_alarm, wait_s = alarm, _LISTEN_S
+                    self._post()
+                if wait_s == _LISTEN_S and self._heard is None:
+                    # The store may be gone when this rank notices.
+                    self._heard = self._verdict(self.activity.step - _STEPS_APART)
+            except RuntimeError:
+                return
+
+
+def described(error: BaseException) -> str:
+    """An exception in a line: its type, the first line of its text, and where it was raised.
+
+    Example:
+        >>> from torchrec_2dsp.comms.notice_board import described
+        >>> described(ValueError("not a number"))
+        'ValueError: not a number'
+    """
+    text = _SOURCE_OR_ADVICE.sub("", str(error).split("\n")[0])[:300]
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = ""
+    if trace is not None:
+        code = trace.tb_frame.f_code
+        where = f" ({code.co_filename.rpartition('/')[2]}:{trace.tb_lineno} in {code.co_name})"
+    return f"{type(error).__name__}: {text}{where}" if text else type(error).__name__ + where
+
+
+def _key(rank: int) -> str:
+    return f"{_PREFIX}notice/{rank}"

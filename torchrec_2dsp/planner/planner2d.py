@@ -215,7 +215,6 @@ class Planner2D(EmbeddingShardingPlanner):
         Raises:
             PlanError: nothing fits.
         """
-        check_tables(module)
         if self._search is None:
             raise ConfigError(f"{self.mesh} without a calibration is searched as TorchRec does it")
         left = self._storage_reservation.reserve(

@@ -34,6 +34,11 @@ def trip(
     )
 
 
+FEW_ROWS = ModelSpec(
+    (TableSpec("t0", 1, 16, ("f0",)), TableSpec("t1", 2, 16, ("f1", "f2"))), pooling="mean"
+)
+"""Fewer rows than ranks of a host, so that some have none. Sums over one row would diverge."""
+
 TRIPS = [
     # every mesh to every other one, both layouts
     trip((M22, "table_wise"), (M14, "table_wise")),
@@ -52,6 +57,8 @@ TRIPS = [
     trip((M22, "grid_shard"), (M41, "table_column_wise")),
     trip((M14, "grid_shard"), (M22, "grid_shard"), hot_rows=(HOT, ())),
     trip((M22_CONTIGUOUS, "table_column_wise"), (M14, "column_wise"), hot_rows=((), OTHER_HOT)),
+    trip((M22, "grid_shard"), (M22_CONTIGUOUS, "grid_shard"), spec=FEW_ROWS),
+    trip((M22_CONTIGUOUS, "grid_shard"), (M14, "column_wise"), spec=FEW_ROWS),
     # without row-wise moments the columns may change
     trip((M22, "column_wise"), (M41, "row_wise"), optimizer="adagrad", hot_rows=(HOT, HOT)),
     trip((M14, "table_wise"), (M22, "grid_shard"), optimizer="sgd", hot_rows=(HOT, OTHER_HOT)),

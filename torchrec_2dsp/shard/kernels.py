@@ -106,9 +106,12 @@ class _CapturingKernel:
         self._has_no_rows = not any(has_rows)
         if not all(has_rows):
             tell_empty_tables_apart(self._emb_module)
+        config = _with_grids_of_one_row(self._config)
+        if config is not self._config:
+            self._optim = EmbeddingFusedOptimizer(config, self._emb_module, pg)
         if self.moment_scale != 1.0:
             self._optim = ScaledFusedOptimizer(
-                self._config,
+                config,
                 self._emb_module,
                 pg,
                 moment_scale=self.moment_scale,
@@ -251,3 +254,21 @@ def _kernel_config(config: GroupedEmbeddingConfig) -> GroupedEmbeddingConfig:
         for name in ("learning_rate", "eps"):
             params[name] = to_kernel_units(params[name], scale)
     return replace(config, fused_params=params)
+
+
+def _with_grids_of_one_row(config: GroupedEmbeddingConfig) -> GroupedEmbeddingConfig:
+    """``config`` as TorchRec's fused optimizer should see it: with grids that it knows as such.
+
+    It takes a shard for one of a grid if it has neither all columns nor all rows of its table. Of a
+    table with one row, one shard of each column block has all rows, and its row-wise moments would
+    be numbered as those of column-wise tables, otherwise than on the ranks without rows.
+    """
+    tables = []
+    for table in config.embedding_tables:
+        shards = table.global_metadata.shards_metadata if table.global_metadata else []
+        blocks = {shard.shard_offsets[1] for shard in shards}
+        if table.num_embeddings == 1 and 1 < len(blocks) < len(shards):
+            # The number of rows is used for nothing else there.
+            table = replace(table, num_embeddings=2)
+        tables.append(table)
+    return config if tables == config.embedding_tables else replace(config, embedding_tables=tables)

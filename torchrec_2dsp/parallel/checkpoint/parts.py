@@ -35,7 +35,7 @@ def live_state(model: DistributedModelParallel, optimizer: KeyedOptimizer | None
         Those of a sync, if a backward is pending.
     """
     weights = {name: value for name, value in model.state_dict().items() if not _is_empty(value)}
-    fused = model.fused_optimizer.state_dict()["state"]
+    fused = _with_rows(model.fused_optimizer.state_dict()["state"])
     state: dict[str, Any] = {MODEL: weights, FUSED: {"state": fused}}
     if optimizer is not None:
         dense, states = dense_params(model, optimizer), optimizer.state_dict()["state"]
@@ -58,8 +58,31 @@ def run_load_hooks(
     for part, loaded in ((FUSED, model.fused_optimizer), (DENSE, optimizer)):
         if loaded is not None:
             whole = loaded.state_dict()
-            whole["state"] = {**whole["state"], **state[part]["state"]}
+            read = state[part]["state"]
+            whole["state"] = {
+                param: {**states, **read.get(param, {})} for param, states in whole["state"].items()
+            }
             loaded.load_state_dict(whole)
+
+
+def _with_rows(states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The states of parameters, without those of which this rank has no row.
+
+    DCP knows a stored piece by its first row, and the row-wise moments of one column shard end
+    where those of the next one begin: an empty piece would take the place of one with rows.
+    """
+    kept = {
+        param: {name: value for name, value in by_name.items() if not _has_no_row(value)}
+        for param, by_name in states.items()
+    }
+    return {param: by_name for param, by_name in kept.items() if by_name}
+
+
+def _has_no_row(value: Any) -> bool:
+    with torch.no_grad():
+        return isinstance(value, DTensor) and not any(
+            shard.numel() for shard in cast(Any, value.to_local()).local_shards()
+        )
 
 
 def _is_empty(value: Any) -> bool:

@@ -1,6 +1,6 @@
 """The batches of a case, as plain tensors: for the oracle, and for TorchRec's jagged tensors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -28,6 +28,28 @@ class Lookups:
         starts = (self.lengths.cumsum(0) - self.lengths).repeat_interleave(self.lengths)
         return torch.arange(self.ids.numel()) - starts
 
+    def of_bags(self, bags: torch.Tensor) -> "Lookups":
+        """Those of samples that have these bags, by number."""
+        starts = self.lengths.cumsum(0) - self.lengths
+        places = [
+            torch.arange(start, start + length)
+            for start, length in zip(
+                starts[bags].tolist(), self.lengths[bags].tolist(), strict=True
+            )
+        ]
+        ids = torch.cat([self.ids.new_empty(0), *places])
+        return Lookups(self.ids[ids], self.lengths[bags], self.weights[ids])
+
+
+@dataclass(frozen=True)
+class SharedBags:
+    """The distinct bags that one feature has in one rank's batch."""
+
+    lookups: Lookups
+    """Of each bag."""
+    of_samples: torch.Tensor
+    """The number of each sample's bag."""
+
 
 @dataclass(frozen=True)
 class LocalBatch:
@@ -37,6 +59,13 @@ class LocalBatch:
     """By the numbers of the module and of its feature."""
     targets: torch.Tensor
     """What the scores should be."""
+    shared: dict[tuple[int, int], SharedBags] = field(default_factory=dict)
+    """The same features before samples take their bags; empty where each sample has its own."""
+
+    @property
+    def sent(self) -> dict[tuple[int, int], Lookups]:
+        """What ranks get, also bags that no sample has."""
+        return self.features | {key: bags.lookups for key, bags in self.shared.items()}
 
 
 def sizes_of(case: Case, number: int) -> tuple[int, ...]:
@@ -50,8 +79,6 @@ def sizes_of(case: Case, number: int) -> tuple[int, ...]:
 def local_batch(case: Case, number: int, rank: int, *, is_refused: bool = False) -> LocalBatch:
     """A rank's share of a batch, with bad ids where the case has them.
 
-    A later kind of batch (another size for each feature, say) is drawn here.
-
     Args:
         case: says how batches look.
         number: of the batch.
@@ -60,11 +87,16 @@ def local_batch(case: Case, number: int, rank: int, *, is_refused: bool = False)
     """
     generator = torch.Generator().manual_seed((case.seed * 1_000 + number) * 16 + rank)
     size = sizes_of(case, number)[rank]
-    features = {}
+    features, shared = {}, {}
+    # Some batches are ordinary ones, not on all ranks at once.
+    is_variable = case.variable and (number + rank) % 5 > 0
     for place, module in enumerate(case.modules):
         for feature in module.features:
             rows = num_rows(module, feature)
-            lengths = torch.randint(0, case.max_length + 1, (size,), generator=generator)
+            num_bags = size
+            if is_variable and size:
+                num_bags = int(torch.randint(1, size + 1, (), generator=generator))
+            lengths = torch.randint(0, case.max_length + 1, (num_bags,), generator=generator)
             count = int(lengths.sum())
             frequencies = torch.arange(1, rows + 1).float().pow(-case.skew)
             ids = torch.multinomial(frequencies, max(1, count), True, generator=generator)[:count]
@@ -72,8 +104,12 @@ def local_batch(case: Case, number: int, rank: int, *, is_refused: bool = False)
             if has_bad_ids(case, number) or is_refused:
                 ids = _with_bad_ids(ids, rows, generator)
             features[place, feature] = Lookups(ids, lengths, weights)
+            if is_variable:
+                bags = torch.randint(0, max(1, num_bags), (size,), generator=generator)
+                shared[place, feature] = SharedBags(features[place, feature], bags)
+                features[place, feature] = features[place, feature].of_bags(bags)
     targets = torch.rand(size, generator=generator) * 2 - 1
-    return LocalBatch(features, targets)
+    return LocalBatch(features, targets, shared)
 
 
 def num_rows(module: ModuleCase, feature: int) -> int:
@@ -92,7 +128,7 @@ def is_refused(case: Case, number: int) -> bool:
     return any(
         bool(((lookups.ids < 0) | (lookups.ids >= num_rows(case.modules[place], feature))).any())
         for batch in batches
-        for (place, feature), lookups in batch.features.items()
+        for (place, feature), lookups in batch.sent.items()
     )
 
 

@@ -124,6 +124,8 @@ class Case:
     """Samples of each rank."""
     rotated: bool = False
     """Whether sizes move on by a rank with each batch."""
+    variable: bool = False
+    """Whether samples share bags: most batches have a batch size for each feature."""
     max_length: int = 2
     """The most ids of a bag."""
     skew: float = 1.0

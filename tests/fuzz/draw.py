@@ -25,6 +25,7 @@ CASE_CHOICES: dict[str, tuple[Any, ...]] = {
     "sync_call": ("before", "after", "none"),
     "steps": (1, 2, 3, 4, 5),
     "rotated": (False, True),
+    "variable": (False, False, False, True),
     "max_length": (1, 2, 4, 9),
     "skew": (0.0, 1.0, 3.0),
     "bad_ids": ("raise", "drop", "clamp"),

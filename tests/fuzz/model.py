@@ -62,13 +62,21 @@ def to_batch(case: Case, local: LocalBatch, *, is_reversed: bool = False) -> Bat
     inputs = {}
     for name, in_order in parts.items():
         features = in_order[::-1] if is_reversed else in_order
-        lookups = [local.features[key] for key in features]
+        lookups = [local.sent[key] for key in features]
+        names, sizes = [feature_name(*key) for key in features], {}
+        if local.shared:
+            bags = [local.shared[key] for key in features]
+            sizes = {
+                "stride_per_key_per_rank": [[part.lengths.numel()] for part in lookups],
+                "inverse_indices": (names, torch.stack([part.of_samples for part in bags])),
+            }
         is_weighted = any(case.modules[module].kind == "weighted" for module, _ in features)
         inputs[name] = KeyedJaggedTensor(
-            keys=[feature_name(*key) for key in features],
+            keys=names,
             values=torch.cat([part.ids for part in lookups]),
             lengths=torch.cat([part.lengths for part in lookups]),
             weights=torch.cat([part.weights for part in lookups]) if is_weighted else None,
+            **sizes,
         )
     return Batch(local.targets, **inputs)
 

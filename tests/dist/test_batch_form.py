@@ -1,6 +1,7 @@
 """Batches that differ from the first one, or between ranks: looked up right, or refused by all."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import torchrec_2dsp as tdsp
 from tests.support.loops import largest_gap, make_stream, shard, snapshot
 from tests.support.models import SEQUENCE_TABLES, ModelSpec
-from tests.support.oracle import local_loss
+from tests.support.oracle import batches_of, local_loss
 from tests.support.parity import Cell, make_optimizer
 from tests.support.ranks import RankPool
 
@@ -109,6 +110,32 @@ def test_batches_in_another_form_train_the_same(ranks4: RankPool) -> None:
     for gaps in ranks4.run(harmless_gaps, timeout_s=200):
         assert len(gaps) == len(CELLS) * len(HARMLESS) * 2
         assert [name for name, gap in gaps if gap] == []
+
+
+def empty_losses(rank: int, world_size: int) -> list[list[float]]:
+    """Losses of a weighted module where rank 1 has no samples: with weights, and without any."""
+    cell = replace(CELLS[2], batch_sizes=(6, 0, 6, 6))
+    by_form = []
+    for has_weights in (True, False):
+        parallel = shard(cell)
+        optimizer, losses = make_optimizer(parallel), []
+        for step in range(3):
+            batch = batches_of(cell.spec, 0, cell.batch_sizes, 4, step)[rank]
+            if rank == 1 and not has_weights:
+                batch = with_parts(batch, weights=None, stride=0)
+            optimizer.zero_grad()
+            loss = local_loss(parallel(batch))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        by_form.append(losses)
+    return by_form
+
+
+def test_ranks_without_samples_need_no_weights(ranks4: RankPool) -> None:
+    for with_weights, without in ranks4.run(empty_losses):
+        assert with_weights == without
+        assert len(with_weights) == 3
 
 
 def without_a_feature(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:

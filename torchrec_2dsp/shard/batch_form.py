@@ -136,7 +136,7 @@ class BatchForm:
                 "each id a weight"
             )
         assert self._types is not None
-        if (weights is None) != (self._types.weights is None) and (ids.numel() or weights is None):
+        if (weights is None) != (self._types.weights is None) and ids.numel():
             has, had = ("no weights", "had some") if weights is None else ("weights", "had none")
             return InputError(
                 f"this rank's batch has {has}, but the first batch, or that of another rank, "

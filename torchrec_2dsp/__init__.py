@@ -40,11 +40,11 @@ if not is_doctor_command(sys.orig_argv, sys.argv):
         MomentScaledRowWiseAdaGradOptimizer,
     )
     from torchrec_2dsp.parallel.checkpoint import PendingSave, load_checkpoint, save_checkpoint
+    from torchrec_2dsp.parallel.checkpoint.latest import drop_old_checkpoints, latest_checkpoint
     from torchrec_2dsp.parallel.failing_together import failing_together
     from torchrec_2dsp.parallel.hot_set_refresh import HotSetRefresh
     from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
     from torchrec_2dsp.parallel.row_prefetch_pipeline import TrainPipelineRowPrefetch
-    from torchrec_2dsp.parallel.train_state.latest import drop_old_checkpoints, latest_checkpoint
     from torchrec_2dsp.parallel.train_state.state import TrainState
     from torchrec_2dsp.plan.parameter_sharding import (
         Exchange,

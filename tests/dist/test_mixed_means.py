@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, cast
 
+import pytest
 import torch
-import torch.distributed as dist
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import (
@@ -59,13 +59,12 @@ def collection(tables: tuple[MixedTable, ...], weighted: bool = False) -> Embedd
     )
 
 
-def sharded(
+def planned(
     tables: tuple[MixedTable, ...], mesh: tdsp.Mesh2D, weighted: bool = False
-) -> tdsp.ModelParallel2D:
-    """The collection, sharded as its tables say, with the weights of `collection`."""
+) -> tuple[torch.nn.ModuleDict, Any, tdsp.Plan2D]:
+    """The collection in a model, its sharder, and a plan that shards it as its tables say."""
     model = torch.nn.ModuleDict({"ebc": collection(tables, weighted)})
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    sharder = tdsp.EmbeddingBagCollectionSharder2D(
+    sharder: Any = tdsp.EmbeddingBagCollectionSharder2D(
         EmbOptimType.EXACT_SGD, fused_params={"learning_rate": LR}
     )
     constraints = {
@@ -75,10 +74,17 @@ def sharded(
     planner = tdsp.Planner2D(
         batch_size=8, constraints=constraints, mesh=mesh, sync=tdsp.GradientSync()
     )
-    plan = planner.plan(model, [cast(Any, sharder)])
+    plan = planner.plan(model, [sharder])
     for index, table in enumerate(tables):
         plan = tdsp.pin(plan, f"t{index}", exchange=table.exchange)
-    parallel = tdsp.ModelParallel2D(model, plan=plan, sharders=[cast(Any, sharder)])
+    return model, sharder, plan
+
+
+def sharded(tables: tuple[MixedTable, ...], mesh: tdsp.Mesh2D) -> tdsp.ModelParallel2D:
+    """The collection, sharded as its tables say, with the weights of `collection`."""
+    model, sharder, plan = planned(tables, mesh)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    parallel = tdsp.ModelParallel2D(model, plan=plan, sharders=[sharder])
     parallel.load_state_dict(cast(Any, weights))
     return parallel
 
@@ -180,14 +186,22 @@ def test_ranks_without_samples_average_too(ranks4: RankPool) -> None:
     check(ranks4, cases)
 
 
-def refused(rank: int, world_size: int) -> str:
-    try:
-        sharded((MixedTable("mean", "table_wise"),), tdsp.Mesh2D(2, 2), weighted=True)
-    except tdsp.UnsupportedError as error:
-        return str(error)
-    return f"sharded {dist.get_world_size()} ranks"
+def refusals(rank: int, world_size: int) -> list[str]:
+    """What is said when a weighted mean is planned, and when it comes with a plan of sums."""
+    mesh, tables = tdsp.Mesh2D(2, 2), (MixedTable("mean", "table_wise"),)
+    said = []
+    with pytest.raises(tdsp.UnsupportedError) as when_planned:
+        planned(tables, mesh, weighted=True)
+    said.append(str(when_planned.value))
+    _, sharder, plan = planned(tables, mesh)
+    model = torch.nn.ModuleDict({"ebc": collection(tables, weighted=True)})
+    with pytest.raises(tdsp.UnsupportedError) as when_sharded:
+        tdsp.ModelParallel2D(model, plan=plan, sharders=[sharder])
+    said.append(str(when_sharded.value))
+    return said
 
 
 def test_weighted_means_are_refused(ranks4: RankPool) -> None:
-    for text in ranks4.run(refused):
-        assert text.startswith("table 't0' averages weighted bags"), text
+    for texts in ranks4.run(refusals):
+        assert len(set(texts)) == 1, texts
+        assert texts[0].startswith("table 't0' averages weighted bags"), texts

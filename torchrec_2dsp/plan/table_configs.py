@@ -4,27 +4,35 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
+from torchrec.modules.embedding_configs import PoolingType
 
-from torchrec_2dsp.errors import PlanError
+from torchrec_2dsp.errors import PlanError, UnsupportedError
 
 _COLUMNS_AT_A_TIME = 4
 """FBGEMM's kernels work on so many columns."""
 
 
 def check_tables(model: nn.Module) -> None:
-    """Raise `PlanError` for the first table of ``model`` that no kernel can hold."""
+    """Raise an error for the first table of ``model`` that `check_table_configs` refuses."""
     for path, module in model.named_modules():
         for method in ("embedding_bag_configs", "embedding_configs"):
             if hasattr(module, method):
-                check_table_configs(path, getattr(module, method)())
+                configs = getattr(module, method)()
+                check_table_configs(path, configs, is_weighted=has_weights(module))
 
 
-def check_table_configs(path: str, configs: Iterable[Any]) -> None:
-    """Raise `PlanError` for the first table that no kernel can hold.
+def has_weights(module: Any) -> bool:
+    """Whether an embedding module looks ids up with weights; sequences have none."""
+    return bool(getattr(module, "is_weighted", bool)())
+
+
+def check_table_configs(path: str, configs: Iterable[Any], *, is_weighted: bool = False) -> None:
+    """Raise an error for the first table that no kernel can hold, or that nobody can pool.
 
     Args:
         path: of the embedding module in the model.
         configs: of its tables, TorchRec's.
+        is_weighted: whether ids have weights.
 
     Example:
         >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -38,6 +46,12 @@ def check_table_configs(path: str, configs: Iterable[Any]) -> None:
         torchrec_2dsp.errors.PlanError: table 't' of module 'ebc' has embedding_dim=6; ...
     """
     for config in configs:
+        if is_weighted and getattr(config, "pooling", None) is PoolingType.MEAN:
+            raise UnsupportedError(
+                f"table {config.name!r} averages weighted bags, which TorchRec's sharding types "
+                "define differently, and its unsharded module not at all; use SUM pooling, and "
+                "divide the weights where you need a mean"
+            )
         where = f"table {config.name!r} of module {path!r}"
         if config.num_embeddings < 1:
             raise PlanError(f"{where} has {config.num_embeddings} rows; give it at least one")

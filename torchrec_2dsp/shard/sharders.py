@@ -17,7 +17,7 @@ from torchrec_2dsp.optim.delayed_moment import DelayedMomentRowWiseAdaGrad
 from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D
 from torchrec_2dsp.plan.remap import module_plan_for_rank
 from torchrec_2dsp.plan.serialize import to_json
-from torchrec_2dsp.plan.table_configs import table_text
+from torchrec_2dsp.plan.table_configs import has_weights, table_text
 from torchrec_2dsp.shard.embedding_bag import ShardedEmbeddingBagCollection2D
 from torchrec_2dsp.shard.id_check import BadIds
 from torchrec_2dsp.shard.initial_tables import checked_seed, configs_of, draw_tables_
@@ -84,7 +84,7 @@ class Sharder2D:
                 path or "",
                 plan,
                 configs,
-                is_weighted=bool(getattr(module, "is_weighted", bool)()),
+                is_weighted=has_weights(module),
                 device_type=device.type,
                 local_world_size=local_world_size,
             )

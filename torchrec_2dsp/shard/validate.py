@@ -9,7 +9,6 @@ from torchrec.distributed.types import (
     ParameterSharding,
     ShardingPlan,
 )
-from torchrec.modules.embedding_configs import PoolingType
 
 from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
@@ -34,7 +33,7 @@ def check_module_plan(
     local_world_size: int,
 ) -> ModulePlan2D:
     """``plan`` as a `ModulePlan2D`, or the error that says what's wrong with it."""
-    check_table_configs(path, configs)
+    check_table_configs(path, configs, is_weighted=is_weighted)
     plan = _as_2d(path, plan)
     names = {config.name for config in configs}
     missing, unknown = sorted(names - set(plan)), sorted(set(plan) - names)
@@ -51,8 +50,6 @@ def check_module_plan(
         node_size = part.mesh.node_group_size(local_world_size)
         for name, table in part.tables():
             _check_table(name, table, part, node_size)
-    if is_weighted:
-        _check_weighted(configs)
     _check_hot_sets(plan, configs)
     _check_sequences(plan, configs, device_type)
     return plan
@@ -105,16 +102,6 @@ def _node_text(
         f"table {name!r} ({kind.value}) has {num_shards} shards, but a sharding group of {mesh} "
         f"has {node_size} ranks per host; plan it with local_world_size={node_size}"
     )
-
-
-def _check_weighted(configs: list[Any]) -> None:
-    for config in configs:
-        if getattr(config, "pooling", None) is PoolingType.MEAN:
-            raise UnsupportedError(
-                f"table {config.name!r} averages weighted bags, which TorchRec's sharding types "
-                "define differently, and its unsharded module not at all; use SUM pooling, and "
-                "divide the weights where you need a mean"
-            )
 
 
 def _check_hot_sets(plan: ModulePlan2D, configs: list[Any]) -> None:

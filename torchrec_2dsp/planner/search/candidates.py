@@ -8,7 +8,6 @@ from typing import Any, cast
 from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
 from torchrec.distributed.types import ModuleSharder
-from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
     EmbeddingCollectionInterface,
@@ -146,9 +145,9 @@ def _sharded_parts(
 def _always_cold(part: nn.Module) -> set[str]:
     """Tables that can't have hot rows, as `shard` refuses them."""
     if isinstance(part, EmbeddingBagCollectionInterface):
-        configs, averages = part.embedding_bag_configs(), part.is_weighted()
+        configs = part.embedding_bag_configs()
     elif isinstance(part, EmbeddingCollectionInterface):
-        configs, averages = part.embedding_configs(), False
+        configs = part.embedding_configs()
     else:
         return set()
     users = Counter(feature for config in configs for feature in config.feature_names)
@@ -156,5 +155,4 @@ def _always_cold(part: nn.Module) -> set[str]:
         config.name
         for config in configs
         if any(users[feature] > 1 for feature in config.feature_names)
-        or (averages and getattr(config, "pooling", None) is PoolingType.MEAN)
     }

@@ -13,9 +13,9 @@ class Lookups:
 
     ids: torch.Tensor
     lengths: torch.Tensor
-    """Of the bags, one for each sample."""
+    """How many ids each bag has; each sample has a bag."""
     weights: torch.Tensor
-    """Of the ids; unused but in weighted modules."""
+    """The weight of each id, which only weighted modules use."""
 
     @property
     def samples(self) -> torch.Tensor:
@@ -46,7 +46,7 @@ class SharedBags:
     """The distinct bags that one feature has in one rank's batch."""
 
     lookups: Lookups
-    """Of each bag."""
+    """The ids of each bag."""
     of_samples: torch.Tensor
     """The number of each sample's bag."""
 
@@ -56,11 +56,11 @@ class LocalBatch:
     """One rank's batch."""
 
     features: dict[tuple[int, int], Lookups]
-    """By the numbers of the module and of its feature."""
+    """The ids of each feature, by the numbers of its module and of the feature."""
     targets: torch.Tensor
     """What the scores should be."""
     shared: dict[tuple[int, int], SharedBags] = field(default_factory=dict)
-    """The same features before samples take their bags; empty where each sample has its own."""
+    """The distinct bags of each feature; empty where each sample has bags of its own."""
 
     @property
     def sent(self) -> dict[tuple[int, int], Lookups]:

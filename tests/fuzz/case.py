@@ -20,7 +20,7 @@ class TableCase:
     features: tuple[int, ...] = (0,)
     """Numbers of the module's features that look it up; tables with a number in common share it."""
     pooling: str = "sum"
-    """Of bags: ``"sum"`` or ``"mean"``."""
+    """What is made of a bag's rows: their ``"sum"`` or ``"mean"``."""
     dtype: str = "fp32"
     sharding: str = "row_wise"
     """TorchRec's name of a sharding type."""
@@ -138,7 +138,7 @@ class Case:
     events: tuple[tuple[int, str], ...] = ()
     """What happens after which step, as `tests.fuzz.actions` lists it."""
     seed: int = 0
-    """Of weights and batches."""
+    """What weights and batches are drawn by."""
 
     @property
     def world_size(self) -> int:

@@ -131,7 +131,7 @@ class _Comparison:
             for kind in ("scores", "weights", "moments", "dense")
             for name, gap in _gaps(vars(exact)[kind], [vars(each)[kind] for each in noisy]).items()
         }
-        """By kind and table: what rounding may add to `BASE`."""
+        """What rounding may add to `BASE`, by kind of number and table."""
         limit = BLURRED["half" if has_halves else "fp32"]
         noises = [
             noise / (1 + _largest_of(vars(exact)[kind], name))

@@ -27,15 +27,15 @@ class Expected:
     """What must come out, by action."""
 
     scores: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    """By action and rank."""
+    """The scores of each rank in each action."""
     losses: dict[tuple[int, int], float] = field(default_factory=dict)
-    """By action and rank."""
+    """The loss of each rank in each action."""
     weights: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
-    """By action and table, where the state is read."""
+    """Each table's weights after each action that reads the state."""
     moments: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
-    """By action and table: a column for each that has one of its own."""
+    """Each table's moments after the same actions, spread over its columns."""
     dense: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By action: weight and bias."""
+    """Weight and bias of the dense layer after each action."""
 
 
 def loss_of(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

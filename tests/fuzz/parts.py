@@ -10,7 +10,7 @@ from tests.fuzz.tables import TableState
 from torchrec_2dsp.plan.sync_policy import parse_policy
 
 Grads = Mapping[str, torch.Tensor]
-"""By table: the gradients of the mean loss of the world, by the rank that they come from."""
+"""Each table's gradients of the world's mean loss, by the rank that they come from."""
 
 
 class Part:

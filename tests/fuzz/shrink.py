@@ -95,7 +95,7 @@ def _simpler_tables(table: TableCase) -> Iterator[TableCase]:
 def _shorter(
     items: tuple[Any, ...], simpler_items: Callable[[Any], Any]
 ) -> Iterator[tuple[Any, ...]]:
-    """Without one of the items, but with one at least of modules and tables; or with a simpler."""
+    """Yield the items without one of them, then with a simpler one; one module or table stays."""
     least = 0 if items and isinstance(items[0], tuple) else 1
     for index, item in enumerate(items):
         if len(items) > least:
@@ -105,7 +105,7 @@ def _shorter(
 
 
 def _with_defaults(value: Any, *kept: str) -> Iterator[Any]:
-    """With one field as it is by default, but for the fields that are kept."""
+    """Yield the value with one field set to its default, for each field that isn't kept."""
     for field in fields(value):
         if field.name not in kept and getattr(value, field.name) != field.default:
             yield replace(value, **{field.name: field.default})

@@ -19,7 +19,7 @@ class Noise:
     """How numbers are rounded on their way; nowhere by default."""
 
     dtype: torch.dtype = torch.float64
-    """Of all arithmetic."""
+    """The type of all arithmetic."""
     signs: tuple[int, int] | None = None
     """How numbers in half precision are off: the signs of neighbouring rows (of ranks, or samples)
     and of neighbouring columns. Each choice is the worst one somewhere, where others cancel."""
@@ -62,7 +62,7 @@ class TableState:
         self.is_copied = is_copied
         """Whether each group has a copy that it trains by itself."""
         self.weights = weight.expand(case.groups if is_copied else 1, -1, -1).clone()
-        """By copy: ``[copies, rows, dim]``."""
+        """The weights of each copy: ``[copies, rows, dim]``."""
         # A dense optimizer trains data-parallel tables.
         self._rule = "sgd" if table.sharding == "data_parallel" else case.optimizer
         moments_per_row = {"adagrad": table.dim, "sgd": 0}.get(self._rule, table.num_blocks)
@@ -87,7 +87,7 @@ class TableState:
         return moments.repeat_interleave(self._table.dim // moments.shape[1], dim=1)
 
     def copy(self) -> "TableState":
-        """The same state, which further training doesn't change."""
+        """A copy of the state, which further training doesn't change."""
         other = copy.copy(self)
         other.weights, other._moments = self.weights.clone(), self._moments.clone()
         other._synced = (self._synced[0].clone(), self._synced[1].clone())

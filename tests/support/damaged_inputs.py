@@ -29,7 +29,7 @@ class Reader:
     """A kind of file that users hand to the package."""
 
     name: str
-    """Of the file."""
+    """The file's name."""
     write: Callable[[Path], object]
     read: Callable[[Path], Any]
     is_intact: Callable[[Any, Any], bool]
@@ -111,7 +111,7 @@ def outcomes(reader: Reader, folder: Path, damages: int, seed: int = 0) -> Count
 
 
 def folder_outcomes(folder: Path, damages: int, seed: int = 0) -> Counter[str]:
-    """The same of files that are deleted, or exchanged for another kind of file."""
+    """What comes of files that are deleted, or exchanged for another kind of file."""
     seen: Counter[str] = Counter()
     for number in range(damages):
         for reader in READERS:

@@ -36,7 +36,7 @@ PROGRAMS = {
     ),
     "1x4 nonempty": Program(Cell(_ONE, "table_wise", exchange="nonempty", hot_rows=HOT)),
 }
-"""By name."""
+"""All programs by their names."""
 
 RAISES, KILLED, STOPPED, ENDS, DIFFERS, NAN = (
     "raises",

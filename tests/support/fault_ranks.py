@@ -38,7 +38,7 @@ from tests.support.parity import make_optimizer, make_sharder
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 
 TIMEOUT_S = 8.0
-"""Of all process groups."""
+"""The timeout of all process groups."""
 
 
 class Faults:

@@ -205,7 +205,7 @@ class Resumed:
     """What a rank saw of runs that went on, against the one that was never stopped."""
 
     losses: list[float]
-    """Of the uninterrupted run."""
+    """The losses of the uninterrupted run."""
     different: list[tuple[int, int, float, float]]
     """Loads and steps with another loss: where it was loaded, the step, both losses."""
     different_tensors: list[tuple[int, str]]

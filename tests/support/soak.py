@@ -33,7 +33,7 @@ CELLS = {
 }
 SIZES = (6, 4, 0, 5)
 MAX_GROWTH_BYTES = 8 * 2**20
-"""Of memory in the second half: what an allocator may keep, a thousandth of it a step."""
+"""How much memory may grow in the second half, by what an allocator keeps."""
 
 
 class Usage(NamedTuple):

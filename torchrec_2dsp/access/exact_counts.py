@@ -22,7 +22,7 @@ class ExactCounts:
         return f"{self.num_rows} rows, exactly"
 
     def empty(self) -> "ExactCounts":
-        """The same for a new count."""
+        """A counter of the same table that has counted nothing."""
         return ExactCounts(self.num_rows)
 
     def add(self, ids: torch.Tensor) -> None:

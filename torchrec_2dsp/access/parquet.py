@@ -212,7 +212,7 @@ def _check_table(where: str, table: TableAccess, remedy: str = _REMEDY) -> None:
 
 
 def _checksum(header: _Header, columns: _Columns) -> str:
-    """Of the columns and of all metadata but itself."""
+    """The checksum of the columns and of all metadata but itself."""
     digest = hashlib.sha256(header.model_copy(update={"checksum": None}).model_dump_json().encode())
     for column in columns:
         digest.update(np.ascontiguousarray(column, column.dtype.newbyteorder("<")).tobytes())

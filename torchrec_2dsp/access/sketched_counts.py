@@ -41,7 +41,7 @@ class SketchedCounts:
         return f"{self.num_rows} rows, by a sketch of {2**self._lg_size}"
 
     def empty(self) -> "SketchedCounts":
-        """The same for a new count."""
+        """A counter of the same table that has counted nothing."""
         return SketchedCounts(self.num_rows, 2**self._lg_size)
 
     def add(self, ids: torch.Tensor) -> None:

@@ -63,7 +63,7 @@ class TableRecord(_Record):
     """How one table is sharded."""
 
     sharding_type: Annotated[ShardingType2D, _ByValue]
-    """By the name of its 2D form."""
+    """The name of the type's 2D form."""
 
     compute_kernel: Annotated[EmbeddingComputeKernel, _ByValue]
     """TorchRec's name."""
@@ -157,10 +157,10 @@ class PlanRecord(_Record):
     """A plan file."""
 
     schema_version: _One
-    """Of the file."""
+    """The version of the file's schema."""
 
     checksum: str | None = None
-    """Of all else; a plan that was written by hand has none."""
+    """The checksum of all else; a plan that was written by hand has none."""
 
     mesh: MeshRecord
     """Which ranks repeat the plan."""

@@ -146,7 +146,7 @@ def _record_of(data: Any) -> PlanRecord:
 
 
 def _checksum(data: dict[str, Any]) -> str:
-    """Of the plan's JSON, however it is laid out."""
+    """The checksum of a plan's JSON, however that is laid out."""
     canonical = json.dumps(data, sort_keys=True, separators=(",", ":"))
     return f"sha256:{hashlib.sha256(canonical.encode()).hexdigest()}"
 

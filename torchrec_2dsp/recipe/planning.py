@@ -140,9 +140,9 @@ class Planning:
     model: nn.Module
     sharders: list[ModuleSharder[nn.Module]]
     topology: Topology
-    """Of the machines."""
+    """What the planner knows of the machines."""
     constraints: Mapping[str, ParameterConstraints2D]
-    """Of each table."""
+    """What the config demands of each table."""
 
     def explained(self) -> Explanation:
         """Why the plan is as it is, and how it compares with TorchRec's where that is quick."""

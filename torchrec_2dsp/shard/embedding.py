@@ -30,7 +30,7 @@ class SequenceContext(PrefetchContext, EmbeddingCollectionContext):
     hot: HotBatch | None = None
     """What the batch looks up in the replicas, `None` without hot rows."""
     bags_of_samples: BagsOfSamples | None = None
-    """Of a batch with a batch size for each feature."""
+    """Which bags each sample has, where features have batch sizes of their own."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""

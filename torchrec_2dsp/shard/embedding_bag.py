@@ -59,7 +59,7 @@ class BagContext(PrefetchContext, EmbeddingBagCollectionContext):
     bag_lengths: dict[str, torch.Tensor] | None = None
     """Ids per bag of the outputs that this module averages itself, by name."""
     bags_of_samples: BagsOfSamples | None = None
-    """Of a batch with a batch size for each feature."""
+    """Which bags each sample has, where features have batch sizes of their own."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""

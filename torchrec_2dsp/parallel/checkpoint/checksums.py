@@ -35,7 +35,7 @@ class Checksums:
     """What the bytes of a checkpoint have to add up to."""
 
     metadata_crc32: int
-    """Of the contents of `.metadata`."""
+    """The checksum of `.metadata`."""
     chunks: Mapping[Chunk, int]
     """The CRC-32 of each chunk; the chunks of a file are all of its bytes."""
 

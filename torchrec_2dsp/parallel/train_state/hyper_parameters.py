@@ -9,7 +9,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec_2dsp.errors import CheckpointError
 
 HyperParameters = dict[str, dict[str, Any]]
-"""By parameter: what its group says beside the parameters."""
+"""What the group of each parameter says beside its parameters."""
 
 
 def hyper_parameters(

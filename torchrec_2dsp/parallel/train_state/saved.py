@@ -21,11 +21,11 @@ class Saved:
 
     header: dict[str, Any]
     own: dict[str, Any] | None
-    """Of the rank with this number, if there was one."""
+    """What the rank with this number stored, if there was one."""
     ranks: dict[int, dict[str, Any]]
-    """Of all ranks that this one takes over from."""
+    """What each rank stored that this one takes over from."""
     members: dict[str, list[dict[str, Any]]]
-    """By name; one state, or one for each of these ranks."""
+    """The states of each member: one, or one for each of these ranks."""
     is_same_world: bool
     """Whether there were as many ranks."""
 

@@ -12,11 +12,11 @@ class Told:
     """What ranks tell each other at a save."""
 
     digests: dict[str, str]
-    """By member, of its state."""
+    """A digest of each member's state."""
     hyper_parameters: dict[str, HyperParameters]
-    """Of the parameters that the rank has."""
+    """The hyper-parameters of the parameters that the rank has."""
     iterations: dict[str, int]
-    """By table."""
+    """How many forwards the kernel of each table has counted."""
 
 
 def joined_hyper_parameters(every: Iterable[Told]) -> dict[str, HyperParameters]:

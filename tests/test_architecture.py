@@ -43,7 +43,7 @@ def package_of(folder: Path, **sources: str) -> Path:
     (package / "__init__.py").write_text("from pkg.mesh import a\n")
     for name, source in sources.items():
         path = package.joinpath(*name.split("__")).with_suffix(".py")
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         (path.parent / "__init__.py").touch()
         path.write_text(source)
     return package
@@ -53,7 +53,7 @@ GOOD = {
     "errors": "import os",
     "mesh__a": "import torchrec\nfrom pkg.errors import MeshError",
     "mesh__b": "from pkg.mesh import a\nfrom . import a\nfrom ..errors import MeshError",
-    "cli__app": "def run():\n    from pkg.mesh.b import x",
+    "programs__cli__app": "def run():\n    from pkg.mesh.b import x",
 }
 
 
@@ -66,11 +66,23 @@ def test_a_good_package_passes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "check", "message"),
     [
-        ("from pkg.sync import x", layer_violations, "mesh/a.py:1: mesh is below sync: imports"),
-        ("import pkg.sync.point", layer_violations, "mesh is below sync: imports point down; move"),
-        ("def f():\n    from ..sync import x", layer_violations, "mesh/a.py:2: mesh is below sync"),
-        ("from pkg.access import x", layer_violations, "mesh and access are siblings, which don't"),
-        ("from pkg import access", layer_violations, "mesh and access are siblings"),
+        (
+            "from pkg.replicas import x",
+            layer_violations,
+            "mesh/a.py:1: mesh is below replicas: imports",
+        ),
+        (
+            "import pkg.replicas.point",
+            layer_violations,
+            "mesh is below replicas: imports point down; move",
+        ),
+        (
+            "def f():\n    from ..replicas import x",
+            layer_violations,
+            "mesh/a.py:2: mesh is below replicas",
+        ),
+        ("from pkg.optim import x", layer_violations, "mesh and optim are siblings, which don't"),
+        ("from pkg import optim", layer_violations, "mesh and optim are siblings"),
         ("from pkg import Mesh2D", layer_violations, "import from the defining module"),
         ("from pkg.mesh.b import x", cycle_violations, "import cycle pkg.mesh.a -> pkg.mesh.b -> "),
         ("from torchrec.distributed.comm import x", upstream_violations, "comm.x is internal to t"),
@@ -78,6 +90,11 @@ def test_a_good_package_passes(tmp_path: Path) -> None:
         ("import torchrec.distributed.sharding.rw_sharding", upstream_violations, "is internal"),
         ("from torchrec.distributed.types import _x", upstream_violations, "types._x is internal"),
         ("import fbgemm_gpu", upstream_violations, "fbgemm_gpu is internal to fbgemm_gpu; import"),
+        (
+            "from pkg.programs.cli import app",
+            layer_violations,
+            "mesh is below programs.cli: imports point down",
+        ),
         ("x = 1\n" * 301, size_violations, "mesh/a.py: 301 lines, over 300; split it by theme"),
         (
             "def f():\n" + "    x = 1\n" * 60,
@@ -91,8 +108,9 @@ def test_a_bad_file_is_named_with_rule_and_remedy(
 ) -> None:
     others = {
         "mesh__b": "from pkg.mesh import a",
-        "sync__point": "",
-        "access__counter": "",
+        "replicas__point": "",
+        "optim__steps": "",
+        "programs__cli__app": "",
     }
     (violation,) = check(package_of(tmp_path, mesh__a=source, **others))
     assert message in violation

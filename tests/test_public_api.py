@@ -1,25 +1,22 @@
 """The public names: a change of this list is a change of the package's promise."""
 
+import ast
 import inspect
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 import torchrec_2dsp
 
 PUBLIC_NAMES = [
-    "FROM_MESH",
     "AccessStats",
     "BalancedPartitioner",
     "Calibration",
-    "CalibrationError",
-    "CheckpointError",
-    "ConfigError",
-    "CostModel",
     "DelayedMomentRowWiseAdaGrad",
-    "DenseWork",
     "EmbeddingBagCollectionSharder2D",
     "EmbeddingCollectionSharder2D",
-    "Enumerator2D",
     "Exchange",
     "ExchangeProposer",
     "GradientSync",
@@ -27,52 +24,32 @@ PUBLIC_NAMES = [
     "HotRowProposer",
     "HotSet",
     "HotSetRefresh",
-    "InputError",
-    "MemoryCost",
     "Mesh2D",
-    "MeshError",
-    "MeshGroups",
     "ModelParallel2D",
     "MomentScaledRowWiseAdaGrad",
-    "MomentScaledRowWiseAdaGradOptimizer",
     "ParameterConstraints2D",
     "ParameterSharding2D",
-    "Partitioner2D",
-    "PendingSave",
     "Plan2D",
-    "PlanError",
     "Planner2D",
-    "RankError",
     "RankLayout",
     "RowCounter",
     "RowOwners",
-    "ShardingType2D",
-    "Stats2D",
-    "StepCost",
-    "SyncError",
     "SyncReport",
     "SyncedRows",
-    "TableAccess",
-    "TableWork",
     "TrainPipelineRowPrefetch",
     "TrainState",
     "Transport",
     "TwoDError",
-    "UnsupportedError",
-    "VersionError",
     "WeightSync",
-    "Workload",
     "after",
     "drop_old_checkpoints",
     "every",
     "failing_together",
     "get_default_sharders",
-    "group_topology",
     "latest_checkpoint",
     "load_checkpoint",
     "never",
     "pin",
-    "plan_for_rank",
     "save_checkpoint",
 ]
 
@@ -95,6 +72,48 @@ def public_members() -> list[tuple[str, object]]:
 
 def test_the_public_names_are_these() -> None:
     assert sorted(torchrec_2dsp.__all__) == sorted(PUBLIC_NAMES)
+
+
+def test_type_checkers_see_the_names_that_are_loaded_when_used() -> None:
+    tree = ast.parse(Path(torchrec_2dsp.__file__).read_text())
+    seen = {
+        alias.asname: node.module
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    names = torchrec_2dsp._MODULE_OF
+    assert seen == {name: f"torchrec_2dsp.{module}" for name, module in names.items()}
+
+
+def modules_after(code: str) -> set[str]:
+    """The modules that a fresh interpreter has loaded after ``code``."""
+    ending = "; import sys; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code + ending], capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("code", "absent"),
+    [
+        ("import torchrec_2dsp as tdsp; tdsp.Mesh2D(2, 4), tdsp.errors.PlanError", "torch"),
+        ("import torchrec_2dsp.programs.cli.app", "torch"),
+        ("import torchrec_2dsp as tdsp; tdsp.GradientSync(), tdsp.HotSet", "torchrec"),
+    ],
+)
+def test_names_load_only_what_they_need(code: str, absent: str) -> None:
+    loaded = modules_after(code)
+    assert "torchrec_2dsp" in loaded
+    assert absent not in loaded
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'torchrec_2dsp' has no attribute 'Mesh3D'"):
+        _ = torchrec_2dsp.Mesh3D  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize("name", torchrec_2dsp.__all__)

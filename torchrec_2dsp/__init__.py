@@ -1,146 +1,154 @@
 """2D sparse parallelism, hot rows and exact replica sync for TorchRec, by swapping the planner
-and the sharders."""
+and the sharders.
 
-import sys
+Public names are loaded when they are first used: `Mesh2D` doesn't load TorchRec, `Planner2D` does.
+What isn't named here is imported from its room, such as `torchrec_2dsp.cost.model.CostModel`.
+"""
 
-from torchrec_2dsp._compat.versions import is_doctor_command, require_supported_versions
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-# The doctor has to run where everything else would fail, so it alone starts without the rest.
-if not is_doctor_command(sys.orig_argv, sys.argv):
-    require_supported_versions()
+from torchrec_2dsp import errors as errors
+from torchrec_2dsp._version import __version__ as __version__
 
-    from torchrec_2dsp.access.counter import RowCounter
-    from torchrec_2dsp.access.hot_set import HotSet
-    from torchrec_2dsp.access.stats import AccessStats
-    from torchrec_2dsp.access.table_access import TableAccess
-    from torchrec_2dsp.cost.calibration import Calibration
-    from torchrec_2dsp.cost.memory import MemoryCost
-    from torchrec_2dsp.cost.model import CostModel
-    from torchrec_2dsp.cost.step_cost import StepCost
-    from torchrec_2dsp.cost.workload import DenseWork, TableWork, Workload
-    from torchrec_2dsp.errors import (
-        CalibrationError,
-        CheckpointError,
-        ConfigError,
-        InputError,
-        MeshError,
-        PlanError,
-        RankError,
-        SyncError,
-        TwoDError,
-        UnsupportedError,
-        VersionError,
+if TYPE_CHECKING:
+    from torchrec_2dsp.access.counter import RowCounter as RowCounter
+    from torchrec_2dsp.access.hot_set import HotSet as HotSet
+    from torchrec_2dsp.access.stats import AccessStats as AccessStats
+    from torchrec_2dsp.cost.calibration import Calibration as Calibration
+    from torchrec_2dsp.errors import TwoDError as TwoDError
+    from torchrec_2dsp.mesh.mesh2d import Mesh2D as Mesh2D, RankLayout as RankLayout
+    from torchrec_2dsp.optim.delayed_moment import (
+        DelayedMomentRowWiseAdaGrad as DelayedMomentRowWiseAdaGrad,
     )
-    from torchrec_2dsp.mesh.groups import MeshGroups
-    from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
-    from torchrec_2dsp.optim.delayed_moment import DelayedMomentRowWiseAdaGrad
     from torchrec_2dsp.optim.moment_scaled import (
-        FROM_MESH,
-        MomentScaledRowWiseAdaGrad,
-        MomentScaledRowWiseAdaGradOptimizer,
+        MomentScaledRowWiseAdaGrad as MomentScaledRowWiseAdaGrad,
     )
-    from torchrec_2dsp.parallel.checkpoint import PendingSave, load_checkpoint, save_checkpoint
-    from torchrec_2dsp.parallel.checkpoint.latest import drop_old_checkpoints, latest_checkpoint
-    from torchrec_2dsp.parallel.failing_together import failing_together
-    from torchrec_2dsp.parallel.hot_set_refresh import HotSetRefresh
-    from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
-    from torchrec_2dsp.parallel.row_prefetch_pipeline import TrainPipelineRowPrefetch
-    from torchrec_2dsp.parallel.train_state.state import TrainState
+    from torchrec_2dsp.parallel.checkpoint import (
+        load_checkpoint as load_checkpoint,
+        save_checkpoint as save_checkpoint,
+    )
+    from torchrec_2dsp.parallel.checkpoint.latest import (
+        drop_old_checkpoints as drop_old_checkpoints,
+        latest_checkpoint as latest_checkpoint,
+    )
+    from torchrec_2dsp.parallel.failing_together import failing_together as failing_together
+    from torchrec_2dsp.parallel.hot_set_refresh import HotSetRefresh as HotSetRefresh
+    from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D as ModelParallel2D
+    from torchrec_2dsp.parallel.row_prefetch_pipeline import (
+        TrainPipelineRowPrefetch as TrainPipelineRowPrefetch,
+    )
+    from torchrec_2dsp.parallel.train_state.state import TrainState as TrainState
     from torchrec_2dsp.plan.parameter_sharding import (
-        Exchange,
-        ParameterSharding2D,
-        RowOwners,
-        ShardingType2D,
+        Exchange as Exchange,
+        ParameterSharding2D as ParameterSharding2D,
+        RowOwners as RowOwners,
     )
-    from torchrec_2dsp.plan.pin import pin
-    from torchrec_2dsp.plan.plan2d import Plan2D
-    from torchrec_2dsp.plan.remap import plan_for_rank
-    from torchrec_2dsp.plan.sync_config import GradientSync, SyncedRows, Transport, WeightSync
-    from torchrec_2dsp.plan.sync_policy import after, every, never
-    from torchrec_2dsp.planner.balanced_partitioner import BalancedPartitioner
-    from torchrec_2dsp.planner.constraints import ParameterConstraints2D
-    from torchrec_2dsp.planner.enumerator import Enumerator2D
-    from torchrec_2dsp.planner.partitioner import Partitioner2D
-    from torchrec_2dsp.planner.planner2d import Planner2D
-    from torchrec_2dsp.planner.proposers import (
-        ExchangeProposer,
-        GroupSizeProposer,
-        HotRowProposer,
+    from torchrec_2dsp.plan.pin import pin as pin
+    from torchrec_2dsp.plan.plan2d import Plan2D as Plan2D
+    from torchrec_2dsp.plan.sync_config import (
+        GradientSync as GradientSync,
+        SyncedRows as SyncedRows,
+        Transport as Transport,
+        WeightSync as WeightSync,
     )
-    from torchrec_2dsp.planner.stats import Stats2D
-    from torchrec_2dsp.planner.topology import group_topology
-    from torchrec_2dsp.shard.default_sharders import get_default_sharders
-    from torchrec_2dsp.shard.sequence_sharder import EmbeddingCollectionSharder2D
-    from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
-    from torchrec_2dsp.sync.report import SyncReport
+    from torchrec_2dsp.plan.sync_policy import after as after, every as every, never as never
+    from torchrec_2dsp.planner.constraints import ParameterConstraints2D as ParameterConstraints2D
+    from torchrec_2dsp.planner.planner2d import Planner2D as Planner2D
+    from torchrec_2dsp.planner.torchrec.balanced_partitioner import (
+        BalancedPartitioner as BalancedPartitioner,
+    )
+    from torchrec_2dsp.planner.torchrec.proposers import (
+        ExchangeProposer as ExchangeProposer,
+        GroupSizeProposer as GroupSizeProposer,
+        HotRowProposer as HotRowProposer,
+    )
+    from torchrec_2dsp.replicas.sync_report import SyncReport as SyncReport
+    from torchrec_2dsp.shard.default_sharders import get_default_sharders as get_default_sharders
+    from torchrec_2dsp.shard.sequence_sharder import (
+        EmbeddingCollectionSharder2D as EmbeddingCollectionSharder2D,
+    )
+    from torchrec_2dsp.shard.sharders import (
+        EmbeddingBagCollectionSharder2D as EmbeddingBagCollectionSharder2D,
+    )
 
-__version__ = "0.1.0"
-__all__ = [
-    "FROM_MESH",
-    "AccessStats",
-    "BalancedPartitioner",
-    "Calibration",
-    "CalibrationError",
-    "CheckpointError",
-    "ConfigError",
-    "CostModel",
-    "DelayedMomentRowWiseAdaGrad",
-    "DenseWork",
-    "EmbeddingBagCollectionSharder2D",
-    "EmbeddingCollectionSharder2D",
-    "Enumerator2D",
-    "Exchange",
-    "ExchangeProposer",
-    "GradientSync",
-    "GroupSizeProposer",
-    "HotRowProposer",
-    "HotSet",
-    "HotSetRefresh",
-    "InputError",
-    "MemoryCost",
-    "Mesh2D",
-    "MeshError",
-    "MeshGroups",
-    "ModelParallel2D",
-    "MomentScaledRowWiseAdaGrad",
-    "MomentScaledRowWiseAdaGradOptimizer",
-    "ParameterConstraints2D",
-    "ParameterSharding2D",
-    "Partitioner2D",
-    "PendingSave",
-    "Plan2D",
-    "PlanError",
-    "Planner2D",
-    "RankError",
-    "RankLayout",
-    "RowCounter",
-    "RowOwners",
-    "ShardingType2D",
-    "Stats2D",
-    "StepCost",
-    "SyncError",
-    "SyncReport",
-    "SyncedRows",
-    "TableAccess",
-    "TableWork",
-    "TrainPipelineRowPrefetch",
-    "TrainState",
-    "Transport",
-    "TwoDError",
-    "UnsupportedError",
-    "VersionError",
-    "WeightSync",
-    "Workload",
-    "after",
-    "drop_old_checkpoints",
-    "every",
-    "failing_together",
-    "get_default_sharders",
-    "group_topology",
-    "latest_checkpoint",
-    "load_checkpoint",
-    "never",
-    "pin",
-    "plan_for_rank",
-    "save_checkpoint",
-]
+_ROOMS = {
+    "access.counter": ("RowCounter",),
+    "access.hot_set": ("HotSet",),
+    "access.stats": ("AccessStats",),
+    "cost.calibration": ("Calibration",),
+    "errors": ("TwoDError",),
+    "mesh.mesh2d": (
+        "Mesh2D",
+        "RankLayout",
+    ),
+    "optim.delayed_moment": ("DelayedMomentRowWiseAdaGrad",),
+    "optim.moment_scaled": ("MomentScaledRowWiseAdaGrad",),
+    "parallel.checkpoint": (
+        "load_checkpoint",
+        "save_checkpoint",
+    ),
+    "parallel.checkpoint.latest": (
+        "drop_old_checkpoints",
+        "latest_checkpoint",
+    ),
+    "parallel.failing_together": ("failing_together",),
+    "parallel.hot_set_refresh": ("HotSetRefresh",),
+    "parallel.model_parallel2d": ("ModelParallel2D",),
+    "parallel.row_prefetch_pipeline": ("TrainPipelineRowPrefetch",),
+    "parallel.train_state.state": ("TrainState",),
+    "plan.parameter_sharding": (
+        "Exchange",
+        "ParameterSharding2D",
+        "RowOwners",
+    ),
+    "plan.pin": ("pin",),
+    "plan.plan2d": ("Plan2D",),
+    "plan.sync_config": (
+        "GradientSync",
+        "SyncedRows",
+        "Transport",
+        "WeightSync",
+    ),
+    "plan.sync_policy": (
+        "after",
+        "every",
+        "never",
+    ),
+    "planner.constraints": ("ParameterConstraints2D",),
+    "planner.planner2d": ("Planner2D",),
+    "planner.torchrec.balanced_partitioner": ("BalancedPartitioner",),
+    "planner.torchrec.proposers": (
+        "ExchangeProposer",
+        "GroupSizeProposer",
+        "HotRowProposer",
+    ),
+    "replicas.sync_report": ("SyncReport",),
+    "shard.default_sharders": ("get_default_sharders",),
+    "shard.sequence_sharder": ("EmbeddingCollectionSharder2D",),
+    "shard.sharders": ("EmbeddingBagCollectionSharder2D",),
+}
+"""The public names of each module."""
+
+_MODULE_OF = {name: module for module, names in _ROOMS.items() for name in names}
+_WITHOUT_TORCHREC = ("mesh.mesh2d", "errors")
+
+__all__ = list(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name, and refuse versions of TorchRec that can't work before it is loaded."""
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if module not in _WITHOUT_TORCHREC:
+        from torchrec_2dsp._compat.versions import require_supported_versions
+
+        require_supported_versions()
+    value = getattr(import_module(f"{__name__}.{module}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

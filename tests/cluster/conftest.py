@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.cluster.kernel import available
+from torchrec_2dsp.programs.cluster.kernel import available
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.cluster.network import read_interface_bytes
+from torchrec_2dsp.programs.cluster.network import read_interface_bytes
 
 RANK = int(os.environ.get("RANK", "0"))
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.emulated_cluster import EmulatedCluster
-from torchrec_2dsp.bench.results import BenchResult, ContestantResult
+from torchrec_2dsp.programs.bench.results import BenchResult, ContestantResult
+from torchrec_2dsp.programs.cluster.emulated_cluster import EmulatedCluster
 
 pytestmark = pytest.mark.usefixtures("needs_cluster")
 
@@ -39,6 +39,6 @@ def test_a_report_counts_what_crosses_the_link_and_says_where_it_ran(tmp_path: P
         assert all(ideal < link < 1.15 * ideal for link in link_bytes(one))
     assert max(link_bytes(ceiling)) < 0.01 * min(link_bytes(trained[0]))
     assert result.setting.cluster == description
-    launcher = "python -m tests.cluster --hosts 2 --ranks-per-host 1 --link 1000mbit -- -m "
+    launcher = "torchrec-2dsp cluster --hosts 2 --ranks-per-host 1 --link 1000mbit -- -m "
     assert result.setting.command.startswith(launcher + "torchrec_2dsp bench --config configs/")
     assert description in (tmp_path / "page.md").read_text()

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import launch
-from tests.cluster.emulated_cluster import EmulatedCluster
-from tests.cluster.errors import ClusterConfigError, CommandFailed
-from tests.cluster.kernel import probe, run_tool
-from tests.cluster.names import ClusterName
-from tests.cluster.network import namespaces_of
+from torchrec_2dsp.programs.cluster import launch
+from torchrec_2dsp.programs.cluster.emulated_cluster import EmulatedCluster
+from torchrec_2dsp.programs.cluster.errors import ClusterConfigError, CommandFailed
+from torchrec_2dsp.programs.cluster.kernel import probe, run_tool
+from torchrec_2dsp.programs.cluster.names import ClusterName
+from torchrec_2dsp.programs.cluster.network import namespaces_of
 
 pytestmark = pytest.mark.usefixtures("needs_cluster")
 
@@ -179,7 +179,7 @@ def test_an_owner_that_is_ended_leaves_nothing(
     # A shell starts what runs in the background deaf to Ctrl-C, and its children inherit that.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     owner = subprocess.Popen(
-        [sys.executable, "-m", "tests.cluster", *options, "--", *command],
+        [sys.executable, "-m", "torchrec_2dsp", "cluster", *options, "--", *command],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         cwd=Path(__file__).parents[2],
@@ -206,7 +206,7 @@ def test_an_owner_that_is_ended_leaves_nothing(
 def test_the_command_line_returns_what_the_command_does() -> None:
     def exit_code(*arguments: str) -> tuple[int, str]:
         result = subprocess.run(
-            [sys.executable, "-m", "tests.cluster", *arguments],
+            [sys.executable, "-m", "torchrec_2dsp", "cluster", *arguments],
             capture_output=True,
             text=True,
             cwd=Path(__file__).parents[2],

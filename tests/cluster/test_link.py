@@ -7,11 +7,16 @@ import sys
 
 import pytest
 
-from tests.cluster.emulated_cluster import EmulatedCluster
-from tests.cluster.errors import ClusterConfigError, ClusterError
-from tests.cluster.link import Link
-from tests.cluster.names import ClusterName
-from tests.cluster.network import MAX_HOSTS, InterfaceBytes, address, read_interface_bytes
+from torchrec_2dsp.programs.cluster.emulated_cluster import EmulatedCluster
+from torchrec_2dsp.programs.cluster.errors import ClusterConfigError, ClusterError
+from torchrec_2dsp.programs.cluster.link import Link
+from torchrec_2dsp.programs.cluster.names import ClusterName
+from torchrec_2dsp.programs.cluster.network import (
+    MAX_HOSTS,
+    InterfaceBytes,
+    address,
+    read_interface_bytes,
+)
 
 NET_DEV = """Inter-|   Receive                                                |  Transmit
  face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop
@@ -101,7 +106,8 @@ def test_orphans_are_told_from_the_living() -> None:
 
 
 def test_a_process_that_ended_owns_nothing() -> None:
-    code = "from tests.cluster.names import ClusterName; print(ClusterName.new(), flush=True);"
+    imports = "from torchrec_2dsp.programs.cluster.names import ClusterName"
+    code = f"{imports}; print(ClusterName.new(), flush=True);"
     command = [sys.executable, "-c", code + "input()"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

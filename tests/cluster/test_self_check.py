@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import pytest
 
-from tests.cluster.emulated_cluster import EmulatedCluster
-from tests.cluster.errors import ClusterConfigError, SelfCheckFailed
-from tests.cluster.link import Link
-from tests.cluster.self_check import SelfCheck, check_links
+from torchrec_2dsp.programs.cluster.emulated_cluster import EmulatedCluster
+from torchrec_2dsp.programs.cluster.errors import ClusterConfigError, SelfCheckFailed
+from torchrec_2dsp.programs.cluster.link import Link
+from torchrec_2dsp.programs.cluster.self_check import SelfCheck, check_links
 
 GOOD = SelfCheck(
     all_to_all_bytes_per_s=118e6,
@@ -134,7 +134,7 @@ def test_one_host_has_no_links() -> None:
 
 def check_real(hosts: int, ranks_per_host: int, link: str) -> SelfCheck:
     with EmulatedCluster(hosts, ranks_per_host, link) as cluster:
-        return cluster.self_check()
+        return check_links(cluster)
 
 
 @pytest.mark.usefixtures("needs_cluster")

@@ -75,7 +75,7 @@ def raising(rank: int, world_size: int, cell: Cell, bad: int) -> tuple[str, int,
         if rank == FAULTY_RANK:
             batch, sample, _ = with_id(batch, bad)
         if with_bad:
-            with pytest.raises(tdsp.InputError) as caught:
+            with pytest.raises(tdsp.errors.InputError) as caught:
                 local_loss(parallel(batch))
             said = str(caught.value)
             found = sum(part.num_bad_ids for part in parts_of(parallel))
@@ -139,7 +139,7 @@ def raising_in_pipelines(rank: int, world_size: int, cell: Cell) -> tuple[list[s
         batches = iter(stream)
         for _ in range(3):
             pipeline.progress(batches)
-        with pytest.raises(tdsp.InputError) as caught:
+        with pytest.raises(tdsp.errors.InputError) as caught:
             pipeline.progress(batches)
         answers.append(str(caught.value))
         ends.append(snapshot(parallel))
@@ -156,5 +156,7 @@ def test_pipelines_stop_at_the_batch(ranks4: RankPool, cell: Cell) -> None:
 
 
 def test_an_unknown_policy_is_told() -> None:
-    with pytest.raises(tdsp.ConfigError, match="bad_ids='ignore' is unknown; use one of 'raise'"):
+    with pytest.raises(
+        tdsp.errors.ConfigError, match="bad_ids='ignore' is unknown; use one of 'raise'"
+    ):
         tdsp.EmbeddingBagCollectionSharder2D(bad_ids="ignore")

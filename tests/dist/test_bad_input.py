@@ -271,5 +271,5 @@ def test_every_rank_raises_the_same_error_within_seconds(ranks4: RankPool, case:
 
 
 def test_a_mesh_needs_a_process_group() -> None:
-    with pytest.raises(tdsp.MeshError, match=r"call torch\.distributed\.init_process_group"):
+    with pytest.raises(tdsp.errors.MeshError, match=r"call torch\.distributed\.init_process_group"):
         construct(build(ModelSpec()), None, None)

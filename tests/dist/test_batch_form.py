@@ -180,7 +180,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
         parallel.sync_now()  # type: ignore[operator]
         for change in REFUSED:
             before = snapshot(parallel)
-            with pytest.raises(tdsp.InputError) as caught:
+            with pytest.raises(tdsp.errors.InputError) as caught:
                 parallel(change(second[rank]) if rank == 1 else second[rank])
             said.append(str(caught.value))
             assert largest_gap(snapshot(parallel), before) == 0.0

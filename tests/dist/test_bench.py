@@ -13,14 +13,14 @@ import torch.distributed as dist
 from tests.support.faulty_bench import CONFIG
 from tests.support.loops import local_tensors
 from tests.support.ranks import RankPool
-from torchrec_2dsp.bench import replay
-from torchrec_2dsp.bench.config import BenchConfig
-from torchrec_2dsp.bench.contestants import build_trainer
-from torchrec_2dsp.bench.results import BenchResult, ContestantResult, Outcome
 from torchrec_2dsp.cost.step_cost import StepCost
-from torchrec_2dsp.data.synthetic import make_batch
-from torchrec_2dsp.measure.link_speed import LinkSpeeds
-from torchrec_2dsp.recipe.config_file import make_config
+from torchrec_2dsp.programs.bench import replay
+from torchrec_2dsp.programs.bench.config import BenchConfig
+from torchrec_2dsp.programs.bench.contestants import build_trainer
+from torchrec_2dsp.programs.bench.results import BenchResult, ContestantResult, Outcome
+from torchrec_2dsp.programs.calibrate.link_speed import LinkSpeeds
+from torchrec_2dsp.programs.config.config_file import make_config
+from torchrec_2dsp.programs.data.synthetic import make_batch
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 200

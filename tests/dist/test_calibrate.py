@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 import torchrec_2dsp as tdsp
 from tests.support.ranks import RankPool
-from torchrec_2dsp.cli.app import app
-from torchrec_2dsp.measure import fit, kernels
-from torchrec_2dsp.measure.calibrate import calibrate
+from torchrec_2dsp.programs.calibrate import fit, kernels
+from torchrec_2dsp.programs.calibrate.calibrate import calibrate
+from torchrec_2dsp.programs.cli.app import app
 
 
 def measured(
@@ -51,7 +51,7 @@ def test_every_rank_finds_the_same(ranks4: RankPool) -> None:
 
 def refused(rank: int, world_size: int) -> str:
     assert dist.group.WORLD is not None
-    with pytest.raises(tdsp.CalibrationError) as caught:
+    with pytest.raises(tdsp.errors.CalibrationError) as caught:
         calibrate(dist.group.WORLD, local_world_size=3, name="x")
     return str(caught.value)
 

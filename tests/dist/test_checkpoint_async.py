@@ -18,8 +18,7 @@ from tests.support.oracle import local_loss
 from tests.support.parity import Cell
 from tests.support.ranks import RankPool, run_ranks
 from torchrec_2dsp.errors import CheckpointError, ConfigError
-from torchrec_2dsp.parallel.checkpoint import group as groups
-from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
+from torchrec_2dsp.parallel.checkpoint import group as groups, load_checkpoint, save_checkpoint
 from torchrec_2dsp.parallel.checkpoint.writer import ChecksumWriter
 
 SAVED_STEPS = (1, 4)

@@ -31,8 +31,7 @@ from tests.dist.test_checkpoint_harness import (
 from tests.support.models import ModelSpec, TableSpec
 from tests.support.parity import Cell, make_oracle
 from tests.support.ranks import RankPool
-from torchrec_2dsp.parallel.checkpoint import group as groups
-from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
+from torchrec_2dsp.parallel.checkpoint import group as groups, load_checkpoint, save_checkpoint
 
 BIG = ModelSpec(tables=tuple(TableSpec(f"t{n}", 6000 + n, 16, (f"f{n}",)) for n in range(4)))
 

@@ -17,6 +17,7 @@ from torchrec_2dsp.cost.loads import Loads
 from torchrec_2dsp.cost.placed import Placed
 from torchrec_2dsp.cost.span import Span
 from torchrec_2dsp.cost.table_loads import add_table
+from torchrec_2dsp.cost.workload import Workload
 
 BATCH = 256
 SPEC = ModelSpec((TableSpec("t0", 1_000, 16, ("f0",)), TableSpec("t1", 500, 8, ("f1", "f2"))))
@@ -84,7 +85,7 @@ def predicted(cell: Cell) -> Loads:
     """Of the plan that the ranks run."""
     model = build(cell.spec)
     plan = group_plan(cell, model, make_sharder(cell), local_world_size=2)
-    workload = tdsp.Workload.of_model(model, batch_size=BATCH)
+    workload = Workload.of_model(model, batch_size=BATCH)
     span = Span.of_sharding_groups(cell.mesh, local_world_size=2)
     loads = Loads(4)
     for _, module in plan.modules():

@@ -74,7 +74,7 @@ def error_of_what_does_not_fit(rank: int, world_size: int) -> str:
     model = EmbeddingBagCollection(tables=[table], device=torch.device("meta"))
     try:
         tdsp.ModelParallel2D(model)
-    except tdsp.PlanError as error:
+    except tdsp.errors.PlanError as error:
         return str(error)
     return "it fits"
 

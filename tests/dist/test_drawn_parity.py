@@ -1,7 +1,6 @@
 """Parity on drawn models, batches and meshes."""
 
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from tests.support.models import ModelSpec, TableSpec
 from tests.support.parity import TOLERANCE, Cell, run_cell

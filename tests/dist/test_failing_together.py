@@ -67,7 +67,7 @@ def uneven(rank: int, world_size: int, cell: Cell) -> tuple[str, tuple[int, ...]
             for batch in loop.batches(batches):
                 plain_loop(model, optimizer, [batch])
                 num_steps += 1
-    except tdsp.RankError as error:
+    except tdsp.errors.RankError as error:
         said, ranks = str(error), error.ranks
     expected = shard(cell)
     plain_loop(expected, make_optimizer(expected), batches[:2])
@@ -93,7 +93,7 @@ def broken_loader(rank: int, world_size: int) -> tuple[str, str]:
         with tdsp.failing_together(model) as loop:
             for batch in loop.batches(load()):
                 plain_loop(model, optimizer, [batch])
-    except (OSError, tdsp.RankError) as error:
+    except (OSError, tdsp.errors.RankError) as error:
         return type(error).__name__, str(error)
     return "", ""
 
@@ -122,9 +122,9 @@ def prefetching(rank: int, world_size: int, num_batches: list[int]) -> tuple[str
             losses.append(float(pipeline.progress(batches).sum()))
     except StopIteration:
         pass
-    except tdsp.RankError as error:
+    except tdsp.errors.RankError as error:
         said = str(error)
-        with pytest.raises(tdsp.RankError, match="no batch is left"):
+        with pytest.raises(tdsp.errors.RankError, match="no batch is left"):
             pipeline.progress(batches)
     # Nothing is half done: the ranks can still talk.
     snapshot(model)
@@ -172,7 +172,7 @@ def alike(rank: int, world_size: int) -> tuple[bool, str]:
     model, (batches,) = shard(EXACT), make_stream(EXACT, 1)
     optimizer = make_optimizer(model)
     bad = replace_ids(batches[rank]) if rank == 1 else batches[rank]
-    with pytest.raises(tdsp.InputError), tdsp.failing_together(model):
+    with pytest.raises(tdsp.errors.InputError), tdsp.failing_together(model):
         model(bad)
     notice = store_of_world().get(f"torchrec_2dsp/notice/{rank}").decode()
     losses = plain_loop(model, optimizer, [batches[rank]])
@@ -196,7 +196,7 @@ def after_an_error(rank: int, world_size: int) -> list[str]:
     (local_loss(model(batches[rank])) * float("nan" if rank == 1 else 1)).backward()
     texts = []
     for use in (model.sync_now, model.sync_now, lambda: model(batches[rank]), model.state_dict):
-        with pytest.raises(tdsp.SyncError) as caught:
+        with pytest.raises(tdsp.errors.SyncError) as caught:
             use()
         texts.append(str(caught.value))
     return texts
@@ -210,5 +210,7 @@ def test_a_model_that_failed_says_so_again() -> None:
 
 
 def test_a_model_without_our_modules_is_refused() -> None:
-    with pytest.raises(tdsp.ConfigError, match=r"the model \(Linear\) has no sharded module"):
+    with pytest.raises(
+        tdsp.errors.ConfigError, match=r"the model \(Linear\) has no sharded module"
+    ):
         tdsp.failing_together(torch.nn.Linear(1, 1))

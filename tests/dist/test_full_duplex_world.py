@@ -19,9 +19,10 @@ from tests.support.models import ModelSpec, make_batch
 from tests.support.oracle import local_loss
 from tests.support.parity import Cell, local_shards, make_optimizer
 from tests.support.ranks import RankPool, run_ranks
-from torchrec_2dsp import Mesh2D, MeshGroups
+from torchrec_2dsp import Mesh2D
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.comms.full_duplex import BACKEND_NAME, FullDuplexGroup
+from torchrec_2dsp.comms.mesh_groups import MeshGroups
 
 
 def start_world(rank: int, world_size: int, store: Path) -> Any:

@@ -199,11 +199,13 @@ def test_hot_sets_follow_the_log(ranks4: RankPool) -> None:
 def wrong_counters(rank: int, world_size: int, cell: Cell) -> None:
     parallel = sharded(cell)
     other = tdsp.RowCounter([EmbeddingBagConfig(9, 8, name="t9", feature_names=["f9"])])
-    with pytest.raises(tdsp.ConfigError, match="doesn't count table 't0', whose hot rows"):
+    with pytest.raises(tdsp.errors.ConfigError, match="doesn't count table 't0', whose hot rows"):
         tdsp.HotSetRefresh(parallel, other, every=2)
-    with pytest.raises(tdsp.ConfigError, match="every=0 must be at least one step"):
+    with pytest.raises(tdsp.errors.ConfigError, match="every=0 must be at least one step"):
         tdsp.HotSetRefresh(parallel, other, every=0)
-    with pytest.raises(tdsp.ConfigError, match="no hot rows to refresh; pin some when you plan"):
+    with pytest.raises(
+        tdsp.errors.ConfigError, match="no hot rows to refresh; pin some when you plan"
+    ):
         tdsp.HotSetRefresh(sharded(replace(cell, hot_rows=())), other, every=2)
 
 

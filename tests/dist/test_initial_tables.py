@@ -94,7 +94,7 @@ def differing_seeds(rank: int, world_size: int) -> str:
     model = build(cell.spec)
     plan = group_plan(cell, model, make_sharder(cell), local_world_size())
     sharder = tdsp.EmbeddingBagCollectionSharder2D(init_seed=rank)
-    with pytest.raises(tdsp.ConfigError) as error:
+    with pytest.raises(tdsp.errors.ConfigError) as error:
         tdsp.ModelParallel2D(model, plan=plan, sharders=[sharder])
     return str(error.value)
 

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from tests.support.exits import NUM_RANKS, WAYS
 from tests.support.rank_worker import GLOO_TIMEOUT, REPOSITORY
 from tests.support.ranks import RankPool
-from torchrec_2dsp import Mesh2D, MeshError, MeshGroups, RankLayout
+from torchrec_2dsp import Mesh2D, RankLayout
 from torchrec_2dsp._compat.c10d import timeout_of
 from torchrec_2dsp._compat.torchrec import intra_and_cross_node_pg_2D
 from torchrec_2dsp.comms.counting import count_collectives
+from torchrec_2dsp.comms.mesh_groups import MeshGroups, leave_world
 from torchrec_2dsp.comms.peers import Peers
-from torchrec_2dsp.mesh.groups import leave_world
+from torchrec_2dsp.errors import MeshError
 
 MESHES = [*(Mesh2D(2, 2, layout) for layout in RankLayout), Mesh2D(1, 4), Mesh2D(4, 1)]
 AXES = ("sharding_group", "replica_peers", "hot_rows", "world")
@@ -162,7 +163,7 @@ def peers_by_host(rank: int, world_size: int, mesh: Mesh2D) -> list[list[list[in
             for group in (peers.everyone, peers.in_host, peers.across)
             if group is not None
         ]
-        for peers in (groups.row_exchange, groups.hot_rows)
+        for peers in (groups.replica_rows, groups.hot_rows)
     ]
     groups.close()
     return members
@@ -196,7 +197,7 @@ def timeouts(rank: int, world_size: int, meshes: list[Mesh2D]) -> list[dict[str,
             "intra": nodes[0],
             "cross": nodes[1],
             "hot_rows": groups.hot_rows.everyone,
-            "row_exchange": groups.row_exchange.everyone,
+            "replica_rows": groups.replica_rows.everyone,
             "alarm": groups.alarm.group,
         }
         of_meshes.append(

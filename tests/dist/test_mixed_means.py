@@ -190,12 +190,12 @@ def refusals(rank: int, world_size: int) -> list[str]:
     """What is said when a weighted mean is planned, and when it comes with a plan of sums."""
     mesh, tables = tdsp.Mesh2D(2, 2), (MixedTable("mean", "table_wise"),)
     said = []
-    with pytest.raises(tdsp.UnsupportedError) as when_planned:
+    with pytest.raises(tdsp.errors.UnsupportedError) as when_planned:
         planned(tables, mesh, weighted=True)
     said.append(str(when_planned.value))
     _, sharder, plan = planned(tables, mesh)
     model = torch.nn.ModuleDict({"ebc": collection(tables, weighted=True)})
-    with pytest.raises(tdsp.UnsupportedError) as when_sharded:
+    with pytest.raises(tdsp.errors.UnsupportedError) as when_sharded:
         tdsp.ModelParallel2D(model, plan=plan, sharders=[sharder])
     said.append(str(when_sharded.value))
     return said

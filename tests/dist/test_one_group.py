@@ -30,6 +30,7 @@ from tests.support.parity import (
     make_sharder,
 )
 from tests.support.ranks import RankPool
+from torchrec_2dsp.plan.remap import plan_for_rank
 
 ONE_GROUP = tdsp.Mesh2D(1, 4)
 CELLS = [
@@ -58,7 +59,7 @@ def make_stock(cell: Cell, world_size: int) -> DistributedModelParallel:
     params = {"optimizer": FUSED[cell.optimizer], "learning_rate": LR, "eps": EPS}
     plan = group_plan(cell, model, make_sharder(cell), local_world_size())
     stock_plan = ShardingPlan(
-        tdsp.plan_for_rank(plan, dist.get_rank(), local_world_size=world_size).plan
+        plan_for_rank(plan, dist.get_rank(), local_world_size=world_size).plan
     )
     parallel = DistributedModelParallel(
         module=model,

@@ -33,6 +33,7 @@ from tests.support.parity import EPS, LR, Cell, compare, make_optimizer
 from tests.support.ranks import RankPool
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.optim.moment_scaled import MomentScaledRowWiseAdaGradOptimizer
 
 MESH = tdsp.Mesh2D(2, 2)
 AVERAGED = Cell(MESH, sync=tdsp.WeightSync())
@@ -141,7 +142,7 @@ def in_backward(optimizer: Any, **options: Any) -> Way:
     return way
 
 
-OUR_CLASS = tdsp.MomentScaledRowWiseAdaGradOptimizer
+OUR_CLASS = MomentScaledRowWiseAdaGradOptimizer
 ROW_WISE, SGD = EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.EXACT_SGD
 RATES = {"learning_rate": LR, "eps": EPS}
 WAYS = {

@@ -81,7 +81,7 @@ def bad_ids(rank: int, world_size: int, cell: Cell) -> list[str]:
         batch = make_batch(cell.spec, rank)
         if rank == 1:
             batch[feature].values()[0] = 10_000
-        with pytest.raises(tdsp.InputError) as caught:
+        with pytest.raises(tdsp.errors.InputError) as caught:
             parallel(batch)
         said.append(str(caught.value))
         local_loss(parallel(make_batch(cell.spec, rank))).backward()

@@ -14,6 +14,7 @@ from tests.support.planning import calibration
 from tests.support.ranks import RankPool
 from tests.unit.test_planner import SHARDERS, bags, constrained, planner_for, world
 from torchrec_2dsp.plan.serialize import from_json, to_json
+from torchrec_2dsp.planner.torchrec.stats import Stats2D
 
 MESH = tdsp.Mesh2D(num_groups=2, group_size=2)
 
@@ -55,7 +56,7 @@ def plan_of_proposals(rank: int, world_size: int) -> str:
         storage_reservation=FixedPercentageStorageReservation(0.0),
         proposer=tdsp.GroupSizeProposer(topology, calibration()),
         partitioner=tdsp.BalancedPartitioner(),
-        stats=tdsp.Stats2D(),
+        stats=Stats2D(),
     )
     return to_json(tdsp.Plan2D.from_stock(planner.collective_plan(bags(), SHARDERS)))
 
@@ -118,7 +119,7 @@ def the_plan_cannot_travel(rank: int, world_size: int) -> None:
 
 class RefusingReservation(FixedPercentageStorageReservation):
     def reserve(self, *args: object, **kwargs: object) -> NoReturn:
-        raise tdsp.UnsupportedError("refused by name")
+        raise tdsp.errors.UnsupportedError("refused by name")
 
 
 def a_part_refuses(rank: int, world_size: int) -> None:
@@ -174,11 +175,13 @@ def test_every_rank_raises_the_same_error_within_seconds(
 
 
 def test_planning_alone_has_the_stock_error_as_its_cause() -> None:
-    with pytest.raises(tdsp.PlanError) as raised:
+    with pytest.raises(tdsp.errors.PlanError) as raised:
         planner_for(MESH, world(4, ddr_cap=1_000)).plan(bags(), SHARDERS)
     assert isinstance(raised.value.__cause__, PlannerError)
 
 
 def test_without_a_process_group_it_says_what_to_do() -> None:
-    with pytest.raises(tdsp.MeshError, match=r"init_process_group\(...\) first, or use plan"):
+    with pytest.raises(
+        tdsp.errors.MeshError, match=r"init_process_group\(...\) first, or use plan"
+    ):
         planner_for(MESH).collective_plan(bags(), SHARDERS)

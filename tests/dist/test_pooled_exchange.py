@@ -236,7 +236,7 @@ def test_what_it_is_not_for_is_refused(ranks4: RankPool) -> None:
     cell = Cell(ONE, "table_row_wise")
     plan = group_plan(cell, build(cell.spec), make_sharder(cell), 4)
     with pytest.raises(
-        tdsp.PlanError, match="exchange='nonempty' is for tables sharded table_wise, "
+        tdsp.errors.PlanError, match="exchange='nonempty' is for tables sharded table_wise, "
     ):
         tdsp.pin(plan, "t0", exchange="nonempty")
     sequence = ModelSpec(SEQUENCE_TABLES, sequence=True)

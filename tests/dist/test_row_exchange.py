@@ -239,10 +239,10 @@ def test_a_plan_says_what_it_needs() -> None:
     cell = Cell(ONE, "table_wise")
     plan = group_plan(cell, build(cell.spec), make_sharder(cell), 4)
     needs = r"2d_table_wise, but exchange='row' is for tables sharded row_wise: constrain it with"
-    with pytest.raises(tdsp.PlanError, match=needs):
+    with pytest.raises(tdsp.errors.PlanError, match=needs):
         tdsp.pin(plan, "t0", exchange="row")
     with pytest.raises(
-        tdsp.PlanError, match="exchange='rows' is unknown; use one of 'pooled', 'nonempty'"
+        tdsp.errors.PlanError, match="exchange='rows' is unknown; use one of 'pooled', 'nonempty'"
     ):
         tdsp.pin(plan, "t0", exchange="rows")
 

@@ -26,8 +26,8 @@ from tests.support.parity import (
 )
 from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
-from torchrec_2dsp.data.zipf import Zipf
 from torchrec_2dsp.plan.serialize import from_json, to_json
+from torchrec_2dsp.programs.data.zipf import Zipf
 
 TOLERANCE = 1e-6
 ONE, TWO = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2)
@@ -189,10 +189,10 @@ def test_a_plan_keeps_it_and_says_what_it_needs() -> None:
     spread = tdsp.pin(plan, "t0", exchange="row", owners="hash")
     assert from_json(to_json(spread)) == spread != tdsp.pin(plan, "t0", exchange="row")
     with pytest.raises(
-        tdsp.PlanError, match="has owners='hash', which is for row exchange: pin it"
+        tdsp.errors.PlanError, match="has owners='hash', which is for row exchange: pin it"
     ):
         tdsp.pin(plan, "t0", owners="hash")
     with pytest.raises(
-        tdsp.PlanError, match="owners='rows' is unknown; use one of 'block', 'hash'"
+        tdsp.errors.PlanError, match="owners='rows' is unknown; use one of 'block', 'hash'"
     ):
         tdsp.pin(plan, "t0", exchange="row", owners="rows")

@@ -13,9 +13,9 @@ from tests.support.models import SEQUENCE_TABLES, ModelSpec
 from tests.support.parity import TOLERANCE, Cell, run_cells
 from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
-from torchrec_2dsp.mesh.groups import MeshGroups
+from torchrec_2dsp.comms.mesh_groups import MeshGroups
+from torchrec_2dsp.replicas.exchange import GradientExchange
 from torchrec_2dsp.rows.blocks import Block
-from torchrec_2dsp.rows.exchange import RowExchange
 from torchrec_2dsp.rows.gradients import BlockGradients
 
 BLOCKS = (Block(8, (0,), (0,), (0,), 1000), Block(4, (1,), (1,), (0,), 50))
@@ -77,7 +77,7 @@ def exchange_rows(
 ) -> list[tuple[bool, Sent]]:
     """For each of three steps, whether the sums are those of all ranks, and what was sent."""
     groups = MeshGroups.for_mesh(tdsp.Mesh2D(world_size, 1), "cpu")
-    exchange = RowExchange(BLOCKS, torch.device("cpu"), groups.row_exchange, transport)
+    exchange = GradientExchange(BLOCKS, torch.device("cpu"), groups.replica_rows, transport)
     answers = []
     for step in range(3):
         by_rank = [rows_of(peer, step, shape) for peer in range(world_size)]
@@ -126,10 +126,10 @@ def test_a_row_leaves_its_host_once(two_hosts: RankPool) -> None:
     for step in range(3):
         for host in (by_rank[:2], by_rank[2:]):
             sent = sum((answers[step][1] for answers in host), Counter())
-            assert sent["row_exchange_across", A2A] == bytes_of(NUM_ROWS)
+            assert sent["replica_rows_across", A2A] == bytes_of(NUM_ROWS)
             # One half is added up by each rank; then each tells the other of its half.
-            assert sent["row_exchange_in_host", A2A] == 2 * bytes_of(NUM_ROWS)
-            assert sent["row_exchange", A2A] == 0
+            assert sent["replica_rows_in_host", A2A] == 2 * bytes_of(NUM_ROWS)
+            assert sent["replica_rows", A2A] == 0
 
 
 @pytest.mark.parametrize(("pool", "group"), [("ranks4", ""), ("ranks8", "_across")])
@@ -140,7 +140,7 @@ def test_rows_that_all_ranks_have_go_to_owners(
     ranks: RankPool = request.getfixturevalue(pool)
     by_rank = ranks.run(exchange_rows, ALIKE)
     sent = [
-        sum(answers[step][1][f"row_exchange{group}", A2A] for answers in by_rank)
+        sum(answers[step][1][f"replica_rows{group}", A2A] for answers in by_rank)
         for step in range(3)
     ]
     # All to three others; to the owners three quarters, and from each owner to three others.
@@ -150,14 +150,14 @@ def test_rows_that_all_ranks_have_go_to_owners(
 def test_owners_share_the_work(ranks8: RankPool) -> None:
     """The rows that a rank has from its host are dealt to owners on all hosts, too."""
     answers = ranks8.run(exchange_rows, ALIKE)
-    sent = [steps[1][1]["row_exchange_across", A2A] for steps in answers]
+    sent = [steps[1][1]["replica_rows_across", A2A] for steps in answers]
     assert max(sent) < 1.2 * sum(sent) / len(sent)
 
 
 def test_rows_of_one_rank_each_are_gathered(ranks4: RankPool) -> None:
     for rank, answers in enumerate(ranks4.run(exchange_rows, APART)):
         for step, (_, sent) in enumerate(answers):
-            assert sent["row_exchange", A2A] == 3 * sum(
+            assert sent["replica_rows", A2A] == 3 * sum(
                 one.keys.nbytes // 2 + one.grads.nbytes for one in rows_of(rank, step, APART)
             )
 

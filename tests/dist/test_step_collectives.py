@@ -55,7 +55,7 @@ AXES = {
     "mesh_shard": "shard",
     "sharding_intra_pg": "shard",
     "mesh_replicate": "replicate",
-    "row_exchange": "replicate",
+    "replica_rows": "replicate",
     "hot_rows": "world",
     "alarm": "world",
     "default_pg": "world",

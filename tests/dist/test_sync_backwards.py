@@ -12,7 +12,7 @@ from tests.support.loop_oracles import LoopOracle, TwiceModel, bag_loss, bag_ora
 from tests.support.loops import counting_syncs, make_stream, parts_of, plain_loop, shard
 from tests.support.parity import LR, Cell, compare, make_optimizer
 from tests.support.ranks import RankPool
-from torchrec_2dsp.sync.moment import Moment
+from torchrec_2dsp.replicas.sync_reason import SyncReason
 
 MESH = tdsp.Mesh2D(2, 2)
 EXACT = Cell(MESH)
@@ -46,7 +46,7 @@ def two_backwards(rank: int, world_size: int, cell: Cell) -> float:
             loss.backward()
         assert not reports
         pending = [action for action in part.sync_point._actions if action.pending]
-        part.sync_point.reach(Moment.READ)
+        part.sync_point.reach(SyncReason.READ)
         assert len(reports) == len(pending) > 0
         assert not part.sync_point.pending
     return compare(parallel, bag_oracle(cell, stream)).worst

@@ -9,12 +9,12 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.support.ranks import RankPool
-from torchrec_2dsp import ConfigError
-from torchrec_2dsp.bench.syncs.config import SyncBenchConfig
-from torchrec_2dsp.bench.syncs.program import run_sync_bench
-from torchrec_2dsp.bench.syncs.results import SyncBenchResult
-from torchrec_2dsp.cli.app import app
-from torchrec_2dsp.recipe.config_file import load_config
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.bench.syncs.config import SyncBenchConfig
+from torchrec_2dsp.programs.bench.syncs.program import run_sync_bench
+from torchrec_2dsp.programs.bench.syncs.results import SyncBenchResult
+from torchrec_2dsp.programs.cli.app import app
+from torchrec_2dsp.programs.config.config_file import load_config
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs/runs/bench_sync.toml"

@@ -15,9 +15,9 @@ from tests.support.oracle import local_loss
 from tests.support.parity import Cell, make_optimizer
 from tests.support.ranks import RankPool, run_ranks
 from torchrec_2dsp._compat.c10d import store_of_world
-from torchrec_2dsp.rows.capture import RowCapture
+from torchrec_2dsp.replicas.capture import RowCapture
+from torchrec_2dsp.replicas.touched import TouchedRows
 from torchrec_2dsp.shard.kernels import TableShard
-from torchrec_2dsp.sync.touched import TouchedRows
 
 MESH = tdsp.Mesh2D(2, 2)
 SPEC = ModelSpec((TableSpec("t0", 400, 8, ("f0",)), TableSpec("t1", 240, 16, ("f1", "f2"))))
@@ -51,7 +51,7 @@ def syncing(parallel: Any) -> tuple[str, float]:
     try:
         parallel.sync()
         parallel.sync_now()
-    except tdsp.SyncError as error:
+    except tdsp.errors.SyncError as error:
         changed = (values_of(parallel) - before).abs().nan_to_num(0.0).max().item()
         return str(error), changed
     return "", 0.0
@@ -141,7 +141,7 @@ def drifting(rank: int, world_size: int, cell: Cell, faulty_rank: int) -> tuple[
             shards_of(parallel)[0].tensors["weight"][-1] += 1e-3
         try:
             parallel.sync_now()
-        except tdsp.SyncError as error:
+        except tdsp.errors.SyncError as error:
             return step, str(error)
         optimizer.step()
     return 0, ""
@@ -185,7 +185,7 @@ def alone(rank: int, world_size: int) -> str:
     again = [syncing(parallel)[0]]
     uses: list[Any] = [parallel.sync_now, parallel.state_dict, lambda: parallel(batches[rank])]
     for use in uses:
-        with pytest.raises(tdsp.RankError) as caught:
+        with pytest.raises(tdsp.errors.RankError) as caught:
             use()
         again.append(str(caught.value))
     assert set(again) == {said}

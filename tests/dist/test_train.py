@@ -13,16 +13,16 @@ import torch.distributed as dist
 from rich.console import Console
 
 from tests.support.ranks import RankPool
-from torchrec_2dsp import ConfigError
-from torchrec_2dsp.cli.train import Display, show_result
+from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.parameter_sharding import Exchange, RowOwners
 from torchrec_2dsp.plan.plan2d import Plan2D
-from torchrec_2dsp.recipe.config_file import load_config, make_config
-from torchrec_2dsp.train.config import TrainConfig
-from torchrec_2dsp.train.meter import Measured
-from torchrec_2dsp.train.program import train
-from torchrec_2dsp.train.record import TrainRecord
-from torchrec_2dsp.train.results import RunResult, TrainResult, largest_loss_gap
+from torchrec_2dsp.programs.cli.train import Display, show_result
+from torchrec_2dsp.programs.config.config_file import load_config, make_config
+from torchrec_2dsp.programs.train.config import TrainConfig
+from torchrec_2dsp.programs.train.meter import Measured
+from torchrec_2dsp.programs.train.program import train
+from torchrec_2dsp.programs.train.record import TrainRecord
+from torchrec_2dsp.programs.train.results import RunResult, TrainResult, largest_loss_gap
 
 ROOT = Path(__file__).parents[2]
 TINY = {

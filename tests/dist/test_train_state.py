@@ -107,7 +107,7 @@ def load_two(rank: int, world_size: int, path: Path) -> dict[str, Any]:
     run = Run(Variant(Cell(tdsp.Mesh2D(2, 1), hot_rows=HOT, sync=sync), refresh_every=2))
     try:
         run.load(path)
-    except tdsp.CheckpointError as error:
+    except tdsp.errors.CheckpointError as error:
         return {"error": str(error), "step": run.state.step, "sync step": run.model.sync_step}
     stats = run.counter.gather()
     (part,) = run.model.sharded_modules()
@@ -156,7 +156,9 @@ def synced_steps(rank: int, world_size: int, start: int) -> list[int]:
         if model.sync().num_rows:
             found.append(step)
     assert model.sync_step == start + 5
-    with pytest.raises(tdsp.ConfigError, match=r"step=-1 is no number of steps; give 0 or more"):
+    with pytest.raises(
+        tdsp.errors.ConfigError, match=r"step=-1 is no number of steps; give 0 or more"
+    ):
         model.set_sync_step(-1)
     return found
 

@@ -102,7 +102,7 @@ def refused(rank: int, world_size: int, cell: Cell, spoil: Spoil) -> tuple[str, 
     parallel = shard_loss_model(cell)
     start = snapshot(parallel)
     batch = make_variable_batch(cell.spec, 1 + rank, plain_every=0)
-    with pytest.raises(tdsp.InputError) as caught:
+    with pytest.raises(tdsp.errors.InputError) as caught:
         parallel(spoil(batch) if rank == 2 else batch)
     good = make_variable_batch(cell.spec, 1 + rank, plain_every=0)
     moved = largest_gap(start, snapshot(parallel))

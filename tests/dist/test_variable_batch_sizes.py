@@ -7,8 +7,7 @@ from itertools import cycle
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 import torchrec_2dsp as tdsp
 from tests.dist.test_moment_remedies import DELAYED, DELAYED_ROUNDING, train_otherwise

@@ -13,7 +13,7 @@ from tests.support.oracle import local_loss
 from tests.support.parity import Cell, make_optimizer
 from tests.support.ranks import RankPool, RanksFailed
 from torchrec_2dsp.plan.sync_policy import SyncPolicy
-from torchrec_2dsp.sync import row_transfer
+from torchrec_2dsp.replicas import row_transfer
 
 LARGE = ModelSpec(
     (
@@ -267,7 +267,7 @@ def step_with(rank: int, world_size: int, cell: Cell, value: float) -> tuple[str
     before = raw(parallel, "weight")
     try:
         parallel.sync()  # pyright: ignore[reportCallIssue]
-    except tdsp.SyncError as error:
+    except tdsp.errors.SyncError as error:
         return str(error), (raw(parallel, "weight") - before).abs().nan_to_num(0.0).max().item()
     return "", 0.0
 

@@ -8,7 +8,7 @@ from tests.support.models import ModelSpec, TableSpec
 from tests.support.parity import Cell
 from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
-from torchrec_2dsp.sync import whole_shard
+from torchrec_2dsp.replicas import whole_shard
 
 WHOLE = tdsp.WeightSync(rows=tdsp.SyncedRows.ALL)
 LARGE = ModelSpec(

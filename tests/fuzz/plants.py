@@ -81,7 +81,7 @@ def a_rank_that_dies() -> Iterator[None]:
 
 
 def _refuse() -> None:
-    raise tdsp.PlanError("rank 1 doesn't like the plan")
+    raise tdsp.errors.PlanError("rank 1 doesn't like the plan")
 
 
 @contextmanager

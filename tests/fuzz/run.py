@@ -167,7 +167,7 @@ class _Run:
         self._optimizer.zero_grad()
         try:
             self._parallel(self._batch(action))
-        except tdsp.InputError as error:
+        except tdsp.errors.InputError as error:
             return str(error)
         return ""
 
@@ -180,7 +180,7 @@ class _Run:
         with self._evaluating(), torch.no_grad():
             try:
                 self._seen.scores[index] = self._parallel(batch)[1].clone()
-            except tdsp.InputError as error:
+            except tdsp.errors.InputError as error:
                 self._seen.refusals[index] = str(error)
 
     @contextlib.contextmanager

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchrec_2dsp.bench.config import BenchConfig, TwoDContestant
-from torchrec_2dsp.bench.results import (
+from torchrec_2dsp.programs.bench.config import BenchConfig, TwoDContestant
+from torchrec_2dsp.programs.bench.results import (
     BenchResult,
     Block,
     ContestantResult,
@@ -14,7 +14,7 @@ from torchrec_2dsp.bench.results import (
     Setting,
     Traffic,
 )
-from torchrec_2dsp.recipe.config_file import make_config
+from torchrec_2dsp.programs.config.config_file import make_config
 
 CONTESTANTS: dict[str, dict[str, Any]] = {
     "stock": {"kind": "stock"},

@@ -9,6 +9,7 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 from torchrec.distributed.types import ShardingPlan
 
 import torchrec_2dsp as tdsp
+from torchrec_2dsp.planner.torchrec.stats import Stats2D
 
 
 def planned(
@@ -39,7 +40,7 @@ def planned(
     stock = EmbeddingShardingPlanner(
         proposer=proposer,
         partitioner=tdsp.BalancedPartitioner(),
-        stats=tdsp.Stats2D(),
+        stats=Stats2D(),
         **known,
     )
     return stock.plan(model, [sharder])

@@ -4,11 +4,13 @@ import numpy as np
 from torchrec.distributed.types import ShardingType
 
 import torchrec_2dsp as tdsp
+from torchrec_2dsp.access.table_access import TableAccess
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.coefficients import BagCost, CollectiveCost, KernelCost
 from torchrec_2dsp.cost.model import Setting
 from torchrec_2dsp.cost.placed import Placed, Shards
 from torchrec_2dsp.cost.step_cost import StepCost
+from torchrec_2dsp.cost.workload import TableWork, Workload
 
 LINK = 1e-8
 DIM, BATCH, ROWS = 64, 100, 10_000
@@ -33,14 +35,14 @@ def only_the_link(**kernels: KernelCost) -> Calibration:
     )
 
 
-def counted(skew: float = 1.0) -> tdsp.TableAccess:
-    return tdsp.TableAccess.of_counts(1e6 / np.arange(1, ROWS + 1) ** skew, num_samples=1e6)
+def counted(skew: float = 1.0) -> TableAccess:
+    return TableAccess.of_counts(1e6 / np.arange(1, ROWS + 1) ** skew, num_samples=1e6)
 
 
 def table(kind: ShardingType, ranks: list[int], **more: object) -> Placed:
     rows_each = ROWS // len(ranks) if kind is ShardingType.ROW_WISE else ROWS
     columns = DIM // len(ranks) if kind is ShardingType.COLUMN_WISE else DIM
-    work = tdsp.TableWork(name="t", num_rows=ROWS, dim=DIM, ids_per_sample=1.0)
+    work = TableWork(name="t", num_rows=ROWS, dim=DIM, ids_per_sample=1.0)
     known = {"exchange": tdsp.Exchange.POOLED, "owners": tdsp.RowOwners.BLOCK, "work": work}
     is_everywhere = kind is ShardingType.DATA_PARALLEL
     shards = Shards.of([] if is_everywhere else [(rank, rows_each, columns) for rank in ranks])
@@ -61,6 +63,6 @@ def cost(
     **workload: object,
 ) -> StepCost:
     known = {"batch_size": BATCH, "tables": {}, "is_pipelined": False}
-    known_workload = tdsp.Workload(**(known | workload))  # type: ignore[arg-type]
+    known_workload = Workload(**(known | workload))  # type: ignore[arg-type]
     setting = Setting(calibration or only_the_link(), known_workload, mesh, sync, 2)
     return setting.step_cost(setting.loads(tables))

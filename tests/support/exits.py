@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from tests.support.forks import fork_ranks
-from torchrec_2dsp import Mesh2D, MeshGroups
+from torchrec_2dsp import Mesh2D
+from torchrec_2dsp.comms.mesh_groups import MeshGroups
 
 NUM_RANKS = 4
 

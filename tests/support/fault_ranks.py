@@ -85,7 +85,7 @@ def run_rank(case: Case, rank: int, store: dist.Store, folder: Path) -> None:
         _train(case, rank, Faults(case, rank, folder))
         dist.destroy_process_group()
     except BaseException as error:
-        ranks = list(error.ranks) if isinstance(error, tdsp.RankError) else []
+        ranks = list(error.ranks) if isinstance(error, tdsp.errors.RankError) else []
         result = {"error": type(error).__name__, "text": str(error), "ranks": ranks}
         result["is_ours"] = isinstance(error, tdsp.TwoDError)
         raise

@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torchrec_2dsp.bench import program
-from torchrec_2dsp.bench.config import BenchConfig
-from torchrec_2dsp.bench.worker import Worker
-from torchrec_2dsp.recipe.config_file import make_config
+from torchrec_2dsp.programs.bench import program
+from torchrec_2dsp.programs.bench.config import BenchConfig
+from torchrec_2dsp.programs.bench.worker import Worker
+from torchrec_2dsp.programs.config.config_file import make_config
 
 EXCHANGED = {"sharding_types": ["table_wise", "row_wise"]}
 """However fast the network seems while the machine does something else."""

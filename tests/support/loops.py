@@ -33,8 +33,8 @@ from tests.support.parity import (
 )
 from tests.support.variable_batches import make_variable_batch
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
+from torchrec_2dsp.replicas.sync_reason import SyncReason
 from torchrec_2dsp.shard.parted import parts_of
-from torchrec_2dsp.sync.moment import Moment
 
 Tensors = dict[str, torch.Tensor]
 Stream = list[list[KeyedJaggedTensor]]
@@ -145,9 +145,11 @@ def counting_syncs(parallel: nn.Module) -> Iterator[list[tdsp.SyncReport]]:
     """The reports of all syncs that had something to do, whoever triggered them."""
     reports: list[tdsp.SyncReport] = []
 
-    def counted(reach: Callable[[Moment], tdsp.SyncReport]) -> Callable[[Moment], tdsp.SyncReport]:
-        def reach_and_keep(moment: Moment) -> tdsp.SyncReport:
-            report = reach(moment)
+    def counted(
+        reach: Callable[[SyncReason], tdsp.SyncReport],
+    ) -> Callable[[SyncReason], tdsp.SyncReport]:
+        def reach_and_keep(reason: SyncReason) -> tdsp.SyncReport:
+            report = reach(reason)
             if report.num_tensors:
                 reports.append(report)
             return report

@@ -23,9 +23,11 @@ import torchrec_2dsp as tdsp
 from tests.support.models import ModelSpec, TableSpec, build
 from tests.support.parity import Cell, group_plan, make_sharder
 from tests.support.ranks import RankPool
-from torchrec_2dsp.bench.machine import give_back_memory, peak_bytes, resident_bytes
 from torchrec_2dsp.cost.memory import MemoryCost
+from torchrec_2dsp.cost.model import CostModel
+from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.planner.search.candidates import candidates_of
+from torchrec_2dsp.programs.bench.machine import give_back_memory, peak_bytes, resident_bytes
 
 ONE, TWO = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2)
 DIM, STEPS = 64, 6
@@ -130,7 +132,7 @@ def _expected(
     batch_size: int,
     local_world_size: int,
 ) -> MemoryCost:
-    workload = tdsp.Workload.of_model(model, batch_size=batch_size)
+    workload = Workload.of_model(model, batch_size=batch_size)
     # With the optimizer's state, which a sharder knows of.
     candidates = candidates_of(model, [sharder], None, workload, "cpu")  # type: ignore[list-item]
     tables = {
@@ -138,7 +140,7 @@ def _expected(
     }
     workload = replace(workload, tables=tables, prefetches_rows=case.prefetches)
     calibration = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
-    return tdsp.CostModel(calibration, local_world_size).memory_cost(plan, workload)
+    return CostModel(calibration, local_world_size).memory_cost(plan, workload)
 
 
 def _batches(

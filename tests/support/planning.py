@@ -13,9 +13,11 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 import torchrec_2dsp as tdsp
 from tests.unit.test_planner import nothing_reserved, world
+from torchrec_2dsp.access.table_access import TableAccess
 from torchrec_2dsp.cost.memory import table_bytes
 from torchrec_2dsp.cost.model import Setting
 from torchrec_2dsp.cost.table_loads import message_type
+from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.planner.search.candidates import candidates_of
 from torchrec_2dsp.planner.search.choices import Candidate, rated
 
@@ -48,7 +50,7 @@ def tables(rows: tuple[int, ...] = ROWS) -> EmbeddingBagCollection:
 
 def skewed(rows: tuple[int, ...] = ROWS) -> tdsp.AccessStats:
     counts = {
-        f"t{number}": tdsp.TableAccess.of_counts(
+        f"t{number}": TableAccess.of_counts(
             1e6 / np.arange(1, num_rows + 1) ** 1.1, num_samples=1e6
         )
         for number, num_rows in enumerate(rows)
@@ -69,10 +71,8 @@ def plan_of(module: nn.Module, **settings: object) -> tdsp.Plan2D:
 def problem(
     link: str, mesh: tdsp.Mesh2D, *, with_access: bool = True
 ) -> tuple[list[Candidate], Setting]:
-    workload = tdsp.Workload.of_model(
-        tables(), batch_size=512, access=skewed() if with_access else None
-    )
-    workload = replace(workload, dense=tdsp.DenseWork(forward_s=0.01, backward_s=0.01))
+    workload = Workload.of_model(tables(), batch_size=512, access=skewed() if with_access else None)
+    workload = replace(workload, dense=DenseWork(forward_s=0.01, backward_s=0.01))
     candidates = candidates_of(tables(), SHARDERS, None, workload, "cpu")
     return candidates, Setting(calibration(link), workload, mesh, tdsp.GradientSync(), 2)
 

@@ -22,7 +22,7 @@ from tests.support.loops import shard
 from tests.support.oracle import batches_of, local_loss
 from tests.support.parity import Cell, make_optimizer
 from tests.support.ranks import run_ranks
-from torchrec_2dsp.bench.machine import resident_bytes
+from torchrec_2dsp.programs.bench.machine import resident_bytes
 
 HOT_ROWS = (("t0", (0, 1, 5)), ("t1", (0, 2)))
 CELLS = {

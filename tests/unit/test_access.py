@@ -7,8 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import torchrec_2dsp as tdsp
 from torchrec_2dsp.access.table_access import TableAccess
@@ -86,7 +85,7 @@ def test_merged_tails_lose_no_lookups() -> None:
 
 def test_logs_of_different_tables_are_not_merged() -> None:
     few, many = (tdsp.AccessStats({"t": access([1] * size)}) for size in (3, 4))
-    with pytest.raises(tdsp.ConfigError, match=r"'t' had \[3, 4\] rows"):
+    with pytest.raises(tdsp.errors.ConfigError, match=r"'t' had \[3, 4\] rows"):
         few.merge(many)
 
 
@@ -101,7 +100,7 @@ def test_a_tail_is_taken_as_used_alike() -> None:
         assert table.expected_distinct(num_drawn) == pytest.approx(
             whole.expected_distinct(num_drawn)
         )
-    with pytest.raises(tdsp.ConfigError, match=r"share=0\.7: the counted rows take 0\.5"):
+    with pytest.raises(tdsp.errors.ConfigError, match=r"share=0\.7: the counted rows take 0\.5"):
         table.rows_for(0.7)
 
 
@@ -147,21 +146,23 @@ def test_the_files_of_a_folder_are_merged(tmp_path: Path) -> None:
 
 
 def test_files_that_are_none_are_named(tmp_path: Path) -> None:
-    with pytest.raises(tdsp.ConfigError, match="no access statistics at"):
+    with pytest.raises(tdsp.errors.ConfigError, match="no access statistics at"):
         tdsp.AccessStats.load(tmp_path / "missing.parquet")
-    with pytest.raises(tdsp.ConfigError, match=r"no \*\.parquet files"):
+    with pytest.raises(tdsp.errors.ConfigError, match=r"no \*\.parquet files"):
         tdsp.AccessStats.load(tmp_path)
     (tmp_path / "text").write_text("no parquet")
-    with pytest.raises(tdsp.ConfigError, match="text is not a Parquet file, or damaged"):
+    with pytest.raises(tdsp.errors.ConfigError, match="text is not a Parquet file, or damaged"):
         tdsp.AccessStats.load(tmp_path / "text")
     pq.write_table(pa.table({"row": [1]}), tmp_path / "other.parquet")
-    with pytest.raises(tdsp.ConfigError, match="is Parquet, but no access statistics"):
+    with pytest.raises(tdsp.errors.ConfigError, match="is Parquet, but no access statistics"):
         tdsp.AccessStats.load(tmp_path / "other.parquet")
     newer = pa.table({"row": [1]}).replace_schema_metadata(
         {"torchrec_2dsp.access": '{"version": 2}'}
     )
     pq.write_table(newer, tmp_path / "newer.parquet")
-    with pytest.raises(tdsp.ConfigError, match="version 2, and this package reads version 1"):
+    with pytest.raises(
+        tdsp.errors.ConfigError, match="version 2, and this package reads version 1"
+    ):
         tdsp.AccessStats.load(tmp_path / "newer.parquet")
 
 
@@ -186,17 +187,17 @@ def test_hot_sets_are_the_most_used_rows() -> None:
 )
 def test_hot_sets_that_make_no_sense(arguments: dict[str, float], message: str) -> None:
     stats = tdsp.AccessStats({"t": access([1, 5])})
-    with pytest.raises(tdsp.ConfigError, match=message):
+    with pytest.raises(tdsp.errors.ConfigError, match=message):
         tdsp.HotSet.from_stats(stats, "t", **arguments)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_table_that_was_never_looked_up_has_no_hot_rows() -> None:
-    with pytest.raises(tdsp.ConfigError, match="'t' was never looked up"):
+    with pytest.raises(tdsp.errors.ConfigError, match="'t' was never looked up"):
         tdsp.HotSet.from_stats(tdsp.AccessStats({"t": access([0, 0])}), "t", rows=1)
 
 
 def test_a_table_without_counts_is_named() -> None:
-    with pytest.raises(tdsp.ConfigError, match=r"nothing was counted for table 'x'.* ads"):
+    with pytest.raises(tdsp.errors.ConfigError, match=r"nothing was counted for table 'x'.* ads"):
         tdsp.AccessStats({"ads": access([1])})["x"]
     assert tdsp.AccessStats({}).get("x") is None
 
@@ -214,7 +215,7 @@ def test_a_plot_shows_every_table(tmp_path: Path) -> None:
 def test_blocks_are_parts_of_the_whole(
     counts: list[int], num_blocks: int, num_lookups: int
 ) -> None:
-    table = tdsp.TableAccess.of_counts(counts, num_samples=10)
+    table = TableAccess.of_counts(counts, num_samples=10)
     block_rows = -(-len(counts) // num_blocks)
     blocks = [counts[start : start + block_rows] for start in range(0, len(counts), block_rows)]
     blocks += [[]] * (num_blocks - len(blocks))

@@ -68,7 +68,7 @@ def test_impossible_columns_are_named(
 ) -> None:
     path = written(tmp_path)
     rewritten(path, columns)
-    with pytest.raises(tdsp.ConfigError, match=message) as error:
+    with pytest.raises(tdsp.errors.ConfigError, match=message) as error:
         tdsp.AccessStats.load(path)
     assert str(path) in str(error.value)
     assert "count again" in str(error.value)
@@ -106,7 +106,7 @@ def test_impossible_metadata_is_named(
 ) -> None:
     path = written(tmp_path)
     rewritten(path, {}, metadata)
-    with pytest.raises(tdsp.ConfigError, match=message) as error:
+    with pytest.raises(tdsp.errors.ConfigError, match=message) as error:
         tdsp.AccessStats.load(path)
     assert str(path) in str(error.value)
 
@@ -115,7 +115,7 @@ def test_impossible_metadata_is_named(
 def test_metadata_that_is_none(text: bytes, tmp_path: Path) -> None:
     path = written(tmp_path)
     pq.write_table(pq.read_table(path).replace_schema_metadata({KEY: text}), path)
-    with pytest.raises(tdsp.ConfigError, match=r"stats\.parquet, metadata"):
+    with pytest.raises(tdsp.errors.ConfigError, match=r"stats\.parquet, metadata"):
         tdsp.AccessStats.load(path)
 
 
@@ -129,7 +129,7 @@ def test_what_could_not_be_read_again_is_not_written(
         "rows": np.array([2]),
         "counts": np.array([1.0]),
     }
-    with pytest.raises(tdsp.ConfigError, match="table 't' can't be written"):
+    with pytest.raises(tdsp.errors.ConfigError, match="table 't' can't be written"):
         tdsp.AccessStats({"t": TableAccess(**access | changed)}).save(tmp_path / "t.parquet")
     assert not list(tmp_path.iterdir())
 

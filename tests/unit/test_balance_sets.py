@@ -14,6 +14,7 @@ import torchrec_2dsp as tdsp
 from tests.unit.test_balance import bound
 from torchrec_2dsp.cost.model import Setting
 from torchrec_2dsp.cost.placed import Placed, Shards
+from torchrec_2dsp.cost.workload import TableWork, Workload
 from torchrec_2dsp.planner.balance import Bins, Floats, Items, dealt, greedy, largest_differencing
 
 CRITEO_ROWS = (
@@ -65,10 +66,10 @@ def rated(ids: Floats, dims: "np.ndarray", num_ranks: int) -> Floats:
     assert per_byte is not None
     found: list[float] = []
     for number, (per_sample, dim) in enumerate(zip(ids.tolist(), dims.tolist(), strict=True)):
-        work = tdsp.TableWork(
+        work = TableWork(
             name=f"t{number}", num_rows=1_000_000, dim=int(dim), ids_per_sample=per_sample
         )
-        workload = tdsp.Workload(batch_size=1_024, tables={work.name: work})
+        workload = Workload(batch_size=1_024, tables={work.name: work})
         mesh = tdsp.Mesh2D(1, num_ranks)
         setting = Setting(calibration, workload, mesh, tdsp.GradientSync(), 2)
         placed = Placed(work, ShardingType.TABLE_WISE, Shards.of([(0, 1_000_000, int(dim))]))

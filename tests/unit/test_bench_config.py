@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 import torchrec_2dsp as tdsp
-from torchrec_2dsp.bench.config import BenchConfig
-from torchrec_2dsp.recipe.config_file import load_config, make_config
+from torchrec_2dsp.programs.bench.config import BenchConfig
+from torchrec_2dsp.programs.config.config_file import load_config, make_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 WORKLOADS = sorted((CONFIGS / "workloads").glob("*.toml"))
@@ -50,7 +50,9 @@ def test_groups_follow_hosts(name: str, mesh: tdsp.Mesh2D) -> None:
 def test_groups_that_do_not_divide_the_world_are_refused() -> None:
     config = config_of({"plain": {"kind": "stock"}, "odd": {"kind": "two_d", "num_groups": 3}})
 
-    with pytest.raises(tdsp.ConfigError, match=r"contestants\.odd\.num_groups=3 does not divide"):
+    with pytest.raises(
+        tdsp.errors.ConfigError, match=r"contestants\.odd\.num_groups=3 does not divide"
+    ):
         config.check_world(8, 2)
 
 
@@ -94,14 +96,14 @@ def test_groups_that_do_not_divide_the_world_are_refused() -> None:
     ],
 )
 def test_what_makes_no_sense_is_refused(contestants: dict[str, Any], said: str) -> None:
-    with pytest.raises(tdsp.ConfigError) as caught:
+    with pytest.raises(tdsp.errors.ConfigError) as caught:
         config_of(contestants)
 
     assert said in str(caught.value)
 
 
 def test_fewer_rounds_than_a_median_needs_are_refused() -> None:
-    with pytest.raises(tdsp.ConfigError, match=r"schedule\.rounds=3"):
+    with pytest.raises(tdsp.errors.ConfigError, match=r"schedule\.rounds=3"):
         config_of({"plain": {"kind": "stock"}}, schedule={"rounds": 3})
 
 
@@ -112,7 +114,7 @@ def test_some_contestants_keep_what_they_are_compared_with() -> None:
 
 
 def test_an_unknown_contestant_is_named() -> None:
-    with pytest.raises(tdsp.ConfigError, match=r"no contestant .fast.; the config has fp16"):
+    with pytest.raises(tdsp.errors.ConfigError, match=r"no contestant .fast.; the config has fp16"):
         config_of(CONTESTANTS).only(["fast"])
 
 
@@ -157,5 +159,5 @@ def test_an_override_comes_after_what_is_included() -> None:
 def test_a_missing_include_is_named(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('include = "nowhere.toml"\n')
 
-    with pytest.raises(tdsp.ConfigError, match=r"nowhere\.toml can't be read"):
+    with pytest.raises(tdsp.errors.ConfigError, match=r"nowhere\.toml can't be read"):
         load_config(BenchConfig, tmp_path / "run.toml")

@@ -5,10 +5,16 @@ import torch
 
 import torchrec_2dsp as tdsp
 from tests.unit.test_bench_config import config_of
-from torchrec_2dsp.bench.judge import judged, loss_bound
-from torchrec_2dsp.bench.results import BenchResult, ContestantResult, Outcome, Phase, Setting
-from torchrec_2dsp.bench.trace import Span, Trace, mean_phases, split_by_phase, traced
-from torchrec_2dsp.bench.weights import initial_rows
+from torchrec_2dsp.programs.bench.judge import judged, loss_bound
+from torchrec_2dsp.programs.bench.results import (
+    BenchResult,
+    ContestantResult,
+    Outcome,
+    Phase,
+    Setting,
+)
+from torchrec_2dsp.programs.bench.trace import Span, Trace, mean_phases, split_by_phase, traced
+from torchrec_2dsp.programs.bench.weights import initial_rows
 
 STEP = Span("## bench step ##", 0, 100)
 
@@ -165,7 +171,9 @@ def test_without_a_reference_nothing_counts() -> None:
     result = result_of(plain=[0.7])
     crashed = result.contestants[0].model_copy(update={"outcome": Outcome.CRASHED})
 
-    with pytest.raises(tdsp.ConfigError, match="no stock contestant in fp32 was measured: plain"):
+    with pytest.raises(
+        tdsp.errors.ConfigError, match="no stock contestant in fp32 was measured: plain"
+    ):
         judged(result.model_copy(update={"contestants": (crashed,)}), config)
 
 

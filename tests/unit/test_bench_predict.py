@@ -7,9 +7,11 @@ import pytest
 import torchrec_2dsp as tdsp
 from tests.support.planning import SHARDERS, planner
 from tests.unit.test_bench_config import CONFIGS, config_of
-from torchrec_2dsp.bench.predict import predicted_steps
-from torchrec_2dsp.bench.worker import Place
-from torchrec_2dsp.recipe.model import build_model
+from torchrec_2dsp.cost.step_cost import StepCost
+from torchrec_2dsp.cost.workload import DenseWork
+from torchrec_2dsp.programs.bench.predict import predicted_steps
+from torchrec_2dsp.programs.bench.worker import Place
+from torchrec_2dsp.programs.models.model import build_model
 
 CONFIG = config_of(
     {
@@ -20,7 +22,7 @@ CONFIG = config_of(
     },
     calibration=str(CONFIGS / "hardware/emulated_1gbit.toml"),
 )
-DENSE = tdsp.DenseWork(forward_s=0.01, backward_s=0.03)
+DENSE = DenseWork(forward_s=0.01, backward_s=0.03)
 PLACE = Place(0, 4, 2)
 
 
@@ -38,7 +40,7 @@ def test_a_ceiling_says_what_a_step_takes_beside_its_tables() -> None:
     found = predicted_steps(CONFIG, plans(), DENSE, PLACE, {"ceiling": 0.1, "ceiling_2d": 0.5})
     assert set(found.steps) == {"plain", "copies"}
     assert found.dense_from == ("ceiling",)
-    of_tables = tdsp.StepCost(**found.steps["plain"])
+    of_tables = StepCost(**found.steps["plain"])
     computed_s = of_tables.lookup_s + of_tables.rows_s + of_tables.update_s
     assert 0 < computed_s < 0.1
     assert of_tables.dense_s + computed_s == pytest.approx(0.1)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrec_2dsp.bench.machine import (
+from torchrec_2dsp.programs.bench.machine import (
     Load,
     foreign_load,
     keep_libraries_in_memory,
@@ -15,7 +15,13 @@ from torchrec_2dsp.bench.machine import (
     resident_bytes,
     sent,
 )
-from torchrec_2dsp.bench.process import Answer, ContestantProcess, How, failure_line, failure_report
+from torchrec_2dsp.programs.bench.process import (
+    Answer,
+    ContestantProcess,
+    How,
+    failure_line,
+    failure_report,
+)
 
 
 class Subject:

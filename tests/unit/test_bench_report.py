@@ -14,10 +14,10 @@ from tests.support.bench_results import (
     bench_result,
     with_predictions,
 )
-from torchrec_2dsp import ConfigError
-from torchrec_2dsp.bench.markdown import markdown_report
-from torchrec_2dsp.bench.markdown_tables import escaped, setting_labels, table
-from torchrec_2dsp.bench.results import BenchResult, Outcome
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.bench.markdown import markdown_report
+from torchrec_2dsp.programs.bench.markdown_tables import escaped, setting_labels, table
+from torchrec_2dsp.programs.bench.results import BenchResult, Outcome
 
 
 def settings_of(*shapes: tuple[int, str]) -> list[BenchResult]:

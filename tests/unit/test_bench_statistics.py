@@ -5,14 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.support.bench_results import CONTESTANTS, STEPS_MS, bench_result
-from torchrec_2dsp import ConfigError
-from torchrec_2dsp.bench.compare import compare_runs
-from torchrec_2dsp.bench.results import Block, ContestantResult, Outcome
-from torchrec_2dsp.bench.statistics import (
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.bench.compare import compare_runs
+from torchrec_2dsp.programs.bench.results import Block, ContestantResult, Outcome
+from torchrec_2dsp.programs.bench.statistics import (
     interval_coverage,
     median_interval,
     speedup,

@@ -35,7 +35,7 @@ def test_something_is_shipped() -> None:
 def test_other_files_are_refused(text: str, error: str, tmp_path: Path) -> None:
     path = tmp_path / "x.toml"
     path.write_text(text)
-    with pytest.raises(tdsp.CalibrationError, match=error):
+    with pytest.raises(tdsp.errors.CalibrationError, match=error):
         tdsp.Calibration.load(path)
 
 
@@ -43,10 +43,12 @@ def test_a_negative_or_unknown_constant_is_named(tmp_path: Path) -> None:
     text = Path("configs/hardware/emulated_1gbit.toml").read_text()
     path = tmp_path / "x.toml"
     path.write_text(text.replace("base_s = ", "base_s = -1", 1))
-    with pytest.raises(tdsp.CalibrationError, match=r"collectives\.all_to_all\.base_s: .*greater"):
+    with pytest.raises(
+        tdsp.errors.CalibrationError, match=r"collectives\.all_to_all\.base_s: .*greater"
+    ):
         tdsp.Calibration.load(path)
     path.write_text(text.replace("base_s = ", "bass_s = ", 1))
-    with pytest.raises(tdsp.CalibrationError, match=r"collectives\.all_to_all\."):
+    with pytest.raises(tdsp.errors.CalibrationError, match=r"collectives\.all_to_all\."):
         tdsp.Calibration.load(path)
 
 
@@ -55,15 +57,17 @@ def test_constants_are_finite_numbers(value: str, tmp_path: Path) -> None:
     text = Path("configs/hardware/emulated_1gbit.toml").read_text()
     path = tmp_path / "x.toml"
     path.write_text(re.sub(r"base_s = .*", f"base_s = {value}", text, count=1))
-    with pytest.raises(tdsp.CalibrationError, match=r"x\.toml is no"):
+    with pytest.raises(tdsp.errors.CalibrationError, match=r"x\.toml is no"):
         tdsp.Calibration.load(path)
     path.write_text(f"turn_s = {value}\n{text}")
-    with pytest.raises(tdsp.CalibrationError, match=r"x\.toml is no"):
+    with pytest.raises(tdsp.errors.CalibrationError, match=r"x\.toml is no"):
         tdsp.Calibration.load(path)
 
 
 def test_a_missing_file_is_named() -> None:
-    with pytest.raises(tdsp.CalibrationError, match=r"nowhere\.toml can't be read: No such file"):
+    with pytest.raises(
+        tdsp.errors.CalibrationError, match=r"nowhere\.toml can't be read: No such file"
+    ):
         tdsp.Calibration.load("nowhere.toml")
 
 
@@ -95,7 +99,9 @@ def test_a_calibration_of_one_host_does_not_cover_two() -> None:
     collectives = known.collectives.model_copy(update={"all_to_all": cost})
     one_host = known.model_copy(update={"collectives": collectives})
     one_host.check_covers(world_size=2, local_world_size=2)
-    with pytest.raises(tdsp.CalibrationError, match="nothing travels across hosts, and here are 8"):
+    with pytest.raises(
+        tdsp.errors.CalibrationError, match="nothing travels across hosts, and here are 8"
+    ):
         one_host.check_covers(world_size=8, local_world_size=2)
 
 

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 import torchrec_2dsp as tdsp
-from torchrec_2dsp.cli.app import app
+from torchrec_2dsp.programs.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs" / "runs" / "demo.toml"
@@ -21,7 +21,7 @@ def test_the_command_shows_the_error_and_fails(
     monkeypatch: pytest.MonkeyPatch, rank: str, said: str
 ) -> None:
     monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr("torchrec_2dsp.cli.errors._LET_RANK_0_SPEAK_S", 0.0)
+    monkeypatch.setattr("torchrec_2dsp.programs.cli.errors._LET_RANK_0_SPEAK_S", 0.0)
 
     result = CliRunner().invoke(app, ["train", "--config", "nowhere.toml"])
 

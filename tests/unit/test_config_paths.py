@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from torchrec_2dsp.recipe.config_file import PathBesideConfig, load_config
+from torchrec_2dsp.programs.config.config_file import PathBesideConfig, load_config
 
 
 class Inner(BaseModel):

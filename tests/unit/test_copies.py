@@ -19,7 +19,8 @@ from tests.support.planning import (
     skewed,
     tables,
 )
-from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.model import CostModel, Setting
+from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.planner.search.candidates import candidates_of
 from torchrec_2dsp.planner.search.choices import Candidate
 from torchrec_2dsp.planner.search.copies import search_copies
@@ -33,7 +34,7 @@ ROWS = (300, 9_000, 200_000)
 def problem(
     constraints: dict[str, ParameterConstraints] | None = None,
 ) -> tuple[list[Candidate], Setting]:
-    workload = tdsp.Workload.of_model(tables(ROWS), batch_size=512, access=skewed(ROWS))
+    workload = Workload.of_model(tables(ROWS), batch_size=512, access=skewed(ROWS))
     candidates = candidates_of(tables(ROWS), SHARDERS, constraints, workload, "cpu")
     return candidates, Setting(calibration(), workload, TWO_GROUPS, tdsp.GradientSync(), 2)
 
@@ -72,12 +73,12 @@ def test_no_set_of_tables_is_much_better_than_what_is_found() -> None:
 def test_huge_tables_have_one_copy_where_groups_have_no_room_for_them() -> None:
     """And where the others are looked up so often that one group for all of them is slower."""
     model = tables((1_000_000,) * 24 + (3_000_000_000,) * 2)
-    workload = tdsp.Workload.of_model(model, batch_size=4_096)
+    workload = Workload.of_model(model, batch_size=4_096)
     often = {
         name: replace(work, ids_per_sample=80.0 if work.num_rows == 1_000_000 else 1.0)
         for name, work in workload.tables.items()
     }
-    dense = tdsp.DenseWork(forward_s=0.005, backward_s=0.01, gradient_bytes=1e8)
+    dense = DenseWork(forward_s=0.005, backward_s=0.01, gradient_bytes=1e8)
     workload = replace(workload, tables=often, dense=dense)
     candidates = candidates_of(model, SHARDERS, None, workload, "cuda")
     hardware = tdsp.Calibration.load("configs/hardware/h100_8_datasheet.toml")
@@ -111,9 +112,9 @@ def test_what_is_found_costs_what_its_plan_costs() -> None:
     candidates, setting = problem(demand("t2"))
     (found, *_) = search_copies(candidates, [setting], ENOUGH).found
     plan = found.plan("cpu")
-    cost = tdsp.CostModel(setting.calibration, 2).step_cost(plan, setting.workload)
+    cost = CostModel(setting.calibration, 2).step_cost(plan, setting.workload)
     assert cost.as_dict() == pytest.approx(found.cost.as_dict(), rel=1e-6, abs=1e-9)
-    kept = tdsp.CostModel(setting.calibration, 2).memory_cost(plan, setting.workload)
+    kept = CostModel(setting.calibration, 2).memory_cost(plan, setting.workload)
     assert kept.total_bytes == pytest.approx(float(found.bytes_by_rank.max()))
     once = {
         name for _, part in plan.modules() for name, one in part.tables() if one.num_groups == 1
@@ -132,19 +133,27 @@ def test_demands_are_met_or_refused_by_name() -> None:
     }
     free = plan_of(model, constraints=demand("t0", "t1", "t2", num_groups=2))
     assert free.mesh.num_groups == 2
-    with pytest.raises(tdsp.PlanError, match=r"num_groups=3 for 't1'.*there may be 1, 2, 4 here"):
+    with pytest.raises(
+        tdsp.errors.PlanError, match=r"num_groups=3 for 't1'.*there may be 1, 2, 4 here"
+    ):
         plan_of(model, constraints=demand("t1", num_groups=3))
-    with pytest.raises(tdsp.PlanError, match="'t1' has num_groups=1, and nothing but data_paral"):
+    with pytest.raises(
+        tdsp.errors.PlanError, match="'t1' has num_groups=1, and nothing but data_paral"
+    ):
         plan_of(
             model,
             mesh=TWO_GROUPS,
             constraints=demand("t1", sharding_types=["data_parallel"]),
         )
-    with pytest.raises(tdsp.PlanError, match=r"all tables have num_groups=1, which is a plan for"):
+    with pytest.raises(
+        tdsp.errors.PlanError, match=r"all tables have num_groups=1, which is a plan for"
+    ):
         plan_of(model, mesh=TWO_GROUPS, constraints=demand("t0", "t1", "t2"))
     assert plan_of(model, constraints=demand("t0", "t1", "t2")).mesh.num_groups == 1
     for wrong in (0, "all"):
-        with pytest.raises(tdsp.ConfigError, match=f"num_groups={wrong!r} is no number of copies"):
+        with pytest.raises(
+            tdsp.errors.ConfigError, match=f"num_groups={wrong!r} is no number of copies"
+        ):
             tdsp.ParameterConstraints2D(num_groups=wrong)  # type: ignore[arg-type]
 
 
@@ -160,7 +169,9 @@ def test_one_in_each_group_is_no_demand_on_the_mesh() -> None:
 @pytest.mark.parametrize("demands", [{"num_groups": 1}, {"exchange": "row"}, {"hot_rows": 3}])
 def test_torchrecs_search_takes_no_demands_that_it_cannot_fulfil(demands: dict[str, Any]) -> None:
     asked = {"t1": tdsp.ParameterConstraints2D(**demands)}
-    with pytest.raises(tdsp.ConfigError, match="for table 't1' is for a search by cost: give a"):
+    with pytest.raises(
+        tdsp.errors.ConfigError, match="for table 't1' is for a search by cost: give a"
+    ):
         tdsp.Planner2D(mesh=TWO_GROUPS, constraints=asked)
 
 
@@ -182,7 +193,9 @@ def test_proposals_have_no_copies_of_their_own() -> None:
         storage_reservation=FixedPercentageStorageReservation(0.0),
         stats=[],
     )
-    with pytest.raises(tdsp.ConfigError, match="'t1' has num_groups=1, but TorchRec's planner"):
+    with pytest.raises(
+        tdsp.errors.ConfigError, match="'t1' has num_groups=1, but TorchRec's planner"
+    ):
         stock.plan(tables(ROWS), SHARDERS)
 
 

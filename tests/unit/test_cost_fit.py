@@ -9,7 +9,7 @@ from torchrec_2dsp.cost.coefficients import BagCost, CollectiveCost, KernelCost
 from torchrec_2dsp.cost.span import Span
 from torchrec_2dsp.cost.traffic import Traffic, all_to_all
 from torchrec_2dsp.errors import CalibrationError
-from torchrec_2dsp.measure.fit import (
+from torchrec_2dsp.programs.calibrate.fit import (
     CollectiveSample,
     KernelSample,
     Timed,

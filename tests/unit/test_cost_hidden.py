@@ -18,11 +18,12 @@ from tests.support.costs import (
     only_the_link,
     table,
 )
+from torchrec_2dsp.cost.workload import DenseWork
 
 
 def test_late_gradients_are_hidden_behind_the_step() -> None:
     group = table(ShardingType.ROW_WISE, [0, 1], exchange=tdsp.Exchange.ROW)
-    dense = tdsp.DenseWork(forward_s=1.0, backward_s=1.0)
+    dense = DenseWork(forward_s=1.0, backward_s=1.0)
     late = cost(group, mesh=TWO, sync=tdsp.GradientSync(delay=1), dense=dense)
     assert late.hidden_s == pytest.approx(-late.sync_s)
     assert cost(group, mesh=TWO, dense=dense).hidden_s == 0.0
@@ -32,7 +33,7 @@ def test_late_gradients_are_hidden_behind_the_step() -> None:
 
 
 def test_a_pipeline_hides_ids_behind_compute() -> None:
-    dense = tdsp.DenseWork(forward_s=1.0)
+    dense = DenseWork(forward_s=1.0)
     found = cost(ROW, dense=dense, is_pipelined=True)
     assert found.hidden_s == pytest.approx(-found.input_exchange_s)
     # Nothing hides behind nothing.
@@ -43,7 +44,7 @@ def test_a_pipeline_hides_ids_behind_compute() -> None:
 def test_dense_gradients_hide_behind_the_backward_bucket_by_bucket(
     gradient_mib: int, hidden_share: float
 ) -> None:
-    dense = tdsp.DenseWork(backward_s=100.0, gradient_bytes=gradient_mib * 2.0**20)
+    dense = DenseWork(backward_s=100.0, gradient_bytes=gradient_mib * 2.0**20)
     found = cost(dense=dense)
     assert found.dense_exchange_s == pytest.approx(1.5 * dense.gradient_bytes * LINK)
     assert found.hidden_s == pytest.approx(-hidden_share * found.dense_exchange_s)
@@ -51,12 +52,12 @@ def test_dense_gradients_hide_behind_the_backward_bucket_by_bucket(
 
 def test_data_parallel_tables_have_an_all_reduce_of_their_own() -> None:
     """Ranks come to both from computing, and that of the tables hides behind nothing."""
-    dense = tdsp.DenseWork(backward_s=100.0, gradient_bytes=99 * 2.0**20)
+    dense = DenseWork(backward_s=100.0, gradient_bytes=99 * 2.0**20)
     copied = table(ShardingType.DATA_PARALLEL, [0])
     slow = only_the_link().model_copy(update={"turn_s": 1e-3})
     alone, beside, both = (
         cost(*tables, calibration=slow, dense=part)
-        for tables, part in (((), dense), ((copied,), tdsp.DenseWork()), ((copied,), dense))
+        for tables, part in (((), dense), ((copied,), DenseWork()), ((copied,), dense))
     )
     assert both.dense_exchange_s == pytest.approx(alone.dense_exchange_s + beside.dense_exchange_s)
     assert alone.dense_exchange_s == pytest.approx(1.5 * dense.gradient_bytes * LINK + 1e-3)
@@ -80,7 +81,7 @@ def rows_beside(skew: float, num_batches: int) -> tuple[float, float]:
 
 def test_rows_that_others_leave_alone_hide_behind_the_dense_part() -> None:
     work = replace(ROW.work, access=counted())
-    rows, dense = replace(ROW, work=work), tdsp.DenseWork(forward_s=1.0)
+    rows, dense = replace(ROW, work=work), DenseWork(forward_s=1.0)
     found = cost(rows, dense=dense, prefetches_rows=True)
     distinct, early = rows_beside(1.0, num_batches=2)
     _, lagging = rows_beside(1.0, num_batches=1)

@@ -26,6 +26,7 @@ from tests.support.costs import (
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.coefficients import KernelCost
 from torchrec_2dsp.cost.step_cost import StepCost
+from torchrec_2dsp.cost.workload import Workload
 
 
 def test_nothing_costs_nothing() -> None:
@@ -193,10 +194,12 @@ def test_parts_add_up_and_larger_batches_cost_more() -> None:
 
 
 def test_a_batch_of_nothing_is_refused() -> None:
-    with pytest.raises(tdsp.ConfigError, match="batch_size=0 leaves nothing to do; use 1 or more"):
-        tdsp.Workload(batch_size=0, tables={})
+    with pytest.raises(
+        tdsp.errors.ConfigError, match="batch_size=0 leaves nothing to do; use 1 or more"
+    ):
+        Workload(batch_size=0, tables={})
 
 
 def test_a_table_without_its_workload_is_named() -> None:
-    with pytest.raises(tdsp.ConfigError, match="the workload has no table 'x'; it has none"):
-        tdsp.Workload(batch_size=1, tables={}).table("x")
+    with pytest.raises(tdsp.errors.ConfigError, match="the workload has no table 'x'; it has none"):
+        Workload(batch_size=1, tables={}).table("x")

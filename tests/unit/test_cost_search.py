@@ -21,6 +21,9 @@ from tests.support.planning import (
     tables,
 )
 from tests.unit.test_planner import bags, nothing_reserved, world
+from torchrec_2dsp.access.table_access import TableAccess
+from torchrec_2dsp.cost.model import CostModel
+from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.planner.search.candidates import candidates_of
 from torchrec_2dsp.planner.search.meshes import search
 from torchrec_2dsp.planner.search.result import Found
@@ -48,7 +51,7 @@ def test_what_is_found_costs_what_its_plan_costs(sync: "tdsp.GradientSync") -> N
     model = tables()
     best = planned.search(model, SHARDERS).found[0]
     plan = planned.plan(model, SHARDERS)
-    costs = tdsp.CostModel(calibration("200mbit"), local_world_size=2)
+    costs = CostModel(calibration("200mbit"), local_world_size=2)
     assert plan.mesh == best.setting.mesh
     expected = costs.step_cost(plan, best.setting.workload)
     assert expected.as_dict() == pytest.approx(best.cost.as_dict(), rel=1e-6, abs=1e-9)
@@ -147,7 +150,7 @@ def test_hot_rows_that_are_asked_for_are_the_hottest() -> None:
     asked = tdsp.ParameterConstraints2D(hot_rows=3, exchange=["row"])
     rows = (5_000,)
     access = tdsp.AccessStats(
-        {"t0": tdsp.TableAccess.of_counts([1.0] * 4_990 + [9.0] * 10, num_samples=5_000)}
+        {"t0": TableAccess.of_counts([1.0] * 4_990 + [9.0] * 10, num_samples=5_000)}
     )
     plan = plan_of(tables(rows), constraints={"t0": asked}, access=access)
     ((_, module),) = plan.modules()
@@ -171,7 +174,7 @@ def test_sequences_are_neither_copied_nor_without_empty_bags() -> None:
         ],
     )
     sharder = tdsp.EmbeddingCollectionSharder2D(tdsp.MomentScaledRowWiseAdaGrad(lr=0.1))
-    workload = tdsp.Workload.of_model(model, batch_size=64)
+    workload = Workload.of_model(model, batch_size=64)
     (one,) = candidates_of(model, [sharder], None, workload, "cpu")  # type: ignore[list-item]
     assert {choice.exchange.value for choice in one.choices} == {"pooled", "row", "row_per_host"}
     assert ShardingType.DATA_PARALLEL not in {choice.kind for choice in one.choices}
@@ -215,7 +218,7 @@ def test_without_a_calibration_the_topology_speaks() -> None:
     [
         ({"proposer": []}, "a search by cost takes no proposer: leave it out, or give a mesh"),
         (
-            {"access": skewed(), "workload": tdsp.Workload(batch_size=1, tables={})},
+            {"access": skewed(), "workload": Workload(batch_size=1, tables={})},
             "both workload and access are given",
         ),
         (
@@ -231,7 +234,9 @@ def test_what_cant_be_searched_is_said(settings: dict[str, object], text: str) -
 
 
 def test_statistics_need_a_search_by_cost() -> None:
-    with pytest.raises(tdsp.ConfigError, match="access is for a search by cost: give a calibrati"):
+    with pytest.raises(
+        tdsp.errors.ConfigError, match="access is for a search by cost: give a calibrati"
+    ):
         tdsp.Planner2D(topology=world(4), mesh=tdsp.Mesh2D(2, 2), access=skewed())
 
 
@@ -243,7 +248,7 @@ def test_statistics_need_a_search_by_cost() -> None:
     ],
 )
 def test_constraints_are_checked(values: dict[str, object], text: str) -> None:
-    with pytest.raises(tdsp.ConfigError, match=text):
+    with pytest.raises(tdsp.errors.ConfigError, match=text):
         tdsp.ParameterConstraints2D(**values)  # type: ignore[arg-type]
 
 
@@ -270,5 +275,7 @@ def test_bandwidths_that_nobody_measured_are_warned_of(caplog: pytest.LogCapture
 
 
 def test_a_batch_of_nothing_is_refused() -> None:
-    with pytest.raises(tdsp.ConfigError, match="batch_size=0 leaves nothing to do; use 1 or more"):
+    with pytest.raises(
+        tdsp.errors.ConfigError, match="batch_size=0 leaves nothing to do; use 1 or more"
+    ):
         planner(batch_size=0)

@@ -20,6 +20,7 @@ from tests.support.planning import (
 )
 from tests.unit.test_planner import world
 from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.planner.search.candidates import candidates_of
 from torchrec_2dsp.planner.search.choices import Choice
 from torchrec_2dsp.planner.search.meshes import Effort, meshes_of, placements, search
@@ -31,7 +32,7 @@ from torchrec_2dsp.planner.search.space import Space
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.6, 0.2])
 def test_memory_that_doesnt_suffice_is_given_where_it_saves_most(share: float) -> None:
     rows = (4_000, 9_000, 60_000)
-    workload = tdsp.Workload.of_model(tables(rows), batch_size=64)
+    workload = Workload.of_model(tables(rows), batch_size=64)
     pooled = {f"t{number}": tdsp.ParameterConstraints2D(exchange="pooled") for number in range(3)}
     candidates = candidates_of(tables(rows), SHARDERS, pooled, workload, "cpu")
     setting = Setting(calibration(), workload, tdsp.Mesh2D(1, 4), tdsp.GradientSync(), 2)
@@ -49,7 +50,7 @@ def test_memory_that_doesnt_suffice_is_given_where_it_saves_most(share: float) -
 def test_those_tables_get_memory_that_save_most_by_it(room: float) -> None:
     """Dealt evenly, against all choices that fit: nearer to the best than to the smallest."""
     rows = (500, 1_000, 2_000, 3_000, 4_000)
-    workload = tdsp.Workload.of_model(tables(rows), batch_size=2_048)
+    workload = Workload.of_model(tables(rows), batch_size=2_048)
     asked = tdsp.ParameterConstraints2D(exchange="pooled", sharding_types=["row_wise"])
     constraints = {f"t{number}": asked for number in range(5)}
     split = candidates_of(tables(rows), SHARDERS, constraints, workload, "cpu")
@@ -85,7 +86,7 @@ def bytes_of(found: Found) -> float:
 @pytest.mark.parametrize("share", [2.0, 0.6, 0.45, 0.34])
 def test_no_rank_keeps_more_than_it_has_room_for(share: float) -> None:
     rows = (60_000, 20_000, 20_000, 20_000)
-    workload = tdsp.Workload.of_model(tables(rows), batch_size=64)
+    workload = Workload.of_model(tables(rows), batch_size=64)
     candidates = candidates_of(tables(rows), SHARDERS, None, workload, "cpu")
     settings = [
         Setting(calibration(), workload, mesh, tdsp.GradientSync(), 2)
@@ -101,7 +102,7 @@ def test_no_rank_keeps_more_than_it_has_room_for(share: float) -> None:
 
 def test_what_doesnt_fit_is_named_with_what_is_missing() -> None:
     with pytest.raises(
-        tdsp.PlanError,
+        tdsp.errors.PlanError,
         match=r"no plan fits a sharding group of Mesh2D\(1x4, strided\): the tables need "
         "5,386,920 bytes on a group, 1,386,920 more than the 4,000,000 there are",
     ):
@@ -110,7 +111,7 @@ def test_what_doesnt_fit_is_named_with_what_is_missing() -> None:
 
 def test_batches_that_dont_fit_beside_their_tables_are_named() -> None:
     with pytest.raises(
-        tdsp.PlanError,
+        tdsp.errors.PlanError,
         match=r"the tables need 1,320,000 bytes on a group, and a step's batches and vectors "
         r"[\d,]+, [\d,]+ more than the 4,000,000 there are, which a smaller batch_size changes",
     ):
@@ -125,7 +126,7 @@ def test_buffers_of_one_rank_are_counted_where_they_are() -> None:
     mesh = tdsp.Mesh2D(1, 4)
 
     def found(room: float) -> list[Found]:
-        workload = tdsp.Workload.of_model(tables(rows), batch_size=512)
+        workload = Workload.of_model(tables(rows), batch_size=512)
         candidates = candidates_of(tables(rows), SHARDERS, constraints, workload, "cpu")
         setting = Setting(calibration("no_limit"), workload, mesh, tdsp.GradientSync(), 2)
         return list(search(candidates, [setting], room).found)
@@ -141,7 +142,7 @@ def test_where_shards_cannot_be_dealt_tables_are_chosen_for_less_memory() -> Non
     """Forty tables, for which there is room on average, are not left as small as they can be."""
     rows = np.exp(np.random.default_rng(0).uniform(np.log(100), np.log(2e7), 40)).astype(int)
     model = tables(tuple(int(num_rows) for num_rows in rows))
-    workload = tdsp.Workload.of_model(model, batch_size=1_024)
+    workload = Workload.of_model(model, batch_size=1_024)
     candidates = candidates_of(model, SHARDERS, {}, workload, "cpu")
     setting = Setting(calibration(), workload, tdsp.Mesh2D(1, 8), tdsp.GradientSync(), 8)
     space = Space.of(candidates, setting)

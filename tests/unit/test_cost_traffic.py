@@ -4,8 +4,7 @@ import itertools
 from collections import defaultdict
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from torchrec_2dsp import Mesh2D, RankLayout
 from torchrec_2dsp.cost.span import Span

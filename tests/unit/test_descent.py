@@ -9,6 +9,7 @@ from torchrec.distributed.types import ShardingType
 import torchrec_2dsp as tdsp
 from tests.support.planning import ENOUGH, SHARDERS, calibration, tables
 from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.planner.search.candidates import candidates_of
 from torchrec_2dsp.planner.search.descent import Descent, Placement
 from torchrec_2dsp.planner.search.meshes import search
@@ -20,8 +21,8 @@ def space_of(rows: tuple[int, ...], sync: tdsp.WeightSync, dense_s: float = 0.0)
     pooled = tdsp.ParameterConstraints2D(
         sharding_types=["table_wise", "row_wise"], exchange=["pooled"]
     )
-    workload = tdsp.Workload.of_model(tables(rows), batch_size=16)
-    workload = replace(workload, dense=tdsp.DenseWork(forward_s=dense_s, backward_s=0.0))
+    workload = Workload.of_model(tables(rows), batch_size=16)
+    workload = replace(workload, dense=DenseWork(forward_s=dense_s, backward_s=0.0))
     constraints: dict[str, ParameterConstraints] = {
         f"t{number}": pooled for number in range(len(rows))
     }
@@ -55,10 +56,10 @@ def test_a_long_dense_part_is_no_reason_for_one_type() -> None:
     rows = (10,) * 12 + (200_000,)
     some_types = ParameterConstraints(sharding_types=["table_wise", "data_parallel"])
     constraints = {f"t{number}": some_types for number in range(len(rows))}
-    workload = tdsp.Workload.of_model(tables(rows), batch_size=512)
+    workload = Workload.of_model(tables(rows), batch_size=512)
     found = []
     for dense_s in (0.0, 100.0):
-        given = replace(workload, dense=tdsp.DenseWork(forward_s=dense_s, backward_s=0.0))
+        given = replace(workload, dense=DenseWork(forward_s=dense_s, backward_s=0.0))
         candidates = candidates_of(tables(rows), SHARDERS, constraints, given, "cpu")
         mesh, sync = tdsp.Mesh2D(1, 4), tdsp.GradientSync()
         setting = Setting(calibration("200mbit"), given, mesh, sync, 2)

@@ -11,7 +11,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from torchrec_2dsp._compat.health import (
+from torchrec_2dsp._compat.versions import Check, FoundVersions, Status
+from torchrec_2dsp.programs.cli import doctor as doctor_module
+from torchrec_2dsp.programs.cli.app import app
+from torchrec_2dsp.programs.doctor.health import (
     check_cuda,
     check_fbgemm_operators,
     check_gloo,
@@ -20,9 +23,6 @@ from torchrec_2dsp._compat.health import (
     run_guarded,
     run_health_checks,
 )
-from torchrec_2dsp._compat.versions import Check, FoundVersions, Status
-from torchrec_2dsp.cli import doctor as doctor_module
-from torchrec_2dsp.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 BROKEN = FoundVersions(
@@ -112,7 +112,7 @@ def test_exit_code_is_one_if_any_check_failed(
 ) -> None:
     good = Check(name="python", status=Status.OK, found="3.11")
     checks = (Check(name="gloo", status=status, found="whatever"), good)
-    monkeypatch.setattr(doctor_module, "run_health_checks", lambda: checks)
+    monkeypatch.setattr(doctor_module, "run_health_checks", lambda *, run: checks)
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == exit_code, result.output
     assert "gloo" in result.output
@@ -147,7 +147,8 @@ def old_torchrec(tmp_path: Path) -> Path:
 
 
 def test_doctor_runs_where_the_package_refuses_to(old_torchrec: Path) -> None:
-    refused = run_python("-c", "import torchrec_2dsp", first_on_path=old_torchrec)
+    code = "import torchrec_2dsp as tdsp; tdsp.Mesh2D(1, 2); tdsp.Planner2D"
+    refused = run_python("-c", code, first_on_path=old_torchrec)
     assert refused.returncode == 1
     assert "VersionError" in refused.stderr
     assert "torchrec  1.2.0 (supported: 1.8.x)" in refused.stderr
@@ -159,7 +160,10 @@ def test_doctor_runs_where_the_package_refuses_to(old_torchrec: Path) -> None:
     assert 'pip install --no-deps "torchrec==1.8.0"' in told.stdout
 
 
-def test_doctor_is_content_here(tmp_path: Path) -> None:
-    result = run_python("-m", "torchrec_2dsp", "doctor", first_on_path=tmp_path)
+@pytest.mark.parametrize("options", [(), ("--run",)])
+def test_doctor_is_content_here(options: tuple[str, ...], tmp_path: Path) -> None:
+    result = run_python("-m", "torchrec_2dsp", "doctor", *options, first_on_path=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "failed" not in result.stdout
+    assert ("fbgemm operators" in result.stdout) == bool(options)
+    assert ("doctor --run" in result.stdout) != bool(options)

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from torchrec_2dsp.sync.drift import CopiedShard, _checksums, _named
+from torchrec_2dsp.replicas.drift import CopiedShard, _checksums, _named
 
 DTYPES = [torch.float32, torch.float16, torch.int64, torch.uint8]
 

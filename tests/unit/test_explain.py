@@ -8,21 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torchrec.distributed.types import ShardingType
 from typer.testing import CliRunner
 
 import torchrec_2dsp as tdsp
 from tests.support.planning import ROWS, SHARDERS, planner, problem, skewed, tables
-from torchrec_2dsp.cli.app import app
+from torchrec_2dsp.cost.model import CostModel
 from torchrec_2dsp.cost.sent import sent_weights
+from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.plan.serialize import load
-from torchrec_2dsp.planner.explain import explain, pareto_front
-from torchrec_2dsp.planner.explanation import Explanation
+from torchrec_2dsp.planner.explanation.explain import explain, pareto_front
+from torchrec_2dsp.planner.explanation.explanation import Explanation
+from torchrec_2dsp.planner.explanation.table_line import milliseconds
 from torchrec_2dsp.planner.search.choices import Choice
 from torchrec_2dsp.planner.search.meshes import Tried
-from torchrec_2dsp.planner.table_line import milliseconds
+from torchrec_2dsp.programs.cli.app import app
 
 CONFIG = "configs/runs/plan.toml"
 MESH = tdsp.Mesh2D(1, 4)
@@ -75,14 +76,14 @@ def test_the_other_pipeline_is_said_where_it_would_pay() -> None:
     model = tables((100_000, 200_000, 300_000))
     rows = dict.fromkeys(skewed(), tdsp.ParameterConstraints2D(exchange="row"))
     workload = replace(
-        tdsp.Workload.of_model(model, batch_size=512),
-        dense=tdsp.DenseWork(forward_s=0.05, backward_s=0.05),
+        Workload.of_model(model, batch_size=512),
+        dense=DenseWork(forward_s=0.05, backward_s=0.05),
     )
     made = planner(link="200mbit", mesh=MESH, workload=workload, constraints=rows)
     plan = made.plan(model, SHARDERS)
     found = made.explain()
     workload = replace(workload, prefetches_rows=True)
-    costs = tdsp.CostModel(found.setting.calibration, 2)
+    costs = CostModel(found.setting.calibration, 2)
     expected = costs.step_cost(plan, workload)
     assert found.prefetching is not None
     assert found.prefetching.as_dict() == pytest.approx(expected.as_dict(), rel=1e-6, abs=1e-9)
@@ -108,7 +109,9 @@ def test_rows_that_cannot_travel_so_are_not_advised(mesh: tdsp.Mesh2D, exchange:
 
 
 def test_without_a_plan_there_is_nothing_to_explain() -> None:
-    with pytest.raises(tdsp.ConfigError, match="there is nothing to explain here: make a plan"):
+    with pytest.raises(
+        tdsp.errors.ConfigError, match="there is nothing to explain here: make a plan"
+    ):
         planner().explain()
 
 
@@ -232,7 +235,9 @@ def test_a_page_plots_the_numbers_of_the_report() -> None:
 
 def test_without_plotly_a_page_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "plotly", None)
-    with pytest.raises(tdsp.ConfigError, match="need plotly, which is not installed; pip install"):
+    with pytest.raises(
+        tdsp.errors.ConfigError, match="need plotly, which is not installed; pip install"
+    ):
         explained().write_html("never.html")
 
 

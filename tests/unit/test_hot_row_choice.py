@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import torchrec_2dsp as tdsp
 from tests.support.costs import LINK, only_the_link
 from tests.support.planning import SHARDERS, skewed, tables
 from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.planner.search.candidates import candidates_of
 from torchrec_2dsp.planner.search.hot_rows import Runs, concave_runs, rows_by_byte
 from torchrec_2dsp.planner.search.meshes import search
@@ -79,7 +79,7 @@ def slow_fetch() -> tdsp.Calibration:
 def searched(
     room: float = 1e12, hot_rows: int | None = None, calibration: tdsp.Calibration | None = None
 ) -> Found:
-    workload = tdsp.Workload.of_model(tables(ROWS), batch_size=256, access=skewed(ROWS))
+    workload = Workload.of_model(tables(ROWS), batch_size=256, access=skewed(ROWS))
     constraint = {"t0": tdsp.ParameterConstraints2D(exchange="row", hot_rows=hot_rows)}
     candidates = candidates_of(tables(ROWS), SHARDERS, constraint, workload, "cpu")
     setting = Setting(

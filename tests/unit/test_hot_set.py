@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from torchrec_2dsp import HotSet, PlanError
+from torchrec_2dsp import HotSet
+from torchrec_2dsp.errors import PlanError
 
 ids = st.integers(0, 2**40)
 

@@ -42,10 +42,12 @@ def test_the_tables_own_way_to_start_is_kept() -> None:
 
 @pytest.mark.parametrize("seed", [-1, True, 1.0, "0"])
 def test_what_is_no_seed_is_refused(seed: Any) -> None:
-    with pytest.raises(tdsp.ConfigError, match="is no seed; use 0 or more"):
+    with pytest.raises(tdsp.errors.ConfigError, match="is no seed; use 0 or more"):
         tdsp.EmbeddingCollectionSharder2D(init_seed=seed)
 
 
 def test_weights_are_kept_or_drawn() -> None:
-    with pytest.raises(tdsp.ConfigError, match="keep_weights=True and init_seed=0 contradict"):
+    with pytest.raises(
+        tdsp.errors.ConfigError, match="keep_weights=True and init_seed=0 contradict"
+    ):
         tdsp.EmbeddingBagCollectionSharder2D(keep_weights=True, init_seed=0)

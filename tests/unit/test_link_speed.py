@@ -1,10 +1,9 @@
 """From times to speeds, and from a probe to a payload."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from torchrec_2dsp.measure.link_speed import (
+from torchrec_2dsp.programs.calibrate.link_speed import (
     SECONDS_PER_REPEAT,
     LinkSpeeds,
     bytes_per_s,

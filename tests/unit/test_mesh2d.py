@@ -5,12 +5,12 @@ from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torchrec.distributed.model_parallel import DMPCollection
 
 from tests.support.plans import layouts, meshes
-from torchrec_2dsp import Mesh2D, MeshError, RankLayout, TwoDError
+from torchrec_2dsp import Mesh2D, RankLayout, TwoDError
+from torchrec_2dsp.errors import MeshError
 
 STRIDED, CONTIGUOUS = RankLayout.STRIDED, RankLayout.CONTIGUOUS
 

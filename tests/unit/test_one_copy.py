@@ -8,7 +8,10 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 import torchrec_2dsp as tdsp
 from tests.support.planning import calibration, skewed, tables
 from tests.support.plans import sharding
+from torchrec_2dsp.cost.model import CostModel
+from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
+from torchrec_2dsp.plan.remap import plan_for_rank
 from torchrec_2dsp.plan.serialize import from_json, to_json
 
 ROWS_OF_SHARD = 5
@@ -54,7 +57,7 @@ def test_last_ranks_may_have_no_rows() -> None:
 def test_positions_in_the_world_are_the_ranks_of_all_groups() -> None:
     once = tdsp.pin(plan_of(ShardingType.ROW_WISE), "t", num_groups=1)
     for rank in range(4):
-        runs = tdsp.plan_for_rank(once, rank)
+        runs = plan_for_rank(once, rank)
         assert [owner for owner, *_ in shards_of(runs)] == [0, 1, 2, 3]
         assert [owner for owner, *_ in shards_of(runs, "other")] == list(MESH.sharding_group(rank))
 
@@ -73,17 +76,21 @@ def test_a_module_has_a_plan_for_each_mesh() -> None:
 
 
 def test_what_cannot_be_is_refused_by_name() -> None:
-    with pytest.raises(tdsp.PlanError, match=r"'t' is 2d_table_wise, and only .* row-wise tables"):
+    with pytest.raises(
+        tdsp.errors.PlanError, match=r"'t' is 2d_table_wise, and only .* row-wise tables"
+    ):
         tdsp.pin(plan_of(ShardingType.TABLE_WISE), "t", num_groups=1)
     row_wise = plan_of(ShardingType.ROW_WISE)
-    with pytest.raises(tdsp.PlanError, match=r"num_groups=3 for table 't'.*: use 1, or 2"):
+    with pytest.raises(tdsp.errors.PlanError, match=r"num_groups=3 for table 't'.*: use 1, or 2"):
         tdsp.pin(row_wise, "t", num_groups=3)
-    with pytest.raises(tdsp.PlanError, match=r"ebc\.t has num_groups=4: a table has one copy in"):
+    with pytest.raises(
+        tdsp.errors.PlanError, match=r"ebc\.t has num_groups=4: a table has one copy in"
+    ):
         _with(row_wise, num_groups=4).validate()
-    with pytest.raises(tdsp.PlanError, match="shard on rank 2, but a sharding group of"):
+    with pytest.raises(tdsp.errors.PlanError, match="shard on rank 2, but a sharding group of"):
         _with(tdsp.pin(row_wise, "t", num_groups=1), num_groups=None).validate()
     copied = _with(row_wise, sharding_type="2d_data_parallel", num_groups=1)
-    with pytest.raises(tdsp.PlanError, match="data parallel, which is a copy on every rank"):
+    with pytest.raises(tdsp.errors.PlanError, match="data parallel, which is a copy on every rank"):
         copied.validate()
 
 
@@ -98,9 +105,9 @@ def _with(plan: tdsp.Plan2D, **changes: object) -> tdsp.Plan2D:
 
 def test_tables_with_one_copy_cost_what_they_cost_in_one_group() -> None:
     rows = (4_000, 9_000)
-    workload = tdsp.Workload.of_model(tables(rows), batch_size=512, access=skewed(rows))
-    workload = replace(workload, dense=tdsp.DenseWork(forward_s=0.01, gradient_bytes=1e6))
-    costs = tdsp.CostModel(calibration(), local_world_size=2)
+    workload = Workload.of_model(tables(rows), batch_size=512, access=skewed(rows))
+    workload = replace(workload, dense=DenseWork(forward_s=0.01, gradient_bytes=1e6))
+    costs = CostModel(calibration(), local_world_size=2)
 
     def plan_for(mesh: tdsp.Mesh2D, in_world: tuple[str, ...] = ()) -> tdsp.Plan2D:
         both = {

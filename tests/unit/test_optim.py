@@ -5,18 +5,18 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tests.support import reference
 from tests.support.tbe import Case, make_ids, make_tbe, tensors_of, upstream_gradient
-from torchrec_2dsp import (
-    ConfigError,
-    MomentScaledRowWiseAdaGrad,
-    MomentScaledRowWiseAdaGradOptimizer,
-)
+from torchrec_2dsp import MomentScaledRowWiseAdaGrad
 from torchrec_2dsp._compat.fbgemm import set_learning_rate
-from torchrec_2dsp.optim.moment_scaled import FROM_MESH, to_kernel_units
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.optim.moment_scaled import (
+    FROM_MESH,
+    MomentScaledRowWiseAdaGradOptimizer,
+    to_kernel_units,
+)
 
 SCALES = [0.25, 1.0, 3.7, 4.0, 100.0]
 ROUNDING = 1e-6

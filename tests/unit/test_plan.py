@@ -8,8 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torchrec.distributed.model_parallel import DMPCollection
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
@@ -25,15 +24,14 @@ from torchrec_2dsp import (
     Mesh2D,
     ParameterSharding2D,
     Plan2D,
-    PlanError,
     RankLayout,
-    ShardingType2D,
     WeightSync,
     pin,
-    plan_for_rank,
 )
-from torchrec_2dsp.plan.parameter_sharding import base_type, num_rows, type_2d
+from torchrec_2dsp.errors import PlanError
+from torchrec_2dsp.plan.parameter_sharding import ShardingType2D, base_type, num_rows, type_2d
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
+from torchrec_2dsp.plan.remap import plan_for_rank
 
 
 def plan_of(

@@ -20,9 +20,11 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 import torchrec_2dsp as tdsp
+from torchrec_2dsp.plan.parameter_sharding import ShardingType2D
+from torchrec_2dsp.plan.remap import plan_for_rank
 from torchrec_2dsp.planner.planner2d import Planner2D
 
-ALL_2D = [member.value for member in tdsp.ShardingType2D]
+ALL_2D = [member.value for member in ShardingType2D]
 
 
 class AnyTypeSharder(EmbeddingBagCollectionSharder):
@@ -218,14 +220,16 @@ def test_every_rank_runs_the_plan_of_its_group() -> None:
     plan = planner_for(mesh, constraints=constrained("row_wise")).plan(bags(), SHARDERS)
 
     owners = [
-        [owner for owner, _, _ in layout(tdsp.plan_for_rank(plan, rank), "t0")] for rank in range(4)
+        [owner for owner, _, _ in layout(plan_for_rank(plan, rank), "t0")] for rank in range(4)
     ]
 
     assert owners == [[0, 2], [1, 3], [0, 2], [1, 3]]
 
 
 def test_an_unknown_type_is_refused_with_the_table() -> None:
-    with pytest.raises(tdsp.PlanError, match=r"table 't0'.*'diagonal' has no 2D form; use one of"):
+    with pytest.raises(
+        tdsp.errors.PlanError, match=r"table 't0'.*'diagonal' has no 2D form; use one of"
+    ):
         planner_for(tdsp.Mesh2D(2, 2), constraints=constrained("diagonal"))
 
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 import torchrec.optim
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
@@ -17,14 +16,15 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 import torchrec_2dsp as tdsp
 from tests.unit.test_planner import AnyTypeSharder, bags, world
 from torchrec_2dsp.cost.optimizer_state import state_bytes_per_row
-from torchrec_2dsp.planner.enumerator import Enumerator2D
-from torchrec_2dsp.planner.sync_cost import (
+from torchrec_2dsp.optim.moment_scaled import MomentScaledRowWiseAdaGradOptimizer
+from torchrec_2dsp.planner.topology import group_topology
+from torchrec_2dsp.planner.torchrec.enumerator import Enumerator2D
+from torchrec_2dsp.planner.torchrec.sync_cost import (
     data_parallel_ms,
     expected_touched_rows,
     row_sync_ms,
     weight_sync_ms,
 )
-from torchrec_2dsp.planner.topology import group_topology
 
 INTRA, INTER = 1_000.0, 10.0
 STRIDED, CONTIGUOUS = tdsp.RankLayout.STRIDED, tdsp.RankLayout.CONTIGUOUS
@@ -99,7 +99,7 @@ def test_row_shards_share_the_touched_rows(
         (torch.optim.SGD, 0),
         (EmbOptimType.EXACT_ROWWISE_ADAGRAD, 4),
         (torchrec.optim.RowWiseAdagrad, 4),
-        (tdsp.MomentScaledRowWiseAdaGradOptimizer, 4),
+        (MomentScaledRowWiseAdaGradOptimizer, 4),
         (EmbOptimType.EXACT_ADAGRAD, 64),
         (torch.optim.Adam, 128),
         (EmbOptimType.PARTIAL_ROWWISE_ADAM, 64),

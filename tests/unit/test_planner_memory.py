@@ -24,8 +24,8 @@ from tests.unit.test_planner import (
     planner_for,
     world,
 )
-from torchrec_2dsp.planner.enumerator import Enumerator2D
 from torchrec_2dsp.planner.infeasible import Shortfall, shortfall
+from torchrec_2dsp.planner.torchrec.enumerator import Enumerator2D
 
 
 def test_a_table_is_spread_over_the_group_when_it_fits_no_rank() -> None:
@@ -34,7 +34,7 @@ def test_a_table_is_spread_over_the_group_when_it_fits_no_rank() -> None:
     model = bags(num_tables=1, rows=rows, dim=dim)
     cap = int(0.75 * table_bytes)
 
-    with pytest.raises(tdsp.PlanError):
+    with pytest.raises(tdsp.errors.PlanError):
         planner_for(tdsp.Mesh2D(4, 1), world(4, ddr_cap=cap)).plan(model, SHARDERS)
     planner = planner_for(tdsp.Mesh2D(2, 2), world(4, ddr_cap=cap))
     plan = planner.plan(model, SHARDERS)
@@ -53,7 +53,7 @@ def test_the_memory_of_a_rank_does_not_depend_on_the_number_of_groups(num_groups
     planner_for(
         mesh, world(2 * num_groups, 2, ddr_cap=needed), constraints=constrained("row_wise", 4)
     ).plan(model, SHARDERS)
-    with pytest.raises(tdsp.PlanError):
+    with pytest.raises(tdsp.errors.PlanError):
         planner_for(
             mesh,
             world(2 * num_groups, 2, ddr_cap=needed - 1),
@@ -93,7 +93,7 @@ def test_a_dense_part_takes_its_share_of_the_memory_as_in_torchrec() -> None:
     planner_for(tdsp.Mesh2D(2, 2), world(4, ddr_cap=cap)).plan(model, SHARDERS)
     with pytest.warns(FutureWarning, match="HeuristicalStorageReservation"):
         reservation = HeuristicalStorageReservation(0.15)
-    with pytest.raises(tdsp.PlanError, match="no plan fits"):
+    with pytest.raises(tdsp.errors.PlanError, match="no plan fits"):
         planner_for(tdsp.Mesh2D(2, 2), world(4, ddr_cap=cap), storage_reservation=reservation).plan(
             model, SHARDERS
         )
@@ -107,7 +107,7 @@ def test_the_error_names_the_table_that_fits_no_rank() -> None:
         tdsp.Mesh2D(2, 2), world(4, ddr_cap=1_000_000), constraints=constrained("table_wise", 1)
     )
 
-    with pytest.raises(tdsp.PlanError) as raised:
+    with pytest.raises(tdsp.errors.PlanError) as raised:
         planner.plan(bags(num_tables=1, rows=10_000), SHARDERS)
 
     text = str(raised.value)
@@ -122,7 +122,9 @@ def test_the_error_names_the_table_that_fits_no_rank() -> None:
 def test_the_error_sums_the_tables_when_each_alone_fits() -> None:
     planner = planner_for(tdsp.Mesh2D(2, 2), world(4, ddr_cap=1_000_000))
 
-    with pytest.raises(tdsp.PlanError, match=r"the tables need 2,\d{3},\d{3} bytes on a group"):
+    with pytest.raises(
+        tdsp.errors.PlanError, match=r"the tables need 2,\d{3},\d{3} bytes on a group"
+    ):
         planner.plan(bags(num_tables=10, rows=1_000), SHARDERS)
 
 
@@ -130,7 +132,9 @@ def test_constraints_that_leave_no_type_name_the_original_error() -> None:
     only_table_wise = EmbeddingBagCollectionSharder()
     planner = planner_for(tdsp.Mesh2D(2, 2), constraints=constrained("grid_shard"))
 
-    with pytest.raises(tdsp.PlanError, match="RuntimeError: No available sharding type") as raised:
+    with pytest.raises(
+        tdsp.errors.PlanError, match="RuntimeError: No available sharding type"
+    ) as raised:
         planner.plan(bags(), [only_table_wise])  # pyright: ignore[reportArgumentType]
     assert isinstance(raised.value.__cause__, RuntimeError)
 
@@ -138,7 +142,9 @@ def test_constraints_that_leave_no_type_name_the_original_error() -> None:
 def test_an_error_of_a_component_names_its_type() -> None:
     planner = planner_for(tdsp.Mesh2D(2, 2), proposer=DynamicProgrammingProposer())
 
-    with pytest.raises(tdsp.PlanError, match=r"Mesh2D\(2x2, strided\) failed: ZeroDivisionError"):
+    with pytest.raises(
+        tdsp.errors.PlanError, match=r"Mesh2D\(2x2, strided\) failed: ZeroDivisionError"
+    ):
         planner.plan(bags(), SHARDERS)
 
 

@@ -4,8 +4,7 @@ import copy
 import logging
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
@@ -30,11 +29,11 @@ from tests.unit.test_planner import (
     planner_for,
     world,
 )
-from torchrec_2dsp.planner.enumerator import Enumerator2D
-from torchrec_2dsp.planner.partitioner import Partitioner2D
-from torchrec_2dsp.planner.sharding_types import searched_type
-from torchrec_2dsp.planner.stats import Stats2D
 from torchrec_2dsp.planner.topology import group_topology
+from torchrec_2dsp.planner.torchrec.enumerator import Enumerator2D
+from torchrec_2dsp.planner.torchrec.partitioner import Partitioner2D
+from torchrec_2dsp.planner.torchrec.sharding_types import searched_type
+from torchrec_2dsp.planner.torchrec.stats import Stats2D
 
 MESH = tdsp.Mesh2D(num_groups=2, group_size=2)
 WORLD = world(4)

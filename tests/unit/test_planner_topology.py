@@ -1,8 +1,7 @@
 """The topology of a sharding group, and the bandwidth between replica peers."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import (
     BasicCommsBandwidths,
@@ -111,14 +110,14 @@ def test_a_topology_of_a_group_is_taken_where_it_tells_enough() -> None:
     assert by_group.plan(bags(), sharders) == by_world.plan(bags(), sharders)  # pyright: ignore
 
     with pytest.raises(
-        tdsp.ConfigError, match="Pass the topology of the whole world: world_size=4"
+        tdsp.errors.ConfigError, match="Pass the topology of the whole world: world_size=4"
     ):
         planner_for(mesh, world(2, 1))
 
 
 def test_a_topology_of_another_size_is_refused() -> None:
     with pytest.raises(
-        tdsp.ConfigError, match=r"world_size=8, but Mesh2D\(2x2, strided\) has 4 ranks; pass"
+        tdsp.errors.ConfigError, match=r"world_size=8, but Mesh2D\(2x2, strided\) has 4 ranks; pass"
     ):
         planner_for(tdsp.Mesh2D(2, 2), world(8))
 
@@ -126,5 +125,5 @@ def test_a_topology_of_another_size_is_refused() -> None:
 def test_pods_are_refused() -> None:
     topology = Topology(world_size=8, local_world_size=2, pod_size=2, compute_device="cpu")
 
-    with pytest.raises(tdsp.UnsupportedError, match="pods of 4 ranks on hosts of 2"):
+    with pytest.raises(tdsp.errors.UnsupportedError, match="pods of 4 ranks on hosts of 2"):
         planner_for(tdsp.Mesh2D(2, 4), topology)

@@ -15,13 +15,16 @@ import torchrec_2dsp as tdsp
 from tests.support.planning import ROWS, SHARDERS, calibration, planner, skewed, tables
 from tests.unit.test_hot_row_choice import slow_fetch
 from tests.unit.test_planner import nothing_reserved, world
+from torchrec_2dsp.cost.model import CostModel
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import message_type
+from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.plan.parameter_sharding import ProposedType, base_type
 from torchrec_2dsp.plan.plan2d import is_proposed
-from torchrec_2dsp.planner.proposals import Draft
-from torchrec_2dsp.planner.proposers import Loaded
 from torchrec_2dsp.planner.search.choices import rated
+from torchrec_2dsp.planner.torchrec.proposals import Draft
+from torchrec_2dsp.planner.torchrec.proposers import Loaded
+from torchrec_2dsp.planner.torchrec.stats import Stats2D
 
 BATCH = 512
 
@@ -31,7 +34,7 @@ def stock_planner(
     topology: Topology | None = None,
     **given: Any,
 ) -> EmbeddingShardingPlanner:
-    given.setdefault("stats", tdsp.Stats2D())
+    given.setdefault("stats", Stats2D())
     return EmbeddingShardingPlanner(
         topology=topology or world(4, 2),
         batch_size=BATCH,
@@ -55,8 +58,8 @@ def cost_of(
     access: tdsp.AccessStats | None = None,
     rows: tuple[int, ...] = ROWS,
 ) -> StepCost:
-    workload = tdsp.Workload.of_model(tables(rows), batch_size=BATCH, access=access)
-    return tdsp.CostModel(calibration(link), 2).step_cost(plan, workload)
+    workload = Workload.of_model(tables(rows), batch_size=BATCH, access=access)
+    return CostModel(calibration(link), 2).step_cost(plan, workload)
 
 
 def chosen(plan: tdsp.Plan2D) -> list[tuple[str, str]]:
@@ -200,7 +203,7 @@ def test_what_is_reported_is_one_group_and_its_sync(caplog: pytest.LogCaptureFix
         world(4, 2), calibration(), mesh=tdsp.Mesh2D(2, 2), sync=tdsp.WeightSync()
     )
     with caplog.at_level("INFO", logger="torchrec_2dsp"):
-        stock_planner(proposer, stats=tdsp.Stats2D(seen)).plan(tables(), SHARDERS)
+        stock_planner(proposer, stats=Stats2D(seen)).plan(tables(), SHARDERS)
     assert seen.world_size == 2
     assert (
         "one of 2 sharding groups of Mesh2D(2x2, strided), kept equal by WeightSync" in caplog.text
@@ -261,20 +264,20 @@ def test_a_plan_that_was_proposed_knows_its_mesh_and_its_sync() -> None:
     stock = stock_planner(proposer).plan(tables(), SHARDERS)
     made = tdsp.Plan2D.from_stock(stock)
     assert (made.mesh, made.sync) == (tdsp.Mesh2D(2, 2), sync)
-    with pytest.raises(tdsp.PlanError, match=r"a plan has one mesh, not Mesh2D\(1x4.*2x2"):
+    with pytest.raises(tdsp.errors.PlanError, match=r"a plan has one mesh, not Mesh2D\(1x4.*2x2"):
         tdsp.Plan2D.from_stock(stock, tdsp.Mesh2D(1, 4))
     plain = EmbeddingShardingPlanner(
         topology=world(2), batch_size=BATCH, storage_reservation=nothing_reserved()
     ).plan(tables(), SHARDERS)
-    with pytest.raises(tdsp.PlanError, match="nothing says which ranks repeat the plan"):
+    with pytest.raises(tdsp.errors.PlanError, match="nothing says which ranks repeat the plan"):
         tdsp.Plan2D.from_stock(plain)
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    with pytest.raises(tdsp.ConfigError, match="nothing says which rows are hot"):
+    with pytest.raises(tdsp.errors.ConfigError, match="nothing says which rows are hot"):
         tdsp.HotRowProposer(tdsp.ExchangeProposer(world(4, 2)))
-    with pytest.raises(tdsp.MeshError, match="has 8 ranks but the world has 4"):
+    with pytest.raises(tdsp.errors.MeshError, match="has 8 ranks but the world has 4"):
         tdsp.ExchangeProposer(world(4, 2), mesh=tdsp.Mesh2D(2, 4))
     proposer = tdsp.ExchangeProposer(world(8, 2), calibration())
-    with pytest.raises(tdsp.ConfigError, match="the topology has world_size=4"):
+    with pytest.raises(tdsp.errors.ConfigError, match="the topology has world_size=4"):
         plan_of(proposer)

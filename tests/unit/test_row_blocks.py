@@ -3,8 +3,7 @@
 from random import Random
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from torchrec_2dsp._compat.fbgemm import TbeShape
 from torchrec_2dsp.rows.blocks import blocks_of

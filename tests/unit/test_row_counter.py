@@ -5,8 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -132,20 +131,20 @@ def test_all_tables_of_a_model_are_counted() -> None:
 
 
 def test_a_model_without_tables_is_refused() -> None:
-    with pytest.raises(tdsp.ConfigError, match="Linear has no EmbeddingBagCollection"):
+    with pytest.raises(tdsp.errors.ConfigError, match="Linear has no EmbeddingBagCollection"):
         tdsp.RowCounter.for_model(nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize("bad", [-1, NUM_ROWS])
 def test_a_bad_id_is_named(bad: int) -> None:
     counter = tdsp.RowCounter(TABLES)
-    with pytest.raises(tdsp.InputError, match=f"id {bad} of table 'ads' is out of range"):
+    with pytest.raises(tdsp.errors.InputError, match=f"id {bad} of table 'ads' is out of range"):
         counter.update(batch_of([[1], [], [bad]]))
 
 
 def test_a_batch_with_a_bad_id_counts_nothing() -> None:
     counter = tdsp.RowCounter(TABLES)
-    with pytest.raises(tdsp.InputError, match="table 'users'"):
+    with pytest.raises(tdsp.errors.InputError, match="table 'users'"):
         counter.update(batch_of([[1], [-1], []], ("shown", "user", "clicked")))
     assert counter.stats()["ads"].num_lookups == 0
 
@@ -158,10 +157,10 @@ def test_a_batch_with_a_bad_id_counts_nothing() -> None:
     ],
 )
 def test_arguments_that_make_no_sense(arguments: dict[str, int], message: str) -> None:
-    with pytest.raises(tdsp.ConfigError, match=message):
+    with pytest.raises(tdsp.errors.ConfigError, match=message):
         tdsp.RowCounter(TABLES, **arguments)
 
 
 def test_two_tables_of_one_name_are_refused() -> None:
-    with pytest.raises(tdsp.ConfigError, match="two tables are named 'ads'"):
+    with pytest.raises(tdsp.errors.ConfigError, match="two tables are named 'ads'"):
         tdsp.RowCounter([*TABLES, TABLES[0]])

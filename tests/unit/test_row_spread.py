@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import torchrec_2dsp as tdsp
-from torchrec_2dsp.access.row_spread import MAX_ROWS, RowSpread
+from torchrec_2dsp.plan.row_owners import MAX_ROWS, RowSpread
 
 
 @given(st.integers(1, 3_000))
@@ -42,5 +41,7 @@ def test_neighbours_are_shared_evenly(
 
 
 def test_more_rows_are_refused() -> None:
-    with pytest.raises(tdsp.UnsupportedError, match="3,037,000,499 at most; use owners='block'"):
+    with pytest.raises(
+        tdsp.errors.UnsupportedError, match="3,037,000,499 at most; use owners='block'"
+    ):
         RowSpread(MAX_ROWS + 1)

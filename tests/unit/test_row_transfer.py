@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from torchrec_2dsp.sync import row_transfer
-from torchrec_2dsp.sync.row_transfer import messages, range_ends
-from torchrec_2dsp.sync.state_rules import StateRule
-from torchrec_2dsp.sync.synced_shard import SyncedShard
-from torchrec_2dsp.sync.touched import TouchedRows
+from torchrec_2dsp.replicas import row_transfer
+from torchrec_2dsp.replicas.row_transfer import messages, range_ends
+from torchrec_2dsp.replicas.state_rules import StateRule
+from torchrec_2dsp.replicas.synced_shard import SyncedShard
+from torchrec_2dsp.replicas.touched import TouchedRows
 
 NUM_PEERS = 3
 PEERS = st.lists(st.integers(0, 9_000), min_size=NUM_PEERS, max_size=NUM_PEERS)

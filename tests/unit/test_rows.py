@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.support.tbe import (
     ADAGRAD,
@@ -32,7 +31,7 @@ from torchrec_2dsp._compat.fbgemm import (
     set_learning_rate,
 )
 from torchrec_2dsp.errors import SyncError, UnsupportedError
-from torchrec_2dsp.rows.capture import RowCapture
+from torchrec_2dsp.replicas.capture import RowCapture
 from torchrec_2dsp.rows.update import RowUpdater
 
 ROUNDING = 1e-6

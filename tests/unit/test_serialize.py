@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torchrec.distributed.types import CacheParams, EmbeddingModuleShardingPlan, ShardingPlan
-from torchrec.distributed.types import ShardingType as Stock
+from hypothesis import given, settings, strategies as st
+from torchrec.distributed.types import (
+    CacheParams,
+    EmbeddingModuleShardingPlan,
+    ShardingPlan,
+    ShardingType as Stock,
+)
 
 from tests.support.plans import plans, shard, sharding
-from torchrec_2dsp import GradientSync, Mesh2D, Plan2D, PlanError, UnsupportedError, pin
+from torchrec_2dsp import GradientSync, Mesh2D, Plan2D, pin
+from torchrec_2dsp.errors import PlanError, UnsupportedError
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.plan.serialize import from_json, load, save, to_json
 from torchrec_2dsp.plan.shards import check_shards

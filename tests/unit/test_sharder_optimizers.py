@@ -9,6 +9,7 @@ from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer
 import torchrec_2dsp as tdsp
 from tests.support.models import ModelSpec, build, tables_of
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
+from torchrec_2dsp.optim.moment_scaled import MomentScaledRowWiseAdaGradOptimizer
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.shard.kernels import MOMENT_SCALE
 from torchrec_2dsp.shard.optimizers import (
@@ -33,7 +34,7 @@ OURS = tdsp.MomentScaledRowWiseAdaGrad(lr=0.1, eps=1e-4)
     ],
 )
 def test_nothing_is_given_twice(optimizer: Any, fused_params: dict[str, Any], text: str) -> None:
-    with pytest.raises(tdsp.ConfigError, match=text):
+    with pytest.raises(tdsp.errors.ConfigError, match=text):
         stock_params(optimizer, fused_params)
 
 
@@ -51,9 +52,11 @@ def test_arguments_come_in_the_order_of_torchrecs_sharders(kind: Any) -> None:
 
 
 def test_what_is_no_optimizer_is_named() -> None:
-    with pytest.raises(tdsp.ConfigError, match=r"no fused optimizer; .* or fused_params, a dict"):
+    with pytest.raises(
+        tdsp.errors.ConfigError, match=r"no fused optimizer; .* or fused_params, a dict"
+    ):
         tdsp.EmbeddingBagCollectionSharder2D("sgd")  # type: ignore[arg-type]
-    with pytest.raises(tdsp.ConfigError, match="fused parameters are given twice"):
+    with pytest.raises(tdsp.errors.ConfigError, match="fused parameters are given twice"):
         tdsp.EmbeddingBagCollectionSharder2D({"eps": 1.0}, fused_params={"eps": 1.0})
 
 
@@ -82,7 +85,7 @@ def test_the_scale_follows_mesh_and_sync() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "scale"),
-    [(torch.optim.SGD, 1.0), (tdsp.MomentScaledRowWiseAdaGradOptimizer, 4.0)],
+    [(torch.optim.SGD, 1.0), (MomentScaledRowWiseAdaGradOptimizer, 4.0)],
 )
 def test_a_parameters_own_optimizer_brings_its_own_scale(kind: Any, scale: float) -> None:
     """The sharder's scale must not reach tables that another optimizer trains."""
@@ -108,7 +111,9 @@ def test_what_cpu_kernels_ignore_is_refused_there(name: str, is_attached: bool) 
         _apply_optimizer_in_backward(torch.optim.SGD, params, {"lr": 0.1, **arguments})
     fused_params = {} if is_attached else arguments
 
-    with pytest.raises(tdsp.UnsupportedError, match=f"{name}=0.5 does nothing in FBGEMM's CPU"):
+    with pytest.raises(
+        tdsp.errors.UnsupportedError, match=f"{name}=0.5 does nothing in FBGEMM's CPU"
+    ):
         check_optimizers(model, fused_params, AVERAGED, "cpu")
     check_optimizers(model, fused_params, AVERAGED, "cuda")
     check_optimizers(build(ModelSpec()), {name: 0.0}, AVERAGED, "cpu")

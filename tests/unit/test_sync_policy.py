@@ -3,8 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import torchrec_2dsp as tdsp
 from tests.support.plans import policies
@@ -47,20 +46,22 @@ def test_texts_may_be_written_with_care() -> None:
 
 @pytest.mark.parametrize("text", ["", "4", "every()", "every(-1)", "after(3)", "never", "every(x)"])
 def test_other_texts_are_refused(text: str) -> None:
-    with pytest.raises(tdsp.ConfigError, match="is no sync policy; use every"):
+    with pytest.raises(tdsp.errors.ConfigError, match="is no sync policy; use every"):
         parse_policy(text)
 
 
 @pytest.mark.parametrize("n", [0, -3, 1.5, True])
 def test_an_interval_is_a_positive_number(n: int) -> None:
-    with pytest.raises(tdsp.ConfigError, match=rf"every\({n}\) is no interval; use every\(1\)"):
+    with pytest.raises(
+        tdsp.errors.ConfigError, match=rf"every\({n}\) is no interval; use every\(1\)"
+    ):
         tdsp.every(n)
 
 
 def test_a_start_is_a_number_and_has_a_policy() -> None:
-    with pytest.raises(tdsp.ConfigError, match=r"after\(-1, ...\) is no number of steps"):
+    with pytest.raises(tdsp.errors.ConfigError, match=r"after\(-1, ...\) is no number of steps"):
         tdsp.after(-1, tdsp.every(1))
-    with pytest.raises(tdsp.ConfigError, match=r"after\(5, 3\) needs a policy"):
+    with pytest.raises(tdsp.errors.ConfigError, match=r"after\(5, 3\) needs a policy"):
         tdsp.after(5, 3)  # pyright: ignore[reportArgumentType]
 
 
@@ -79,20 +80,22 @@ def test_a_start_is_a_number_and_has_a_policy() -> None:
     ],
 )
 def test_a_config_says_what_is_wrong(fields: dict[str, object], said: str) -> None:
-    with pytest.raises(tdsp.ConfigError, match=said):
+    with pytest.raises(tdsp.errors.ConfigError, match=said):
         tdsp.WeightSync(**fields)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("sync", [tdsp.GradientSync, tdsp.WeightSync])
 def test_drift_is_looked_for_every_so_often(sync: Any) -> None:
-    with pytest.raises(tdsp.ConfigError, match=r"Sync\(drift_every=-1\) is no number of syncs"):
+    with pytest.raises(
+        tdsp.errors.ConfigError, match=r"Sync\(drift_every=-1\) is no number of syncs"
+    ):
         sync(drift_every=-1)
 
 
 @pytest.mark.parametrize("fields", [{"transport": "int4"}, {"delay": 2}, {"delay": -1}])
 def test_an_exact_config_says_what_is_wrong(fields: dict[str, object]) -> None:
     ((name, value),) = fields.items()
-    with pytest.raises(tdsp.ConfigError, match=rf"^GradientSync\({name}={value!r}\) is n"):
+    with pytest.raises(tdsp.errors.ConfigError, match=rf"^GradientSync\({name}={value!r}\) is n"):
         tdsp.GradientSync(**fields)  # pyright: ignore[reportArgumentType]
 
 

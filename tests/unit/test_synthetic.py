@@ -10,16 +10,16 @@ from pydantic import ValidationError
 from torch.nn.functional import binary_cross_entropy, binary_cross_entropy_with_logits
 from torchrec.datasets.utils import Batch
 
-from torchrec_2dsp import ConfigError
-from torchrec_2dsp.data.counters import normals, uniforms
-from torchrec_2dsp.data.synthetic import (
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.data.counters import normals, uniforms
+from torchrec_2dsp.programs.data.synthetic import (
     SparseFeature,
     Split,
     SyntheticConfig,
     click_probability,
     make_batch,
 )
-from torchrec_2dsp.data.zipf import Zipf
+from torchrec_2dsp.programs.data.zipf import Zipf
 
 CONFIG = SyntheticConfig(
     num_dense=4,

@@ -9,13 +9,13 @@ import torch
 from torchrec.metrics.ne import compute_ne, get_ne_states
 
 import torchrec_2dsp as tdsp
-from torchrec_2dsp.recipe.config_file import (
+from torchrec_2dsp.programs.config.config_file import (
     load_config,
     make_config,
     overridden,
 )
-from torchrec_2dsp.train.config import TrainConfig
-from torchrec_2dsp.train.meter import Measured, normalized_entropy
+from torchrec_2dsp.programs.train.config import TrainConfig
+from torchrec_2dsp.programs.train.meter import Measured, normalized_entropy
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs" / "runs" / "demo.toml"
@@ -63,7 +63,7 @@ def test_only_keeps_the_configs_order() -> None:
     assert list(config.only(["two"]).runs) == ["two"]
     assert list(config.only(["two", "one"]).runs) == ["one", "two"]
     assert config.only([]) == config
-    with pytest.raises(tdsp.ConfigError, match="no run 'three'; the config has one, two"):
+    with pytest.raises(tdsp.errors.ConfigError, match="no run 'three'; the config has one, two"):
         config.only(["three"])
 
 
@@ -104,7 +104,7 @@ def test_overrides_reach_their_key(override: str, path: tuple[Any, ...], value: 
     ],
 )
 def test_overrides_that_lead_nowhere_are_refused(override: str, message: str) -> None:
-    with pytest.raises(tdsp.ConfigError) as raised:
+    with pytest.raises(tdsp.errors.ConfigError) as raised:
         overridden(MINIMAL, override)
     assert message in str(raised.value)
 
@@ -145,7 +145,7 @@ def test_overrides_that_lead_nowhere_are_refused(override: str, message: str) ->
     ],
 )
 def test_errors_name_key_value_and_rule(override: str, message: str) -> None:
-    with pytest.raises(tdsp.ConfigError) as raised:
+    with pytest.raises(tdsp.errors.ConfigError) as raised:
         changed(override)
     assert str(raised.value).startswith("config: ")
     assert message in str(raised.value)
@@ -155,7 +155,7 @@ def test_all_errors_are_told_at_once(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text("[loop]\nsteps = 0\n[data]\nfeatures = [{ name = 'f' }]\n")
 
-    with pytest.raises(tdsp.ConfigError) as raised:
+    with pytest.raises(tdsp.errors.ConfigError) as raised:
         load_config(TrainConfig, path)
 
     assert str(raised.value).splitlines() == [
@@ -183,7 +183,7 @@ def test_all_errors_are_told_at_once(tmp_path: Path) -> None:
 def test_what_does_not_fit_the_world_is_refused(
     world_size: int, override: str, message: str
 ) -> None:
-    with pytest.raises(tdsp.ConfigError, match=message):
+    with pytest.raises(tdsp.errors.ConfigError, match=message):
         changed(override).check_world(world_size)
 
 
@@ -195,7 +195,7 @@ def test_unreadable_files_are_refused(tmp_path: Path, text: str | None, message:
     path = tmp_path / "run.toml"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(tdsp.ConfigError, match=message):
+    with pytest.raises(tdsp.errors.ConfigError, match=message):
         load_config(TrainConfig, path)
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from torchrec_2dsp import ConfigError
-from torchrec_2dsp.cli.app import app
-from torchrec_2dsp.train.record import CurvePoint, RunRecord, TrainRecord, joined
-from torchrec_2dsp.train.study import gaps_to
-from torchrec_2dsp.train.study_report import study_report
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.cli.app import app
+from torchrec_2dsp.programs.study.study import gaps_to
+from torchrec_2dsp.programs.study.study_report import study_report
+from torchrec_2dsp.programs.train.record import CurvePoint, RunRecord, TrainRecord, joined
 
 NE = {"one_group": [0.80, 0.82, 0.81], "averaged": [0.84, 0.86, 0.82], "scaled": [0.81, 0.83, 0.82]}
 

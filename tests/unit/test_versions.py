@@ -16,7 +16,6 @@ from torchrec_2dsp._compat.versions import (
     find_versions,
     in_supported_series,
     is_cpu_build,
-    is_doctor_command,
     require_supported_versions,
 )
 from torchrec_2dsp.errors import TwoDError, VersionError
@@ -230,24 +229,3 @@ def test_commands_install_what_the_lock_does() -> None:
         f"torchmetrics=={SUPPORTED_TORCHMETRICS}",
     }
     assert pins <= set(lock)
-
-
-@pytest.mark.parametrize(
-    ("orig_argv", "argv", "expected"),
-    [
-        (["python", "-m", "torchrec_2dsp", "doctor"], ["-m", "doctor"], True),
-        (["python", "-X", "dev", "-m", "torchrec_2dsp", "doctor"], ["-m", "doctor"], True),
-        (["python", "/v/bin/torchrec-2dsp", "doctor"], ["/v/bin/torchrec-2dsp", "doctor"], True),
-        (["python", "-m", "torchrec_2dsp", "train"], ["-m", "train"], False),
-        (["python", "-m", "torchrec_2dsp"], ["-m"], False),
-        (["python", "/v/bin/torchrec-2dsp", "train"], ["/v/bin/torchrec-2dsp", "train"], False),
-        (["python", "train.py", "doctor"], ["train.py", "doctor"], False),
-        (["python", "-m", "other", "doctor"], ["-m", "doctor"], False),
-        (["python"], [""], False),
-        (["python"], [], False),
-    ],
-)
-def test_only_the_doctor_may_start_on_a_broken_installation(
-    orig_argv: list[str], argv: list[str], expected: bool
-) -> None:
-    assert is_doctor_command(orig_argv, argv) is expected

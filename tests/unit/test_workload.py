@@ -9,8 +9,10 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Emb
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 import torchrec_2dsp as tdsp
-from torchrec_2dsp.data.synthetic import SparseFeature, SyntheticConfig
-from torchrec_2dsp.recipe.access import true_access
+from torchrec_2dsp.access.table_access import TableAccess
+from torchrec_2dsp.cost.workload import TableWork, Workload
+from torchrec_2dsp.programs.data.synthetic import SparseFeature, SyntheticConfig
+from torchrec_2dsp.programs.models.true_access import true_access
 
 
 def model() -> nn.Module:
@@ -37,12 +39,12 @@ def model() -> nn.Module:
     return nn.ModuleDict({"bags": bags, "sequences": sequences})
 
 
-def stats(**tables: tdsp.TableAccess) -> tdsp.AccessStats:
+def stats(**tables: TableAccess) -> tdsp.AccessStats:
     return tdsp.AccessStats(tables)
 
 
 def test_tables_of_bags_and_sequences() -> None:
-    found = tdsp.Workload.of_model(model(), batch_size=32)
+    found = Workload.of_model(model(), batch_size=32)
     item, word = found.table("t_item"), found.table("t_word")
     assert (item.num_rows, item.dim, item.element_bytes) == (1_000, 8, 2)
     assert (item.num_features, item.ids_per_sample, item.is_sequence) == (2, 2.0, False)
@@ -62,7 +64,7 @@ def test_tables_of_bags_and_sequences() -> None:
 def test_ids_per_sample_follow_pooling_factors(
     constraint: ParameterConstraints, ids: float
 ) -> None:
-    found = tdsp.Workload.of_model(model(), batch_size=1, constraints={"t_item": constraint})
+    found = Workload.of_model(model(), batch_size=1, constraints={"t_item": constraint})
     assert found.table("t_item").ids_per_sample == ids
 
 
@@ -77,30 +79,30 @@ def test_numbers_for_other_features_are_refused(
     what: str, constraint: ParameterConstraints
 ) -> None:
     error = f"table 't_item': {what} has 3 numbers, and the table 2 features; give one for each"
-    with pytest.raises(tdsp.ConfigError, match=error):
-        tdsp.Workload.of_model(model(), batch_size=1, constraints={"t_item": constraint})
+    with pytest.raises(tdsp.errors.ConfigError, match=error):
+        Workload.of_model(model(), batch_size=1, constraints={"t_item": constraint})
 
 
 def test_a_log_says_how_many_ids_there_are_where_nobody_else_does() -> None:
-    access = stats(t_item=tdsp.TableAccess.of_counts([30.0, 10.0], num_samples=10))
-    counted = tdsp.Workload.of_model(model(), batch_size=1, access=access)
+    access = stats(t_item=TableAccess.of_counts([30.0, 10.0], num_samples=10))
+    counted = Workload.of_model(model(), batch_size=1, access=access)
     assert counted.table("t_item").ids_per_sample == 4.0
     assert counted.num_without_access == 1
     told = ParameterConstraints(pooling_factors=[2.5])
-    both = tdsp.Workload.of_model(
-        model(), batch_size=1, access=access, constraints={"t_item": told}
-    )
+    both = Workload.of_model(model(), batch_size=1, access=access, constraints={"t_item": told})
     assert both.table("t_item").ids_per_sample == 5.0
 
 
 def test_statistics_of_another_model_are_refused() -> None:
-    access = stats(t_user=tdsp.TableAccess.of_counts([1.0], num_samples=1))
-    with pytest.raises(tdsp.ConfigError, match="'t_user', which the model doesn't have; it has t_"):
-        tdsp.Workload.of_model(model(), batch_size=1, access=access)
+    access = stats(t_user=TableAccess.of_counts([1.0], num_samples=1))
+    with pytest.raises(
+        tdsp.errors.ConfigError, match="'t_user', which the model doesn't have; it has t_"
+    ):
+        Workload.of_model(model(), batch_size=1, access=access)
 
 
-def work(access: tdsp.TableAccess | None = None) -> tdsp.TableWork:
-    return tdsp.TableWork(name="t", num_rows=1_000, dim=4, ids_per_sample=1.0, access=access)
+def work(access: TableAccess | None = None) -> TableWork:
+    return TableWork(name="t", num_rows=1_000, dim=4, ids_per_sample=1.0, access=access)
 
 
 @pytest.mark.parametrize("num_hot", [0, 100, 1_000])
@@ -115,7 +117,7 @@ def test_without_statistics_rows_are_used_alike(num_hot: int) -> None:
 
 
 def test_with_statistics_hot_rows_are_the_hottest() -> None:
-    access = tdsp.TableAccess.of_counts(1e5 / np.arange(1, 1_001), num_samples=1e6)
+    access = TableAccess.of_counts(1e5 / np.arange(1, 1_001), num_samples=1e6)
     counted = work(access)
     share = float((1 / np.arange(1, 11)).sum() / (1 / np.arange(1, 1_001)).sum())
     assert counted.hot_share(10) == pytest.approx(share)

@@ -9,7 +9,7 @@ import pytest
 _STEPS = """
 import resource, sys
 import torch
-from torchrec_2dsp.recipe.world import keep_freed_memory
+from torchrec_2dsp.programs.launch.world import keep_freed_memory
 
 def step():
     return [torch.ones(2**21) for _ in range(6)]

@@ -9,7 +9,7 @@ package metadata alone: a heavy import of a mismatched fbgemm ends in an undefin
 import ctypes
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import metadata
@@ -177,26 +177,8 @@ def require_supported_versions(found: FoundVersions | None = None) -> None:
         + "\n".join(rows)
         + "\nTo fix it, run in this order:\n"
         + "\n".join(commands)
-        + "\nThen `python -m torchrec_2dsp doctor` checks the rest."
+        + "\nThen `python -m torchrec_2dsp doctor --run` checks the rest."
     )
-
-
-def is_doctor_command(orig_argv: Sequence[str], argv: Sequence[str]) -> bool:
-    """Whether this process was started as the doctor, who has to run on a broken installation.
-
-    Python imports the package before its `__main__`, when `sys.argv` does not name the module
-    yet; only `sys.orig_argv` does.
-
-    Args:
-        orig_argv: `sys.orig_argv`.
-        argv: `sys.argv`.
-    """
-    by_script = Path(argv[0]).name == "torchrec-2dsp" if argv else False
-    if by_script:
-        return list(argv[1:2]) == ["doctor"]
-    words = tuple(orig_argv)
-    by_module = ("-m", "torchrec_2dsp", "doctor")
-    return any(words[at : at + 3] == by_module for at in range(len(words)))
 
 
 def _check_series(package: str, version: str | None, remedy: tuple[str, ...]) -> Check:

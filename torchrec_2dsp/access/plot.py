@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from torchrec_2dsp.access.table_access import TableAccess
-from torchrec_2dsp.plotting import PALETTE, plotting, save_plot
+from torchrec_2dsp.report.plots import PALETTE, plotting, save_plot
 
 _MAX_POINTS = 400
 """Of a line: more can't be told apart."""

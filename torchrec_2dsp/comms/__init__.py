@@ -1,1 +1,1 @@
-"""How bytes look on the wire, and one movement of them at a time."""
+"""Process groups, collectives, and how ranks agree and tell each other of failures."""

@@ -90,9 +90,10 @@ def table_bytes(table: Placed, num_ranks: int) -> Ranks:
 
         >>> from torchrec.distributed.types import ShardingType
         >>> import torchrec_2dsp as tdsp
+        >>> from torchrec_2dsp.cost.workload import TableWork
         >>> from torchrec_2dsp.cost.memory import table_bytes
         >>> from torchrec_2dsp.cost.placed import Placed, Shards
-        >>> work = tdsp.TableWork(name="t", num_rows=1_000, dim=256, ids_per_sample=1.0)
+        >>> work = TableWork(name="t", num_rows=1_000, dim=256, ids_per_sample=1.0)
         >>> table = Placed(work, ShardingType.TABLE_WISE, shards=Shards.of([(1, 1_000, 256)]))
         >>> table_bytes(table, num_ranks=2).tolist()
         [0.0, 1028000.0]

@@ -10,8 +10,8 @@ class NamedParts:
     """A dataclass with nothing but numbers, whose names end with their unit.
 
     Example:
-        >>> import torchrec_2dsp as tdsp
-        >>> both = tdsp.StepCost(lookup_s=0.25) + tdsp.StepCost(lookup_s=0.5, dense_s=1.0)
+        >>> from torchrec_2dsp.cost.step_cost import StepCost
+        >>> both = StepCost(lookup_s=0.25) + StepCost(lookup_s=0.5, dense_s=1.0)
         >>> [(name, seconds) for name, seconds in both.parts() if seconds]
         [('lookup', 0.75), ('dense', 1.0)]
     """

@@ -1,1 +1,1 @@
-"""Rank arithmetic and the process groups that follow from it."""
+"""`Mesh2D`: rank arithmetic, without process groups."""

@@ -75,9 +75,9 @@ class MomentScaledRowWiseAdaGradOptimizer(torch.optim.Optimizer):
 
     Example:
         >>> import torch
-        >>> import torchrec_2dsp as tdsp
+        >>> from torchrec_2dsp.optim.moment_scaled import MomentScaledRowWiseAdaGradOptimizer
         >>> weight = torch.nn.Parameter(torch.zeros(2, 4))
-        >>> optimizer = tdsp.MomentScaledRowWiseAdaGradOptimizer([weight], lr=0.1, moment_scale=4.0)
+        >>> optimizer = MomentScaledRowWiseAdaGradOptimizer([weight], lr=0.1, moment_scale=4.0)
         >>> weight.grad = torch.ones(2, 4)
         >>> optimizer.step()
         >>> round(weight[0, 0].item(), 4)

@@ -15,20 +15,20 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec_2dsp._compat.torchrec import DMPCollectionContext, get_local_size
 from torchrec_2dsp.access.hot_set import HotSet
 from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.comms.mesh_groups import MeshGroups, world_group
 from torchrec_2dsp.comms.naming_faults import naming_faults
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
-from torchrec_2dsp.mesh.groups import MeshGroups, world_group
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
 from torchrec_2dsp.parallel.arguments import checked_plan, describe_sharder
 from torchrec_2dsp.parallel.called_by_all import calling_together
 from torchrec_2dsp.parallel.default_plan import plan_by_default
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.serialize import to_json
+from torchrec_2dsp.replicas.sync_reason import SyncReason
+from torchrec_2dsp.replicas.sync_report import SyncReport
 from torchrec_2dsp.shard.default_sharders import get_default_sharders
 from torchrec_2dsp.shard.hot_module import HotRowsModule
 from torchrec_2dsp.shard.parted import parts_of
-from torchrec_2dsp.sync.moment import Moment
-from torchrec_2dsp.sync.report import SyncReport
 
 
 class ModelParallel2D(DMPCollection):
@@ -153,7 +153,7 @@ class ModelParallel2D(DMPCollection):
                 "drift apart; call sync()"
             )
         with naming_faults(self._groups.board, "sync()"):
-            return self._reach(Moment.STEP)
+            return self._reach(SyncReason.STEP)
 
     def sync_now(self) -> SyncReport:
         """Make the replicas equal and the tables complete, whatever the policy says.
@@ -165,7 +165,7 @@ class ModelParallel2D(DMPCollection):
             sharded module; none if there is nothing to do.
         """
         with calling_together(self._groups, "sync_now()"):
-            report = self._reach(Moment.READ)
+            report = self._reach(SyncReason.READ)
             for part in self.sharded_modules():
                 part.complete_state()
             return report
@@ -192,8 +192,8 @@ class ModelParallel2D(DMPCollection):
         for part in self.sharded_modules():
             part.sync_point.count_from(step)
 
-    def _reach(self, moment: Moment) -> SyncReport:
-        return sum((part.sync_point.reach(moment) for part in self.sharded_modules()), SyncReport())
+    def _reach(self, reason: SyncReason) -> SyncReport:
+        return sum((part.sync_point.reach(reason) for part in self.sharded_modules()), SyncReport())
 
     @property
     def sync_total(self) -> SyncReport:

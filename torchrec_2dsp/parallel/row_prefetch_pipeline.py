@@ -15,8 +15,8 @@ from torchrec.distributed.types import NoWait
 from torchrec.streamable import Pipelineable
 
 from torchrec_2dsp.comms.batches_in_step import BatchesInStep
+from torchrec_2dsp.comms.mesh_groups import MeshGroups
 from torchrec_2dsp.comms.naming_faults import naming_faults
-from torchrec_2dsp.mesh.groups import MeshGroups
 from torchrec_2dsp.shard.parted import groups_of
 
 logger = logging.getLogger(__name__)

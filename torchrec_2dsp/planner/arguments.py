@@ -11,7 +11,7 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.sync_config import SyncConfig
 from torchrec_2dsp.planner.constraints import ParameterConstraints2D
-from torchrec_2dsp.planner.stats import Stats2D
+from torchrec_2dsp.planner.torchrec.stats import Stats2D
 
 NOT_MEASURED = (
     "planning without a calibration: bandwidths are the topology's, and latency and compute cost "

@@ -42,15 +42,15 @@ from torchrec_2dsp.planner.arguments import (
     whole_world,
 )
 from torchrec_2dsp.planner.collective import plan_on_rank_0
-from torchrec_2dsp.planner.enumerator import Enumerator2D
-from torchrec_2dsp.planner.explain import explain
-from torchrec_2dsp.planner.explanation import Explanation
+from torchrec_2dsp.planner.explanation.explain import explain
+from torchrec_2dsp.planner.explanation.explanation import Explanation
 from torchrec_2dsp.planner.infeasible import Shortfall, no_plan_text, shortfall
-from torchrec_2dsp.planner.partitioner import Partitioner2D
 from torchrec_2dsp.planner.search.cost_search import CostSearch
 from torchrec_2dsp.planner.search.meshes import SearchResult
-from torchrec_2dsp.planner.sharding_types import base_constraints
 from torchrec_2dsp.planner.topology import group_topology, world_topology
+from torchrec_2dsp.planner.torchrec.enumerator import Enumerator2D
+from torchrec_2dsp.planner.torchrec.partitioner import Partitioner2D
+from torchrec_2dsp.planner.torchrec.sharding_types import base_constraints
 
 logger = logging.getLogger(__name__)
 

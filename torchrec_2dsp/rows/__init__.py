@@ -1,1 +1,1 @@
-"""Row gradients: captured instead of applied, merged over ranks, applied once."""
+"""Row gradients as tensors, without process groups: summed by row, looked up, applied."""

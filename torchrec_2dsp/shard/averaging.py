@@ -4,18 +4,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from torchrec_2dsp.comms.mesh_groups import MeshGroups
 from torchrec_2dsp.errors import ConfigError, UnsupportedError
-from torchrec_2dsp.mesh.groups import MeshGroups
 from torchrec_2dsp.plan.sync_config import SyncedRows, Transport, WeightSync
 from torchrec_2dsp.plan.sync_policy import SyncPolicy
+from torchrec_2dsp.replicas.drift import CopiedShard, DriftCheck
+from torchrec_2dsp.replicas.row_average import RowAverage
+from torchrec_2dsp.replicas.state_rules import UNSYNCED_STATES, StateRule, rule_for
+from torchrec_2dsp.replicas.synced_shard import SyncedShard
+from torchrec_2dsp.replicas.touched import TouchedRows, break_even_share
+from torchrec_2dsp.replicas.weight_sync import AverageReplicas
+from torchrec_2dsp.replicas.whole_shard import ShardAverage
 from torchrec_2dsp.shard.kernels import Kernel, TableShard
-from torchrec_2dsp.sync.drift import CopiedShard, DriftCheck
-from torchrec_2dsp.sync.row_average import RowAverage
-from torchrec_2dsp.sync.state_rules import UNSYNCED_STATES, StateRule, rule_for
-from torchrec_2dsp.sync.synced_shard import SyncedShard
-from torchrec_2dsp.sync.touched import TouchedRows, break_even_share
-from torchrec_2dsp.sync.weight_sync import AverageReplicas
-from torchrec_2dsp.sync.whole_shard import ShardAverage
 
 
 def averages(
@@ -52,7 +52,7 @@ def _average(
     ]
     shards = [shard for of_kernel in by_kernel for shard in of_kernel]
     if sync.rows is SyncedRows.TOUCHED:
-        average = RowAverage(shards, groups.row_exchange.everyone, groups.alarm)
+        average = RowAverage(shards, groups.replica_rows.everyone, groups.alarm)
     else:
         average = ShardAverage(shards, peers)
     copied = copied_shards(kernels, is_synced)

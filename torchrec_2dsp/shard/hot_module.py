@@ -11,11 +11,11 @@ from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec_2dsp.access.hot_set import HotSet
 from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
+from torchrec_2dsp.replicas.sync_point import SyncAction
 from torchrec_2dsp.shard.hot_rows import HotRows
 from torchrec_2dsp.shard.hot_split import HotBatch
 from torchrec_2dsp.shard.replicated import ReplicatedModule
 from torchrec_2dsp.shard.replication import Replication
-from torchrec_2dsp.sync.point import SyncAction
 
 
 def check_keyed_jagged(features: Any) -> None:

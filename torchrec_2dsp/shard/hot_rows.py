@@ -17,16 +17,16 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
+from torchrec_2dsp.comms.mesh_groups import MeshGroups
 from torchrec_2dsp.errors import SyncError
-from torchrec_2dsp.mesh.groups import MeshGroups
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
-from torchrec_2dsp.rows.merge import RowMerge
+from torchrec_2dsp.replicas.drift import CopiedShard, DriftCheck
+from torchrec_2dsp.replicas.gradient_sync import MergeRowGradients
+from torchrec_2dsp.replicas.merge import RowMerge
 from torchrec_2dsp.shard.hot_sets import HotSets
 from torchrec_2dsp.shard.hot_split import HotBatch
 from torchrec_2dsp.shard.hot_tables import HotSlice, HotTbe, hot_slices
 from torchrec_2dsp.shard.kernels import Kernel
-from torchrec_2dsp.sync.drift import CopiedShard, DriftCheck
-from torchrec_2dsp.sync.gradient_sync import MergeRowGradients
 
 Tensors = dict[str, torch.Tensor]
 

@@ -29,7 +29,7 @@ from torchrec_2dsp._compat.torchrec import (
 )
 from torchrec_2dsp.comms.peers import Peers
 from torchrec_2dsp.optim.moment_scaled import to_kernel_units
-from torchrec_2dsp.rows.capture import RowCapture
+from torchrec_2dsp.replicas.capture import RowCapture
 
 MOMENT_SCALE = "moment_scale"
 """The fused parameter that the kernels take besides FBGEMM's own."""

@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec.streamable import Multistreamable
 
 from torchrec_2dsp._compat.torchrec import KJTListSplitsAwaitable
-from torchrec_2dsp.mesh.groups import MeshGroups
+from torchrec_2dsp.comms.mesh_groups import MeshGroups
 from torchrec_2dsp.shard.hot_module import HotRowsModule
 from torchrec_2dsp.shard.optimizers import table_of
 

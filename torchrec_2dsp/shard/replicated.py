@@ -11,23 +11,23 @@ from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
+from torchrec_2dsp.comms.mesh_groups import MeshGroups
 from torchrec_2dsp.comms.naming_faults import naming_faults
-from torchrec_2dsp.mesh.groups import MeshGroups
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.plan.sync_config import GradientSync
-from torchrec_2dsp.rows.merge import RowMerge
+from torchrec_2dsp.replicas.drift import DriftCheck, fingerprint
+from torchrec_2dsp.replicas.gradient_sync import MergeRowGradients
+from torchrec_2dsp.replicas.local_updates import LocalUpdates
+from torchrec_2dsp.replicas.merge import RowMerge
+from torchrec_2dsp.replicas.sync_point import SyncAction, SyncPoint
+from torchrec_2dsp.replicas.sync_reason import SyncReason
 from torchrec_2dsp.shard.averaging import averages, copied_shards
 from torchrec_2dsp.shard.batch_check import BatchCheck
 from torchrec_2dsp.shard.kernels import EmbeddingBagKernel, EmbeddingKernel, Kernel
 from torchrec_2dsp.shard.replication import Replication
 from torchrec_2dsp.shard.row_arrangement import RowArrangement, arrangement_of
 from torchrec_2dsp.shard.synced_optimizer import SyncedOptimizer
-from torchrec_2dsp.sync.drift import DriftCheck, fingerprint
-from torchrec_2dsp.sync.gradient_sync import MergeRowGradients
-from torchrec_2dsp.sync.local_updates import LocalUpdates
-from torchrec_2dsp.sync.moment import Moment
-from torchrec_2dsp.sync.point import SyncAction, SyncPoint
 
 _DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
 logger = logging.getLogger(__name__)
@@ -61,8 +61,8 @@ class ReplicatedModule:
         self._arrangement = arrangement_of(plan, self.kernels(), replication.groups.sharding_group)
         self._optim = SyncedOptimizer(
             self._optim,
-            before_step=lambda: self._reach(Moment.STEP),
-            before_change=lambda: self._reach(Moment.READ),
+            before_step=lambda: self._reach(SyncReason.STEP),
+            before_change=lambda: self._reach(SyncReason.READ),
             before_read=self.complete_state,
             after_load=self._state_loaded,
             beside=self._kernels_beside(),
@@ -133,7 +133,7 @@ class ReplicatedModule:
         An evaluation sees equal replicas, whatever the policy.
         """
         is_training = self.training and torch.is_grad_enabled()
-        self._reach(Moment.LOOKUP if is_training else Moment.READ)
+        self._reach(SyncReason.LOOKUP if is_training else SyncReason.READ)
         if not self._has_looked_up:
             self._has_looked_up = True
             if self._replicas_differ():
@@ -215,7 +215,7 @@ class ReplicatedModule:
         if isinstance(sync, GradientSync):
             if groups.mesh.num_groups == 1 and not replication.captures:
                 return []
-            peers, transport = groups.row_exchange, sync.transport.dtype
+            peers, transport = groups.replica_rows, sync.transport.dtype
             merge = RowMerge(
                 [kernel.capture_rows(peers, transport) for kernel in kernels],
                 groups.alarm,
@@ -246,14 +246,14 @@ class ReplicatedModule:
             Those of a sync, if a backward is pending, and of `RowArrangement.by_number`.
         """
         with naming_faults(self.groups.board):
-            self._reach(Moment.READ)
+            self._reach(SyncReason.READ)
             if self._arrangement is not None:
                 self._arrangement.by_number()
 
-    def _reach(self, moment: Moment) -> None:
+    def _reach(self, reason: SyncReason) -> None:
         if self._sync_point is not None:
             with naming_faults(self.groups.board):
-                self._sync_point.reach(moment)
+                self._sync_point.reach(reason)
 
     def _state_loaded(self) -> None:
         """Weights or optimizer state are written by hand, or from a checkpoint."""

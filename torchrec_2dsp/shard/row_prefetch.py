@@ -8,11 +8,11 @@ from typing import Any
 from torch.profiler import record_function
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_2dsp.replicas.sync_reason import SyncReason
+from torchrec_2dsp.replicas.sync_report import SyncReport
 from torchrec_2dsp.shard.hot_module import HotRowsModule
 from torchrec_2dsp.shard.row_exchange import RowFetch
 from torchrec_2dsp.shard.row_journey import RowJourney
-from torchrec_2dsp.sync.moment import Moment
-from torchrec_2dsp.sync.report import SyncReport
 
 _LABEL = "## rows beside computing ##"
 """In profiles."""
@@ -47,13 +47,13 @@ class LaggingGradients:
                 journey.finish()
         self._journeys = [journey for journey in self._journeys if journey in but]
 
-    def reach(self, moment: Moment) -> SyncReport:
+    def reach(self, reason: SyncReason) -> SyncReport:
         """Whoever reads the tables sees all updates.
 
         Collectives:
             Those of `RowJourney.finish`, before a read.
         """
-        if moment is Moment.READ:
+        if reason is SyncReason.READ:
             self.finish()
         return SyncReport()
 

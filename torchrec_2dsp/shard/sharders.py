@@ -11,8 +11,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.comms.mesh_groups import MeshGroups, world_group
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.mesh.groups import MeshGroups, world_group
 from torchrec_2dsp.optim.delayed_moment import DelayedMomentRowWiseAdaGrad
 from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D
 from torchrec_2dsp.plan.remap import module_plan_for_rank

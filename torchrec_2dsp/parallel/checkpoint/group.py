@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from torchrec_2dsp._compat.c10d import timeout_of
-from torchrec_2dsp.mesh.groups import world_group
+from torchrec_2dsp.comms.mesh_groups import world_group
 
 GLOO_GROUPS: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]"
 """The gloo groups of worlds that don't talk gloo themselves."""

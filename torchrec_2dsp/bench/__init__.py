@@ -1,1 +1,0 @@
-"""Several ways to train one model, side by side."""

@@ -1,1 +1,0 @@
-"""Batches to train on."""

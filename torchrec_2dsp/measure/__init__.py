@@ -1,1 +1,0 @@
-"""Measure machines, and find the constants behind the times."""

@@ -1,0 +1,249 @@
+"""`Explanation`: why a plan is as it is, as numbers; printed, it is a report."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from torchrec_2dsp.cost.loads import Ranks
+from torchrec_2dsp.cost.memory import MemoryCost
+from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.step_cost import StepCost
+from torchrec_2dsp.planner.explanation.plots import (
+    MAX_BARS,
+    front_plot,
+    parts_plot,
+    ranks_plot,
+    tables_plot,
+)
+from torchrec_2dsp.planner.explanation.table_line import HEADINGS, TableLine, milliseconds
+from torchrec_2dsp.planner.search.meshes import Tried
+from torchrec_2dsp.report.page import Page
+
+_WIDTH = 100
+_BAR = 30
+_MAX_TABLES = 60
+_MAX_RANKS = 16
+_WORTH_SAYING = 0.9
+"""Of a step's time: to send beside computing takes processor time, too, which isn't predicted."""
+
+
+class Rows(NamedTuple):
+    """A table of a report."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Of a plan; see `Planner2D.explain`."""
+
+    setting: Setting
+    """The mesh, and all else that its cost depends on."""
+
+    where: str
+    """The mesh, and how many tables have one copy beside it."""
+
+    cost: StepCost
+    """Of a step, part by part."""
+
+    memory: MemoryCost
+    """Of the fullest rank."""
+
+    prefetching: StepCost | None
+    """Of a step in which rows travel beside computing; none if they do already or can't."""
+
+    tables: Sequence[TableLine]
+    """The longest first."""
+
+    busy_by_rank: Ranks
+    """Seconds for which each rank of a group is busy with tables in a step."""
+
+    bytes_by_rank: Ranks
+    """That it keeps."""
+
+    room: float
+    """Bytes that it has for them."""
+
+    meshes: Sequence[tuple[str, float]]
+    """What was placed, and its step; the first is the plan."""
+
+    front: Sequence[Tried]
+    """Of all that was tried, what nothing else beats both in time and in memory."""
+
+    torchrec_s: float | None = None
+    """A step of the plan that TorchRec's planner makes, predicted alike; none if nobody asked."""
+
+    def __str__(self) -> str:
+        """The report, which fits 100 columns."""
+        file = StringIO()
+        console = Console(file=file, width=_WIDTH, highlight=False)
+        for part in self._parts():
+            console.print(part)
+        return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+    @property
+    def headline(self) -> str:
+        """The plan in a sentence."""
+        setting = self.setting
+        return (
+            f"{self.where} on {setting.calibration.hardware.name}, {setting.sync}, batch "
+            f"{setting.workload.batch_size} per rank: {milliseconds(self.cost.total_s)} ms per step"
+        )
+
+    @property
+    def verdict(self) -> str:
+        """How the plan compares with TorchRec's; empty if nobody asked."""
+        if self.torchrec_s is None:
+            return ""
+        said = (
+            "TorchRec's planner, told the same bandwidths, makes a plan for one group that is "
+            f"predicted to take {milliseconds(self.torchrec_s)} ms per step"
+        )
+        if not self.cost.total_s:
+            return f"{said}."
+        return f"{said}: this plan is {self.torchrec_s / self.cost.total_s:.2f} times as fast."
+
+    @property
+    def caveat(self) -> str:
+        """What the numbers don't know; empty if they know all."""
+        unknown = self.setting.workload.num_without_access
+        if not unknown:
+            return ""
+        return (
+            f"Nothing was counted for {unknown:,} of {len(self.tables):,} tables: all their "
+            "rows count as used alike, which makes row exchange dearer than it is."
+        )
+
+    @property
+    def advice(self) -> str:
+        """What would shorten a step of the same plan; empty if nothing is known."""
+        if self.prefetching is None:
+            return ""
+        now_s, then_s = self.cost.total_s, self.prefetching.total_s
+        if then_s > _WORTH_SAYING * now_s:
+            return ""
+        return (
+            f"Trained by TrainPipelineRowPrefetch (`prefetch_rows = true` of a run), whose rows "
+            f"travel beside computing, a step of this plan should take {milliseconds(then_s)} ms "
+            f"instead of {milliseconds(now_s)}."
+        )
+
+    def table_rows(self) -> Rows:
+        """Of each table how it is sharded, what that takes, and what else it could be."""
+        return Rows(HEADINGS, [one.cells() for one in self.tables])
+
+    def phase_rows(self) -> Rows:
+        """The parts of a step."""
+        rows = [
+            (name.replace("_", " "), milliseconds(some)) for name, some in self.cost.parts() if some
+        ]
+        return Rows(("part of a step", "ms"), [*rows, ("all", milliseconds(self.cost.total_s))])
+
+    def memory_rows(self) -> Rows:
+        """What the fullest rank keeps."""
+        rows = [
+            (name.replace("_", " "), f"{size / 1e9:.3f}")
+            for name, size in self.memory.parts()
+            if size
+        ]
+        total = f"{self.memory.total_bytes / 1e9:.3f}"
+        return Rows(("kept by the fullest rank", "GB"), [*rows, ("all", total)])
+
+    def rank_rows(self) -> Rows:
+        """How busy and how full the ranks of a group are."""
+        longest = float(self.busy_by_rank.max(initial=0.0)) or 1.0
+        rows = [
+            (
+                str(rank),
+                milliseconds(busy),
+                "#" * round(_BAR * busy / longest),
+                f"{kept / 1e9:.3f}",
+                f"{kept / self.room:.0%}",
+            )
+            for rank, (busy, kept) in enumerate(
+                zip(self.busy_by_rank.tolist(), self.bytes_by_rank.tolist(), strict=True)
+            )
+        ]
+        return Rows(("rank of a group", "busy ms", "", "GB", "of the room"), rows)
+
+    def other_rows(self) -> Rows:
+        """What was placed, and what nothing else beats both in time and in memory."""
+        placed = [(f"{mesh}, placed", milliseconds(seconds), "") for mesh, seconds in self.meshes]
+        front = [
+            (
+                f"{one.mesh}, {one.ways or 'dealt evenly'}",
+                milliseconds(one.seconds),
+                f"{one.bytes_of_rank / 1e9:.3f}",
+            )
+            for one in self.front
+        ]
+        return Rows(("what else was found", "ms", "GB per rank"), [*placed, *front])
+
+    def write_html(self, path: str | Path, title: str = "Why this plan") -> None:
+        """Write the report as one page with plots, which needs nothing else to be read.
+
+        Raises:
+            ConfigError: plotly is missing.
+        """
+        self.page(title).write(path)
+
+    def page(self, title: str) -> Page:
+        """The same before it is written."""
+        page = Page(title)
+        page.add_text(self.headline)
+        for sentence in filter(None, (self.verdict, self.caveat, self.advice)):
+            page.add_text(sentence)
+        page.add_plot("Parts of a step", parts_plot(self.cost))
+        longest = self.tables[:MAX_BARS]
+        page.add_plot(
+            f"The {len(longest)} tables that take longest",
+            tables_plot(longest),
+            height=160 + 18 * len(longest),
+        )
+        page.add_table("All tables", *self.table_rows(), _WORDS)
+        page.add_plot("Ranks of a group", ranks_plot(self.busy_by_rank, self.bytes_by_rank))
+        plan = self.cost.total_s, float(self.bytes_by_rank.max(initial=0.0))
+        page.add_plot("Time and memory of what else was found", front_plot(self.front, plan))
+        page.add_table("Memory of the fullest rank", *self.memory_rows(), _WORDS)
+        page.add_table("What else was found", *self.other_rows(), _WORDS)
+        return page
+
+    def _parts(self) -> Iterator[Table | Text | str]:
+        yield Text(self.headline)
+        tables, ranks = self.table_rows(), self.rank_rows()
+        yield _table(tables._replace(rows=tables.rows[:_MAX_TABLES]))
+        hidden = len(self.tables) - _MAX_TABLES
+        if hidden > 0:
+            rest = sum(one.seconds for one in self.tables[_MAX_TABLES:])
+            yield f"and {hidden:,} more tables, which add {milliseconds(rest)} ms"
+        yield from filter(None, (self.verdict, self.caveat, self.advice))
+        yield _table(self.phase_rows())
+        yield _table(self.memory_rows())
+        # The busiest ones, where there are many.
+        order = sorted(range(len(ranks.rows)), key=lambda rank: -self.busy_by_rank[rank])
+        yield _table(ranks._replace(rows=[ranks.rows[rank] for rank in sorted(order[:_MAX_RANKS])]))
+        yield _table(self.other_rows())
+
+
+_WORDS = (
+    *("table", "sharded", "exchange", "instead"),
+    *("part of a step", "kept by the fullest rank", "what else was found", ""),
+)
+"""Headings of columns that have no numbers."""
+
+
+def _table(content: Rows) -> Table:
+    found = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in content.headings:
+        found.add_column(heading, justify="left" if heading in _WORDS else "right", overflow="fold")
+    for row in content.rows:
+        found.add_row(*(Text(cell) for cell in row))
+    return found

@@ -1,0 +1,278 @@
+"""Proposers for TorchRec's planner: exchanges, group sizes and hot rows, by predicted cost."""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
+from typing import NamedTuple
+
+from torch import nn
+from torchrec.distributed.planner.types import (
+    Enumerator,
+    ParameterConstraints,
+    Proposer,
+    SharderDataMap,
+    ShardingOption,
+    Topology,
+)
+from torchrec.distributed.types import CommOp
+
+from torchrec_2dsp._compat.torchrec import sharder_data_of
+from torchrec_2dsp.access.stats import AccessStats
+from torchrec_2dsp.cost.calibration import Calibration
+from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.workload import Workload
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
+from torchrec_2dsp.planner.search.candidates import candidates_of_options
+from torchrec_2dsp.planner.search.choices import Candidate
+from torchrec_2dsp.planner.search.cost_search import CostSearch, room_of
+from torchrec_2dsp.planner.search.descent import Descent
+from torchrec_2dsp.planner.search.hot_rows import with_hot_rows
+from torchrec_2dsp.planner.search.meshes import chosen_on_each, effort_for, placements
+from torchrec_2dsp.planner.torchrec.proposals import Draft, KnownOptions, known_options
+
+_EXACT = GradientSync()
+_UNLIMITED = float("inf")
+_MAX_PROPOSALS = 36
+
+
+class Loaded(NamedTuple):
+    """What a planner has enumerated, in the search's words."""
+
+    candidates: list[Candidate]
+    settings: list[Setting]
+    options: KnownOptions
+
+
+class CostProposer(Proposer):
+    """What the proposers of this package share: they draft plans, and learn how much fits.
+
+    Each draft is rated with the step that the cost model predicts for it, so the planner compares
+    them rightly with each other; but not with proposals of TorchRec's proposers, whose ratings are
+    the enumerator's.
+    """
+
+    def __init__(self, topology: Topology, max_proposals: int = _MAX_PROPOSALS) -> None:
+        self.topology = topology
+        """Of the whole world."""
+        self.max_proposals = max_proposals
+        """How many drafts there are at most."""
+        self._loaded: Loaded | None = None
+        self._is_room_known = False
+        self._drafts: Iterator[Draft] = iter(())
+
+    @abstractmethod
+    def loaded(self, search_space: list[ShardingOption], enumerator: Enumerator | None) -> Loaded:
+        """What was enumerated, in the search's words."""
+
+    @abstractmethod
+    def drafts(self, loaded: Loaded, room: float) -> Iterator[Draft]:
+        """Plans that fit, the most promising first, each when it is asked for.
+
+        Args:
+            loaded: tables and meshes.
+            room: bytes that a rank has for tables and buffers.
+        """
+
+    def load(
+        self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
+    ) -> None:
+        """Look at the tables; the enumerator knows their optimizers."""
+        self._loaded = self.loaded(search_space, enumerator)
+        self._is_room_known = False
+        self._draft(_UNLIMITED)
+
+    def propose(self) -> list[ShardingOption] | None:
+        """The next plan, without ranks; `None` if there is no other."""
+        draft = next(self._drafts, None)
+        if draft is None or self._loaded is None:
+            return None
+        return draft.options(self._loaded.options, self.topology.compute_device)
+
+    def feedback(
+        self,
+        partitionable: bool,
+        plan: list[ShardingOption] | None = None,
+        perf_rating: float | None = None,
+        storage_constraint: Topology | None = None,
+    ) -> None:
+        """The first one says how much memory is left for tables: all is drafted again for it."""
+        if storage_constraint is not None and not self._is_room_known:
+            self._is_room_known = True
+            self._draft(room_of(storage_constraint))
+
+    def _draft(self, room: float) -> None:
+        assert self._loaded is not None
+        self._drafts = islice(self.drafts(self._loaded, room), self.max_proposals)
+
+
+class ExchangeProposer(CostProposer):
+    """Proposes how each table is sharded and how its rows travel, on one mesh.
+
+    Example:
+        >>> from torchrec.distributed.planner import EmbeddingShardingPlanner
+        >>> import torchrec_2dsp as tdsp
+        >>> from torchrec_2dsp.planner.torchrec.stats import Stats2D
+        >>> calibration = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
+        >>> topology = calibration.topology(world_size=4, local_world_size=2)
+        >>> planner = EmbeddingShardingPlanner(
+        ...     topology=topology,
+        ...     proposer=tdsp.ExchangeProposer(topology, calibration),
+        ...     partitioner=tdsp.BalancedPartitioner(),
+        ...     stats=Stats2D(),
+        ... )
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        calibration: Calibration | None = None,
+        *,
+        mesh: Mesh2D | None = None,
+        sync: SyncConfig = _EXACT,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        access: AccessStats | None = None,
+        workload: Workload | None = None,
+        max_proposals: int = _MAX_PROPOSALS,
+    ) -> None:
+        """
+        Args:
+            topology: of the whole world.
+            calibration: what the network and the machines take; the topology's figures without it.
+            mesh: which ranks repeat the plan; all ranks are one group without it.
+            sync: how replicas stay equal.
+            constraints: per table, as the planner has them.
+            access: which rows are used how often.
+            workload: what a step does, in place of what options, constraints and ``access`` say.
+            max_proposals: how many plans are drafted at most.
+        """
+        super().__init__(topology, max_proposals)
+        mesh = mesh or Mesh2D(1, topology.world_size)
+        mesh.check_world(topology.world_size)
+        self._search = CostSearch(
+            calibration or Calibration.of_topology(topology),
+            mesh,
+            sync,
+            batch_size=1,
+            constraints=constraints,
+            access=access,
+            workload=workload,
+        )
+
+    @property
+    def has_access(self) -> bool:
+        """Whether it knows which rows are used how often."""
+        return self._search.access is not None or self._search.workload is not None
+
+    def loaded(self, search_space: list[ShardingOption], enumerator: Enumerator | None) -> Loaded:
+        """Tables, and the meshes that are tried."""
+        if not search_space:
+            raise ConfigError("there is nothing to propose for: the search space is empty")
+        sharders = sharder_data_of(enumerator)
+        modules = nn.ModuleList({id(one.module[1]): one.module[1] for one in search_space}.values())
+        search = replace(self._search, batch_size=search_space[0].batch_size)
+        workload = search.workload_of(modules, _wire_bytes(sharders))
+        params = {key: data.fused_params for key, data in sharders.items()}
+        candidates = candidates_of_options(
+            search_space, params, search.constraints, workload, self.topology.compute_device
+        )
+        for one in candidates:
+            if one.num_groups not in (None, "each"):
+                raise ConfigError(
+                    f"table {one.name!r} has num_groups={one.num_groups}, but TorchRec's planner "
+                    "places all tables on the ranks of one group: use Planner2D"
+                )
+        settings = search.settings(workload, self.topology)
+        return Loaded(candidates, settings, known_options(search_space))
+
+    def drafts(self, loaded: Loaded, room: float) -> Iterator[Draft]:
+        """What the search finds on each mesh, the most promising mesh first."""
+        effort = effort_for(loaded.candidates)
+        for space, some in chosen_on_each(loaded.candidates, loaded.settings, room):
+            for placement, _ in placements(space, some, room, effort):
+                yield Draft(space, placement)
+
+
+class GroupSizeProposer(ExchangeProposer):
+    """Proposes the same on every mesh that the world allows, with groups of up to 128 ranks.
+
+    The plan has ranks of one sharding group; `Plan2D.from_stock`, and this package's sharders,
+    know its mesh.
+
+    Example:
+        >>> import torchrec_2dsp as tdsp
+        >>> calibration = tdsp.Calibration.load("configs/hardware/h100_8_datasheet.toml")
+        >>> topology = calibration.topology(world_size=256, local_world_size=8)
+        >>> proposer = tdsp.GroupSizeProposer(topology, calibration)
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        calibration: Calibration | None = None,
+        *,
+        sync: SyncConfig = _EXACT,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        access: AccessStats | None = None,
+        workload: Workload | None = None,
+        max_proposals: int = _MAX_PROPOSALS,
+    ) -> None:
+        """Takes what `ExchangeProposer` takes, but for the mesh."""
+        super().__init__(
+            topology,
+            calibration,
+            sync=sync,
+            constraints=constraints,
+            access=access,
+            workload=workload,
+            max_proposals=max_proposals,
+        )
+        self._search = replace(self._search, mesh=None)
+
+
+class HotRowProposer(CostProposer):
+    """Proposes what another one does, with the hot rows that pay.
+
+    Example:
+        >>> import torchrec_2dsp as tdsp
+        >>> from torchrec.distributed.planner import Topology
+        >>> topology = Topology(world_size=4, local_world_size=2, compute_device="cpu")
+        >>> counted = tdsp.AccessStats({})
+        >>> proposer = tdsp.HotRowProposer(tdsp.ExchangeProposer(topology, access=counted))
+    """
+
+    def __init__(self, inner: ExchangeProposer) -> None:
+        """``inner`` chooses all else; it must know which rows are used how often."""
+        if not inner.has_access:
+            raise ConfigError(
+                "nothing says which rows are hot: give the inner proposer access=AccessStats(...)"
+            )
+        super().__init__(inner.topology, inner.max_proposals)
+        self.inner = inner
+        """The proposer behind this one."""
+
+    def loaded(self, search_space: list[ShardingOption], enumerator: Enumerator | None) -> Loaded:
+        """As the inner one."""
+        return self.inner.loaded(search_space, enumerator)
+
+    def drafts(self, loaded: Loaded, room: float) -> Iterator[Draft]:
+        """Those of the inner one, with hot rows where they pay."""
+        for draft in self.inner.drafts(loaded, room):
+            yield _with_hot_rows(draft, room)
+
+
+def _with_hot_rows(draft: Draft, room: float) -> Draft:
+    space = draft.space
+    descent = Descent(space, space.prices(draft.loads.sum(axis=0)), room)
+    return Draft(space, with_hot_rows(space, draft.placement, descent, room))
+
+
+def _wire_bytes(sharders: SharderDataMap) -> tuple[float, float]:
+    """Of a number that travels, with the sharders' quantised communication."""
+    for data in sharders.values():
+        known = data.qcomm_dtype_sizes.get(CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name)
+        if known is not None:
+            return known
+    return 4.0, 4.0

@@ -1,0 +1,251 @@
+"""`BenchConfig`: what is compared, on which workload, and how carefully."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
+from torchrec_2dsp.plan.parameter_sharding import base_type
+from torchrec_2dsp.programs.bench.sections import LossConfig, NetworkConfig, ScheduleConfig
+from torchrec_2dsp.programs.config.config_file import PathBesideConfig
+from torchrec_2dsp.programs.config.sections import (
+    ExchangeConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ReplicationConfig,
+    Section,
+)
+from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
+
+
+class _Contestant(Section):
+    loss_bound: float | Literal["by_kind"] = "by_kind"
+    """How far a step's loss may be from the reference's, before the contestant is disqualified.
+    "by_kind": `LossConfig.exact_bound` for what must train the same, the bound of its arithmetic
+    for what rounds, and `nearly_bound` for what averages."""
+
+
+class _Planned(_Contestant):
+    sharding_types: tuple[str, ...] = ()
+    """What the planner may choose from; empty for all that TorchRec has."""
+
+    bandwidths: Literal["default", "measured"] = "measured"
+    """What the planner is told of the network: its own defaults, or what was measured here."""
+
+    full_duplex: bool = False
+    """Whether all-to-alls receive and send at once (gloo alone; see `FullDuplexGroup`)."""
+
+    @field_validator("sharding_types")
+    @classmethod
+    def _check_types(cls, types: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(base_type(name) for name in types)
+
+    def _choice(self) -> str:
+        types = ", ".join(self.sharding_types).replace("_", "-") or "any sharding type"
+        told = "measured" if self.bandwidths == "measured" else "default"
+        return f"{types} (planner told {told} bandwidths)"
+
+    def _duplex(self) -> str:
+        return ", full-duplex all-to-all" if self.full_duplex else ""
+
+
+class StockContestant(_Planned):
+    """TorchRec's planner, sharder and `DistributedModelParallel`."""
+
+    kind: Literal["stock"] = "stock"
+
+    qcomms: Literal["fp32", "fp16", "bf16", "int8"] = "fp32"
+    """How TorchRec's quantised communication sends pooled embeddings and their gradients."""
+
+    def describe(self) -> str:
+        """In words."""
+        qcomms = "" if self.qcomms == "fp32" else f", {self.qcomms} communication"
+        return f"TorchRec, {self._choice()}{qcomms}{self._duplex()}"
+
+
+class TwoDContestant(_Planned, ReplicationConfig, ExchangeConfig):
+    """This package's planner, sharder and `ModelParallel2D`."""
+
+    kind: Literal["two_d"]
+
+    num_groups: int | Literal["hosts", "ranks_per_host", "any"] = "hosts"
+    """How many copies of the tables there are; "any" for what the planner finds."""
+
+    by_cost: bool = False
+    """Whether the planner predicts steps, by the calibration, and chooses exchanges as well."""
+
+    layout: RankLayout = RankLayout.CONTIGUOUS
+    """How ranks are dealt to groups."""
+
+    qcomms: Literal["fp32", "fp16", "bf16"] = "fp32"
+    """How TorchRec's quantised communication sends embeddings and their gradients."""
+
+    @model_validator(mode="after")
+    def _check_search(self) -> Self:
+        if self.num_groups == "any" and not (self.by_cost and self.sync == "GradientSync"):
+            raise ValueError('num_groups = "any" is for by_cost = true and sync = "GradientSync"')
+        if self.by_cost and self.exchange_text:
+            raise ValueError(f"by_cost = true chooses by itself; leave out: {self.exchange_text}")
+        return self
+
+    def describe(self) -> str:
+        """In words."""
+        rows = f", {self.exchange_text}" if self.exchange_text else ""
+        rows += ", rows prefetched" if self.prefetch_rows else ""
+        rows += "" if self.qcomms == "fp32" else f", {self.qcomms} communication"
+        dealt = f"{self.layout.value} groups (as many as {str(self.num_groups).replace('_', ' ')})"
+        mesh = "any groups" if self.num_groups == "any" else dealt
+        chosen = "by predicted cost" if self.by_cost else self._choice()
+        return f"2D, {mesh}, {self.sync_config}, {chosen}{rows}{self._duplex()}"
+
+
+class CeilingContestant(_Contestant):
+    """Another contestant whose collectives cost nothing: they give what was recorded once.
+
+    The same compute on the same values: the least step that any way of communicating could reach.
+    """
+
+    kind: Literal["ceiling"]
+
+    of: str
+    """The contestant that it repeats."""
+
+    def describe(self) -> str:
+        """In words."""
+        return f"{self.of} with collectives that cost nothing"
+
+
+PlannedContestant = StockContestant | TwoDContestant
+Contestant = Annotated[
+    StockContestant | TwoDContestant | CeilingContestant, Field(discriminator="kind")
+]
+
+
+class BenchConfig(Section):
+    """A benchmark: every contestant trains the same model on the same batches.
+
+    Example:
+        >>> from torchrec_2dsp.programs.bench.config import BenchConfig
+        >>> from torchrec_2dsp.programs.config.config_file import make_config
+        >>> tree = {
+        ...     "title": "demo",
+        ...     "data": {"features": [{"name": "user", "num_rows": 1_000}]},
+        ...     "contestants": {
+        ...         "stock": {"kind": "stock"},
+        ...         "floor": {"kind": "ceiling", "of": "stock"},
+        ...     },
+        ... }
+        >>> make_config(BenchConfig, tree).reference
+        'stock'
+    """
+
+    title: str = "benchmark"
+    """Names the report."""
+
+    data: SyntheticConfig
+    """The features, their cardinalities and their skew."""
+
+    model: ModelConfig = ModelConfig()
+    """What to train."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """How weights are updated."""
+
+    schedule: ScheduleConfig = ScheduleConfig()
+    """How much is trained."""
+
+    network: NetworkConfig = NetworkConfig()
+    """The network between the ranks."""
+
+    loss: LossConfig = LossConfig()
+    """Who trains the same."""
+
+    calibration: PathBesideConfig = ""
+    """A calibration file: with it, every contestant's step is predicted, too. In a config file,
+    relative to that."""
+
+    contestants: dict[str, Contestant]
+    """By name. The first stock one that communicates in fp32 is the reference of the losses."""
+
+    @model_validator(mode="after")
+    def _check_contestants(self) -> "BenchConfig":
+        unusable = [name for name in self.contestants if not name or set(name) & set("./\\ |")]
+        if unusable:
+            raise ValueError(
+                f"contestants: the name {unusable[0]!r} has one of . / \\ | or a space"
+            )
+        if not any(is_reference(one) for one in self.contestants.values()):
+            raise ValueError(
+                'contestants: none has kind = "stock" with qcomms = "fp32", so there is nothing to '
+                "compare with; add one"
+            )
+        for name, one in self.contestants.items():
+            if isinstance(one, CeilingContestant) and not isinstance(
+                self.contestants.get(one.of), StockContestant | TwoDContestant
+            ):
+                raise ValueError(
+                    f"contestants.{name}.of={one.of!r} is no contestant that trains; use one of "
+                    + ", ".join(self.planned)
+                )
+        return self
+
+    @property
+    def planned(self) -> "dict[str, PlannedContestant]":
+        """The contestants that train by a plan of their own."""
+        return {
+            name: one
+            for name, one in self.contestants.items()
+            if not isinstance(one, CeilingContestant)
+        }
+
+    @property
+    def reference(self) -> str:
+        """Whose losses the others are held against."""
+        return next(name for name, one in self.contestants.items() if is_reference(one))
+
+    def mesh(self, name: str, world_size: int, local_world_size: int) -> Mesh2D:
+        """The mesh that a contestant runs on."""
+        one = self.contestants[name]
+        if isinstance(one, CeilingContestant):
+            return self.mesh(one.of, world_size, local_world_size)
+        if isinstance(one, StockContestant) or one.num_groups == "any":
+            return Mesh2D(1, world_size)
+        num_groups = {
+            "hosts": world_size // local_world_size,
+            "ranks_per_host": local_world_size,
+        }.get(str(one.num_groups), one.num_groups)
+        if not isinstance(num_groups, int) or num_groups < 1 or world_size % num_groups:
+            raise ConfigError(
+                f"contestants.{name}.num_groups={one.num_groups} does not divide the "
+                f"{world_size} ranks"
+            )
+        return Mesh2D(num_groups, world_size // num_groups, one.layout)
+
+    def check_world(self, world_size: int, local_world_size: int) -> None:
+        """Raise `ConfigError` at the first contestant that this world can't run."""
+        for name in self.contestants:
+            self.mesh(name, world_size, local_world_size)
+
+    def only(self, names: "list[str]") -> "BenchConfig":
+        """The config with these contestants, the reference, and all for no name."""
+        unknown = [name for name in names if name not in self.contestants]
+        if unknown:
+            raise ConfigError(
+                f"there is no contestant {unknown[0]!r}; the config has "
+                + ", ".join(self.contestants)
+            )
+        if not names:
+            return self
+        wanted = {self.reference, *names}
+        for name in names:
+            one = self.contestants[name]
+            if isinstance(one, CeilingContestant):
+                wanted.add(one.of)
+        kept = {name: one for name, one in self.contestants.items() if name in wanted}
+        return self.model_copy(update={"contestants": kept})
+
+
+def is_reference(one: object) -> bool:
+    """Whether a contestant trains as TorchRec does when nothing is changed."""
+    return isinstance(one, StockContestant) and one.qcomms == "fp32" and not one.full_duplex

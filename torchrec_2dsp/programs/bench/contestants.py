@@ -1,0 +1,251 @@
+"""A contestant as it trains: model, plan, optimizer and TorchRec's pipeline."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import (
+    CommType,
+    QCommsConfig,
+    get_qcomm_codecs_registry,
+)
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
+from torchrec.distributed.planner.stats import NoopEmbeddingStats
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import (
+    HardwareConfig,
+    KernelConfig,
+    Topology,
+    TopologyFactory,
+    TrainerConfig,
+)
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from torchrec_2dsp._compat.torchrec import get_local_size
+from torchrec_2dsp.cost.calibration import Calibration
+from torchrec_2dsp.cost.workload import DenseWork
+from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
+from torchrec_2dsp.planner.planner2d import Planner2D
+from torchrec_2dsp.programs.bench.config import BenchConfig, PlannedContestant, TwoDContestant
+from torchrec_2dsp.programs.bench.weights import fill_tables_
+from torchrec_2dsp.programs.bench.workload import tables_work, workload_of
+from torchrec_2dsp.programs.calibrate.link_speed import LinkSpeeds
+from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
+from torchrec_2dsp.programs.models.exchange import pinned
+from torchrec_2dsp.programs.models.model import build_model, rank_device, table_name
+from torchrec_2dsp.programs.models.optimizer import table_optimizer
+from torchrec_2dsp.programs.models.pipeline import make_pipeline
+from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
+
+_RESERVATION = 0.15
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A sharded model that is ready to train."""
+
+    model: DistributedModelParallel
+    """Stock, or this package's."""
+
+    pipeline: TrainPipelineSparseDist[Any, Any]
+    """TorchRec's or derived from it: it calls the model's `sync` by itself."""
+
+    optimizer: CombinedOptimizer
+    """Of all parameters."""
+
+    plan: ShardingPlan
+    """What it trains by."""
+
+    def stop_learning(self) -> None:
+        """From now on, steps do their work and change no weight."""
+        for group in cast(list[dict[str, Any]], self.optimizer.param_groups):
+            group["lr"] = 0.0
+
+
+def build_trainer(
+    config: BenchConfig,
+    one: PlannedContestant,
+    mesh: Mesh2D,
+    speeds: LinkSpeeds,
+    dense: DenseWork | None = None,
+) -> Trainer:
+    """What a contestant trains with; equal initial weights for all contestants.
+
+    Collectives:
+        Those of planning and sharding.
+    """
+    device = rank_device(config.schedule.device)
+    unsharded = build_model(config.data, config.model, tables_device="meta")
+    if isinstance(one, TwoDContestant):
+        model, plan = _two_d(config, one, mesh, speeds, dense, unsharded, device)
+    else:
+        model, plan = _stock(config, one, speeds, unsharded, device)
+    fill_tables_(model, config.data, config.model.dim, config.model.seed)
+    optimizer = _optimizer(config, model)
+    prefetch_rows = isinstance(one, TwoDContestant) and one.prefetch_rows
+    pipeline = make_pipeline(model, optimizer, device, prefetch_rows=prefetch_rows)
+    return Trainer(model, pipeline, optimizer, plan)
+
+
+def _stock(
+    config: BenchConfig,
+    one: Any,
+    speeds: LinkSpeeds,
+    model: nn.Module,
+    device: torch.device,
+) -> tuple[DistributedModelParallel, ShardingPlan]:
+    kind = _AnyTypeSharder if one.sharding_types else EmbeddingBagCollectionSharder
+    sharder = kind(
+        fused_params={
+            "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+            "learning_rate": config.optimizer.lr,
+            "eps": config.optimizer.eps,
+        },
+        qcomm_codecs_registry=_codecs(one.qcomms, device),
+    )
+    sharders = cast(list[ModuleSharder[nn.Module]], [sharder])
+    planner = EmbeddingShardingPlanner(**_planner_arguments(config, one, speeds))
+    world = dist.group.WORLD
+    assert world is not None
+    plan = planner.collective_plan(model, sharders, world)
+    made = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
+    return made, plan
+
+
+class _AnyTypeSharder(EmbeddingBagCollectionSharder):
+    """Offers what is asked for; on CPU, TorchRec's own leaves out the row-wise types."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return [kind.value for kind in ShardingType]
+
+
+def _two_d(
+    config: BenchConfig,
+    one: TwoDContestant,
+    mesh: Mesh2D,
+    speeds: LinkSpeeds,
+    dense: DenseWork | None,
+    model: nn.Module,
+    device: torch.device,
+) -> tuple[DistributedModelParallel, ShardingPlan]:
+    sharder = EmbeddingBagCollectionSharder2D(
+        table_optimizer(
+            config.optimizer,
+            one,
+            config.data,
+            num_groups=mesh.num_groups,
+            global_batch_size=config.schedule.batch_size * mesh.world_size,
+        ),
+        qcomm_codecs_registry=_codecs(one.qcomms, device),
+    )
+    sharders = cast(list[ModuleSharder[nn.Module]], [sharder])
+    arguments = _planner_arguments(config, one, speeds)
+    if one.by_cost:
+        arguments["calibration"] = (
+            Calibration.load(config.calibration)
+            if config.calibration
+            else Calibration.of_topology(arguments["topology"])
+        )
+        arguments["workload"] = workload_of(one, tables_work(config), config.model.dim, dense)
+    known_mesh = None if one.num_groups == "any" else mesh
+    planner = Planner2D(**arguments, mesh=known_mesh, sync=one.sync_config)
+    plan = planner.collective_plan(model, sharders)
+    plan = plan if one.by_cost else pinned(plan, one, config.data)
+    return ModelParallel2D(model, device=device, plan=plan, sharders=sharders), plan
+
+
+def _planner_arguments(
+    config: BenchConfig, one: PlannedContestant, speeds: LinkSpeeds
+) -> dict[str, Any]:
+    """What TorchRec's planner and ours are told alike."""
+    return {
+        "topology": planner_topology(config, one.bandwidths, speeds),
+        "batch_size": config.schedule.batch_size,
+        "constraints": _constraints(config.data, one),
+        "storage_reservation": FixedPercentageStorageReservation(_RESERVATION),
+        "stats": NoopEmbeddingStats(),
+        "debug": False,
+    }
+
+
+def planner_topology(config: BenchConfig, bandwidths: str, speeds: LinkSpeeds) -> Topology:
+    """What the planner knows of the network; a level that this world lacks keeps its default."""
+    world_size = dist.get_world_size()
+    hardware = HardwareConfig()
+    if bandwidths == "measured":
+        hardware = HardwareConfig(
+            intra_host_bw=_per_ms(speeds.intra_host_all_to_all_bytes_per_s),
+            inter_host_bw=_per_ms(speeds.cross_host_all_to_all_bytes_per_s),
+        )
+    return TopologyFactory.create_topology(
+        TrainerConfig(world_size=world_size, local_world_size=get_local_size(world_size)),
+        hardware,
+        # Without the second, TorchRec drops the bandwidths that it is given.
+        KernelConfig(compute_device=config.schedule.device, use_hardware_based_bandwidth=True),
+    )
+
+
+def _per_ms(bytes_per_s: float | None) -> float | None:
+    return None if bytes_per_s is None else bytes_per_s / 1e3
+
+
+def _constraints(data: SyntheticConfig, one: PlannedContestant) -> dict[str, ParameterConstraints]:
+    return {
+        table_name(feature.name): ParameterConstraints(
+            sharding_types=list(one.sharding_types) or None,
+            pooling_factors=[feature.mean_ids],
+        )
+        for feature in data.features
+    }
+
+
+def _codecs(qcomms: str, device: torch.device) -> Any:
+    if qcomms == "fp32":
+        return None
+    kind = CommType[qcomms.upper()]
+    return get_qcomm_codecs_registry(
+        QCommsConfig(forward_precision=kind, backward_precision=kind), device=device
+    )
+
+
+def _optimizer(config: BenchConfig, model: DistributedModelParallel) -> CombinedOptimizer:
+    """The fused optimizers, their rule again for data-parallel tables, SGD for the rest."""
+    tables = {f"{table_name(feature.name)}.weight" for feature in config.data.features}
+    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+    is_table = {name: ".".join(name.split(".")[-2:]) in tables for name in dense}
+    parts: list[Any] = [model.fused_optimizer]
+    whole_tables = {name: param for name, param in dense.items() if is_table[name]}
+    if whole_tables:
+        rule = config.optimizer
+        parts.append(
+            KeyedOptimizerWrapper(
+                whole_tables,
+                lambda params: RowWiseAdagrad(cast(Any, params), lr=rule.lr, eps=rule.eps),
+            )
+        )
+    others = {name: param for name, param in dense.items() if not is_table[name]}
+    lr = config.optimizer.dense_lr
+    parts.append(KeyedOptimizerWrapper(others, lambda params: torch.optim.SGD(params, lr=lr)))
+    return CombinedOptimizer(parts)
+
+
+def sharding_of(plan: ShardingPlan) -> dict[str, int]:
+    """How many tables have which sharding type."""
+    types = [
+        table.sharding_type
+        for module in plan.plan.values()
+        for table in cast(Mapping[str, Any], module).values()
+    ]
+    return dict(sorted(Counter(types).items()))

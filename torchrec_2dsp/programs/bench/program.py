@@ -1,0 +1,290 @@
+"""Run a benchmark: contestants in processes of their own, one at a time, block by block."""
+
+import os
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from torchrec.distributed.types import ShardingPlan
+
+from torchrec_2dsp.cost.calibration import Calibration
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.bench.config import BenchConfig, CeilingContestant
+from torchrec_2dsp.programs.bench.control import Control
+from torchrec_2dsp.programs.bench.judge import judged
+from torchrec_2dsp.programs.bench.machine import (
+    foreign_load,
+    interfaces,
+    keep_libraries_in_memory,
+    load,
+    sent,
+)
+from torchrec_2dsp.programs.bench.predict import Predicted, predicted_steps
+from torchrec_2dsp.programs.bench.probe import ComputeProbe
+from torchrec_2dsp.programs.bench.process import (
+    ContestantProcess,
+    How,
+    failure_line,
+    failure_report,
+)
+from torchrec_2dsp.programs.bench.results import (
+    BenchResult,
+    Block,
+    ContestantResult,
+    Outcome,
+    mean_traffic,
+    mean_travel,
+)
+from torchrec_2dsp.programs.bench.setting import describe_setting
+from torchrec_2dsp.programs.bench.speeds import measured_place
+from torchrec_2dsp.programs.bench.trace import mean_phases
+from torchrec_2dsp.programs.bench.watcher import BenchWatcher
+from torchrec_2dsp.programs.bench.worker import (
+    LEAD_IN_STEPS,
+    Built,
+    MeasuredPlace,
+    Place,
+    Traced,
+    Worker,
+)
+from torchrec_2dsp.programs.launch.world import keep_freed_memory
+
+_PATIENCE = 3.0
+"""Ranks wait for each other this many deadlines long."""
+
+
+def run_bench(config: BenchConfig, watchers: Sequence[BenchWatcher] = ()) -> BenchResult:
+    """Measure all contestants of a config on the ranks that torchrun started.
+
+    This process must not have initialised `torch.distributed`, nor a GPU: it forks.
+
+    Args:
+        config: equal on all ranks.
+        watchers: told about the progress.
+
+    Returns:
+        What came out, equal on all ranks.
+    """
+    place = Place(
+        int(os.environ["RANK"]),
+        int(os.environ["WORLD_SIZE"]),
+        int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])),
+    )
+    config.check_world(place.world_size, place.local_world_size)
+    if config.calibration:
+        # An error now, and not after measuring.
+        Calibration.load(config.calibration).check_covers(
+            world_size=place.world_size, local_world_size=place.local_world_size
+        )
+    interface = config.network.interface
+    if interface and interface not in interfaces():
+        raise ConfigError(
+            f"network.interface={interface!r} is not here; use one of {', '.join(interfaces())}, "
+            "or leave it out"
+        )
+    return _Bench(config, place, watchers).run()
+
+
+class _Runner:
+    """A contestant's process on this rank, and what is known of it on all ranks."""
+
+    def __init__(self, name: str, process: ContestantProcess) -> None:
+        self.name = name
+        self.process = process
+        self.outcome = Outcome.MEASURED
+        self.reason = ""
+        self.step_s = 0.0
+        self.blocks: list[Block] = []
+        self.found: dict[str, Any] = {}
+        self.plan: ShardingPlan | None = None
+
+
+class _Bench:
+    def __init__(self, config: BenchConfig, place: Place, watchers: Sequence[BenchWatcher]) -> None:
+        self._config = config
+        self._schedule = config.schedule
+        self._place = place
+        self._watchers = watchers
+        self._control = Control(_PATIENCE * config.schedule.deadline_s)
+        self._probe = ComputeProbe()
+        self._runners: list[_Runner] = []
+
+    def run(self) -> BenchResult:
+        started = datetime.now(UTC)
+        keep_libraries_in_memory()
+        keep_freed_memory()
+        try:
+            place = measured_place(self._config, self._place, self._control)
+            for watcher in self._watchers:
+                watcher.speeds_measured(place.speeds)
+            for name in self._config.contestants:
+                self._start(name, place)
+            self._measure()
+            for runner in self._alive():
+                self._trace(runner)
+                # Traces take memory, which the next one needs.
+                runner.process.kill()
+        finally:
+            for runner in self._runners:
+                runner.process.kill()
+        predicted = self._predict(place)
+        results = [self._result(one, predicted.steps.get(one.name)) for one in self._runners]
+        return judged(
+            BenchResult(
+                setting=describe_setting(
+                    self._config,
+                    title=self._config.title,
+                    network=self._config.network.description,
+                    place=self._place,
+                    speeds=place.speeds,
+                    started=started,
+                ),
+                reference=self._config.reference,
+                contestants=tuple(results),
+                dense_from=predicted.dense_from,
+            ),
+            self._config,
+        )
+
+    def _alive(self) -> list[_Runner]:
+        return [runner for runner in self._runners if runner.outcome is Outcome.MEASURED]
+
+    def _start(self, name: str, place: MeasuredPlace) -> None:
+        process = ContestantProcess(lambda: Worker(self._config, name, self._place, place))
+        runner = _Runner(name, process)
+        self._runners.append(runner)
+        built = self._ask(runner, "build")
+        warm = self._ask(runner, "warm_up") if built is not None else None
+        if built is None or warm is None:
+            return
+        first: Built = built[0]
+        runner.found["sharding"] = first.sharding
+        runner.plan = first.plan
+        runner.step_s = max(warm)
+        for watcher in self._watchers:
+            watcher.contestant_built(name, first.sharding)
+
+    def _measure(self) -> None:
+        shuffler = random.Random(self._schedule.seed)
+        for number in range(self._schedule.rounds):
+            # Another order in each round: who follows whom must not matter.
+            order = self._alive()
+            shuffler.shuffle(order)
+            for runner in order:
+                self._block(runner, number)
+
+    def _block(self, runner: _Runner, number: int) -> None:
+        wanted = round(self._schedule.block_s / runner.step_s)
+        num_steps = min(max(wanted, 1), self._schedule.max_block_steps)
+        probes_s = self._control.exchange(self._probe.run())
+        before = self._control.exchange(self._counters(runner))
+        start = time.perf_counter()
+        answers = self._ask(runner, "block", num_steps)
+        seconds = time.perf_counter() - start
+        after = self._control.exchange(self._counters(runner))
+        if answers is None:
+            return
+        # The ranks of a ceiling wait for nobody, so that none of them alone is what a step takes.
+        waits = not isinstance(self._config.contestants[runner.name], CeilingContestant)
+        runner.step_s = max(answers) if waits else sum(answers) / len(answers)
+        link, loopback = self._bytes_per_step(before, after, num_steps)
+        block = Block(
+            round=number,
+            num_steps=num_steps,
+            step_s=runner.step_s,
+            link_bytes=link,
+            loopback_bytes=loopback,
+            foreign_load=foreign_load(
+                [one[0] for one in before], [one[0] for one in after], seconds
+            ),
+            probe_s=sum(probes_s) / len(probes_s),
+        )
+        runner.blocks.append(block)
+        for watcher in self._watchers:
+            watcher.block_measured(runner.name, block)
+
+    def _counters(self, runner: _Runner) -> Any:
+        interface = self._config.network.interface
+        is_first = self._place.rank % self._place.local_world_size == 0
+        alive = runner.outcome is Outcome.MEASURED
+        pids = [os.getpid(), runner.process.pid] if alive else [os.getpid()]
+        return load(pids), sent(interface) if interface and is_first else None
+
+    def _bytes_per_step(
+        self, before: Sequence[Any], after: Sequence[Any], num_steps: int
+    ) -> tuple[float | None, float | None]:
+        """What all hosts sent, per rank and step."""
+        pairs = [(a[1], b[1]) for a, b in zip(before, after, strict=True) if a[1] and b[1]]
+        if not pairs:
+            return None, None
+        steps = (LEAD_IN_STEPS + num_steps) * self._place.world_size
+        link = sum(end.link_bytes - start.link_bytes for start, end in pairs)
+        loopback = sum(end.loopback_bytes - start.loopback_bytes for start, end in pairs)
+        return link / steps, loopback / steps
+
+    def _trace(self, runner: _Runner) -> None:
+        losses = self._ask(runner, "losses")
+        traced: list[Traced] | None
+        traced = self._ask(runner, "trace") if losses is not None else None
+        if losses is None or traced is None:
+            return
+        peaks = [one.peak_memory_bytes for one in traced if one.peak_memory_bytes is not None]
+        runner.found |= {
+            "losses": losses[0],
+            "phases": mean_phases([one.phases for one in traced]),
+            "traffic": mean_traffic([one.traffic for one in traced]),
+            "row_travel": mean_travel([one.row_travel for one in traced]),
+            "peak_memory_bytes": max(peaks, default=None),
+        }
+
+    def _ask(self, runner: _Runner, method: str, *arguments: Any) -> list[Any] | None:
+        """Every rank's answer; none if the contestant is out, on all ranks alike."""
+        flag = f"{runner.name}_failed"
+        answer = runner.process.ask(
+            method,
+            *arguments,
+            deadline_s=self._schedule.deadline_s,
+            give_up=lambda: self._control.flag(flag),
+        )
+        if answer.how is not How.ANSWERED:
+            self._control.raise_flag(flag)
+        answers = self._control.exchange(answer)
+        if all(one.how is How.ANSWERED for one in answers):
+            # No other rank needs it any more, and the next contestant needs the cores. On a GPU it
+            # may not rest: NCCL takes a long silence of its own threads for a failure.
+            if self._schedule.device == "cpu":
+                runner.process.pause()
+            return [one.value for one in answers]
+        runner.process.kill()
+        late = all(one.how in (How.LATE, How.STOPPED, How.ANSWERED) for one in answers)
+        runner.outcome = Outcome.HUNG if late else Outcome.CRASHED
+        runner.reason = failure_line(method, answers)
+        for watcher in self._watchers:
+            watcher.contestant_out(runner.name, runner.outcome, failure_report(method, answers))
+        return None
+
+    def _predict(self, place: MeasuredPlace) -> Predicted:
+        """When all are measured, as it takes memory that processes would copy."""
+        plans = {runner.name: runner.plan for runner in self._alive() if runner.plan is not None}
+        ceilings = {
+            runner.name: statistics.median(block.step_s for block in runner.blocks)
+            for runner in self._alive()
+            if isinstance(self._config.contestants[runner.name], CeilingContestant)
+        }
+        return predicted_steps(self._config, plans, place.dense, self._place, ceilings)
+
+    def _result(self, runner: _Runner, predicted: dict[str, float] | None) -> ContestantResult:
+        one = self._config.contestants[runner.name]
+        return ContestantResult(
+            name=runner.name,
+            description=one.describe(),
+            kind=one.kind,
+            outcome=runner.outcome,
+            reason=runner.reason,
+            predicted=predicted,
+            blocks=tuple(runner.blocks),
+            **runner.found,
+        )

@@ -1,0 +1,65 @@
+"""The config of `bench-sync`: which shards, how much of them has changed, and who syncs."""
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from torchrec_2dsp.mesh.mesh2d import RankLayout
+from torchrec_2dsp.programs.config.sections import ReplicationConfig, Section
+
+
+class SyncBenchConfig(Section):
+    """Everything that one run of `bench-sync` needs."""
+
+    title: str = "Sync"
+    """Of the report."""
+
+    network: str = ""
+    """What the report says of the network."""
+
+    num_groups: tuple[int, ...] = (2,)
+    """How many copies each shard has; each must divide the number of ranks."""
+
+    layout: RankLayout = RankLayout.CONTIGUOUS
+    """Where the copies are: "contiguous" has them on different hosts, "strided" in one."""
+
+    shard_mib: tuple[float, ...] = (64.0,)
+    """Sizes of the weights of a rank's shard."""
+
+    dim: int = Field(default=64, ge=4, multiple_of=4)
+    """Columns of the table."""
+
+    touched_shares: tuple[float, ...] = (0.001, 0.01, 0.1, 1.0)
+    """Which share of the rows each copy has changed, drawn for each by itself."""
+
+    repeats: int = Field(default=5, ge=1)
+    """How often each sync is timed."""
+
+    seed: int = Field(default=0, ge=0)
+    """Of the rows that change, and of the order of the syncs."""
+
+    syncs: dict[str, ReplicationConfig] = Field(min_length=1)
+    """The contestants."""
+
+    reference: str
+    """The contestant that the others are compared with."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.reference not in self.syncs:
+            raise ValueError(
+                f"reference={self.reference!r} is no sync; use one of {', '.join(self.syncs)}"
+            )
+        for name in ("num_groups", "shard_mib", "touched_shares"):
+            values = getattr(self, name)
+            if not values or min(values) <= 0:
+                raise ValueError(f"{name}={list(values)} needs at least one value, all above 0")
+        if min(self.num_groups) < 2:
+            raise ValueError(f"num_groups={list(self.num_groups)}: one group has nothing to sync")
+        if max(self.touched_shares) > 1:
+            raise ValueError(f"touched_shares={list(self.touched_shares)} goes beyond 1, all rows")
+        return self
+
+    def num_rows(self, shard_mib: float) -> int:
+        """Rows of a shard of fp32 weights."""
+        return max(1, int(shard_mib * 2**20) // (4 * self.dim))

@@ -1,0 +1,124 @@
+"""`sync_report`: a result of `bench-sync` as a page, and its plot."""
+
+import statistics
+from pathlib import Path
+
+from torchrec_2dsp.programs.bench.syncs.results import SyncBenchResult, SyncTimes
+from torchrec_2dsp.report.plots import MARKERS, PALETTE, plotting, save_plot
+
+HEADINGS = (
+    *("changed rows", "sync", "min ms", "median ms", "max ms"),
+    *("x reference", "MB", "x bytes", "noting ms"),
+)
+"""Of the table of one shard."""
+
+
+def sync_report(result: SyncBenchResult, *, plot: str = "", data: str = "") -> str:
+    """A page on one result.
+
+    Args:
+        result: the numbers.
+        plot: where the page finds its plot, if there is one.
+        data: where it finds the JSON.
+    """
+    setting = result.setting
+    speeds = [
+        f"{rate * 8e-9:.2f} Gbit/s {where}" for where, rate in setting.link_speeds.items() if rate
+    ]
+    facts = {
+        "When": f"{setting.when} UTC",
+        "Ranks": f"{setting.hosts} hosts x {setting.ranks_per_host}",
+        "Network": setting.network,
+        "A rank sends": ", ".join(speeds),
+        "Cluster": setting.cluster,
+        "Machine": ", ".join(setting.machine.values()),
+        "Versions": ", ".join(f"{name} {version}" for name, version in setting.versions.items()),
+        "Repeat it": f"`{setting.command}`",
+        "Numbers": f"[{data}]({data})" if data else "",
+    }
+    parts = [f"# {setting.title}", "\n".join(f"- {k}: {v}" for k, v in facts.items() if v)]
+    if plot:
+        parts.append(f"![Time by share of changed rows]({plot})")
+    parts.append(_HOW_TO_READ.format(reference=result.reference))
+    for num_groups, shard_mib in shards_of(result):
+        parts.append(f"## {num_groups} copies of {shard_mib:g} MiB")
+        rows = [HEADINGS, ("---:", "---", *["---:"] * (len(HEADINGS) - 2))]
+        rows += table_of(result, num_groups, shard_mib)
+        parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
+    return "\n\n".join(parts) + "\n"
+
+
+_HOW_TO_READ = (
+    "Each copy changes its own random rows of one shard with row-wise AdaGrad; then all copies are "
+    "made equal, and compared. A time is that of the slowest rank. MB are what a rank sends to "
+    "others. *x reference* and *x bytes* are how many times less time and bytes than *{reference}* "
+    "it takes. *Noting* is what a backward takes before, to keep the rows that it changes. A "
+    "gradient sync's time includes adding up gradients, and the update, which a weight sync "
+    "follows."
+)
+
+
+def shards_of(result: SyncBenchResult) -> list[tuple[int, float]]:
+    """Numbers of copies and sizes, in order."""
+    return list(dict.fromkeys(one.case[:2] for one in result.times))
+
+
+def table_of(result: SyncBenchResult, num_groups: int, shard_mib: float) -> list[tuple[str, ...]]:
+    """The rows of the table of one shard."""
+    rows = []
+    for one in result.times:
+        if one.case[:2] != (num_groups, shard_mib):
+            continue
+        reference = result.find(one.case, result.reference)
+        rows.append(
+            (
+                f"{one.touched_share:.4g}",
+                one.sync,
+                *(f"{1e3 * value:.1f}" for value in (min(one.seconds), one.median_s)),
+                f"{1e3 * max(one.seconds):.1f}",
+                f"{reference.median_s / one.median_s:.2f}",
+                f"{one.sent_bytes / 1e6:.3f}",
+                f"{reference.sent_bytes / one.sent_bytes:.1f}" if one.sent_bytes else "-",
+                f"{1e3 * statistics.median(one.tracking_s):.1f}" if any(one.tracking_s) else "-",
+            )
+        )
+    return rows
+
+
+def sync_plot(result: SyncBenchResult, path: str | Path) -> None:
+    """Write an SVG of times by share of changed rows, with a panel for each shard.
+
+    Raises:
+        ConfigError: matplotlib is missing.
+    """
+    with plotting():
+        from matplotlib.figure import Figure
+
+        shards = shards_of(result)
+        figure = Figure(figsize=(3.2 * len(shards) + 1.6, 3.2), layout="constrained")
+        axes = figure.subplots(1, len(shards), sharey=True, squeeze=False)[0]
+        names = list(dict.fromkeys(one.sync for one in result.times))
+        for axis, shard in zip(axes, shards, strict=True):
+            for number, name in enumerate(names):
+                line = [one for one in result.times if (one.case[:2], one.sync) == (shard, name)]
+                axis.errorbar(
+                    [100 * one.touched_share for one in line],
+                    [1e3 * one.median_s for one in line],
+                    yerr=list(zip(*map(_spread_ms, line), strict=True)),
+                    color=PALETTE[number % len(PALETTE)],
+                    marker=MARKERS[number % len(MARKERS)],
+                    markersize=4,
+                    linewidth=1.2,
+                    label=name,
+                )
+            axis.set(xscale="log", yscale="log", xlabel="changed rows per copy, %")
+            axis.set_title(f"{shard[0]} copies of {shard[1]:g} MiB")
+            axis.grid(True, which="major")
+        axes[0].set_ylabel("time of a sync, ms")
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
+        save_plot(figure, path)
+
+
+def _spread_ms(one: SyncTimes) -> tuple[float, float]:
+    low, high = one.median_s - min(one.seconds), max(one.seconds) - one.median_s
+    return 1e3 * low, 1e3 * high

@@ -1,0 +1,283 @@
+"""One contestant on one rank: what runs in its process."""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torchrec.datasets.utils import Batch
+from torchrec.distributed.types import ShardingPlan
+
+from torchrec_2dsp.comms import full_duplex
+from torchrec_2dsp.comms.counting import count_collectives
+from torchrec_2dsp.comms.mesh_groups import world_group
+from torchrec_2dsp.cost.workload import DenseWork
+from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
+from torchrec_2dsp.programs.bench import replay
+from torchrec_2dsp.programs.bench.config import BenchConfig, CeilingContestant
+from torchrec_2dsp.programs.bench.contestants import Trainer, build_trainer, sharding_of
+from torchrec_2dsp.programs.bench.control import contestant_store
+from torchrec_2dsp.programs.bench.machine import give_back_memory, peak_bytes, resident_bytes
+from torchrec_2dsp.programs.bench.results import Phase, RowTravel, Traffic
+from torchrec_2dsp.programs.bench.trace import split_by_phase, traced
+from torchrec_2dsp.programs.calibrate.link_speed import LinkSpeeds
+from torchrec_2dsp.programs.data.synthetic import make_batch
+from torchrec_2dsp.programs.launch.world import quiet_upstream
+from torchrec_2dsp.replicas.sync_reason import SyncReason
+
+LEAD_IN_STEPS = 1
+"""Untimed steps of a block: the caches hold what another contestant left there."""
+
+_RECORDED_STEPS = 8
+"""A ceiling keeps the outputs of all collectives of so many steps."""
+
+
+_LATE_STEPS = 2
+"""After so many steps, nothing of the steps before is under way, even if updates may be late."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank this is."""
+
+    rank: int
+    """In the world."""
+    world_size: int
+    """Ranks in all."""
+    local_world_size: int
+    """Ranks of this host."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What one rank's traced steps told."""
+
+    phases: tuple[Phase, ...]
+    """The step, part by part."""
+    traffic: tuple[Traffic, ...]
+    """What the collectives carried."""
+    row_travel: RowTravel | None
+    """How long row gradients could travel, and were waited for."""
+    peak_memory_bytes: int | None
+    """Beyond what the process started with."""
+
+
+class MeasuredPlace(NamedTuple):
+    """What was measured before the first contestant."""
+
+    speeds: LinkSpeeds
+    """Of the network."""
+    dense: DenseWork | None
+    """What the model takes without its tables, if steps are to be predicted."""
+
+
+class Built(NamedTuple):
+    """A contestant that is ready to train."""
+
+    sharding: dict[str, int]
+    """How many tables have which sharding type."""
+    plan: ShardingPlan
+    """What it trains by."""
+
+
+class Worker:
+    """Answers the benchmark's questions; all ranks of a contestant get the same ones, in order."""
+
+    def __init__(
+        self, config: BenchConfig, name: str, place: Place, measured: MeasuredPlace
+    ) -> None:
+        self._config = config
+        self._name = name
+        self._place = place
+        self._measured = measured
+        one = config.contestants[name]
+        self._is_ceiling = isinstance(one, CeilingContestant)
+        self._planned = config.planned[one.of if isinstance(one, CeilingContestant) else name]
+        self._feed = _Feed(config, place, _RECORDED_STEPS if self._is_ceiling else 0)
+        self._losses: list[torch.Tensor] = []
+        self._trainer: Trainer | None = None
+        self._start_bytes: int | None = None
+
+    def build(self) -> Built:
+        """Plan and shard.
+
+        Collectives:
+            Makes the contestant's world, then plans and shards.
+        """
+        quiet_upstream()
+        torch.set_num_threads(1)
+        give_back_memory()
+        self._start_bytes = resident_bytes()
+        schedule = self._config.schedule
+        if schedule.device == "cuda":
+            torch.cuda.set_device(self._place.rank % self._place.local_world_size)
+        number = list(self._config.contestants).index(self._name)
+        dist.init_process_group(
+            self._backend(),
+            store=contestant_store(number, schedule.deadline_s),
+            rank=self._place.rank,
+            world_size=self._place.world_size,
+            # The benchmark's own deadline comes first, and says where each rank was.
+            timeout=timedelta(seconds=2 * schedule.deadline_s),
+        )
+        mesh = self._config.mesh(self._name, self._place.world_size, self._place.local_world_size)
+        speeds, dense = self._measured
+        self._trainer = build_trainer(self._config, self._planned, mesh, speeds, dense)
+        self._trainer.model.train()
+        plan = self._trainer.plan
+        return Built(sharding_of(plan), plan)
+
+    def warm_up(self) -> float:
+        """Train the first steps; seconds of the last one.
+
+        Collectives:
+            Those of the steps and barriers.
+        """
+        self._train(self._config.schedule.warmup_steps - 1)
+        step_s = self._train(1)
+        if self._is_ceiling:
+            replay.TAPE.mode = replay.Mode.RECORD
+            self._train(self._feed.cycle)
+            replay.TAPE.mode = replay.Mode.REPLAY
+            # The same gradients again and again would drive the weights to where arithmetic on
+            # them takes another time.
+            assert self._trainer is not None
+            self._trainer.stop_learning()
+            step_s = self._train(1)
+        give_back_memory()
+        return step_s
+
+    def block(self, num_steps: int) -> float:
+        """Train `LEAD_IN_STEPS` and then some steps; the seconds of one of the latter.
+
+        Collectives:
+            Barriers, and those of the steps.
+        """
+        self._feed.prepare(LEAD_IN_STEPS + num_steps)
+        self._train(LEAD_IN_STEPS)
+        step_s = self._train(num_steps)
+        # One contestant computes at a time; the others keep no more memory than they need.
+        give_back_memory()
+        return step_s
+
+    def _train(self, num_steps: int) -> float:
+        self._feed.prepare(num_steps)
+        dist.barrier(world_group())
+        start = time.perf_counter()
+        for _ in range(num_steps):
+            self._step()
+        seconds = time.perf_counter() - start
+        # The next batch's ids may still be under way, in another contestant's time.
+        dist.barrier(world_group())
+        return seconds / num_steps
+
+    def trace(self) -> Traced:
+        """Train some steps under observation.
+
+        Collectives:
+            Those of the steps.
+        """
+        num_steps = self._config.schedule.traced_steps
+        peak = peak_bytes()
+        self._feed.prepare(_LATE_STEPS + 2 * num_steps)
+        # What the last block has sent has travelled in other contestants' time.
+        for _ in range(_LATE_STEPS):
+            self._step()
+        window_s, waited_s = self._row_travel()
+        with count_collectives() as seen:
+            for _ in range(num_steps):
+                self._step()
+        window_s, waited_s = (
+            (now - before) / num_steps
+            for now, before in zip(self._row_travel(), (window_s, waited_s), strict=True)
+        )
+        travel = RowTravel(window_s=window_s, waited_s=waited_s) if window_s else None
+        dist.barrier(world_group())
+        phases = split_by_phase(traced(self._step, num_steps, self._settle))
+        sums: dict[str, tuple[int, float]] = {}
+        for record in seen.records:
+            calls, num_bytes = sums.get(record.op, (0, 0.0))
+            sums[record.op] = (calls + 1, num_bytes + record.sent_bytes)
+        traffic = tuple(
+            Traffic(name=op, calls=calls / num_steps, sent_bytes=num_bytes / num_steps)
+            for op, (calls, num_bytes) in sorted(sums.items())
+        )
+        grown = None if peak is None or self._start_bytes is None else peak - self._start_bytes
+        return Traced(phases, traffic, travel, grown)
+
+    def _settle(self) -> None:
+        """Wait for all collectives that steps have left under way."""
+        assert self._trainer is not None
+        model = self._trainer.model
+        if isinstance(model, ModelParallel2D):
+            for part in model.sharded_modules():
+                part.sync_point.reach(SyncReason.READ)
+        dist.barrier(world_group())
+
+    def _row_travel(self) -> tuple[float, float]:
+        """Since the start: how long row gradients had to travel, and were waited for."""
+        assert self._trainer is not None
+        model = self._trainer.model
+        if not isinstance(model, ModelParallel2D):
+            return 0.0, 0.0
+        return model.sync_total.window_s, model.sync_total.waited_s
+
+    def losses(self) -> tuple[float, ...]:
+        """The loss of the global batch, for each step so far; none of a ceiling.
+
+        Collectives:
+            One all-reduce of a number per step.
+        """
+        if self._is_ceiling:
+            return ()
+        losses = torch.stack(self._losses).double()
+        dist.all_reduce(losses, group=world_group())
+        return tuple((losses.cpu() / self._place.world_size).tolist())
+
+    def _step(self) -> None:
+        assert self._trainer is not None
+        loss, _, _ = self._trainer.pipeline.progress(self._feed)
+        self._losses.append(loss.detach())
+
+    def _backend(self) -> str:
+        if self._config.schedule.device == "cuda":
+            return "nccl"
+        if self._is_ceiling:
+            return replay.BACKEND
+        return full_duplex.BACKEND_NAME if self._planned.full_duplex else "gloo"
+
+
+class _Feed(Iterator[Batch]):
+    """Batches made ahead of time, so that making them takes none of the steps'."""
+
+    def __init__(self, config: BenchConfig, place: Place, cycle: int) -> None:
+        self.cycle = cycle
+        """After so many batches the first one comes again; 0 for never."""
+        self._config = config
+        self._place = place
+        self._ready: deque[Batch] = deque()
+        self._made = 0
+
+    def prepare(self, num_steps: int) -> None:
+        """Have enough for some steps, and for what the pipeline takes ahead."""
+        while len(self._ready) < num_steps + 3:
+            self._ready.append(self._make())
+
+    def __next__(self) -> Batch:
+        return self._ready.popleft() if self._ready else self._make()
+
+    def _make(self) -> Batch:
+        size = self._config.schedule.batch_size * self._place.world_size
+        step = self._made % self.cycle if self.cycle else self._made
+        self._made += 1
+        return make_batch(
+            self._config.data,
+            step=step,
+            global_batch_size=size,
+            rank=self._place.rank,
+            world_size=self._place.world_size,
+        )

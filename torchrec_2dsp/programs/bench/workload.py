@@ -1,0 +1,83 @@
+"""What a contestant's step has to do, for a cost model: its tables, its wire and the rest."""
+
+import statistics
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchrec_2dsp.cost.workload import DenseWork, Workload
+from torchrec_2dsp.programs.bench.config import BenchConfig, PlannedContestant, TwoDContestant
+from torchrec_2dsp.programs.calibrate.timing import repeated_seconds
+from torchrec_2dsp.programs.models.model import build_model, rank_device
+from torchrec_2dsp.programs.models.true_access import true_access
+
+
+def tables_work(config: BenchConfig) -> Workload:
+    """What a step does with the tables, whoever trains them."""
+    model = build_model(config.data, config.model, tables_device="meta")
+    batch_size = config.schedule.batch_size
+    return Workload.of_model(model, batch_size=batch_size, access=true_access(config.data))
+
+
+def workload_of(
+    one: PlannedContestant, tables: Workload, dim: int, dense: DenseWork | None
+) -> Workload:
+    """Of a contestant.
+
+    Args:
+        one: how it communicates.
+        tables: what `tables_work` gave.
+        dim: of the tables.
+        dense: what the model does beside them, if that is known.
+    """
+    wire = _wire_bytes(one.qcomms, dim)
+    return replace(
+        tables,
+        dense=dense or DenseWork(),
+        prefetches_rows=isinstance(one, TwoDContestant) and one.prefetch_rows,
+        full_duplex=one.full_duplex,
+        forward_wire_bytes=wire,
+        backward_wire_bytes=wire,
+    )
+
+
+def measure_dense(config: BenchConfig, world: dist.ProcessGroup) -> DenseWork:
+    """Time the model without its tables, on all ranks at once.
+
+    Collectives:
+        Those of `repeated_seconds`.
+    """
+    device = rank_device(config.schedule.device)
+    model = cast(Any, build_model(config.data, config.model, tables_device="meta")).model
+    parts = nn.ModuleList([model.dense_arch, model.inter_arch, model.over_arch]).to(device)
+    batch_size, num_tables = config.schedule.batch_size, len(config.data.features)
+    numbers = torch.rand(batch_size, config.data.num_dense, device=device)
+    vectors = torch.rand(batch_size, num_tables, config.model.dim, device=device)
+    vectors.requires_grad_()
+    clicks = torch.randint(0, 2, (batch_size,), device=device).float()
+    optimizer = torch.optim.SGD(parts.parameters(), lr=config.optimizer.dense_lr)
+
+    def forward() -> torch.Tensor:
+        scores = model.over_arch(model.inter_arch(model.dense_arch(numbers), vectors))
+        return nn.functional.binary_cross_entropy_with_logits(scores.squeeze(-1), clicks)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        forward().backward()
+        optimizer.step()
+
+    forward_s = statistics.median(repeated_seconds(forward, world))
+    step_s = statistics.median(repeated_seconds(step, world))
+    return DenseWork(
+        forward_s=forward_s,
+        backward_s=max(0.0, step_s - forward_s),
+        gradient_bytes=float(sum(weight.nbytes for weight in parts.parameters())),
+    )
+
+
+def _wire_bytes(qcomms: str, dim: int) -> float:
+    """Of a number; INT8 has a scale and an offset for each row."""
+    return {"fp32": 4.0, "fp16": 2.0, "int8": 1 + 8 / dim}[qcomms]

@@ -1,0 +1,163 @@
+"""Find the coefficients that explain what was measured. Pure."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+from torchrec_2dsp.cost.coefficients import BagCost, CollectiveCost, KernelCost
+from torchrec_2dsp.cost.span import Span
+from torchrec_2dsp.cost.traffic import Traffic
+from torchrec_2dsp.errors import CalibrationError
+
+MAX_MEDIAN_ERROR = 0.4
+"""A fit that half of its longer measurements are further from than this explains nothing."""
+
+MAX_KERNEL_ERROR = 0.6
+"""The same for work on rows: memory is several times slower for many rows than for few."""
+
+_MAX_ROUNDS = 10
+
+_RELATIVE_SCATTER = 0.05
+"""Repeats of long work differ by about as much."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """The repeats of one measurement."""
+
+    seconds: float
+    """Their median."""
+
+    scatter_s: float = 0.0
+    """How far half of them are from it, at least."""
+
+    @classmethod
+    def of(cls, repeats: Sequence[float]) -> "Timed":
+        """Of what each repeat took."""
+        middle = statistics.median(repeats)
+        return cls(middle, statistics.median(abs(one - middle) for one in repeats))
+
+
+@dataclass(frozen=True)
+class CollectiveSample:
+    """A collective that was timed."""
+
+    span: Span
+    traffic: Traffic
+    timed: Timed
+
+
+@dataclass(frozen=True)
+class KernelSample:
+    """Work on rows that was timed."""
+
+    items: float
+    num_bytes: float
+    timed: Timed
+    vector_bytes: float = 0.0
+    """Of bags."""
+    row_bytes: float = 0.0
+    """Of bags: their distinct rows."""
+
+
+def fit_collective(name: str, samples: Sequence[CollectiveSample]) -> CollectiveCost:
+    """The coefficients of a collective; those that no sample tells of stay unknown.
+
+    Raises:
+        CalibrationError: no coefficients explain the samples.
+
+    Example:
+        >>> from torchrec_2dsp.programs.calibrate.fit import CollectiveSample, Timed, fit_collective
+        >>> from torchrec_2dsp.cost.span import Span
+        >>> from torchrec_2dsp.cost.traffic import Traffic
+        >>> samples = [
+        ...     CollectiveSample(
+        ...         Span(2, 2, 1), Traffic(num_bytes, 0.0), Timed(0.002 + num_bytes * 1e-9)
+        ...     )
+        ...     for num_bytes in (1e3, 1e6, 1e7)
+        ... ]
+        >>> cost = fit_collective("all_to_all", samples)
+        >>> round(cost.local_s_per_byte * 1e9, 6), cost.link_s_per_byte
+        (1.0, None)
+    """
+    local = np.array([sample.traffic.local_bytes for sample in samples])
+    link = np.array([sample.traffic.link_bytes for sample in samples])
+    constant = [[1.0, sample.span.num_ranks - 1] for sample in samples]
+    timed = [sample.timed for sample in samples]
+    # Which of the two ways is the slower one isn't known before their speeds are.
+    is_link = link > 0
+    found, errors = _fitted(_ways(constant, local, link, is_link), timed)
+    for _ in range(_MAX_ROUNDS):
+        was_link, is_link = is_link, (link * found[3] >= local * found[2]) & (link > 0)
+        if (was_link == is_link).all():
+            break
+        found, errors = _fitted(_ways(constant, local, link, is_link), timed)
+    _check(name, errors, MAX_MEDIAN_ERROR)
+    return CollectiveCost(
+        base_s=found[0],
+        per_peer_s=found[1],
+        local_s_per_byte=found[2] if local.any() else None,
+        link_s_per_byte=found[3] if link.any() else None,
+        **errors,
+    )
+
+
+def fit_kernel(name: str, samples: Sequence[KernelSample]) -> KernelCost:
+    """The coefficients of work on rows, or on bags if the samples are of bags.
+
+    Raises:
+        CalibrationError: no coefficients explain the samples.
+    """
+    work = [
+        [1.0, sample.items, sample.num_bytes, sample.vector_bytes, sample.row_bytes]
+        for sample in samples
+    ]
+    found, errors = _fitted(np.array(work), [sample.timed for sample in samples])
+    _check(name, errors, MAX_KERNEL_ERROR)
+    known = {"base_s": found[0], "per_item_s": found[1], "per_byte_s": found[2]} | errors
+    if not any(sample.vector_bytes for sample in samples):
+        return KernelCost(**known)
+    return BagCost(**known, per_vector_byte_s=found[3], per_row_byte_s=found[4])
+
+
+def _ways(
+    constant: list[list[float]],
+    local: NDArray[np.float64],
+    link: NDArray[np.float64],
+    is_link: NDArray[np.bool_],
+) -> NDArray[np.float64]:
+    return np.column_stack([constant, np.where(is_link, 0, local), np.where(is_link, link, 0)])
+
+
+def _fitted(
+    work: NDArray[np.float64], timed: Sequence[Timed]
+) -> tuple[list[float], dict[str, float]]:
+    """Seconds per unit of each column, none negative: weighted least squares.
+
+    What is long counts more than by its relative error, since its seconds make a step; and less
+    than by its absolute one, since every message has a shortest time.
+    """
+    seconds = np.array([one.seconds for one in timed])
+    scatter = np.array([one.scatter_s for one in timed])
+    uncertain = np.hypot(scatter, _RELATIVE_SCATTER * np.sqrt(seconds * seconds.max()))
+    largest = np.maximum(work.max(axis=0), np.finfo(float).tiny)
+    scaled = work / largest
+    found, _ = nnls(scaled / uncertain[:, None], seconds / uncertain)
+    errors = np.abs(scaled @ found / seconds - 1)[seconds >= np.median(seconds)]
+    return (
+        [float(value) for value in found / largest],
+        {"median_error": float(np.median(errors)), "max_error": float(errors.max())},
+    )
+
+
+def _check(name: str, errors: dict[str, float], limit: float) -> None:
+    if errors["median_error"] > limit:
+        raise CalibrationError(
+            f"{name}: no constants explain what was measured: half of the longer times are more "
+            f"than {errors['median_error']:.0%} off. Was something else running? Calibrate again "
+            "on idle machines"
+        )

@@ -1,0 +1,66 @@
+"""The `torchrec-2dsp` program, which is also `python -m torchrec_2dsp`."""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Annotated
+
+import typer
+
+from torchrec_2dsp.programs.cli.bench import bench
+from torchrec_2dsp.programs.cli.bench_report import bench_compare, bench_report
+from torchrec_2dsp.programs.cli.bench_sync import bench_sync
+from torchrec_2dsp.programs.cli.calibrate import calibrate
+from torchrec_2dsp.programs.cli.cluster import cluster
+from torchrec_2dsp.programs.cli.doctor import doctor
+from torchrec_2dsp.programs.cli.plan import plan, simulate
+from torchrec_2dsp.programs.cli.train import train
+from torchrec_2dsp.programs.cli.train_study import train_study
+
+# A command module stays light: what it needs of torch it imports inside its function, so that
+# `--help` is quick and `doctor` runs where torch does not.
+COMMANDS: tuple[Callable[..., None], ...] = (
+    doctor,
+    train,
+    bench,
+    bench_report,
+    bench_compare,
+    bench_sync,
+    calibrate,
+    plan,
+    simulate,
+    train_study,
+    cluster,
+)
+
+app = typer.Typer(
+    name="torchrec-2dsp",
+    help="2D sparse parallelism, hot rows and row exchange for TorchRec.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"torchrec-2dsp {import_module('torchrec_2dsp').__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version."),
+    ] = False,
+) -> None:
+    """Keeps the commands named while there is only one."""
+
+
+for _command in COMMANDS:
+    app.command()(_command)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()

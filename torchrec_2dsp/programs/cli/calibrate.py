@@ -1,0 +1,145 @@
+"""`calibrate`: measures what the network and the machines at hand take, for the planner."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from torchrec_2dsp.programs.cli.errors import shown_errors
+from torchrec_2dsp.programs.cli.outputs import check_writable
+
+if TYPE_CHECKING:
+    from torchrec_2dsp.cost.calibration import Calibration
+    from torchrec_2dsp.cost.coefficients import CollectiveCost, KernelCost
+
+
+def calibrate(
+    out: Annotated[
+        Path, typer.Option(help="Write the calibration here, such as hardware/my_cluster.toml.")
+    ],
+    name: Annotated[
+        str | None,
+        typer.Option(help="What to call this hardware; by default as the file."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where tables will lie: cpu or cuda.")] = "cpu",
+) -> None:
+    """Measure what collectives and work on rows take here, in under 3 minutes.
+
+    Start it on all hosts that a model will train on, or on two of them, with torchrun:
+
+    torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp calibrate --out FILE
+
+    Nothing else should run on them meanwhile.
+    """
+    with shown_errors():
+        _calibrate(out, name or out.stem, device)
+
+
+def _calibrate(out: Path, name: str, device: str) -> None:
+    from torchrec_2dsp._compat.torchrec import get_local_size
+    from torchrec_2dsp.comms.mesh_groups import world_group
+    from torchrec_2dsp.errors import ConfigError
+    from torchrec_2dsp.programs.calibrate.calibrate import calibrate as measure
+    from torchrec_2dsp.programs.launch.world import launched_world, quiet_upstream
+
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"device={device!r} is unknown; use cpu or cuda")
+    quiet_upstream()
+    with launched_world(device, "calibrate") as rank:
+        import torch
+
+        if not rank:
+            check_writable(out)
+        torch.set_num_threads(1)
+        world = world_group()
+        local_world_size = get_local_size(world.size())
+        console = Console(quiet=rank != 0)
+        with console.status("") as status:
+
+            def show(what: str) -> None:
+                if console.is_terminal:
+                    status.update(f"measuring {what}")
+                else:
+                    console.print(f"measuring {what}")
+
+            made = measure(world, local_world_size=local_world_size, name=name, progress=show)
+        if rank:
+            return
+        show_calibration(made, console)
+        made.save(out)
+        console.print(f"wrote {out}", soft_wrap=True)
+
+
+def show_calibration(calibration: "Calibration", console: Console) -> None:
+    """Print the constants as what people know: times of one message, and bytes per second."""
+    hardware = calibration.hardware
+    console.print(
+        f"{hardware.name}: {hardware.num_hosts} x {hardware.ranks_per_host} ranks (hosts x ranks "
+        f"per host) on {hardware.device}, {hardware.processor}",
+        soft_wrap=True,
+    )
+    collectives = _table("collective", "shortest", "in a host", "host's link", "error", "largest")
+    for name, cost in calibration.collectives:
+        if cost is not None:
+            collectives.add_row(Text(name), *_collective_cells(cost))
+    console.print(collectives)
+    kernels = _table("work", "shortest", "ns per row", "bytes", "error", "largest")
+    for name, cost in calibration.kernels:
+        kernels.add_row(Text(name), *_kernel_cells(cost))
+    console.print(kernels)
+    for name in ("lookup", "update"):
+        cost = getattr(calibration.kernels, name)
+        console.print(
+            f"{name}: besides, {_speed(cost.per_vector_byte_s)} of vectors that bags give, and "
+            f"{_speed(cost.per_row_byte_s)} of rows the first time that a batch has them.",
+            soft_wrap=True,
+        )
+    console.print(
+        f"Between two computations a collective takes {1e6 * calibration.turn_s:,.0f} us more; "
+        f"computing hides {calibration.hidden_share:.0%} of what travels beside it."
+    )
+    console.print(
+        "Shortest: what a message takes between two ranks, or a call, however little there is to "
+        "do. In a host: what a rank sends to its neighbours per second; host's link: what all its "
+        "ranks send to others. Error: how far the longer half of the measurements is from these "
+        "constants, by the median, and the largest."
+    )
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for place, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if place else "left", no_wrap=not place)
+    return table
+
+
+def _collective_cells(cost: "CollectiveCost") -> list[str]:
+    return [
+        f"{(cost.base_s + cost.per_peer_s) * 1e6:,.0f} us",
+        _speed(cost.local_s_per_byte),
+        _speed(cost.link_s_per_byte),
+        f"{cost.median_error:.0%}",
+        f"{cost.max_error:.0%}",
+    ]
+
+
+def _kernel_cells(cost: "KernelCost") -> list[str]:
+    return [
+        f"{cost.base_s * 1e6:,.0f} us",
+        f"{cost.per_item_s * 1e9:,.1f}",
+        _speed(cost.per_byte_s),
+        f"{cost.median_error:.0%}",
+        f"{cost.max_error:.0%}",
+    ]
+
+
+def _speed(s_per_byte: float | None) -> str:
+    if s_per_byte is None:
+        return "-"
+    if not s_per_byte:
+        return "free"
+    return f"{1e-6 / s_per_byte:,.0f} MB/s"

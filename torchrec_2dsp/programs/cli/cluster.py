@@ -1,0 +1,56 @@
+"""`cluster`: runs a command on an emulated cluster, or measures the cluster's links."""
+
+import signal
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+_TOO_LATE = 124
+"""The exit code that `timeout` has, too."""
+
+
+def cluster(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(help="After `--`: a script, or -m and a module; then its arguments."),
+    ] = None,
+    hosts: Annotated[int, typer.Option(help="How many hosts.")] = 2,
+    ranks_per_host: Annotated[int, typer.Option(help="How many ranks on each.")] = 2,
+    link: Annotated[str, typer.Option(help="Each host's rate: 200mbit, 1gbit, none.")] = "1gbit",
+    delay_ms: Annotated[float, typer.Option(help="One way, where the kernel can.")] = 0.0,
+    timeout: Annotated[float, typer.Option(help="Seconds for the command.")] = 3600.0,
+    check: Annotated[bool, typer.Option("--check", help="Measure the links first.")] = False,
+) -> None:
+    """Run a Python command on hosts emulated by network namespaces, one torchrun on each.
+
+    It needs Linux and the rights of root, and leaves nothing behind:
+
+    torchrec-2dsp cluster --hosts 2 --link 1gbit -- -m torchrec_2dsp train --config FILE
+    """
+    from torchrec_2dsp.programs.cluster.emulated_cluster import EmulatedCluster, Terminated
+    from torchrec_2dsp.programs.cluster.errors import ClusterError, CommandFailed
+    from torchrec_2dsp.programs.cluster.self_check import check_links
+
+    if not command and not check:
+        _fail("nothing to do; give a command after `--`, or --check", 2)
+    try:
+        with EmulatedCluster(hosts, ranks_per_host, link, delay_ms=delay_ms) as emulated:
+            print(emulated.describe(), file=sys.stderr)
+            if check:
+                check_links(emulated)  # Rank 0 prints a table.
+            if command:
+                emulated.run(command, timeout_s=timeout)
+    except CommandFailed as error:
+        _fail(str(error), next((code for code in error.exit_codes if code), _TOO_LATE))
+    except ClusterError as error:
+        _fail(str(error), 2)
+    except Terminated as error:
+        _fail(str(error), 128 + error.number)
+    except KeyboardInterrupt:
+        _fail("interrupted", 128 + signal.SIGINT)
+
+
+def _fail(message: str, exit_code: int) -> NoReturn:
+    print(message, file=sys.stderr)
+    raise SystemExit(exit_code)

@@ -1,0 +1,131 @@
+"""`plan` and `simulate`: what would be trained how, on machines that needn't be there."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from torchrec_2dsp.programs.cli.errors import shown_errors
+from torchrec_2dsp.programs.cli.outputs import check_writable
+
+if TYPE_CHECKING:
+    from torchrec_2dsp.planner.explanation.explanation import Explanation
+
+_Config = Annotated[
+    Path, typer.Option(help="Model and machines: a TOML file such as configs/runs/plan.toml.")
+]
+_Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY.SUB=VALUE",
+        help="Change a value of the file, such as batch_size=4096 or machines.num_ranks=64. Can "
+        "be repeated.",
+    ),
+]
+
+
+def plan(
+    config: _Config,
+    overrides: _Overrides = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Write the plan here, for torchrec_2dsp.plan.serialize.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page with plots here, which needs plotly.")
+    ] = None,
+) -> None:
+    """Plan the tables of a model by predicted cost, and say why each is sharded as it is.
+
+    Neither the machines nor the model's weights have to be there.
+    """
+    with shown_errors():
+        _plan(config, overrides or [], json, html)
+
+
+def _plan(path: Path, overrides: list[str], json: Path | None, html: Path | None) -> None:
+    from torchrec_2dsp.plan.serialize import save
+    from torchrec_2dsp.programs.config.config_file import load_config
+    from torchrec_2dsp.programs.launch.world import quiet_upstream
+    from torchrec_2dsp.programs.plan.planning import PlanConfig, planning
+    from torchrec_2dsp.report.page import graph_objects
+
+    quiet_upstream()
+    check_writable(json)
+    check_writable(html)
+    if html is not None:
+        graph_objects()  # Said before the search if it is missing.
+    made = planning(load_config(PlanConfig, path, overrides))
+    console = Console()
+    with console.status("searching"):
+        found = made.planner.plan(made.model, made.sharders)
+    # As it is: a log file is as wide as a terminal.
+    explained = made.explained()
+    typer.echo(str(explained))
+    if json is not None:
+        save(found, json)
+    if html is not None:
+        explained.write_html(html, f"Why this plan: {path.name}")
+    for written in (json, html):
+        if written is not None:
+            console.print(f"wrote {written}", soft_wrap=True)
+
+
+def simulate(
+    config: _Config,
+    ranks: Annotated[str, typer.Option(help="Sizes of the world, such as 256,512,1024,2048,4096.")],
+    overrides: _Overrides = None,
+) -> None:
+    """Predict the best plan's step on worlds of several sizes."""
+    with shown_errors():
+        _simulate(config, ranks, overrides or [])
+
+
+def _simulate(path: Path, ranks: str, overrides: list[str]) -> None:
+    from torchrec_2dsp.errors import ConfigError
+    from torchrec_2dsp.programs.config.config_file import load_config
+    from torchrec_2dsp.programs.launch.world import quiet_upstream
+    from torchrec_2dsp.programs.plan.planning import PlanConfig, planning
+
+    quiet_upstream()
+    sizes = ranks.replace(" ", "").split(",")
+    if not all(size.isdecimal() and int(size) for size in sizes):
+        raise ConfigError(f"--ranks {ranks}: give sizes of worlds, such as 256,512")
+    console = Console()
+    simulated: list[tuple[int, Explanation]] = []
+    for size in sorted(map(int, sizes)):
+        with console.status(f"searching for {size:,} ranks"):
+            made = planning(
+                load_config(PlanConfig, path, [*overrides, f"machines.num_ranks={size}"])
+            )
+            made.planner.search(made.model, made.sharders)
+        simulated.append((size, made.planner.explain()))
+    show_simulated(simulated, console)
+
+
+def show_simulated(simulated: "list[tuple[int, Explanation]]", console: Console) -> None:
+    """Print step, efficiency, memory and mesh of each world."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("ranks", "step ms", "samples/s", "efficiency", "GB per rank", "mesh"):
+        table.add_column(heading, justify="left" if heading == "mesh" else "right")
+    first_s = simulated[0][1].cost.total_s
+    for size, one in simulated:
+        seconds = one.cost.total_s
+        samples = size * one.setting.workload.batch_size
+        table.add_row(
+            f"{size:,}",
+            f"{1e3 * seconds:,.2f}",
+            f"{samples / seconds:,.0f}" if seconds else "-",
+            f"{first_s / seconds:.1%}" if seconds else "-",
+            f"{one.bytes_by_rank.max(initial=0.0) / 1e9:,.2f}",
+            one.where,
+        )
+    console.print(table)
+    hardware = simulated[0][1].setting.calibration.hardware
+    console.print(
+        f"Predicted, not measured, from {hardware.name} (measured: {hardware.measured}). "
+        f"Efficiency: samples per second and rank, compared with {simulated[0][0]:,} ranks."
+    )

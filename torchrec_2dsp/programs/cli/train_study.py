@@ -1,0 +1,69 @@
+"""`train-study`: what runs with several seeds say together."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from torchrec_2dsp.programs.cli.errors import shown_errors
+
+
+def train_study(
+    records: Annotated[
+        list[Path],
+        typer.Argument(metavar="RECORD.json...", help="What train --output has written."),
+    ],
+    reference: Annotated[str, typer.Option(help="The run that the others are held against.")],
+    output: Annotated[
+        Path, typer.Option(help="The page to write, such as docs/benchmarks/quality.md.")
+    ],
+    baseline: Annotated[
+        str, typer.Option(help="The run whose gap to the reference the others may close.")
+    ] = "",
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="RUN", help="Compare only these runs; repeatable.")
+    ] = None,
+    title: Annotated[str, typer.Option(help="Of the page.")] = "Quality",
+) -> None:
+    """Write a Markdown page on runs with several seeds, with its plot and its data beside it."""
+    with shown_errors():
+        for path in _write(records, reference, output, baseline, only or [], title):
+            Console().print(Text(f"wrote {path}"), soft_wrap=True)
+
+
+def _write(
+    sources: list[Path],
+    reference: str,
+    output: Path,
+    baseline: str,
+    only: list[str],
+    title: str,
+) -> list[Path]:
+    """All files that were written, the page last."""
+    from torchrec_2dsp.errors import ConfigError
+    from torchrec_2dsp.programs.cli.outputs import check_writable
+    from torchrec_2dsp.programs.study.study_report import study_plot, study_report
+    from torchrec_2dsp.programs.train.record import TrainRecord, joined
+
+    if output.suffix != ".md":
+        raise ConfigError(f"--output {output} is no Markdown page; use a name that ends in .md")
+    records = joined([TrainRecord.load(source) for source in sources])
+    records = [record.only(only) for record in records]
+    data = [output.with_name(f"{output.stem}_{n}.json") for n in range(1, len(records) + 1)]
+    plot = output.with_suffix(".svg")
+    page = study_report(
+        records,
+        reference=reference,
+        baseline=baseline,
+        title=title,
+        plot=plot.name,
+        data=[path.name for path in data],
+    )
+    check_writable(output)
+    study_plot(records, plot, reference=reference)
+    for record, path in zip(records, data, strict=True):
+        record.save(path)
+    output.write_text(page)
+    return [*data, plot, output]

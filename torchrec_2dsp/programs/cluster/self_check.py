@@ -1,0 +1,202 @@
+"""Is the emulation what it says? Measured by the collectives that training uses.
+
+`check_links` runs this module on all ranks, with a file: it measures, prints a table on rank 0 and
+writes the numbers to that JSON file.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchrec_2dsp.programs.cluster.emulated_cluster import EmulatedCluster
+from torchrec_2dsp.programs.cluster.errors import ClusterConfigError, SelfCheckFailed
+from torchrec_2dsp.programs.cluster.link import Link
+from torchrec_2dsp.programs.cluster.network import read_interface_bytes
+
+TOLERANCE = 0.15
+"""Headers take 4 % of a link, TCP's hesitations some more, and 2 cores aren't always free."""
+
+_COUNTED_BYTES = 2 * 2**20
+_TIMEOUT_S = 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfCheck:
+    """Measured speeds, in bytes on the wire without headers, and bytes that were counted."""
+
+    all_to_all_bytes_per_s: float
+    """From one host to the others, by all its ranks together."""
+
+    all_reduce_bytes_per_s: float
+    """From one host to the others, by all its ranks together."""
+
+    inside_all_to_all_bytes_per_s: float | None
+    """From one rank to the others of its host; None where it has none."""
+
+    inside_all_reduce_bytes_per_s: float | None
+    """From one rank to the others of its host; None where it has none."""
+
+    expected_bytes: dict[str, int]
+    """What a host must send in one all-to-all and one all-reduce across hosts."""
+
+    sent_bytes: dict[str, int]
+    """What its interface has counted, headers included."""
+
+    def problems(self, link: Link) -> list[str]:
+        """What contradicts a link of that rate; nothing does if it has no limit."""
+        found = []
+        for name, expected in self.expected_bytes.items():
+            counted = self.sent_bytes[name]
+            if not expected <= counted <= (1 + TOLERANCE) * expected:
+                found.append(
+                    f"an {name} should send {_megabytes(expected)} per host, and the interface "
+                    f"counted {_megabytes(counted)}"
+                )
+        if link.bytes_per_s is not None:
+            for name, rate in self.rates().items():
+                off = rate / link.bytes_per_s - 1
+                if abs(off) > TOLERANCE:
+                    found.append(
+                        f"{name} between hosts runs at {_bits(rate)}, {off:+.0%} off the link's "
+                        f"{_bits(link.bytes_per_s)}; {TOLERANCE:.0%} are allowed"
+                    )
+        return found
+
+    def rates(self) -> dict[str, float]:
+        """From one host to the others, in bytes per second."""
+        return {
+            "all-to-all": self.all_to_all_bytes_per_s,
+            "all-reduce": self.all_reduce_bytes_per_s,
+        }
+
+    def __str__(self) -> str:
+        inside = (self.inside_all_to_all_bytes_per_s, self.inside_all_reduce_bytes_per_s)
+        lines = [
+            f"{'':12}{'host to hosts':>16}{'rank in host':>16}{'must send':>12}{'counted':>12}"
+        ]
+        for (name, rate), neighbour in zip(self.rates().items(), inside, strict=True):
+            cells = f"{_bits(rate):>16}{'-' if neighbour is None else _bits(neighbour):>16}"
+            sizes = (self.expected_bytes[name], self.sent_bytes[name])
+            lines.append(f"{name:12}{cells}" + "".join(f"{_megabytes(n):>12}" for n in sizes))
+        return "\n".join(lines)
+
+
+def check_links(cluster: EmulatedCluster) -> SelfCheck:
+    """Measure a cluster; raise `SelfCheckFailed` if it isn't what its link says.
+
+    Measures twice before it does, because another program may have been busy the first time.
+    """
+    if cluster.hosts < 2:
+        raise ClusterConfigError("hosts=1 has no links to check; use 2 or more")
+    check = _measure_on(cluster, "check.json")
+    if check.problems(cluster.link):
+        check = _measure_on(cluster, "check.json")
+    if problems := check.problems(cluster.link):
+        raise SelfCheckFailed(f"{_explain(cluster, check)}; {'; '.join(problems)}")
+    return check
+
+
+def _explain(cluster: EmulatedCluster, check: SelfCheck) -> str:
+    """Whether the machine is too slow for the link, which shows without a limit."""
+    wanted = cluster.link.bytes_per_s
+    busy = "another program may be using the processor: repeat it on an idle machine"
+    if wanted is None or min(check.rates().values()) > wanted:
+        return f"the links aren't what they say; {busy}"
+    with type(cluster)(cluster.hosts, cluster.ranks_per_host, "none") as unlimited:
+        free = _measure_on(unlimited, "check.json").rates()
+    rates = " and ".join(f"{name} at {_bits(rate)}" for name, rate in free.items())
+    free_rates = f"which without a limit runs {rates}"
+    if min(free.values()) < wanted:
+        return (
+            f"{cluster.link} is faster than this machine, {free_rates}; use a slower link, or "
+            "'none'"
+        )
+    return f"the links are slower than {cluster.link} on this machine, {free_rates}; {busy}"
+
+
+def _measure_on(cluster: EmulatedCluster, file: str) -> SelfCheck:
+    path = cluster.folder / file
+    cluster.run(["-m", __name__, str(path)], timeout_s=_TIMEOUT_S)
+    return SelfCheck(**json.loads(path.read_text()))
+
+
+def _measure() -> SelfCheck:
+    """On every rank."""
+    import torch.distributed as dist
+
+    from torchrec_2dsp.programs.calibrate.link_speed import measure_link_speeds
+
+    local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    world = dist.group.WORLD
+    assert world is not None
+    speeds = measure_link_speeds(world, local_world_size=local_world_size)
+    assert speeds.host_all_to_all_bytes_per_s is not None
+    assert speeds.host_all_reduce_bytes_per_s is not None
+    num_hosts = world.size() // local_world_size
+    once = local_world_size * _COUNTED_BYTES * (num_hosts - 1) // num_hosts
+    return SelfCheck(
+        all_to_all_bytes_per_s=speeds.host_all_to_all_bytes_per_s,
+        all_reduce_bytes_per_s=speeds.host_all_reduce_bytes_per_s,
+        inside_all_to_all_bytes_per_s=speeds.intra_host_all_to_all_bytes_per_s,
+        inside_all_reduce_bytes_per_s=speeds.intra_host_all_reduce_bytes_per_s,
+        expected_bytes={"all-to-all": once, "all-reduce": 2 * once},
+        sent_bytes=_count(local_world_size),
+    )
+
+
+def _count(local_world_size: int) -> dict[str, int]:
+    """What this host sends in one collective among the ranks of each place in the hosts."""
+    import torch
+    import torch.distributed as dist
+
+    size = dist.get_world_size()
+    across = [list(range(first, size, local_world_size)) for first in range(local_world_size)]
+    group, _ = dist.new_subgroups_by_enumeration(across)
+    num_hosts = len(across[0])
+    payload = torch.ones(_COUNTED_BYTES // num_hosts // 4 * num_hosts)
+    collectives = {
+        "all-to-all": lambda: dist.all_to_all_single(
+            torch.empty_like(payload), payload, group=group
+        ),
+        "all-reduce": lambda: dist.all_reduce(payload, group=group),
+    }
+    sent = {}
+    for name, collective in collectives.items():
+        for _ in range(2):  # The first makes the connections.
+            before = read_interface_bytes(Path("/proc/net/dev").read_text())
+            dist.barrier()
+            collective()
+            dist.barrier()
+            after = read_interface_bytes(Path("/proc/net/dev").read_text())
+            sent[name] = after.since(before).sent
+    return sent
+
+
+def _bits(bytes_per_s: float) -> str:
+    bits_per_s = 8 * bytes_per_s
+    return (
+        f"{bits_per_s / 1e9:.3g} Gbit/s" if bits_per_s >= 1e9 else f"{bits_per_s / 1e6:.0f} Mbit/s"
+    )
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.2f} MB"
+
+
+def main(file: str) -> None:
+    """The program of one rank."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    check = _measure()
+    if dist.get_rank() == 0:
+        print(check, flush=True)
+        Path(file).write_text(json.dumps(dataclasses.asdict(check)))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

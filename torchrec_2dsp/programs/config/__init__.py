@@ -1,0 +1,1 @@
+"""Config files: TOML with overrides and includes, checked by sections that programs share."""

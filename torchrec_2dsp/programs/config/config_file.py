@@ -1,0 +1,162 @@
+"""Read a config from a TOML file and the command line; say what is wrong with it."""
+
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from torchrec_2dsp.errors import ConfigError
+
+Config = TypeVar("Config", bound=BaseModel)
+_BESIDE_CONFIG = object()
+PathBesideConfig = Annotated[str, _BESIDE_CONFIG]
+"""A path that a config file gives relative to itself; on the command line it is relative to the
+process. Empty for none."""
+
+
+def load_config(
+    kind: type[Config],
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    include: str | Path | None = None,
+) -> Config:
+    """The config in a TOML file, with ``key.sub=value`` overrides.
+
+    A file may have ``include = "other.toml"``, relative to itself: what it says goes over what the
+    other one says, section by section. Other paths in it are relative to it as well.
+
+    Args:
+        kind: the config's class.
+        path: the file.
+        overrides: applied last.
+        include: a file in place of the one that the file names, relative to this process.
+
+    Raises:
+        ConfigError: the file can't be read, or a key or value is wrong; it names which.
+    """
+    tree = _read(Path(path))
+    named = tree.pop("include", None)
+    if include is None and named is not None:
+        include = Path(path).parent / str(named)
+    tree = _with_paths(kind, tree, Path(path).parent)
+    if include is not None:
+        included = _with_paths(kind, _read(Path(include)), Path(include).parent)
+        tree = _merged(included, tree)
+    for override in overrides:
+        tree = overridden(tree, override)
+    return make_config(kind, tree, source=str(path))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+
+
+def _with_paths(kind: type[BaseModel], tree: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """A copy of what a file in ``folder`` says, whose paths are relative to this process."""
+    resolved = dict(tree)
+    for name, field in kind.model_fields.items():
+        value, section = tree.get(name), field.annotation
+        if isinstance(value, Mapping) and isinstance(section, type):
+            if issubclass(section, BaseModel):
+                resolved[name] = _with_paths(section, value, folder)
+        elif isinstance(value, str) and value and _BESIDE_CONFIG in field.metadata:
+            resolved[name] = os.path.normpath(folder / value)
+    return resolved
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, sections joined key by key; ``above`` wins."""
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, Mapping) and isinstance(below.get(key), Mapping)
+        merged[key] = _merged(below[key], value) if both else value
+    return merged
+
+
+def make_config(kind: type[Config], tree: Mapping[str, Any], source: str = "config") -> Config:
+    """The config that plain data describes; ``source`` is named in errors."""
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        lines = [_explain(kind, dict(found)) for found in error.errors()]
+        raise ConfigError(f"{source}: " + "\n  ".join(lines)) from None
+
+
+def overridden(tree: Mapping[str, Any], override: str) -> dict[str, Any]:
+    """A copy of ``tree`` with one ``key.sub=value`` applied; list items go by their number.
+
+    The value is TOML; what isn't TOML is a string.
+
+    Example:
+        >>> from torchrec_2dsp.programs.config.config_file import overridden
+        >>> overridden({"loop": {"steps": 5}}, "loop.steps=7")
+        {'loop': {'steps': 7}}
+    """
+    key, equals, text = override.partition("=")
+    parts = [part.strip() for part in key.split(".")]
+    if not equals or not all(parts):
+        raise ConfigError(f"--set {override!r} is not of the form key.sub=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    return _with(dict(tree), parts, value, override)
+
+
+def _with(node: Any, parts: list[str], value: Any, override: str) -> Any:
+    if not parts:
+        return value
+    head, *rest = parts
+    if isinstance(node, list):
+        if not (head.isdecimal() and int(head) < len(node)):
+            raise ConfigError(
+                f"--set {override!r}: {head!r} is no item of a list of {len(node)}; "
+                f"use a number in 0..{len(node) - 1}"
+            )
+        index = int(head)
+        return [*node[:index], _with(node[index], rest, value, override), *node[index + 1 :]]
+    if not isinstance(node, dict):
+        raise ConfigError(f"--set {override!r}: {node!r} has no key {head!r}")
+    return {**node, head: _with(node.get(head, {}), rest, value, override)}
+
+
+def _explain(kind: type[BaseModel], found: Mapping[str, Any]) -> str:
+    """One validation error as key, value and rule."""
+    parts, known = _located(kind, found["loc"])
+    key = ".".join(parts)
+    rule = str(found["msg"]).removeprefix("Value error, ")
+    rule = rule[:1].lower() + rule[1:]
+    if found["type"] == "extra_forbidden":
+        return f"{key} is unknown; use one of {', '.join(known)}"
+    if found["type"] == "missing":
+        return f"{key} is missing"
+    if isinstance(found["input"], Mapping):
+        return f"{key}: {rule}" if key else rule
+    return f"{key}={found['input']!r}: {rule}"
+
+
+def _located(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], list[str]]:
+    """A place in the config: its key as a user writes it, and the keys of its section."""
+    schema = kind.model_json_schema()
+    node, parts, known = schema, [], list(schema["properties"])
+    for part in location:
+        known = list(node.get("properties", known))
+        if "oneOf" in node:
+            # The kind of a section that comes in several kinds, which pydantic adds.
+            below = {"$ref": node["discriminator"]["mapping"][part]}
+        else:
+            parts.append(str(part))
+            below = node.get("items") or node.get("additionalProperties")
+            below = below or node.get("properties", {}).get(part, {})
+        reference = below.get("$ref", "")
+        node = schema["$defs"][reference.rpartition("/")[2]] if reference else below
+    return parts, known

@@ -1,0 +1,237 @@
+"""A stream of clicks like Criteo's, with a planted model behind the labels.
+
+Everything is a pure function of (config, step, rank, world size): nothing is stored, nothing has
+to be read in order, and the global batch of a step is the same for every world size.
+"""
+
+import enum
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from torchrec.datasets.utils import Batch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.data.counters import normals, uniforms
+from torchrec_2dsp.programs.data.zipf import Zipf
+
+
+class Split(enum.Enum):
+    """Streams of the same distribution that share no sample."""
+
+    TRAIN = 0
+    """To train on."""
+
+    EVAL = 1
+    """Held out."""
+
+
+class SparseFeature(BaseModel):
+    """One sparse feature, which has a table of its own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    name: str = Field(min_length=1)
+    """The feature's name in the batch."""
+
+    num_rows: int = Field(ge=1, le=2**31)
+    """How many different ids there are."""
+
+    skew: float = Field(default=1.05, ge=0, allow_inf_nan=False)
+    """The Zipf exponent of the ids: 0 is uniform, click logs are near 1."""
+
+    min_ids: int = Field(default=1, ge=0)
+    """The fewest ids that a sample has."""
+
+    max_ids: int = Field(default=1, ge=1)
+    """The most ids that a sample has; the number of ids is uniform between the two."""
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> "SparseFeature":
+        if self.min_ids > self.max_ids:
+            raise ValueError(f"min_ids={self.min_ids} is above max_ids={self.max_ids}")
+        return self
+
+    @property
+    def mean_ids(self) -> float:
+        """Ids per sample."""
+        return (self.min_ids + self.max_ids) / 2
+
+
+class SyntheticConfig(BaseModel):
+    """What the stream looks like and how the labels come about.
+
+    A sample is clicked with probability ``sigmoid(bias + dense @ w + sum of row effects)``,
+    where the weights ``w`` and one effect per row of each table are fixed normal numbers.
+
+    Example:
+        >>> from torchrec_2dsp.programs.data import synthetic
+        >>> from torchrec_2dsp.programs.data.synthetic import SparseFeature, SyntheticConfig
+        >>> config = SyntheticConfig(features=(SparseFeature(name="user", num_rows=1_000),))
+        >>> batch = synthetic.make_batch(config, step=0, global_batch_size=8, rank=1, world_size=2)
+        >>> batch.labels.shape, batch.sparse_features.keys()
+        (torch.Size([4]), ['user'])
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    features: tuple[SparseFeature, ...]
+    """The sparse features, in the order of the batch. In a file, one with ``count = 20`` is twenty
+    of them: ``click`` stands for ``click1`` to ``click20``."""
+
+    num_dense: int = Field(default=13, ge=1)
+    """How many dense features there are; they are standard normal."""
+
+    sorted_ids: bool = False
+    """Whether ids are numbered by frequency, as those of a vocabulary often are: the most frequent
+    is 0. Otherwise frequent ids are spread over the table."""
+
+    seed: int = Field(default=0, ge=0)
+    """Another seed is another stream with another planted model."""
+
+    base_rate: float = Field(default=0.25, gt=0, lt=1)
+    """About which share of the samples is clicked."""
+
+    signal: float = Field(default=2.0, ge=0, allow_inf_nan=False)
+    """About the standard deviation of the planted logit: 0 leaves nothing to learn."""
+
+    dense_share: float = Field(default=0.2, ge=0, le=1)
+    """The part of the logit's variance that the dense features explain."""
+
+    def distribution(self, feature: SparseFeature) -> Zipf:
+        """Of a feature's ids."""
+        return Zipf(feature.num_rows, feature.skew, self.sorted_ids)
+
+    @field_validator("features", mode="before")
+    @classmethod
+    def _repeat(cls, features: Any) -> Any:
+        if not isinstance(features, list | tuple):
+            return features
+        return [one for some in features for one in _repeated(some)]
+
+    @model_validator(mode="after")
+    def _check_names(self) -> "SyntheticConfig":
+        if not self.features:
+            raise ValueError("features is empty; describe at least one")
+        names = [feature.name for feature in self.features]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise ValueError(f"the feature name {repeated[0]!r} is used twice; rename one")
+        return self
+
+
+class _Purpose(enum.Enum):
+    """What a random number is for: different ones are independent."""
+
+    LENGTH, ROW, DENSE, LABEL, ROW_EFFECT, DENSE_WEIGHT = range(6)
+
+
+def _repeated(feature: Any) -> Iterator[Any]:
+    """A feature of a file, as often as it says; what isn't from a file or is wrong stays as it
+    is."""
+    count = feature.get("count") if isinstance(feature, dict) else None
+    if not isinstance(count, int) or count < 1:
+        yield feature
+        return
+    rest = {key: value for key, value in feature.items() if key != "count"}
+    for number in range(1, count + 1):
+        yield {**rest, "name": f"{rest.get('name', '')}{number}"}
+
+
+def make_batch(
+    config: SyntheticConfig,
+    *,
+    step: int,
+    global_batch_size: int,
+    rank: int = 0,
+    world_size: int = 1,
+    split: Split = Split.TRAIN,
+) -> Batch:
+    """The part of a step's global batch that belongs to ``rank``.
+
+    Args:
+        config: the stream.
+        step: which global batch, from 0.
+        global_batch_size: samples of all ranks together; a multiple of ``world_size``.
+        rank: which part of the batch.
+        world_size: how many equal parts there are.
+        split: which stream.
+    """
+    if global_batch_size < 1 or global_batch_size % world_size:
+        raise ConfigError(
+            f"global_batch_size={global_batch_size} must be a positive multiple of the "
+            f"{world_size} ranks, so that each gets as many samples"
+        )
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank={rank} is not in 0..{world_size - 1}")
+    size = global_batch_size // world_size
+    samples = step * global_batch_size + rank * size + np.arange(size)
+    dense = normals(
+        _seed(config, _Purpose.DENSE, split), samples[:, None], np.arange(config.num_dense)
+    )
+    values, lengths = [], []
+    for index in range(len(config.features)):
+        rows, num_ids = _sparse(config, index, split, samples)
+        values.append(rows)
+        lengths.append(num_ids)
+    sparse = KeyedJaggedTensor(
+        keys=[feature.name for feature in config.features],
+        values=torch.from_numpy(np.concatenate(values)),
+        lengths=torch.from_numpy(np.concatenate(lengths).astype(np.int32)),
+    )
+    unlabelled = Batch(torch.from_numpy(dense.astype(np.float32)), sparse, torch.empty(0))
+    draws = uniforms(_seed(config, _Purpose.LABEL, split), samples)
+    clicked = draws < click_probability(config, unlabelled).numpy()
+    return Batch(unlabelled.dense_features, sparse, torch.from_numpy(clicked.astype(np.float32)))
+
+
+def click_probability(config: SyntheticConfig, batch: Batch) -> torch.Tensor:
+    """What the planted model, which no trained one can beat, says of each sample."""
+    # The logistic function flattens what the normal logit spreads: this bias makes up for it.
+    odds = math.log(config.base_rate / (1.0 - config.base_rate))
+    logit = np.full(
+        batch.dense_features.shape[0], odds * math.sqrt(1 + config.signal**2 * math.pi / 8)
+    )
+    weights = normals(_seed(config, _Purpose.DENSE_WEIGHT), np.arange(config.num_dense))
+    weights *= math.sqrt(config.dense_share) / np.linalg.norm(weights)
+    logit += config.signal * (batch.dense_features.double().numpy() @ weights)
+    for index, feature in enumerate(config.features):
+        bags = batch.sparse_features[feature.name]
+        effects = row_effects(config, index, bags.values().numpy())
+        sample = np.repeat(np.arange(logit.size), bags.lengths().numpy())
+        logit += np.bincount(sample, weights=effects, minlength=logit.size)
+    return torch.from_numpy(1.0 / (1.0 + np.exp(-logit)))
+
+
+def row_effects(
+    config: SyntheticConfig, feature_index: int, rows: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """What each row adds to the planted logit."""
+    feature = config.features[feature_index]
+    variance = (1.0 - config.dense_share) / (len(config.features) * max(feature.mean_ids, 1.0))
+    seed = _seed(config, _Purpose.ROW_EFFECT)
+    return config.signal * math.sqrt(variance) * normals(seed, feature_index, rows)
+
+
+def _sparse(
+    config: SyntheticConfig, index: int, split: Split, samples: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """One feature's ids and how many each sample has."""
+    feature = config.features[index]
+    spread = feature.max_ids - feature.min_ids + 1
+    draws = uniforms(_seed(config, _Purpose.LENGTH, split), samples, index)
+    lengths = feature.min_ids + np.floor(draws * spread).astype(np.int64)
+    starts = np.cumsum(lengths) - lengths
+    position = np.arange(lengths.sum()) - np.repeat(starts, lengths)
+    zipf = config.distribution(feature)
+    seed = _seed(config, _Purpose.ROW, split)
+    return zipf.sample(seed, np.repeat(samples, lengths), position, np.array([index])), lengths
+
+
+def _seed(config: SyntheticConfig, purpose: _Purpose, split: Split = Split.TRAIN) -> int:
+    return (config.seed * len(Split) + split.value) * len(_Purpose) + purpose.value

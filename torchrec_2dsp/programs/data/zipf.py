@@ -1,0 +1,110 @@
+"""`Zipf`: skewed row ids from a table of any size, in constant memory."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.plan.row_owners import golden_step
+from torchrec_2dsp.programs.data.counters import uniforms
+
+_MAX_NUM_ROWS = 2**31
+_ADDED_UP = 1_000_000
+_Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Zipf:
+    """Row ids whose ``k``-th most frequent one has a probability in proportion to ``k**-skew``.
+
+    Sampled by rejection-inversion: exact, and no table of probabilities is kept.
+
+    Reference: W. Hörmann and G. Derflinger, Rejection-inversion to generate variates from
+    monotone discrete distributions, ACM TOMACS 6(3), 1996.
+
+    Example:
+        >>> import numpy as np
+        >>> from torchrec_2dsp.programs.data.zipf import Zipf
+        >>> zipf = Zipf(num_rows=1_000_000_000, skew=1.05)
+        >>> zipf.sample(0, np.arange(4)).shape
+        (4,)
+    """
+
+    num_rows: int
+    """Ids are ``0..num_rows - 1``."""
+
+    skew: float
+    """The exponent: 0 is uniform, click logs are near 1."""
+
+    is_sorted: bool = False
+    """Whether the most frequent row is the first, and so on."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_rows <= _MAX_NUM_ROWS:
+            raise ConfigError(f"num_rows={self.num_rows} is not in 1..{_MAX_NUM_ROWS}")
+        if not (math.isfinite(self.skew) and self.skew >= 0):
+            raise ConfigError(f"skew={self.skew} must be a finite number >= 0")
+
+    def sample(self, seed: int, *coordinates: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Row ids, one per element of the broadcast coordinates (see `counters.uniforms`)."""
+        return self.row_of_rank(self.sample_ranks(seed, *coordinates))
+
+    def sample_ranks(self, seed: int, *coordinates: NDArray[np.integer]) -> NDArray[np.int64]:
+        """As `sample`, but popularity ranks ``1..num_rows``."""
+        shape = np.broadcast_shapes(*(part.shape for part in coordinates))
+        waiting = [np.broadcast_to(part, shape).ravel() for part in coordinates]
+        where = np.arange(waiting[0].size)
+        ranks = np.zeros(where.size, dtype=np.int64)
+        attempt = 0
+        while where.size:
+            tried, taken = self._try(uniforms(seed, *waiting, attempt))
+            ranks[where[taken]] = tried[taken]
+            where, waiting = where[~taken], [part[~taken] for part in waiting]
+            attempt += 1
+        return ranks.reshape(shape)
+
+    def row_of_rank(self, rank: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where the ``rank``-th most frequent row lies: spread over the table unless sorted."""
+        return (rank - 1) * (1 if self.is_sorted else golden_step(self.num_rows)) % self.num_rows
+
+    def probability(self, rank: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The probability of the ``rank``-th most frequent row."""
+        return rank.astype(np.float64) ** -self.skew / self._sum_of_weights()
+
+    def _sum_of_weights(self) -> float:
+        """Of all rows: the first ones added up, and the integral over the others.
+
+        Between two integers, the integral by trapezoids errs by less than the change of the slope.
+        """
+        known = min(self.num_rows, _ADDED_UP)
+        weights = np.arange(1, known + 1, dtype=np.float64) ** -self.skew
+        if known == self.num_rows:
+            return float(weights.sum())
+        first, last = self._area(np.array([known, self.num_rows], dtype=np.float64))
+        ends = (float(self.num_rows) ** -self.skew - weights[-1]) / 2
+        return float(weights.sum() + last - first + ends)
+
+    def _try(self, draws: _Floats) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """One attempt per draw: a rank, and whether to take it."""
+        top = self._area(np.array([1.5, self.num_rows + 0.5, 2.5]))
+        area = top[1] + draws * (top[0] - 1.0 - top[1])
+        x = self._area_inverse(area)
+        rank = np.clip(np.rint(x), 1, self.num_rows)
+        surely = rank - x <= 2.0 - self._area_inverse(top[2:] - 2.0**-self.skew)
+        taken = surely | (area >= self._area(rank + 0.5) - rank**-self.skew)
+        return rank.astype(np.int64), taken
+
+    def _area(self, x: _Floats) -> _Floats:
+        """The integral of ``x**-skew`` from 1."""
+        exponent = 1.0 - self.skew
+        return np.log(x) if exponent == 0.0 else np.expm1(exponent * np.log(x)) / exponent
+
+    def _area_inverse(self, area: _Floats) -> _Floats:
+        exponent = 1.0 - self.skew
+        if exponent == 0.0:
+            return np.exp(area)
+        # Rounding must not reach log(0).
+        scaled = np.maximum(area * exponent, np.nextafter(-1.0, 0.0))
+        return np.exp(np.log1p(scaled) / exponent)

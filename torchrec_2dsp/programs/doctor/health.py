@@ -1,0 +1,212 @@
+"""Whether an installation works: its versions, the fbgemm operators, the process groups.
+
+Heavy imports are inside the checks: which of them fails is what the doctor is there to tell.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+
+from torchrec_2dsp._compat.versions import (
+    TORCHREC_COMMANDS,
+    Check,
+    FoundVersions,
+    Status,
+    check_python,
+    check_versions,
+    find_versions,
+)
+
+_GROUP_TIMEOUT = timedelta(seconds=20)
+
+
+def run_health_checks(found: FoundVersions | None = None, *, run: bool = True) -> tuple[Check, ...]:
+    """Run the checks, the cheap ones first.
+
+    Where the versions don't match, what needs them is skipped: it could only fail in ways that
+    hide the cause, down to a crash of the interpreter.
+
+    Args:
+        found: the versions to judge; the installed ones unless given.
+        run: also load torch, fbgemm and TorchRec, compute with them and open a process group.
+    """
+    report = check_versions(find_versions() if found is None else found)
+    python = check_python((sys.version_info.major, sys.version_info.minor))
+    launch = check_launch_environment(os.environ)
+    if not run:
+        return (python, *report.checks, launch)
+    runtime: tuple[tuple[str, Callable[[], Check], tuple[str, ...]], ...] = (
+        ("fbgemm operators", check_fbgemm_operators, _FBGEMM_REMEDY),
+        ("torchrec import", check_torchrec, TORCHREC_COMMANDS),
+        ("gloo", check_gloo, _GLOO_REMEDY),
+        ("cuda", check_cuda, _CUDA_REMEDY),
+    )
+    if not report.is_supported:
+        skipped = (
+            Check(name=name, status=Status.SKIPPED, found="not run: fix the versions first")
+            for name, _, _ in runtime
+        )
+        return (python, *report.checks, *skipped, launch)
+    ran = (run_guarded(name, check, remedy) for name, check, remedy in runtime)
+    return (python, *report.checks, *ran, launch)
+
+
+def run_guarded(name: str, check: Callable[[], Check], remedy: tuple[str, ...]) -> Check:
+    """Run one check; an exception of any kind is its failure."""
+    try:
+        return check()
+    except Exception as error:
+        text = str(error).strip() or "no message"
+        return Check(
+            name=name,
+            status=Status.FAILED,
+            found=f"{type(error).__name__}: {text.splitlines()[0]}",
+            remedy=remedy,
+        )
+
+
+_FBGEMM_REMEDY = (
+    "Reinstall fbgemm beside its torch: remove .venv and run `make test`, or repeat the pip"
+    " commands of the Makefile in a new environment.",
+)
+
+
+def check_fbgemm_operators() -> Check:
+    """Look up rows of a tiny table, train it one step on the CPU and compare the numbers."""
+    import torch
+
+    from torchrec_2dsp._compat.fbgemm import (
+        ComputeDevice,
+        EmbeddingLocation,
+        EmbOptimType,
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
+
+    table = SplitTableBatchedEmbeddingBagsCodegen(
+        [(3, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)],
+        optimizer=EmbOptimType.EXACT_SGD,
+        learning_rate=0.5,
+    )
+    weights = table.split_embedding_weights()[0]
+    with torch.no_grad():
+        weights.fill_(1.0)
+    pooled = table(indices=torch.tensor([0, 1, 1]), offsets=torch.tensor([0, 1, 3]))
+    pooled.sum().backward()
+    # One sample takes row 0 once, the other takes row 1 twice; row 2 is untouched.
+    found = [pooled[:, 0].tolist(), table.split_embedding_weights()[0][:, 0].tolist()]
+    expected = [[1.0, 2.0], [0.5, 0.0, 1.0]]
+    good = found == expected
+    return Check(
+        name="fbgemm operators",
+        status=Status.OK if good else Status.FAILED,
+        found="forward and backward on the CPU" if good else f"computed {found}",
+        expected=f"{expected}" if not good else "exact result",
+        remedy=() if good else _FBGEMM_REMEDY,
+    )
+
+
+def check_torchrec() -> Check:
+    """Import TorchRec with all that it needs of other packages."""
+    import torchrec.distributed
+
+    return Check(
+        name="torchrec import",
+        status=Status.OK,
+        found=f"{torchrec.distributed.__name__} imports",
+        expected="imports",
+    )
+
+
+_GLOO_REMEDY = (
+    "gloo could not bind to this host's network name. For ranks on this host alone:"
+    " export GLOO_SOCKET_IFNAME=lo",
+)
+
+
+def check_gloo() -> Check:
+    """All-reduce in a process group of one.
+
+    Collectives:
+        all-reduce: gloo, one rank, float32, 4 bytes.
+    """
+    import torch
+    from torch import distributed as dist
+
+    if not dist.is_gloo_available():
+        return Check(
+            name="gloo",
+            status=Status.FAILED,
+            found="not built into this torch",
+            expected="available",
+            remedy=("Install a torch build that has gloo; those of the default index do.",),
+        )
+    dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=_GROUP_TIMEOUT
+    )
+    try:
+        value = torch.tensor([3.0])
+        dist.all_reduce(value)
+    finally:
+        dist.destroy_process_group()
+    good = value.item() == 3.0
+    return Check(
+        name="gloo",
+        status=Status.OK if good else Status.FAILED,
+        found="all-reduce in a group of one" if good else f"all-reduce of 3.0 gave {value.item()}",
+        expected="available",
+        remedy=() if good else _GLOO_REMEDY,
+    )
+
+
+_CUDA_REMEDY = ("Check the driver with nvidia-smi; CUDA_VISIBLE_DEVICES='' runs without devices.",)
+
+
+def check_cuda() -> Check:
+    """List the CUDA devices; with any, NCCL has to be there too."""
+    import torch
+    from torch import distributed as dist
+
+    if not torch.cuda.is_available():
+        build = f"torch built for CUDA {torch.version.cuda}" if torch.version.cuda else "CPU torch"
+        return Check(
+            name="cuda",
+            status=Status.OK,
+            found=f"no device ({build}): CPU and gloo are used",
+            expected="optional",
+        )
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    good = dist.is_nccl_available()
+    return Check(
+        name="cuda",
+        status=Status.OK if good else Status.FAILED,
+        found=f"{len(names)} x {', '.join(sorted(set(names)))}, nccl "
+        + ("available" if good else "missing"),
+        expected="nccl beside the devices",
+        remedy=() if good else ("Install a CUDA build of torch that has NCCL.",),
+    )
+
+
+def check_launch_environment(environ: Mapping[str, str]) -> Check:
+    """Check LOCAL_WORLD_SIZE, from which TorchRec derives what a host is.
+
+    Without it TorchRec takes 8 ranks per host where 8 divides the world size, and one host
+    otherwise; where it does not divide the world size, TorchRec ignores it.
+    """
+    local, world = environ.get("LOCAL_WORLD_SIZE"), environ.get("WORLD_SIZE")
+    name, expected = "LOCAL_WORLD_SIZE", "ranks per host"
+    if local is None:
+        found = "not set; torchrun sets it, without it TorchRec takes 8 ranks per host"
+        return Check(name=name, status=Status.OK, found=found, expected=expected)
+    fits = local.isdecimal() and int(local) > 0
+    if fits and world is not None:
+        fits = world.isdecimal() and int(world) % int(local) == 0
+    of_world = "" if world is None else f" of WORLD_SIZE={world}"
+    remedy = "Start with torchrun, or export LOCAL_WORLD_SIZE as a divisor of WORLD_SIZE."
+    return Check(
+        name=name,
+        status=Status.OK if fits else Status.FAILED,
+        found=f"{local}{of_world}",
+        expected=expected,
+        remedy=() if fits else (remedy,),
+    )

@@ -1,0 +1,1 @@
+"""The world that torchrun started: joined and left in order."""

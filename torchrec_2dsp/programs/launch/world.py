@@ -1,0 +1,83 @@
+"""The world that torchrun started."""
+
+import ctypes
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from torchrec_2dsp.comms.mesh_groups import leave_world
+from torchrec_2dsp.errors import ConfigError
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Of glibc's ``mallopt``."""
+_LARGEST_KEPT_BYTES = 32 * 2**20
+"""The most that glibc can keep."""
+_SET_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def check_launched(command: str) -> None:
+    """Raise `ConfigError` unless torchrun started this process."""
+    missing = [name for name in _SET_BY_TORCHRUN if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"{missing[0]} is not set, so torchrun didn't start this process, and there are no "
+            f"other ranks; start with: torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp "
+            f"{command} ..."
+        )
+
+
+@contextmanager
+def launched_world(device: str, command: str) -> Iterator[int]:
+    """Join the ranks that torchrun started; the value is this rank.
+
+    The world is left in order after a success. After an error it is left as it is: a rank that
+    waited here for peers that failed would hide the error.
+
+    Collectives:
+        Makes the world's process group; a barrier at the end.
+    """
+    check_launched(command)
+    keep_freed_memory()
+    if device == "cuda":
+        torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    yield dist.get_rank()
+    leave_world()
+
+
+def keep_freed_memory() -> None:
+    """Let this process and its forks keep what tensors free, for those of the next step.
+
+    Left to itself, glibc gives much of it back to the system, and gets it again page by page in
+    every step.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+_NO_NEWS = ("[Connection]", "Sharding spec not found for ")
+
+
+def quiet_upstream() -> None:
+    """Leave out what torch and torchrec say on every rank though all is as it should be."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|torchrec)\..*")
+    warnings.filterwarnings("ignore", r"`broadcast_buffers` is deprecated", FutureWarning)
+    # FBGEMM's lookup for data-parallel tables brings its gradient along in another way.
+    warnings.filterwarnings("ignore", r"fbgemm::dense_embedding_codegen", UserWarning)
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    logging.getLogger("torchrec.distributed.utils").addFilter(_is_news)
+    logging.getLogger("torchrec.distributed.comm").addFilter(_is_news)
+    # TorchRec's planner tells the root logger of each table that is to be data-parallel.
+    logging.getLogger().addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    said = record.getMessage()
+    return "caching params will be ignored" not in said and not said.startswith(_NO_NEWS)

@@ -1,0 +1,50 @@
+"""From a config to a plan: how rows travel, who owns them, and which are hot."""
+
+import numpy as np
+
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.plan.parameter_sharding import (
+    ROW_EXCHANGES,
+    Exchange,
+    ShardingType2D,
+    base_type,
+    kinds_of,
+)
+from torchrec_2dsp.plan.pin import pin
+from torchrec_2dsp.plan.plan2d import Plan2D
+from torchrec_2dsp.programs.config.sections import ExchangeConfig
+from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
+from torchrec_2dsp.programs.models.model import table_name
+
+
+def pinned(plan: Plan2D, config: ExchangeConfig, data: SyntheticConfig) -> Plan2D:
+    """The plan with what a config says of its tables, as far as their sharding types allow it.
+
+    Args:
+        plan: of the model over ``data``.
+        config: what to pin.
+        data: which rows are used most.
+    """
+    if config.prefetch_rows and config.exchange not in ROW_EXCHANGES:
+        raise ConfigError("prefetch_rows is for an exchange of rows; set exchange='row'")
+    types = {
+        name: base_type(one.sharding_type)
+        for _, part in plan.modules()
+        for name, one in part.tables()
+    }
+    fitting = [name for name, kind in types.items() if kind in kinds_of(config.exchange)]
+    if config.exchange is not Exchange.POOLED and not fitting:
+        raise ConfigError(
+            f"exchange={config.exchange.value!r} is for tables sharded "
+            f"{', '.join(kinds_of(config.exchange))}, and the plan has none: set sharding_types"
+        )
+    for name in fitting:
+        plan = pin(plan, name, exchange=config.exchange, owners=config.owners)
+    for feature in data.features if config.hot_rows else ():
+        name = table_name(feature.name)
+        if types[name] == ShardingType2D.DATA_PARALLEL.base.value:
+            continue  # All its rows are on every rank already.
+        ranks = np.arange(1, min(config.hot_rows, feature.num_rows) + 1)
+        hottest = data.distribution(feature).row_of_rank(ranks)
+        plan = pin(plan, name, hot_rows=hottest.tolist())
+    return plan

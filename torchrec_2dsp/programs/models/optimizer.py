@@ -1,0 +1,57 @@
+"""The optimizer of the tables."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from torchrec_2dsp.optim.delayed_moment import DelayedMomentRowWiseAdaGrad
+from torchrec_2dsp.optim.inflation import expected_moment_scale
+from torchrec_2dsp.optim.moment_scaled import FROM_MESH, FromMesh, MomentScaledRowWiseAdaGrad
+from torchrec_2dsp.programs.config.sections import OptimizerConfig, ReplicationConfig
+from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
+from torchrec_2dsp.programs.data.zipf import Zipf
+from torchrec_2dsp.programs.models.model import table_name
+
+
+def table_optimizer(
+    optimizer: OptimizerConfig,
+    replication: ReplicationConfig,
+    data: SyntheticConfig,
+    *,
+    num_groups: int,
+    global_batch_size: int,
+) -> MomentScaledRowWiseAdaGrad | DelayedMomentRowWiseAdaGrad:
+    """What a sharder is given.
+
+    Args:
+        optimizer: its rates.
+        replication: what to do about the moments.
+        data: which rows are looked up how often.
+        num_groups: copies of the tables.
+        global_batch_size: samples of all ranks in a step.
+    """
+    lr, eps = optimizer.lr, optimizer.eps
+    if replication.delayed_moment:
+        return DelayedMomentRowWiseAdaGrad(lr, eps)
+    scale: float | FromMesh | Mapping[str, float]
+    if replication.moment_scale == "from_mesh":
+        scale = FROM_MESH
+    elif replication.moment_scale == "expected":
+        scale = _expected_scales(data, num_groups, global_batch_size, replication.moment_rho)
+    else:
+        scale = replication.moment_scale
+    return MomentScaledRowWiseAdaGrad(lr, eps, moment_scale=scale)
+
+
+def _expected_scales(
+    data: SyntheticConfig, num_groups: int, global_batch_size: int, rho: float
+) -> dict[str, float]:
+    scales = {}
+    for feature in data.features:
+        ranks = np.arange(1, feature.num_rows + 1)
+        share = Zipf(feature.num_rows, feature.skew).probability(ranks)
+        hits = share * feature.mean_ids * global_batch_size
+        scales[table_name(feature.name)] = expected_moment_scale(
+            hits, num_groups=num_groups, rho=rho
+        )
+    return scales

@@ -1,0 +1,75 @@
+"""What a run tells: while it trains, and at its end."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torchrec_2dsp.plan.plan2d import Plan2D
+from torchrec_2dsp.programs.train.config import TrainConfig
+from torchrec_2dsp.programs.train.meter import Measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """How one run ended."""
+
+    name: str
+    """The run's name in the config."""
+
+    plan: Plan2D
+    """What it ran; mesh and sync config are part of it."""
+
+    losses: tuple[float, ...]
+    """The train loss of each step's global batch."""
+
+    train_loss: float
+    """The mean of the last losses (`LoopConfig.final_steps`)."""
+
+    evaluated: Measured
+    """The held-out batches."""
+
+    samples_per_s: float
+    """Samples of all ranks trained per second, evaluation and set-up left out."""
+
+    sync_bytes_per_step: float
+    """What a rank sent to its replica peers per step, averaged over the ranks."""
+
+    synced_rows_per_step: float
+    """Rows that a rank's syncs wrote per step, averaged over the ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """What all runs of a config came to."""
+
+    runs: tuple[RunResult, ...]
+    """In the order of the config."""
+
+    planted: Measured
+    """The held-out batches as the model behind the labels predicts them."""
+
+    @property
+    def reference(self) -> RunResult | None:
+        """The first run with one group, which has no replicas that could differ."""
+        return next((run for run in self.runs if run.plan.mesh.num_groups == 1), None)
+
+
+def largest_loss_gap(run: RunResult, reference: RunResult) -> float:
+    """How far two runs were apart in the step in which they were farthest apart."""
+    pairs = zip(run.losses, reference.losses, strict=True)
+    return max(abs(mine - theirs) for mine, theirs in pairs)
+
+
+class Watcher(Protocol):
+    """Someone who is told what happens on this rank."""
+
+    def run_planned(self, name: str, plan: Plan2D, config: TrainConfig) -> None:
+        """A run is about to start."""
+        ...
+
+    def steps_trained(self, name: str, last_step: int, measured: Measured) -> None:
+        """Some steps were trained, up to and with ``last_step`` (from 1)."""
+        ...
+
+    def run_finished(self, result: RunResult) -> None:
+        """A run has been evaluated."""
+        ...

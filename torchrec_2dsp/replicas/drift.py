@@ -1,0 +1,141 @@
+"""`DriftCheck`: whether copies that a sync has made equal are equal."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from torchrec_2dsp.comms.agreement import as_ours
+from torchrec_2dsp.comms.alarm import Alarm
+from torchrec_2dsp.errors import SyncError, TwoDError
+
+_ROWS_AT_A_TIME = 2**13
+_ROWS_PER_RANGE = 1024
+_MAX_RANGES = 4
+"""How many differing ranges an error names."""
+
+
+class CopiedShard(NamedTuple):
+    """A table shard with copies elsewhere."""
+
+    table: str
+    """The table's name."""
+    first_row: int
+    """Of the shard, in the table."""
+    tensors: tuple[torch.Tensor, ...]
+    """Weights and optimizer state, one row of each per row."""
+
+
+class DriftCheck:
+    """Compares the copies after every n-th sync, and raises on all ranks where they differ.
+
+    Each rank sends a checksum of every thousand rows, which tells any two different bit patterns
+    apart but for one in 2^64.
+    """
+
+    def __init__(
+        self, shards: Sequence[CopiedShard], group: dist.ProcessGroup, alarm: Alarm, every: int
+    ) -> None:
+        """
+        Args:
+            shards: in the same order on every rank of the group.
+            group: the ranks that hold copies.
+            alarm: of all ranks.
+            every: after how many syncs; 0 for never.
+        """
+        self._shards = list(shards)
+        self._group = group
+        self._alarm = alarm
+        self._every = every
+        self._num_syncs = 0
+
+    def synced(self) -> None:
+        """A sync is over.
+
+        Collectives:
+            After every n-th one, an all-gather of 8 bytes per tensor and thousand rows on the
+            group, and an all-reduce of 8 bytes on the alarm's.
+        """
+        self._num_syncs += 1
+        if not self._every or self._num_syncs % self._every:
+            return
+        error: TwoDError | None = None
+        try:
+            self._compare()
+        except Exception as raised:
+            error = as_ours(raised, SyncError)
+        self._alarm.check(error).wait()
+
+    def _compare(self) -> None:
+        if not self._shards:
+            return
+        sums = [_checksums(tensor) for shard in self._shards for tensor in shard.tensors]
+        mine = torch.cat(sums)
+        copies = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(copies, mine, group=self._group)
+        differs = torch.stack([copy != copies[0] for copy in copies]).any(dim=0)
+        if not differs.any():
+            return
+        by_tensor = iter(differs.split([part.numel() for part in sums]))
+        for shard in self._shards:
+            found = torch.stack([next(by_tensor) for _ in shard.tensors]).any(dim=0)
+            if found.any():
+                raise SyncError(
+                    f"copies of table {shard.table!r} differ in rows {_named(shard, found)} after "
+                    "a sync; if weights were written by hand, write them on all ranks and call "
+                    "model.broadcast_replicas()"
+                )
+
+
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """A sum over rows that tells rows in another order apart, at the cost of one pass.
+
+    Example:
+        >>> import torch
+        >>> from torchrec_2dsp.replicas.drift import fingerprint
+        >>> fingerprint(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        tensor(17., dtype=torch.float64)
+    """
+    found = torch.zeros((), dtype=torch.float64, device=tensor.device)
+    # Some rows at a time: all of them in float64 may be more than there is memory left.
+    for start in range(0, tensor.shape[0], _ROWS_AT_A_TIME):
+        some = tensor[start : start + _ROWS_AT_A_TIME]
+        rows = some.double() if some.dim() == 1 else some.sum(dim=1, dtype=torch.float64)
+        places = torch.arange(start + 1, start + 1 + len(rows), device=rows.device)
+        found += rows @ places.double()
+    return found
+
+
+def _checksums(tensor: torch.Tensor) -> torch.Tensor:
+    """One number for each thousand rows, which depends on every bit and on the order."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.int64, device=tensor.device)
+    rows = tensor.reshape(tensor.shape[0], -1).contiguous().view(bits)
+    sums = []
+    for part in rows.split(_ROWS_PER_RANGE):
+        values = part.reshape(-1).long()
+        # Odd factors: a changed bit always changes the sum modulo 2^64.
+        factors = torch.arange(1, 2 * values.numel(), 2, device=values.device)
+        sums.append((values * (factors * factors + factors * 4)).sum())
+    return torch.stack(sums)
+
+
+def _named(shard: CopiedShard, differs: torch.Tensor) -> str:
+    """Row ranges of the table in words, neighbours joined."""
+    ranges: list[list[int]] = []
+    num_rows = shard.tensors[0].shape[0]
+    for number in differs.nonzero().view(-1).tolist():
+        start = number * _ROWS_PER_RANGE
+        end = min(start + _ROWS_PER_RANGE, num_rows)
+        if ranges and ranges[-1][1] == start:
+            ranges[-1][1] = end
+        else:
+            ranges.append([start, end])
+    words = [
+        f"{shard.first_row + start} to {shard.first_row + end - 1}"
+        for start, end in ranges[:_MAX_RANGES]
+    ]
+    more = len(ranges) - _MAX_RANGES
+    return ", ".join(words) + (f" and {more} more ranges" if more > 0 else "")

@@ -1,0 +1,106 @@
+"""`SyncPoint`: exactly one sync per training backward, whoever asks first."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch.profiler import record_function
+
+from torchrec_2dsp.replicas.sync_reason import SyncReason
+from torchrec_2dsp.replicas.sync_report import SyncReport
+from torchrec_2dsp.replicas.weight_sync import AverageReplicas
+
+_LABEL = "## replica sync ##"
+"""In profiles."""
+
+
+class SyncAction(Protocol):
+    """One way in which copies are made equal."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether a backward hasn't been synced yet."""
+        ...
+
+    def backward_seen(self) -> None:
+        """A backward has begun."""
+        ...
+
+    def reach(self, reason: SyncReason) -> SyncReport:
+        """Do what can't wait any longer; an empty report if that is nothing."""
+        ...
+
+    def state_dict(self) -> dict[str, list[int]]:
+        """What the next sync depends on beside the tables, while nothing is pending."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:
+        """Go on where another action like this one stood."""
+        ...
+
+
+class SyncPoint:
+    """The sync of one sharded module.
+
+    A training backward leaves its actions pending. The first to ask, be it ``model.sync()``,
+    the fused optimizer's ``step()``, the next lookup or a read of the state, runs those that
+    can't wait any longer; the others find nothing to do. All ranks reach the same trigger first
+    because they run the same program.
+    """
+
+    def __init__(self, actions: Sequence[SyncAction]) -> None:
+        self._actions = list(actions)
+        self.total = SyncReport()
+        """Everything that was synced so far, whoever asked for it."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether a backward hasn't been synced yet."""
+        return any(action.pending for action in self._actions)
+
+    def backward_seen(self) -> None:
+        """A training backward has begun, on all ranks, also on those that hold no table."""
+        for action in self._actions:
+            action.backward_seen()
+
+    # A sync point may be reached in inference mode, whose tensors can't be changed afterwards.
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
+    def reach(self, reason: SyncReason) -> SyncReport:
+        """Sync what is due; a no-op if nothing is."""
+        if not self.pending:
+            return SyncReport()
+        start = time.perf_counter()
+        with record_function(_LABEL):
+            report = sum((action.reach(reason) for action in self._actions), SyncReport())
+        if report.num_tensors:
+            report += SyncReport(seconds=time.perf_counter() - start)
+            self.total += report
+        return report
+
+    @property
+    def policy_step(self) -> int:
+        """How many steps the policies have counted; 0 for a sync that has none."""
+        return max((action.num_steps for action in self._averages), default=0)
+
+    def count_from(self, step: int) -> None:
+        """Let the policies go on as after ``step`` steps."""
+        for action in self._averages:
+            action.num_steps = step
+
+    @property
+    def _averages(self) -> list[AverageReplicas]:
+        return [action for action in self._actions if isinstance(action, AverageReplicas)]
+
+    def state_dict(self) -> list[dict[str, list[int]]]:
+        """What the next syncs depend on beside the tables, action by action.
+
+        Read it while nothing is pending; it is this rank's.
+        """
+        return [action.state_dict() for action in self._actions]
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Sequence[int]]]) -> None:
+        """Go on where another sync point of the same plan and rank stood."""
+        for action, state in zip(self._actions, states, strict=True):
+            action.load_state_dict(state)

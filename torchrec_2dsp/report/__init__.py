@@ -1,0 +1,1 @@
+"""The one place that draws: pages and plots. Its libraries are an extra."""

@@ -1,0 +1,148 @@
+"""`Page`: a report as one HTML file, with tables to sort and plots that answer to the mouse."""
+
+from collections.abc import Collection, Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.report.plots import PALETTE
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+_STYLE = """
+body { font: 14px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em }
+table { border-collapse: collapse; margin: 1em 0 }
+th, td { padding: .2em .7em; text-align: right; border-bottom: 1px solid #ddd }
+th { cursor: pointer; position: sticky; top: 0; background: white }
+.wide { overflow-x: auto }
+.words { text-align: left }
+"""
+# Columns of numbers are sorted as such: commas, and what follows a number, don't count.
+_SORT = """
+for (const heading of document.querySelectorAll("th")) heading.onclick = () => {
+  const body = heading.closest("table").tBodies[0], place = heading.cellIndex;
+  const value = row => {
+    const text = row.cells[place].textContent, number = parseFloat(text.replaceAll(",", ""));
+    return heading.className == "words" || isNaN(number) ? text : number;
+  };
+  const order = heading.dataset.order = heading.dataset.order == "1" ? "-1" : "1";
+  const rows = [...body.rows].sort((a, b) => {
+    const [x, y] = [value(a), value(b)];
+    if (typeof x != typeof y) return typeof x == "number" ? -1 : 1;
+    return x < y ? -order : x > y ? +order : 0;
+  });
+  body.append(...rows);
+};
+"""
+_PLOT_HEIGHT, _PLOT_MARGIN = 400, 60
+"""Pixels."""
+
+
+class Page:
+    """Texts, tables and plots, one below the other.
+
+    Example:
+        >>> from torchrec_2dsp.report.page import Page
+        >>> page = Page("Two ranks")
+        >>> page.add_table("Load", ("rank", "ms"), [("0", "1.5"), ("1", "2.5")])
+        >>> "<td>2.5</td>" in page.html()
+        True
+    """
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        """Also the first heading."""
+        self.figures: list[Figure] = []
+        """Those of its plots."""
+        self._parts: list[str] = []
+
+    def add_text(self, text: str) -> None:
+        """A paragraph."""
+        self._parts.append(f"<p>{escape(text)}</p>")
+
+    def add_table(
+        self,
+        heading: str,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        words: Collection[str] = (),
+    ) -> None:
+        """A table that is sorted by a click on a column's name.
+
+        Args:
+            heading: above it.
+            columns: their names.
+            rows: what is in them.
+            words: the columns that have no numbers.
+        """
+        kinds = [' class="words"' if column in words else "" for column in columns]
+        head = _cells("th", columns, kinds)
+        body = "\n".join(_cells("td", row, kinds) for row in rows)
+        self._parts.append(
+            f'<h2>{escape(heading)}</h2>\n<div class="wide"><table><thead>{head}</thead>\n'
+            f"<tbody>{body}</tbody></table></div>"
+        )
+
+    def add_plot(self, heading: str, figure: "Figure", height: int = _PLOT_HEIGHT) -> None:
+        """A plot of plotly's, so many pixels high and as wide as the page.
+
+        What is drawn is named above the plot, if it is more than one thing.
+        """
+        drawn_things: Any = figure.data
+        figure.update_layout(
+            template="simple_white",
+            colorway=PALETTE,
+            height=height,
+            # Room for the toolbar and for the names.
+            margin={"t": _PLOT_MARGIN, "r": 20},
+            legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"},
+            showlegend=len(drawn_things) > 1,
+        )
+        self.figures.append(figure)
+        drawn: str = figure.to_html(
+            full_html=False,
+            # The first plot brings the script for all, so that the file needs no network.
+            include_plotlyjs=len(self.figures) == 1,
+            div_id=f"plot-{len(self.figures)}",
+            config={"responsive": True, "displaylogo": False},
+        )
+        self._parts.append(f"<h2>{escape(heading)}</h2>\n{drawn}")
+
+    def html(self) -> str:
+        """The file's content."""
+        title = escape(self.title)
+        return "\n".join(
+            [
+                '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
+                f"<title>{title}</title><style>{_STYLE}</style></head>",
+                f"<body><h1>{title}</h1>",
+                *self._parts,
+                f"<script>{_SORT}</script></body></html>\n",
+            ]
+        )
+
+    def write(self, path: str | Path) -> None:
+        """Write the file."""
+        Path(path).write_text(self.html(), encoding="utf-8")
+
+
+def graph_objects() -> Any:
+    """plotly's module of that name.
+
+    Raises:
+        ConfigError: plotly is missing.
+    """
+    try:
+        from plotly import graph_objects as found
+    except ImportError as error:
+        raise ConfigError(
+            "pages with plots need plotly, which is not installed; pip install plotly"
+        ) from error
+    return found
+
+
+def _cells(tag: str, cells: Sequence[str], kinds: Sequence[str]) -> str:
+    made = (f"<{tag}{kind}>{escape(cell)}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
+    return f"<tr>{''.join(made)}</tr>"

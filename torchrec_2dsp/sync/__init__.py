@@ -1,1 +1,0 @@
-"""When and how replicas are made equal."""

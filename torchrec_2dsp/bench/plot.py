@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchrec_2dsp.bench.markdown_tables import ms, names_in, phase_label, phases_in, places
+from torchrec_2dsp.bench.markdown_tables import ms, names_in, phase_label, phases_in
 from torchrec_2dsp.bench.results import BenchResult, Outcome, Phase
+from torchrec_2dsp.bench.setting_labels import places
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plotting import PALETTE, plotting, save_plot
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchrec_2dsp.bench.markdown_predicted import measured_s, predicted_in, predicted_s
-from torchrec_2dsp.bench.markdown_tables import setting_labels
 from torchrec_2dsp.bench.results import BenchResult
+from torchrec_2dsp.bench.setting_labels import setting_labels
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plotting import PALETTE, plotting, save_plot
 

@@ -1,6 +1,6 @@
 """How evenly sets of tables are dealt: largest differencing, exchanges, greed, and a bound.
 
-``pytest -m slow -s tests/unit/test_balance_sets.py`` prints what docs/benchmarks/README.md shows.
+``pytest -m slow -s tests/unit/test_balance_sets.py`` prints what docs/benchmarks/planning.md says.
 """
 
 from collections.abc import Iterator

@@ -20,10 +20,10 @@ from tests.support.bench_results import (
     with_predictions,
 )
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.bench.markdown_tables import setting_labels
 from torchrec_2dsp.programs.bench.plot import phase_plot, scaling_plot
 from torchrec_2dsp.programs.bench.plot_predicted import predicted_plot
 from torchrec_2dsp.programs.bench.results import BenchResult
+from torchrec_2dsp.programs.bench.setting_labels import setting_labels
 from torchrec_2dsp.programs.cli.bench_report import bench_compare, bench_report
 from torchrec_2dsp.programs.cli.bench_tables import show_bench
 

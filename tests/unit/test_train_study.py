@@ -13,12 +13,19 @@ from torchrec_2dsp.programs.train.record import CurvePoint, RunRecord, TrainReco
 
 NE = {"one_group": [0.80, 0.82, 0.81], "averaged": [0.84, 0.86, 0.82], "scaled": [0.81, 0.83, 0.82]}
 
+RUNS = {
+    "one_group": {},
+    "averaged": {"num_groups": 4, "sync": "WeightSync", "moment_scale": 1.0},
+    "scaled": {"num_groups": 4, "sync": "WeightSync"},
+}
+
 
 def record(seed: int, **changes: object) -> TrainRecord:
     config = {
         "data": {"seed": seed, "num_dense": 3},
         "model": {"seed": seed, "dim": 8},
         "loop": {"steps": 20, "global_batch_size": 512},
+        "runs": RUNS,
         **changes,
     }
     runs = [
@@ -72,12 +79,39 @@ def test_what_does_not_belong_together(
         gaps_to(records, reference)
 
 
-def test_the_page_says_how_much_of_a_gap_is_closed() -> None:
+def test_the_page_says_how_runs_were_updated_and_how_much_of_a_gap_is_closed() -> None:
     page = study_report(RECORDS, reference="one_group", baseline="averaged")
-    (row,) = [line for line in page.splitlines() if line.startswith("| scaled ")]
-    assert "| 0.82000 | 1000.0 |" in row
-    assert row.endswith("| 67% |")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines()]
+    table = {row[0]: row[1:] for row in rows if len(row) == 6}
+    assert table["run"] == ["sync", "optimizer", "gap", "smallest to largest", "sync MB"]
+    assert table["one_group"][:2] == ["one group", "row-wise AdaGrad"]
+    assert table["averaged"][:2] == ["WeightSync()", "row-wise AdaGrad"]
+    assert table["scaled"][:2] == ["WeightSync()", "row-wise AdaGrad, moment / 4"]
+    assert table["scaled"][2:] == ["1000.0 [1000.0, 1000.0]", "1000.0 to 1000.0", "2.000"]
+    assert table["averaged"][3] == "1000.0 to 4000.0"
+    assert "*one_group* has a normalized entropy of 0.81000 on held-out batches" in page
+    assert "The gap of *averaged* is closed by: one_group 100%, scaled 67%." in page
     assert "10,240 samples in 20 steps, 4 ranks" in page
+    assert "closed by" not in study_report(RECORDS, reference="one_group")
+
+
+@pytest.mark.parametrize(
+    ("run", "optimizer"),
+    [
+        ({"num_groups": 4}, "row-wise AdaGrad"),
+        ({"sync": "WeightSync", "delayed_moment": True}, "row-wise AdaGrad, delayed moment"),
+        ({"sync": "WeightSync", "moment_scale": 2.5}, "row-wise AdaGrad, moment / 2.5"),
+        (
+            {"sync": "WeightSync", "moment_scale": "expected", "moment_rho": 0.05},
+            "row-wise AdaGrad, moment / expected inflation (rho 0.05)",
+        ),
+    ],
+)
+def test_the_page_names_every_optimizer(run: dict[str, object], optimizer: str) -> None:
+    records = [record(seed, runs={**RUNS, "scaled": run}) for seed in range(2)]
+    page = study_report(records, reference="one_group")
+    (row,) = [line for line in page.splitlines() if line.startswith("| scaled ")]
+    assert row.split(" | ")[2] == optimizer
 
 
 def test_the_command_writes_page_plot_and_data(tmp_path: Path) -> None:
@@ -102,7 +136,7 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
 
 def part(seed: int, *names: str, **changes: object) -> TrainRecord:
     """A record of these runs alone."""
-    whole = record(seed, runs={name: {"num_groups": 4} for name in names}, **changes)
+    whole = record(seed, runs={name: RUNS[name] for name in names}, **changes)
     return whole.model_copy(update={"runs": tuple(run for run in whole.runs if run.name in names)})
 
 

@@ -15,13 +15,13 @@ from torchrec_2dsp.programs.bench.markdown_tables import (
     overview_table,
     phase_table,
     plan_table,
-    setting_labels,
     shows_plain_stock,
     step_table,
     traffic_table,
     travel_table,
 )
 from torchrec_2dsp.programs.bench.results import BenchResult
+from torchrec_2dsp.programs.bench.setting_labels import setting_labels
 from torchrec_2dsp.programs.bench.statistics import (
     CONFIDENCE,
     FOREIGN_LOAD_LIMIT_CORES,

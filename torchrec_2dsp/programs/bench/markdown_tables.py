@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 
 from torchrec_2dsp.programs.bench.results import BenchResult, ContestantResult, Outcome
+from torchrec_2dsp.programs.bench.setting_labels import setting_labels
 from torchrec_2dsp.programs.bench.statistics import ContestantSummary, Speedup, Summary
 
 MISSING = "-"
@@ -61,27 +62,6 @@ def phases_in(contestants: Iterable[ContestantResult]) -> list[tuple[str, bool]]
     """Every phase once, as its name and whether it waits: first those that don't."""
     found = dict.fromkeys((part.name, part.waiting) for one in contestants for part in one.phases)
     return sorted(found, key=lambda one: one[1])
-
-
-def places(results: Sequence[BenchResult]) -> list[str]:
-    """The network of each result, and what was measured there if that isn't always the same."""
-    titles = {result.setting.title for result in results}
-    return [
-        result.setting.network + (f", {result.setting.title}" if len(titles) > 1 else "")
-        for result in results
-    ]
-
-
-def setting_labels(results: Sequence[BenchResult]) -> list[str]:
-    """What tells the settings apart: ranks, network, title, and a number if these repeat."""
-    plain = [
-        f"{result.setting.hosts}x{result.setting.ranks_per_host}, {place}"
-        for result, place in zip(results, places(results), strict=True)
-    ]
-    return [
-        f"{label}, run {plain[: index + 1].count(label)}" if plain.count(label) > 1 else label
-        for index, label in enumerate(plain)
-    ]
 
 
 def overview_table(results: Sequence[BenchResult], summaries: Sequence[Summary]) -> str:

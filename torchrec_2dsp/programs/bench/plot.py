@@ -8,14 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.bench.markdown_tables import (
-    ms,
-    names_in,
-    phase_label,
-    phases_in,
-    places,
-)
+from torchrec_2dsp.programs.bench.markdown_tables import ms, names_in, phase_label, phases_in
 from torchrec_2dsp.programs.bench.results import BenchResult, Outcome, Phase
+from torchrec_2dsp.programs.bench.setting_labels import places
 from torchrec_2dsp.report.plots import PALETTE, plotting, save_plot
 
 if TYPE_CHECKING:

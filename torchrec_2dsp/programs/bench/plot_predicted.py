@@ -8,8 +8,8 @@ import numpy as np
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.bench.markdown_predicted import measured_s, predicted_in, predicted_s
-from torchrec_2dsp.programs.bench.markdown_tables import setting_labels
 from torchrec_2dsp.programs.bench.results import BenchResult
+from torchrec_2dsp.programs.bench.setting_labels import setting_labels
 from torchrec_2dsp.report.plots import PALETTE, plotting, save_plot
 
 if TYPE_CHECKING:

@@ -4,8 +4,11 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchrec_2dsp.plan.sync_config import WeightSync
+from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.study.study import CONFIDENCE, Gap, gaps_to
-from torchrec_2dsp.programs.train.record import TrainRecord
+from torchrec_2dsp.programs.train.config import RunConfig
+from torchrec_2dsp.programs.train.record import RunRecord, TrainRecord
 from torchrec_2dsp.report.plots import MARKERS, PALETTE, plotting, save_plot
 
 
@@ -42,38 +45,65 @@ def study_report(
     parts = [f"# {title}", "\n".join(f"- {fact}" for fact in facts)]
     if plot:
         parts.append(f"![Gap to {reference} while training]({plot})")
-    parts += [_HOW_TO_READ.format(reference=reference, confidence=100 * CONFIDENCE)]
+    reference_ne = statistics.fmean(gaps[0].ne)
+    parts.append(
+        f"*{reference}* has a normalized entropy of {reference_ne:.5f} on held-out batches: lower "
+        f"is better, 1 knows nothing. {_HOW_TO_READ.format(confidence=100 * CONFIDENCE)}"
+    )
+    parts.append(_table(records, gaps))
     if baseline:
-        parts.append(f"*Closed* is the share of the gap of *{baseline}* that is gone.")
-    parts.append(_table(records, gaps, baseline))
+        parts.append(_closed(gaps, baseline))
     return "\n\n".join(parts) + "\n"
 
 
 _HOW_TO_READ = (
-    "NE is the normalized entropy of held-out batches: lower is better, 1 knows nothing. *Gap* is "
-    "the difference to *{reference}* with the same seeds, in units of 1e-5: its mean over the "
-    "seeds with a {confidence:.0f}% interval (Student's), the smallest and the largest one."
+    "*Gap* is how much higher a run's is with the same seeds, in units of 1e-5: the mean over the "
+    "seeds with its {confidence:.0f}% interval (Student's), then the smallest and the largest. The "
+    "sync MB are those that a rank sends per step."
 )
 
 
-def _table(records: Sequence[TrainRecord], gaps: Sequence[Gap], baseline: str) -> str:
-    to_close = next((gap.mean for gap in gaps if gap.name == baseline), None)
-    heading = ["run", "sync", "NE", "gap", "interval", "min", "max", "sync MB per step"]
-    rows = [heading + ["closed"] * bool(baseline)]
-    rows.append(["---", "---"] + ["---:"] * (len(rows[0]) - 2))
+def _table(records: Sequence[TrainRecord], gaps: Sequence[Gap]) -> str:
+    rows = [["run", "sync", "optimizer", "gap", "smallest to largest", "sync MB"]]
+    rows.append(["---", "---", "---", "---:", "---:", "---:"])
     for gap in gaps:
         run = records[0].find(gap.name)
         assert run is not None
-        low, high = gap.interval
-        row = [gap.name, run.sync if run.num_groups > 1 else "one group"]
-        row += [f"{statistics.fmean(gap.ne):.5f}", f"{1e5 * gap.mean:.1f}"]
-        row += [f"[{1e5 * low:.1f}, {1e5 * high:.1f}]"]
-        row += [f"{1e5 * value:.1f}" for value in (min(gap.gaps), max(gap.gaps))]
-        row += [f"{run.sync_bytes_per_step / 1e6:.3f}"]
-        if baseline:
-            row.append(f"{100 * (1 - gap.mean / to_close):.0f}%" if to_close else "-")
-        rows.append(row)
+        low, high = (1e5 * end for end in gap.interval)
+        rows.append(
+            [
+                gap.name,
+                run.sync if run.num_groups > 1 else "one group",
+                _optimizer(records[0], run),
+                f"{1e5 * gap.mean:.1f} [{low:.1f}, {high:.1f}]",
+                f"{1e5 * min(gap.gaps):.1f} to {1e5 * max(gap.gaps):.1f}",
+                f"{run.sync_bytes_per_step / 1e6:.3f}",
+            ]
+        )
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _optimizer(record: TrainRecord, run: RunRecord) -> str:
+    """The rule by which the tables of a run were updated, in words."""
+    tree = record.config["runs"][run.name]
+    config = make_config(RunConfig, tree, source=f"runs.{run.name} of the record's config")
+    if config.delayed_moment:
+        return "row-wise AdaGrad, delayed moment"
+    if config.moment_scale == "expected":
+        return f"row-wise AdaGrad, moment / expected inflation (rho {config.moment_rho:g})"
+    is_averaged = config.sync == WeightSync.__name__
+    own_scale = run.num_groups if is_averaged else 1
+    scale = own_scale if config.moment_scale == "from_mesh" else config.moment_scale
+    return "row-wise AdaGrad" + (f", moment / {scale:g}" if scale != 1 else "")
+
+
+def _closed(gaps: Sequence[Gap], baseline: str) -> str:
+    """How much of a run's gap the others have closed."""
+    to_close = next((gap.mean for gap in gaps if gap.name == baseline), None)
+    if not to_close:
+        return f"*{baseline}* has no gap that others could close."
+    shares = [f"{gap.name} {1 - gap.mean / to_close:.0%}" for gap in gaps if gap.name != baseline]
+    return f"The gap of *{baseline}* is closed by: {', '.join(shares)}."
 
 
 def study_plot(records: Sequence[TrainRecord], path: str | Path, *, reference: str) -> None:

@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 from torchrec.distributed.types import ShardingType
-from torchrec_2dsp.planner.explanation.explanation.explain import explain, pareto_front
-from torchrec_2dsp.planner.explanation.explanation.explanation import Explanation
-from torchrec_2dsp.planner.explanation.explanation.table_line import milliseconds
 from typer.testing import CliRunner
 
 import torchrec_2dsp as tdsp
@@ -21,6 +18,9 @@ from torchrec_2dsp.cost.model import CostModel
 from torchrec_2dsp.cost.sent import sent_weights
 from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.plan.serialize import load
+from torchrec_2dsp.planner.explanation.explain import explain, pareto_front
+from torchrec_2dsp.planner.explanation.explanation import Explanation
+from torchrec_2dsp.planner.explanation.table_line import milliseconds
 from torchrec_2dsp.planner.search.choices import Choice
 from torchrec_2dsp.planner.search.meshes import Tried
 from torchrec_2dsp.programs.cli.app import app

@@ -89,7 +89,7 @@ def table_bytes(table: Placed, num_ranks: int) -> Ranks:
         A quarter of a million numbers, and one moment for each of a thousand rows.
 
         >>> from torchrec.distributed.types import ShardingType
-        >>>         >>> from torchrec_2dsp.cost.workload import TableWork
+        >>> from torchrec_2dsp.cost.workload import TableWork
         >>> from torchrec_2dsp.cost.memory import table_bytes
         >>> from torchrec_2dsp.cost.placed import Placed, Shards
         >>> work = TableWork(name="t", num_rows=1_000, dim=256, ids_per_sample=1.0)

@@ -42,8 +42,8 @@ from torchrec_2dsp.planner.arguments import (
     whole_world,
 )
 from torchrec_2dsp.planner.collective import plan_on_rank_0
-from torchrec_2dsp.planner.explanation.explanation.explain import explain
-from torchrec_2dsp.planner.explanation.explanation.explanation import Explanation
+from torchrec_2dsp.planner.explanation.explain import explain
+from torchrec_2dsp.planner.explanation.explanation import Explanation
 from torchrec_2dsp.planner.infeasible import Shortfall, no_plan_text, shortfall
 from torchrec_2dsp.planner.search.cost_search import CostSearch
 from torchrec_2dsp.planner.search.meshes import SearchResult

@@ -7,8 +7,8 @@ import numpy as np
 
 from torchrec_2dsp.cost.loads import Ranks
 from torchrec_2dsp.cost.sent import sent_weights
-from torchrec_2dsp.planner.explanation.explanation.explanation import Explanation
-from torchrec_2dsp.planner.explanation.explanation.table_line import TableLine
+from torchrec_2dsp.planner.explanation.explanation import Explanation
+from torchrec_2dsp.planner.explanation.table_line import TableLine
 from torchrec_2dsp.planner.search.descent import Descent
 from torchrec_2dsp.planner.search.meshes import SearchResult, Tried
 from torchrec_2dsp.planner.search.result import Found
@@ -62,7 +62,7 @@ def pareto_front(tried: Sequence[Tried]) -> list[Tried]:
 
     Example:
         >>> from torchrec_2dsp import Mesh2D
-        >>> from torchrec_2dsp.planner.explanation.explanation.explain import pareto_front
+        >>> from torchrec_2dsp.planner.explanation.explain import pareto_front
         >>> from torchrec_2dsp.planner.search.meshes import Tried
         >>> some = [Tried(Mesh2D(1, 4), *pair) for pair in ((2.0, 5.0), (3.0, 4.0), (3.5, 6.0))]
         >>> [(one.seconds, one.bytes_of_rank) for one in pareto_front(some)]

@@ -15,14 +15,14 @@ from torchrec_2dsp.cost.loads import Ranks
 from torchrec_2dsp.cost.memory import MemoryCost
 from torchrec_2dsp.cost.model import Setting
 from torchrec_2dsp.cost.step_cost import StepCost
-from torchrec_2dsp.planner.explanation.explanation.plots import (
+from torchrec_2dsp.planner.explanation.plots import (
     MAX_BARS,
     front_plot,
     parts_plot,
     ranks_plot,
     tables_plot,
 )
-from torchrec_2dsp.planner.explanation.explanation.table_line import (
+from torchrec_2dsp.planner.explanation.table_line import (
     HEADINGS,
     TableLine,
     milliseconds,

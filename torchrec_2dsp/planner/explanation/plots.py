@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from torchrec_2dsp.cost.loads import Ranks
 from torchrec_2dsp.cost.step_cost import StepCost
-from torchrec_2dsp.planner.explanation.explanation.table_line import TableLine
+from torchrec_2dsp.planner.explanation.table_line import TableLine
 from torchrec_2dsp.planner.search.meshes import Tried
 from torchrec_2dsp.report.page import graph_objects
 from torchrec_2dsp.report.plots import PALETTE

@@ -12,7 +12,7 @@ from torchrec_2dsp.programs.cli.errors import shown_errors
 from torchrec_2dsp.programs.cli.outputs import check_writable
 
 if TYPE_CHECKING:
-    from torchrec_2dsp.planner.explanation.explanation.explanation import Explanation
+    from torchrec_2dsp.planner.explanation.explanation import Explanation
 
 _Config = Annotated[
     Path, typer.Option(help="Model and machines: a TOML file such as configs/runs/plan.toml.")

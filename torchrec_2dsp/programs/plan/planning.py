@@ -17,7 +17,7 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
 from torchrec_2dsp.optim.moment_scaled import MomentScaledRowWiseAdaGrad
 from torchrec_2dsp.planner.constraints import ParameterConstraints2D
-from torchrec_2dsp.planner.explanation.explanation.explanation import Explanation
+from torchrec_2dsp.planner.explanation.explanation import Explanation
 from torchrec_2dsp.planner.planner2d import Planner2D
 from torchrec_2dsp.programs.config.config_file import PathBesideConfig
 from torchrec_2dsp.programs.config.sections import ModelConfig, ReplicationConfig, Section

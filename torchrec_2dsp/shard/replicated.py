@@ -17,9 +17,7 @@ from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.plan.sync_config import GradientSync
 from torchrec_2dsp.replicas.drift import DriftCheck, fingerprint
-from torchrec_2dsp.replicas.gradient_sync import MergeRowGradients
-from torchrec_2dsp.replicas.local_updates import LocalUpdates
-from torchrec_2dsp.replicas.merge import RowMerge
+from torchrec_2dsp.replicas.gradient_sync import GradientSyncAction
 from torchrec_2dsp.replicas.sync_point import SyncAction, SyncPoint
 from torchrec_2dsp.replicas.sync_reason import SyncReason
 from torchrec_2dsp.shard.averaging import averages, copied_shards
@@ -216,21 +214,26 @@ class ReplicatedModule:
             if groups.mesh.num_groups == 1 and not replication.captures:
                 return []
             peers, transport = groups.replica_rows, sync.transport.dtype
-            merge = RowMerge(
+            copied = copied_shards(kernels)
+            action = GradientSyncAction(
                 [kernel.capture_rows(peers, transport) for kernel in kernels],
                 groups.alarm,
-                sync.delay,
+                DriftCheck(copied, groups.replica_peers, groups.alarm, sync.drift_every),
+                delay=sync.delay,
                 is_layered=peers.is_layered,
                 make_updater=replication.make_updater,
             )
-            copied = copied_shards(kernels)
-            drift = DriftCheck(copied, groups.replica_peers, groups.alarm, sync.drift_every)
-            return [MergeRowGradients(merge, drift)]
+            return [action]
         actions: list[SyncAction] = []
         if replication.delays_moment:
             alone = [kernel.capture_rows(None, torch.float32) for kernel in kernels]
-            merge = RowMerge(alone, groups.alarm, make_updater=replication.make_updater)
-            actions.append(LocalUpdates(merge))
+            updates = GradientSyncAction(
+                alone,
+                groups.alarm,
+                make_updater=replication.make_updater,
+                precedes_average=True,
+            )
+            actions.append(updates)
         if groups.mesh.num_groups > 1:
             actions += averages(kernels, sync, groups)
         return actions

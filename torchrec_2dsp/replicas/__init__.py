@@ -1,7 +1,7 @@
 """What copies of a row tell each other, and when.
 
-Row gradients: `capture` holds back the update of a lookup, `exchange` adds the gradients up over the
-ranks that hold the same rows, over the hops of `hops`, and `gradient_sync` applies them once:
+Row gradients: `capture` holds back the update of a lookup, `exchange` adds the gradients up over
+the ranks that hold the same rows, by the `hops` of a route, and `gradient_sync` applies them once:
 
     backward -> captured -> sending -> (on other hosts) -> arrived -> updated on every rank
 

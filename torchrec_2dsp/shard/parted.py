@@ -21,7 +21,7 @@ from torchrec.streamable import Multistreamable
 
 from torchrec_2dsp._compat.torchrec import KJTListSplitsAwaitable
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
-from torchrec_2dsp.shard.hot_module import HotRowsModule
+from torchrec_2dsp.shard.hot_rows.module import HotRowsModule
 from torchrec_2dsp.shard.optimizers import table_of
 
 Output = KeyedTensor | dict[str, JaggedTensor]

@@ -21,10 +21,10 @@ from torchrec_2dsp.replicas.gradient_sync import GradientSyncAction
 from torchrec_2dsp.replicas.sync_point import SyncAction, SyncPoint
 from torchrec_2dsp.replicas.sync_reason import SyncReason
 from torchrec_2dsp.shard.averaging import averages, copied_shards
-from torchrec_2dsp.shard.batch_check import BatchCheck
+from torchrec_2dsp.shard.batch.batch_check import BatchCheck
 from torchrec_2dsp.shard.kernels import EmbeddingBagKernel, EmbeddingKernel, Kernel
 from torchrec_2dsp.shard.replication import Replication
-from torchrec_2dsp.shard.row_arrangement import RowArrangement, arrangement_of
+from torchrec_2dsp.shard.row_exchange.arrangement import RowArrangement, arrangement_of
 from torchrec_2dsp.shard.synced_optimizer import SyncedOptimizer
 
 _DATA_PARALLEL = ShardingType.DATA_PARALLEL.value

@@ -11,7 +11,7 @@ from torchrec_2dsp.plan.sync_config import SyncConfig
 from torchrec_2dsp.replicas.gradient_sync import Updater, quickest_updater
 from torchrec_2dsp.rows.direct_update import DirectUpdater
 from torchrec_2dsp.rows.update import RowUpdater
-from torchrec_2dsp.shard.id_check import BadIds
+from torchrec_2dsp.shard.bad_ids import BadIds
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from torchrec_2dsp._compat.torchrec import (
 )
 from torchrec_2dsp.plan.parameter_sharding import ROW_EXCHANGE, ROW_EXCHANGE_PER_HOST, nonempty_type
 from torchrec_2dsp.shard.kernels import EmbeddingKernel
-from torchrec_2dsp.shard.pooled_exchange import NonEmptyCw, NonEmptyRw, NonEmptyTw
+from torchrec_2dsp.shard.nonempty.exchange import NonEmptyCw, NonEmptyRw, NonEmptyTw
 from torchrec_2dsp.shard.pooled_lookup import LooksUpBags
-from torchrec_2dsp.shard.row_exchange import (
+from torchrec_2dsp.shard.row_exchange.exchange import (
     PerHostRowExchangePooled,
     PerHostRowExchangeSequence,
     RowExchangePooled,

@@ -22,9 +22,9 @@ from torchrec_2dsp.errors import SyncError
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
 from torchrec_2dsp.replicas.drift import CopiedShard, DriftCheck
 from torchrec_2dsp.replicas.gradient_sync import GradientSyncAction
-from torchrec_2dsp.shard.hot_sets import HotSets
-from torchrec_2dsp.shard.hot_split import HotBatch
-from torchrec_2dsp.shard.hot_tables import HotSlice, HotTbe, hot_slices
+from torchrec_2dsp.shard.hot_rows.sets import HotSets
+from torchrec_2dsp.shard.hot_rows.split import HotBatch
+from torchrec_2dsp.shard.hot_rows.tables import HotSlice, HotTbe, hot_slices
 from torchrec_2dsp.shard.kernels import Kernel
 
 Tensors = dict[str, torch.Tensor]

@@ -21,7 +21,7 @@ from torchrec_2dsp._compat.torchrec import (
     SequenceEmbeddingsAllToAll,
     TwPooledEmbeddingSharding,
 )
-from torchrec_2dsp.shard.nonempty_bags import (
+from torchrec_2dsp.shard.nonempty.bags import (
     BagNotes,
     Channel,
     FilledBags,

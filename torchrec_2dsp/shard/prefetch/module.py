@@ -10,9 +10,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.replicas.sync_reason import SyncReason
 from torchrec_2dsp.replicas.sync_report import SyncReport
-from torchrec_2dsp.shard.hot_module import HotRowsModule
-from torchrec_2dsp.shard.row_exchange import RowFetch
-from torchrec_2dsp.shard.row_journey import RowJourney
+from torchrec_2dsp.shard.hot_rows.module import HotRowsModule
+from torchrec_2dsp.shard.prefetch.journey import RowJourney
+from torchrec_2dsp.shard.row_exchange.exchange import RowFetch
 
 _LABEL = "## rows beside computing ##"
 """In profiles."""

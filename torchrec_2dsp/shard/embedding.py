@@ -8,6 +8,7 @@ from torchrec.distributed.embedding import EmbeddingCollectionContext, ShardedEm
 from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_2dsp._compat.shardings import input_dists_of
 from torchrec_2dsp.comms.alarm import Check
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.shard.batch.batch_check import BatchCheck
@@ -98,7 +99,7 @@ class ShardedEmbeddingCollection2D(RowPrefetchModule, ShardedEmbeddingCollection
             features, ctx.batch_check = self._batch_check(bags.features, bags.error)
         features, ctx.hot = self._split_hot_rows(features)
         ctx.asked = super().input_dist(ctx, features)
-        keep_needed_rows(ctx.sharding_contexts, self._input_dists)
+        keep_needed_rows(ctx.sharding_contexts, input_dists_of(self))
         return ctx.asked
 
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:

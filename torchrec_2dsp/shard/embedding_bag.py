@@ -18,6 +18,7 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from torchrec_2dsp._compat.shardings import input_dists_of
 from torchrec_2dsp._compat.torchrec import CwPooledEmbeddingSharding
 from torchrec_2dsp.comms.alarm import Check
 from torchrec_2dsp.plan.parameter_sharding import (
@@ -166,8 +167,8 @@ class ShardedEmbeddingBagCollection2D(RowPrefetchModule, ShardedEmbeddingBagColl
             }
         features, ctx.hot = self._split_hot_rows(features)
         ctx.asked = super().input_dist(ctx, features)
-        keep_needed_rows(ctx.sharding_contexts, self._input_dists)
-        keep_filled_bags(ctx.sharding_contexts, self._input_dists)
+        keep_needed_rows(ctx.sharding_contexts, input_dists_of(self))
+        keep_filled_bags(ctx.sharding_contexts, input_dists_of(self))
         return ctx.asked
 
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:

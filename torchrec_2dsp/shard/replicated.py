@@ -11,6 +11,7 @@ from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
+from torchrec_2dsp._compat.shardings import lookups_of
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
 from torchrec_2dsp.comms.naming_faults import naming_faults
 from torchrec_2dsp.plan.parameter_sharding import base_type
@@ -91,7 +92,7 @@ class ReplicatedModule:
 
     def kernels(self: Any) -> list[Kernel]:
         """The fused kernels of this rank."""
-        return list(_kernels(self._lookups))
+        return list(_kernels(lookups_of(self)))
 
     def tbes(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
         """FBGEMM's part of all fused kernels of this rank, also of those for hot rows."""
@@ -111,7 +112,7 @@ class ReplicatedModule:
             data-parallel table on the world.
         """
         self._broadcast_shards()
-        for lookup in self._lookups:
+        for lookup in lookups_of(self):
             if isinstance(lookup, DistributedDataParallel):
                 for param in lookup.parameters():
                     world = self._replication.groups.world

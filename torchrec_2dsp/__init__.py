@@ -3,11 +3,13 @@ and the sharders."""
 
 import sys
 
+from torchrec_2dsp._compat.upstream_names import require_upstream_names
 from torchrec_2dsp._compat.versions import is_doctor_command, require_supported_versions
 
 # The doctor has to run where everything else would fail, so it alone starts without the rest.
 if not is_doctor_command(sys.orig_argv, sys.argv):
     require_supported_versions()
+    require_upstream_names()
 
     from torchrec_2dsp.access.counter import RowCounter
     from torchrec_2dsp.access.hot_set import HotSet

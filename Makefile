@@ -61,10 +61,17 @@ test-all: $(INSTALLED)  ## run all tests
 	$(BIN)/pytest tests/unit
 	$(BIN)/pytest --ignore tests/unit
 
-# A slice of every kind of test, to see whether another TorchRec works at all.
-SMOKE := tests/unit/test_versions.py
+# One test of each kind of what depends on TorchRec the most, for a version that isn't the default.
+SMOKE := tests/unit/test_versions.py tests/unit/test_needed_names.py \
+  tests/unit/test_upstream_names.py tests/unit/test_planned_options.py \
+  "tests/dist/test_parity.py::test_bags_equal_the_unsharded_model[table_wise]" \
+  "tests/dist/test_parity.py::test_sequences_equal_the_unsharded_model[row_wise]" \
+  tests/dist/test_planner.py::test_every_rank_gets_the_plan_of_a_search_by_cost \
+  tests/dist/test_row_prefetch.py::test_bags_train_as_without \
+  tests/dist/test_checkpoint.py::test_a_model_travels_to_stock_torchrec_and_back \
+  tests/dist/test_weight_sync.py::test_a_report_counts_what_was_written_and_sent
 
-smoke: $(INSTALLED)  ## run few tests of each kind, in about a minute
+smoke: $(INSTALLED)  ## run one test of each kind, in about a minute
 	$(BIN)/pytest $(SMOKE)
 
 fuzz: $(INSTALLED)  ## run random cases on two cores, for SECONDS=3600

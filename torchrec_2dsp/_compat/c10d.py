@@ -44,7 +44,9 @@ def _timeout(options: Backend.Options) -> timedelta:
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Let collectives of a group that others have made take so long, and no longer."""
-    _c10d._set_pg_timeout(timeout, group)
+    # Public since torch 2.14, where the private name warns.
+    setter = getattr(dist, "set_timeout", None) or _c10d._set_pg_timeout
+    setter(timeout, group)
 
 
 def store_of_world() -> dist.Store:

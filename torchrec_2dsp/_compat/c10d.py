@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
+from torch._ops import OpOverload
 from torch.distributed import distributed_c10d as _c10d
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.utils import _pytree
@@ -77,12 +78,12 @@ def is_dispatch_watched() -> bool:
     return _get_current_dispatch_mode() is not None
 
 
-def operator_name(operator: Any) -> str:
+def operator_name(operator: OpOverload) -> str:
     """An operator's name without its namespace, such as ``allreduce_``."""
     return operator._schema.name.split("::")[1]
 
 
-def argument_names(operator: Any) -> list[str]:
+def argument_names(operator: OpOverload) -> list[str]:
     """The names of an operator's arguments, in their order."""
     return [argument.name for argument in operator._schema.arguments]
 

@@ -30,7 +30,8 @@ def drawn_layers(text: str) -> list[frozenset[str]]:
 def test_the_drawing_of_layers_is_the_one_that_is_enforced() -> None:
     drawn = drawn_layers((DOCS / "architecture.md").read_text())
     assert drawn == [
-        frozenset(room.replace(f"{PROGRAMS}.", f"{PROGRAMS}/") for room in layer) for layer in LAYERS
+        frozenset(room.replace(f"{PROGRAMS}.", f"{PROGRAMS}/") for room in layer)
+        for layer in LAYERS
     ]
 
 
@@ -44,7 +45,9 @@ def texts_of(tree: ast.AST) -> list[str]:
     texts = []
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            parts = [part.value if isinstance(part, ast.Constant) else "..." for part in node.values]
+            parts = [
+                part.value if isinstance(part, ast.Constant) else "..." for part in node.values
+            ]
             texts.append("".join(map(str, parts)))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             texts.append(re.sub(r"%[sdr]|\{\}", "...", node.value))
@@ -81,3 +84,12 @@ def test_errors_are_in_the_order_of_the_alphabet() -> None:
 def test_an_error_that_nobody_raises_is_noticed() -> None:
     assert "the plan has no table" in package_texts()
     assert "the plan has no chair" not in package_texts()
+
+
+def test_the_reference_lists_the_public_names() -> None:
+    page = (DOCS / "api" / "README.md").read_text()
+    names = re.findall(r"^\| `(\w+)` \| (\w+) \|", page, re.MULTILINE)
+    assert sorted(name for name, _ in names) == sorted(torchrec_2dsp.__all__)
+    for name, room in names:
+        module = getattr(torchrec_2dsp, name).__module__
+        assert module.split(".")[1] == room, f"{name} is of {module}"

@@ -23,6 +23,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 LOCKED := $(VENV)/.locked-$(VARIANT)-torch-$(TORCH_VERSION)
 INSTALLED := $(VENV)/.installed-$(VARIANT)
+DOCS_VENV := .venv-docs
+DOCS_LOCKED := $(DOCS_VENV)/.locked
 LOCKS_FOLDER_1.8 := requirements
 LOCKS_FOLDER_1.9 := requirements/torchrec-1.9
 LOCKS := $(LOCKS_FOLDER_$(TORCHREC))/$(VARIANT).txt requirements/dev.txt
@@ -41,7 +43,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo bench test test-all smoke fuzz lint clean
+.PHONY: help demo bench test test-all smoke fuzz lint docs clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -82,8 +84,11 @@ lint: $(INSTALLED)  ## check style, format and types
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 
+docs: $(DOCS_LOCKED)  ## build the documentation into build/docs; a broken link or reference fails
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --config-file docs/site/mkdocs.yml
+
 clean:  ## remove .venv and everything that was built
-	rm -rf $(VENV_1.8) $(VENV_1.9) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV_1.8) $(VENV_1.9) $(DOCS_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A changed lock starts from an empty environment: pip would leave behind what a lock dropped,
@@ -98,4 +103,10 @@ $(LOCKED): $(LOCKS)
 
 $(INSTALLED): $(LOCKED) pyproject.toml
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+# The documentation has an environment of its own: nothing of it is needed to train, test or lint.
+$(DOCS_LOCKED): requirements/docs.txt
+	$(PYTHON) -m venv --clear $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r $<
 	touch $@

@@ -1,6 +1,9 @@
-"""The swap that the README prints runs, line by line, between what a user has before and after."""
+"""What the README and the migration guide print runs as it is printed."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,38 @@ from tests.support.models import ModelSpec, make_batch
 from tests.support.parity import make_optimizer
 from tests.support.ranks import RankPool
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+MIGRATION = ROOT / "docs" / "guides" / "migrate.md"
+
+
+def blocks(page: Path, info: str) -> list[str]:
+    """The contents of the fenced blocks of a page that begin with ``info``."""
+    return re.findall(rf"^```{info}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_the_script_of_the_readme_runs_when_it_is_pasted(tmp_path: Path) -> None:
+    (source,) = blocks(README, "python script")
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.forked_scripts", str(script)],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.stdout.endswith(f"{script} 0 0 0 0\n"), done.stderr[-5000:]
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss (\S+)", done.stdout)]
+    assert len(losses) == 20
+    assert len(set(losses)) > 10
 
 
 def swapped() -> str:
-    """The lines of the README's diff that are there afterwards."""
-    (block,) = re.findall(r"^```diff\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    """The lines of the migration guide's diff that are there afterwards."""
+    (block,) = blocks(MIGRATION, "diff")
     lines = [line for line in block.splitlines() if not line.startswith("- ")]
     return "\n".join(line[2:] for line in lines)
 
@@ -45,7 +74,7 @@ def run_swap(rank: int, world_size: int, source: str) -> list[float]:
     return [script["pipeline"].progress(batches)[0].item() for _ in range(3)]
 
 
-def test_the_swap_of_the_readme_runs(ranks2: RankPool) -> None:
+def test_the_swap_of_the_migration_guide_runs(ranks2: RankPool) -> None:
     source = swapped()
     assert "Planner2D" in source
     assert source.rstrip().rpartition("\n")[2].startswith("pipeline = ")

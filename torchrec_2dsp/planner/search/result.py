@@ -8,7 +8,7 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.sharding_plan import placement
-from torchrec.distributed.types import ModuleShardingPlan, ShardingType
+from torchrec.distributed.types import ShardingType
 
 from torchrec_2dsp.cost.loads import Ranks
 from torchrec_2dsp.cost.memory import MemoryCost
@@ -18,7 +18,7 @@ from torchrec_2dsp.cost.span import Span
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import exchanges_rows
 from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D, type_2d
-from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D
+from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.planner.search.choices import Candidate, Choice, rated_beside
 from torchrec_2dsp.planner.search.descent import Placement, RanksOf
 
@@ -99,12 +99,7 @@ class Found:
             for candidate, sharding in self.once._shardings(device):
                 once = replace(sharding, num_groups=1)
                 tables.setdefault(candidate.path, {})[candidate.name] = once
-        modules: dict[str, ModuleShardingPlan] = {
-            path: ModulePlan2D(some, mesh=mesh, sync=sync) for path, some in tables.items()
-        }
-        made = Plan2D(plan=modules, mesh=mesh, sync=sync)
-        made.validate()
-        return made
+        return Plan2D.of_tables(tables, mesh=mesh, sync=sync)
 
     def _shardings(self, device: str) -> Iterator[tuple[Candidate, ParameterSharding2D]]:
         for candidate, choice, ranks in zip(

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from torchrec_2dsp.cost.loads import Ranks
 from torchrec_2dsp.cost.memory import MemoryCost
-from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.planner.explanation.plots import (
     MAX_BARS,
@@ -49,7 +49,7 @@ class Rows(NamedTuple):
 class Explanation:
     """Of a plan; see `Planner2D.explain`."""
 
-    setting: Setting
+    setting: CostSetting
     """The mesh, and all else that its cost depends on."""
 
     where: str

@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 from torchrec.distributed.types import ShardingType
 
-from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.errors import PlanError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
@@ -28,7 +28,7 @@ _PATIENCE = 2
 
 
 def search_copies(
-    candidates: Sequence[Candidate], settings: Sequence[Setting], room: float
+    candidates: Sequence[Candidate], settings: Sequence[CostSetting], room: float
 ) -> SearchResult:
     """The best placements, with as many copies of each table as are best, or are demanded.
 
@@ -64,7 +64,7 @@ def search_copies(
     return SearchResult(sorted(found, key=lambda one: one.rated_s), tried, room)
 
 
-def _beside_the_best(settings: Sequence[Setting], tried: Sequence[Tried]) -> list[Setting]:
+def _beside_the_best(settings: Sequence[CostSetting], tried: Sequence[Tried]) -> list[CostSetting]:
     """Meshes on which something else may be best: the best ones, and those where nothing fits."""
     seconds: dict[Mesh2D, float] = {}
     for one in tried:
@@ -83,7 +83,7 @@ def _best(found: Sequence[Found]) -> float:
 def _most_promising(drafts: "Iterator[_Draft]", to_beat: float) -> "_Draft | None":
     """The best draft that may be better. Ends when larger sets of tables get worse."""
     best: _Draft | None = None
-    settings: Sequence[Setting] = ()
+    settings: Sequence[CostSetting] = ()
     in_vain = 0
     for draft in drafts:
         draft = replace(draft, settings=settings or draft.settings)
@@ -97,7 +97,9 @@ def _most_promising(drafts: "Iterator[_Draft]", to_beat: float) -> "_Draft | Non
     return best
 
 
-def _as_demanded(candidates: Sequence[Candidate], settings: Sequence[Setting]) -> list[Setting]:
+def _as_demanded(
+    candidates: Sequence[Candidate], settings: Sequence[CostSetting]
+) -> list[CostSetting]:
     """The meshes with as many groups as users demand."""
     numbers = {
         one.num_groups: one.name
@@ -121,7 +123,7 @@ class _Draft:
 
     once: Sequence[Candidate]
     others: Sequence[Candidate]
-    settings: Sequence[Setting]
+    settings: Sequence[CostSetting]
     """Meshes of the others."""
 
     room: float
@@ -132,12 +134,12 @@ class _Draft:
         return self._rated[0][0] if self._rated else np.inf
 
     @property
-    def best_settings(self) -> list[Setting]:
+    def best_settings(self) -> list[CostSetting]:
         """Of the meshes that come out best."""
         return [self.settings[number] for _, number in self._rated[:_MESHES]]
 
     @property
-    def promising_settings(self) -> list[Setting]:
+    def promising_settings(self) -> list[CostSetting]:
         """Those, and the meshes that have no room as yet."""
         fitting = {number for _, number in self._rated}
         others = [one for number, one in enumerate(self.settings) if number not in fitting]
@@ -177,13 +179,15 @@ class _Draft:
             self.room,
         )
 
-    def _beside(self, cost: StepCost, settings: Sequence[Setting] | None = None) -> list[Setting]:
+    def _beside(
+        self, cost: StepCost, settings: Sequence[CostSetting] | None = None
+    ) -> list[CostSetting]:
         beside = replace(cost, hidden_s=0.0)
         return [replace(one, beside=beside) for one in settings or self.settings]
 
 
 def _drafts(
-    candidates: Sequence[Candidate], settings: Sequence[Setting], room: float
+    candidates: Sequence[Candidate], settings: Sequence[CostSetting], room: float
 ) -> Iterator[_Draft]:
     demanded = [one for one in candidates if one.num_groups == 1]
     free = [one for one in candidates if one.num_groups is None]

@@ -12,7 +12,7 @@ from torchrec.distributed.types import CommOp, ModuleSharder
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.memory import table_bytes
-from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.errors import ConfigError, PlanError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
@@ -85,7 +85,7 @@ class CostSearch:
             raise PlanError(no_plan_text(largest.mesh, missing, ""))
         return result
 
-    def settings(self, workload: Workload, world: Topology) -> list[Setting]:
+    def settings(self, workload: Workload, world: Topology) -> list[CostSetting]:
         """Every mesh that is tried, and what else its cost depends on.
 
         Args:
@@ -103,7 +103,9 @@ class CostSearch:
                 "; ".join(differences),
             )
         meshes = [self.mesh] if self.mesh else meshes_of(world.world_size, per_host, MAX_GROUP_SIZE)
-        return [Setting(self.calibration, workload, mesh, self.sync, per_host) for mesh in meshes]
+        return [
+            CostSetting(self.calibration, workload, mesh, self.sync, per_host) for mesh in meshes
+        ]
 
     def workload_of(self, module: nn.Module, wire_bytes: tuple[float, float]) -> Workload:
         """What a step does.
@@ -138,7 +140,7 @@ def _wire_bytes(sharders: Sequence[ModuleSharder[nn.Module]]) -> tuple[float, fl
     return 4.0, 4.0
 
 
-def _shortfall(candidates: Sequence[Candidate], setting: Setting, room: int) -> Shortfall:
+def _shortfall(candidates: Sequence[Candidate], setting: CostSetting, room: int) -> Shortfall:
     """What tables need at the least in the largest groups, against what there is."""
     group = setting.group
     on_one, on_all, buffers = {}, {}, 0

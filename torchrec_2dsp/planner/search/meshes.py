@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
 from torchrec_2dsp.planner.search.choices import Candidate
 from torchrec_2dsp.planner.search.descent import Descent, Placement
@@ -87,7 +87,7 @@ class SearchResult:
 
 
 def search(
-    candidates: Sequence[Candidate], settings: Sequence[Setting], room: float
+    candidates: Sequence[Candidate], settings: Sequence[CostSetting], room: float
 ) -> SearchResult:
     """The best placements on the meshes that come out best.
 
@@ -123,7 +123,7 @@ def search(
 
 
 def chosen_on_each(
-    candidates: Sequence[Candidate], settings: Sequence[Setting], room: float
+    candidates: Sequence[Candidate], settings: Sequence[CostSetting], room: float
 ) -> list[tuple[Space, list[Selected]]]:
     """Good choices on each mesh that has some, both with the best first.
 
@@ -147,8 +147,8 @@ def effort_for(candidates: Sequence[Candidate]) -> Effort:
 
 
 def _best_settings(
-    candidates: Sequence[Candidate], settings: Sequence[Setting], room: float
-) -> list[Setting]:
+    candidates: Sequence[Candidate], settings: Sequence[CostSetting], room: float
+) -> list[CostSetting]:
     """The meshes that are best for a part of the tables: small and large ones, as there are."""
     by_size = sorted(candidates, key=lambda one: one.work.num_rows * one.work.dim)
     every = len(by_size) // _SAMPLE
@@ -225,6 +225,6 @@ def _placed(space: Space, some: Sequence[Selected], room: float, effort: Effort)
     return min(found, key=lambda one: one.rated_s, default=None)
 
 
-def _nothing(setting: Setting) -> Found:
+def _nothing(setting: CostSetting) -> Found:
     cost = setting.step_cost(setting.loads([]))
     return Found(setting, [], Placement((), ()), cost, np.zeros(setting.group.num_ranks))

@@ -12,7 +12,7 @@ from torchrec.distributed.types import ShardingType
 
 from torchrec_2dsp.cost.loads import Ranks
 from torchrec_2dsp.cost.memory import MemoryCost
-from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.placed import Placed
 from torchrec_2dsp.cost.span import Span
 from torchrec_2dsp.cost.step_cost import StepCost
@@ -27,7 +27,7 @@ from torchrec_2dsp.planner.search.descent import Placement, RanksOf
 class Found:
     """The best placement on a mesh."""
 
-    setting: Setting
+    setting: CostSetting
     """The mesh, and all else that its cost depends on."""
 
     candidates: Sequence[Candidate]

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from torchrec_2dsp.cost.loads import LOADS, Loads
 from torchrec_2dsp.cost.memory import table_bytes
-from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import message_type
 from torchrec_2dsp.plan.parameter_sharding import Exchange
@@ -28,7 +28,7 @@ class Space:
     another one, the rest is `numpy.inf` in ``bytes_of_rank``.
     """
 
-    setting: Setting
+    setting: CostSetting
     candidates: Sequence[Candidate]
     choices: Sequence[Sequence[Choice]]
     """Of each table, those that the mesh has a use for."""
@@ -53,7 +53,7 @@ class Space:
 
     @classmethod
     def of(
-        cls, candidates: Sequence[Candidate], setting: Setting, stand_for: float = 1.0
+        cls, candidates: Sequence[Candidate], setting: CostSetting, stand_for: float = 1.0
     ) -> "Space":
         """Of tables that are to be sharded.
 

@@ -20,7 +20,7 @@ from torchrec.distributed.types import CommOp
 from torchrec_2dsp._compat.torchrec import sharder_data_of
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.cost.calibration import Calibration
-from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
@@ -42,7 +42,7 @@ class Loaded(NamedTuple):
     """What a planner has enumerated, in the search's words."""
 
     candidates: list[Candidate]
-    settings: list[Setting]
+    settings: list[CostSetting]
     options: KnownOptions
 
 

@@ -9,14 +9,14 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
 
-from torchrec_2dsp.cost.model import CostModel, Setting
+from torchrec_2dsp.cost.model import CostModel, CostSetting
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.plan2d import Plan2D
 
 
 def torchrec_cost(
-    setting: Setting,
+    setting: CostSetting,
     model: nn.Module,
     topology: Topology,
     constraints: Mapping[str, ParameterConstraints],

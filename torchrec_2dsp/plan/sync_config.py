@@ -178,3 +178,7 @@ def _shown(config: Any) -> str:
 
 
 SyncConfig = GradientSync | WeightSync
+"""How replicas are kept equal."""
+
+EXACT_SYNC = GradientSync()
+"""The default: exact, at every step."""

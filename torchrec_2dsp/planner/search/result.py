@@ -1,4 +1,4 @@
-"""`Found`: what the search found, and the plan that TorchRec's objects make of it."""
+"""`Found`: a placement that the search found, and the plan that TorchRec's objects make of it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -34,10 +34,10 @@ class Found:
     placement: Placement
 
     cost: StepCost
-    """Of a step."""
+    """The cost of a step."""
 
     bytes_by_rank: Ranks
-    """What each rank of a group keeps."""
+    """The bytes that each rank of a group keeps."""
 
     once: "Found | None" = None
     """Tables with one copy in the world beside those; cost and memory count them."""
@@ -50,18 +50,18 @@ class Found:
 
     @cached_property
     def memory(self) -> MemoryCost:
-        """Of the fullest rank."""
-        found = self.setting.memory_cost(self._placed)
-        return found if self.once is None else found + self.once.memory
+        """The memory of the fullest rank."""
+        cost = self.setting.memory_cost(self._placed)
+        return cost if self.once is None else cost + self.once.memory
 
     def prefetching(self, room: float) -> StepCost | None:
-        """Of a step in which rows travel beside computing; none if they do already or can't.
+        """A step in which rows travel beside computing; none if they do already or can't.
 
         Args:
             room: bytes that a rank has.
         """
         setting = self.setting
-        exchanges = any(exchanges_rows(one) for one in self._types())
+        exchanges = any(exchanges_rows(message_type) for message_type in self._types())
         if setting.workload.prefetches_rows or setting.mesh.num_groups > 1 or not exchanges:
             return None
         workload = replace(setting.workload, prefetches_rows=True, is_pipelined=True)
@@ -78,7 +78,7 @@ class Found:
 
     @property
     def rated_s(self) -> float:
-        """By which it is compared with others."""
+        """The rating by which it is compared with others."""
         in_world = set() if self.once is None else self.once._types()
         return rated_beside(self.cost, self._types(), in_world)
 
@@ -86,7 +86,7 @@ class Found:
         return {choice.message_type for choice in self.placement.choices}
 
     def plan(self, device: str) -> Plan2D:
-        """With TorchRec's objects for each shard.
+        """The plan, with TorchRec's objects for each shard.
 
         Args:
             device: "cpu" or "cuda".

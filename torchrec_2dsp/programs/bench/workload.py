@@ -33,7 +33,7 @@ def workload_of(
         dim: of the tables.
         dense: what the model does beside them, if that is known.
     """
-    wire = _wire_bytes(one.qcomms, dim)
+    wire = _bytes_per_number(one.qcomms, dim)
     return replace(
         tables,
         dense=dense or DenseWork(),
@@ -78,6 +78,6 @@ def measure_dense(config: BenchConfig, world: dist.ProcessGroup) -> DenseWork:
     )
 
 
-def _wire_bytes(qcomms: str, dim: int) -> float:
-    """Of a number; INT8 has a scale and an offset for each row."""
+def _bytes_per_number(qcomms: str, dim: int) -> float:
+    """Bytes of a number that travels; INT8 has a scale and an offset for each row."""
     return {"fp32": 4.0, "fp16": 2.0, "int8": 1 + 8 / dim}[qcomms]

@@ -18,7 +18,7 @@ from torchrec.distributed.planner.types import (
 from torchrec_2dsp.cost.coefficients import BagCost, CollectiveCost, KernelCost
 from torchrec_2dsp.errors import CalibrationError
 
-FORMAT = 3
+CALIBRATION_FORMAT = 3
 
 
 class _CalibrationPart(BaseModel):
@@ -113,7 +113,7 @@ class Calibration(_CalibrationPart):
         2
     """
 
-    format: int = Field(default=FORMAT, ge=FORMAT, le=FORMAT)
+    format: int = Field(default=CALIBRATION_FORMAT, ge=CALIBRATION_FORMAT, le=CALIBRATION_FORMAT)
     """The format of the file."""
 
     hardware: Hardware
@@ -157,8 +157,8 @@ class Calibration(_CalibrationPart):
             wrong = error.errors()[0]
             where = ".".join(str(part) for part in wrong["loc"])
             raise CalibrationError(
-                f"{path} is no calibration of format {FORMAT}: {where}: {wrong['msg']}; make one "
-                "with the calibrate command"
+                f"{path} is no calibration of format {CALIBRATION_FORMAT}: {where}: "
+                f"{wrong['msg']}; make one with the calibrate command"
             ) from error
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What the operating system knows: load, bytes on interfaces, memory, and what this machine is."""
+"""Facts of the operating system: load, bytes on interfaces, memory, and what this machine is."""
 
 import ctypes
 import gc
@@ -21,10 +21,10 @@ class Load:
     """Equal for ranks on one machine, also in containers and namespaces."""
 
     busy_s: float
-    """What all processes of the machine used, and what a virtual machine's host took."""
+    """Processor seconds of all processes here, and those that a virtual machine's host took."""
 
     own_s: float
-    """What some processes used."""
+    """Processor seconds of the benchmark's own processes."""
 
 
 def load(pids: Sequence[int]) -> Load:
@@ -72,14 +72,14 @@ class Sent:
     """Bytes that left through network interfaces so far."""
 
     link_bytes: int
-    """Through the named interface."""
+    """Bytes through the named interface."""
 
     loopback_bytes: int
-    """Through lo."""
+    """Bytes through lo."""
 
 
 def sent(interface: str) -> Sent:
-    """What this network namespace has sent."""
+    """The bytes that this network namespace has sent."""
     counters = {}
     for line in (_PROC / "net/dev").read_text().splitlines()[2:]:
         name, _, numbers = line.partition(":")
@@ -116,8 +116,8 @@ def _status_bytes(key: str) -> int | None:
         lines = (_PROC / "self/status").read_text().splitlines()
     except OSError:
         return None
-    found = [line.split()[1] for line in lines if line.startswith(f"{key}:")]
-    return int(found[0]) * 1024 if found else None
+    values = [line.split()[1] for line in lines if line.startswith(f"{key}:")]
+    return int(values[0]) * 1024 if values else None
 
 
 def keep_libraries_in_memory() -> bool:
@@ -162,11 +162,11 @@ def describe_machine() -> dict[str, str]:
 
 
 def describe_versions() -> dict[str, str]:
-    """Of Python and the packages that matter."""
-    found = {"python": platform.python_version()}
+    """The versions of Python and of the packages that matter."""
+    versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

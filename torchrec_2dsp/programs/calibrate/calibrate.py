@@ -48,14 +48,14 @@ def calibrate(
         facts={"local_world_size": str(local_world_size)},
     )
     collectives = {
-        one: fit_collective(one, samples)
-        for one, samples in measure_collectives(
+        collective: fit_collective(collective, samples)
+        for collective, samples in measure_collectives(
             world, local_world_size=local_world_size, progress=progress
         ).items()
     }
     kernels = {
-        one: fit_kernel(one, samples)
-        for one, samples in measure_kernels(world, progress=progress).items()
+        kernel: fit_kernel(kernel, samples)
+        for kernel, samples in measure_kernels(world, progress=progress).items()
     }
     progress("collectives and computing together")
     beside = Beside(world)

@@ -94,7 +94,7 @@ def _draw_plots(results: "list[BenchResult]", output: Path) -> dict[str, Path]:
         drawn["predicted"] = output.with_name(f"{output.stem}_predicted.svg")
         predicted_plot(results, drawn["predicted"])
     for number, result in enumerate(results, 1):
-        if any(one.phases for one in result.measured()):
+        if any(contestant.phases for contestant in result.measured()):
             path = output.with_name(f"{output.stem}_phases_{number}.svg")
             drawn[f"phases_{number}"] = path
             phase_plot(result, path)

@@ -66,11 +66,13 @@ def _calibrate(out: Path, name: str, device: str) -> None:
                 else:
                     console.print(f"measuring {what}")
 
-            made = measure(world, local_world_size=local_world_size, name=name, progress=show)
+            calibration = measure(
+                world, local_world_size=local_world_size, name=name, progress=show
+            )
         if rank:
             return
-        show_calibration(made, console)
-        made.save(out)
+        show_calibration(calibration, console)
+        calibration.save(out)
         console.print(f"wrote {out}", soft_wrap=True)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torchrec_2dsp.plan.plan2d import Plan2D
     from torchrec_2dsp.programs.train.config import TrainConfig
     from torchrec_2dsp.programs.train.meter import Measured
-    from torchrec_2dsp.programs.train.results import RunResult, TrainResult, Watcher
+    from torchrec_2dsp.programs.train.results import RunResult, TrainResult, TrainWatcher
 
 
 def train(
@@ -80,7 +80,7 @@ def _train(path: Path, overrides: list[str], only: list[str], output: Path | Non
             console.print(f"wrote {output}", soft_wrap=True)
 
 
-def _writers(config: "TrainConfig") -> "list[Watcher]":
+def _writers(config: "TrainConfig") -> "list[TrainWatcher]":
     if not config.loop.tensorboard_dir:
         return []
     from torchrec_2dsp.programs.train.tensorboard import TensorBoardWatcher
@@ -150,7 +150,7 @@ def plan_table(name: str, plan: "Plan2D", config: "TrainConfig") -> Table:
     table.add_column("2D type")
     table.add_column("ranks" if plan.mesh.num_groups == 1 else "ranks (a+b: replica peers)")
     rows = {table_name(feature.name): feature.num_rows for feature in config.data.features}
-    tables = [one for _, module in plan.modules() for one in module.tables()]
+    tables = [table for _, module in plan.modules() for table in module.tables()]
     exchanges = [_exchange(sharding) for _, sharding in tables]
     if any(exchanges):
         table.add_column("exchange")
@@ -167,7 +167,7 @@ def plan_table(name: str, plan: "Plan2D", config: "TrainConfig") -> Table:
 
 
 def _exchange(sharding: "ParameterSharding2D") -> str:
-    """What isn't as in TorchRec: how rows travel, who owns them, and how many are hot."""
+    """How rows travel, who owns them, and how many are hot, where that isn't as in TorchRec."""
     from torchrec_2dsp.plan.parameter_sharding import Exchange, RowOwners
 
     parts = []

@@ -22,7 +22,7 @@ class Terminated(KeyboardInterrupt):
 
     def __init__(self, number: int) -> None:
         self.number = number
-        """The signal's."""
+        """The signal's number."""
         super().__init__(signal.Signals(number).name)
 
 
@@ -47,11 +47,11 @@ class EmulatedCluster:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ClusterConfigError(f"{name}={value!r} is not a positive integer")
         self.hosts = hosts
-        """How many there are."""
+        """How many hosts there are."""
         self.ranks_per_host = ranks_per_host
         """How many ranks share a host."""
         self.link = Link.parse(link, delay_ms)
-        """What joins the hosts."""
+        """The link that joins the hosts."""
         self._network = Network(hosts, self.link)
         self._run_numbers = itertools.count()
 
@@ -76,7 +76,7 @@ class EmulatedCluster:
         )
 
     def interface_bytes(self, host: int) -> InterfaceBytes:
-        """What a host has sent and received so far."""
+        """The bytes that a host has sent and received so far."""
         self._check_is_up()
         return self._network.interface_bytes(host)
 
@@ -157,7 +157,7 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _catch_signals() -> None:
-    """By default these end a Python process without any cleaning up."""
+    """Let signals, which end a Python process without any cleaning up, raise an error instead."""
     if threading.current_thread() is threading.main_thread():
         for number in _SIGNALS:
             if signal.getsignal(number) is signal.SIG_DFL:

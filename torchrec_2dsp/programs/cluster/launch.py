@@ -35,13 +35,13 @@ class RunResult:
     """A command that succeeded on every host."""
 
     exit_codes: tuple[int, ...]
-    """By host; zeros."""
+    """The exit code of each host: zeros."""
 
     tails: tuple[str, ...]
     """The end of each host's output, rank by rank."""
 
     wall_s: float
-    """From the start of the processes to the end of the last."""
+    """Seconds from the start of the processes to the end of the last."""
 
 
 def check_command(command: Sequence[str]) -> None:

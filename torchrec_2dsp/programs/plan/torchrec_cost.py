@@ -1,4 +1,4 @@
-"""What a step would take by the plan of TorchRec's own planner."""
+"""The cost of a step by the plan of TorchRec's own planner."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -32,7 +32,7 @@ def torchrec_cost(
     Returns:
         None if its planner finds no plan that fits.
     """
-    told = {
+    pooling_constraints = {
         name: ParameterConstraints(pooling_factors=constraint.pooling_factors)
         for name, constraint in constraints.items()
     }
@@ -40,7 +40,7 @@ def torchrec_cost(
         topology=topology,
         batch_size=setting.workload.batch_size,
         storage_reservation=FixedPercentageStorageReservation(0.0),
-        constraints=told,
+        constraints=pooling_constraints,
         debug=False,
     )
     sharders: list[Any] = [EmbeddingBagCollectionSharder()]

@@ -65,14 +65,14 @@ class RowCounter:
             raise ConfigError(f"half_life={half_life} must be at least one batch")
         self._half_life = half_life
         self._num_batches = 0
-        self._tables: dict[str, _Table] = {}
+        self._tables: dict[str, _CountedTable] = {}
         for config in tables:
             if config.name in self._tables:
                 raise ConfigError(f"two tables are named {config.name!r}; count them separately")
             num_rows = config.num_embeddings
             is_exact = num_rows <= exact_rows
             counts = ExactCounts(num_rows) if is_exact else SketchedCounts(num_rows, sketch_rows)
-            self._tables[config.name] = _Table(tuple(config.feature_names), counts)
+            self._tables[config.name] = _CountedTable(tuple(config.feature_names), counts)
 
     @classmethod
     def for_model(
@@ -111,7 +111,7 @@ class RowCounter:
         On a GPU this waits for the ids; count every hundredth batch there.
         """
         ids_of = {key: features[key].values() for key in features.keys()}  # noqa: SIM118
-        looked_up: list[tuple[_Table, torch.Tensor]] = []
+        looked_up: list[tuple[_CountedTable, torch.Tensor]] = []
         for name, table in self._tables.items():
             parts = [ids_of[feature] for feature in table.features if feature in ids_of]
             if parts:
@@ -203,7 +203,7 @@ class RowCounter:
 
 
 @dataclass
-class _Table:
+class _CountedTable:
     features: tuple[str, ...]
     counts: ExactCounts | SketchedCounts
     num_samples: float = 0.0

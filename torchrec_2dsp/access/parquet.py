@@ -29,7 +29,7 @@ class _Metadata(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class _Table(_Metadata):
+class _StoredTable(_Metadata):
     """The statistics of a table beside its rows' counts."""
 
     name: str
@@ -40,12 +40,12 @@ class _Table(_Metadata):
     max_error: float = Field(ge=0)
 
 
-_FIELDS = tuple(name for name in _Table.model_fields if name != "name")
+_FIELDS = tuple(name for name in _StoredTable.model_fields if name != "name")
 
 
 class _Header(_Metadata):
     version: int
-    tables: list[_Table]
+    tables: list[_StoredTable]
     checksum: str | None = None
     """Files of releases before it have none."""
 
@@ -82,12 +82,12 @@ def write_tables(path: Path, tables: Mapping[str, TableAccess]) -> None:
     unfinished.replace(path)
 
 
-def _checked(name: str, table: TableAccess) -> _Table:
+def _checked(name: str, table: TableAccess) -> _StoredTable:
     """The metadata of a table, which is refused here if it couldn't be read again."""
     _check_table(f"table {name!r} can't be written", table, "count again")
     data = {"name": name, **{field: getattr(table, field) for field in _FIELDS}}
     try:
-        return _Table.model_validate(data, strict=False)
+        return _StoredTable.model_validate(data, strict=False)
     except ValidationError as error:
         raise ConfigError(f"table {name!r} can't be written: {_first(error)}") from error
 

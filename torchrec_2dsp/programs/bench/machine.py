@@ -14,7 +14,7 @@ _PROC = Path("/proc")
 
 
 @dataclass(frozen=True)
-class Load:
+class MachineLoad:
     """Processor time so far, in seconds."""
 
     machine: str
@@ -27,7 +27,7 @@ class Load:
     """Processor seconds of the benchmark's own processes."""
 
 
-def load(pids: Sequence[int]) -> Load:
+def load(pids: Sequence[int]) -> MachineLoad:
     """Now; zeros where the system doesn't tell.
 
     Args:
@@ -38,13 +38,15 @@ def load(pids: Sequence[int]) -> Load:
         own = sum(_process_ticks(pid) for pid in pids)
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        return Load(platform.node(), 0.0, 0.0)
+        return MachineLoad(platform.node(), 0.0, 0.0)
     per_s = os.sysconf("SC_CLK_TCK")
     user, nice, system, stolen = (*ticks[:3], ticks[7])
-    return Load(boot, (user + nice + system + stolen) / per_s, own / per_s)
+    return MachineLoad(boot, (user + nice + system + stolen) / per_s, own / per_s)
 
 
-def foreign_load(before: Sequence[Load], after: Sequence[Load], seconds: float) -> float:
+def foreign_load(
+    before: Sequence[MachineLoad], after: Sequence[MachineLoad], seconds: float
+) -> float:
     """Cores that others kept busy, on the machine where they kept most.
 
     Args:

@@ -100,7 +100,7 @@ class Display:
         """Print the plan and start the bar."""
         self._steps = config.loop.steps
         self._console.print()
-        self._console.print(plan_table(name, plan, config))
+        self._console.print(plan_to_show(name, plan, config))
         if self._console.is_terminal:
             self._bar = Progress(
                 TextColumn("{task.description}", markup=False),
@@ -133,7 +133,7 @@ class Display:
             self._bar = None
 
 
-def plan_table(name: str, plan: "Plan2D", config: "TrainConfig") -> Table:
+def plan_to_show(name: str, plan: "Plan2D", config: "TrainConfig") -> Table:
     """One row per table; ranks that hold the same shard are joined by a plus."""
     from torchrec_2dsp.programs.models.model import table_name
 

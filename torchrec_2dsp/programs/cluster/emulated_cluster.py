@@ -12,7 +12,7 @@ from typing import NoReturn
 from torchrec_2dsp.programs.cluster import launch
 from torchrec_2dsp.programs.cluster.errors import ClusterConfigError, ClusterError
 from torchrec_2dsp.programs.cluster.kernel import CONGESTION_CONTROL, probe
-from torchrec_2dsp.programs.cluster.launch import RunResult
+from torchrec_2dsp.programs.cluster.launch import LaunchResult
 from torchrec_2dsp.programs.cluster.link import Link
 from torchrec_2dsp.programs.cluster.network import InterfaceBytes, Network, remove_orphans
 
@@ -55,7 +55,7 @@ class EmulatedCluster:
         self._network = Network(hosts, self.link)
         self._run_numbers = itertools.count()
 
-    def run(self, command: Sequence[str], *, timeout_s: float = 600) -> RunResult:
+    def run(self, command: Sequence[str], *, timeout_s: float = 600) -> LaunchResult:
         """Run a Python command on every rank, through torchrun, one at a time.
 
         What rank 0 prints is printed; the end of every rank's output is in the result.

@@ -63,7 +63,7 @@ class CollectiveTimes(_CalibrationPart):
     """The backend's own all-to-all."""
 
     full_duplex_all_to_all: CollectiveCost | None = None
-    """This package's all-to-all on gloo; on nccl it is the backend's."""
+    """The all-to-all of this package on gloo; on nccl it is the backend's."""
 
     all_reduce: CollectiveCost
     """The all-reduce of dense gradients, and of whole shards."""

@@ -85,11 +85,11 @@ class Loads:
     scattered = Load()
     """What a rank brings to a reduce-scatter over the group."""
     gathered = Load()
-    """What a rank brings to the all-gather in the backward of that reduce-scatter."""
+    """What a rank brings to the all-gather over the group, in the backward."""
     host_scattered = Load()
     """What a rank brings to a reduce-scatter inside its host."""
     host_gathered = Load()
-    """What a rank brings to the all-gather in the backward of that one."""
+    """What a rank brings to the all-gather inside its host, in the backward."""
     host_rows_from = Load()
     """Distinct rows that a rank hands on to each rank of its host."""
     host_rows_to = Load()

@@ -158,7 +158,7 @@ _BY_KIND: dict[ShardingType, _Add] = {
 def _look_up_shards(
     loads: Loads, table: Placed, workload: Workload, batch: TableBatch, owners: float | Ranks = 1.0
 ) -> None:
-    """Add all ranks' lookups in shards of some columns, and of the rows of one of ``owners``."""
+    """Add all ranks' lookups in shards of some columns, and one ``owners``-th of the rows."""
     num = loads.num_ranks
     num_shards, columns = _on_ranks(loads, table)
     lookups = _lookups(table, workload, num)

@@ -17,7 +17,7 @@ _LEAST_GAIN = 1e-6
 """The share by which a change must shorten the step, so that rounding changes nothing."""
 
 _MAX_REMEMBERED = 20_000
-"""For how many tables times ranks the sums of single tables are remembered; with more, they are
+"""The sums of single tables are remembered up to so many tables times ranks; with more, they are
 computed each time."""
 
 RanksOf = tuple[int, ...]

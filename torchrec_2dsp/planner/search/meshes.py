@@ -18,7 +18,7 @@ from torchrec_2dsp.planner.search.space import Space
 
 
 class Effort(NamedTuple):
-    """How much is tried."""
+    """How much a search tries on each mesh, and on how many."""
 
     meshes: int
     """How many meshes are placed."""
@@ -32,7 +32,7 @@ _FEW_TABLES = Effort(meshes=3, selections=12, tries=2_000)
 _MANY_TABLES = Effort(meshes=2, selections=1, tries=500)
 """Single tables change little there."""
 _MAX_WEIGHED = 300
-"""With more tables than these, a sample of them decides which meshes are looked at."""
+"""More tables than these have a sample that decides which meshes are looked at."""
 _SAMPLE = 100
 """About how many tables the sample has."""
 _SHARES = (0.97, 0.9, 0.75)
@@ -67,7 +67,7 @@ class Tried:
     seconds: float
     """Seconds of a step."""
     bytes_of_rank: float
-    """Bytes of the fullest rank, buffers included."""
+    """Bytes of a rank, buffers included."""
     ways: str = ""
     """How many tables are sharded in which way, in words."""
 

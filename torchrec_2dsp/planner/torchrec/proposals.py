@@ -65,13 +65,13 @@ class Draft:
         return rated(cost, {choice.message_type for choice in choices})
 
     def options(self, options: KnownOptions, device: str) -> list[ShardingOption]:
-        """One for each table, rated so that they add up to the step, but for its dense part.
+        """An option for each table, rated so that they add up to the step, but for its dense part.
 
         A shard of a table that may lie anywhere is rated with all that the table makes any rank do,
         in equal parts; one of a table that lies everywhere, with what its rank has to do.
 
         Args:
-            known: are copied, with other shards.
+            options: are copied, with other shards.
             device: "cpu" or "cuda".
         """
         prices = self._prices()

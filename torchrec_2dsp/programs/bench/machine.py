@@ -77,7 +77,7 @@ class Sent:
     """Bytes through the named interface."""
 
     loopback_bytes: int
-    """Bytes through lo."""
+    """Bytes through the loopback interface ``lo``."""
 
 
 def sent(interface: str) -> Sent:

@@ -16,7 +16,7 @@ class Outcome(enum.StrEnum):
     """The ways in which a contestant ends."""
 
     MEASURED = "measured"
-    """All its blocks count."""
+    """All blocks of the contestant count."""
 
     CRASHED = "crashed"
     """A rank raised or died."""
@@ -25,7 +25,7 @@ class Outcome(enum.StrEnum):
     """A rank missed the deadline."""
 
     DISQUALIFIED = "disqualified"
-    """Its losses are not those of the reference, though they should be."""
+    """The losses are not those of the reference, though they should be."""
 
 
 class ContestantBlock(Section):
@@ -178,7 +178,7 @@ class BenchSetting(Section):
     """Bytes per second that a rank sends while all others do; None for a link that isn't there."""
 
     config: dict[str, Any]
-    """The whole config."""
+    """The whole config of the benchmark."""
 
 
 class BenchResult(JsonFile):

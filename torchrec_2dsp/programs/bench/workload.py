@@ -28,7 +28,7 @@ def workload_of(
     """The work of a contestant's step.
 
     Args:
-        one: how it communicates.
+        contestant: how it communicates.
         tables: what `tables_work` gave.
         dim: of the tables.
         dense: what the model does beside them, if that is known.

@@ -17,7 +17,7 @@ MAX_MEDIAN_ERROR = 0.4
 """A fit that half of its longer measurements are further from than this explains nothing."""
 
 MAX_KERNEL_ERROR = 0.6
-"""The largest error of work on rows: memory is several times slower for many rows than for few."""
+"""A fit of work on rows may be further away: memory is several times slower for many rows."""
 
 _MAX_ROUNDS = 10
 

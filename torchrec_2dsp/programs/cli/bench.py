@@ -39,7 +39,7 @@ def bench(
     only: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="CONTESTANT", help="Leave out the others, but for the reference. Repeatable."
+            metavar="CONTESTANT", help="Run only this contestant, and the reference. Repeatable."
         ),
     ] = None,
     output: Annotated[

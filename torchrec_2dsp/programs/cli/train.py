@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def train(
     config: Annotated[
-        Path, typer.Option(help="The program: a TOML file such as configs/runs/demo.toml.")
+        Path, typer.Option(help="What to train: a TOML file such as configs/runs/demo.toml.")
     ],
     overrides: Annotated[
         list[str] | None,
@@ -39,11 +39,11 @@ def train(
     # Not "--run": torchrun would read that as its own --run-path.
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="RUN", help="Leave out the other runs. Can be repeated."),
+        typer.Option(metavar="RUN", help="Train only this run. Can be repeated."),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Write what the runs came to here, as JSON: see train-study."),
+        typer.Option(help="Write the results of the runs here, as JSON for train-study."),
     ] = None,
 ) -> None:
     """Train a DLRM on synthetic clicks, once per run of a config, and compare the runs.

@@ -30,7 +30,7 @@ def run_health_checks(
     hide the cause, down to a crash of the interpreter.
 
     Args:
-        found: the versions to judge; the installed ones unless given.
+        versions: the versions to judge; the installed ones unless given.
         run: also load torch, fbgemm and TorchRec, compute with them and open a process group.
     """
     report = check_versions(find_versions() if versions is None else versions)

@@ -29,7 +29,7 @@ class Slower(BaseModel):
     """The factor of a byte on its way inside a host."""
 
     latency: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """The factor of the time that is there whatever the bytes, of other ranks, and of turns."""
+    """The factor of what takes time whatever the bytes: starts, other ranks, and turns."""
 
     kernels: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """The factor of a row that is looked up, sorted, copied, added or updated."""

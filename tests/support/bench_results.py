@@ -6,13 +6,13 @@ from typing import Any
 from torchrec_2dsp.programs.bench.config import BenchConfig, TwoDContestant
 from torchrec_2dsp.programs.bench.results import (
     BenchResult,
-    Block,
+    BenchSetting,
+    ContestantBlock,
     ContestantResult,
+    MeasuredTraffic,
     Outcome,
     Phase,
     RowTravel,
-    Setting,
-    Traffic,
 )
 from torchrec_2dsp.programs.config.config_file import make_config
 
@@ -69,7 +69,7 @@ def bench_result(
         foreign_load: each contestant's, by round; 0.05 cores unless told.
         is_counted: whether the bytes on the interface were counted.
         probe_ms: what the fixed piece of work took before each block.
-        setting: fields of `Setting` other than the usual.
+        setting: fields of `BenchSetting` other than the usual.
     """
     tree = {
         "title": "demo",
@@ -104,7 +104,7 @@ def bench_result(
         blocks = _blocks(steps, loads, is_counted, probe_ms)
         found.append(_contestant(config, name, blocks=blocks, outcome=outcome, reason=reason))
     return BenchResult(
-        setting=Setting(**fields, config=config.model_dump(mode="json")),
+        setting=BenchSetting(**fields, config=config.model_dump(mode="json")),
         reference=config.reference,
         contestants=tuple(found),
     )
@@ -128,9 +128,9 @@ def with_predictions(result: BenchResult, *names: str) -> BenchResult:
 
 def _blocks(
     steps_ms: Sequence[float], loads: Sequence[float], is_counted: bool, probe_ms: float | None
-) -> tuple[Block, ...]:
+) -> tuple[ContestantBlock, ...]:
     return tuple(
-        Block(
+        ContestantBlock(
             round=index,
             num_steps=12,
             step_s=step_ms / 1e3,
@@ -164,8 +164,8 @@ def _contestant(config: BenchConfig, name: str, **found: Any) -> ContestantResul
 
 _TRAVEL = RowTravel(window_s=0.0123, waited_s=0.0045)
 _TRAFFIC = (
-    Traffic(name="all_to_all_single", calls=4, sent_bytes=2.5e6),
-    Traffic(name="all_reduce", calls=1.5, sent_bytes=0.4e6),
+    MeasuredTraffic(name="all_to_all_single", calls=4, sent_bytes=2.5e6),
+    MeasuredTraffic(name="all_reduce", calls=1.5, sent_bytes=0.4e6),
 )
 
 

@@ -7,7 +7,7 @@ import torchrec_2dsp as tdsp
 from torchrec_2dsp.access.table_access import TableAccess
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.coefficients import BagCost, CollectiveCost, KernelCost
-from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.placed import Placed, Shards
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.workload import TableWork, Workload
@@ -64,5 +64,5 @@ def cost(
 ) -> StepCost:
     known = {"batch_size": BATCH, "tables": {}, "is_pipelined": False}
     known_workload = Workload(**(known | workload))  # type: ignore[arg-type]
-    setting = Setting(calibration or only_the_link(), known_workload, mesh, sync, 2)
+    setting = CostSetting(calibration or only_the_link(), known_workload, mesh, sync, 2)
     return setting.step_cost(setting.loads(tables))

@@ -15,7 +15,7 @@ import torchrec_2dsp as tdsp
 from tests.unit.test_planner import nothing_reserved, world
 from torchrec_2dsp.access.table_access import TableAccess
 from torchrec_2dsp.cost.memory import table_bytes
-from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.table_loads import message_type
 from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.planner.search.candidates import candidates_of
@@ -70,14 +70,14 @@ def plan_of(module: nn.Module, **settings: object) -> tdsp.Plan2D:
 
 def problem(
     link: str, mesh: tdsp.Mesh2D, *, with_access: bool = True
-) -> tuple[list[Candidate], Setting]:
+) -> tuple[list[Candidate], CostSetting]:
     workload = Workload.of_model(tables(), batch_size=512, access=skewed() if with_access else None)
     workload = replace(workload, dense=DenseWork(forward_s=0.01, backward_s=0.01))
     candidates = candidates_of(tables(), SHARDERS, None, workload, "cpu")
-    return candidates, Setting(calibration(link), workload, mesh, tdsp.GradientSync(), 2)
+    return candidates, CostSetting(calibration(link), workload, mesh, tdsp.GradientSync(), 2)
 
 
-def best_of_all(candidates: list[Candidate], setting: Setting, room: float = ENOUGH) -> float:
+def best_of_all(candidates: list[Candidate], setting: CostSetting, room: float = ENOUGH) -> float:
     """The best step of all choices of all tables, with all ranks for table-wise ones."""
     group = setting.group
     ways = []

@@ -104,6 +104,16 @@ def test_a_tail_is_taken_as_used_alike() -> None:
         table.rows_for(0.7)
 
 
+def test_long_draws_touch_every_used_row_and_a_tail_that_may_be_hot() -> None:
+    """More hot rows than counted ones are of the tail, and which of its rows isn't known."""
+    counted = TableAccess.of_counts([5, 3], num_samples=10)
+    table = TableAccess(9, 10, counted.rows, counted.counts, tail_rows=4, tail_lookups=4.0)
+    assert [table.expected_distinct(20, num_hot=num_hot) for num_hot in (0, 1, 2)] == [6, 5, 4]
+    beyond = table.expected_distinct(20, num_hot=4)
+    assert beyond == pytest.approx(4 * (1 - (1 - 1 / 12) ** 20))
+    assert beyond > table.num_used_rows - 4
+
+
 def test_batches_and_steps_are_lookups() -> None:
     stats = tdsp.AccessStats({"t": access([5, 3, 2, 0], num_samples=5)})
 

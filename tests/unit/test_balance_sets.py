@@ -12,7 +12,7 @@ from torchrec.distributed.types import ShardingType
 
 import torchrec_2dsp as tdsp
 from tests.unit.test_balance import bound
-from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.placed import Placed, Shards
 from torchrec_2dsp.cost.workload import TableWork, Workload
 from torchrec_2dsp.planner.balance import Bins, Floats, Items, dealt, greedy, largest_differencing
@@ -71,7 +71,7 @@ def rated(ids: Floats, dims: "np.ndarray", num_ranks: int) -> Floats:
         )
         workload = Workload(batch_size=1_024, tables={work.name: work})
         mesh = tdsp.Mesh2D(1, num_ranks)
-        setting = Setting(calibration, workload, mesh, tdsp.GradientSync(), 2)
+        setting = CostSetting(calibration, workload, mesh, tdsp.GradientSync(), 2)
         placed = Placed(work, ShardingType.TABLE_WISE, Shards.of([(0, 1_000_000, int(dim))]))
         loads = setting.loads([placed])
         work = {"vector_bytes": loads.lookup_vector_bytes, "row_bytes": loads.lookup_row_bytes}

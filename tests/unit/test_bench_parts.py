@@ -8,18 +8,24 @@ from tests.unit.test_bench_config import config_of
 from torchrec_2dsp.programs.bench.judge import judged, loss_bound
 from torchrec_2dsp.programs.bench.results import (
     BenchResult,
+    BenchSetting,
     ContestantResult,
     Outcome,
     Phase,
-    Setting,
 )
-from torchrec_2dsp.programs.bench.trace import Span, Trace, mean_phases, split_by_phase, traced
+from torchrec_2dsp.programs.bench.trace import (
+    Trace,
+    TracedSpan,
+    mean_phases,
+    split_by_phase,
+    traced,
+)
 from torchrec_2dsp.programs.bench.weights import initial_rows
 
-STEP = Span("## bench step ##", 0, 100)
+STEP = TracedSpan("## bench step ##", 0, 100)
 
 
-def phases_of(*spans: Span) -> dict[tuple[str, bool], float]:
+def phases_of(*spans: TracedSpan) -> dict[tuple[str, bool], float]:
     """Phases of a step of 100 us, in us."""
     labels = tuple(span for span in spans if span.name.startswith("##"))
     collectives = tuple(span for span in spans if span.name.startswith("gloo:"))
@@ -30,14 +36,14 @@ def phases_of(*spans: Span) -> dict[tuple[str, bool], float]:
 
 def test_a_step_is_split_without_gaps_or_overlaps() -> None:
     found = phases_of(
-        Span("## forward 7 ##", 10, 50),
-        Span("aten::mm", 12, 20),
-        Span("fbgemm::split_embedding_codegen_lookup_rowwise_adagrad_function", 20, 25),
-        Span("gloo:all_to_all", 24, 40),
-        Span("## backward 7 ##", 50, 90),
-        Span("aten::mm", 50, 60),
-        Span("gloo:all_reduce", 55, 80),
-        Span("gloo:all_to_all", 58, 65),
+        TracedSpan("## forward 7 ##", 10, 50),
+        TracedSpan("aten::mm", 12, 20),
+        TracedSpan("fbgemm::split_embedding_codegen_lookup_rowwise_adagrad_function", 20, 25),
+        TracedSpan("gloo:all_to_all", 24, 40),
+        TracedSpan("## backward 7 ##", 50, 90),
+        TracedSpan("aten::mm", 50, 60),
+        TracedSpan("gloo:all_reduce", 55, 80),
+        TracedSpan("gloo:all_to_all", 58, 65),
     )
 
     assert found == {
@@ -54,7 +60,9 @@ def test_a_step_is_split_without_gaps_or_overlaps() -> None:
 
 def test_a_collective_behind_an_operator_costs_nothing() -> None:
     found = phases_of(
-        Span("## forward 0 ##", 0, 100), Span("aten::mm", 0, 100), Span("gloo:all_to_all", 10, 90)
+        TracedSpan("## forward 0 ##", 0, 100),
+        TracedSpan("aten::mm", 0, 100),
+        TracedSpan("gloo:all_to_all", 10, 90),
     )
 
     assert found == {("forward", False): 100.0}
@@ -62,12 +70,12 @@ def test_a_collective_behind_an_operator_costs_nothing() -> None:
 
 def test_work_on_rows_is_not_the_part_of_the_step_that_it_lies_in() -> None:
     found = phases_of(
-        Span("## forward 0 ##", 0, 50),
-        Span("## replica sync ##", 0, 20),
-        Span("## apply rows ##", 5, 15),
-        Span("## capture rows ##", 30, 35),
-        Span("## backward 0 ##", 50, 100),
-        Span("## note rows ##", 60, 70),
+        TracedSpan("## forward 0 ##", 0, 50),
+        TracedSpan("## replica sync ##", 0, 20),
+        TracedSpan("## apply rows ##", 5, 15),
+        TracedSpan("## capture rows ##", 30, 35),
+        TracedSpan("## backward 0 ##", 50, 100),
+        TracedSpan("## note rows ##", 60, 70),
     )
 
     assert found == {
@@ -81,7 +89,7 @@ def test_work_on_rows_is_not_the_part_of_the_step_that_it_lies_in() -> None:
 
 
 def test_several_steps_are_averaged() -> None:
-    steps = (STEP, Span("## bench step ##", 200, 400))
+    steps = (STEP, TracedSpan("## bench step ##", 200, 400))
 
     (phase,) = split_by_phase(Trace(steps, (), ()))
 
@@ -117,7 +125,7 @@ def test_what_steps_left_under_way_ends_inside_the_profile() -> None:
 
 
 def result_of(**losses: list[float]) -> BenchResult:
-    setting = Setting(
+    setting = BenchSetting(
         title="t",
         when="now",
         command="c",

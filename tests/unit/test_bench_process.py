@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchrec_2dsp.programs.bench.machine import (
-    Load,
+    MachineLoad,
     foreign_load,
     keep_libraries_in_memory,
     load,
@@ -169,8 +169,16 @@ def test_failures_of_all_ranks_are_told() -> None:
 
 
 def test_foreign_load_is_what_nobody_here_used() -> None:
-    before = [Load("a", 100.0, 5.0), Load("a", 100.1, 7.0), Load("b", 50.0, 1.0)]
-    after = [Load("a", 116.0, 9.0), Load("a", 116.1, 13.0), Load("b", 51.0, 2.0)]
+    before = [
+        MachineLoad("a", 100.0, 5.0),
+        MachineLoad("a", 100.1, 7.0),
+        MachineLoad("b", 50.0, 1.0),
+    ]
+    after = [
+        MachineLoad("a", 116.0, 9.0),
+        MachineLoad("a", 116.1, 13.0),
+        MachineLoad("b", 51.0, 2.0),
+    ]
 
     assert foreign_load(before, after, seconds=10.0) == pytest.approx(0.6)
 

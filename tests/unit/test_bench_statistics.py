@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from tests.support.bench_results import CONTESTANTS, STEPS_MS, bench_result
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.bench.compare import compare_runs
-from torchrec_2dsp.programs.bench.results import Block, ContestantResult, Outcome
+from torchrec_2dsp.programs.bench.results import ContestantBlock, ContestantResult, Outcome
 from torchrec_2dsp.programs.bench.statistics import (
     interval_coverage,
     median_interval,
@@ -26,7 +26,7 @@ ONE_MORE: dict[str, Any] = {**CONTESTANTS, "second_floor": {"kind": "ceiling", "
 
 def contestant(*steps_s: float, first_round: int = 0, name: str = "one") -> ContestantResult:
     blocks = tuple(
-        Block(round=index, num_steps=3, step_s=step_s, foreign_load=0.0)
+        ContestantBlock(round=index, num_steps=3, step_s=step_s, foreign_load=0.0)
         for index, step_s in enumerate(steps_s, first_round)
     )
     return ContestantResult(

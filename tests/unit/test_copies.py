@@ -19,7 +19,7 @@ from tests.support.planning import (
     skewed,
     tables,
 )
-from torchrec_2dsp.cost.model import CostModel, Setting
+from torchrec_2dsp.cost.model import CostModel, CostSetting
 from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.planner.search.candidates import candidates_of
 from torchrec_2dsp.planner.search.choices import Candidate
@@ -33,10 +33,10 @@ ROWS = (300, 9_000, 200_000)
 
 def problem(
     constraints: dict[str, ParameterConstraints] | None = None,
-) -> tuple[list[Candidate], Setting]:
+) -> tuple[list[Candidate], CostSetting]:
     workload = Workload.of_model(tables(ROWS), batch_size=512, access=skewed(ROWS))
     candidates = candidates_of(tables(ROWS), SHARDERS, constraints, workload, "cpu")
-    return candidates, Setting(calibration(), workload, TWO_GROUPS, tdsp.GradientSync(), 2)
+    return candidates, CostSetting(calibration(), workload, TWO_GROUPS, tdsp.GradientSync(), 2)
 
 
 def names_once(found: Found) -> set[str]:
@@ -83,7 +83,8 @@ def test_huge_tables_have_one_copy_where_groups_have_no_room_for_them() -> None:
     candidates = candidates_of(model, SHARDERS, None, workload, "cuda")
     hardware = tdsp.Calibration.load("configs/hardware/h100_8_datasheet.toml")
     settings = [
-        Setting(hardware, workload, mesh, tdsp.GradientSync(), 8) for mesh in meshes_of(64, 8, 64)
+        CostSetting(hardware, workload, mesh, tdsp.GradientSync(), 8)
+        for mesh in meshes_of(64, 8, 64)
     ]
     alike = search(candidates, settings, 20e9).found[0]
     (found, *_) = search_copies(candidates, settings, 20e9).found
@@ -93,7 +94,7 @@ def test_huge_tables_have_one_copy_where_groups_have_no_room_for_them() -> None:
     assert found.rated_s < 0.95 * alike.rated_s
 
 
-def too_little(candidates: list[Candidate], setting: Setting) -> float:
+def too_little(candidates: list[Candidate], setting: CostSetting) -> float:
     """Not much less memory than a group needs for all tables."""
     (roomy,) = search(candidates, [setting], ENOUGH).found
     rooms = (share * float(roomy.bytes_by_rank.max()) for share in (0.8, 0.7, 0.6, 0.5))

@@ -19,7 +19,7 @@ from tests.support.planning import (
     tables,
 )
 from tests.unit.test_planner import world
-from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.planner.search.candidates import candidates_of
 from torchrec_2dsp.planner.search.choices import Choice
@@ -35,7 +35,7 @@ def test_memory_that_doesnt_suffice_is_given_where_it_saves_most(share: float) -
     workload = Workload.of_model(tables(rows), batch_size=64)
     pooled = {f"t{number}": tdsp.ParameterConstraints2D(exchange="pooled") for number in range(3)}
     candidates = candidates_of(tables(rows), SHARDERS, pooled, workload, "cpu")
-    setting = Setting(calibration(), workload, tdsp.Mesh2D(1, 4), tdsp.GradientSync(), 2)
+    setting = CostSetting(calibration(), workload, tdsp.Mesh2D(1, 4), tdsp.GradientSync(), 2)
     (roomy,) = search(candidates, [setting], ENOUGH).found
     room = share * float(roomy.bytes_by_rank.max())
     found = search(candidates, [setting], room).found
@@ -56,7 +56,7 @@ def test_those_tables_get_memory_that_save_most_by_it(room: float) -> None:
     split = candidates_of(tables(rows), SHARDERS, constraints, workload, "cpu")
     copied = Choice(ShardingType.DATA_PARALLEL)
     both = [replace(one, choices=[copied, *one.choices]) for one in split]
-    setting = Setting(calibration(), workload, tdsp.Mesh2D(1, 4), tdsp.GradientSync(), 2)
+    setting = CostSetting(calibration(), workload, tdsp.Mesh2D(1, 4), tdsp.GradientSync(), 2)
     # Copies of small tables take most, so that what saves most isn't what is largest.
     num_bytes = np.array([[9e6, 1e6], [7e6, 1e6], [5e6, 1e6], [3e6, 1e6], [8e6, 1e6]])
     space = replace(Space.of(both, setting), bytes_of_rank=num_bytes, bytes_of_shard=num_bytes)
@@ -89,7 +89,7 @@ def test_no_rank_keeps_more_than_it_has_room_for(share: float) -> None:
     workload = Workload.of_model(tables(rows), batch_size=64)
     candidates = candidates_of(tables(rows), SHARDERS, None, workload, "cpu")
     settings = [
-        Setting(calibration(), workload, mesh, tdsp.GradientSync(), 2)
+        CostSetting(calibration(), workload, mesh, tdsp.GradientSync(), 2)
         for mesh in meshes_of(4, 2, 4)
     ]
     room = share * sum(rows) * (32 * 4 + 4)
@@ -128,7 +128,7 @@ def test_buffers_of_one_rank_are_counted_where_they_are() -> None:
     def found(room: float) -> list[Found]:
         workload = Workload.of_model(tables(rows), batch_size=512)
         candidates = candidates_of(tables(rows), SHARDERS, constraints, workload, "cpu")
-        setting = Setting(calibration("no_limit"), workload, mesh, tdsp.GradientSync(), 2)
+        setting = CostSetting(calibration("no_limit"), workload, mesh, tdsp.GradientSync(), 2)
         return list(search(candidates, [setting], room).found)
 
     (roomy,) = found(ENOUGH)
@@ -144,7 +144,7 @@ def test_where_shards_cannot_be_dealt_tables_are_chosen_for_less_memory() -> Non
     model = tables(tuple(int(num_rows) for num_rows in rows))
     workload = Workload.of_model(model, batch_size=1_024)
     candidates = candidates_of(model, SHARDERS, {}, workload, "cpu")
-    setting = Setting(calibration(), workload, tdsp.Mesh2D(1, 8), tdsp.GradientSync(), 8)
+    setting = CostSetting(calibration(), workload, tdsp.Mesh2D(1, 8), tdsp.GradientSync(), 8)
     space = Space.of(candidates, setting)
     least = smallest(space)
     room = 1.7 * space.bytes_of(least.selection)

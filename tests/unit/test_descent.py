@@ -8,7 +8,7 @@ from torchrec.distributed.types import ShardingType
 
 import torchrec_2dsp as tdsp
 from tests.support.planning import ENOUGH, SHARDERS, calibration, tables
-from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.planner.search.candidates import candidates_of
 from torchrec_2dsp.planner.search.descent import Descent, Placement
@@ -27,7 +27,7 @@ def space_of(rows: tuple[int, ...], sync: tdsp.WeightSync, dense_s: float = 0.0)
         f"t{number}": pooled for number in range(len(rows))
     }
     candidates = candidates_of(tables(rows), SHARDERS, constraints, workload, "cpu")
-    return Space.of(candidates, Setting(calibration(), workload, tdsp.Mesh2D(2, 4), sync, 2))
+    return Space.of(candidates, CostSetting(calibration(), workload, tdsp.Mesh2D(2, 4), sync, 2))
 
 
 @pytest.mark.parametrize("dense_s", [0.0, 5.0])
@@ -62,7 +62,7 @@ def test_a_long_dense_part_is_no_reason_for_one_type() -> None:
         given = replace(workload, dense=DenseWork(forward_s=dense_s, backward_s=0.0))
         candidates = candidates_of(tables(rows), SHARDERS, constraints, given, "cpu")
         mesh, sync = tdsp.Mesh2D(1, 4), tdsp.GradientSync()
-        setting = Setting(calibration("200mbit"), given, mesh, sync, 2)
+        setting = CostSetting(calibration("200mbit"), given, mesh, sync, 2)
         found.append(search(candidates, [setting], ENOUGH).found[0].placement)
     without, beside = found
     assert {one.kind for one in without.choices} == {

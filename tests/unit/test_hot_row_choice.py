@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 import torchrec_2dsp as tdsp
 from tests.support.costs import LINK, only_the_link
 from tests.support.planning import SHARDERS, skewed, tables
-from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.planner.search.candidates import candidates_of
 from torchrec_2dsp.planner.search.hot_rows import Runs, concave_runs, rows_by_byte
@@ -82,7 +82,7 @@ def searched(
     workload = Workload.of_model(tables(ROWS), batch_size=256, access=skewed(ROWS))
     constraint = {"t0": tdsp.ParameterConstraints2D(exchange="row", hot_rows=hot_rows)}
     candidates = candidates_of(tables(ROWS), SHARDERS, constraint, workload, "cpu")
-    setting = Setting(
+    setting = CostSetting(
         calibration or slow_fetch(), workload, tdsp.Mesh2D(1, 4), tdsp.GradientSync(), 2
     )
     (found,) = search(candidates, [setting], room).found

@@ -1,5 +1,7 @@
 """`Planner2D` and memory: what fits, and what it says when nothing does."""
 
+from typing import Any
+
 import pytest
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -117,6 +119,27 @@ def test_the_error_names_the_table_that_fits_no_rank() -> None:
     assert "use a larger group_size, reserve a smaller share of the memory" in text
     assert isinstance(raised.value.__cause__, PlannerError)
     assert str(raised.value.__cause__) in text
+
+
+def test_a_fault_of_the_enumerator_is_not_taken_for_missing_figures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planner = planner_for(tdsp.Mesh2D(2, 2), world(4, ddr_cap=1_000))
+    enumerated = Enumerator2D.enumerate
+    calls: list[Enumerator2D] = []
+
+    def failing_the_second_time(
+        self: Enumerator2D, *args: Any, **named: Any
+    ) -> list[ShardingOption]:
+        calls.append(self)
+        if len(calls) > 1:
+            raise ZeroDivisionError("a fault")
+        return enumerated(self, *args, **named)
+
+    monkeypatch.setattr(Enumerator2D, "enumerate", failing_the_second_time)
+    with pytest.raises(ZeroDivisionError, match="a fault"):
+        planner.plan(bags(num_tables=1, rows=10_000), SHARDERS)
+    assert len(calls) == 2
 
 
 def test_the_error_sums_the_tables_when_each_alone_fits() -> None:

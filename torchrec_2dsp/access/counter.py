@@ -65,14 +65,14 @@ class RowCounter:
             raise ConfigError(f"half_life={half_life} must be at least one batch")
         self._half_life = half_life
         self._num_batches = 0
-        self._tables: dict[str, _Table] = {}
+        self._tables: dict[str, _CountedTable] = {}
         for config in tables:
             if config.name in self._tables:
                 raise ConfigError(f"two tables are named {config.name!r}; count them separately")
             num_rows = config.num_embeddings
             is_exact = num_rows <= exact_rows
             counts = ExactCounts(num_rows) if is_exact else SketchedCounts(num_rows, sketch_rows)
-            self._tables[config.name] = _Table(tuple(config.feature_names), counts)
+            self._tables[config.name] = _CountedTable(tuple(config.feature_names), counts)
 
     @classmethod
     def for_model(
@@ -83,7 +83,7 @@ class RowCounter:
         sketch_rows: int = 2**16,
         half_life: int | None = None,
     ) -> "RowCounter":
-        """For all tables of an unsharded model."""
+        """A counter for all tables of an unsharded model."""
         tables: list[BaseEmbeddingConfig] = []
         for module in model.modules():
             if isinstance(module, EmbeddingBagCollection):
@@ -99,7 +99,7 @@ class RowCounter:
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """What is counted."""
+        """The names of the tables that are counted."""
         return tuple(self._tables)
 
     @torch.no_grad()
@@ -110,10 +110,10 @@ class RowCounter:
 
         On a GPU this waits for the ids; count every hundredth batch there.
         """
-        found = {key: features[key].values() for key in features.keys()}  # noqa: SIM118
-        looked_up: list[tuple[_Table, torch.Tensor]] = []
+        ids_of = {key: features[key].values() for key in features.keys()}  # noqa: SIM118
+        looked_up: list[tuple[_CountedTable, torch.Tensor]] = []
         for name, table in self._tables.items():
-            parts = [found[feature] for feature in table.features if feature in found]
+            parts = [ids_of[feature] for feature in table.features if feature in ids_of]
             if parts:
                 ids = torch.cat(parts).cpu()
                 _check(name, ids, table.counts.num_rows)
@@ -128,7 +128,7 @@ class RowCounter:
             table.num_samples += features.stride()
 
     def gather(self, group: dist.ProcessGroup | None = None) -> AccessStats:
-        """What all ranks have counted so far; this counter stays that of its own rank.
+        """The counts of all ranks so far, added up; this counter keeps those of its own rank.
 
         Args:
             group: of the ranks, by default all of them.
@@ -143,9 +143,9 @@ class RowCounter:
         assert group is not None
         counted = [f"{name}: {table.counts.describe()}" for name, table in self._tables.items()]
         agree(group, facts={"what the RowCounter counts": "\n".join(counted)})
-        mine = [table.num_samples for table in self._tables.values()]
+        own_samples = [table.num_samples for table in self._tables.values()]
         every: list[list[float]] = [[] for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(every, mine, group=group)
+        dist.all_gather_object(every, own_samples, group=group)
         num_samples = [sum(numbers) for numbers in zip(*every, strict=True)]
         return AccessStats(
             {
@@ -155,13 +155,13 @@ class RowCounter:
         )
 
     def stats(self) -> AccessStats:
-        """What this rank has counted so far."""
+        """The counts of this rank so far."""
         return AccessStats(
             {name: table.counts.access(table.num_samples) for name, table in self._tables.items()}
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank has counted so far, for a run that goes on."""
+        """The counts of this rank so far, for a run that goes on."""
         return {
             "num_batches": self._num_batches,
             "tables": {
@@ -203,7 +203,7 @@ class RowCounter:
 
 
 @dataclass
-class _Table:
+class _CountedTable:
     features: tuple[str, ...]
     counts: ExactCounts | SketchedCounts
     num_samples: float = 0.0

@@ -14,11 +14,11 @@ class ExactCounts:
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
-        """Of the table."""
+        """How many rows the table has."""
         self._counts = torch.zeros(num_rows, dtype=torch.float64)
 
     def describe(self) -> str:
-        """What other ranks must have, too."""
+        """What is counted and how, as text; counters of other ranks must say the same."""
         return f"{self.num_rows} rows, exactly"
 
     def empty(self) -> "ExactCounts":
@@ -40,10 +40,10 @@ class ExactCounts:
         Collectives:
             One all-reduce.
         """
-        made = ExactCounts(self.num_rows)
-        made._counts.copy_(self._counts)
-        dist.all_reduce(made._counts, group=group)
-        return made
+        total = ExactCounts(self.num_rows)
+        total._counts.copy_(self._counts)
+        dist.all_reduce(total._counts, group=group)
+        return total
 
     def state_dict(self) -> dict[str, Any]:
         """The count of each row."""
@@ -54,5 +54,5 @@ class ExactCounts:
         self._counts += state["counts"]
 
     def access(self, num_samples: float) -> TableAccess:
-        """What was counted."""
+        """The counts as statistics of the table."""
         return TableAccess.of_counts(self._counts.numpy(), num_samples)

@@ -29,8 +29,8 @@ class _Metadata(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class _Table(_Metadata):
-    """What a table has beside its rows' counts."""
+class _StoredTable(_Metadata):
+    """The statistics of a table beside its rows' counts."""
 
     name: str
     num_rows: int = Field(ge=0, le=_MAX_ROWS)
@@ -40,12 +40,12 @@ class _Table(_Metadata):
     max_error: float = Field(ge=0)
 
 
-_FIELDS = tuple(name for name in _Table.model_fields if name != "name")
+_FIELDS = tuple(name for name in _StoredTable.model_fields if name != "name")
 
 
 class _Header(_Metadata):
     version: int
-    tables: list[_Table]
+    tables: list[_StoredTable]
     checksum: str | None = None
     """Files of releases before it have none."""
 
@@ -82,12 +82,12 @@ def write_tables(path: Path, tables: Mapping[str, TableAccess]) -> None:
     unfinished.replace(path)
 
 
-def _checked(name: str, table: TableAccess) -> _Table:
-    """What the metadata says of a table, which is refused here if it couldn't be read again."""
+def _checked(name: str, table: TableAccess) -> _StoredTable:
+    """The metadata of a table, which is refused here if it couldn't be read again."""
     _check_table(f"table {name!r} can't be written", table, "count again")
     data = {"name": name, **{field: getattr(table, field) for field in _FIELDS}}
     try:
-        return _Table.model_validate(data, strict=False)
+        return _StoredTable.model_validate(data, strict=False)
     except ValidationError as error:
         raise ConfigError(f"table {name!r} can't be written: {_first(error)}") from error
 
@@ -173,16 +173,16 @@ def _columns(path: Path, content: pa.Table, names: list[str]) -> _Columns:
             raise ConfigError(f"{path}, column {name!r} {shown}, but should be {kind}; {_REMEDY}")
         if content.column(name).null_count:
             raise ConfigError(f"{path}, column {name!r} has lines without a value; {_REMEDY}")
-    known = content.column("table").combine_chunks()
+    table_column = content.column("table").combine_chunks()
     places = {name: place for place, name in enumerate(names)}
-    in_file = known.dictionary.to_pylist()
+    in_file = table_column.dictionary.to_pylist()
     others = [name for name in in_file if name not in places]
     if others:
         raise ConfigError(
             f"{path}, column 'table' has {others[0]!r}, which the metadata doesn't know; {_REMEDY}"
         )
     place_of = np.array([places[name] for name in in_file], np.int64)
-    tables = place_of[known.indices.to_numpy()]
+    tables = place_of[table_column.indices.to_numpy()]
     if (np.diff(tables) < 0).any():
         raise ConfigError(
             f"{path}, column 'table' isn't in the order of the metadata's tables; {_REMEDY}"

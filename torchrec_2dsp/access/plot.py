@@ -9,7 +9,7 @@ from torchrec_2dsp.access.table_access import TableAccess
 from torchrec_2dsp.report.plots import PALETTE, plotting, save_plot
 
 _MAX_POINTS = 400
-"""Of a line: more can't be told apart."""
+"""How many points a line has at most: more can't be told apart."""
 
 _DASHES = ("-", "--", ":", "-.")
 

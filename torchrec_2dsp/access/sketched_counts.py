@@ -12,7 +12,7 @@ from torchrec_2dsp.access.table_access import TableAccess
 from torchrec_2dsp.errors import ConfigError
 
 ds: Any = datasketches
-"""Its names come from a compiled module without types."""
+"""The sketch library; its names come from a compiled module without types."""
 
 _LG_DISTINCT = 14
 """Registers of the sketch that counts distinct rows, as a power of two: 0.8 % standard error."""
@@ -30,14 +30,14 @@ class SketchedCounts:
         if sketch_rows < 8 or sketch_rows & (sketch_rows - 1):
             raise ConfigError(f"sketch_rows={sketch_rows} must be a power of two, at least 8")
         self.num_rows = num_rows
-        """Of the table."""
+        """How many rows the table has."""
         self._lg_size = sketch_rows.bit_length() - 1
         self._used = ds.frequent_items_sketch(self._lg_size)
         self._distinct = ds.hll_sketch(_LG_DISTINCT)
         self._num_lookups = 0.0
 
     def describe(self) -> str:
-        """What other ranks must have, too."""
+        """What is counted and how, as text; counters of other ranks must say the same."""
         return f"{self.num_rows} rows, by a sketch of {2**self._lg_size}"
 
     def empty(self) -> "SketchedCounts":
@@ -70,13 +70,13 @@ class SketchedCounts:
         Collectives:
             One all-gather of the sketches.
         """
-        mine = self._serialized()
-        every: list[dict[str, Any]] = [mine] * dist.get_world_size(group)
-        dist.all_gather_object(every, mine, group=group)
-        made = SketchedCounts(self.num_rows, 2**self._lg_size)
-        for state in every:
-            made.add_state_dict(state)
-        return made
+        own_state = self._serialized()
+        states: list[dict[str, Any]] = [own_state] * dist.get_world_size(group)
+        dist.all_gather_object(states, own_state, group=group)
+        merged = SketchedCounts(self.num_rows, 2**self._lg_size)
+        for state in states:
+            merged.add_state_dict(state)
+        return merged
 
     def state_dict(self) -> dict[str, Any]:
         """The sketches, as bytes.
@@ -108,7 +108,7 @@ class SketchedCounts:
         }
 
     def access(self, num_samples: float) -> TableAccess:
-        """What was counted."""
+        """The counts as statistics of the table."""
         items = self._items()
         rows = np.array([row for row, *_ in items], dtype=np.int64)
         # The lower bounds: a count is never too high, and what they lack is the tail's.

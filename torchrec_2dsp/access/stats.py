@@ -72,7 +72,7 @@ class AccessStats(Mapping[str, TableAccess]):
         )
 
     def save(self, path: str | Path) -> None:
-        """Write a Parquet file."""
+        """Write the statistics as a Parquet file."""
         write_tables(Path(path), self._tables)
 
     @classmethod

@@ -10,8 +10,8 @@ from numpy.typing import ArrayLike, NDArray
 from torchrec_2dsp.errors import ConfigError
 
 _ALIKE = 1e-3
-"""By how much counts differ that are taken as their mean, which changes no sum over rows by more
-than the square of it."""
+"""Counts within this share of each other are taken as their mean, which changes no sum over rows by
+more than the square of it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,29 +36,29 @@ class TableAccess:
     """
 
     num_rows: int
-    """Of the table."""
+    """How many rows the table has."""
 
     num_samples: float
-    """Samples in the log."""
+    """How many samples the log has."""
 
     rows: NDArray[np.int64]
     """The known rows, the most used first."""
 
     counts: NDArray[np.float64]
-    """How often each was looked up, at least. No integers if old lookups count less."""
+    """How often each known row was looked up, at least; not integers if old lookups count less."""
 
     tail_rows: int = 0
-    """How many other rows were looked up, by an estimate."""
+    """An estimate of how many other rows were looked up."""
 
     tail_lookups: float = 0.0
-    """How often, with what the counts of known rows lack."""
+    """How many lookups the tail has, with those that the counts of known rows lack."""
 
     max_error: float = 0.0
     """How much a known row's count may lack; no row of the tail was looked up more often."""
 
     @classmethod
     def of_counts(cls, counts: ArrayLike, num_samples: float) -> "TableAccess":
-        """From a count for every row of the table."""
+        """The statistics from a count for every row of the table."""
         by_row = np.asarray(counts, dtype=np.float64)
         rows = by_row.nonzero()[0]
         return cls.of_rows(len(by_row), num_samples, rows, by_row[rows])
@@ -72,19 +72,22 @@ class TableAccess:
         counts: NDArray[np.float64],
         **tail: Any,
     ) -> "TableAccess":
-        """From counts of some rows, in any order; ``tail`` says what is unknown of the others."""
+        """The statistics from counts of some rows, in any order.
+
+        ``tail`` is what is known of the other rows: the fields that have a default.
+        """
         # Of rows that are used alike, the first is the hotter one, so that all ranks agree.
         order = np.lexsort((rows, -counts))
         return cls(num_rows, num_samples, rows[order].astype(np.int64), counts[order], **tail)
 
     @property
     def num_lookups(self) -> float:
-        """Of all rows."""
+        """How many lookups of all rows the log has."""
         return self._shares_end + self.tail_lookups
 
     @property
     def lookups_per_sample(self) -> float:
-        """In the mean."""
+        """How often a sample looks the table up, in the mean."""
         return self.num_lookups / self.num_samples if self.num_samples else 0.0
 
     @property
@@ -94,19 +97,19 @@ class TableAccess:
 
     def share_of(self, num_hot: int) -> float:
         """The share of lookups that the ``num_hot`` hottest rows take, at least."""
-        taken = self._ascending_shares[: max(0, num_hot)]
-        return float(taken[-1]) / self.num_lookups if len(taken) else 0.0
+        lookups = self._ascending_shares[: max(0, num_hot)]
+        return float(lookups[-1]) / self.num_lookups if len(lookups) else 0.0
 
     def rows_for(self, share: float) -> int:
         """How many of the hottest rows take this share of the lookups."""
-        wanted = share * self.num_lookups
+        num_lookups = share * self.num_lookups
         # Counts are added up in another order than the wanted share was.
-        num_hot = int(np.searchsorted(self._ascending_shares, wanted * (1 - 1e-12))) + 1
+        num_hot = int(np.searchsorted(self._ascending_shares, num_lookups * (1 - 1e-12))) + 1
         if num_hot > len(self.rows):
-            known = self.share_of(len(self.rows))
+            counted_share = self.share_of(len(self.rows))
             raise ConfigError(
-                f"share={share}: the counted rows take {known:.4g} of the lookups; ask for less, "
-                "or count more rows"
+                f"share={share}: the counted rows take {counted_share:.4g} of the lookups; "
+                "ask for less, or count more rows"
             )
         return num_hot
 
@@ -114,9 +117,8 @@ class TableAccess:
         """How many different rows so many lookups of the log touch, in the mean.
 
         Lookups are drawn from the log without putting them back, each as probable as any other;
-        beyond the log's length they are drawn with putting back, which says too little, since
-        rows that the log doesn't have are never drawn. The rows of a tail count as used alike, so
-        that what comes out is at most too large.
+        so as many lookups as the log has, or more, touch every used row. The rows of a tail count
+        as used alike, so that the result is at most too large.
 
         Args:
             num_lookups: of any rows.
@@ -132,8 +134,10 @@ class TableAccess:
             times = np.append(times, self.tail_rows)
         if num_lookups <= total:
             return float(times @ (1 - _absent(counts, num_lookups, total)))
-        drawn = float(times @ (1 - (1 - np.minimum(counts / total, 1)) ** num_lookups))
-        return max(drawn, float(max(0, self.num_used_rows - num_hot)))
+        # With more hot rows than known ones, which of the tail's rows are hot isn't known: those
+        # that lookups touch, drawn with putting back, count beside the cold ones.
+        touched = float(times @ (1 - (1 - np.minimum(counts / total, 1)) ** num_lookups))
+        return max(touched, float(max(0, self.num_used_rows - num_hot)))
 
     def without(self, num_hot: int) -> "TableAccess":
         """The accesses of all rows but the ``num_hot`` hottest."""
@@ -149,12 +153,12 @@ class TableAccess:
             array([0.8, 0.2])
         """
         block_rows = -(-self.num_rows // num_blocks)
-        taken = np.bincount(self.rows // block_rows, self.counts, minlength=num_blocks)
+        lookups = np.bincount(self.rows // block_rows, self.counts, minlength=num_blocks)
         # Nobody knows where the rows of the tail are.
-        return np.asarray((taken + self.tail_lookups / num_blocks) / self.num_lookups, np.float64)
+        return np.asarray((lookups + self.tail_lookups / num_blocks) / self.num_lookups, np.float64)
 
     def distinct_by_block(self, num_lookups: float, num_blocks: int) -> NDArray[np.float64]:
-        """`expected_distinct`, of each of some blocks of consecutive rows."""
+        """How many different rows of each block of consecutive rows so many lookups touch."""
         blocks = self.rows // -(-self.num_rows // num_blocks)
         total = max(self.num_lookups, num_lookups)
         counts, ends = self._alike
@@ -182,7 +186,7 @@ class TableAccess:
 
 
 def _absent(counts: NDArray[np.float64], drawn: float, total: float) -> NDArray[np.float64]:
-    """For rows with so many of ``total`` lookups, the chance that none of ``drawn`` is theirs.
+    """The chance that none of ``drawn`` lookups is of a row that has so many of ``total``.
 
     The number of ways to draw from the others over the number of ways to draw from all, binomials
     whose logarithms stay small; counts needn't be integers.
@@ -190,13 +194,13 @@ def _absent(counts: NDArray[np.float64], drawn: float, total: float) -> NDArray[
     # A quarter of a second, that only those pay who ask for an expectation.
     from scipy.special import gammaln
 
-    left = total - counts - drawn
-    possible = left >= 0
-    left = np.where(possible, left, 0.0)
+    others = total - counts - drawn
+    possible = others >= 0
+    others = np.where(possible, others, 0.0)
     logarithm = (
         gammaln(total - counts + 1)
         + gammaln(total - drawn + 1)
-        - gammaln(left + 1)
+        - gammaln(others + 1)
         - gammaln(total + 1)
     )
     return np.where(possible, np.exp(np.minimum(logarithm, 0.0)), 0.0)

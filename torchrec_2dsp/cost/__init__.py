@@ -1,1 +1,1 @@
-"""What things cost: a plan's step from a calibration of the network and its machines."""
+"""What things cost: a plan's step, from a calibration of the network and its machines."""

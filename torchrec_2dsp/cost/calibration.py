@@ -18,10 +18,10 @@ from torchrec.distributed.planner.types import (
 from torchrec_2dsp.cost.coefficients import BagCost, CollectiveCost, KernelCost
 from torchrec_2dsp.errors import CalibrationError
 
-FORMAT = 3
+CALIBRATION_FORMAT = 3
 
 
-class _Part(BaseModel):
+class _CalibrationPart(BaseModel):
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
@@ -31,42 +31,42 @@ class _Part(BaseModel):
     )
 
 
-class Hardware(_Part):
-    """Where a calibration holds."""
+class Hardware(_CalibrationPart):
+    """The machines on which a calibration holds."""
 
     name: str
-    """What people call it."""
+    """The name that people call the machines by."""
 
     device: str = Field(pattern="^(cpu|cuda)$")
-    """Where tables lie."""
+    """The device on which tables lie: ``cpu`` or ``cuda``."""
 
     num_hosts: int = Field(ge=1)
-    """That took part."""
+    """How many hosts took part."""
 
     ranks_per_host: int = Field(ge=1)
-    """That shared a host's cores and link."""
+    """How many ranks shared a host's cores and link."""
 
     processor: str = ""
-    """Of a host, or the name of its GPUs."""
+    """The processor of a host, or the name of its GPUs."""
 
     measured: str = ""
-    """When; or from which data sheets, where nothing was measured."""
+    """The day of the measurement; or the data sheets, where nothing was measured."""
 
     memory_bytes: int = Field(default=0, ge=0)
-    """Of a rank, for tables: GPU memory, or its share of a host's; 0 for unknown."""
+    """Memory of a rank for tables: GPU memory, or its share of a host's; 0 for unknown."""
 
 
-class Collectives(_Part):
-    """What each collective takes."""
+class CollectiveTimes(_CalibrationPart):
+    """The time that each collective takes."""
 
     all_to_all: CollectiveCost
-    """The backend's own."""
+    """The backend's own all-to-all."""
 
     full_duplex_all_to_all: CollectiveCost | None = None
-    """On gloo, this package's; on nccl they are one."""
+    """The all-to-all of this package on gloo; on nccl it is the backend's."""
 
     all_reduce: CollectiveCost
-    """Of dense gradients, and of whole shards."""
+    """The all-reduce of dense gradients, and of whole shards."""
 
     all_gather: CollectiveCost
     """The backward of row-wise sharding."""
@@ -75,17 +75,17 @@ class Collectives(_Part):
     """The forward of row-wise sharding."""
 
 
-class Kernels(_Part):
-    """What work on a rank's rows takes, while its neighbours do the same."""
+class Kernels(_CalibrationPart):
+    """The time that work on a rank's rows takes, while its neighbours do the same."""
 
     lookup: BagCost
-    """Forward of a fused embedding kernel that sums bags."""
+    """The forward of a fused embedding kernel that sums bags."""
 
     update: BagCost
-    """Its backward, with the optimizer."""
+    """The backward of that kernel, with the optimizer."""
 
     row_lookup: KernelCost
-    """Forward of row exchange's kernel, which gives rows as they are."""
+    """The forward of row exchange's kernel, which gives rows as they are."""
 
     row_update: KernelCost
     """Applying gradients of rows, those of a row added up first."""
@@ -103,7 +103,7 @@ class Kernels(_Part):
     """An optimizer's pass over all of a table."""
 
 
-class Calibration(_Part):
+class Calibration(_CalibrationPart):
     """Constants of a network and its machines, from which a `CostModel` predicts a step.
 
     Example:
@@ -113,28 +113,28 @@ class Calibration(_Part):
         2
     """
 
-    format: int = Field(default=FORMAT, ge=FORMAT, le=FORMAT)
-    """Of the file."""
+    format: int = Field(default=CALIBRATION_FORMAT, ge=CALIBRATION_FORMAT, le=CALIBRATION_FORMAT)
+    """The format of the file."""
 
     hardware: Hardware
-    """Where it was made."""
+    """The machines on which it was made."""
 
-    collectives: Collectives
-    """What the network takes."""
+    collectives: CollectiveTimes
+    """The time that the network takes."""
 
     kernels: Kernels
-    """What the machines take."""
+    """The time that the machines take."""
 
     turn_s: float = Field(default=0.0, ge=0)
-    """What a collective takes beyond its own time where ranks come from computing: they don't come
+    """The time of a collective beyond its own where ranks come from computing: they don't come
     together, and where they share cores, sending has to wait for those that still compute."""
 
     hidden_share: float = Field(default=1.0, ge=0, le=1)
-    """Which share of a long exchange takes no time if ranks compute meanwhile; the rest is the
+    """The share of a long exchange that takes no time if ranks compute meanwhile; the rest is the
     processors' own work with it."""
 
     def save(self, path: str | Path) -> None:
-        """Write TOML."""
+        """Write the calibration as TOML."""
         Path(path).write_text(tomli_w.dumps(self.model_dump(exclude_none=True)))
 
     @classmethod
@@ -157,13 +157,13 @@ class Calibration(_Part):
             wrong = error.errors()[0]
             where = ".".join(str(part) for part in wrong["loc"])
             raise CalibrationError(
-                f"{path} is no calibration of format {FORMAT}: {where}: {wrong['msg']}; make one "
-                "with the calibrate command"
+                f"{path} is no calibration of format {CALIBRATION_FORMAT}: {where}: "
+                f"{wrong['msg']}; make one with the calibrate command"
             ) from error
 
     @classmethod
     def of_topology(cls, topology: Topology) -> Self:
-        """From the figures of a TorchRec topology, where nothing was measured.
+        """A calibration from the figures of a TorchRec topology, where nothing was measured.
 
         Bandwidths and nothing else: no message has a latency, no kernel a start. Every rank has an
         interface of its own, and reads and writes a row once for each pass.
@@ -180,7 +180,7 @@ class Calibration(_Part):
             KernelCost(base_s=0.0, per_item_s=0.0, per_byte_s=passes / (1e3 * memory))
             for passes in (1, 2)
         )
-        lookup, update = (_same_for_all_ids(one) for one in (once, twice))
+        lookup, update = (_same_for_all_ids(cost) for cost in (once, twice))
         return cls(
             hardware=Hardware(
                 name="topology",
@@ -189,7 +189,7 @@ class Calibration(_Part):
                 ranks_per_host=topology.local_world_size,
                 measured="never: the figures of a Topology",
             ),
-            collectives=Collectives(
+            collectives=CollectiveTimes(
                 all_to_all=wire, all_reduce=wire, all_gather=wire, reduce_scatter=wire
             ),
             kernels=Kernels(
@@ -205,12 +205,12 @@ class Calibration(_Part):
         )
 
     def all_to_all(self, *, full_duplex: bool) -> CollectiveCost:
-        """That of the backend, or this package's where the backend has another."""
+        """The all-to-all of the backend, or this package's where the backend has another."""
         other = self.collectives.full_duplex_all_to_all
         return other if full_duplex and other is not None else self.collectives.all_to_all
 
     def topology(self, world_size: int, local_world_size: int, **more: Any) -> Topology:
-        """For TorchRec's own planner: bandwidths of all-to-alls, as it counts them.
+        """A topology for TorchRec's own planner: bandwidths of all-to-alls, as it counts them.
 
         Args:
             world_size: ranks of the world that is planned for.
@@ -239,11 +239,11 @@ class Calibration(_Part):
     def check_covers(self, *, world_size: int, local_world_size: int) -> None:
         """Raise `CalibrationError` if something would travel where nothing did when it was made."""
         cost = self.collectives.all_to_all
-        for is_there, known, where in (
+        for is_there, s_per_byte, where in (
             (local_world_size > 1, cost.local_s_per_byte, "in a host"),
             (world_size > local_world_size, cost.link_s_per_byte, "across hosts"),
         ):
-            if is_there and known is None:
+            if is_there and s_per_byte is None:
                 raise CalibrationError(
                     f"{self.hardware.name} was calibrated where nothing travels {where}, and here "
                     f"are {world_size} ranks, {local_world_size} per host; calibrate on hosts like "
@@ -251,23 +251,23 @@ class Calibration(_Part):
                 )
 
     def differences(self, *, local_world_size: int, device: str) -> list[str]:
-        """What is unlike the machines it was made on, in words; none if all is alike."""
-        found = []
+        """The differences from the machines it was made on, in words; none if all is alike."""
+        texts = []
         if local_world_size != self.hardware.ranks_per_host:
-            found.append(
+            texts.append(
                 f"hosts have {local_world_size} ranks, and had {self.hardware.ranks_per_host}"
             )
         if device != self.hardware.device:
-            found.append(f"tables are on {device}, and were on {self.hardware.device}")
+            texts.append(f"tables are on {device}, and were on {self.hardware.device}")
         if device == "cuda" == self.hardware.device and torch.cuda.is_available():
             name = torch.cuda.get_device_name()
             if self.hardware.processor and name != self.hardware.processor:
-                found.append(f"GPUs are {name}, and were {self.hardware.processor}")
-        return found
+                texts.append(f"GPUs are {name}, and were {self.hardware.processor}")
+        return texts
 
 
 def _same_for_all_ids(cost: KernelCost) -> BagCost:
-    """Of bags whose ids cost the same, whether they repeat or not."""
+    """The cost of bags whose ids cost the same, whether they repeat or not."""
     return BagCost(**cost.model_dump(), per_vector_byte_s=0.0, per_row_byte_s=0.0)
 
 

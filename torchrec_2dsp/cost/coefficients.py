@@ -1,4 +1,4 @@
-"""What a collective and a kernel take: a constant, and so much for each unit of work."""
+"""The time of a collective and of a kernel: a constant, and so much for each unit of work."""
 
 from typing import Any, overload
 
@@ -23,13 +23,13 @@ class Coefficients(BaseModel):
     )
 
     base_s: float = Field(ge=0)
-    """Whatever the work."""
+    """Seconds that a call takes, whatever the work."""
 
     median_error: float = Field(default=0.0, ge=0)
     """How far the longer half of the measurements is from these constants, by the median."""
 
     max_error: float = Field(default=0.0, ge=0)
-    """The same, by the furthest."""
+    """How far the furthest measurement is from these constants."""
 
 
 class CollectiveCost(Coefficients):
@@ -48,16 +48,16 @@ class CollectiveCost(Coefficients):
     """
 
     per_peer_s: float = Field(ge=0)
-    """For each other rank of the group."""
+    """Seconds for each other rank of the group."""
 
     local_s_per_byte: float | None = Field(default=None, ge=0)
-    """For each byte that a rank sends inside its host; ``None`` where hosts have one rank."""
+    """Seconds for each byte that a rank sends inside its host; ``None`` with one rank per host."""
 
     link_s_per_byte: float | None = Field(default=None, ge=0)
-    """For each byte that a host sends to others; ``None`` where there was one host."""
+    """Seconds for each byte that a host sends to others; ``None`` where there was one host."""
 
     def seconds(self, span: Span, traffic: Traffic) -> float:
-        """What it takes a group of ``span``."""
+        """The seconds that a group of ``span`` takes."""
         if span.num_ranks == 1:
             return 0.0
         moved_s = max(
@@ -71,10 +71,10 @@ class KernelCost(Coefficients):
     """Seconds of work on a rank's rows, while the other ranks do the same."""
 
     per_item_s: float = Field(ge=0)
-    """For each id or row."""
+    """Seconds for each id or row."""
 
     per_byte_s: float = Field(ge=0)
-    """For each byte of rows."""
+    """Seconds for each byte of rows."""
 
     @overload
     def seconds(self, items: float, num_bytes: float) -> float: ...
@@ -85,12 +85,12 @@ class KernelCost(Coefficients):
     ) -> NDArray[np.float64]: ...
 
     def seconds(self, items: Any, num_bytes: Any) -> Any:
-        """Without the constant, which is per call."""
+        """Seconds of the work without the constant, which is per call."""
         return self.per_item_s * items + self.per_byte_s * num_bytes
 
 
 class BagCost(KernelCost):
-    """The same of bags, by what there is of each kind: ids, vectors that come out, and rows.
+    """The time of bags, by their ids, the vectors that come out, and their distinct rows.
 
     Ids that repeat read what caches hold; so a row costs more by its first id than by the others.
 
@@ -106,13 +106,13 @@ class BagCost(KernelCost):
     """
 
     per_vector_byte_s: float = Field(ge=0)
-    """For each byte of the vectors that bags give."""
+    """Seconds for each byte of the vectors that bags give."""
 
     per_row_byte_s: float = Field(ge=0)
-    """For each byte of the distinct rows."""
+    """Seconds for each byte of the distinct rows."""
 
     def of_bags(self, items: Any, num_bytes: Any, *, vector_bytes: Any, row_bytes: Any) -> Any:
-        """Without the constant: numbers, or arrays of them.
+        """Seconds of bags without the constant, for numbers or arrays of them.
 
         Args:
             items: ids.

@@ -1,4 +1,4 @@
-"""What tables take of the memory of a group's ranks. Pure."""
+"""The memory that tables take on a group's ranks. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,13 +14,14 @@ from torchrec_2dsp.cost.placed import FLOAT_BYTES, Placed
 from torchrec_2dsp.cost.workload import Workload
 
 _GRADIENT_COPIES = 2
-"""Of a data-parallel table's dense gradient: its own, and that in a bucket that is reduced."""
+"""A data-parallel table's dense gradient exists twice: itself, and in a bucket that is reduced."""
 
 _VECTOR_COPIES = 5
-"""Of what the model gets, and of its gradient: as it came, in the model's order, put together."""
+"""How often the vectors that the model gets exist, and their gradients: as they came, in the
+model's order, put together."""
 
 _LOOKED_UP_ID_BYTES = 48
-"""Of an id in FBGEMM's kernels, which sort ids and note where each came from."""
+"""Bytes that an id takes in FBGEMM's kernels, which sort ids and note where each came from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,16 +40,16 @@ class MemoryCost(NamedParts):
     unit: ClassVar[str] = "bytes"
 
     weights_bytes: float = 0.0
-    """Shards of tables."""
+    """Weights of the tables' shards."""
 
     optimizer_state_bytes: float = 0.0
-    """Their moments."""
+    """Optimizer state of the tables' shards."""
 
     hot_rows_bytes: float = 0.0
     """Copies of hot rows, with moments."""
 
     dense_gradients_bytes: float = 0.0
-    """Of data-parallel tables."""
+    """Gradients of data-parallel tables."""
 
     batches_bytes: float = 0.0
     """Ids, of all batches that a pipeline has at a time."""
@@ -57,7 +58,7 @@ class MemoryCost(NamedParts):
     """Rows and pooled vectors on their way, and their gradients."""
 
     copies_bytes: float = 0.0
-    """What keeps copies of rows equal: gradients that are merged, or what rows were before."""
+    """Buffers that keep copies of rows equal: merged gradients, or rows as they were before."""
 
     @property
     def total_bytes(self) -> float:
@@ -66,20 +67,22 @@ class MemoryCost(NamedParts):
 
 
 def memory_cost(tables: Iterable[Placed], loads: Loads, buffers: Mapping[str, Ranks]) -> MemoryCost:
-    """What the fullest rank of a group has.
+    """The memory of a group's fullest rank.
 
     Args:
         tables: all of the group.
         loads: what they give it to do.
         buffers: see `buffer_parts`.
     """
-    kept = sum(
-        (_kept(one, loads.num_ranks) for one in tables), np.zeros((len(_KEPT), loads.num_ranks))
+    kept_bytes = sum(
+        (_kept(table, loads.num_ranks) for table in tables), np.zeros((len(_KEPT), loads.num_ranks))
     )
-    parts = dict(zip(_KEPT, kept, strict=True))
+    parts = dict(zip(_KEPT, kept_bytes, strict=True))
     parts |= {name: weights @ loads.values for name, weights in buffers.items()}
     fullest = int(sum(parts.values(), np.zeros(loads.num_ranks)).argmax())
-    return MemoryCost(**{f"{name}_bytes": float(of[fullest]) for name, of in parts.items()})
+    return MemoryCost(
+        **{f"{name}_bytes": float(by_rank[fullest]) for name, by_rank in parts.items()}
+    )
 
 
 def table_bytes(table: Placed, num_ranks: int) -> Ranks:
@@ -101,24 +104,24 @@ def table_bytes(table: Placed, num_ranks: int) -> Ranks:
 
 
 _KEPT = ("weights", "optimizer_state", "hot_rows", "dense_gradients")
-"""Of `MemoryCost`, what is there between steps as well."""
+"""The parts of `MemoryCost` that are there between steps as well."""
 
 
 def _kept(table: Placed, num_ranks: int) -> NDArray[np.float64]:
-    """A row for each of `_KEPT`."""
+    """The bytes of a table on each rank, with a row for each of `_KEPT`."""
     work = table.work
-    found = np.zeros((len(_KEPT), num_ranks))
-    weights, state, hot_rows, gradients = found
+    kept_bytes = np.zeros((len(_KEPT), num_ranks))
+    weights, state, hot_rows, gradients = kept_bytes
     if table.kind is ShardingType.DATA_PARALLEL:
         weights += work.num_rows * table.row_bytes
         state += work.num_rows * _state_bytes(table, work.dim)
         gradients += _GRADIENT_COPIES * work.num_rows * work.dim * FLOAT_BYTES
-        return found
+        return kept_bytes
     ranks, rows, columns = table.shards
     np.add.at(weights, ranks, rows * columns * work.element_bytes)
     np.add.at(state, ranks, rows * _state_bytes(table, columns))
     hot_rows += table.num_hot * (table.row_bytes + _state_bytes(table, work.dim))
-    return found
+    return kept_bytes
 
 
 def buffer_parts(workload: Workload, num_ranks: int) -> dict[str, Ranks]:
@@ -164,6 +167,6 @@ def _weights(**per_unit: float) -> Ranks:
 
 
 def _state_bytes(table: Placed, columns: float | Ranks) -> float | Ranks:
-    """Of one row of a shard; a moment for a whole row is there for each part of it."""
+    """Optimizer state of a shard's row; a moment for a whole row is there for each part."""
     state = table.work.state_bytes_per_row
     return state if state <= FLOAT_BYTES else state * columns / table.work.dim

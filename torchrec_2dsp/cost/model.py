@@ -22,7 +22,7 @@ from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
 
 _DDP_BUCKET_BYTES = 25 * 2**20
-"""Of torch's `DistributedDataParallel`."""
+"""The size of a gradient bucket of torch's `DistributedDataParallel`."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class CostModel:
     """
 
     calibration: Calibration
-    """Of the machines."""
+    """The constants of the machines."""
 
     local_world_size: int
-    """Ranks per host."""
+    """How many ranks a host has."""
 
     def step_cost(self, plan: Plan2D, workload: Workload) -> StepCost:
-        """What a step of a plan takes."""
+        """The cost of a plan's step."""
         in_groups, in_world = _placed(plan, workload)
         setting = self._setting(plan, workload)
         if in_world:
@@ -58,17 +58,17 @@ class CostModel:
         return setting.step_cost(setting.loads(in_groups))
 
     def memory_cost(self, plan: Plan2D, workload: Workload) -> MemoryCost:
-        """What tables take of the fullest rank.
+        """The memory that tables take on the fullest rank.
 
         Tables with one copy in the world count as if the same rank had most of them.
         """
         in_groups, in_world = _placed(plan, workload)
         setting = self._setting(plan, workload)
-        found = setting.memory_cost(in_groups)
-        return found + setting.of_world().memory_cost(in_world) if in_world else found
+        cost = setting.memory_cost(in_groups)
+        return cost + setting.of_world().memory_cost(in_world) if in_world else cost
 
-    def _setting(self, plan: Plan2D, workload: Workload) -> "Setting":
-        return Setting(self.calibration, workload, plan.mesh, plan.sync, self.local_world_size)
+    def _setting(self, plan: Plan2D, workload: Workload) -> "CostSetting":
+        return CostSetting(self.calibration, workload, plan.mesh, plan.sync, self.local_world_size)
 
 
 def _placed(plan: Plan2D, workload: Workload) -> tuple[list[Placed], list[Placed]]:
@@ -78,14 +78,14 @@ def _placed(plan: Plan2D, workload: Workload) -> tuple[list[Placed], list[Placed
     for _, module in plan.modules():
         for name, sharding in module.tables():
             is_once = sharding.mesh_in(plan.mesh) != plan.mesh
-            some = in_world if is_once else in_groups
-            some.append(Placed.of(workload.table(name), sharding))
+            tables = in_world if is_once else in_groups
+            tables.append(Placed.of(workload.table(name), sharding))
     return in_groups, in_world
 
 
 @dataclass(frozen=True)
-class Setting:
-    """All that a step's cost depends on, beside what is where."""
+class CostSetting:
+    """All that the cost of a step depends on, beside the tables and where they are."""
 
     calibration: Calibration
     workload: Workload
@@ -93,27 +93,27 @@ class Setting:
     sync: SyncConfig
     local_world_size: int
     beside: StepCost | None = None
-    """Of tables that another mesh repeats, and of nothing but those."""
+    """The cost of tables that another mesh repeats, and of nothing but those."""
 
-    def of_world(self) -> "Setting":
-        """Of tables with one copy in the world, and of nothing but those."""
+    def of_world(self) -> "CostSetting":
+        """The setting of tables with one copy in the world, and of nothing but those."""
         # Nor do they hide anything: that their rows may travel beside computing isn't counted.
         workload = replace(self.workload, dense=DenseWork(), prefetches_rows=False)
         return replace(self, workload=workload, mesh=Mesh2D(1, self.mesh.world_size))
 
     @cached_property
     def group(self) -> Span:
-        """Of the sharding groups."""
+        """The sharding groups on their hosts."""
         return Span.of_sharding_groups(self.mesh, self.local_world_size)
 
     @cached_property
     def peers(self) -> Span:
-        """Of the replica peers."""
+        """The replica peers on their hosts."""
         return Span.of_replica_peers(self.mesh, self.local_world_size)
 
     @cached_property
     def world(self) -> Span:
-        """Of all ranks."""
+        """All ranks on their hosts, as one group."""
         return Span.of_world(self.mesh.world_size, self.local_world_size)
 
     @cached_property
@@ -136,7 +136,7 @@ class Setting:
         return replace(self.workload, prefetches_rows=prefetches)
 
     def loads(self, tables: Iterable[Placed]) -> Loads:
-        """What the ranks of a group have to do for tables."""
+        """The work and the messages of a group's ranks for tables."""
         loads = Loads(self.group.num_ranks)
         for table in tables:
             add_table(loads, table, self._in_group, self.group)
@@ -148,11 +148,11 @@ class Setting:
         return loads
 
     def memory_cost(self, tables: Sequence[Placed]) -> MemoryCost:
-        """What tables take of the fullest rank of a group."""
+        """The memory that tables take on the fullest rank of a group."""
         return memory_cost(tables, self.loads(tables), self._buffer_parts)
 
     def step_cost(self, loads: Loads) -> StepCost:
-        """What it takes them, and what is beside."""
+        """The step of ranks with these loads, with the cost of tables beside them."""
         visible = self.visible_cost(loads)
         if self.beside is not None:
             visible += self.beside
@@ -165,7 +165,7 @@ class Setting:
         return replace(visible, hidden_s=-self.calibration.hidden_share * (late_s + hidden_s))
 
     def visible_cost(self, loads: Loads) -> StepCost:
-        """What it takes them if nothing hides behind anything else."""
+        """The step of ranks with these loads if nothing hides behind anything else."""
         mean = self._phases.of(loads.evened())
         slowest = mean if loads.is_even else self._phases.of(loads)
         replicas = ReplicaCost(self.calibration)
@@ -179,7 +179,7 @@ class Setting:
 
 
 def _hidden_s(cost: StepCost, loads: Loads, workload: Workload, rows_s: float) -> float:
-    """What happens behind compute.
+    """Seconds of messages that travel behind compute.
 
     Ids travel while the step before computes, if there is a pipeline, and so may rows. Dense
     gradients travel behind the backward, bucket by bucket; the last bucket, and tables, have

@@ -19,15 +19,15 @@ class NamedParts:
     unit: ClassVar[str]
 
     def __add__(self, other: Self) -> Self:
-        """Part by part."""
-        mine, others = self.as_dict(), other.as_dict()
-        return type(self)(**{name: number + others[name] for name, number in mine.items()})
+        """The sum, part by part."""
+        numbers, others = self.as_dict(), other.as_dict()
+        return type(self)(**{name: number + others[name] for name, number in numbers.items()})
 
     def parts(self) -> Iterator[tuple[str, float]]:
         """Names without the unit, and numbers."""
-        for one in fields(self):
-            yield one.name.removesuffix(f"_{self.unit}"), getattr(self, one.name)
+        for part in fields(self):
+            yield part.name.removesuffix(f"_{self.unit}"), getattr(self, part.name)
 
     def as_dict(self) -> dict[str, float]:
-        """By field."""
+        """The numbers by field."""
         return asdict(self)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torchrec_2dsp.optim.moment_scaled import MomentScaledRowWiseAdaGradOptimizer
 
 STATE_BYTES = 4
-"""Optimizer state is fp32."""
+"""Bytes of a number of the optimizer state, which is fp32."""
 
 
 def optimizer_of(weight: Any, fused_params: Mapping[str, Any]) -> EmbOptimType | type[Optimizer]:

@@ -24,7 +24,7 @@ class Phases:
     world: Span
 
     def of(self, loads: Loads) -> dict[str, float]:
-        """By the names of `StepCost`."""
+        """Seconds of each phase, by the names of `StepCost`."""
         return {
             "input_exchange_s": self._input_s(loads),
             "lookup_s": self._lookup_s(loads),
@@ -68,12 +68,12 @@ class Phases:
 
     def _rows_s(self, loads: Loads) -> float:
         kernels = self.calibration.kernels
-        found = kernels.find.seconds(loads.found_ids, 0.0)
-        moved = kernels.pool.seconds(loads.moved_rows, loads.moved_bytes)
-        added = kernels.add.seconds(loads.added_rows, loads.added_bytes)
+        find_s = kernels.find.seconds(loads.found_ids, 0.0)
+        pool_s = kernels.pool.seconds(loads.moved_rows, loads.moved_bytes)
+        add_s = kernels.add.seconds(loads.added_rows, loads.added_bytes)
         _, rows = _num_kernels(loads)
         calls_s = rows * (kernels.find.base_s + kernels.pool.base_s + kernels.add.base_s)
-        return float((found + moved + added).max()) + calls_s
+        return float((find_s + pool_s + add_s).max()) + calls_s
 
     def _forward_s(self, loads: Loads) -> float:
         scatter = self.calibration.collectives.reduce_scatter
@@ -104,7 +104,7 @@ class Phases:
         ) + self._hops_s(loads.across_to)
 
     def beside_s(self, loads: Loads) -> float:
-        """Of `forward_exchange_s` and `backward_exchange_s`, what may travel beside computing."""
+        """The part of the forward and backward exchange that may travel beside computing."""
         seconds = 0.0
         for beside, rows, across in (
             (loads.early_from, loads.rows_from, loads.across_from),
@@ -116,7 +116,7 @@ class Phases:
         return float(seconds)
 
     def _hops_s(self, across: Ranks) -> float:
-        """What goes in two hops, inside hosts and between them, is waited for twice."""
+        """The second wait of messages in two hops, inside hosts and between them."""
         return self.calibration.turn_s if across.any() else 0.0
 
     def _turns_s(self, *exchanges: float) -> float:
@@ -124,11 +124,11 @@ class Phases:
         return sum(exchanges) + (self.calibration.turn_s if any(exchanges) else 0.0)
 
     def _apart_s(self, loads: Loads, beside: Ranks) -> float:
-        """What it takes that tables of each type are exchanged apart from those of another, and
+        """The time it takes that tables of each type are exchanged apart from those of another, and
         what travels beside computing apart from the rest."""
         together = sum(
-            one.any()
-            for one in (
+            exchanged.any()
+            for exchanged in (
                 loads.pooled_from,
                 loads.rows_from,
                 loads.scattered,
@@ -197,5 +197,5 @@ def _of_bags(cost: BagCost, loads: Loads) -> Ranks:
 
 def _num_kernels(loads: Loads) -> tuple[int, int]:
     """How many kernels sum bags, and how many look up rows."""
-    rows = sum(exchanges_rows(one) for one in loads.types)
+    rows = sum(exchanges_rows(message_type) for message_type in loads.types)
     return len(loads.types) - rows + bool(loads.dense_bytes.any()), rows

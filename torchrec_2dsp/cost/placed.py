@@ -20,7 +20,7 @@ from torchrec_2dsp.plan.parameter_sharding import (
 ID_BYTES = 8
 LENGTH_BYTES = 4
 KEY_BYTES = 4
-"""Of a row's number, where rows are what travels: unless a model has more than 2**31 of them."""
+"""Bytes of a row's number, where rows travel, unless a model has more than 2**31 of them."""
 FLOAT_BYTES = 4
 
 
@@ -28,14 +28,14 @@ class Shards(NamedTuple):
     """Parts of a table, a number for each."""
 
     ranks: NDArray[np.int64]
-    """Where it is: a position in the group."""
+    """The rank of each shard: a position in the group."""
 
     rows: Ranks
     columns: Ranks
 
     @classmethod
     def of(cls, shards: Sequence[tuple[int, int, int]]) -> "Shards":
-        """From rank, rows and columns of each."""
+        """Shards from the rank, rows and columns of each."""
         ranks, rows, columns = np.array(shards, dtype=np.float64).reshape(-1, 3).T
         return cls(ranks.astype(np.int64), rows, columns)
 
@@ -50,7 +50,7 @@ class Placed:
     """TorchRec's type inside the group."""
 
     shards: Shards
-    """Its parts; none of a data-parallel table."""
+    """The table's parts; none of a data-parallel table."""
 
     exchange: Exchange = Exchange.POOLED
 
@@ -69,27 +69,30 @@ class Placed:
             exchange=sharding.exchange,
             owners=sharding.owners,
             shards=Shards.of(
-                [(one.placement.rank(), one.shard_sizes[0], one.shard_sizes[1]) for one in spec]
+                [
+                    (shard.placement.rank(), shard.shard_sizes[0], shard.shard_sizes[1])
+                    for shard in spec
+                ]
             ),
             num_hot=0 if sharding.hot_set is None else len(sharding.hot_set),
         )
 
     @property
     def row_bytes(self) -> float:
-        """Of a whole row."""
+        """Bytes of a whole row."""
         return float(self.work.dim * self.work.element_bytes)
 
 
 @dataclass(frozen=True)
-class Batch:
-    """What a rank's batch has for a table, without its hot rows."""
+class TableBatch:
+    """The ids, bags and vectors of a rank's batch for one table, without its hot rows."""
 
     ids: float
     bags: float
     vectors: float
-    """That the model gets: one for each bag, or each id of a sequence."""
+    """Vectors that the model gets: one for each bag, or each id of a sequence."""
     cold_share: float
-    """Of the ids that it had with them."""
+    """The share of cold ids among all ids of the batch."""
 
     def bags_with(self, shares: Ranks) -> Ranks:
         """Bags that have an id for each of some ranks, if all bags are equally long."""
@@ -101,7 +104,7 @@ class Batch:
 
 
 def owner_shares(table: Placed, num_ranks: int) -> Ranks:
-    """Which share of a table's lookups goes to each rank that has some of its rows."""
+    """The share of a table's lookups that goes to each rank that has some of its rows."""
     even = np.full(num_ranks, 1 / num_ranks)
     access = table.work.access
     if access is None or table.owners is RowOwners.HASH:

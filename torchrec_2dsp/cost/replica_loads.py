@@ -1,4 +1,4 @@
-"""What a table adds to its group's loads because rows have several homes. Pure."""
+"""The loads that a table adds to its group because rows have several homes. Pure."""
 
 import math
 from dataclasses import replace
@@ -106,7 +106,7 @@ class _Shards:
         np.add.at(self._columns, ranks, parts * columns)
 
     def whole_bytes(self, of_column: float) -> Ranks:
-        """Of all rows."""
+        """Bytes of all rows of the shards."""
         return self.table.work.num_rows * of_column * self._columns
 
     def touched(self, num_batches: float) -> Ranks:
@@ -114,7 +114,7 @@ class _Shards:
         return self._rows(num_batches) * self._parts
 
     def touched_bytes(self, num_batches: float, of_column: float) -> Ranks:
-        """Of them, with their numbers."""
+        """Bytes of the touched rows, with their numbers."""
         return self._rows(num_batches) * (of_column * self._columns + KEY_BYTES * self._parts)
 
     def _rows(self, num_batches: float) -> float:

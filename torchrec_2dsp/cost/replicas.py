@@ -1,4 +1,4 @@
-"""What rows with several homes cost in a step: hot rows, and the shards of replica peers."""
+"""The cost of rows with several homes: hot rows, and the shards of replica peers."""
 
 import math
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class ReplicaCost:
         )
 
     def sync_s(self, loads: Loads, peers: Span, sync: SyncConfig) -> tuple[float, float]:
-        """What replica peers exchange and apply after each step, or its share of several steps."""
+        """Seconds of exchanging and of applying by replica peers, after a step in the mean."""
         if peers.num_ranks == 1:
             return 0.0, 0.0
         if isinstance(sync, GradientSync):
@@ -100,11 +100,11 @@ class ReplicaCost:
         return gathered_s / num_steps, applied_s / num_steps
 
     def _merged_s(self, rows: RowBytes, span: Span) -> float:
-        """With what ranks tell each other before, and the turn that both take."""
+        """Seconds of a merge, with the announcement before it, and the turn that both take."""
         if not rows.of_all:
             return 0.0
-        told = self.calibration.collectives.all_gather.seconds(span, Traffic(0.0, 0.0))
-        return self.calibration.turn_s + told + merge_seconds(rows, span, self._all_to_all())
+        announced_s = self.calibration.collectives.all_gather.seconds(span, Traffic(0.0, 0.0))
+        return self.calibration.turn_s + announced_s + merge_seconds(rows, span, self._all_to_all())
 
     def _applied_s(self, num_rows: float, num_bytes: float) -> float:
         """Adding up what has come, and applying it."""

@@ -1,11 +1,11 @@
-"""What a table with row exchange adds to its group's loads. Pure."""
+"""The loads that a table with row exchange adds to its group. Pure."""
 
 from torchrec_2dsp.cost.loads import Loads, Ranks
 from torchrec_2dsp.cost.placed import (
     FLOAT_BYTES,
     KEY_BYTES,
-    Batch,
     Placed,
+    TableBatch,
     distinct_by_owner,
     move_and_add,
 )
@@ -15,7 +15,7 @@ from torchrec_2dsp.plan.parameter_sharding import Exchange
 
 
 def add_row_exchange(
-    loads: Loads, table: Placed, workload: Workload, batch: Batch, span: Span
+    loads: Loads, table: Placed, workload: Workload, batch: TableBatch, span: Span
 ) -> None:
     """Each distinct row of a batch comes from its owner, and its gradient goes back.
 
@@ -28,10 +28,10 @@ def add_row_exchange(
     loads.found_ids += batch.ids
     loads.ids_to += of_rank * KEY_BYTES
     move_and_add(loads, batch.ids, batch.ids * dim * FLOAT_BYTES)
-    asked = of_rank * loads.num_ranks
+    owned_rows = of_rank * loads.num_ranks
     if table.exchange is Exchange.ROW_PER_HOST and span.crosses_hosts and span.ranks_per_host > 1:
         of_host = distinct_by_owner(table, span.ranks_per_host * lookups, loads.num_ranks)
-        asked = of_host * span.num_hosts
+        owned_rows = of_host * span.num_hosts
         handed_on = of_rank.sum() / span.ranks_per_host
         loads.found_ids += of_rank.sum()
         move_and_add(loads, of_rank.sum(), of_rank.sum() * dim * FLOAT_BYTES)
@@ -44,8 +44,8 @@ def add_row_exchange(
         loads.rows_from += of_rank * dim * workload.forward_wire_bytes
         loads.rows_to += of_rank * dim * workload.backward_wire_bytes
         _travel_beside(loads, table, workload, lookups)
-    loads.owned_ids += asked
-    loads.owned_bytes += asked * table.row_bytes
+    loads.owned_ids += owned_rows
+    loads.owned_bytes += owned_rows * table.row_bytes
 
 
 def _travel_beside(loads: Loads, table: Placed, workload: Workload, lookups: float) -> None:

@@ -1,4 +1,4 @@
-"""What bringing row gradients together takes: of hot rows, and of rows that replica peers hold."""
+"""The time of bringing row gradients together: of hot rows, and of rows of replica peers."""
 
 from typing import NamedTuple
 
@@ -11,13 +11,13 @@ class RowBytes(NamedTuple):
     """Distinct rows with their numbers; a row that several ranks have counts once."""
 
     of_rank: float
-    """That one rank has."""
+    """Bytes that one rank has."""
 
     of_host: float
-    """That the ranks of a host have together."""
+    """Bytes that the ranks of a host have together."""
 
     of_all: float
-    """That all ranks have together."""
+    """Bytes that all ranks have together."""
 
 
 def merge_seconds(rows: RowBytes, span: Span, cost: CollectiveCost) -> float:

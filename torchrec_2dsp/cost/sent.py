@@ -3,11 +3,11 @@
 import numpy as np
 
 from torchrec_2dsp.cost.loads import LOADS, Ranks
-from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.plan.sync_config import WeightSync
 
 
-def sent_weights(setting: Setting) -> Ranks:
+def sent_weights(setting: CostSetting) -> Ranks:
     """Bytes that a rank sends to others for each unit of `LOADS`, if all have as much to do."""
     group, peers, world = setting.group, setting.peers, setting.world
     others = group.num_ranks - 1

@@ -21,22 +21,22 @@ class Span:
     """
 
     num_ranks: int
-    """Of one group."""
+    """How many ranks one group has."""
 
     ranks_per_host: int
-    """Of one group, on the host that has most of them."""
+    """How many ranks one group has on the host that has most of them."""
 
     groups_per_host: int
     """How many groups have ranks on one host."""
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[int]], local_world_size: int) -> "Span":
-        """Of groups of world ranks; hosts have ``local_world_size`` ranks each, in order."""
+        """The span of groups of world ranks, on hosts of ``local_world_size`` of them each."""
         on_hosts = [Counter(rank // local_world_size for rank in group) for group in groups]
-        by_host = Counter(host for one in on_hosts for host in one)
+        by_host = Counter(host for num_on_host in on_hosts for host in num_on_host)
         return cls(
             num_ranks=max(len(group) for group in groups),
-            ranks_per_host=max(max(one.values()) for one in on_hosts),
+            ranks_per_host=max(max(num_on_host.values()) for num_on_host in on_hosts),
             groups_per_host=max(by_host.values()),
         )
 
@@ -63,7 +63,7 @@ class Span:
 
     @property
     def num_hosts(self) -> int:
-        """On how many hosts a group lies."""
+        """How many hosts a group lies on."""
         return -(-self.num_ranks // self.ranks_per_host)
 
     def inside_hosts(self) -> "Span":

@@ -25,11 +25,11 @@ class StepCost(NamedParts):
     """Ids on their way to the ranks that look them up."""
 
     lookup_s: float = 0.0
-    """Reading rows."""
+    """Reading rows from tables."""
 
     rows_s: float = 0.0
-    """Of row exchange: finding distinct ids, putting rows where they are wanted, adding up their
-    gradients."""
+    """The local work of row exchange: finding distinct ids, putting rows where they are wanted,
+    adding up their gradients."""
 
     forward_exchange_s: float = 0.0
     """Rows, or sums of rows, on their way to the samples."""
@@ -38,7 +38,7 @@ class StepCost(NamedParts):
     """The rest of the model, forward and backward."""
 
     backward_exchange_s: float = 0.0
-    """Their gradients on their way back."""
+    """Gradients of rows, or of sums of rows, on their way back."""
 
     dense_exchange_s: float = 0.0
     """The all-reduce of dense gradients, and of data-parallel tables."""
@@ -53,10 +53,10 @@ class StepCost(NamedParts):
     """Keeping replica peers equal, in the mean of all steps."""
 
     imbalance_s: float = 0.0
-    """What the slowest rank of each phase takes beyond the mean one."""
+    """The time of the slowest rank of each phase beyond the mean one."""
 
     hidden_s: float = 0.0
-    """What happens behind other parts; not above zero."""
+    """The time that is hidden behind other parts; not above zero."""
 
     @property
     def total_s(self) -> float:

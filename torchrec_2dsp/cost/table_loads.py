@@ -1,4 +1,4 @@
-"""What a table adds to its group's loads, by sharding type and exchange. Pure."""
+"""The loads that a table adds to its group, by sharding type and exchange. Pure."""
 
 from collections.abc import Callable
 from functools import cache
@@ -11,8 +11,8 @@ from torchrec_2dsp.cost.placed import (
     FLOAT_BYTES,
     ID_BYTES,
     LENGTH_BYTES,
-    Batch,
     Placed,
+    TableBatch,
     distinct_by_owner,
     look_up,
     move_and_add,
@@ -42,7 +42,7 @@ def add_table(loads: Loads, table: Placed, workload: Workload, span: Span) -> No
     cold = 1 - work.hot_share(table.num_hot)
     ids = workload.batch_size * work.ids_per_sample * cold
     bags = float(workload.batch_size * work.num_features)
-    batch = Batch(ids, bags, ids if work.is_sequence else bags, cold)
+    batch = TableBatch(ids, bags, ids if work.is_sequence else bags, cold)
     loads.given_bytes += batch.vectors * work.dim * FLOAT_BYTES
     if table.exchange in ROW_EXCHANGES:
         add_row_exchange(loads, table, workload, batch, span)
@@ -61,11 +61,11 @@ def message_type(kind: ShardingType, exchange: Exchange) -> str:
 @cache
 def exchanges_rows(message_type: str) -> bool:
     """Whether the tables of a `message_type` are looked up row by row."""
-    return message_type.rpartition(", ")[2] in [one.value for one in ROW_EXCHANGES]
+    return message_type.rpartition(", ")[2] in [exchange.value for exchange in ROW_EXCHANGES]
 
 
 def _table_or_column_wise(
-    loads: Loads, table: Placed, workload: Workload, batch: Batch, span: Span
+    loads: Loads, table: Placed, workload: Workload, batch: TableBatch, span: Span
 ) -> None:
     """The ranks with shards look up what all ranks ask, and send each rank its vectors."""
     num_shards, columns = _on_ranks(loads, table)
@@ -81,7 +81,9 @@ def _table_or_column_wise(
     received += numbers * workload.backward_wire_bytes
 
 
-def _row_wise(loads: Loads, table: Placed, workload: Workload, batch: Batch, span: Span) -> None:
+def _row_wise(
+    loads: Loads, table: Placed, workload: Workload, batch: TableBatch, span: Span
+) -> None:
     """Each rank looks up those ids whose rows it has; sums of sums give the vectors."""
     num = loads.num_ranks
     shares = owner_shares(table, num)
@@ -107,7 +109,9 @@ def _row_wise(loads: Loads, table: Placed, workload: Workload, batch: Batch, spa
     loads.gathered += batch.vectors * table.work.dim * workload.backward_wire_bytes
 
 
-def _host_wise(loads: Loads, table: Placed, workload: Workload, batch: Batch, span: Span) -> None:
+def _host_wise(
+    loads: Loads, table: Placed, workload: Workload, batch: TableBatch, span: Span
+) -> None:
     """Rows are dealt to the ranks of a host, which add up inside it what they send across."""
     num_shards, columns = _on_ranks(loads, table)
     hosts = np.arange(loads.num_ranks) // span.ranks_per_host
@@ -124,7 +128,7 @@ def _host_wise(loads: Loads, table: Placed, workload: Workload, batch: Batch, sp
 
 
 def _data_parallel(
-    loads: Loads, table: Placed, workload: Workload, batch: Batch, span: Span
+    loads: Loads, table: Placed, workload: Workload, batch: TableBatch, span: Span
 ) -> None:
     """Every rank has the table; the dense gradient of all of it is all-reduced."""
     table_bytes = table.work.num_rows * table.row_bytes
@@ -139,7 +143,7 @@ def _data_parallel(
     loads.all_reduced_bytes += table_bytes
 
 
-_Add = Callable[[Loads, Placed, Workload, Batch, Span], None]
+_Add = Callable[[Loads, Placed, Workload, TableBatch, Span], None]
 _BY_KIND: dict[ShardingType, _Add] = {
     ShardingType.TABLE_WISE: _table_or_column_wise,
     ShardingType.COLUMN_WISE: _table_or_column_wise,
@@ -152,9 +156,9 @@ _BY_KIND: dict[ShardingType, _Add] = {
 
 
 def _look_up_shards(
-    loads: Loads, table: Placed, workload: Workload, batch: Batch, owners: float | Ranks = 1.0
+    loads: Loads, table: Placed, workload: Workload, batch: TableBatch, owners: float | Ranks = 1.0
 ) -> None:
-    """What all ranks ask of shards with some of the columns, and one of ``owners`` of the rows."""
+    """Add all ranks' lookups in shards of some columns, and one ``owners``-th of the rows."""
     num = loads.num_ranks
     num_shards, columns = _on_ranks(loads, table)
     lookups = _lookups(table, workload, num)
@@ -172,7 +176,7 @@ def _look_up_shards(
 
 
 def _lookups(table: Placed, workload: Workload, num_ranks: int) -> float:
-    """Of so many ranks' batches, of hot rows as well."""
+    """Lookups of so many ranks' batches, of hot rows as well."""
     return num_ranks * workload.batch_size * table.work.ids_per_sample
 
 
@@ -186,13 +190,13 @@ def _on_ranks(loads: Loads, table: Placed) -> tuple[Ranks, Ranks]:
 
 
 def _output(loads: Loads, table: Placed) -> tuple[Ranks, Ranks]:
-    """Where the vectors count that a rank sends, and gets back."""
+    """The loads in which the vectors count that a rank sends, and gets back."""
     if table.exchange is Exchange.NONEMPTY:
         return loads.rows_from, loads.rows_to
     return loads.pooled_from, loads.pooled_to
 
 
-def _sent_vectors(table: Placed, batch: Batch) -> float:
+def _sent_vectors(table: Placed, batch: TableBatch) -> float:
     if table.work.is_sequence or table.exchange is not Exchange.NONEMPTY:
         return batch.vectors
     return float(batch.bags_with(np.ones(1))[0])

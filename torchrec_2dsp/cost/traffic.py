@@ -13,13 +13,13 @@ from torchrec_2dsp.cost.span import Span
 
 
 class Traffic(NamedTuple):
-    """What the busiest rank and the busiest host have to move."""
+    """The bytes that the busiest rank and the busiest host have to move."""
 
     local_bytes: float
-    """Of the busiest rank, inside its host."""
+    """Bytes of the busiest rank, inside its host."""
 
     link_bytes: float
-    """Of the busiest host, to or from other hosts: of all its ranks and groups together."""
+    """Bytes of the busiest host to or from other hosts, of all its ranks and groups together."""
 
 
 def all_to_all(span: Span, to_each: float) -> Traffic:
@@ -112,5 +112,5 @@ def _ring(span: Span, per_rank: float) -> Traffic:
 
 
 def _first_ranks(span: Span) -> NDArray[np.int64]:
-    """Of each host; the last one may have fewer than the others."""
+    """The first rank of each host; the last host may have fewer ranks than the others."""
     return np.arange(0, span.num_ranks, span.ranks_per_host)

@@ -21,7 +21,7 @@ from torchrec_2dsp.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class TableWork:
-    """What a step does with one table.
+    """The work of a step with one table.
 
     Example:
         >>> from torchrec_2dsp.cost.workload import TableWork
@@ -31,13 +31,13 @@ class TableWork:
     """
 
     name: str
-    """As in the model."""
+    """The table's name in the model."""
 
     num_rows: int
-    """Of the table."""
+    """How many rows the table has."""
 
     dim: int
-    """Numbers in a row."""
+    """How many numbers a row has."""
 
     ids_per_sample: float
     """Lookups for each sample, of all the table's features."""
@@ -46,10 +46,10 @@ class TableWork:
     """Bags for each sample, or sequences."""
 
     element_bytes: int = 4
-    """Of a number in the table."""
+    """Bytes of a number in the table."""
 
     state_bytes_per_row: float = 4.0
-    """Of the optimizer; 4 is row-wise AdaGrad's."""
+    """Bytes of the optimizer state for each row; 4 is row-wise AdaGrad's."""
 
     is_sequence: bool = False
     """Whether each id gets its row, or each bag its rows' sum."""
@@ -71,7 +71,7 @@ class TableWork:
     def distinct_by_block(
         self, num_lookups: float, num_blocks: int, *, num_hot: int = 0
     ) -> NDArray[np.float64]:
-        """`expected_distinct`, of each of some blocks of consecutive rows."""
+        """How many different rows of each block of consecutive rows so many lookups touch."""
         if self.access is not None and self.access.num_lookups:
             cold = self.access.without(num_hot) if num_hot else self.access
             cold_lookups = num_lookups * (1 - self.hot_share(num_hot))
@@ -91,16 +91,16 @@ class TableWork:
 
 @dataclass(frozen=True, kw_only=True)
 class DenseWork:
-    """What a step does beside its tables."""
+    """The work of a step beside its tables."""
 
     forward_s: float = 0.0
-    """On a rank, while its neighbours do the same."""
+    """Seconds of the forward on a rank, while its neighbours do the same."""
 
     backward_s: float = 0.0
-    """The same, with the optimizer and all else that isn't waiting."""
+    """Seconds of the backward, with the optimizer and all else that isn't waiting."""
 
     gradient_bytes: float = 0.0
-    """All-reduced over the world in each step."""
+    """Bytes that are all-reduced over the world in each step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ class Workload:
     """Samples per rank and step."""
 
     tables: Mapping[str, TableWork]
-    """By name."""
+    """The work with each table, by name."""
 
     dense: DenseWork = field(default_factory=DenseWork)
     """The rest of the model."""
@@ -126,10 +126,10 @@ class Workload:
     """Whether the sharding group's all-to-alls are this package's (gloo only)."""
 
     forward_wire_bytes: float = 4
-    """Of a number in the output exchange; 2 with fp16 in ``QCommsConfig``."""
+    """Bytes of a number in the output exchange; 2 with fp16 in ``QCommsConfig``."""
 
     backward_wire_bytes: float = 4
-    """Of a number of its gradient."""
+    """Bytes of a number of the output exchange's gradients."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:

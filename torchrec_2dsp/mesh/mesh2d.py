@@ -82,7 +82,7 @@ class Mesh2D:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """How many ranks all groups have together."""
         return self.num_groups * self.group_size
 
     def group_of(self, rank: int) -> int:

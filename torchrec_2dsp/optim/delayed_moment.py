@@ -26,7 +26,7 @@ class DelayedMomentRowWiseAdaGrad:
     """
 
     lr: float
-    """Learning rate."""
+    """The learning rate."""
 
     eps: float = 1e-8
     """Added to the root of the moment."""

@@ -39,7 +39,7 @@ def moment_inflation(*, num_groups: int, hits: float, rho: float) -> float:
 
 
 def expected_moment_inflation(*, num_groups: int, hits: _Hits, rho: float) -> _Hits:
-    """The same for rows that are looked up ``hits`` times in the mean, by a Poisson law.
+    """The inflation of rows that are looked up ``hits`` times in the mean, by a Poisson law.
 
     ``1 + (M - 1) (1 + rho) / (1 + rho + hits * rho)``
 
@@ -78,10 +78,10 @@ def expected_moment_scale(
         >>> round(expected_moment_scale([100.0, 1.0, 1.0], num_groups=4, rho=1.0), 2)
         1.1
     """
-    found = np.asarray(hits, dtype=np.float64)
-    if not (np.isfinite(found).all() and (found >= 0).all() and rho >= 0):
+    lookups = np.asarray(hits, dtype=np.float64)
+    if not (np.isfinite(lookups).all() and (lookups >= 0).all() and rho >= 0):
         raise ConfigError(f"hits and rho={rho} must be numbers >= 0; see optim.inflation")
-    if not found.sum() > 0:
+    if not lookups.sum() > 0:
         return float(num_groups)
-    inflation = expected_moment_inflation(num_groups=num_groups, hits=found, rho=rho)
-    return float((found * inflation).sum() / found.sum())
+    inflation = expected_moment_inflation(num_groups=num_groups, hits=lookups, rho=rho)
+    return float((lookups * inflation).sum() / lookups.sum())

@@ -68,7 +68,7 @@ class MomentScaledRowWiseAdaGrad:
 
 
 class MomentScaledRowWiseAdaGradOptimizer(torch.optim.Optimizer):
-    """The same rule as an optimizer class, for ``apply_optimizer_in_backward``.
+    """Moment-scaled row-wise AdaGrad as an optimizer class, for ``apply_optimizer_in_backward``.
 
     The sharders recognise it and run it fused. Stepped by itself it is the eager twin, which
     needs a number as ``moment_scale``.

@@ -12,18 +12,18 @@ from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.sync_config import SyncConfig
 
 ROW_EXCHANGE = "row_exchange"
-"""What the sharded module sees as the type of a table with `Exchange.ROW`."""
+"""The sharding type that a sharded module sees for a table with `Exchange.ROW`."""
 
 ROW_EXCHANGE_PER_HOST = "row_exchange_per_host"
-"""The same with `Exchange.ROW_PER_HOST`."""
+"""The sharding type that a sharded module sees for a table with `Exchange.ROW_PER_HOST`."""
 
 _NONEMPTY = "nonempty_"
 _AND = ", "
-"""Between a proposed type and what else was chosen."""
+"""The text between a proposed type and each other choice."""
 
 
 def nonempty_type(kind: ShardingType) -> str:
-    """What the sharded module sees as the type of a table with `Exchange.NONEMPTY`."""
+    """The sharding type that a sharded module sees for a table with `Exchange.NONEMPTY`."""
     return _NONEMPTY + kind.value
 
 
@@ -57,13 +57,13 @@ def type_2d(sharding_type: str) -> str:
         >>> type_2d("row_wise")
         '2d_row_wise'
     """
-    known = {member.base.value: member.value for member in ShardingType2D}
-    if sharding_type in known:
-        return known[sharding_type]
-    if sharding_type in known.values():
+    type_2d_of = {member.base.value: member.value for member in ShardingType2D}
+    if sharding_type in type_2d_of:
+        return type_2d_of[sharding_type]
+    if sharding_type in type_2d_of.values():
         return sharding_type
     raise PlanError(
-        f"sharding type {sharding_type!r} has no 2D form; use one of {', '.join(known)}"
+        f"sharding type {sharding_type!r} has no 2D form; use one of {', '.join(type_2d_of)}"
     )
 
 
@@ -83,19 +83,19 @@ class Exchange(enum.Enum):
     of a sequence."""
 
     NONEMPTY = "nonempty"
-    """The same without bags that have no ids, for bags of tables that are sharded table-wise,
-    column-wise or row-wise."""
+    """TorchRec's exchange without bags that have no ids, for bags of tables that are sharded
+    table-wise, column-wise or row-wise."""
 
     ROW = "row"
     """Each distinct row of a rank's batch travels once, for tables that are sharded row-wise."""
 
     ROW_PER_HOST = "row_per_host"
-    """As `ROW`, but ranks of a host ask together, so that a row that several of them need crosses
-    from another host once. Inside one host it is `ROW`."""
+    """Row exchange in which ranks of a host ask together, so that a row that several of them need
+    comes from another host once. Inside one host it is `ROW`."""
 
 
 ROW_EXCHANGES = (Exchange.ROW, Exchange.ROW_PER_HOST)
-"""Those of distinct rows."""
+"""The exchanges in which each distinct row travels once."""
 
 _KINDS = {
     Exchange.ROW: (ShardingType2D.ROW_WISE,),
@@ -122,7 +122,7 @@ def kinds_of(exchange: Exchange) -> tuple[str, ...]:
 
 
 class RowOwners(enum.Enum):
-    """Which rank of a group has which rows of a table with row exchange."""
+    """How the rows of a table with row exchange are dealt to the ranks of a group."""
 
     BLOCK = "block"
     """Blocks of consecutive rows, as TorchRec's row-wise sharding deals them."""
@@ -168,7 +168,7 @@ class ProposedType(str):
         hot_set: HotSet | None = None,
     ) -> "ProposedType":
         """A type inside the groups of a mesh, and what goes with it."""
-        said = [
+        choices = [
             type_2d(kind.value),
             f"{exchange.value} exchange",
             "" if owners is RowOwners.BLOCK else f"{owners.value} owners",
@@ -177,10 +177,12 @@ class ProposedType(str):
         ]
         # TorchRec accepts a dense kernel for its own name of data parallel alone.
         is_dense = kind is ShardingType.DATA_PARALLEL
-        made = cls(kind.value if is_dense else _AND.join(one for one in said if one))
-        made.mesh, made.sync = mesh, sync
-        made.exchange, made.owners, made.hot_set = exchange, owners, hot_set
-        return made
+        proposed = cls(
+            kind.value if is_dense else _AND.join(choice for choice in choices if choice)
+        )
+        proposed.mesh, proposed.sync = mesh, sync
+        proposed.exchange, proposed.owners, proposed.hot_set = exchange, owners, hot_set
+        return proposed
 
 
 @dataclass
@@ -191,7 +193,7 @@ class ParameterSharding2D(ParameterSharding):
     """How rows travel inside the group."""
 
     owners: RowOwners = RowOwners.BLOCK
-    """Which of its ranks has which rows."""
+    """Which rank of the group has which rows."""
 
     hot_set: HotSet | None = None
     """Rows that every rank of the world keeps a replica of."""
@@ -215,15 +217,15 @@ class ParameterSharding2D(ParameterSharding):
     @classmethod
     def of(cls, sharding: ParameterSharding) -> "ParameterSharding2D":
         """The 2D form of a stock sharding; one that is 2D already keeps its additions."""
-        known: dict[str, Any] = {
+        values: dict[str, Any] = {
             field.name: getattr(sharding, field.name) for field in fields(sharding)
         }
         kind = sharding.sharding_type
         if isinstance(kind, ProposedType):
-            known |= {"exchange": kind.exchange, "owners": kind.owners, "hot_set": kind.hot_set}
+            values |= {"exchange": kind.exchange, "owners": kind.owners, "hot_set": kind.hot_set}
             kind = base_type(kind)
-        known["sharding_type"] = type_2d(kind)
-        return cls(**known)
+        values["sharding_type"] = type_2d(kind)
+        return cls(**values)
 
 
 def num_rows(sharding: ParameterSharding) -> int | None:

@@ -8,7 +8,7 @@ import torch
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets, placement
-from torchrec.distributed.types import ModuleShardingPlan, ShardingType
+from torchrec.distributed.types import ShardingType
 
 from torchrec_2dsp.access.hot_set import HotSet
 from torchrec_2dsp.errors import PlanError
@@ -20,7 +20,7 @@ from torchrec_2dsp.plan.parameter_sharding import (
     ShardingType2D,
     num_rows,
 )
-from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D
+from torchrec_2dsp.plan.plan2d import Plan2D
 
 _Choice = TypeVar("_Choice", Exchange, RowOwners)
 
@@ -64,40 +64,38 @@ def pin(
     if owners is not None:
         changes["owners"] = _member(RowOwners, "owners", owners)
 
-    def changed(one: ParameterSharding2D) -> ParameterSharding2D:
-        one = replace(one, **changes)
-        return one if num_groups is None else _copied(table, one, plan.mesh, num_groups)
+    def changed(sharding: ParameterSharding2D) -> ParameterSharding2D:
+        sharding = replace(sharding, **changes)
+        return sharding if num_groups is None else _copied(table, sharding, plan.mesh, num_groups)
 
-    modules: dict[str, ModuleShardingPlan] = {}
-    found = False
+    modules: dict[str, dict[str, ParameterSharding2D]] = {}
+    is_in_plan = False
     for path, module_plan in plan.modules():
         tables = dict(module_plan.tables())
         if table in tables:
-            found = True
+            is_in_plan = True
             tables[table] = changed(tables[table])
-        modules[path] = ModulePlan2D(tables, mesh=plan.mesh, sync=plan.sync)
-    if not found:
+        modules[path] = tables
+    if not is_in_plan:
         names = sorted(name for _, module_plan in plan.modules() for name in module_plan)
         raise PlanError(
             f"the plan has no table {table!r}; it has "
             + (", ".join(names) if names else "no tables")
         )
-    made = replace(plan, plan=modules)
-    made.validate()
-    return made
+    return Plan2D.of_tables(modules, mesh=plan.mesh, sync=plan.sync)
 
 
 def _member(kind: type[_Choice], name: str, value: _Choice | str) -> _Choice:
     try:
         return kind(value)
     except ValueError as error:
-        known = ", ".join(repr(one.value) for one in kind)
-        raise PlanError(f"{name}={value!r} is unknown; use one of {known}") from error
+        choices = ", ".join(repr(member.value) for member in kind)
+        raise PlanError(f"{name}={value!r} is unknown; use one of {choices}") from error
 
 
 def _hot_set_of(rows: "Iterable[int] | torch.Tensor | HotSet") -> HotSet | None:
-    known = rows if isinstance(rows, HotSet) else [int(row) for row in rows]
-    return HotSet.of(known) if known else None
+    row_ids = rows if isinstance(rows, HotSet) else [int(row) for row in rows]
+    return HotSet.of(row_ids) if row_ids else None
 
 
 def _copied(

@@ -38,7 +38,7 @@ class ModulePlan2D(EmbeddingModuleShardingPlan):
     ) -> None:
         super().__init__(tables)
         self.mesh = mesh
-        """Which ranks repeat this plan."""
+        """The mesh, whose every group runs this plan."""
         self.sync = sync
         """How the replicas stay equal."""
 
@@ -64,7 +64,7 @@ class Plan2D(ShardingPlan):
     """
 
     mesh: Mesh2D
-    """Which ranks repeat the plan."""
+    """The mesh, whose every group runs the plan."""
 
     sync: SyncConfig
     """How the replicas stay equal."""
@@ -82,21 +82,39 @@ class Plan2D(ShardingPlan):
                 (exact).
         """
         mesh, sync = _repeated(plan, mesh, sync)
-        modules: dict[str, ModuleShardingPlan] = {}
+        modules: dict[str, dict[str, ParameterSharding2D]] = {}
         for path, module_plan in plan.plan.items():
             if not isinstance(module_plan, EmbeddingModuleShardingPlan):
                 raise PlanError(
                     f"module {path!r} has a {type(module_plan).__name__}; only plans of "
                     "embedding modules have a 2D form"
                 )
-            modules[path] = ModulePlan2D(
-                {name: ParameterSharding2D.of(table) for name, table in module_plan.items()},
-                mesh=mesh,
-                sync=sync,
-            )
-        made = cls(plan=modules, mesh=mesh, sync=sync)
-        made.validate()
-        return made
+            modules[path] = {
+                name: ParameterSharding2D.of(table) for name, table in module_plan.items()
+            }
+        return cls.of_tables(modules, mesh=mesh, sync=sync)
+
+    @classmethod
+    def of_tables(
+        cls,
+        modules: Mapping[str, Mapping[str, ParameterSharding2D]],
+        *,
+        mesh: Mesh2D,
+        sync: SyncConfig,
+    ) -> "Plan2D":
+        """The plan of these tables, by module path and name, if ``mesh`` can run it.
+
+        Every plan that this package makes is made, and checked, here.
+
+        Raises:
+            PlanError: the mesh can't run a table.
+        """
+        module_plans: dict[str, ModuleShardingPlan] = {
+            path: ModulePlan2D(tables, mesh=mesh, sync=sync) for path, tables in modules.items()
+        }
+        plan = cls(plan=module_plans, mesh=mesh, sync=sync)
+        plan.validate()
+        return plan
 
     def modules(self) -> Iterable[tuple[str, ModulePlan2D]]:
         """Module paths with their plans, typed."""
@@ -116,20 +134,20 @@ class Plan2D(ShardingPlan):
 def _repeated(
     plan: ShardingPlan, mesh: Mesh2D | None, sync: SyncConfig | None
 ) -> tuple[Mesh2D, SyncConfig]:
-    """On which mesh, and kept equal how: as given, or as proposers chose."""
+    """The plan's mesh and sync config, as given or else as proposers chose them."""
     kinds = [table.sharding_type for module in plan.plan.values() for table in _tables(module)]
     proposed = [kind for kind in kinds if isinstance(kind, ProposedType)]
     given = [] if mesh is None else [mesh]
     meshes = list(dict.fromkeys(given + [kind.mesh for kind in proposed]))
     if len(meshes) > 1:
         raise PlanError(
-            f"a plan has one mesh, not {' and '.join(str(one) for one in meshes)}: make it again "
+            f"a plan has one mesh, not {' and '.join(str(each) for each in meshes)}: make it again "
             "with proposers for one mesh, or leave the mesh out of from_stock"
         )
     if not meshes:
         raise PlanError("nothing says which ranks repeat the plan: pass mesh=Mesh2D.for_world(...)")
-    told = sync or (proposed[0].sync if proposed else GradientSync())
-    return meshes[0], told
+    chosen_sync = sync or (proposed[0].sync if proposed else GradientSync())
+    return meshes[0], chosen_sync
 
 
 def _tables(module_plan: ModuleShardingPlan) -> Iterable[ParameterSharding]:

@@ -50,13 +50,13 @@ class ShardRecord(_Record):
     """One shard of a table."""
 
     shard_offsets: _Pair
-    """Its first row and its first column."""
+    """The shard's first row and first column."""
 
     shard_sizes: _Pair
-    """How many rows and columns it has."""
+    """How many rows and columns the shard has."""
 
     placement: str
-    """Where it lies, as TorchRec writes it: ``rank:1/cpu``."""
+    """The shard's rank and device, as TorchRec writes them: ``rank:1/cpu``."""
 
 
 class TableRecord(_Record):
@@ -66,95 +66,95 @@ class TableRecord(_Record):
     """The name of the type's 2D form."""
 
     compute_kernel: Annotated[EmbeddingComputeKernel, _ByValue]
-    """TorchRec's name."""
+    """The compute kernel, by TorchRec's name."""
 
     ranks: Annotated[list[_Rank], Field(min_length=1)]
     """The rank of each shard."""
 
     shards: list[ShardRecord] | None
-    """None for a data parallel table."""
+    """The table's shards; none for a data parallel table."""
 
     enforce_hbm: bool | None = None
-    """As in TorchRec."""
+    """TorchRec's field of the same name."""
 
     stochastic_rounding: bool | None = None
-    """As in TorchRec."""
+    """TorchRec's field of the same name."""
 
     bounds_check_mode: Annotated[BoundsCheckMode | None, _by_name(BoundsCheckMode)]
-    """FBGEMM's name."""
+    """How FBGEMM treats ids out of bounds, by its own name."""
 
     output_dtype: Annotated[DataType | None, _by_name(DataType)]
-    """TorchRec's name."""
+    """The type of looked-up vectors, by TorchRec's name."""
 
     exchange: Annotated[Exchange, _ByValue]
-    """How its rows travel."""
+    """How the table's rows travel."""
 
     owners: Annotated[RowOwners, _ByValue] = RowOwners.BLOCK
-    """Which rank has which rows."""
+    """Which rank has which rows of the table."""
 
     hot_rows: Annotated[list[int], Field(min_length=1)] | None
     """Rows that every rank holds, ascending."""
 
     num_groups: _One | None = None
-    """1 for one copy in the world."""
+    """How many copies the world has: 1, or none for one copy in each group."""
 
 
 class MeshRecord(_Record):
-    """Which ranks repeat the plan."""
+    """The mesh that repeats the plan."""
 
     num_groups: int = Field(ge=1, le=_MAX_RANKS)
-    """Copies of the tables."""
+    """How many copies of the tables there are."""
 
     group_size: int = Field(ge=1, le=_MAX_RANKS)
-    """Ranks that share one."""
+    """How many ranks share a copy."""
 
     layout: Annotated[RankLayout, _ByValue]
     """How ranks are dealt to groups."""
 
 
 class GradientSyncRecord(_Record):
-    """A `GradientSync`."""
+    """A `GradientSync` in a plan file."""
 
     kind: Literal["GradientSync"]
-    """The class."""
+    """The name of the class."""
 
     transport: str = "fp32"
-    """How gradients travel."""
+    """The type in which row gradients travel."""
 
     delay: int = 0
-    """In steps."""
+    """How many steps an update may be late."""
 
     drift_every: int = 0
-    """In syncs."""
+    """Copies are compared after so many syncs; 0 for never."""
 
 
 class WeightSyncRecord(_Record):
-    """A `WeightSync`."""
+    """A `WeightSync` in a plan file."""
 
     kind: Literal["WeightSync"]
-    """The class."""
+    """The name of the class."""
 
     policy: str = "every(1)"
-    """As text."""
+    """The policy of the weights, as text."""
 
     moments_policy: str | None = None
-    """As text."""
+    """The policy of the optimizer state, as text; none for that of the weights."""
 
     rows: str = "touched"
-    """Which rows are sent."""
+    """The rows that are sent: touched ones or all."""
 
     transport: str = "fp32"
-    """How rows travel."""
+    """The type in which touched rows travel."""
 
     drift_every: int = 0
-    """In syncs."""
+    """Copies are compared after so many syncs; 0 for never."""
 
     dense_above: float | None = None
-    """A share of a shard's rows."""
+    """The share of a shard's rows from which on the whole shard is averaged."""
 
 
 class PlanRecord(_Record):
-    """A plan file."""
+    """The content of a plan file."""
 
     schema_version: _One
     """The version of the file's schema."""
@@ -163,10 +163,10 @@ class PlanRecord(_Record):
     """The checksum of all else; a plan that was written by hand has none."""
 
     mesh: MeshRecord
-    """Which ranks repeat the plan."""
+    """The mesh that repeats the plan."""
 
     sync: Annotated[GradientSyncRecord | WeightSyncRecord, Field(discriminator="kind")]
-    """How replicas stay equal."""
+    """How replicas are kept equal."""
 
     modules: dict[str, dict[str, TableRecord]]
     """The tables, by module path and name."""

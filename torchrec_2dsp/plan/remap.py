@@ -1,4 +1,4 @@
-"""From a group's plan to what one world rank runs. Pure: nothing is changed in place."""
+"""A group's plan becomes what one world rank runs. Pure: nothing is changed in place."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D
 def plan_for_rank(
     plan: Plan2D, rank: int, *, device_type: str = "cpu", local_world_size: int = 1
 ) -> ShardingPlan:
-    """What world rank ``rank`` runs: world ranks, real devices and TorchRec's own types.
+    """The plan that world rank ``rank`` runs: world ranks, real devices and TorchRec's own types.
 
     Args:
         plan: left as it is.
@@ -43,7 +43,7 @@ def plan_for_rank(
 def module_plan_for_rank(
     plan: ModulePlan2D, rank: int, *, device_type: str, local_world_size: int
 ) -> ModulePlan2D:
-    """`plan_for_rank` for one module."""
+    """The plan of one module that a world rank runs; see `plan_for_rank`."""
 
     def moved(shard: ShardMetadata, world_ranks: Sequence[int]) -> ShardMetadata:
         assert shard.placement is not None

@@ -44,7 +44,7 @@ class RowSpread:
     """
 
     num_rows: int
-    """Of the table."""
+    """How many rows the table has."""
 
     def __post_init__(self) -> None:
         if self.num_rows > MAX_ROWS:
@@ -55,13 +55,13 @@ class RowSpread:
 
     @cached_property
     def step(self) -> int:
-        """From one row's position to the next one's."""
+        """How far the positions of two neighbouring rows are apart."""
         return golden_step(self.num_rows)
 
     def positions(self, rows: torch.Tensor) -> torch.Tensor:
-        """Where rows stand, int64."""
+        """The positions of rows, int64."""
         return rows.long() * self.step % self.num_rows
 
     def rows(self, positions: torch.Tensor) -> torch.Tensor:
-        """Which rows stand there, int64."""
+        """The rows at positions, int64."""
         return positions.long() * pow(self.step, -1, self.num_rows) % self.num_rows

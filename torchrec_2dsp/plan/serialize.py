@@ -10,14 +10,13 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from pydantic import ValidationError
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
-from torchrec.distributed.types import ModuleShardingPlan
 from torchrec.modules.embedding_configs import DataType
 
 from torchrec_2dsp.access.hot_set import HotSet
 from torchrec_2dsp.errors import PlanError, UnsupportedError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D
-from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D
+from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.record import (
     GradientSyncRecord,
     PlanRecord,
@@ -78,8 +77,7 @@ def from_json(text: str) -> Plan2D:
     """
     try:
         data = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_no_constant)
-        plan = _plan_of(_record_of(data))
-        plan.validate()
+        return _plan_of(_record_of(data))
     except PlanError as error:
         raise PlanError(f"not a plan file: {error}") from error
     except _MALFORMED as error:
@@ -87,7 +85,6 @@ def from_json(text: str) -> Plan2D:
             f"not a plan file: {type(error).__name__}: {error}; write plans with "
             "torchrec_2dsp.plan.serialize.save"
         ) from error
-    return plan
 
 
 def save(plan: Plan2D, path: str | Path) -> None:
@@ -168,15 +165,11 @@ def _plan_of(record: PlanRecord) -> Plan2D:
     shape = record.mesh
     mesh = Mesh2D(shape.num_groups, shape.group_size, shape.layout)
     sync = _sync_of(record.sync)
-    modules: dict[str, ModuleShardingPlan] = {
-        path: ModulePlan2D(
-            {name: _table_of(f"modules.{path}.{name}", table) for name, table in tables.items()},
-            mesh=mesh,
-            sync=sync,
-        )
+    modules = {
+        path: {name: _table_of(f"modules.{path}.{name}", table) for name, table in tables.items()}
         for path, tables in record.modules.items()
     }
-    return Plan2D(plan=modules, mesh=mesh, sync=sync)
+    return Plan2D.of_tables(modules, mesh=mesh, sync=sync)
 
 
 def _sync_to_dict(sync: SyncConfig) -> dict[str, Any]:

@@ -13,10 +13,10 @@ _EVERY_STEP = Every(1)
 
 
 class SyncedRows(enum.StrEnum):
-    """Which rows a `WeightSync` sends."""
+    """The rows that a `WeightSync` sends."""
 
     TOUCHED = "touched"
-    """Those that have changed since the last sync."""
+    """Rows that have changed since the last sync."""
 
     ALL = "all"
     """Whole shards, as TorchRec does."""
@@ -26,7 +26,7 @@ class Transport(enum.StrEnum):
     """The type in which numbers travel."""
 
     FP32 = "fp32"
-    """As they are."""
+    """Numbers travel as they are."""
 
     BF16 = "bf16"
     """Half the bytes, 8 bits of each number."""
@@ -36,7 +36,7 @@ class Transport(enum.StrEnum):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Torch's name."""
+        """Torch's name of the type."""
         return _DTYPES[self]
 
 
@@ -98,13 +98,14 @@ class WeightSync:
     """
 
     policy: SyncPolicy = _EVERY_STEP
-    """At which steps. Beyond those, replicas are synced before they are saved or evaluated."""
+    """The steps at which weights are averaged. Replicas are synced, too, before they are saved or
+    evaluated."""
 
     moments_policy: SyncPolicy | None = None
-    """The same for the optimizer state; `None` for together with the weights."""
+    """The steps at which the optimizer state is averaged; `None` for together with the weights."""
 
     rows: SyncedRows = SyncedRows.TOUCHED
-    """What is sent. Both give the same weights; touched rows cost what has changed."""
+    """The rows that are sent. Both give the same weights; touched rows cost what has changed."""
 
     transport: Transport = Transport.FP32
     """How touched rows travel. With another type than fp32, what travels is their change since the
@@ -177,3 +178,7 @@ def _shown(config: Any) -> str:
 
 
 SyncConfig = GradientSync | WeightSync
+"""How replicas are kept equal."""
+
+EXACT_SYNC = GradientSync()
+"""The default: exact, at every step."""

@@ -9,10 +9,10 @@ from torchrec_2dsp.errors import ConfigError
 
 @dataclass(frozen=True, repr=False)
 class Every:
-    """At every ``n``-th step."""
+    """A sync at every ``n``-th step."""
 
     n: int
-    """1 for every step."""
+    """The number of steps from one sync to the next; 1 for every step."""
 
     def __post_init__(self) -> None:
         if not _is_count(self.n) or self.n < 1:
@@ -24,7 +24,7 @@ class Every:
 
     @property
     def steps_per_sync(self) -> float:
-        """In the long run."""
+        """How many steps there are for each sync, in the long run."""
         return self.n
 
     def __repr__(self) -> str:
@@ -33,13 +33,13 @@ class Every:
 
 @dataclass(frozen=True, repr=False)
 class After:
-    """Not in the first steps, and then by another policy, which counts from there."""
+    """No sync in the first steps, and then another policy, which counts from there."""
 
     step: int
     """How many steps have no sync."""
 
     policy: "SyncPolicy"
-    """What comes then."""
+    """The policy after the first steps."""
 
     def __post_init__(self) -> None:
         if not _is_count(self.step) or self.step < 0:
@@ -55,7 +55,7 @@ class After:
 
     @property
     def steps_per_sync(self) -> float:
-        """In the long run."""
+        """How many steps there are for each sync, in the long run."""
         return self.policy.steps_per_sync
 
     def __repr__(self) -> str:
@@ -64,15 +64,15 @@ class After:
 
 @dataclass(frozen=True, repr=False)
 class Never:
-    """Only where replicas must be equal: before they are saved, and before an evaluation."""
+    """A sync only where replicas must be equal: before they are saved, and before an evaluation."""
 
     def is_due(self, step: int) -> bool:
-        """Never."""
+        """Whether step ``step`` ends with a sync, which it never does."""
         return False
 
     @property
     def steps_per_sync(self) -> float:
-        """In the long run."""
+        """How many steps there are for each sync: no number of them."""
         return math.inf
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""What `Planner2D` makes of its arguments."""
+"""The arguments of `Planner2D`: checked, refused, or turned into what TorchRec's planner takes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,11 +18,11 @@ NOT_MEASURED = (
     "nothing, so the plan may be slower than TorchRec's; measure this cluster by the calibrate "
     "command and give Planner2D(calibration=...), or a mesh for TorchRec's own search"
 )
-"""What a user is told who plans by cost without a calibration."""
+"""The warning for users who plan by cost without a calibration."""
 
 
 def checked_batch_size(batch_size: int) -> int:
-    """Itself, or `ConfigError`."""
+    """The batch size, if it is one; `ConfigError` otherwise."""
     if batch_size < 1:
         raise ConfigError(f"batch_size={batch_size} leaves nothing to do; use 1 or more")
     return batch_size
@@ -61,10 +61,12 @@ def refuse_parts_by_cost(
     """Raise `ConfigError` for what only a search by cost has a use for, or can fulfil."""
     text = "{} is for a search by cost: give a calibration"
     refuse(text, access=access, workload=workload)
-    for name, one in (constraints or {}).items():
-        if isinstance(one, ParameterConstraints2D):
-            demands = {"exchange": one.exchange, "hot_rows": one.hot_rows or None}
-            demands["num_groups"] = None if one.num_groups == "each" else one.num_groups
+    for name, constraint in (constraints or {}).items():
+        if isinstance(constraint, ParameterConstraints2D):
+            demands = {"exchange": constraint.exchange, "hot_rows": constraint.hot_rows or None}
+            demands["num_groups"] = (
+                None if constraint.num_groups == "each" else constraint.num_groups
+            )
             named = {f"{what}={value} for table {name!r}": value for what, value in demands.items()}
             refuse(text, **named)
 
@@ -84,10 +86,12 @@ def whole_world() -> Mesh2D:
 
 
 def stats_2d(stats: Stats | list[Stats] | None, mesh: Mesh2D, sync: SyncConfig) -> list[Stats]:
-    """TorchRec's stats stop at type names that they don't know; others are left alone."""
+    """The stats of a planner; TorchRec's are wrapped, as they stop at unknown type names."""
     if stats is None:
         return [Stats2D(mesh=mesh, sync=sync)]
     return [
-        Stats2D(known, mesh=mesh, sync=sync) if isinstance(known, EmbeddingStats) else known
-        for known in (stats if isinstance(stats, list) else [stats])
+        Stats2D(stats_part, mesh=mesh, sync=sync)
+        if isinstance(stats_part, EmbeddingStats)
+        else stats_part
+        for stats_part in (stats if isinstance(stats, list) else [stats])
     ]

@@ -22,24 +22,24 @@ _MAX_EXCHANGES_PER_ITEM = 10
 
 @dataclass(frozen=True)
 class Items:
-    """What is dealt."""
+    """Things that are dealt to bins."""
 
     times: Floats
-    """Of each item: what is to be balanced."""
+    """The time of each item: what is to be balanced."""
 
     needs: Floats
-    """Of each item and kind of memory."""
+    """Bytes that each item needs of each kind of memory."""
 
 
 @dataclass(frozen=True)
 class Bins:
-    """Where to."""
+    """The bins to which items are dealt."""
 
     times: Floats
-    """What each has already."""
+    """The time that each bin has already."""
 
     room: Floats
-    """Of each bin and kind of memory."""
+    """Bytes of each kind of memory that each bin has room for."""
 
     def loads(self, items: Items, assignment: Assignment) -> Floats:
         """The time of each bin."""
@@ -53,7 +53,7 @@ class Bins:
 
 
 def dealt(items: Items, bins: Bins, start: Assignment | None = None) -> Assignment | None:
-    """The most even of what is found within memory; `None` where nothing is.
+    """The most even assignment that is found within memory; `None` where none is.
 
     Args:
         items: what is dealt.
@@ -62,8 +62,14 @@ def dealt(items: Items, bins: Bins, start: Assignment | None = None) -> Assignme
     """
     start = greedy(items, bins) if start is None else start
     differenced = within_memory(items, bins, largest_differencing(items.times, bins.times))
-    found = [improved(items, bins, one) for one in (start, differenced) if one is not None]
-    return min(found, key=lambda one: float(bins.loads(items, one).max()), default=None)
+    assignments = [
+        improved(items, bins, candidate)
+        for candidate in (start, differenced)
+        if candidate is not None
+    ]
+    return min(
+        assignments, key=lambda assignment: float(bins.loads(items, assignment).max()), default=None
+    )
 
 
 def greedy(items: Items, bins: Bins) -> Assignment | None:
@@ -76,17 +82,17 @@ def greedy(items: Items, bins: Bins) -> Assignment | None:
         >>> greedy(items, Bins(np.zeros(2), np.full((2, 1), 2.0))).tolist()
         [1, 1, 0]
     """
-    found = np.zeros(len(items.times), dtype=np.int64)
-    loads, left = bins.times.astype(np.float64), bins.room.astype(np.float64)
+    bin_of = np.zeros(len(items.times), dtype=np.int64)
+    loads, room = bins.times.astype(np.float64), bins.room.astype(np.float64)
     for item in np.lexsort((-items.needs.sum(axis=1), -items.times)).tolist():
-        fits = (left >= items.needs[item]).all(axis=1)
+        fits = (room >= items.needs[item]).all(axis=1)
         if not fits.any():
             return None
         place = int(np.where(fits, loads, np.inf).argmin())
-        found[item] = place
+        bin_of[item] = place
         loads[place] += items.times[item]
-        left[place] -= items.needs[item]
-    return found
+        room[place] -= items.needs[item]
+    return bin_of
 
 
 def largest_differencing(times: Floats, base: Floats) -> Assignment:
@@ -129,62 +135,67 @@ def largest_differencing(times: Floats, base: Floats) -> Assignment:
         joined = [[more_bins[place], less_bins[num_bins - 1 - place]] for place in order]
         sums = sums[order]
         heapq.heappush(heap, (float(sums[-1] - sums[0]), number, sums, joined))
-    found = np.zeros(len(times), dtype=np.int64)
+    bin_of = np.zeros(len(times), dtype=np.int64)
     for contents in heap[0][3]:
         parts = list(_leaves(contents))
         (place,) = [part[0] for part in parts if isinstance(part, tuple)]
-        found[[part for part in parts if isinstance(part, int)]] = place
-    return found
+        bin_of[[part for part in parts if isinstance(part, int)]] = place
+    return bin_of
 
 
 def within_memory(items: Items, bins: Bins, assignment: Assignment) -> Assignment | None:
     """Move items out of bins that lack room, the neediest first; `None` where that fails."""
     moved = assignment.copy()
-    left, loads = bins.left(items, moved), bins.loads(items, moved)
-    while (left < 0).any():
-        full, kind = np.unravel_index(left.argmin(), left.shape)
+    room, loads = bins.left(items, moved), bins.loads(items, moved)
+    while (room < 0).any():
+        full, kind = np.unravel_index(room.argmin(), room.shape)
         there = np.flatnonzero(moved == full)
-        one = there[items.needs[there, kind].argmax()] if len(there) else -1
-        fits = (left >= items.needs[one]).all(axis=1)
-        if one < 0 or not fits.any() or not items.needs[one, kind]:
+        neediest = there[items.needs[there, kind].argmax()] if len(there) else -1
+        fits = (room >= items.needs[neediest]).all(axis=1)
+        if neediest < 0 or not fits.any() or not items.needs[neediest, kind]:
             return None
         target = int(np.where(fits, loads, np.inf).argmin())
-        moved[one] = target
-        left[full] += items.needs[one]
-        left[target] -= items.needs[one]
-        loads[full] -= items.times[one]
-        loads[target] += items.times[one]
+        moved[neediest] = target
+        room[full] += items.needs[neediest]
+        room[target] -= items.needs[neediest]
+        loads[full] -= items.times[neediest]
+        loads[target] += items.times[neediest]
     return moved
 
 
 def improved(items: Items, bins: Bins, assignment: Assignment) -> Assignment:
     """Move an item out of the fullest bin, or exchange it for a smaller one, while that helps."""
-    found = assignment.copy()
-    left, loads = bins.left(items, found), bins.loads(items, found)
-    for _ in range(_MAX_EXCHANGES_PER_ITEM * len(found)):
+    bin_of = assignment.copy()
+    room, loads = bins.left(items, bin_of), bins.loads(items, bin_of)
+    for _ in range(_MAX_EXCHANGES_PER_ITEM * len(bin_of)):
         fullest = int(loads.argmax())
         best = min(
-            _exchanges(items, left, loads, found, fullest), default=None, key=lambda one: one[0]
+            _exchanges(items, room, loads, bin_of, fullest),
+            default=None,
+            key=lambda exchange: exchange[0],
         )
         if best is None or best[0] >= loads[fullest] * (1 - _ROUNDING):
             break
-        _, one, other, target = best
-        for item, source, place in ((one, fullest, target), (other, target, fullest)):
+        _, given, returned, target = best
+        for item, source, place in ((given, fullest, target), (returned, target, fullest)):
             if item >= 0:
-                found[item] = place
-                left[source] += items.needs[item]
-                left[place] -= items.needs[item]
+                bin_of[item] = place
+                room[source] += items.needs[item]
+                room[place] -= items.needs[item]
                 loads[source] -= items.times[item]
                 loads[place] += items.times[item]
-    return found
+    return bin_of
 
 
 def _exchanges(
-    items: Items, left: Floats, loads: Floats, assignment: Assignment, fullest: int
+    items: Items, room: Floats, loads: Floats, assignment: Assignment, fullest: int
 ) -> Iterator[tuple[float, int, int, int]]:
-    """With each other bin the best exchange: the higher of both loads then, what goes there, what
-    comes back (-1 for nothing), and the bin."""
-    mine = np.flatnonzero(assignment == fullest)
+    """The best exchange with each other bin.
+
+    Each is the higher of both loads afterwards, the item that goes there, the item that comes back
+    (-1 for nothing), and the bin.
+    """
+    movable = np.flatnonzero(assignment == fullest)
     for target in np.argsort(loads, kind="stable").tolist():
         gap = loads[fullest] - loads[target]
         if target == fullest or gap <= 0:
@@ -192,18 +203,18 @@ def _exchanges(
         theirs = np.append(np.flatnonzero(assignment == target), -1)
         times = np.append(items.times, 0.0)[theirs]
         needs = np.vstack([items.needs, np.zeros(items.needs.shape[1])])[theirs]
-        change = items.times[mine][:, None] - times[None, :]
-        more = items.needs[mine][:, None, :] - needs[None, :, :]
-        fits = ((left[target] >= more) & (left[fullest] >= -more)).all(axis=2)
+        change = items.times[movable][:, None] - times[None, :]
+        more = items.needs[movable][:, None, :] - needs[None, :, :]
+        fits = ((room[target] >= more) & (room[fullest] >= -more)).all(axis=2)
         # The nearer to half of the gap, the more even.
         height = np.where(fits & (change > 0), np.maximum(gap - change, change), np.inf)
         if height.size == 0 or not np.isfinite(height.min()):
             continue
-        one, other = np.unravel_index(height.argmin(), height.shape)
+        given, returned = np.unravel_index(height.argmin(), height.shape)
         yield (
-            float(loads[target] + height[one, other]),
-            int(mine[one]),
-            int(theirs[other]),
+            float(loads[target] + height[given, returned]),
+            int(movable[given]),
+            int(theirs[returned]),
             target,
         )
 

@@ -25,7 +25,7 @@ def group_or_world(pg: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def plan_on_rank_0(make_plan: Callable[[], Plan2D], pg: dist.ProcessGroup) -> Plan2D:
-    """What ``make_plan`` gives on rank 0 of ``pg``, on every rank: its plan or its error.
+    """The plan or the error of ``make_plan`` on rank 0 of ``pg``, on every rank.
 
     An error that isn't one of this package becomes a `PlanError` that names its type. The
     ranks that only hear of the error raise one of the same type and text.

@@ -39,10 +39,10 @@ class ParameterConstraints2D(ParameterConstraints):
         if self.exchange is not None:
             named = [self.exchange] if isinstance(self.exchange, Exchange | str) else self.exchange
             try:
-                self.exchange = [Exchange(one) for one in named]
+                self.exchange = [Exchange(value) for value in named]
             except ValueError as error:
-                known = ", ".join(repr(one.value) for one in Exchange)
-                raise ConfigError(f"exchange={self.exchange!r}: use some of {known}") from error
+                choices = ", ".join(repr(exchange.value) for exchange in Exchange)
+                raise ConfigError(f"exchange={self.exchange!r}: use some of {choices}") from error
         if not (self.num_groups in (None, "each") or self._counts_copies):
             raise ConfigError(
                 f"num_groups={self.num_groups!r} is no number of copies; use 1 or more, or 'each'"

@@ -26,25 +26,25 @@ _NOTHING_FITS = (
 
 @dataclass(frozen=True)
 class Shortfall:
-    """What the tables need at the least, and what there is."""
+    """The memory that tables need at the least, and the memory that there is."""
 
     table: str
     """The table that needs the most on one rank."""
 
     table_bytes: int
-    """What it needs on one rank, with the option that needs least there."""
+    """Bytes that the table needs on one rank, with the option that needs least there."""
 
     rank_bytes: int
-    """What a rank of the group has left for tables: the one that has most."""
+    """Bytes for tables on a rank of the group: the rank that has most."""
 
     all_tables_bytes: int
-    """What all tables need over the ranks of a group, each with its smallest option."""
+    """Bytes of all tables over the ranks of a group, each with its smallest option."""
 
     group_bytes: int
-    """What the ranks of a group have left for tables together."""
+    """Bytes for tables on all ranks of the group together."""
 
     buffer_bytes: int = 0
-    """What batches and vectors of all tables need on a group, each with its smallest option."""
+    """Bytes of batches and vectors of all tables on a group, each with its smallest option."""
 
     def sentence(self) -> str:
         """The shortfall in words, empty if the sums alone don't explain it.
@@ -77,7 +77,7 @@ class Shortfall:
 
 
 def shortfall(options: Iterable[ShardingOption], ranks: Sequence[Storage]) -> Shortfall | None:
-    """What a search space needs at the least, against what its ranks have.
+    """The least that a search space needs, against what its ranks have.
 
     Args:
         options: all options of all tables, with estimates of their storage.
@@ -93,8 +93,9 @@ def shortfall(options: Iterable[ShardingOption], ranks: Sequence[Storage]) -> Sh
         return None
     return max(
         (_shortfall_of(kind, by_table, ranks) for kind in ("hbm", "ddr")),
-        key=lambda found: max(
-            found.table_bytes - found.rank_bytes, found.all_tables_bytes - found.group_bytes
+        key=lambda candidate: max(
+            candidate.table_bytes - candidate.rank_bytes,
+            candidate.all_tables_bytes - candidate.group_bytes,
         ),
     )
 
@@ -114,9 +115,9 @@ def failure_text(
     return f"planning for {mesh} failed: {type(error).__name__}: {error}"
 
 
-def no_plan_text(mesh: Mesh2D | str, found: Shortfall | None, stock_text: str) -> str:
+def no_plan_text(mesh: Mesh2D | str, missing: Shortfall | None, stock_text: str) -> str:
     """The message of a search that found nothing, with TorchRec's own below it."""
-    sentence = found.sentence() if found is not None else ""
+    sentence = missing.sentence() if missing is not None else ""
     reason = f": {sentence}" if sentence else ""
     below = f"\n{stock_text}" if stock_text else ""
     return f"no plan fits a sharding group of {mesh}{reason}; {REMEDY}.{below}"

@@ -14,6 +14,7 @@ from torchrec.distributed.planner.types import (
     Partitioner,
     PerfModel,
     PlanLoader,
+    PlannerError,
     Proposer,
     ShardingOption,
     Stats,
@@ -29,7 +30,7 @@ from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.errors import ConfigError, PlanError, TwoDError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.plan2d import Plan2D
-from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
+from torchrec_2dsp.plan.sync_config import EXACT_SYNC, SyncConfig
 from torchrec_2dsp.plan.table_configs import check_tables
 from torchrec_2dsp.planner.arguments import (
     NOT_MEASURED,
@@ -52,8 +53,6 @@ from torchrec_2dsp.planner.torchrec.planned_options import PlannedOptions
 from torchrec_2dsp.planner.torchrec.sharding_types import base_constraints
 
 logger = logging.getLogger(__name__)
-
-_EXACT = GradientSync()
 
 
 class Planner2D(EmbeddingShardingPlanner):
@@ -114,12 +113,12 @@ class Planner2D(EmbeddingShardingPlanner):
         plan_loader: PlanLoader | None = None,
         *,
         mesh: Mesh2D | None = None,
-        sync: SyncConfig = _EXACT,
+        sync: SyncConfig = EXACT_SYNC,
         calibration: Calibration | None = None,
         access: AccessStats | None = None,
         workload: Workload | None = None,
     ) -> None:
-        """Takes what TorchRec's planner takes, the mesh, and what is known of network and log.
+        """Takes the arguments of TorchRec's planner, a mesh, and what is known of network and log.
 
         Args:
             topology: of the whole world; TorchRec's defaults without one.
@@ -146,7 +145,7 @@ class Planner2D(EmbeddingShardingPlanner):
             workload: what a step does, in place of what model, constraints and ``access`` say.
         """
         self.mesh = mesh
-        """Which ranks repeat the plan; `None` where that is searched."""
+        """The mesh that repeats the plan; `None` where meshes are searched."""
         self.sync: SyncConfig = sync
         """How the replicas stay equal."""
         batch_size = BATCH_SIZE if batch_size is None else checked_batch_size(batch_size)
@@ -161,9 +160,9 @@ class Planner2D(EmbeddingShardingPlanner):
                 enumerator, proposer, partitioner, performance_model, callbacks, plan_loader
             )
             topology = topology or world_topology(mesh or whole_world())
-            known = calibration or Calibration.of_topology(topology)
+            costs = calibration or Calibration.of_topology(topology)
             self._is_measured = calibration is not None
-            self._search = CostSearch(known, mesh, sync, batch_size, constraints, access, workload)
+            self._search = CostSearch(costs, mesh, sync, batch_size, constraints, access, workload)
             # The memory is that of every rank of the world.
             mesh = Mesh2D(1, topology.world_size)
         super().__init__(
@@ -216,17 +215,17 @@ class Planner2D(EmbeddingShardingPlanner):
                 self._search_space = getattr(self._enumerator, "last_stored_search_space", None)
 
     def search(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> SearchResult:
-        """What a search by cost finds, and what it has tried.
+        """The placements that a search by cost finds, and all that it has tried.
 
         Raises:
             PlanError: nothing fits.
         """
         if self._search is None:
             raise ConfigError(f"{self.mesh} without a calibration is searched as TorchRec does it")
-        left = self._unreserved(module, sharders)
+        available = self._unreserved(module, sharders)
         if not self._is_measured:
             logger.warning(NOT_MEASURED)
-        self._result = result = self._search.result(module, sharders, left)
+        self._result = result = self._search.result(module, sharders, available)
         logger.info(
             "%s: %.1f ms per step predicted; planner.explain() says why",
             result.found[0].where,
@@ -276,7 +275,7 @@ class Planner2D(EmbeddingShardingPlanner):
         return plan_on_rank_0(lambda: self.plan(module, known_sharders), pg)
 
     def _unreserved(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> Topology:
-        """What is left of the machines for tables."""
+        """The machines with the memory that is left for tables."""
         return self._storage_reservation.reserve(
             topology=self._topology,
             batch_size=self._batch_size,
@@ -288,11 +287,11 @@ class Planner2D(EmbeddingShardingPlanner):
     def _shortfall(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
     ) -> Shortfall | None:
-        """What was missing, `None` where the search didn't get as far as comparing sizes."""
+        """The memory that was missing, `None` where TorchRec can't compare sizes."""
         try:
-            left = self._unreserved(module, sharders)
+            available = self._unreserved(module, sharders)
             options = self._enumerator.enumerate(module, sharders)
-        except Exception:
-            # The caller reports the error that stopped the search.
+        except PlannerError:
+            # No memory is left for tables, which the error that stopped the search says.
             return None
-        return shortfall(options, [device.storage for device in left.devices])
+        return shortfall(options, [device.storage for device in available.devices])

@@ -1,4 +1,4 @@
-"""From the topology of the world to that of one sharding group, and of its replica peers."""
+"""The topologies of one sharding group and of its replica peers, from that of the world."""
 
 from collections.abc import Iterable
 
@@ -18,7 +18,7 @@ from torchrec_2dsp.mesh.mesh2d import Mesh2D
 
 
 def world_topology(mesh: Mesh2D, device_type: str | None = None) -> Topology:
-    """What TorchRec assumes of the world when it is given no topology.
+    """The topology that TorchRec assumes of the world when it is given none.
 
     Args:
         mesh: of all its ranks.
@@ -87,7 +87,7 @@ def group_topology(topology: Topology, mesh: Mesh2D) -> Topology:
 
 
 def peer_bandwidth_bytes_per_ms(topology: Topology, mesh: Mesh2D) -> float:
-    """What the replica sync gets of the network: the bandwidth between replica peers.
+    """The network's share for the replica sync: the bandwidth between replica peers.
 
     Args:
         topology: of the whole world. One of a sharding group will do where only one host size
@@ -150,9 +150,9 @@ def _peers_share_hosts(mesh: Mesh2D, local_world_size: int) -> bool:
 
 
 def _smallest(storages: Iterable[Storage]) -> Storage:
-    known = list(storages)
+    storage_list = list(storages)
     return Storage(
-        hbm=min(storage.hbm for storage in known),
-        ddr=min(storage.ddr for storage in known),
-        ssd=min(storage.ssd for storage in known),
+        hbm=min(storage.hbm for storage in storage_list),
+        ddr=min(storage.ddr for storage in storage_list),
+        ssd=min(storage.ssd for storage in storage_list),
     )

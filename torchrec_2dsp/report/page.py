@@ -37,7 +37,7 @@ for (const heading of document.querySelectorAll("th")) heading.onclick = () => {
 };
 """
 _PLOT_HEIGHT, _PLOT_MARGIN = 400, 60
-"""Pixels."""
+"""The height of a plot and the margin above it, in pixels."""
 
 
 class Page:
@@ -53,13 +53,13 @@ class Page:
 
     def __init__(self, title: str) -> None:
         self.title = title
-        """Also the first heading."""
+        """The page's title, which is its first heading too."""
         self.figures: list[Figure] = []
-        """Those of its plots."""
+        """The figures of the page's plots, in their order."""
         self._parts: list[str] = []
 
     def add_text(self, text: str) -> None:
-        """A paragraph."""
+        """Add a paragraph."""
         self._parts.append(f"<p>{escape(text)}</p>")
 
     def add_table(
@@ -69,7 +69,7 @@ class Page:
         rows: Sequence[Sequence[str]],
         words: Collection[str] = (),
     ) -> None:
-        """A table that is sorted by a click on a column's name.
+        """Add a table that is sorted by a click on a column's name.
 
         Args:
             heading: above it.
@@ -86,7 +86,7 @@ class Page:
         )
 
     def add_plot(self, heading: str, figure: "Figure", height: int = _PLOT_HEIGHT) -> None:
-        """A plot of plotly's, so many pixels high and as wide as the page.
+        """Add a plot of plotly's, so many pixels high and as wide as the page.
 
         What is drawn is named above the plot, if it is more than one thing.
         """
@@ -111,7 +111,7 @@ class Page:
         self._parts.append(f"<h2>{escape(heading)}</h2>\n{drawn}")
 
     def html(self) -> str:
-        """The file's content."""
+        """The page as HTML, with all that it needs."""
         title = escape(self.title)
         return "\n".join(
             [
@@ -124,25 +124,27 @@ class Page:
         )
 
     def write(self, path: str | Path) -> None:
-        """Write the file."""
+        """Write the page to a file."""
         Path(path).write_text(self.html(), encoding="utf-8")
 
 
 def graph_objects() -> Any:
-    """plotly's module of that name.
+    """Plotly's module ``graph_objects``.
 
     Raises:
         ConfigError: plotly is missing.
     """
     try:
-        from plotly import graph_objects as found
+        from plotly import graph_objects
     except ImportError as error:
         raise ConfigError(
             "pages with plots need plotly, which is not installed; pip install plotly"
         ) from error
-    return found
+    return graph_objects
 
 
 def _cells(tag: str, cells: Sequence[str], kinds: Sequence[str]) -> str:
-    made = (f"<{tag}{kind}>{escape(cell)}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
-    return f"<tr>{''.join(made)}</tr>"
+    elements = (
+        f"<{tag}{kind}>{escape(cell)}</{tag}>" for cell, kind in zip(cells, kinds, strict=True)
+    )
+    return f"<tr>{''.join(elements)}</tr>"

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 # Okabe and Ito's palette, which colour-blind readers can tell apart. Its yellow is hard to see on
 # white, so it isn't here.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#333333", "#CC79A7", "#56B4E9", "#D55E00")
-"""For lines and marks."""
+"""The colours of lines and marks."""
 MARKERS = "osDv^<>"
-"""For lines that are told apart by more than their colour."""
+"""The markers of lines that are told apart by more than their colour."""
 
 _STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
@@ -39,7 +39,7 @@ _STYLE: dict[Any, Any] = {
 
 @contextmanager
 def plotting() -> Iterator[None]:
-    """Our style, whatever the user's is; that is given back."""
+    """Plot in our style, whatever the user's is, and restore the user's afterwards."""
     try:
         import matplotlib
     except ImportError as error:

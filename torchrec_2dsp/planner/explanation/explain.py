@@ -1,4 +1,4 @@
-"""From what a search has found to why it is so."""
+"""The reasons for a plan, from what its search has found."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,11 +15,11 @@ from torchrec_2dsp.planner.search.result import Found
 from torchrec_2dsp.planner.search.space import Space
 
 _MAX_COMPARED = 500
-"""Of more tables, those that take longest are compared with what else they could be."""
+"""How many tables are compared with what else they could be: those that take longest."""
 
 
 def explain(result: SearchResult) -> Explanation:
-    """Why the best that a search has found is best."""
+    """The reasons why the best placement that a search has found is best."""
     best = result.found[0]
     tables, busy = _explained(best, result.room)
     if best.once is not None:
@@ -37,28 +37,28 @@ def explain(result: SearchResult) -> Explanation:
         busy_by_rank=busy,
         bytes_by_rank=best.bytes_by_rank,
         room=result.room,
-        meshes=[(one.where, one.cost.total_s) for one in result.found],
+        meshes=[(placed.where, placed.cost.total_s) for placed in result.found],
         front=pareto_front(result.tried),
     )
 
 
-def _explained(found: Found, room: float) -> tuple[list[TableLine], Ranks]:
-    """Its tables, and for how long ranks are busy with them."""
-    space = Space.of(found.candidates, found.setting)
-    rough = Descent(space, np.zeros(0), room).sums(found.placement)
+def _explained(best: Found, room: float) -> tuple[list[TableLine], Ranks]:
+    """A line for each table, and for how long each rank is busy with all of them."""
+    space = Space.of(best.candidates, best.setting)
+    rough = Descent(space, np.zeros(0), room).sums(best.placement)
     prices = space.prices(rough.loads.mean(axis=1))
     descent = Descent(space, prices, room)
-    rated_s = descent.rated_s(found.placement)
-    lines = sorted(enumerate(_lines(found, descent)), key=lambda numbered: -numbered[1].seconds)
+    rated_s = descent.rated_s(best.placement)
+    lines = sorted(enumerate(_lines(best, descent)), key=lambda numbered: -numbered[1].seconds)
     compared = [
-        _compared(line, found, descent, table, rated_s) if place < _MAX_COMPARED else line
+        _compared(line, best, descent, table, rated_s) if place < _MAX_COMPARED else line
         for place, (table, line) in enumerate(lines)
     ]
     return compared, np.asarray(prices @ rough.loads, np.float64)
 
 
 def pareto_front(tried: Sequence[Tried]) -> list[Tried]:
-    """What nothing else beats both in time and in memory, the shortest step first.
+    """The attempts that no other beats both in time and in memory, the shortest step first.
 
     Example:
         >>> from torchrec_2dsp import Mesh2D
@@ -69,9 +69,9 @@ def pareto_front(tried: Sequence[Tried]) -> list[Tried]:
         [(2.0, 5.0), (3.0, 4.0)]
     """
     front: list[Tried] = []
-    for one in sorted(tried, key=lambda one: (one.seconds, one.bytes_of_rank)):
-        if not front or one.bytes_of_rank < front[-1].bytes_of_rank:
-            front.append(one)
+    for point in sorted(tried, key=lambda point: (point.seconds, point.bytes_of_rank)):
+        if not front or point.bytes_of_rank < front[-1].bytes_of_rank:
+            front.append(point)
     return front
 
 

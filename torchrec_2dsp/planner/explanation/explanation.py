@@ -13,7 +13,7 @@ from rich.text import Text
 
 from torchrec_2dsp.cost.loads import Ranks
 from torchrec_2dsp.cost.memory import MemoryCost
-from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.planner.explanation.plots import (
     MAX_BARS,
@@ -35,7 +35,8 @@ _BAR = 30
 _MAX_TABLES = 60
 _MAX_RANKS = 16
 _WORTH_SAYING = 0.9
-"""Of a step's time: to send beside computing takes processor time, too, which isn't predicted."""
+"""The share of its time that a step must be cut to for advice: sending beside computing takes
+processor time, too, which isn't predicted."""
 
 
 class Rows(NamedTuple):
@@ -47,40 +48,40 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Explanation:
-    """Of a plan; see `Planner2D.explain`."""
+    """The reasons for a plan; see `Planner2D.explain`."""
 
-    setting: Setting
+    setting: CostSetting
     """The mesh, and all else that its cost depends on."""
 
     where: str
     """The mesh, and how many tables have one copy beside it."""
 
     cost: StepCost
-    """Of a step, part by part."""
+    """The cost of a step, part by part."""
 
     memory: MemoryCost
-    """Of the fullest rank."""
+    """The memory of the fullest rank."""
 
     prefetching: StepCost | None
-    """Of a step in which rows travel beside computing; none if they do already or can't."""
+    """A step in which rows travel beside computing; none if they do already or can't."""
 
     tables: Sequence[TableLine]
-    """The longest first."""
+    """A line for each table, the longest first."""
 
     busy_by_rank: Ranks
     """Seconds for which each rank of a group is busy with tables in a step."""
 
     bytes_by_rank: Ranks
-    """That it keeps."""
+    """The bytes that each rank keeps."""
 
     room: float
-    """Bytes that it has for them."""
+    """Bytes that a rank has for tables and buffers."""
 
     meshes: Sequence[tuple[str, float]]
-    """What was placed, and its step; the first is the plan."""
+    """The meshes on which tables were placed, and their steps; the first is the plan."""
 
     front: Sequence[Tried]
-    """Of all that was tried, what nothing else beats both in time and in memory."""
+    """The attempts that no other beats both in time and in memory."""
 
     torchrec_s: float | None = None
     """A step of the plan that TorchRec's planner makes, predicted alike; none if nobody asked."""
@@ -107,17 +108,17 @@ class Explanation:
         """How the plan compares with TorchRec's; empty if nobody asked."""
         if self.torchrec_s is None:
             return ""
-        said = (
+        sentence = (
             "TorchRec's planner, told the same bandwidths, makes a plan for one group that is "
             f"predicted to take {milliseconds(self.torchrec_s)} ms per step"
         )
         if not self.cost.total_s:
-            return f"{said}."
-        return f"{said}: this plan is {self.torchrec_s / self.cost.total_s:.2f} times as fast."
+            return f"{sentence}."
+        return f"{sentence}: this plan is {self.torchrec_s / self.cost.total_s:.2f} times as fast."
 
     @property
     def caveat(self) -> str:
-        """What the numbers don't know; empty if they know all."""
+        """What the numbers leave out, as a sentence; empty if they leave nothing out."""
         unknown = self.setting.workload.num_without_access
         if not unknown:
             return ""
@@ -128,7 +129,7 @@ class Explanation:
 
     @property
     def advice(self) -> str:
-        """What would shorten a step of the same plan; empty if nothing is known."""
+        """A way to shorten a step of the same plan, as a sentence; empty if none is known."""
         if self.prefetching is None:
             return ""
         now_s, then_s = self.cost.total_s, self.prefetching.total_s
@@ -141,18 +142,20 @@ class Explanation:
         )
 
     def table_rows(self) -> Rows:
-        """Of each table how it is sharded, what that takes, and what else it could be."""
-        return Rows(HEADINGS, [one.cells() for one in self.tables])
+        """A row for each table: how it is sharded, what that takes, and what else it could be."""
+        return Rows(HEADINGS, [line.cells() for line in self.tables])
 
     def phase_rows(self) -> Rows:
         """The parts of a step."""
         rows = [
-            (name.replace("_", " "), milliseconds(some)) for name, some in self.cost.parts() if some
+            (name.replace("_", " "), milliseconds(seconds))
+            for name, seconds in self.cost.parts()
+            if seconds
         ]
         return Rows(("part of a step", "ms"), [*rows, ("all", milliseconds(self.cost.total_s))])
 
     def memory_rows(self) -> Rows:
-        """What the fullest rank keeps."""
+        """The rows of the fullest rank's memory."""
         rows = [
             (name.replace("_", " "), f"{size / 1e9:.3f}")
             for name, size in self.memory.parts()
@@ -169,25 +172,25 @@ class Explanation:
                 str(rank),
                 milliseconds(busy),
                 "#" * round(_BAR * busy / longest),
-                f"{kept / 1e9:.3f}",
-                f"{kept / self.room:.0%}",
+                f"{num_bytes / 1e9:.3f}",
+                f"{num_bytes / self.room:.0%}",
             )
-            for rank, (busy, kept) in enumerate(
+            for rank, (busy, num_bytes) in enumerate(
                 zip(self.busy_by_rank.tolist(), self.bytes_by_rank.tolist(), strict=True)
             )
         ]
         return Rows(("rank of a group", "busy ms", "", "GB", "of the room"), rows)
 
     def other_rows(self) -> Rows:
-        """What was placed, and what nothing else beats both in time and in memory."""
+        """A row for each placement, and for each attempt that nothing beats in time and memory."""
         placed = [(f"{mesh}, placed", milliseconds(seconds), "") for mesh, seconds in self.meshes]
         front = [
             (
-                f"{one.mesh}, {one.ways or 'dealt evenly'}",
-                milliseconds(one.seconds),
-                f"{one.bytes_of_rank / 1e9:.3f}",
+                f"{point.mesh}, {point.ways or 'dealt evenly'}",
+                milliseconds(point.seconds),
+                f"{point.bytes_of_rank / 1e9:.3f}",
             )
-            for one in self.front
+            for point in self.front
         ]
         return Rows(("what else was found", "ms", "GB per rank"), [*placed, *front])
 
@@ -200,7 +203,7 @@ class Explanation:
         self.page(title).write(path)
 
     def page(self, title: str) -> Page:
-        """The same before it is written."""
+        """The report as a page that isn't written yet."""
         page = Page(title)
         page.add_text(self.headline)
         for sentence in filter(None, (self.verdict, self.caveat, self.advice)):
@@ -226,7 +229,7 @@ class Explanation:
         yield _table(tables._replace(rows=tables.rows[:_MAX_TABLES]))
         hidden = len(self.tables) - _MAX_TABLES
         if hidden > 0:
-            rest = sum(one.seconds for one in self.tables[_MAX_TABLES:])
+            rest = sum(line.seconds for line in self.tables[_MAX_TABLES:])
             yield f"and {hidden:,} more tables, which add {milliseconds(rest)} ms"
         yield from filter(None, (self.verdict, self.caveat, self.advice))
         yield _table(self.phase_rows())
@@ -245,9 +248,9 @@ _WORDS = (
 
 
 def _table(content: Rows) -> Table:
-    found = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in content.headings:
-        found.add_column(heading, justify="left" if heading in _WORDS else "right", overflow="fold")
+        shown.add_column(heading, justify="left" if heading in _WORDS else "right", overflow="fold")
     for row in content.rows:
-        found.add_row(*(Text(cell) for cell in row))
-    return found
+        shown.add_row(*(Text(cell) for cell in row))
+    return shown

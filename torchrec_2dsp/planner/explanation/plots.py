@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 MAX_BARS = 50
-"""Tables that are plotted."""
+"""How many tables are plotted at most."""
 
 
 def parts_plot(cost: StepCost) -> "Figure":
     """Each part begins where the one before it ends."""
-    parts = [(name.replace("_", " "), 1e3 * some) for name, some in cost.parts() if some]
+    parts = [(name.replace("_", " "), 1e3 * seconds) for name, seconds in cost.parts() if seconds]
     figure = graph_objects().Figure(
         graph_objects().Waterfall(
             orientation="h",
             y=[*(name for name, _ in parts), "all"],
-            x=[*(some for _, some in parts), None],
+            x=[*(part_ms for _, part_ms in parts), None],
             measure=[*("relative" for _ in parts), "total"],
             increasing={"marker": {"color": PALETTE[0]}},
             decreasing={"marker": {"color": PALETTE[2]}},
@@ -40,18 +40,18 @@ def parts_plot(cost: StepCost) -> "Figure":
 def tables_plot(tables: Sequence[TableLine]) -> "Figure":
     """A colour for each way to shard them."""
     figure = graph_objects().Figure(layout={"barmode": "stack"})
-    for way in dict.fromkeys(one.way for one in tables):
-        some = [one for one in tables if one.way == way]
+    for way in dict.fromkeys(line.way for line in tables):
+        lines = [line for line in tables if line.way == way]
         figure.add_bar(
             name=way,
             orientation="h",
-            y=[one.name for one in some],
-            x=[1e3 * one.seconds for one in some],
-            customdata=[(f"{one.num_rows:,}", one.dim, one.sent_bytes / 1e6) for one in some],
+            y=[line.name for line in lines],
+            x=[1e3 * line.seconds for line in lines],
+            customdata=[(f"{line.num_rows:,}", line.dim, line.sent_bytes / 1e6) for line in lines],
             hovertemplate="%{y}, %{customdata[0]} rows of %{customdata[1]}: %{x:.3f} ms, "
             "%{customdata[2]:.3f} MB sent",
         )
-    order = [one.name for one in tables]
+    order = [line.name for line in tables]
     figure.update_yaxes(categoryorder="array", categoryarray=order, autorange="reversed")
     figure.update_xaxes(title="ms that a table adds to a step")
     return figure
@@ -72,7 +72,7 @@ def ranks_plot(busy_by_rank: Ranks, bytes_by_rank: Ranks) -> "Figure":
 
 
 def front_plot(front: Sequence[Tried], plan: tuple[float, float]) -> "Figure":
-    """What nothing beats in both; the plan, with its fullest rank, is the star.
+    """The attempts that nothing beats in time and memory; a star is the plan's fullest rank.
 
     Args:
         front: what else was tried.
@@ -83,9 +83,9 @@ def front_plot(front: Sequence[Tried], plan: tuple[float, float]) -> "Figure":
         name="dealt evenly",
         mode="lines+markers",
         line={"shape": "hv"},
-        x=[one.bytes_of_rank / 1e9 for one in front],
-        y=[1e3 * one.seconds for one in front],
-        text=[str(one.mesh) for one in front],
+        x=[point.bytes_of_rank / 1e9 for point in front],
+        y=[1e3 * point.seconds for point in front],
+        text=[str(point.mesh) for point in front],
         hovertemplate="%{text}: %{y:.2f} ms, %{x:.3f} GB",
     )
     figure.add_scatter(

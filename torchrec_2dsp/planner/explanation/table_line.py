@@ -17,7 +17,7 @@ HEADINGS = (
     "instead",
     "+ ms",
 )
-"""Of `TableLine.cells`."""
+"""The headings of `TableLine.cells`."""
 
 
 @dataclass(frozen=True)
@@ -32,19 +32,19 @@ class TableLine:
     """How it is sharded, and how its rows travel."""
 
     hot_share: float
-    """Of its lookups, those of hot rows."""
+    """The share of the table's lookups that are of hot rows."""
 
     sent_bytes: float
-    """By a rank in a step."""
+    """Bytes that a rank sends in a step."""
 
     seconds: float
-    """That it adds to a step. What tables share, and what is hidden, is in none of them."""
+    """Seconds that the table alone adds to a step, without what is shared or hidden."""
 
     runner_up: Choice | None = None
-    """What would be best in its place; `None` without anything else, or where nobody looked."""
+    """The second best choice; `None` without any other, or where nobody looked."""
 
     lost_by_s: float = 0.0
-    """By how much the step would be longer with it, as the search rates steps."""
+    """How much longer the step would be with the second best choice, as the search rates steps."""
 
     is_once: bool = False
     """Whether it has one copy in the world, beside tables with one in each group."""
@@ -78,7 +78,7 @@ class TableLine:
 
 
 def milliseconds(seconds: float) -> str:
-    """As reports show them."""
+    """Seconds in milliseconds, as reports show them."""
     return f"{1e3 * seconds:,.2f}"
 
 
@@ -88,7 +88,7 @@ def _kind(choice: Choice) -> str:
 
 
 def _in_place(chosen: Choice, other: Choice) -> str:
-    """What is other in it."""
+    """The differences of another choice, in words."""
     if other.kind is chosen.kind:
         return other.exchange.value
     exchange = other.exchange.value

@@ -1,4 +1,4 @@
-"""Which ways to shard a table the search may choose: what it knows, and what the user demands."""
+"""The ways to shard a table that the search may choose: those it knows and the user allows."""
 
 from collections.abc import Iterable, Iterator
 
@@ -21,7 +21,7 @@ _BY_DEFAULT = (
 each part of a row, so they must be asked for."""
 _KNOWN = (*_BY_DEFAULT, ShardingType.COLUMN_WISE)
 _MIN_COLUMNS = 32
-"""Of a column-wise shard, as in TorchRec."""
+"""How many columns a column-wise shard has at least, as in TorchRec."""
 
 
 def allowed_kernels(
@@ -29,8 +29,8 @@ def allowed_kernels(
 ) -> dict[ShardingType, str]:
     """The types that may be searched, with the kernel of each, if a sharder has them."""
     demanded = None if constraint is None else constraint.sharding_types
-    wanted = [one.value for one in _BY_DEFAULT] if demanded is None else demanded
-    types = {base_type(kind) for kind in wanted}
+    type_names = [kind.value for kind in _BY_DEFAULT] if demanded is None else demanded
+    types = {base_type(kind) for kind in type_names}
     named = None if constraint is None else constraint.compute_kernels
     kernels: dict[ShardingType, str] = {}
     for kind in _KNOWN:
@@ -47,22 +47,22 @@ def choices_of(
     kinds: Iterable[ShardingType], constraint: ParameterConstraints | None, work: TableWork
 ) -> list[Choice]:
     """Every way that is allowed. Of what costs the same, the search takes what comes first."""
-    found = [choice for kind in kinds for choice in _choices(kind, constraint, work)]
-    return sorted(found, key=lambda choice: list(Exchange).index(choice.exchange))
+    choices = [choice for kind in kinds for choice in _choices(kind, constraint, work)]
+    return sorted(choices, key=lambda choice: list(Exchange).index(choice.exchange))
 
 
 def nothing_text(
     name: str, constraint: ParameterConstraints | None, sharded_by: str, device: str
 ) -> str:
-    """What is demanded of a table that can't be had."""
-    known = ", ".join(kind.value for kind in _KNOWN)
+    """The error text for a table whose demands can't be met."""
+    kinds = ", ".join(kind.value for kind in _KNOWN)
     demanded = []
     for what in ("sharding_types", "compute_kernels", "exchange", "hot_rows"):
         if getattr(constraint, what, None):
             demanded.append(f"{what}={getattr(constraint, what)}")
     return (
         f"nothing is allowed for table {name!r}: {', '.join(demanded) or 'no constraint'}, with "
-        f"{sharded_by} on {device}. The search knows {known} with fused and dense kernels; loosen "
+        f"{sharded_by} on {device}. The search knows {kinds} with fused and dense kernels; loosen "
         "the constraints"
     )
 

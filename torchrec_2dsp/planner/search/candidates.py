@@ -1,4 +1,4 @@
-"""From a model, its sharders and the user's constraints to what the search chooses from."""
+"""The search's candidates, from a model, its sharders and the user's constraints."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -40,9 +40,9 @@ def candidates_of(
     Raises:
         PlanError: nothing is allowed for a table, or two tables share a name.
     """
-    known = {sharder.module_type: sharder for sharder in sharders}
+    sharder_of = {sharder.module_type: sharder for sharder in sharders}
     tables = _Tables(constraints or {}, workload, device)
-    for path, part, sharder in _sharded_parts(module, known):
+    for path, part, sharder in _sharded_parts(module, sharder_of):
         params = cast(Any, sharder).fused_params or {}
         there = {
             (kind, kernel)
@@ -51,7 +51,7 @@ def candidates_of(
         }
         for name, weight in sharder.shardable_parameters(part).items():
             tables.add(name, (path, part), weight, params, there, f"a {type(sharder).__name__}")
-    return list(tables.found.values())
+    return list(tables.candidates.values())
 
 
 def candidates_of_options(
@@ -77,12 +77,12 @@ def candidates_of_options(
     for option in options:
         by_table.setdefault(option.fqn, []).append(option)
     tables = _Tables(constraints or {}, workload, device)
-    for some in by_table.values():
-        there = {(base_type(one.sharding_type), one.compute_kernel) for one in some}
-        params = fused_params.get(some[0].module_type_key, {})
-        name, module, weight = some[0].name, some[0].module, some[0].tensor
+    for options in by_table.values():
+        there = {(base_type(option.sharding_type), option.compute_kernel) for option in options}
+        params = fused_params.get(options[0].module_type_key, {})
+        name, module, weight = options[0].name, options[0].module, options[0].tensor
         tables.add(name, module, weight, params, there, "what was enumerated")
-    return list(tables.found.values())
+    return list(tables.candidates.values())
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,9 @@ class _Tables:
     constraints: Mapping[str, ParameterConstraints]
     workload: Workload
     device: str
-    found: dict[str, Candidate] = field(default_factory=dict)
+    candidates: dict[str, Candidate] = field(default_factory=dict)
     _cold: dict[int, set[str]] = field(default_factory=dict)
-    """By module."""
+    """The tables of each module that can't have hot rows, by the module's id."""
 
     def add(
         self,
@@ -107,10 +107,10 @@ class _Tables:
     ) -> None:
         """Another table, of which types and kernels ``there`` may be had."""
         path, part = module
-        if name in self.found:
+        if name in self.candidates:
             raise PlanError(
-                f"modules {self.found[name].path!r} and {path!r} both have a table {name!r}; the "
-                "search tells tables apart by their names: rename one"
+                f"modules {self.candidates[name].path!r} and {path!r} both have a table {name!r}; "
+                "the search tells tables apart by their names: rename one"
             )
         constraint = self.constraints.get(name)
         state = state_bytes_per_row(optimizer_of(weight, fused_params), weight.shape[1])
@@ -127,7 +127,9 @@ class _Tables:
         if id(part) not in self._cold:
             self._cold[id(part)] = _always_cold(part)
         can_be_hot = not is_said and name not in self._cold[id(part)]
-        self.found[name] = Candidate(path, weight, work, choices, kernels, constraint, can_be_hot)
+        self.candidates[name] = Candidate(
+            path, weight, work, choices, kernels, constraint, can_be_hot
+        )
 
 
 def _sharded_parts(

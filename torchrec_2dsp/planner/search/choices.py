@@ -38,12 +38,12 @@ class Choice:
 
     @property
     def family(self) -> Family:
-        """What it shares messages with."""
+        """The tables with which a table of this choice shares messages."""
         return self.kind, self.exchange
 
     @cached_property
     def message_type(self) -> str:
-        """What `Loads.types` calls its messages; empty without any."""
+        """The name of its messages in `Loads.types`; empty without any."""
         return message_type(self.kind, self.exchange)
 
     @property
@@ -76,13 +76,13 @@ class Choice:
 
 
 _DOUBT = 0.07
-"""By which part of what tables take each further type of messages must shorten a step. That
+"""The share of the tables' time by which each further type of messages must shorten a step. That
 messages of several types follow one another takes longer than is predicted, and a few percent
 can't be told from nothing."""
 
 
 def rated(cost: StepCost, types: Collection[str]) -> float:
-    """By what the search compares steps: seconds, and more of them for each further type.
+    """Seconds by which the search compares steps, with more of them for each further type.
 
     Args:
         cost: of a step.
@@ -100,14 +100,14 @@ def rated(cost: StepCost, types: Collection[str]) -> float:
 
 
 def rated_beside(cost: StepCost, types: Collection[str], in_world: Collection[str]) -> float:
-    """The same where some tables have one copy in the world, whose messages go apart.
+    """Seconds by which steps are compared if some tables, whose messages go apart, have one copy.
 
     Args:
         cost: of a step with all tables.
         types: of the messages of tables in every group.
         in_world: of the messages of tables in the world.
     """
-    return rated(cost, {*types, *(f"{one}, in the world" for one in in_world)})
+    return rated(cost, {*types, *(f"{message_type}, in the world" for message_type in in_world)})
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,10 @@ class Candidate:
     """A table that is to be sharded, and the ways that are allowed."""
 
     path: str
-    """Of its module in the model."""
+    """The path of the table's module in the model."""
 
     weight: torch.Tensor
-    """For its shape and type; its numbers aren't read."""
+    """The table's parameter, for its shape and type; its numbers aren't read."""
 
     work: TableWork
     choices: Sequence[Choice]
@@ -127,7 +127,7 @@ class Candidate:
     """The kernel that runs each type."""
 
     constraint: ParameterConstraints | None = None
-    """What the user demands; what isn't about the search goes into the plan."""
+    """The user's demands; what isn't about the search goes into the plan."""
 
     can_be_hot: bool = True
     """Whether its rows may have replicas, and the user doesn't say how many."""
@@ -137,7 +137,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Of the table."""
+        """The name of the table."""
         return self.work.name
 
     @property
@@ -147,7 +147,7 @@ class Candidate:
         return getattr(self.constraint, "num_groups", None)
 
     def placed(self, choice: Choice, ranks: Sequence[int], group: Span) -> Placed:
-        """As a choice shards it.
+        """The table as a choice shards it.
 
         Args:
             choice: how.
@@ -180,7 +180,7 @@ class Candidate:
         return self.can_be_hot and choice.kind is not ShardingType.DATA_PARALLEL and not ships_all
 
     def somewhere(self, choice: Choice, group: Span) -> Placed:
-        """On the first ranks of a group, where the choice leaves ranks free."""
+        """The table on the first ranks of a group, where the choice leaves ranks free."""
         return self.placed(choice, first_ranks(choice, group), group)
 
     def shapes(self, choice: Choice, group: Span) -> tuple[list[list[int]], list[list[int]]]:
@@ -199,12 +199,12 @@ class Candidate:
         )
 
     def hot_set(self, choice: Choice) -> HotSet | None:
-        """Its hottest rows: the first ones without statistics, as in tables sorted by use."""
+        """The hottest rows; the first ones without statistics, as in tables sorted by use."""
         if not choice.num_hot:
             return None
         access = self.work.access
-        known = range(self.work.num_rows) if access is None else access.rows.tolist()
-        return HotSet.of(known[: choice.num_hot])
+        hottest = range(self.work.num_rows) if access is None else access.rows.tolist()
+        return HotSet.of(hottest[: choice.num_hot])
 
     def owners(self, choice: Choice, group: Span) -> RowOwners:
         """Hashed where blocks of rows are used unevenly."""
@@ -220,11 +220,11 @@ class Candidate:
 
 _WHOLE_ROWS = (ShardingType.TABLE_WISE, ShardingType.COLUMN_WISE)
 _EVEN_ENOUGH = 1.05
-"""By how much the busiest block of rows may be used more than the mean one."""
+"""How much more than the mean one the busiest block of rows may be used."""
 
 
 def first_ranks(choice: Choice, group: Span) -> Sequence[int]:
-    """As many ranks as a choice needs."""
+    """The first ranks of a group, as many as a choice needs."""
     if choice.kind is ShardingType.TABLE_ROW_WISE:
         return range(group.ranks_per_host)
     return [part % group.num_ranks for part in range(choice.column_shards)]
@@ -233,5 +233,5 @@ def first_ranks(choice: Choice, group: Span) -> Sequence[int]:
 def _blocks(num_rows: int, num_parts: int) -> np.ndarray:
     """Rows of each part: as many as fit, and the rest in the last ones, as TorchRec deals them."""
     size = -(-num_rows // num_parts)
-    left = num_rows - np.arange(num_parts, dtype=np.float64) * size
-    return np.minimum(np.maximum(left, 0.0), size)
+    remaining = num_rows - np.arange(num_parts, dtype=np.float64) * size
+    return np.minimum(np.maximum(remaining, 0.0), size)

@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 from torchrec.distributed.types import ShardingType
 
-from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.errors import PlanError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
@@ -22,13 +22,13 @@ from torchrec_2dsp.planner.search.meshes import (
 from torchrec_2dsp.planner.search.result import Found
 
 _MESHES = 3
-"""Of the best ones, that are looked at for tables with one copy."""
+"""How many of the best meshes are looked at for tables with one copy."""
 _PATIENCE = 2
 """After so many sets that are no better, larger ones aren't tried."""
 
 
 def search_copies(
-    candidates: Sequence[Candidate], settings: Sequence[Setting], room: float
+    candidates: Sequence[Candidate], settings: Sequence[CostSetting], room: float
 ) -> SearchResult:
     """The best placements, with as many copies of each table as are best, or are demanded.
 
@@ -42,11 +42,11 @@ def search_copies(
         room: bytes that a rank has for tables and buffers.
     """
     settings = _as_demanded(candidates, settings)
-    one_group = [one for one in settings if one.mesh.num_groups == 1]
-    demanded = [one for one in candidates if one.num_groups == 1]
+    one_group = [setting for setting in settings if setting.mesh.num_groups == 1]
+    demanded = [candidate for candidate in candidates if candidate.num_groups == 1]
     # In one group, all tables have one copy.
     result = search(candidates, one_group if demanded else settings, room)
-    several = [one for one in settings if one.mesh.num_groups > 1]
+    several = [setting for setting in settings if setting.mesh.num_groups > 1]
     if not several:
         return result
     if len(demanded) == len(candidates) > 0 and not one_group:
@@ -54,36 +54,37 @@ def search_copies(
             f"all tables have num_groups=1, which is a plan for one group and not for "
             f"{several[0].mesh}: leave the mesh out, or the demand for some table"
         )
-    found, tried = list(result.found), list(result.tried)
+    placed, tried = list(result.found), list(result.tried)
     worth_a_look = _beside_the_best(several, tried)
-    draft = _most_promising(_drafts(candidates, worth_a_look, room), _best(found))
+    draft = _most_promising(_drafts(candidates, worth_a_look, room), _best(placed))
     if draft is not None:
         more = draft.placed()
-        found += more.found
+        placed += more.found
         tried += more.tried
-    return SearchResult(sorted(found, key=lambda one: one.rated_s), tried, room)
+    return SearchResult(sorted(placed, key=lambda placement: placement.rated_s), tried, room)
 
 
-def _beside_the_best(settings: Sequence[Setting], tried: Sequence[Tried]) -> list[Setting]:
+def _beside_the_best(settings: Sequence[CostSetting], tried: Sequence[Tried]) -> list[CostSetting]:
     """Meshes on which something else may be best: the best ones, and those where nothing fits."""
     seconds: dict[Mesh2D, float] = {}
-    for one in tried:
-        seconds[one.mesh] = min(one.seconds, seconds.get(one.mesh, np.inf))
+    for attempt in tried:
+        seconds[attempt.mesh] = min(attempt.seconds, seconds.get(attempt.mesh, np.inf))
     fitting = sorted(
-        (one for one in settings if one.mesh in seconds), key=lambda one: seconds[one.mesh]
+        (setting for setting in settings if setting.mesh in seconds),
+        key=lambda setting: seconds[setting.mesh],
     )
-    dropped = {one.mesh for one in fitting[_MESHES:]}
-    return [one for one in settings if one.mesh not in dropped]
+    dropped = {setting.mesh for setting in fitting[_MESHES:]}
+    return [setting for setting in settings if setting.mesh not in dropped]
 
 
-def _best(found: Sequence[Found]) -> float:
-    return min((one.rated_s for one in found), default=np.inf)
+def _best(placed: Sequence[Found]) -> float:
+    return min((result.rated_s for result in placed), default=np.inf)
 
 
 def _most_promising(drafts: "Iterator[_Draft]", to_beat: float) -> "_Draft | None":
     """The best draft that may be better. Ends when larger sets of tables get worse."""
     best: _Draft | None = None
-    settings: Sequence[Setting] = ()
+    settings: Sequence[CostSetting] = ()
     in_vain = 0
     for draft in drafts:
         draft = replace(draft, settings=settings or draft.settings)
@@ -97,22 +98,28 @@ def _most_promising(drafts: "Iterator[_Draft]", to_beat: float) -> "_Draft | Non
     return best
 
 
-def _as_demanded(candidates: Sequence[Candidate], settings: Sequence[Setting]) -> list[Setting]:
+def _as_demanded(
+    candidates: Sequence[Candidate], settings: Sequence[CostSetting]
+) -> list[CostSetting]:
     """The meshes with as many groups as users demand."""
     numbers = {
-        one.num_groups: one.name
-        for one in candidates
-        if isinstance(one.num_groups, int) and one.num_groups > 1
+        candidate.num_groups: candidate.name
+        for candidate in candidates
+        if isinstance(candidate.num_groups, int) and candidate.num_groups > 1
     }
-    found = [one for one in settings if all(one.mesh.num_groups == number for number in numbers)]
-    if not found:
-        asked = ", ".join(f"num_groups={number} for {name!r}" for number, name in numbers.items())
-        known = ", ".join(sorted({str(one.mesh.num_groups) for one in settings}, key=int))
+    fitting = [
+        setting
+        for setting in settings
+        if all(setting.mesh.num_groups == number for number in numbers)
+    ]
+    if not fitting:
+        demands = ", ".join(f"num_groups={number} for {name!r}" for number, name in numbers.items())
+        choices = ", ".join(sorted({str(setting.mesh.num_groups) for setting in settings}, key=int))
         raise PlanError(
-            f"no mesh has what the constraints ask for ({asked}): all tables that aren't in the "
-            f"world once are in as many groups, and there may be {known} here"
+            f"no mesh has what the constraints ask for ({demands}): all tables that aren't in the "
+            f"world once are in as many groups, and there may be {choices} here"
         )
-    return found
+    return fitting
 
 
 @dataclass(frozen=True)
@@ -121,26 +128,26 @@ class _Draft:
 
     once: Sequence[Candidate]
     others: Sequence[Candidate]
-    settings: Sequence[Setting]
-    """Meshes of the others."""
+    settings: Sequence[CostSetting]
+    """The meshes that the other tables may have."""
 
     room: float
 
     @property
     def rated_s(self) -> float:
-        """Of the best step, if all shards were dealt evenly; infinite if they don't fit."""
+        """The rating of the best step with evenly dealt shards; infinite if they don't fit."""
         return self._rated[0][0] if self._rated else np.inf
 
     @property
-    def best_settings(self) -> list[Setting]:
-        """Of the meshes that come out best."""
+    def best_settings(self) -> list[CostSetting]:
+        """The meshes that come out best."""
         return [self.settings[number] for _, number in self._rated[:_MESHES]]
 
     @property
-    def promising_settings(self) -> list[Setting]:
-        """Those, and the meshes that have no room as yet."""
+    def promising_settings(self) -> list[CostSetting]:
+        """The meshes that come out best, and those that have no room as yet."""
         fitting = {number for _, number in self._rated}
-        others = [one for number, one in enumerate(self.settings) if number not in fitting]
+        others = [setting for number, setting in enumerate(self.settings) if number not in fitting]
         return [*self.best_settings, *others]
 
     @cached_property
@@ -151,14 +158,14 @@ class _Draft:
             return []
         space, (first, *_) = chosen[0]
         in_world = space.types_of(first.selection)
-        left = self.room - space.bytes_of(first.selection)
+        room = self.room - space.bytes_of(first.selection)
         numbers = {setting.mesh: number for number, setting in enumerate(self.settings)}
-        found: list[tuple[float, int]] = []
-        for others, (best, *_) in chosen_on_each(self.others, self._beside(first.cost), left):
+        ratings: list[tuple[float, int]] = []
+        for others, (best, *_) in chosen_on_each(self.others, self._beside(first.cost), room):
             types = others.types_of(best.selection)
             seconds = rated_beside(best.cost, types, in_world)
-            found.append((seconds, numbers[others.setting.mesh]))
-        return sorted(found)
+            ratings.append((seconds, numbers[others.setting.mesh]))
+        return sorted(ratings)
 
     def placed(self) -> SearchResult:
         """The best placements of all tables."""
@@ -166,39 +173,50 @@ class _Draft:
         if not in_world.found:
             return in_world
         once = in_world.found[0]
-        kept = float(once.bytes_by_rank.max())
-        result = search(self.others, self._beside(once.cost, self.best_settings), self.room - kept)
+        once_bytes = float(once.bytes_by_rank.max())
+        result = search(
+            self.others, self._beside(once.cost, self.best_settings), self.room - once_bytes
+        )
         return SearchResult(
             [
-                replace(one, once=once, bytes_by_rank=one.bytes_by_rank + kept)
-                for one in result.found
+                replace(placed, once=once, bytes_by_rank=placed.bytes_by_rank + once_bytes)
+                for placed in result.found
             ],
-            [replace(one, bytes_of_rank=one.bytes_of_rank + kept) for one in result.tried],
+            [
+                replace(attempt, bytes_of_rank=attempt.bytes_of_rank + once_bytes)
+                for attempt in result.tried
+            ],
             self.room,
         )
 
-    def _beside(self, cost: StepCost, settings: Sequence[Setting] | None = None) -> list[Setting]:
+    def _beside(
+        self, cost: StepCost, settings: Sequence[CostSetting] | None = None
+    ) -> list[CostSetting]:
         beside = replace(cost, hidden_s=0.0)
-        return [replace(one, beside=beside) for one in settings or self.settings]
+        return [replace(setting, beside=beside) for setting in settings or self.settings]
 
 
 def _drafts(
-    candidates: Sequence[Candidate], settings: Sequence[Setting], room: float
+    candidates: Sequence[Candidate], settings: Sequence[CostSetting], room: float
 ) -> Iterator[_Draft]:
-    demanded = [one for one in candidates if one.num_groups == 1]
-    free = [one for one in candidates if one.num_groups is None]
-    by_size = sorted(free, key=lambda one: -one.work.num_rows * one.work.dim)
+    demanded = [candidate for candidate in candidates if candidate.num_groups == 1]
+    free = [candidate for candidate in candidates if candidate.num_groups is None]
+    by_size = sorted(free, key=lambda candidate: -candidate.work.num_rows * candidate.work.dim)
     for size in _sizes(len(free) if is_searched_closely(candidates) else 0):
-        some = [once for one in (*demanded, *by_size[:size]) if (once := _once(one)) is not None]
-        names = {one.name for one in some}
-        others = [one for one in candidates if one.name not in names]
+        in_world = [
+            once
+            for candidate in (*demanded, *by_size[:size])
+            if (once := _once(candidate)) is not None
+        ]
+        names = {candidate.name for candidate in in_world}
+        others = [candidate for candidate in candidates if candidate.name not in names]
         # If all tables are in the world once, that is a plan for one group.
-        if some and others:
-            yield _Draft(some, others, settings, room)
+        if in_world and others:
+            yield _Draft(in_world, others, settings, room)
 
 
 def _sizes(most: int) -> Iterator[int]:
-    """None, one, two, four and so on."""
+    """Numbers of tables to try: none, one, two, four and so on."""
     yield 0
     size = 1
     while size <= most:
@@ -208,7 +226,9 @@ def _sizes(most: int) -> Iterator[int]:
 
 def _once(candidate: Candidate) -> Candidate | None:
     """A table as it can have one copy, `None` if it can't and needn't."""
-    choices = [one for one in candidate.choices if one.kind is not ShardingType.DATA_PARALLEL]
+    choices = [
+        choice for choice in candidate.choices if choice.kind is not ShardingType.DATA_PARALLEL
+    ]
     if not choices and candidate.num_groups == 1:
         raise PlanError(
             f"table {candidate.name!r} has num_groups=1, and nothing but data_parallel is allowed "

@@ -12,7 +12,7 @@ from torchrec.distributed.types import CommOp, ModuleSharder
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.memory import table_bytes
-from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.errors import ConfigError, PlanError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
@@ -26,18 +26,18 @@ from torchrec_2dsp.planner.search.meshes import SearchResult, meshes_of
 logger = logging.getLogger(__name__)
 
 MAX_GROUP_SIZE = 128
-"""Of the sharding groups that are tried, unless a mesh is given."""
+"""The size of the largest sharding groups that are tried, unless a mesh is given."""
 
 
 @dataclass(frozen=True)
 class CostSearch:
-    """What is searched, and on which machines."""
+    """A search by cost: what it knows, and on which machines."""
 
     calibration: Calibration
-    """Of the machines."""
+    """The constants of the machines."""
 
     mesh: Mesh2D | None
-    """The only one that is tried; `None` for all that the world allows."""
+    """The only mesh that is tried; `None` for all that the world allows."""
 
     sync: SyncConfig
     """How replicas are kept equal."""
@@ -46,13 +46,13 @@ class CostSearch:
     """Samples per rank and step."""
 
     constraints: Mapping[str, ParameterConstraints] | None = None
-    """Per table."""
+    """The user's constraints for each table."""
 
     access: AccessStats | None = None
-    """Which rows are used how often."""
+    """Statistics of which rows are used how often."""
 
     workload: Workload | None = None
-    """What a step does; `None` for what model, constraints and statistics say."""
+    """The work of a step; `None` for what model, constraints and statistics say."""
 
     def __post_init__(self) -> None:
         if self.workload is not None and self.access is not None:
@@ -62,30 +62,30 @@ class CostSearch:
             )
 
     def result(
-        self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]], left: Topology
+        self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]], available: Topology
     ) -> SearchResult:
-        """What was found on the most promising meshes.
+        """The best placements on the most promising meshes.
 
         Args:
             module: the unsharded model.
             sharders: say what is possible.
-            left: the world, and the memory that it has left for tables.
+            available: the world, and the memory that it has left for tables.
 
         Raises:
             PlanError: nothing fits.
         """
-        workload = self.workload_of(module, _wire_bytes(sharders))
-        device = left.compute_device
+        workload = self.workload_of(module, _sharders_wire_bytes(sharders))
+        device = available.compute_device
         candidates = candidates_of(module, sharders, self.constraints, workload, device)
-        settings, room = self.settings(workload, left), room_of(left)
+        settings, room = self.settings(workload, available), room_of(available)
         result = search_copies(candidates, settings, room)
         if not result.found:
-            largest = max(settings, key=lambda one: one.mesh.group_size)
+            largest = max(settings, key=lambda setting: setting.mesh.group_size)
             missing = _shortfall(candidates, largest, int(room))
             raise PlanError(no_plan_text(largest.mesh, missing, ""))
         return result
 
-    def settings(self, workload: Workload, world: Topology) -> list[Setting]:
+    def settings(self, workload: Workload, world: Topology) -> list[CostSetting]:
         """Every mesh that is tried, and what else its cost depends on.
 
         Args:
@@ -103,10 +103,12 @@ class CostSearch:
                 "; ".join(differences),
             )
         meshes = [self.mesh] if self.mesh else meshes_of(world.world_size, per_host, MAX_GROUP_SIZE)
-        return [Setting(self.calibration, workload, mesh, self.sync, per_host) for mesh in meshes]
+        return [
+            CostSetting(self.calibration, workload, mesh, self.sync, per_host) for mesh in meshes
+        ]
 
     def workload_of(self, module: nn.Module, wire_bytes: tuple[float, float]) -> Workload:
-        """What a step does.
+        """The work of a step.
 
         Args:
             module: the unsharded model.
@@ -114,21 +116,21 @@ class CostSearch:
         """
         if self.workload is not None:
             return self.workload
-        made = Workload.of_model(
+        workload = Workload.of_model(
             module, batch_size=self.batch_size, constraints=self.constraints, access=self.access
         )
         forward, backward = wire_bytes
-        return replace(made, forward_wire_bytes=forward, backward_wire_bytes=backward)
+        return replace(workload, forward_wire_bytes=forward, backward_wire_bytes=backward)
 
 
 def room_of(topology: Topology) -> float:
     """Bytes that every rank has for tables and buffers."""
     kind = "ddr" if topology.compute_device == "cpu" else "hbm"
-    return float(min(getattr(one.storage, kind) for one in topology.devices))
+    return float(min(getattr(device.storage, kind) for device in topology.devices))
 
 
-def _wire_bytes(sharders: Sequence[ModuleSharder[nn.Module]]) -> tuple[float, float]:
-    """Of a number that travels, with the sharders' quantised communication."""
+def _sharders_wire_bytes(sharders: Sequence[ModuleSharder[nn.Module]]) -> tuple[float, float]:
+    """Bytes of a number that travels, with the sharders' quantised communication."""
     for sharder in sharders:
         registry = cast(Any, sharder).qcomm_codecs_registry or {}
         codecs = registry.get(CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name)
@@ -138,17 +140,17 @@ def _wire_bytes(sharders: Sequence[ModuleSharder[nn.Module]]) -> tuple[float, fl
     return 4.0, 4.0
 
 
-def _shortfall(candidates: Sequence[Candidate], setting: Setting, room: int) -> Shortfall:
-    """What tables need at the least in the largest groups, against what there is."""
+def _shortfall(candidates: Sequence[Candidate], setting: CostSetting, room: int) -> Shortfall:
+    """The memory that tables need at the least in the largest groups, against what there is."""
     group = setting.group
     on_one, on_all, buffers = {}, {}, 0
     for candidate in candidates:
         placed = [candidate.somewhere(choice, group) for choice in candidate.choices]
-        kept = [table_bytes(one, group.num_ranks) for one in placed]
-        on_one[candidate.name] = int(min(one.max() for one in kept))
-        on_all[candidate.name] = int(min(one.sum() for one in kept))
-        loads = (setting.loads([one]).values for one in placed)
-        buffers += int(min((setting.buffer_bytes @ one).sum() for one in loads))
+        bytes_by_choice = [table_bytes(table, group.num_ranks) for table in placed]
+        on_one[candidate.name] = int(min(by_rank.max() for by_rank in bytes_by_choice))
+        on_all[candidate.name] = int(min(by_rank.sum() for by_rank in bytes_by_choice))
+        loads = (setting.loads([table]).values for table in placed)
+        buffers += int(min((setting.buffer_bytes @ values).sum() for values in loads))
     table = max(on_one, key=lambda name: on_one[name])
     return Shortfall(
         table=table,

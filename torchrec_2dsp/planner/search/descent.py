@@ -9,34 +9,36 @@ import numpy as np
 from torchrec_2dsp.cost.loads import Loads
 from torchrec_2dsp.cost.memory import table_bytes
 from torchrec_2dsp.cost.step_cost import StepCost
+from torchrec_2dsp.planner.balance import Floats
 from torchrec_2dsp.planner.search.choices import Choice, rated
-from torchrec_2dsp.planner.search.space import Floats, Space
+from torchrec_2dsp.planner.search.space import Space
 
 _LEAST_GAIN = 1e-6
-"""By which part a change must shorten the step, so that rounding changes nothing."""
+"""The share by which a change must shorten the step, so that rounding changes nothing."""
 
-_MAX_KEPT = 20_000
-"""Of more tables times ranks, what each adds is found again each time it is needed."""
+_MAX_REMEMBERED = 20_000
+"""The sums of single tables are remembered up to so many tables times ranks; with more, they are
+computed each time."""
 
 RanksOf = tuple[int, ...]
-"""Of a table's shards, where the choice leaves them free."""
+"""The ranks of a table's shards, where the choice leaves them free."""
 
 
 @dataclass(frozen=True)
 class Sums:
-    """What the ranks of a group have of some tables."""
+    """The loads and the memory of a group's ranks for some tables."""
 
     loads: Floats
-    """Loads, ranks."""
+    """The loads, with a row for each of `LOADS` and a column for each rank."""
 
-    kept: Floats
-    """Bytes of each rank, without buffers."""
+    table_bytes: Floats
+    """Bytes of tables on each rank, without buffers."""
 
     def __add__(self, other: "Sums") -> "Sums":
-        return Sums(self.loads + other.loads, self.kept + other.kept)
+        return Sums(self.loads + other.loads, self.table_bytes + other.table_bytes)
 
     def __sub__(self, other: "Sums") -> "Sums":
-        return Sums(self.loads - other.loads, self.kept - other.kept)
+        return Sums(self.loads - other.loads, self.table_bytes - other.table_bytes)
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Placement:
     ranks: tuple[RanksOf, ...]
 
     def replaced(self, table: int, choice: Choice, ranks: RanksOf = ()) -> "Placement":
-        """With another one for a table."""
+        """The placement with another choice for a table."""
         return Placement(
             (*self.choices[:table], choice, *self.choices[table + 1 :]),
             (*self.ranks[:table], ranks, *self.ranks[table + 1 :]),
@@ -55,13 +57,13 @@ class Placement:
 
 
 class Descent:
-    """Steps of placements; what single tables add to them is found once."""
+    """The steps of placements; what single tables add to them is computed once."""
 
     def __init__(self, space: Space, prices: Floats, room: float) -> None:
         setting = space.setting
         self._space = space
         self.prices = prices
-        """Of `LOADS`."""
+        """Seconds of a unit more of each of `LOADS`."""
         self._room = room
         self._group = setting.group
         self._buffers = setting.buffer_bytes
@@ -69,38 +71,38 @@ class Descent:
         self._last: tuple[Placement, Sums] | None = None
 
     def sums(self, placement: Placement) -> Sums:
-        """Of all tables."""
+        """The sums of all tables."""
         if self._last is not None and self._last[0] is placement:
             return self._last[1]
-        found = Sums(
+        sums = Sums(
             np.zeros((len(self._buffers), self._group.num_ranks)), np.zeros(self._group.num_ranks)
         )
         for table, (choice, ranks) in enumerate(
             zip(placement.choices, placement.ranks, strict=True)
         ):
-            found += self._of(table, choice, ranks)
-        self._last = placement, found
-        return found
+            sums += self._of(table, choice, ranks)
+        self._last = placement, sums
+        return sums
 
     def sums_of(self, placement: Placement, table: int) -> Sums:
-        """Of one table."""
+        """The sums of one table."""
         return self._of(table, placement.choices[table], placement.ranks[table])
 
     def step_cost(self, placement: Placement) -> StepCost:
-        """Of a placement, imbalance included."""
+        """The step of a placement, imbalance included."""
         return self._step_cost(self.sums(placement), placement.choices)
 
     def rated_s(self, placement: Placement) -> float:
-        """The same, as it is compared with others; infinite where memory doesn't suffice."""
+        """The rating by which a placement is compared; infinite where memory doesn't suffice."""
         return self._rated_s(self.sums(placement), placement.choices)
 
     def bytes_by_rank(self, placement: Placement) -> Floats:
-        """With buffers."""
+        """The bytes of each rank, buffers included."""
         sums = self.sums(placement)
-        return np.asarray(sums.kept + self._buffers @ sums.loads, np.float64)
+        return np.asarray(sums.table_bytes + self._buffers @ sums.loads, np.float64)
 
     def improved(self, start: Placement, max_tries: int) -> tuple[Placement, int]:
-        """Better than a start, until nothing helps or so much was tried; and how many are left.
+        """The start with improvements, until nothing helps or all was tried; and the tries left.
 
         A start that doesn't fit, because its buffers aren't even, is left for whatever does.
 
@@ -108,16 +110,16 @@ class Descent:
             start: what is improved.
             max_tries: steps that may be added up.
         """
-        found, max_tries = self._spread(start, max_tries)
-        return self._singly(found, max_tries)
+        spread, max_tries = self._spread(start, max_tries)
+        return self._singly(spread, max_tries)
 
     def _spread(self, start: Placement, max_tries: int) -> tuple[Placement, int]:
-        """Better by having the tables with most to do, together, on all ranks instead of on a few.
+        """The start with its busiest tables spread, together, over all ranks, where that helps.
 
-        Of two large tables that lie on two of the ranks, moving one leaves the other rank as busy
-        as it was.
+        Single changes don't find this: of two large tables on two ranks, moving one leaves the
+        other rank as busy as it was.
         """
-        best, found = self.rated_s(start), start
+        best, placement = self.rated_s(start), start
         # Half of what may be tried is for single tables, of which there may be thousands.
         max_together = max_tries // (2 * len(self._space.families))
         free = (table for table, choice in enumerate(start.choices) if choice.is_free)
@@ -125,7 +127,9 @@ class Descent:
         for family in self._space.families:
             changed, sums = start, self.sums(start)
             for table in busiest_first[:max_together]:
-                choices = [one for one in self._space.choices[table] if one.family == family]
+                choices = [
+                    choice for choice in self._space.choices[table] if choice.family == family
+                ]
                 if not choices or choices[0].is_free:
                     continue
                 sums = sums - self.sums_of(changed, table) + self._of(table, choices[0], ())
@@ -133,41 +137,41 @@ class Descent:
                 seconds = self._rated_s(sums, changed.choices)
                 max_tries -= 1
                 if seconds < best * (1 - _LEAST_GAIN):
-                    best, found = seconds, changed
-        return found, max_tries
+                    best, placement = seconds, changed
+        return placement, max_tries
 
     def _singly(self, start: Placement, max_tries: int) -> tuple[Placement, int]:
-        """Better by single tables, one after the other."""
-        found, sums = start, self.sums(start)
+        """The start with single tables changed, one after the other, where that helps."""
+        placement, sums = start, self.sums(start)
         best = self._rated_s(sums, start.choices)
         since_gain = 0
         for table in cycle(range(len(start.choices))):
             since_gain += 1
             if since_gain > len(start.choices) or max_tries <= 0:
                 break
-            others = sums - self.sums_of(found, table)
+            others = sums - self.sums_of(placement, table)
             for choice, ranks in self._tries(table, others):
                 max_tries -= 1
-                changed = found.replaced(table, choice, ranks)
+                changed = placement.replaced(table, choice, ranks)
                 tried = others + self._of(table, choice, ranks)
                 seconds = self._rated_s(tried, changed.choices)
                 if seconds < best * (1 - _LEAST_GAIN):
-                    found, sums, best, since_gain = changed, tried, seconds, 0
-        self._last = found, sums
-        return found, max_tries
+                    placement, sums, best, since_gain = changed, tried, seconds, 0
+        self._last = placement, sums
+        return placement, max_tries
 
     def alternatives(self, placement: Placement, table: int) -> list[tuple[Choice, float]]:
         """The other choices for a table, and the step with each as it is rated; those that fit."""
         others = self.sums(placement) - self.sums_of(placement, table)
-        found: dict[Choice, float] = {}
+        seconds_of: dict[Choice, float] = {}
         for choice, ranks in self._tries(table, others):
             if choice.family == placement.choices[table].family:
                 continue
             changed = placement.replaced(table, choice, ranks)
             seconds = self._rated_s(others + self._of(table, choice, ranks), changed.choices)
             if np.isfinite(seconds):
-                found[choice] = min(seconds, found.get(choice, np.inf))
-        return list(found.items())
+                seconds_of[choice] = min(seconds, seconds_of.get(choice, np.inf))
+        return list(seconds_of.items())
 
     def _busy_s(self, placement: Placement, table: int) -> float:
         return float((self.prices @ self.sums_of(placement, table).loads).max())
@@ -180,13 +184,13 @@ class Descent:
         sums = Sums(
             self._space.setting.loads([placed]).values, table_bytes(placed, self._group.num_ranks)
         )
-        if len(self._space.candidates) * self._group.num_ranks <= _MAX_KEPT:
+        if len(self._space.candidates) * self._group.num_ranks <= _MAX_REMEMBERED:
             self._known[key] = sums
         return sums
 
     def _rated_s(self, sums: Sums, choices: Sequence[Choice]) -> float:
-        """As it is compared with others; infinite where memory doesn't suffice."""
-        if (sums.kept + self._buffers @ sums.loads > self._room).any():
+        """The rating by which sums are compared; infinite where memory doesn't suffice."""
+        if (sums.table_bytes + self._buffers @ sums.loads > self._room).any():
             return float("inf")
         types = {choice.message_type for choice in choices}
         return rated(self._step_cost(sums, choices), types)

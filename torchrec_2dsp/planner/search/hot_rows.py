@@ -1,4 +1,4 @@
-"""Which rows every rank should hold: those that save most time for their bytes. Pure.
+"""The rows that every rank should hold: those that save most time for their bytes. Pure.
 
 Reference: P2RES, whose performance model this follows; see docs/guides/planner.md.
 """
@@ -10,14 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_2dsp.cost.workload import TableWork
+from torchrec_2dsp.planner.balance import Floats
 from torchrec_2dsp.planner.search.choices import Choice
 from torchrec_2dsp.planner.search.descent import Descent, Placement, RanksOf
-from torchrec_2dsp.planner.search.space import Floats, Space
+from torchrec_2dsp.planner.search.space import Space
 
 _FIRST_RUN = 16
 _RUN_GROWTH = 4
 MIN_GAIN = 0.2
-"""By which part hot rows must shorten what tables take: their own part is predicted too short."""
+"""The share of the tables' time that hot rows must save: their own part is predicted too short."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Runs:
     """Seconds that each row saves; below zero where it costs more than it saves."""
 
     num_bytes: Floats
-    """That each row takes on every rank."""
+    """Bytes that each row takes on every rank."""
 
 
 def rows_by_byte(runs: Runs, room: float) -> Floats:
@@ -53,14 +54,14 @@ def rows_by_byte(runs: Runs, room: float) -> Floats:
         >>> rows_by_byte(runs, room=9.0).tolist()
         [2.0, 1.0, 3.0]
     """
-    taken = np.zeros(len(runs.num_rows))
+    num_taken = np.zeros(len(runs.num_rows))
     order = np.argsort(-runs.benefits / runs.num_bytes, kind="stable")
     for run in order.tolist():
         if runs.benefits[run] <= 0:
             break
-        taken[run] = min(float(runs.num_rows[run]), room // float(runs.num_bytes[run]))
-        room -= float(taken[run] * runs.num_bytes[run])
-    return taken
+        num_taken[run] = min(float(runs.num_rows[run]), room // float(runs.num_bytes[run]))
+        room -= float(num_taken[run] * runs.num_bytes[run])
+    return num_taken
 
 
 def with_hot_rows(space: Space, placement: Placement, descent: Descent, room: float) -> Placement:
@@ -72,21 +73,23 @@ def with_hot_rows(space: Space, placement: Placement, descent: Descent, room: fl
         descent: knows its step.
         room: bytes that a rank has for all.
     """
-    left = room - float(descent.bytes_by_rank(placement).max())
+    free_bytes = room - float(descent.bytes_by_rank(placement).max())
     runs = _runs(space, placement)
-    while runs is not None and left > 0:
-        hotter = _with(placement, runs, rows_by_byte(runs, left))
+    while runs is not None and free_bytes > 0:
+        hotter = _with(placement, runs, rows_by_byte(runs, free_bytes))
         missing = float(descent.bytes_by_rank(hotter).max()) - room
         if missing <= 0:
-            before, after = (descent.step_cost(one).tables_s for one in (placement, hotter))
+            before, after = (
+                descent.step_cost(candidate).tables_s for candidate in (placement, hotter)
+            )
             return hotter if after < before * (1 - MIN_GAIN) else placement
         # What hot rows send and receive needs room as well.
-        left -= missing
+        free_bytes -= missing
     return placement
 
 
-def _with(placement: Placement, runs: Runs, taken: Floats) -> Placement:
-    by_table = np.bincount(runs.tables, taken, minlength=len(placement.choices))
+def _with(placement: Placement, runs: Runs, num_taken: Floats) -> Placement:
+    by_table = np.bincount(runs.tables, num_taken, minlength=len(placement.choices))
     return Placement(
         tuple(
             replace(choice, num_hot=int(num_hot)) if num_hot else choice
@@ -97,7 +100,7 @@ def _with(placement: Placement, runs: Runs, taken: Floats) -> Placement:
 
 
 def _runs(space: Space, placement: Placement) -> Runs | None:
-    """Of all tables that may have hot rows; `None` without any."""
+    """Runs of all tables that may have hot rows; `None` without any."""
     loads = {
         table: _loads_by_size(space, table, choice, ranks)
         for table, (choice, ranks) in enumerate(
@@ -105,22 +108,24 @@ def _runs(space: Space, placement: Placement) -> Runs | None:
         )
         if space.candidates[table].may_be_hot(choice)
     }
-    if not any(len(some) > 1 for some in loads.values()):
+    if not any(len(of_sizes) > 1 for of_sizes in loads.values()):
         return None
     # Prices of what only hot rows need are found where there are some.
-    prices = space.prices(np.sum([some[len(some) // 2] for some in loads.values()], axis=0))
-    found: list[tuple[int, float, float, float]] = []
+    prices = space.prices(
+        np.sum([of_sizes[len(of_sizes) // 2] for of_sizes in loads.values()], axis=0)
+    )
+    runs: list[tuple[int, float, float, float]] = []
     for table, by_size in loads.items():
         work = space.candidates[table].work
         sizes = np.array(_sizes(work), dtype=np.float64)
         row_bytes = work.dim * work.element_bytes + work.state_bytes_per_row
-        found += [(table, *one, row_bytes) for one in concave_runs(sizes, by_size @ prices)]
-    tables, *numbers = (np.array(one) for one in zip(*found, strict=True))
+        runs += [(table, *run, row_bytes) for run in concave_runs(sizes, by_size @ prices)]
+    tables, *numbers = (np.array(column) for column in zip(*runs, strict=True))
     return Runs(tables, *numbers)
 
 
 def _loads_by_size(space: Space, table: int, choice: Choice, ranks: RanksOf) -> Floats:
-    """What a mean rank has of each load, for hot sets of several sizes."""
+    """The loads of a mean rank, for hot sets of several sizes."""
     setting = space.setting
     return np.array(
         [
@@ -137,13 +142,13 @@ def _loads_by_size(space: Space, table: int, choice: Choice, ranks: RanksOf) -> 
 
 
 def _sizes(work: TableWork) -> list[int]:
-    """From none to all rows that are known, in growing steps."""
-    known = 0 if work.access is None else min(work.num_rows, len(work.access.rows))
+    """Sizes of hot sets in growing steps, from none to all rows that are known."""
+    num_known = 0 if work.access is None else min(work.num_rows, len(work.access.rows))
     sizes, size = [0], _FIRST_RUN
-    while size < known:
+    while size < num_known:
         sizes.append(size)
         size *= _RUN_GROWTH
-    return [*sizes, known] if known else sizes
+    return [*sizes, num_known] if num_known else sizes
 
 
 def concave_runs(sizes: Floats, costs: Floats) -> Iterator[tuple[float, float]]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
 from torchrec_2dsp.planner.search.choices import Candidate
 from torchrec_2dsp.planner.search.descent import Descent, Placement
@@ -18,12 +18,12 @@ from torchrec_2dsp.planner.search.space import Space
 
 
 class Effort(NamedTuple):
-    """How much is tried."""
+    """How much a search tries on each mesh, and on how many."""
 
     meshes: int
-    """That are placed."""
+    """How many meshes are placed."""
     selections: int
-    """That are placed on each of them."""
+    """How many selections are placed on each mesh."""
     tries: int
     """Changes of single tables, on each mesh."""
 
@@ -32,11 +32,11 @@ _FEW_TABLES = Effort(meshes=3, selections=12, tries=2_000)
 _MANY_TABLES = Effort(meshes=2, selections=1, tries=500)
 """Single tables change little there."""
 _MAX_WEIGHED = 300
-"""Of more tables, a part decides which meshes are looked at."""
+"""More tables than these have a sample that decides which meshes are looked at."""
 _SAMPLE = 100
-"""About how many tables that part has."""
+"""About how many tables the sample has."""
 _SHARES = (0.97, 0.9, 0.75)
-"""Of the memory, for which tables are chosen again where their shards can't be dealt."""
+"""Shares of the memory for which tables are chosen again where their shards can't be dealt."""
 _PATIENCE = 700
 """After so many that led to nothing better, no other selection is placed."""
 
@@ -65,29 +65,29 @@ class Tried:
 
     mesh: Mesh2D
     seconds: float
-    """Of a step."""
+    """Seconds of a step."""
     bytes_of_rank: float
-    """With buffers."""
+    """Bytes of a rank, buffers included."""
     ways: str = ""
     """How many tables are sharded in which way, in words."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search has looked at."""
+    """The placements that a search has found, and all that it has tried."""
 
     found: Sequence[Found]
-    """What was placed, the best first; empty if nothing fits."""
+    """The placements, the best first; empty if nothing fits."""
 
     tried: Sequence[Tried]
-    """All choices that fit."""
+    """All choices that fit, as if shards were dealt evenly."""
 
     room: float
     """Bytes that a rank has for tables and buffers."""
 
 
 def search(
-    candidates: Sequence[Candidate], settings: Sequence[Setting], room: float
+    candidates: Sequence[Candidate], settings: Sequence[CostSetting], room: float
 ) -> SearchResult:
     """The best placements on the meshes that come out best.
 
@@ -103,41 +103,41 @@ def search(
         return SearchResult([_nothing(setting) for setting in settings[:1]], [], room)
     effort = effort_for(candidates)
     chosen = chosen_on_each(candidates, settings, room)
-    found: list[Found] = []
-    for space, some in chosen:
-        best = _placed(space, some, room, effort)
-        found += [] if best is None else [best]
-        if len(found) == effort.meshes:
+    placed: list[Found] = []
+    for space, selected in chosen:
+        best = _placed(space, selected, room, effort)
+        placed += [] if best is None else [best]
+        if len(placed) == effort.meshes:
             break
     tried = [
         Tried(
             space.setting.mesh,
-            one.cost.total_s,
-            space.bytes_of(one.selection),
-            space.in_words(one.selection),
+            choice.cost.total_s,
+            space.bytes_of(choice.selection),
+            space.in_words(choice.selection),
         )
-        for space, some in chosen
-        for one in (*some, smallest(space))
+        for space, selected in chosen
+        for choice in (*selected, smallest(space))
     ]
-    return SearchResult(sorted(found, key=lambda one: one.rated_s), tried, room)
+    return SearchResult(sorted(placed, key=lambda result: result.rated_s), tried, room)
 
 
 def chosen_on_each(
-    candidates: Sequence[Candidate], settings: Sequence[Setting], room: float
+    candidates: Sequence[Candidate], settings: Sequence[CostSetting], room: float
 ) -> list[tuple[Space, list[Selected]]]:
     """Good choices on each mesh that has some, both with the best first.
 
-    Of many tables, a part decides which meshes are looked at closely.
+    With many tables, a sample of them decides which meshes are looked at closely.
     """
     if not is_searched_closely(candidates):
         settings = _best_settings(candidates, settings, room)
     spaces = [Space.of(candidates, setting) for setting in settings]
     chosen = [(space, selections(space, room)) for space in spaces]
-    return sorted((one for one in chosen if one[1]), key=lambda one: one[1][0].rated_s)
+    return sorted((pair for pair in chosen if pair[1]), key=lambda pair: pair[1][0].rated_s)
 
 
 def is_searched_closely(candidates: Sequence[Candidate]) -> bool:
-    """Whether there are few enough tables for that."""
+    """Whether there are few enough tables for a search of every mesh."""
     return len(candidates) <= _MAX_WEIGHED
 
 
@@ -147,84 +147,86 @@ def effort_for(candidates: Sequence[Candidate]) -> Effort:
 
 
 def _best_settings(
-    candidates: Sequence[Candidate], settings: Sequence[Setting], room: float
-) -> list[Setting]:
+    candidates: Sequence[Candidate], settings: Sequence[CostSetting], room: float
+) -> list[CostSetting]:
     """The meshes that are best for a part of the tables: small and large ones, as there are."""
-    by_size = sorted(candidates, key=lambda one: one.work.num_rows * one.work.dim)
-    every = len(by_size) // _SAMPLE
-    sample = by_size[every // 2 :: every]
+    by_size = sorted(candidates, key=lambda candidate: candidate.work.num_rows * candidate.work.dim)
+    stride = len(by_size) // _SAMPLE
+    sample = by_size[stride // 2 :: stride]
     weighed: list[tuple[float, int]] = []
     for number, setting in enumerate(settings):
-        some = selections(Space.of(sample, setting, len(by_size) / len(sample)), room)
-        weighed += [(some[0].rated_s, number)] if some else []
+        selected = selections(Space.of(sample, setting, len(by_size) / len(sample)), room)
+        weighed += [(selected[0].rated_s, number)] if selected else []
     best = sorted(weighed)[: _MANY_TABLES.meshes]
     # The sample may have seemed to fit where the whole doesn't.
     largest = max(settings, key=lambda setting: setting.mesh.group_size)
-    found = [settings[number] for _, number in best]
-    return found if largest in found else [*found, largest]
+    best_settings = [settings[number] for _, number in best]
+    return best_settings if largest in best_settings else [*best_settings, largest]
 
 
 def placements(
-    space: Space, some: Sequence[Selected], room: float, effort: Effort
+    space: Space, selected: Sequence[Selected], room: float, effort: Effort
 ) -> Iterator[tuple[Placement, Descent]]:
     """Selections whose shards got ranks, and of which single tables were changed for the better.
 
     Ends when more effort is in vain.
     """
-    left = _Left(effort.tries)
-    yield from _attempts(space, some[: effort.selections], room, left)
-    if left.best < np.inf:
+    budget = _Budget(effort.tries)
+    yield from _attempts(space, selected[: effort.selections], room, budget)
+    if budget.best < np.inf:
         return
     for share in _SHARES:
-        some = selections(space, share * room)
-        yield from _attempts(space, some[: effort.selections], room, left)
-        if left.best < np.inf:
+        selected = selections(space, share * room)
+        yield from _attempts(space, selected[: effort.selections], room, budget)
+        if budget.best < np.inf:
             break
-    yield from _attempts(space, [smallest(space)], room, left)
+    yield from _attempts(space, [smallest(space)], room, budget)
 
 
 @dataclass
-class _Left:
-    """What may still be tried, and the best so far."""
+class _Budget:
+    """The tries that are left, and the best step so far."""
 
     tries: int
     best: float = np.inf
     at_best: int = 0
-    """How many tries were left then."""
+    """How many tries were left when the best step was found."""
 
 
 def _attempts(
-    space: Space, some: Sequence[Selected], room: float, left: _Left
+    space: Space, selected: Sequence[Selected], room: float, budget: _Budget
 ) -> Iterator[tuple[Placement, Descent]]:
-    for one in some:
-        if left.best < np.inf and left.at_best - left.tries > _PATIENCE:
+    for candidate in selected:
+        if budget.best < np.inf and budget.at_best - budget.tries > _PATIENCE:
             return
-        prices = space.prices(space.sum_of(one.selection))
-        ranks = place(space, one.selection, prices, room)
+        prices = space.prices(space.sum_of(candidate.selection))
+        ranks = place(space, candidate.selection, prices, room)
         if ranks is None:
             continue
         descent = Descent(space, prices, room)
         start = Placement(
-            tuple(space.chosen(one.selection)), tuple(tuple(there) for there in ranks)
+            tuple(space.chosen(candidate.selection)), tuple(tuple(there) for there in ranks)
         )
-        placement, left.tries = descent.improved(start, left.tries)
+        placement, budget.tries = descent.improved(start, budget.tries)
         if descent.bytes_by_rank(placement).max() > room:
             continue
         rated_s = descent.rated_s(placement)
-        if rated_s < left.best:
-            left.best, left.at_best = rated_s, left.tries
+        if rated_s < budget.best:
+            budget.best, budget.at_best = rated_s, budget.tries
         yield placement, descent
 
 
-def _placed(space: Space, some: Sequence[Selected], room: float, effort: Effort) -> Found | None:
-    found: list[Found] = []
-    for placement, descent in placements(space, some, room, effort):
+def _placed(
+    space: Space, selected: Sequence[Selected], room: float, effort: Effort
+) -> Found | None:
+    placed: list[Found] = []
+    for placement, descent in placements(space, selected, room, effort):
         hotter = with_hot_rows(space, placement, descent, room)
-        cost, kept = descent.step_cost(hotter), descent.bytes_by_rank(hotter)
-        found.append(Found(space.setting, space.candidates, hotter, cost, kept))
-    return min(found, key=lambda one: one.rated_s, default=None)
+        cost, bytes_by_rank = descent.step_cost(hotter), descent.bytes_by_rank(hotter)
+        placed.append(Found(space.setting, space.candidates, hotter, cost, bytes_by_rank))
+    return min(placed, key=lambda result: result.rated_s, default=None)
 
 
-def _nothing(setting: Setting) -> Found:
+def _nothing(setting: CostSetting) -> Found:
     cost = setting.step_cost(setting.loads([]))
     return Found(setting, [], Placement((), ()), cost, np.zeros(setting.group.num_ranks))

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchrec_2dsp.cost.memory import table_bytes
-from torchrec_2dsp.planner.balance import Bins, Items, dealt
+from torchrec_2dsp.planner.balance import Bins, Floats, Items, dealt
 from torchrec_2dsp.planner.search.choices import Choice
-from torchrec_2dsp.planner.search.space import Floats, Selection, Space
+from torchrec_2dsp.planner.search.space import Selection, Space
 
 
 def place(
@@ -29,8 +29,10 @@ def place(
     for table, choice in enumerate(choices):
         if not choice.is_free:
             dealing.taken += dealing.kept(table)
-    on_hosts = [table for table, one in enumerate(choices) if one.is_on_host]
-    on_ranks = [table for table, one in enumerate(choices) if one.is_free and not one.is_on_host]
+    on_hosts = [table for table, choice in enumerate(choices) if choice.is_on_host]
+    on_ranks = [
+        table for table, choice in enumerate(choices) if choice.is_free and not choice.is_on_host
+    ]
     if not dealing.to_hosts(on_hosts) or not dealing.to_ranks(on_ranks):
         return None
     return None if (dealing.taken > dealing.room).any() else dealing.ranks
@@ -38,7 +40,7 @@ def place(
 
 @dataclass
 class _Dealing:
-    """What is on which rank so far."""
+    """The ranks' tables, times and memory while shards are dealt."""
 
     space: Space
     choices: Sequence[Choice]
@@ -52,25 +54,25 @@ class _Dealing:
         self.buffers = self.space.setting.buffer_bytes
 
     def kept(self, table: int) -> Floats:
-        """What each rank keeps of a table, with its buffers, on the first ranks if it is free."""
+        """The bytes of a table on each rank, buffers included, on the first ranks if it is free."""
         setting = self.space.setting
-        one = self.space.candidates[table].somewhere(self.choices[table], setting.group)
-        return table_bytes(one, setting.group.num_ranks) + (
-            self.buffers @ setting.loads([one]).values
+        placed = self.space.candidates[table].somewhere(self.choices[table], setting.group)
+        return table_bytes(placed, setting.group.num_ranks) + (
+            self.buffers @ setting.loads([placed]).values
         )
 
     def needs(self, tables: Sequence[int]) -> list[float]:
-        """What the ranks of a shard keep beyond what all keep, which is counted here."""
-        found: list[float] = []
+        """The bytes of a shard's ranks beyond those of all ranks, which are counted here."""
+        needs: list[float] = []
         for table in tables:
-            kept, shards = self.kept(table), self.choices[table].column_shards
-            on_all = float(kept[-1]) if shards < len(kept) else 0.0
+            by_rank, shards = self.kept(table), self.choices[table].column_shards
+            on_all = float(by_rank[-1]) if shards < len(by_rank) else 0.0
             if not self.choices[table].is_on_host and shards > 1:
-                found.append(float(kept.sum() - on_all * len(kept)) / shards)
+                needs.append(float(by_rank.sum() - on_all * len(by_rank)) / shards)
             else:
-                found.append(float(kept[0]) - on_all)
+                needs.append(float(by_rank[0]) - on_all)
             self.taken += on_all
-        return found
+        return needs
 
     def to_hosts(self, tables: Sequence[int]) -> bool:
         """Whether there is a host for each."""
@@ -79,11 +81,11 @@ class _Dealing:
         group = self.space.setting.group
         needs = self.needs(tables)
         hosts = np.zeros(group.num_hosts)
-        left = (self.room - self.taken).reshape(group.num_hosts, -1).min(axis=1)
-        found = self._dealt(tables, np.array(needs), hosts, left)
-        if found is None:
+        room = (self.room - self.taken).reshape(group.num_hosts, -1).min(axis=1)
+        host_of = self._dealt(tables, np.array(needs), hosts, room)
+        if host_of is None:
             return False
-        for table, host, need in zip(tables, found, needs, strict=True):
+        for table, host, need in zip(tables, host_of, needs, strict=True):
             first = host * group.ranks_per_host
             self.ranks[table] = range(first, first + group.ranks_per_host)
             self.taken[first : first + group.ranks_per_host] += need
@@ -95,25 +97,25 @@ class _Dealing:
         parts = [self.choices[table].column_shards for table in tables]
         shards = np.repeat(tables, parts).tolist()
         needs = np.repeat(self.needs(tables), parts).tolist()
-        found = self._dealt(shards, np.array(needs), self.busy, self.room - self.taken)
-        if found is None:
+        rank_of = self._dealt(shards, np.array(needs), self.busy, self.room - self.taken)
+        if rank_of is None:
             return False
-        for table, rank in zip(shards, found, strict=True):
+        for table, rank in zip(shards, rank_of, strict=True):
             self.ranks[table] = [*self.ranks[table], rank]
-        np.add.at(self.taken, found, needs)
+        np.add.at(self.taken, rank_of, needs)
         return True
 
     def _dealt(
-        self, tables: Sequence[int], needs: Floats, busy: Floats, left: Floats
+        self, tables: Sequence[int], needs: Floats, busy: Floats, room: Floats
     ) -> list[int] | None:
         if not tables:
             return []
         times = np.array([self._seconds(table) for table in tables])
-        found = dealt(Items(times, needs[:, None]), Bins(busy, left[:, None]))
-        return None if found is None else found.tolist()
+        bin_of = dealt(Items(times, needs[:, None]), Bins(busy, room[:, None]))
+        return None if bin_of is None else bin_of.tolist()
 
     def _seconds(self, table: int) -> float:
-        """For which a shard keeps its rank busy, or its ranks if it has a host."""
+        """Seconds for which a shard keeps its rank busy, or its ranks if it has a host."""
         group, choice = self.space.setting.group, self.choices[table]
         number = list(self.space.choices[table]).index(choice)
         whole = float(self.space.loads[table, number] @ self.prices) * group.num_ranks

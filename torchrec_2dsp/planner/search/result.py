@@ -1,4 +1,4 @@
-"""`Found`: what the search found, and the plan that TorchRec's objects make of it."""
+"""`Found`: a placement that the search found, and the plan that TorchRec's objects make of it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -8,17 +8,17 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.sharding_plan import placement
-from torchrec.distributed.types import ModuleShardingPlan, ShardingType
+from torchrec.distributed.types import ShardingType
 
 from torchrec_2dsp.cost.loads import Ranks
 from torchrec_2dsp.cost.memory import MemoryCost
-from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.placed import Placed
 from torchrec_2dsp.cost.span import Span
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import exchanges_rows
 from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D, type_2d
-from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D
+from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.planner.search.choices import Candidate, Choice, rated_beside
 from torchrec_2dsp.planner.search.descent import Placement, RanksOf
 
@@ -27,17 +27,17 @@ from torchrec_2dsp.planner.search.descent import Placement, RanksOf
 class Found:
     """The best placement on a mesh."""
 
-    setting: Setting
+    setting: CostSetting
     """The mesh, and all else that its cost depends on."""
 
     candidates: Sequence[Candidate]
     placement: Placement
 
     cost: StepCost
-    """Of a step."""
+    """The cost of a step."""
 
     bytes_by_rank: Ranks
-    """What each rank of a group keeps."""
+    """The bytes that each rank of a group keeps."""
 
     once: "Found | None" = None
     """Tables with one copy in the world beside those; cost and memory count them."""
@@ -50,18 +50,18 @@ class Found:
 
     @cached_property
     def memory(self) -> MemoryCost:
-        """Of the fullest rank."""
-        found = self.setting.memory_cost(self._placed)
-        return found if self.once is None else found + self.once.memory
+        """The memory of the fullest rank."""
+        cost = self.setting.memory_cost(self._placed)
+        return cost if self.once is None else cost + self.once.memory
 
     def prefetching(self, room: float) -> StepCost | None:
-        """Of a step in which rows travel beside computing; none if they do already or can't.
+        """A step in which rows travel beside computing; none if they do already or can't.
 
         Args:
             room: bytes that a rank has.
         """
         setting = self.setting
-        exchanges = any(exchanges_rows(one) for one in self._types())
+        exchanges = any(exchanges_rows(message_type) for message_type in self._types())
         if setting.workload.prefetches_rows or setting.mesh.num_groups > 1 or not exchanges:
             return None
         workload = replace(setting.workload, prefetches_rows=True, is_pipelined=True)
@@ -78,7 +78,7 @@ class Found:
 
     @property
     def rated_s(self) -> float:
-        """By which it is compared with others."""
+        """The rating by which it is compared with others."""
         in_world = set() if self.once is None else self.once._types()
         return rated_beside(self.cost, self._types(), in_world)
 
@@ -86,7 +86,7 @@ class Found:
         return {choice.message_type for choice in self.placement.choices}
 
     def plan(self, device: str) -> Plan2D:
-        """With TorchRec's objects for each shard.
+        """The plan, with TorchRec's objects for each shard.
 
         Args:
             device: "cpu" or "cuda".
@@ -99,12 +99,7 @@ class Found:
             for candidate, sharding in self.once._shardings(device):
                 once = replace(sharding, num_groups=1)
                 tables.setdefault(candidate.path, {})[candidate.name] = once
-        modules: dict[str, ModuleShardingPlan] = {
-            path: ModulePlan2D(some, mesh=mesh, sync=sync) for path, some in tables.items()
-        }
-        made = Plan2D(plan=modules, mesh=mesh, sync=sync)
-        made.validate()
-        return made
+        return Plan2D.of_tables(tables, mesh=mesh, sync=sync)
 
     def _shardings(self, device: str) -> Iterator[tuple[Candidate, ParameterSharding2D]]:
         for candidate, choice, ranks in zip(

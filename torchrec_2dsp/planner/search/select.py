@@ -8,15 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_2dsp.cost.step_cost import StepCost
+from torchrec_2dsp.planner.balance import Floats
 from torchrec_2dsp.planner.search.choices import rated
-from torchrec_2dsp.planner.search.space import Floats, Selection, Space
+from torchrec_2dsp.planner.search.space import Selection, Space
 
 _REPRICINGS = 2
 _BISECTIONS = 40
 _LEAST_PRICE, _HIGHEST_PRICE = 1e-20, 1.0
 """Seconds for a byte of memory."""
 _DIGITS = 9
-"""Of seconds, in which choices must differ."""
+"""The decimals of seconds in which choices must differ."""
 
 _Mask = NDArray[np.bool_]
 
@@ -27,14 +28,14 @@ class Selected:
 
     selection: Selection
     cost: StepCost
-    """Of a step, if all ranks had the same to do."""
+    """The cost of a step, if all ranks had the same to do."""
 
     rated_s: float
-    """By which it is compared with others."""
+    """The rating by which it is compared with others."""
 
     @classmethod
     def of(cls, space: Space, selection: Selection) -> "Selected":
-        """With its step."""
+        """A selection with the cost of its step."""
         cost = space.cost_of(selection)
         return cls(selection, cost, rated(cost, space.types_of(selection)))
 
@@ -62,11 +63,11 @@ def selections(space: Space, room: float) -> list[Selected]:
         before = tried[best].rated_s
         for family in range(len(space.families)):
             _try(space, room, best | {family}, tried)
-        if min(one.rated_s for one in tried.values()) >= before:
+        if min(selected.rated_s for selected in tried.values()) >= before:
             break
     # What differs by rounding stays in its order.
-    found = sorted(tried.values(), key=lambda one: round(one.rated_s, _DIGITS))
-    return list({one.selection.tobytes(): one for one in found}.values())
+    ordered = sorted(tried.values(), key=lambda selected: round(selected.rated_s, _DIGITS))
+    return list({selected.selection.tobytes(): selected for selected in ordered}.values())
 
 
 def smallest(space: Space) -> Selected:
@@ -76,8 +77,8 @@ def smallest(space: Space) -> Selected:
 
 def _pairs(num_families: int) -> Iterator[frozenset[int]]:
     for size in (1, 2):
-        for some in combinations(range(num_families), size):
-            yield frozenset(some)
+        for numbers in combinations(range(num_families), size):
+            yield frozenset(numbers)
 
 
 def _try(
@@ -98,10 +99,10 @@ def _try(
         selection = _cheapest_within(space, space.loads @ prices, allowed, room)
         if selection is None:
             break
-        one = Selected.of(space, selection)
-        if best is not None and one.rated_s >= best.rated_s:
+        selected = Selected.of(space, selection)
+        if best is not None and selected.rated_s >= best.rated_s:
             break
-        best = one
+        best = selected
     if best is not None:
         tried[families] = best
 
@@ -130,9 +131,9 @@ def _cheapest_within(
     def fits(selection: Selection) -> bool:
         return bool(num_bytes[np.arange(len(selection)), selection].sum() <= room)
 
-    found = at_price(0.0)
-    if fits(found):
-        return found
+    selection = at_price(0.0)
+    if fits(selection):
+        return selection
     least = _argmin(np.where(allowed, num_bytes, np.inf))
     if not fits(least):
         return None
@@ -144,8 +145,8 @@ def _cheapest_within(
             high = price
         else:
             low = price
-    found = at_price(high)
-    return found if fits(found) else least
+    selection = at_price(high)
+    return selection if fits(selection) else least
 
 
 def _argmin(values: Floats) -> Selection:

@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 
 from torchrec_2dsp.cost.loads import LOADS, Loads
 from torchrec_2dsp.cost.memory import table_bytes
-from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import message_type
 from torchrec_2dsp.plan.parameter_sharding import Exchange
+from torchrec_2dsp.planner.balance import Floats
 from torchrec_2dsp.planner.search.choices import Candidate, Choice, Family
 
-Floats = NDArray[np.float64]
 Selection = NDArray[np.int64]
 """The number of a choice, for each table."""
 
@@ -28,10 +28,10 @@ class Space:
     another one, the rest is `numpy.inf` in ``bytes_of_rank``.
     """
 
-    setting: Setting
+    setting: CostSetting
     candidates: Sequence[Candidate]
     choices: Sequence[Sequence[Choice]]
-    """Of each table, those that the mesh has a use for."""
+    """The choices of each table that the mesh has a use for."""
 
     families: Sequence[Family]
     """All that there are, TorchRec's own exchange before the others."""
@@ -40,22 +40,22 @@ class Space:
     """The number of each choice's family."""
 
     loads: Floats
-    """What a rank has of each of `LOADS`: tables, choices, loads."""
+    """A rank's share of each of `LOADS`: tables, choices, loads."""
 
     bytes_of_rank: Floats
-    """What a rank keeps in the mean, buffers included."""
+    """Bytes that a rank keeps in the mean, buffers included."""
 
     bytes_of_shard: Floats
-    """What the rank keeps that has most."""
+    """Bytes of the rank that keeps most."""
 
     _prices: dict[bytes, Floats] = field(default_factory=dict, repr=False, compare=False)
-    """Those that were asked for, by what for: many sets of families come to the same choices."""
+    """Prices by the loads they are for: many sets of families come to the same choices."""
 
     @classmethod
     def of(
-        cls, candidates: Sequence[Candidate], setting: Setting, stand_for: float = 1.0
+        cls, candidates: Sequence[Candidate], setting: CostSetting, stand_for: float = 1.0
     ) -> "Space":
-        """Of tables that are to be sharded.
+        """The space of tables that are to be sharded.
 
         Args:
             candidates: the tables.
@@ -66,26 +66,26 @@ class Space:
         node_size = setting.mesh.node_group_size(setting.local_world_size)
         is_even = node_size == group.ranks_per_host
         choices = [
-            [one for one in candidate.choices if one.suits(group, is_even=is_even)]
-            or [one for one in candidate.choices if one.works(is_even=is_even)]
+            [choice for choice in candidate.choices if choice.suits(group, is_even=is_even)]
+            or [choice for choice in candidate.choices if choice.works(is_even=is_even)]
             for candidate in candidates
         ]
-        families = list(dict.fromkeys(one.family for some in choices for one in some))
+        families = list(dict.fromkeys(choice.family for of_table in choices for choice in of_table))
         numbers = {family: number for number, family in enumerate(families)}
-        shape = len(candidates), max((len(some) for some in choices), default=0)
+        shape = len(candidates), max((len(of_table) for of_table in choices), default=0)
         family_of = np.full(shape, -1)
         loads = np.zeros((*shape, len(LOADS)))
         mean, most = np.full(shape, np.inf), np.full(shape, np.inf)
         buffers = setting.buffer_bytes
-        for table, (candidate, some) in enumerate(zip(candidates, choices, strict=True)):
-            for number, choice in enumerate(some):
+        for table, (candidate, of_table) in enumerate(zip(candidates, choices, strict=True)):
+            for number, choice in enumerate(of_table):
                 placed = candidate.somewhere(choice, group)
-                kept = table_bytes(placed, group.num_ranks)
-                one = setting.loads([placed]).values.mean(axis=1)
+                by_rank = table_bytes(placed, group.num_ranks)
+                mean_loads = setting.loads([placed]).values.mean(axis=1)
                 family_of[table, number] = numbers[choice.family]
-                loads[table, number] = one
-                mean[table, number] = kept.mean() + buffers @ one
-                most[table, number] = kept.max()
+                loads[table, number] = mean_loads
+                mean[table, number] = by_rank.mean() + buffers @ mean_loads
+                most[table, number] = by_rank.max()
         return cls(
             setting,
             candidates,
@@ -99,22 +99,22 @@ class Space:
 
     def chosen(self, selection: Selection) -> list[Choice]:
         """The choice of each table."""
-        return [some[number] for some, number in zip(self.choices, selection, strict=True)]
+        return [of_table[number] for of_table, number in zip(self.choices, selection, strict=True)]
 
     def sum_of(self, selection: Selection) -> Floats:
-        """What a rank has of each of `LOADS`."""
+        """A rank's share of each of `LOADS`."""
         return np.asarray(self.loads[np.arange(len(selection)), selection].sum(axis=0), np.float64)
 
     def bytes_of(self, selection: Selection) -> float:
-        """What a rank keeps in the mean."""
+        """Bytes that a rank keeps in the mean."""
         return float(self.bytes_of_rank[np.arange(len(selection)), selection].sum())
 
     def cost_of(self, selection: Selection) -> StepCost:
-        """Of a step, if all ranks had the same to do."""
+        """The cost of a step, if all ranks had the same to do."""
         return self._step_cost(self.sum_of(selection), self.types_of(selection))
 
     def types_of(self, selection: Selection) -> set[str]:
-        """Of the messages that a selection sends."""
+        """The types of the messages that a selection sends."""
         numbers = np.unique(self.family_of[np.arange(len(selection)), selection])
         return {message_type(*self.families[number]) for number in numbers.tolist()}
 
@@ -130,7 +130,7 @@ class Space:
         return "; ".join(ways)
 
     def step_cost(self, of_rank: Floats, choices: Iterable[Choice]) -> StepCost:
-        """If all ranks had ``of_rank`` to do.
+        """The cost of a step if all ranks had ``of_rank`` to do.
 
         Args:
             of_rank: of each of `LOADS`.
@@ -146,28 +146,28 @@ class Space:
         return np.maximum(self.prices_by_part(of_rank).sum(axis=1), 0.0)
 
     def prices_by_part(self, of_rank: Floats) -> Floats:
-        """The same apart for each part of `StepCost`: loads, parts."""
-        known = self._prices.get(of_rank.tobytes())
-        if known is None:
-            known = self._prices[of_rank.tobytes()] = self._found_prices(of_rank)
-            known.setflags(write=False)
-        return known
+        """The prices of all loads, apart for each part of `StepCost`: loads, parts."""
+        prices = self._prices.get(of_rank.tobytes())
+        if prices is None:
+            prices = self._prices[of_rank.tobytes()] = self._found_prices(of_rank)
+            prices.setflags(write=False)
+        return prices
 
     def _found_prices(self, of_rank: Floats) -> Floats:
         steps = np.where(of_rank > 0, of_rank, self._typical()) * _STEP
         start = np.maximum(of_rank, steps)
         types = {message_type(*family) for family in self.families}
         base = _parts_of(self._step_cost(start, types))
-        found = np.zeros((len(LOADS), len(base)))
+        prices = np.zeros((len(LOADS), len(base)))
         for number in np.flatnonzero(steps):
             more = start.copy()
             more[number] += steps[number]
-            found[number] = (_parts_of(self._step_cost(more, types)) - base) / steps[number]
-        return found
+            prices[number] = (_parts_of(self._step_cost(more, types)) - base) / steps[number]
+        return prices
 
     @cached_property
     def first_prices(self) -> Floats:
-        """Of ranks that have nothing to do yet."""
+        """The prices for ranks that have nothing to do yet."""
         return self.prices(np.zeros(len(LOADS)))
 
     def _step_cost(self, of_rank: Floats, types: set[str]) -> StepCost:
@@ -179,7 +179,7 @@ class Space:
 
 
 _STEP = 0.01
-"""By which part of a load its price is found."""
+"""The share of a load by which it is raised to find its price."""
 
 
 def _parts_of(cost: StepCost) -> Floats:

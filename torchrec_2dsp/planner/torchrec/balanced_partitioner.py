@@ -80,19 +80,19 @@ class _Problem:
     @classmethod
     def of(cls, free: list[Shard], fixed: list[Shard], topology: Topology) -> "_Problem":
         items = Items(np.array([_seconds(shard) for shard in free]), _memory(free))
-        taken = np.array([_rank(shard) for shard in fixed], dtype=np.int64)
+        fixed_ranks = np.array([_rank(shard) for shard in fixed], dtype=np.int64)
         times = np.array([device.perf.total for device in topology.devices], dtype=np.float64)
-        np.add.at(times, taken, [_seconds(shard) for shard in fixed])
+        np.add.at(times, fixed_ranks, [_seconds(shard) for shard in fixed])
         room = np.array([_kinds(device.storage) for device in topology.devices], dtype=np.float64)
-        np.subtract.at(room, taken, _memory(fixed))
+        np.subtract.at(room, fixed_ranks, _memory(fixed))
         start = np.array([_rank(shard) for shard in free], dtype=np.int64)
         return cls(items, Bins(times, room), start)
 
     def solved(self) -> Assignment:
-        """The most even of what was found."""
-        found = dealt(self.items, self.bins, self.start)
-        assert found is not None
-        return found
+        """The most even assignment that was found."""
+        assignment = dealt(self.items, self.bins, self.start)
+        assert assignment is not None
+        return assignment
 
 
 def _is_free(option: ShardingOption) -> bool:

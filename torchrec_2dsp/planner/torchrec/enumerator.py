@@ -14,7 +14,7 @@ from torchrec.distributed.types import ModuleSharder
 
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import base_type
-from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
+from torchrec_2dsp.plan.sync_config import EXACT_SYNC, SyncConfig
 from torchrec_2dsp.planner.topology import group_topology
 from torchrec_2dsp.planner.torchrec.estimators import ReplicaSyncEstimator
 from torchrec_2dsp.planner.torchrec.sharding_types import (
@@ -23,8 +23,6 @@ from torchrec_2dsp.planner.torchrec.sharding_types import (
     base_types,
     searched_type,
 )
-
-_EXACT = GradientSync()
 
 
 class Enumerator2D(EmbeddingEnumerator):
@@ -59,7 +57,7 @@ class Enumerator2D(EmbeddingEnumerator):
         use_exact_enumerate_order: bool = False,
         *,
         mesh: Mesh2D,
-        sync: SyncConfig = _EXACT,
+        sync: SyncConfig = EXACT_SYNC,
     ) -> None:
         """Options for one sharding group.
 
@@ -92,7 +90,7 @@ class Enumerator2D(EmbeddingEnumerator):
 
     @property
     def last_stored_search_space(self) -> list[ShardingOption] | None:
-        """What `enumerate` last gave; TorchRec's plan loaders compare it with what they load."""
+        """The options that `enumerate` last gave, with which TorchRec compares a loaded plan."""
         stored = super().last_stored_search_space
         return None if stored is None else _named_and_ordered(stored)
 

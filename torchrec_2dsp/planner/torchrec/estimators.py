@@ -93,7 +93,7 @@ class ReplicaSyncEstimator(ShardEstimator):
     def _average_ms(
         self, option: ShardingOption, rows: int, row_bytes: int, sync: WeightSync
     ) -> float:
-        """Per step, of something that has ``row_bytes`` in each of a shard's rows."""
+        """Milliseconds per step of averaging ``row_bytes`` of each of a shard's rows."""
         num_steps = sync.policy.steps_per_sync
         if math.isinf(num_steps) or not row_bytes:
             return 0.0

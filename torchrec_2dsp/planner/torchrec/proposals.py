@@ -1,4 +1,4 @@
-"""From the search's choices to options of TorchRec's planner."""
+"""The search's choices as options of TorchRec's planner."""
 
 import copy
 import math
@@ -14,9 +14,10 @@ from torchrec.distributed.types import ShardingType
 from torchrec_2dsp.cost.memory import table_bytes
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.plan.parameter_sharding import ProposedType, base_type
+from torchrec_2dsp.planner.balance import Floats
 from torchrec_2dsp.planner.search.choices import Candidate, Choice, rated
 from torchrec_2dsp.planner.search.descent import Placement
-from torchrec_2dsp.planner.search.space import Floats, Space
+from torchrec_2dsp.planner.search.space import Space
 
 _PARTS = {
     "fwd_compute": ("lookup", "rows"),
@@ -24,30 +25,30 @@ _PARTS = {
     "bwd_compute": ("update",),
     "bwd_comms": ("backward_exchange", "dense_exchange", "hot_rows", "sync"),
 }
-"""Where TorchRec's `Perf` has the parts of `StepCost`. It doesn't add ``input_dist_comms`` up."""
+"""The parts of `StepCost` by TorchRec's names in `Perf`; it doesn't add ``input_dist_comms``."""
 
 KnownOptions = Mapping[tuple[str, ShardingType, str], ShardingOption]
-"""What was enumerated: by table, type and kernel."""
+"""The enumerated options, by table, type and kernel."""
 
 
 def known_options(options: Iterable[ShardingOption]) -> KnownOptions:
-    """By what a choice has of them."""
+    """The options by table, type and kernel, as a choice names them."""
     return {
-        (one.name, ShardingType(base_type(one.sharding_type)), one.compute_kernel): one
-        for one in options
+        (option.name, ShardingType(base_type(option.sharding_type)), option.compute_kernel): option
+        for option in options
     }
 
 
 @dataclass(frozen=True)
 class Draft:
-    """What the search has found on one mesh; in TorchRec's planner, shards get ranks once more."""
+    """A placement of the search on a mesh; TorchRec's planner gives its shards ranks once more."""
 
     space: Space
     placement: Placement
 
     @cached_property
     def loads(self) -> Floats:
-        """What a rank has of each table, if all had an equal part of it: tables, loads."""
+        """A rank's loads of each table, if all had an equal part of it: tables, loads."""
         setting = self.space.setting
         return np.array(
             [
@@ -58,24 +59,24 @@ class Draft:
 
     @cached_property
     def rated_s(self) -> float:
-        """Of a step, if all ranks had the same to do, as the search compares it."""
+        """The rating of a step, if all ranks had the same to do."""
         choices = self.placement.choices
         cost = self.space.step_cost(self.loads.sum(axis=0), choices)
         return rated(cost, {choice.message_type for choice in choices})
 
-    def options(self, known: KnownOptions, device: str) -> list[ShardingOption]:
-        """One for each table, rated so that they add up to the step, but for its dense part.
+    def options(self, options: KnownOptions, device: str) -> list[ShardingOption]:
+        """An option for each table, rated so that they add up to the step, but for its dense part.
 
         A shard of a table that may lie anywhere is rated with all that the table makes any rank do,
         in equal parts; one of a table that lies everywhere, with what its rank has to do.
 
         Args:
-            known: are copied, with other shards.
+            options: are copied, with other shards.
             device: "cpu" or "cuda".
         """
         prices = self._prices()
         return [
-            self._option(known, candidate, choice, prices, device)
+            self._option(options, candidate, choice, prices, device)
             for candidate, choice in self._tables()
         ]
 
@@ -120,7 +121,7 @@ class Draft:
 
     def _option(
         self,
-        known: KnownOptions,
+        options: KnownOptions,
         candidate: Candidate,
         choice: Choice,
         prices: Floats,
@@ -128,7 +129,7 @@ class Draft:
     ) -> ShardingOption:
         setting = self.space.setting
         group, kernel = setting.group, candidate.kernels[choice.kind]
-        option = copy.copy(known[candidate.name, choice.kind, kernel])
+        option = copy.copy(options[candidate.name, choice.kind, kernel])
         option.sharding_type = ProposedType.of(
             choice.kind,
             setting.mesh,
@@ -141,27 +142,27 @@ class Draft:
         sizes, offsets = candidate.shapes(choice, group)
         placed = candidate.somewhere(choice, group)
         loads = setting.loads([placed]).values
-        kept = table_bytes(placed, group.num_ranks) + setting.buffer_bytes @ loads
+        by_rank = table_bytes(placed, group.num_ranks) + setting.buffer_bytes @ loads
         milliseconds = prices.T @ loads
         if choice.is_free:
             milliseconds = _in_equal_parts(milliseconds, len(sizes))
-            kept = _in_equal_parts(kept, len(sizes))
+            by_rank = _in_equal_parts(by_rank, len(sizes))
         option.shards = [
             Shard(
                 size=size,
                 offset=offset,
                 storage=_storage(math.ceil(num_bytes), device),
-                perf=Perf(*(float(one) for one in parts)),
+                perf=Perf(*(float(part_ms) for part_ms in parts)),
             )
             for size, offset, num_bytes, parts in zip(
-                sizes, offsets, kept, milliseconds.T, strict=True
+                sizes, offsets, by_rank, milliseconds.T, strict=True
             )
         ]
         return option
 
 
 def _in_equal_parts(by_rank: Floats, num_parts: int) -> Floats:
-    """What all ranks have, for each of so many shards."""
+    """The bytes of all ranks, in equal parts for so many shards."""
     return np.repeat(by_rank.sum(axis=-1, keepdims=True), num_parts, axis=-1) / num_parts
 
 

@@ -20,11 +20,11 @@ from torchrec.distributed.types import CommOp
 from torchrec_2dsp._compat.torchrec import sharder_data_of
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.cost.calibration import Calibration
-from torchrec_2dsp.cost.model import Setting
+from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
-from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
+from torchrec_2dsp.plan.sync_config import EXACT_SYNC, SyncConfig
 from torchrec_2dsp.planner.search.candidates import candidates_of_options
 from torchrec_2dsp.planner.search.choices import Candidate
 from torchrec_2dsp.planner.search.cost_search import CostSearch, room_of
@@ -33,21 +33,20 @@ from torchrec_2dsp.planner.search.hot_rows import with_hot_rows
 from torchrec_2dsp.planner.search.meshes import chosen_on_each, effort_for, placements
 from torchrec_2dsp.planner.torchrec.proposals import Draft, KnownOptions, known_options
 
-_EXACT = GradientSync()
 _UNLIMITED = float("inf")
 _MAX_PROPOSALS = 36
 
 
 class Loaded(NamedTuple):
-    """What a planner has enumerated, in the search's words."""
+    """The enumerated tables, meshes and options, in the search's words."""
 
     candidates: list[Candidate]
-    settings: list[Setting]
+    settings: list[CostSetting]
     options: KnownOptions
 
 
 class CostProposer(Proposer):
-    """What the proposers of this package share: they draft plans, and learn how much fits.
+    """The common part of this package's proposers: they draft plans, and learn how much fits.
 
     Each draft is rated with the step that the cost model predicts for it, so the planner compares
     them rightly with each other; but not with proposals of TorchRec's proposers, whose ratings are
@@ -56,7 +55,7 @@ class CostProposer(Proposer):
 
     def __init__(self, topology: Topology, max_proposals: int = _MAX_PROPOSALS) -> None:
         self.topology = topology
-        """Of the whole world."""
+        """The topology of the whole world."""
         self.max_proposals = max_proposals
         """How many drafts there are at most."""
         self._loaded: Loaded | None = None
@@ -65,7 +64,7 @@ class CostProposer(Proposer):
 
     @abstractmethod
     def loaded(self, search_space: list[ShardingOption], enumerator: Enumerator | None) -> Loaded:
-        """What was enumerated, in the search's words."""
+        """The enumerated tables, meshes and options, in the search's words."""
 
     @abstractmethod
     def drafts(self, loaded: Loaded, room: float) -> Iterator[Draft]:
@@ -98,7 +97,7 @@ class CostProposer(Proposer):
         perf_rating: float | None = None,
         storage_constraint: Topology | None = None,
     ) -> None:
-        """The first one says how much memory is left for tables: all is drafted again for it."""
+        """The first feedback says how much memory tables have: all is drafted again for it."""
         if storage_constraint is not None and not self._is_room_known:
             self._is_room_known = True
             self._draft(room_of(storage_constraint))
@@ -131,7 +130,7 @@ class ExchangeProposer(CostProposer):
         calibration: Calibration | None = None,
         *,
         mesh: Mesh2D | None = None,
-        sync: SyncConfig = _EXACT,
+        sync: SyncConfig = EXACT_SYNC,
         constraints: Mapping[str, ParameterConstraints] | None = None,
         access: AccessStats | None = None,
         workload: Workload | None = None,
@@ -171,27 +170,29 @@ class ExchangeProposer(CostProposer):
         if not search_space:
             raise ConfigError("there is nothing to propose for: the search space is empty")
         sharders = sharder_data_of(enumerator)
-        modules = nn.ModuleList({id(one.module[1]): one.module[1] for one in search_space}.values())
+        modules = nn.ModuleList(
+            {id(option.module[1]): option.module[1] for option in search_space}.values()
+        )
         search = replace(self._search, batch_size=search_space[0].batch_size)
-        workload = search.workload_of(modules, _wire_bytes(sharders))
+        workload = search.workload_of(modules, _enumerated_wire_bytes(sharders))
         params = {key: data.fused_params for key, data in sharders.items()}
         candidates = candidates_of_options(
             search_space, params, search.constraints, workload, self.topology.compute_device
         )
-        for one in candidates:
-            if one.num_groups not in (None, "each"):
+        for candidate in candidates:
+            if candidate.num_groups not in (None, "each"):
                 raise ConfigError(
-                    f"table {one.name!r} has num_groups={one.num_groups}, but TorchRec's planner "
-                    "places all tables on the ranks of one group: use Planner2D"
+                    f"table {candidate.name!r} has num_groups={candidate.num_groups}, but "
+                    "TorchRec's planner places all tables on the ranks of one group: use Planner2D"
                 )
         settings = search.settings(workload, self.topology)
         return Loaded(candidates, settings, known_options(search_space))
 
     def drafts(self, loaded: Loaded, room: float) -> Iterator[Draft]:
-        """What the search finds on each mesh, the most promising mesh first."""
+        """A draft of each mesh, the most promising mesh first."""
         effort = effort_for(loaded.candidates)
-        for space, some in chosen_on_each(loaded.candidates, loaded.settings, room):
-            for placement, _ in placements(space, some, room, effort):
+        for space, selected in chosen_on_each(loaded.candidates, loaded.settings, room):
+            for placement, _ in placements(space, selected, room, effort):
                 yield Draft(space, placement)
 
 
@@ -213,7 +214,7 @@ class GroupSizeProposer(ExchangeProposer):
         topology: Topology,
         calibration: Calibration | None = None,
         *,
-        sync: SyncConfig = _EXACT,
+        sync: SyncConfig = EXACT_SYNC,
         constraints: Mapping[str, ParameterConstraints] | None = None,
         access: AccessStats | None = None,
         workload: Workload | None = None,
@@ -233,7 +234,7 @@ class GroupSizeProposer(ExchangeProposer):
 
 
 class HotRowProposer(CostProposer):
-    """Proposes what another one does, with the hot rows that pay.
+    """Proposes the plans of another proposer, with the hot rows that pay.
 
     Example:
         >>> import torchrec_2dsp as tdsp
@@ -254,11 +255,11 @@ class HotRowProposer(CostProposer):
         """The proposer behind this one."""
 
     def loaded(self, search_space: list[ShardingOption], enumerator: Enumerator | None) -> Loaded:
-        """As the inner one."""
+        """The enumerated tables, as the inner proposer reads them."""
         return self.inner.loaded(search_space, enumerator)
 
     def drafts(self, loaded: Loaded, room: float) -> Iterator[Draft]:
-        """Those of the inner one, with hot rows where they pay."""
+        """The drafts of the inner proposer, with hot rows where they pay."""
         for draft in self.inner.drafts(loaded, room):
             yield _with_hot_rows(draft, room)
 
@@ -269,10 +270,10 @@ def _with_hot_rows(draft: Draft, room: float) -> Draft:
     return Draft(space, with_hot_rows(space, draft.placement, descent, room))
 
 
-def _wire_bytes(sharders: SharderDataMap) -> tuple[float, float]:
-    """Of a number that travels, with the sharders' quantised communication."""
+def _enumerated_wire_bytes(sharders: SharderDataMap) -> tuple[float, float]:
+    """Bytes of a number that travels, with the sharders' quantised communication."""
     for data in sharders.values():
-        known = data.qcomm_dtype_sizes.get(CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name)
-        if known is not None:
-            return known
+        sizes = data.qcomm_dtype_sizes.get(CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name)
+        if sizes is not None:
+            return sizes
     return 4.0, 4.0

@@ -17,13 +17,12 @@ from torchrec.distributed.types import (
 
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import base_type
-from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
+from torchrec_2dsp.plan.sync_config import EXACT_SYNC, SyncConfig
 from torchrec_2dsp.planner.topology import group_topology
 from torchrec_2dsp.planner.torchrec.sharding_types import proposed_type
 
 logger = logging.getLogger(__name__)
 
-_EXACT = GradientSync()
 _SIGNATURE = inspect.signature(Stats.log)
 
 
@@ -31,7 +30,11 @@ class Stats2D(Stats):
     """Reports a plan under TorchRec's own type names, then the mesh that repeats it."""
 
     def __init__(
-        self, inner: Stats | None = None, *, mesh: Mesh2D | None = None, sync: SyncConfig = _EXACT
+        self,
+        inner: Stats | None = None,
+        *,
+        mesh: Mesh2D | None = None,
+        sync: SyncConfig = EXACT_SYNC,
     ) -> None:
         """
         Args:
@@ -50,13 +53,13 @@ class Stats2D(Stats):
         Takes what `Stats.log` takes.
         """
         call = _SIGNATURE.bind(self, *args, **kwargs)
-        told = call.arguments
-        proposed = proposed_type(told["best_plan"])
+        arguments = call.arguments
+        proposed = proposed_type(arguments["best_plan"])
         mesh, sync = (proposed.mesh, proposed.sync) if proposed else (self._mesh, self._sync)
         if mesh is not None:
-            told["topology"] = group_topology(told["topology"], mesh)
-        told["sharding_plan"] = _plan_of_base_types(told["sharding_plan"])
-        told["best_plan"] = [_option_of_base_type(option) for option in told["best_plan"]]
+            arguments["topology"] = group_topology(arguments["topology"], mesh)
+        arguments["sharding_plan"] = _plan_of_base_types(arguments["sharding_plan"])
+        arguments["best_plan"] = [_option_of_base_type(option) for option in arguments["best_plan"]]
         self.inner.log(*call.args[1:], **call.kwargs)
         if mesh is not None:
             logger.info(
@@ -68,9 +71,9 @@ class Stats2D(Stats):
 
 
 def _option_of_base_type(option: ShardingOption) -> ShardingOption:
-    made = copy.copy(option)
-    made.sharding_type = base_type(option.sharding_type)
-    return made
+    renamed = copy.copy(option)
+    renamed.sharding_type = base_type(option.sharding_type)
+    return renamed
 
 
 def _plan_of_base_types(plan: ShardingPlan) -> ShardingPlan:

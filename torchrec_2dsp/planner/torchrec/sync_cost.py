@@ -1,4 +1,4 @@
-"""What keeping replica peers equal costs per step, in plan terms. Pure arithmetic.
+"""The cost per step of keeping replica peers equal, in plan terms. Pure arithmetic.
 
 A deliberately simple model: bytes over bandwidth, no latency, no overlap with other work, rows
 hit evenly. It ranks sharding types against each other; it doesn't predict a step's time.
@@ -40,7 +40,7 @@ def weight_sync_ms(*, num_groups: int, shard_bytes: float, bandwidth_bytes_per_m
 def data_parallel_ms(
     *, num_groups: int, group_size: int, table_bytes: float, bandwidth_bytes_per_ms: float
 ) -> float:
-    """What a data-parallel table's gradient costs beyond the all-reduce inside one group.
+    """Milliseconds of a data-parallel table's gradient beyond the all-reduce inside one group.
 
     An all-reduce over the world is one inside each group and one between replica peers, in
     which a rank takes part with its ``1 / group_size`` of the table:

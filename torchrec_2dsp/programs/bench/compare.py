@@ -15,10 +15,10 @@ class ContestantAgreement:
     """One contestant in all runs."""
 
     name: str
-    """As in the config."""
+    """The contestant's name in the config."""
 
     medians_s: tuple[float | None, ...]
-    """Its median step time by run, None where it was not measured."""
+    """The contestant's median step time by run, None where it was not measured."""
 
     @property
     def difference(self) -> float:
@@ -37,24 +37,24 @@ class SwappedPair:
     """Two contestants whose order is beyond doubt in two runs, and not the same."""
 
     first: str
-    """Faster in `run`."""
+    """The contestant that is faster in `run`."""
 
     second: str
-    """Faster in `other_run`."""
+    """The contestant that is faster in `other_run`."""
 
     run: int
-    """From 0."""
+    """The number of a run, from 0."""
 
     other_run: int
-    """From 0."""
+    """The number of the other run, from 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """What a comparison of runs came to."""
+    """The outcome of a comparison of runs."""
 
     contestants: tuple[ContestantAgreement, ...]
-    """In the order of the config."""
+    """The contestants, in the order of the config."""
 
     swapped: tuple[SwappedPair, ...]
     """Contradictions between runs, one for each pair of contestants."""
@@ -63,16 +63,16 @@ class Agreement:
     """How far medians may be apart."""
 
     probes_s: tuple[float | None, ...] = ()
-    """What a fixed piece of work took, median over each run's blocks; None where it wasn't timed.
+    """Seconds of a fixed piece of work, median over a run's blocks; None where it wasn't timed.
     Where it differs, the machine was not equally fast, whatever ran on it."""
 
     @property
     def apart(self) -> tuple[ContestantAgreement, ...]:
-        """Those whose medians differ by more than the tolerance, or that failed in some runs."""
+        """The contestants whose medians differ too much, or that failed in some runs."""
         return tuple(
-            one
-            for one in self.contestants
-            if one.difference > self.tolerance or not one.has_one_outcome
+            contestant
+            for contestant in self.contestants
+            if contestant.difference > self.tolerance or not contestant.has_one_outcome
         )
 
     @property
@@ -103,7 +103,7 @@ def compare_runs(results: Sequence[BenchResult], *, tolerance: float = 0.1) -> A
                 "Compare runs of the same command on the same machine"
             )
     summaries = [summarize(result) for result in results]
-    names = [one.name for one in results[0].contestants]
+    names = [contestant.name for contestant in results[0].contestants]
     steps = {name: [_step(summary, name) for summary in summaries] for name in names}
     return Agreement(
         contestants=tuple(
@@ -136,30 +136,30 @@ def _swapped(
     return None
 
 
-def _is_faster(one: StepTime | None, other: StepTime | None) -> bool:
+def _is_faster(step: StepTime | None, other: StepTime | None) -> bool:
     """Whether its interval is wholly below the other's."""
-    return one is not None and other is not None and one.high_s < other.low_s
+    return step is not None and other is not None and step.high_s < other.low_s
 
 
 def _step(summary: Summary, name: str) -> StepTime | None:
-    found = summary.find(name)
-    return found.step if found else None
+    contestant = summary.find(name)
+    return contestant.step if contestant else None
 
 
 def _identity(result: BenchResult) -> dict[str, Any]:
-    """What two runs of the same have in common."""
+    """The parts of a result that two runs of the same benchmark have in common."""
     setting = result.setting
     return {
         **setting.model_dump(exclude={"when", "command", "link_speeds"}),
-        "contestants": [one.name for one in result.contestants],
+        "contestants": [contestant.name for contestant in result.contestants],
     }
 
 
-def _differences(one: Any, other: Any, where: str = "") -> Iterator[str]:
+def _differences(first: Any, other: Any, where: str = "") -> Iterator[str]:
     """The leaves in which two trees differ, by path."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        for key in dict.fromkeys([*one, *other]):
+    if isinstance(first, dict) and isinstance(other, dict):
+        for key in dict.fromkeys([*first, *other]):
             path = f"{where}.{key}" if where else str(key)
-            yield from _differences(one.get(key, "nothing"), other.get(key, "nothing"), path)
-    elif one != other:
-        yield f"{where} is {other!r} instead of {one!r}"
+            yield from _differences(first.get(key, "nothing"), other.get(key, "nothing"), path)
+    elif first != other:
+        yield f"{where} is {other!r} instead of {first!r}"

@@ -28,10 +28,10 @@ class _Contestant(Section):
 
 class _Planned(_Contestant):
     sharding_types: tuple[str, ...] = ()
-    """What the planner may choose from; empty for all that TorchRec has."""
+    """The types that the planner may choose from; empty for all that TorchRec has."""
 
     bandwidths: Literal["default", "measured"] = "measured"
-    """What the planner is told of the network: its own defaults, or what was measured here."""
+    """The bandwidths that the planner is told: its own defaults, or those measured here."""
 
     full_duplex: bool = False
     """Whether all-to-alls receive and send at once (gloo alone; see `FullDuplexGroup`)."""
@@ -43,8 +43,8 @@ class _Planned(_Contestant):
 
     def _choice(self) -> str:
         types = ", ".join(self.sharding_types).replace("_", "-") or "any sharding type"
-        told = "measured" if self.bandwidths == "measured" else "default"
-        return f"{types} (planner told {told} bandwidths)"
+        bandwidths = "measured" if self.bandwidths == "measured" else "default"
+        return f"{types} (planner told {bandwidths} bandwidths)"
 
     def _duplex(self) -> str:
         return ", full-duplex all-to-all" if self.full_duplex else ""
@@ -59,13 +59,13 @@ class StockContestant(_Planned):
     """How TorchRec's quantised communication sends pooled embeddings and their gradients."""
 
     def describe(self) -> str:
-        """In words."""
+        """The contestant in words."""
         qcomms = "" if self.qcomms == "fp32" else f", {self.qcomms} communication"
         return f"TorchRec, {self._choice()}{qcomms}{self._duplex()}"
 
 
 class TwoDContestant(_Planned, ReplicationConfig, ExchangeConfig):
-    """This package's planner, sharder and `ModelParallel2D`."""
+    """A contestant by this package's planner, sharder and `ModelParallel2D`."""
 
     kind: Literal["two_d"]
 
@@ -90,7 +90,7 @@ class TwoDContestant(_Planned, ReplicationConfig, ExchangeConfig):
         return self
 
     def describe(self) -> str:
-        """In words."""
+        """The contestant in words."""
         rows = f", {self.exchange_text}" if self.exchange_text else ""
         rows += ", rows prefetched" if self.prefetch_rows else ""
         rows += "" if self.qcomms == "fp32" else f", {self.qcomms} communication"
@@ -112,7 +112,7 @@ class CeilingContestant(_Contestant):
     """The contestant that it repeats."""
 
     def describe(self) -> str:
-        """In words."""
+        """The contestant in words."""
         return f"{self.of} with collectives that cost nothing"
 
 
@@ -141,16 +141,16 @@ class BenchConfig(Section):
     """
 
     title: str = "benchmark"
-    """Names the report."""
+    """The title of the report."""
 
     data: SyntheticConfig
     """The features, their cardinalities and their skew."""
 
     model: ModelConfig = ModelConfig()
-    """What to train."""
+    """The model to train."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
-    """How weights are updated."""
+    """The rules by which weights are updated."""
 
     schedule: ScheduleConfig = ScheduleConfig()
     """How much is trained."""
@@ -159,14 +159,14 @@ class BenchConfig(Section):
     """The network between the ranks."""
 
     loss: LossConfig = LossConfig()
-    """Who trains the same."""
+    """Which contestants must train the same, and how closely."""
 
     calibration: PathBesideConfig = ""
     """A calibration file: with it, every contestant's step is predicted, too. In a config file,
     relative to that."""
 
     contestants: dict[str, Contestant]
-    """By name. The first stock one that communicates in fp32 is the reference of the losses."""
+    """The contestants by name. The first stock one with fp32 on the wire is the reference."""
 
     @model_validator(mode="after")
     def _check_contestants(self) -> "BenchConfig":
@@ -175,18 +175,18 @@ class BenchConfig(Section):
             raise ValueError(
                 f"contestants: the name {unusable[0]!r} has one of . / \\ | or a space"
             )
-        if not any(is_reference(one) for one in self.contestants.values()):
+        if not any(is_reference(contestant) for contestant in self.contestants.values()):
             raise ValueError(
                 'contestants: none has kind = "stock" with qcomms = "fp32", so there is nothing to '
                 "compare with; add one"
             )
-        for name, one in self.contestants.items():
-            if isinstance(one, CeilingContestant) and not isinstance(
-                self.contestants.get(one.of), StockContestant | TwoDContestant
+        for name, contestant in self.contestants.items():
+            if isinstance(contestant, CeilingContestant) and not isinstance(
+                self.contestants.get(contestant.of), StockContestant | TwoDContestant
             ):
                 raise ValueError(
-                    f"contestants.{name}.of={one.of!r} is no contestant that trains; use one of "
-                    + ", ".join(self.planned)
+                    f"contestants.{name}.of={contestant.of!r} is no contestant that trains; "
+                    "use one of " + ", ".join(self.planned)
                 )
         return self
 
@@ -194,33 +194,35 @@ class BenchConfig(Section):
     def planned(self) -> "dict[str, PlannedContestant]":
         """The contestants that train by a plan of their own."""
         return {
-            name: one
-            for name, one in self.contestants.items()
-            if not isinstance(one, CeilingContestant)
+            name: contestant
+            for name, contestant in self.contestants.items()
+            if not isinstance(contestant, CeilingContestant)
         }
 
     @property
     def reference(self) -> str:
-        """Whose losses the others are held against."""
-        return next(name for name, one in self.contestants.items() if is_reference(one))
+        """The contestant whose losses the others are held against."""
+        return next(
+            name for name, contestant in self.contestants.items() if is_reference(contestant)
+        )
 
     def mesh(self, name: str, world_size: int, local_world_size: int) -> Mesh2D:
         """The mesh that a contestant runs on."""
-        one = self.contestants[name]
-        if isinstance(one, CeilingContestant):
-            return self.mesh(one.of, world_size, local_world_size)
-        if isinstance(one, StockContestant) or one.num_groups == "any":
+        contestant = self.contestants[name]
+        if isinstance(contestant, CeilingContestant):
+            return self.mesh(contestant.of, world_size, local_world_size)
+        if isinstance(contestant, StockContestant) or contestant.num_groups == "any":
             return Mesh2D(1, world_size)
         num_groups = {
             "hosts": world_size // local_world_size,
             "ranks_per_host": local_world_size,
-        }.get(str(one.num_groups), one.num_groups)
+        }.get(str(contestant.num_groups), contestant.num_groups)
         if not isinstance(num_groups, int) or num_groups < 1 or world_size % num_groups:
             raise ConfigError(
-                f"contestants.{name}.num_groups={one.num_groups} does not divide the "
+                f"contestants.{name}.num_groups={contestant.num_groups} does not divide the "
                 f"{world_size} ranks"
             )
-        return Mesh2D(num_groups, world_size // num_groups, one.layout)
+        return Mesh2D(num_groups, world_size // num_groups, contestant.layout)
 
     def check_world(self, world_size: int, local_world_size: int) -> None:
         """Raise `ConfigError` at the first contestant that this world can't run."""
@@ -237,15 +239,21 @@ class BenchConfig(Section):
             )
         if not names:
             return self
-        wanted = {self.reference, *names}
+        needed = {self.reference, *names}
         for name in names:
-            one = self.contestants[name]
-            if isinstance(one, CeilingContestant):
-                wanted.add(one.of)
-        kept = {name: one for name, one in self.contestants.items() if name in wanted}
-        return self.model_copy(update={"contestants": kept})
+            contestant = self.contestants[name]
+            if isinstance(contestant, CeilingContestant):
+                needed.add(contestant.of)
+        contestants = {
+            name: contestant for name, contestant in self.contestants.items() if name in needed
+        }
+        return self.model_copy(update={"contestants": contestants})
 
 
-def is_reference(one: object) -> bool:
+def is_reference(contestant: object) -> bool:
     """Whether a contestant trains as TorchRec does when nothing is changed."""
-    return isinstance(one, StockContestant) and one.qcomms == "fp32" and not one.full_duplex
+    return (
+        isinstance(contestant, StockContestant)
+        and contestant.qcomms == "fp32"
+        and not contestant.full_duplex
+    )

@@ -16,9 +16,8 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
     get_qcomm_codecs_registry,
 )
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
+from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
-from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import (
     HardwareConfig,
     KernelConfig,
@@ -42,14 +41,11 @@ from torchrec_2dsp.programs.bench.config import BenchConfig, PlannedContestant, 
 from torchrec_2dsp.programs.bench.weights import fill_tables_
 from torchrec_2dsp.programs.bench.workload import tables_work, workload_of
 from torchrec_2dsp.programs.calibrate.link_speed import LinkSpeeds
-from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
-from torchrec_2dsp.programs.models.exchange import pinned
 from torchrec_2dsp.programs.models.model import build_model, rank_device, table_name
 from torchrec_2dsp.programs.models.optimizer import table_optimizer
 from torchrec_2dsp.programs.models.pipeline import make_pipeline
+from torchrec_2dsp.programs.models.planned import collective_plan, planner_arguments
 from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
-
-_RESERVATION = 0.15
 
 
 @dataclass(frozen=True)
@@ -57,71 +53,71 @@ class Trainer:
     """A sharded model that is ready to train."""
 
     model: DistributedModelParallel
-    """Stock, or this package's."""
+    """The sharded model: stock, or this package's."""
 
     pipeline: TrainPipelineSparseDist[Any, Any]
     """TorchRec's or derived from it: it calls the model's `sync` by itself."""
 
     optimizer: CombinedOptimizer
-    """Of all parameters."""
+    """The optimizer of all parameters."""
 
     plan: ShardingPlan
-    """What it trains by."""
+    """The plan that the model is sharded by."""
 
     def stop_learning(self) -> None:
-        """From now on, steps do their work and change no weight."""
+        """Let steps do their work and change no weight from now on."""
         for group in cast(list[dict[str, Any]], self.optimizer.param_groups):
             group["lr"] = 0.0
 
 
 def build_trainer(
     config: BenchConfig,
-    one: PlannedContestant,
+    contestant: PlannedContestant,
     mesh: Mesh2D,
     speeds: LinkSpeeds,
     dense: DenseWork | None = None,
 ) -> Trainer:
-    """What a contestant trains with; equal initial weights for all contestants.
+    """A contestant's sharded model; initial weights are equal for all contestants.
 
     Collectives:
         Those of planning and sharding.
     """
     device = rank_device(config.schedule.device)
     unsharded = build_model(config.data, config.model, tables_device="meta")
-    if isinstance(one, TwoDContestant):
-        model, plan = _two_d(config, one, mesh, speeds, dense, unsharded, device)
+    if isinstance(contestant, TwoDContestant):
+        model, plan = _two_d(config, contestant, mesh, speeds, dense, unsharded, device)
     else:
-        model, plan = _stock(config, one, speeds, unsharded, device)
+        model, plan = _stock(config, contestant, speeds, unsharded, device)
     fill_tables_(model, config.data, config.model.dim, config.model.seed)
     optimizer = _optimizer(config, model)
-    prefetch_rows = isinstance(one, TwoDContestant) and one.prefetch_rows
+    prefetch_rows = isinstance(contestant, TwoDContestant) and contestant.prefetch_rows
     pipeline = make_pipeline(model, optimizer, device, prefetch_rows=prefetch_rows)
     return Trainer(model, pipeline, optimizer, plan)
 
 
 def _stock(
     config: BenchConfig,
-    one: Any,
+    contestant: Any,
     speeds: LinkSpeeds,
     model: nn.Module,
     device: torch.device,
 ) -> tuple[DistributedModelParallel, ShardingPlan]:
-    kind = _AnyTypeSharder if one.sharding_types else EmbeddingBagCollectionSharder
+    kind = _AnyTypeSharder if contestant.sharding_types else EmbeddingBagCollectionSharder
     sharder = kind(
         fused_params={
             "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
             "learning_rate": config.optimizer.lr,
             "eps": config.optimizer.eps,
         },
-        qcomm_codecs_registry=_codecs(one.qcomms, device),
+        qcomm_codecs_registry=_codecs(contestant.qcomms, device),
     )
     sharders = cast(list[ModuleSharder[nn.Module]], [sharder])
-    planner = EmbeddingShardingPlanner(**_planner_arguments(config, one, speeds))
+    planner = EmbeddingShardingPlanner(**_planner_arguments(config, contestant, speeds))
     world = dist.group.WORLD
     assert world is not None
     plan = planner.collective_plan(model, sharders, world)
-    made = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
-    return made, plan
+    parallel_model = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
+    return parallel_model, plan
 
 
 class _AnyTypeSharder(EmbeddingBagCollectionSharder):
@@ -133,7 +129,7 @@ class _AnyTypeSharder(EmbeddingBagCollectionSharder):
 
 def _two_d(
     config: BenchConfig,
-    one: TwoDContestant,
+    contestant: TwoDContestant,
     mesh: Mesh2D,
     speeds: LinkSpeeds,
     dense: DenseWork | None,
@@ -143,45 +139,44 @@ def _two_d(
     sharder = EmbeddingBagCollectionSharder2D(
         table_optimizer(
             config.optimizer,
-            one,
+            contestant,
             config.data,
             num_groups=mesh.num_groups,
             global_batch_size=config.schedule.batch_size * mesh.world_size,
         ),
-        qcomm_codecs_registry=_codecs(one.qcomms, device),
+        qcomm_codecs_registry=_codecs(contestant.qcomms, device),
     )
-    sharders = cast(list[ModuleSharder[nn.Module]], [sharder])
-    arguments = _planner_arguments(config, one, speeds)
-    if one.by_cost:
+    arguments = _planner_arguments(config, contestant, speeds)
+    if contestant.by_cost:
         arguments["calibration"] = (
             Calibration.load(config.calibration)
             if config.calibration
             else Calibration.of_topology(arguments["topology"])
         )
-        arguments["workload"] = workload_of(one, tables_work(config), config.model.dim, dense)
-    known_mesh = None if one.num_groups == "any" else mesh
-    planner = Planner2D(**arguments, mesh=known_mesh, sync=one.sync_config)
-    plan = planner.collective_plan(model, sharders)
-    plan = plan if one.by_cost else pinned(plan, one, config.data)
+        arguments["workload"] = workload_of(
+            contestant, tables_work(config), config.model.dim, dense
+        )
+    known_mesh = None if contestant.num_groups == "any" else mesh
+    planner = Planner2D(**arguments, mesh=known_mesh, sync=contestant.sync_config)
+    pins = None if contestant.by_cost else contestant
+    plan = collective_plan(planner, model, sharder, pins=pins, data=config.data)
+    sharders = cast(list[ModuleSharder[nn.Module]], [sharder])
     return ModelParallel2D(model, device=device, plan=plan, sharders=sharders), plan
 
 
 def _planner_arguments(
-    config: BenchConfig, one: PlannedContestant, speeds: LinkSpeeds
+    config: BenchConfig, contestant: PlannedContestant, speeds: LinkSpeeds
 ) -> dict[str, Any]:
-    """What TorchRec's planner and ours are told alike."""
-    return {
-        "topology": planner_topology(config, one.bandwidths, speeds),
-        "batch_size": config.schedule.batch_size,
-        "constraints": _constraints(config.data, one),
-        "storage_reservation": FixedPercentageStorageReservation(_RESERVATION),
-        "stats": NoopEmbeddingStats(),
-        "debug": False,
-    }
+    """The arguments that TorchRec's planner and ours are given alike."""
+    topology = planner_topology(config, contestant.bandwidths, speeds)
+    arguments = planner_arguments(
+        config.data, contestant.sharding_types, topology, config.schedule.batch_size
+    )
+    return arguments | {"stats": NoopEmbeddingStats()}
 
 
 def planner_topology(config: BenchConfig, bandwidths: str, speeds: LinkSpeeds) -> Topology:
-    """What the planner knows of the network; a level that this world lacks keeps its default."""
+    """The network as the planner knows it; a level that this world lacks keeps its default."""
     world_size = dist.get_world_size()
     hardware = HardwareConfig()
     if bandwidths == "measured":
@@ -199,16 +194,6 @@ def planner_topology(config: BenchConfig, bandwidths: str, speeds: LinkSpeeds) -
 
 def _per_ms(bytes_per_s: float | None) -> float | None:
     return None if bytes_per_s is None else bytes_per_s / 1e3
-
-
-def _constraints(data: SyntheticConfig, one: PlannedContestant) -> dict[str, ParameterConstraints]:
-    return {
-        table_name(feature.name): ParameterConstraints(
-            sharding_types=list(one.sharding_types) or None,
-            pooling_factors=[feature.mean_ids],
-        )
-        for feature in data.features
-    }
 
 
 def _codecs(qcomms: str, device: torch.device) -> Any:

@@ -1,4 +1,4 @@
-"""What the operating system knows: load, bytes on interfaces, memory, and what this machine is."""
+"""Facts of the operating system: load, bytes on interfaces, memory, and what this machine is."""
 
 import ctypes
 import gc
@@ -14,20 +14,20 @@ _PROC = Path("/proc")
 
 
 @dataclass(frozen=True)
-class Load:
+class MachineLoad:
     """Processor time so far, in seconds."""
 
     machine: str
     """Equal for ranks on one machine, also in containers and namespaces."""
 
     busy_s: float
-    """What all processes of the machine used, and what a virtual machine's host took."""
+    """Processor seconds of all processes here, and those that a virtual machine's host took."""
 
     own_s: float
-    """What some processes used."""
+    """Processor seconds of the benchmark's own processes."""
 
 
-def load(pids: Sequence[int]) -> Load:
+def load(pids: Sequence[int]) -> MachineLoad:
     """Now; zeros where the system doesn't tell.
 
     Args:
@@ -38,13 +38,15 @@ def load(pids: Sequence[int]) -> Load:
         own = sum(_process_ticks(pid) for pid in pids)
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        return Load(platform.node(), 0.0, 0.0)
+        return MachineLoad(platform.node(), 0.0, 0.0)
     per_s = os.sysconf("SC_CLK_TCK")
     user, nice, system, stolen = (*ticks[:3], ticks[7])
-    return Load(boot, (user + nice + system + stolen) / per_s, own / per_s)
+    return MachineLoad(boot, (user + nice + system + stolen) / per_s, own / per_s)
 
 
-def foreign_load(before: Sequence[Load], after: Sequence[Load], seconds: float) -> float:
+def foreign_load(
+    before: Sequence[MachineLoad], after: Sequence[MachineLoad], seconds: float
+) -> float:
     """Cores that others kept busy, on the machine where they kept most.
 
     Args:
@@ -72,14 +74,14 @@ class Sent:
     """Bytes that left through network interfaces so far."""
 
     link_bytes: int
-    """Through the named interface."""
+    """Bytes through the named interface."""
 
     loopback_bytes: int
-    """Through lo."""
+    """Bytes through the loopback interface ``lo``."""
 
 
 def sent(interface: str) -> Sent:
-    """What this network namespace has sent."""
+    """The bytes that this network namespace has sent."""
     counters = {}
     for line in (_PROC / "net/dev").read_text().splitlines()[2:]:
         name, _, numbers = line.partition(":")
@@ -116,8 +118,8 @@ def _status_bytes(key: str) -> int | None:
         lines = (_PROC / "self/status").read_text().splitlines()
     except OSError:
         return None
-    found = [line.split()[1] for line in lines if line.startswith(f"{key}:")]
-    return int(found[0]) * 1024 if found else None
+    values = [line.split()[1] for line in lines if line.startswith(f"{key}:")]
+    return int(values[0]) * 1024 if values else None
 
 
 def keep_libraries_in_memory() -> bool:
@@ -162,11 +164,11 @@ def describe_machine() -> dict[str, str]:
 
 
 def describe_versions() -> dict[str, str]:
-    """Of Python and the packages that matter."""
-    found = {"python": platform.python_version()}
+    """The versions of Python and of the packages that matter."""
+    versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

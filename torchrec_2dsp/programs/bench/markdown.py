@@ -49,9 +49,13 @@ def markdown_report(
     """
     if not results:
         raise ConfigError("there is no result to report on; give at least one")
-    known = {"scaling", "predicted", *(f"phases_{number}" for number in range(1, len(results) + 1))}
-    if unknown := sorted(set(plots) - known):
-        raise ConfigError(f"there is no place for the plot {unknown[0]!r}; use {sorted(known)}")
+    places = {
+        "scaling",
+        "predicted",
+        *(f"phases_{number}" for number in range(1, len(results) + 1)),
+    }
+    if unknown := sorted(set(plots) - places):
+        raise ConfigError(f"there is no place for the plot {unknown[0]!r}; use {sorted(places)}")
     if data and len(data) != len(results):
         raise ConfigError(f"{len(data)} places for the data of {len(results)} results; name each")
 
@@ -131,10 +135,10 @@ def _contestants(results: Sequence[BenchResult]) -> str:
     lines = []
     for name in names_in(results):
         texts = dict.fromkeys(
-            escaped(one.description)
+            escaped(contestant.description)
             for result in results
-            for one in result.contestants
-            if one.name == name
+            for contestant in result.contestants
+            if contestant.name == name
         )
         lines.append(f"- {escaped(name)}: {' / '.join(texts)}")
     return "\n".join(lines)
@@ -195,7 +199,9 @@ def _columns(summaries: Sequence[Summary]) -> str:
 
 def _coverage(summaries: Sequence[Summary]) -> str:
     """How much of its confidence an interval of so few rounds keeps."""
-    rounds = {len(one.result.blocks) for summary in summaries for one in summary.contestants}
+    rounds = {
+        len(contestant.result.blocks) for summary in summaries for contestant in summary.contestants
+    }
     parts = [f"{interval_coverage(number):.0%} ({number} rounds)" for number in sorted(rounds)]
     if not parts:
         return ""
@@ -203,7 +209,7 @@ def _coverage(summaries: Sequence[Summary]) -> str:
 
 
 def _facts(result: BenchResult) -> dict[str, str]:
-    """What was run where, by heading."""
+    """The facts of a run by heading: what was run, and where."""
     setting, config = result.setting, config_of(result)
     schedule = config.schedule
     speeds = {

@@ -41,27 +41,31 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, num_left: i
 
     def line(row: Sequence[str]) -> str:
         padded = (
-            cell.ljust(width) if left else cell.rjust(width)
-            for cell, width, left in zip(row, widths, is_left, strict=True)
+            cell.ljust(width) if is_words else cell.rjust(width)
+            for cell, width, is_words in zip(row, widths, is_left, strict=True)
         )
         return f"| {' | '.join(padded)} |"
 
     rule = [
-        ":" + "-" * (width - 1) if left else "-" * (width - 1) + ":"
-        for width, left in zip(widths, is_left, strict=True)
+        ":" + "-" * (width - 1) if is_words else "-" * (width - 1) + ":"
+        for width, is_words in zip(widths, is_left, strict=True)
     ]
     return "\n".join([line(cells[0]), line(rule), *map(line, cells[1:])])
 
 
 def names_in(results: Iterable[BenchResult]) -> list[str]:
     """Every contestant's name once, in order of appearance."""
-    return list(dict.fromkeys(one.name for result in results for one in result.contestants))
+    return list(
+        dict.fromkeys(contestant.name for result in results for contestant in result.contestants)
+    )
 
 
 def phases_in(contestants: Iterable[ContestantResult]) -> list[tuple[str, bool]]:
     """Every phase once, as its name and whether it waits: first those that don't."""
-    found = dict.fromkeys((part.name, part.waiting) for one in contestants for part in one.phases)
-    return sorted(found, key=lambda one: one[1])
+    phases = dict.fromkeys(
+        (part.name, part.waiting) for contestant in contestants for part in contestant.phases
+    )
+    return sorted(phases, key=lambda phase: phase[1])
 
 
 def overview_table(results: Sequence[BenchResult], summaries: Sequence[Summary]) -> str:
@@ -70,7 +74,14 @@ def overview_table(results: Sequence[BenchResult], summaries: Sequence[Summary])
     def cell(name: str, result: BenchResult, summary: Summary) -> str:
         figures = summary.find(name)
         if figures is None:
-            return next((one.outcome for one in result.contestants if one.name == name), MISSING)
+            return next(
+                (
+                    contestant.outcome
+                    for contestant in result.contestants
+                    if contestant.name == name
+                ),
+                MISSING,
+            )
         over = figures.over_best_stock
         factor = f" ({over.factor:.2f})" if over else ""
         return f"{ms(figures.step.median_s)}{factor}"
@@ -100,14 +111,14 @@ def step_table(result: BenchResult, summary: Summary) -> str:
         "loss gap",
     ]
 
-    def row(one: ContestantResult) -> list[str]:
-        figures = summary.find(one.name)
+    def row(contestant: ContestantResult) -> list[str]:
+        figures = summary.find(contestant.name)
         if figures is None:
-            return [one.name, MISSING, one.outcome, *[MISSING] * (len(headings) - 3)]
+            return [contestant.name, MISSING, contestant.outcome, *[MISSING] * (len(headings) - 3)]
         step, share = figures.step, figures.share_of_ceiling
         sent = figures.link_bytes if is_counted else figures.sent_bytes
         return [
-            one.name,
+            contestant.name,
             ms(step.min_s),
             ms(step.median_s),
             ms(step.max_s),
@@ -116,24 +127,24 @@ def step_table(result: BenchResult, summary: Summary) -> str:
             *([factor(figures.over_plain_stock)] if has_two else []),
             MISSING if share is None else f"{share:.0%}",
             megabytes(sent),
-            megabytes(one.peak_memory_bytes, 0),
-            loss_gap(one, result.reference),
+            megabytes(contestant.peak_memory_bytes, 0),
+            loss_gap(contestant, result.reference),
         ]
 
-    return table(headings, [row(one) for one in result.contestants])
+    return table(headings, [row(contestant) for contestant in result.contestants])
 
 
 def phase_table(summary: Summary) -> str:
     """The traced step by phase, in ms; empty if nothing was traced."""
-    traced = [one.result for one in summary.contestants if one.result.phases]
+    traced = [contestant.result for contestant in summary.contestants if contestant.result.phases]
     columns = phases_in(traced)
     if not columns:
         return ""
     rows = []
-    for one in traced:
-        seconds = {(part.name, part.waiting): part.seconds for part in one.phases}
+    for contestant in traced:
+        seconds = {(part.name, part.waiting): part.seconds for part in contestant.phases}
         parts = [ms(seconds[column]) if column in seconds else MISSING for column in columns]
-        rows.append([one.name, *parts, ms(sum(seconds.values()))])
+        rows.append([contestant.name, *parts, ms(sum(seconds.values()))])
     headings = [phase_label(*column) for column in columns]
     return table(["contestant", *headings, "whole step"], rows)
 
@@ -141,19 +152,19 @@ def phase_table(summary: Summary) -> str:
 def travel_table(summary: Summary) -> str:
     """How row gradients travel; empty if nobody sends any."""
     rows = [
-        [one.name, ms(travel.window_s), ms(travel.waited_s)]
-        for one in summary.contestants
-        if (travel := one.result.row_travel)
+        [contestant.name, ms(travel.window_s), ms(travel.waited_s)]
+        for contestant in summary.contestants
+        if (travel := contestant.result.row_travel)
     ]
     return table(["contestant", "window ms", "waited ms"], rows) if rows else ""
 
 
 def traffic_table(summary: Summary) -> str:
-    """What each kind of collective carried; empty if nothing was traced."""
+    """The table of what each kind of collective carried; empty if nothing was traced."""
     rows = [
-        [one.name, part.name, f"{part.calls:,.1f}", megabytes(part.sent_bytes)]
-        for one in summary.contestants
-        for part in one.result.traffic
+        [contestant.name, part.name, f"{part.calls:,.1f}", megabytes(part.sent_bytes)]
+        for contestant in summary.contestants
+        for part in contestant.result.traffic
     ]
     if not rows:
         return ""
@@ -162,12 +173,13 @@ def traffic_table(summary: Summary) -> str:
 
 def plan_table(result: BenchResult) -> str:
     """How many tables have which sharding type; empty if no plan is known."""
-    planned = [one for one in result.contestants if one.sharding]
-    kinds = sorted({kind for one in planned for kind in one.sharding})
+    planned = [contestant for contestant in result.contestants if contestant.sharding]
+    kinds = sorted({kind for contestant in planned for kind in contestant.sharding})
     if not kinds:
         return ""
     rows = [
-        [one.name, *(str(one.sharding.get(kind, MISSING)) for kind in kinds)] for one in planned
+        [contestant.name, *(str(contestant.sharding.get(kind, MISSING)) for kind in kinds)]
+        for contestant in planned
     ]
     return table(["contestant", *kinds], rows)
 
@@ -175,18 +187,18 @@ def plan_table(result: BenchResult) -> str:
 def noise_table(summary: Summary) -> str:
     """How much the blocks vary and what else the machine did."""
 
-    def row(one: ContestantSummary) -> list[str]:
-        step = one.step
-        blocks = one.result.blocks
+    def row(contestant: ContestantSummary) -> list[str]:
+        step = contestant.step
+        blocks = contestant.result.blocks
         return [
-            one.name,
+            contestant.name,
             str(len(blocks)),
             str(sum(block.num_steps for block in blocks)),
             f"[{ms(step.low_s)}, {ms(step.high_s)}]",
             f"{step.spread:.1%}",
-            f"{one.foreign_load_cores:.2f}",
+            f"{contestant.foreign_load_cores:.2f}",
             f"{max(block.foreign_load for block in blocks):.2f}",
-            ", ".join(str(number) for number in one.loaded_rounds) or "none",
+            ", ".join(str(number) for number in contestant.loaded_rounds) or "none",
             _range_ms([block.probe_s for block in blocks if block.probe_s]),
         ]
 
@@ -202,7 +214,7 @@ def noise_table(summary: Summary) -> str:
             "loaded rounds",
             "probe ms",
         ],
-        [row(one) for one in summary.contestants],
+        [row(contestant) for contestant in summary.contestants],
     )
 
 
@@ -216,22 +228,22 @@ def _range_ms(values_s: Sequence[float]) -> str:
 def failures(result: BenchResult) -> str:
     """Who has no figures, and why; empty if all have."""
     lines = []
-    for one in result.contestants:
-        if one.outcome is Outcome.MEASURED:
+    for contestant in result.contestants:
+        if contestant.outcome is Outcome.MEASURED:
             continue
-        said = one.reason.strip().splitlines() or ["no reason was recorded"]
+        reason = contestant.reason.strip().splitlines() or ["no reason was recorded"]
         # A traceback ends with what matters, anything else begins with it.
-        gist = said[-1] if said[0].startswith("Traceback") else said[0]
-        lines.append(f"- {escaped(one.name)} {one.outcome}: {escaped(gist)}")
-        if len(said) > 1:
+        gist = reason[-1] if reason[0].startswith("Traceback") else reason[0]
+        lines.append(f"- {escaped(contestant.name)} {contestant.outcome}: {escaped(gist)}")
+        if len(reason) > 1:
             # As indented code, which shows a traceback whatever is in it.
-            lines += ["", *(f"      {line}".rstrip() for line in said), ""]
+            lines += ["", *(f"      {line}".rstrip() for line in reason), ""]
     return "\n".join(lines).rstrip()
 
 
 def counts_link(summary: Summary) -> bool:
     """Whether bytes on the network interface were counted."""
-    return any(one.link_bytes is not None for one in summary.contestants)
+    return any(contestant.link_bytes is not None for contestant in summary.contestants)
 
 
 def shows_plain_stock(summary: Summary) -> bool:
@@ -240,17 +252,17 @@ def shows_plain_stock(summary: Summary) -> bool:
 
 
 def phase_label(name: str, waiting: bool) -> str:
-    """What a phase is called where it stands beside others."""
+    """The name of a phase where it stands beside others."""
     return f"{name} (waits)" if waiting else name
 
 
 def ms(seconds: float) -> str:
-    """Seconds in milliseconds."""
+    """Seconds as text, in milliseconds."""
     return f"{seconds * 1e3:,.1f}"
 
 
 def megabytes(num_bytes: float | None, num_digits: int = 2) -> str:
-    """Bytes in millions."""
+    """Bytes as text, in millions."""
     return MISSING if num_bytes is None else f"{num_bytes / 1e6:,.{num_digits}f}"
 
 
@@ -259,8 +271,8 @@ def factor(over: Speedup | None) -> str:
     return MISSING if over is None else f"{over.factor:.2f} [{over.low:.2f}, {over.high:.2f}]"
 
 
-def loss_gap(one: ContestantResult, reference: str) -> str:
+def loss_gap(contestant: ContestantResult, reference: str) -> str:
     """How far its losses are from the reference's."""
-    if one.name == reference:
+    if contestant.name == reference:
         return "reference"
-    return MISSING if one.loss_gap is None else f"{one.loss_gap:.1e}"
+    return MISSING if contestant.loss_gap is None else f"{contestant.loss_gap:.1e}"

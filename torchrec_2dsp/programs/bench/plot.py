@@ -57,7 +57,9 @@ def _scaling_figure(results: Sequence[BenchResult]) -> "Figure":
     names = names_in(results)
     if not any(_steps_ms(results, name) for name in names):
         raise ConfigError("no contestant was measured, so there is no step time to plot")
-    shapes = sorted({_shape(result) for result in results}, key=lambda one: (one[0] * one[1], one))
+    shapes = sorted(
+        {_shape(result) for result in results}, key=lambda shape: (shape[0] * shape[1], shape)
+    )
     by_place: dict[str, list[BenchResult]] = {}
     for result, place in zip(results, places(results), strict=True):
         by_place.setdefault(place, []).append(result)
@@ -71,10 +73,12 @@ def _scaling_figure(results: Sequence[BenchResult]) -> "Figure":
             # Side by side, so that no bar hides another.
             aside = 0.4 * ((index + 0.5) / len(names) - 0.5)
             trials = [
-                (x + aside, [one for one in here if _shape(one) == shape])
+                (x + aside, [result for result in here if _shape(result) == shape])
                 for x, shape in enumerate(shapes)
             ]
-            _draw_line(panel, name, [(x, found) for x, found in trials if found], looks[name])
+            _draw_line(
+                panel, name, [(x, of_shape) for x, of_shape in trials if of_shape], looks[name]
+            )
         panel.set_title(fill(place, int(panel_inches * _LETTERS_PER_INCH)))
         panel.set_xlim(-0.5, len(shapes) - 0.5)
         labels = [f"{hosts * ranks}\n{hosts}x{ranks}" for hosts, ranks in shapes]
@@ -99,15 +103,20 @@ def _draw_line(
     look: dict[str, Any],
 ) -> None:
     """One contestant in one panel: where it is drawn, and the results found there."""
-    points = [(x, steps) for x, found in trials if (steps := _steps_ms(found, name))]
+    points = [(x, steps) for x, of_shape in trials if (steps := _steps_ms(of_shape, name))]
     medians = np.array([np.median(steps) for _, steps in points])
     lows = medians - [min(steps) for _, steps in points]
     highs = np.array([max(steps) for _, steps in points]) - medians
     if points:
         panel.errorbar([x for x, _ in points], medians, yerr=[lows, highs], elinewidth=1, **look)
-    for x, found in trials:
-        failed = [one for result in found for one in result.contestants if one.name == name]
-        if any(one.outcome is not Outcome.MEASURED for one in failed):
+    for x, of_shape in trials:
+        failed = [
+            contestant
+            for result in of_shape
+            for contestant in result.contestants
+            if contestant.name == name
+        ]
+        if any(contestant.outcome is not Outcome.MEASURED for contestant in failed):
             edge = panel.get_xaxis_transform()
             panel.plot([x], [0.98], marker="x", color=look["color"], transform=edge)
 
@@ -128,11 +137,15 @@ def _number_log_axis(panel: "Axes") -> None:
 def _phase_figure(result: BenchResult) -> "Figure":
     from matplotlib.figure import Figure
 
-    traced = [one for one in result.measured() if one.phases]
+    traced = [contestant for contestant in result.measured() if contestant.phases]
     if not traced:
         raise ConfigError("no contestant was traced, so there are no phases to plot")
     parts = phases_in(traced)
-    shown = [one for one in result.contestants if one in traced or one not in result.measured()]
+    shown = [
+        contestant
+        for contestant in result.contestants
+        if contestant in traced or contestant not in result.measured()
+    ]
     figure = Figure(
         figsize=(7.6, max(0.9 + 0.36 * len(shown), 0.8 + 0.22 * len(parts))), layout="constrained"
     )
@@ -141,10 +154,10 @@ def _phase_figure(result: BenchResult) -> "Figure":
     for part in parts:
         widths = np.array(
             [
-                sum(found.seconds * 1e3 for found in one.phases if _is(part, found))
-                if one in traced
+                sum(phase.seconds * 1e3 for phase in contestant.phases if _is(part, phase))
+                if contestant in traced
                 else 0.0
-                for one in shown
+                for contestant in shown
             ]
         )
         panel.barh(
@@ -156,10 +169,10 @@ def _phase_figure(result: BenchResult) -> "Figure":
             **_fill(parts, part),
         )
         ends += widths
-    for y, (one, end) in enumerate(zip(shown, ends, strict=True)):
-        text = ms(end / 1e3) if one in traced else str(one.outcome)
+    for y, (contestant, end) in enumerate(zip(shown, ends, strict=True)):
+        text = ms(end / 1e3) if contestant in traced else str(contestant.outcome)
         panel.annotate(text, (end, y), (4, 0), textcoords="offset points", va="center")
-    panel.set_yticks(range(len(shown)), [one.name for one in shown])
+    panel.set_yticks(range(len(shown)), [contestant.name for contestant in shown])
     panel.tick_params(axis="y", length=0)
     panel.invert_yaxis()
     panel.set_xlim(0, 1.12 * ends.max())
@@ -173,7 +186,7 @@ def _fill(parts: Sequence[tuple[str, bool]], part: tuple[str, bool]) -> dict[str
     """Colours of what computes start at one end of the palette, of what waits at the other."""
     _, waits = part
     palette = PALETTE[::-1] if waits else (*PALETTE, _YELLOW)
-    place = [one for one in parts if one[1] == waits].index(part)
+    place = [alike for alike in parts if alike[1] == waits].index(part)
     return {
         "facecolor": palette[place % len(palette)],
         "hatch": "////" if waits else "",
@@ -182,13 +195,15 @@ def _fill(parts: Sequence[tuple[str, bool]], part: tuple[str, bool]) -> dict[str
     }
 
 
-def _is(part: tuple[str, bool], found: Phase) -> bool:
-    return part == (found.name, found.waiting)
+def _is(part: tuple[str, bool], phase: Phase) -> bool:
+    return part == (phase.name, phase.waiting)
 
 
 def _looks(results: Sequence[BenchResult], names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Colour, line and marker of each contestant."""
-    kinds = {one.name: one.kind for result in results for one in result.contestants}
+    kinds = {
+        contestant.name: contestant.kind for result in results for contestant in result.contestants
+    }
     looks: dict[str, dict[str, Any]] = {}
     for name in names:
         before = [
@@ -214,9 +229,9 @@ def _steps_ms(results: Sequence[BenchResult], name: str) -> list[float]:
     return [
         block.step_s * 1e3
         for result in results
-        for one in result.measured()
-        if one.name == name
-        for block in one.blocks
+        for contestant in result.measured()
+        if contestant.name == name
+        for block in contestant.blocks
     ]
 
 

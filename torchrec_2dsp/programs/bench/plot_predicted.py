@@ -34,23 +34,27 @@ def _figure(results: Sequence[BenchResult]) -> "Figure":
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     labels = setting_labels(results)
-    known = [(label, predicted_in(one)) for label, one in zip(labels, results, strict=True)]
-    known = [(label, some) for label, some in known if some]
-    if not known:
+    predicted = [
+        (label, predicted_in(result)) for label, result in zip(labels, results, strict=True)
+    ]
+    predicted = [(label, contestants) for label, contestants in predicted if contestants]
+    if not predicted:
         raise ConfigError("no contestant was predicted, so there is nothing to plot")
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     panel = figure.subplots()
-    for place, (label, some) in enumerate(known):
+    for place, (label, contestants) in enumerate(predicted):
         panel.plot(
-            [measured_s(one) * 1e3 for one in some],
-            [predicted_s(one) * 1e3 for one in some],
+            [measured_s(contestant) * 1e3 for contestant in contestants],
+            [predicted_s(contestant) * 1e3 for contestant in contestants],
             linestyle="",
             color=PALETTE[place % len(PALETTE)],
             marker=_MARKERS[place % len(_MARKERS)],
             markersize=5,
             label=label,
         )
-    steps = [measured_s(one) * 1e3 for _, some in known for one in some]
+    steps = [
+        measured_s(contestant) * 1e3 for _, contestants in predicted for contestant in contestants
+    ]
     ends = np.array([0.85 * min(steps), 1.15 * max(steps)])
     panel.plot(ends, ends, color="black", linewidth=0.8)
     low, high = (1 - _BAND) * ends, (1 + _BAND) * ends

@@ -1,4 +1,4 @@
-"""What a cost model says of contestants, from their plans alone."""
+"""The predictions of a cost model for contestants, from their plans alone."""
 
 import statistics
 from collections.abc import Mapping
@@ -19,10 +19,10 @@ from torchrec_2dsp.programs.bench.workload import tables_work, workload_of
 
 
 class Predicted(NamedTuple):
-    """What a calibration says of the steps of a benchmark."""
+    """The predicted steps of a benchmark."""
 
     steps: dict[str, dict[str, float]]
-    """By contestant, seconds by part."""
+    """Seconds by part, of the step of each contestant."""
     dense_from: tuple[str, ...]
     """The ceilings that say what a step takes beside its tables; without any, the model without its
     tables was timed."""
@@ -35,7 +35,7 @@ def predicted_steps(
     place: Place,
     ceilings: Mapping[str, float],
 ) -> Predicted:
-    """Of contestants that train; nothing without a calibration.
+    """The predicted steps of contestants that train; nothing without a calibration.
 
     Args:
         config: names the calibration, and the workload.
@@ -55,15 +55,15 @@ def predicted_steps(
         for name, plan in plans.items()
     }
 
-    def cost(plan: Plan2D, one: PlannedContestant, dense: DenseWork) -> StepCost:
-        return costs.step_cost(plan, workload_of(one, tables, config.model.dim, dense))
+    def cost(plan: Plan2D, contestant: PlannedContestant, dense: DenseWork) -> StepCost:
+        return costs.step_cost(plan, workload_of(contestant, tables, config.model.dim, dense))
 
     beside: dict[str, float] = {}
     for name, step_s in ceilings.items():
-        one = config.contestants[name]
+        contestant = config.contestants[name]
         # Of replicas, part of what keeps them equal is computing, too.
-        if isinstance(one, CeilingContestant) and in_2d[name].mesh.num_groups == 1:
-            of_tables = cost(in_2d[name], config.planned[one.of], DenseWork())
+        if isinstance(contestant, CeilingContestant) and in_2d[name].mesh.num_groups == 1:
+            of_tables = cost(in_2d[name], config.planned[contestant.of], DenseWork())
             rest_s = step_s - of_tables.lookup_s - of_tables.rows_s - of_tables.update_s
             if rest_s > 0:
                 beside[name] = rest_s
@@ -84,10 +84,14 @@ def _as_long_as(dense: DenseWork, seconds: float) -> DenseWork:
 
 
 def calibration_warning(config: BenchConfig, local_world_size: int) -> str:
-    """What is unlike the machines that the calibration was made on; empty if nothing is."""
+    """The differences to the machines that the calibration was made on; empty if there are none."""
     if not config.calibration:
         return ""
-    found = Calibration.load(config.calibration).differences(
+    differences = Calibration.load(config.calibration).differences(
         local_world_size=local_world_size, device=config.schedule.device
     )
-    return f"{config.calibration} is of other machines: {'; '.join(found)}" if found else ""
+    return (
+        f"{config.calibration} is of other machines: {'; '.join(differences)}"
+        if differences
+        else ""
+    )

@@ -22,7 +22,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class How(enum.Enum):
-    """How a question ended."""
+    """The ways in which a question ends."""
 
     ANSWERED = "answered"
     RAISED = "raised"
@@ -33,14 +33,14 @@ class How(enum.Enum):
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a question."""
+    """The end of a question to a process."""
 
     how: How
     """Whether `value` is an answer."""
     value: Any = None
-    """What the method returned."""
+    """The value that the method returned."""
     report: str = ""
-    """What went wrong, with a traceback where there is one."""
+    """The error, with a traceback where there is one."""
 
 
 class ContestantProcess:
@@ -67,7 +67,7 @@ class ContestantProcess:
         gc.unfreeze()
         assert self._process.pid is not None
         self.pid = self._process.pid
-        """Of the process."""
+        """The id of the process."""
 
     def ask(
         self,
@@ -129,7 +129,7 @@ class ContestantProcess:
 
 
 def failure_line(method: str, answers: Sequence[Answer]) -> str:
-    """What every rank that failed said last."""
+    """The last words of every rank that failed."""
     return f"in {method}: " + "; ".join(
         f"rank {rank}: {report.splitlines()[0 if how is How.LATE else -1]}"
         for rank, how, report in _failed(answers)
@@ -142,15 +142,16 @@ def failure_report(method: str, answers: Sequence[Answer]) -> str:
     for rank, _, report in _failed(answers):
         ranks.setdefault(report, []).append(str(rank))
     return "\n".join(
-        f"in {method}, rank {', '.join(some)}: {report}" for report, some in ranks.items()
+        f"in {method}, rank {', '.join(failed_ranks)}: {report}"
+        for report, failed_ranks in ranks.items()
     )
 
 
 def _failed(answers: Sequence[Answer]) -> list[tuple[int, How, str]]:
     return [
-        (rank, one.how, one.report.strip())
-        for rank, one in enumerate(answers)
-        if one.how not in (How.ANSWERED, How.STOPPED)
+        (rank, answer.how, answer.report.strip())
+        for rank, answer in enumerate(answers)
+        if answer.how not in (How.ANSWERED, How.STOPPED)
     ]
 
 

@@ -32,7 +32,7 @@ from torchrec_2dsp.programs.bench.process import (
 )
 from torchrec_2dsp.programs.bench.results import (
     BenchResult,
-    Block,
+    ContestantBlock,
     ContestantResult,
     Outcome,
     mean_traffic,
@@ -97,7 +97,7 @@ class _Runner:
         self.outcome = Outcome.MEASURED
         self.reason = ""
         self.step_s = 0.0
-        self.blocks: list[Block] = []
+        self.blocks: list[ContestantBlock] = []
         self.found: dict[str, Any] = {}
         self.plan: ShardingPlan | None = None
 
@@ -131,7 +131,9 @@ class _Bench:
             for runner in self._runners:
                 runner.process.kill()
         predicted = self._predict(place)
-        results = [self._result(one, predicted.steps.get(one.name)) for one in self._runners]
+        results = [
+            self._result(runner, predicted.steps.get(runner.name)) for runner in self._runners
+        ]
         return judged(
             BenchResult(
                 setting=describe_setting(
@@ -177,8 +179,8 @@ class _Bench:
                 self._block(runner, number)
 
     def _block(self, runner: _Runner, number: int) -> None:
-        wanted = round(self._schedule.block_s / runner.step_s)
-        num_steps = min(max(wanted, 1), self._schedule.max_block_steps)
+        num_steps = round(self._schedule.block_s / runner.step_s)
+        num_steps = min(max(num_steps, 1), self._schedule.max_block_steps)
         probes_s = self._control.exchange(self._probe.run())
         before = self._control.exchange(self._counters(runner))
         start = time.perf_counter()
@@ -191,14 +193,14 @@ class _Bench:
         waits = not isinstance(self._config.contestants[runner.name], CeilingContestant)
         runner.step_s = max(answers) if waits else sum(answers) / len(answers)
         link, loopback = self._bytes_per_step(before, after, num_steps)
-        block = Block(
+        block = ContestantBlock(
             round=number,
             num_steps=num_steps,
             step_s=runner.step_s,
             link_bytes=link,
             loopback_bytes=loopback,
             foreign_load=foreign_load(
-                [one[0] for one in before], [one[0] for one in after], seconds
+                [counters[0] for counters in before], [counters[0] for counters in after], seconds
             ),
             probe_s=sum(probes_s) / len(probes_s),
         )
@@ -216,7 +218,7 @@ class _Bench:
     def _bytes_per_step(
         self, before: Sequence[Any], after: Sequence[Any], num_steps: int
     ) -> tuple[float | None, float | None]:
-        """What all hosts sent, per rank and step."""
+        """The bytes that all hosts sent, per rank and step."""
         pairs = [(a[1], b[1]) for a, b in zip(before, after, strict=True) if a[1] and b[1]]
         if not pairs:
             return None, None
@@ -231,12 +233,12 @@ class _Bench:
         traced = self._ask(runner, "trace") if losses is not None else None
         if losses is None or traced is None:
             return
-        peaks = [one.peak_memory_bytes for one in traced if one.peak_memory_bytes is not None]
+        peaks = [rank.peak_memory_bytes for rank in traced if rank.peak_memory_bytes is not None]
         runner.found |= {
             "losses": losses[0],
-            "phases": mean_phases([one.phases for one in traced]),
-            "traffic": mean_traffic([one.traffic for one in traced]),
-            "row_travel": mean_travel([one.row_travel for one in traced]),
+            "phases": mean_phases([rank.phases for rank in traced]),
+            "traffic": mean_traffic([rank.traffic for rank in traced]),
+            "row_travel": mean_travel([rank.row_travel for rank in traced]),
             "peak_memory_bytes": max(peaks, default=None),
         }
 
@@ -252,14 +254,14 @@ class _Bench:
         if answer.how is not How.ANSWERED:
             self._control.raise_flag(flag)
         answers = self._control.exchange(answer)
-        if all(one.how is How.ANSWERED for one in answers):
+        if all(answer.how is How.ANSWERED for answer in answers):
             # No other rank needs it any more, and the next contestant needs the cores. On a GPU it
             # may not rest: NCCL takes a long silence of its own threads for a failure.
             if self._schedule.device == "cpu":
                 runner.process.pause()
-            return [one.value for one in answers]
+            return [answer.value for answer in answers]
         runner.process.kill()
-        late = all(one.how in (How.LATE, How.STOPPED, How.ANSWERED) for one in answers)
+        late = all(answer.how in (How.LATE, How.STOPPED, How.ANSWERED) for answer in answers)
         runner.outcome = Outcome.HUNG if late else Outcome.CRASHED
         runner.reason = failure_line(method, answers)
         for watcher in self._watchers:
@@ -277,11 +279,11 @@ class _Bench:
         return predicted_steps(self._config, plans, place.dense, self._place, ceilings)
 
     def _result(self, runner: _Runner, predicted: dict[str, float] | None) -> ContestantResult:
-        one = self._config.contestants[runner.name]
+        contestant = self._config.contestants[runner.name]
         return ContestantResult(
             name=runner.name,
-            description=one.describe(),
-            kind=one.kind,
+            description=contestant.describe(),
+            kind=contestant.kind,
             outcome=runner.outcome,
             reason=runner.reason,
             predicted=predicted,

@@ -19,7 +19,7 @@ _NAME = "gloo_replay"
 
 
 class Mode(enum.Enum):
-    """What the groups of this process do."""
+    """The modes of this process's groups."""
 
     LIVE = "communicate"
     RECORD = "communicate, and keep what came out"
@@ -27,7 +27,7 @@ class Mode(enum.Enum):
 
 
 class Tape:
-    """What the groups of this process do, and what each has recorded.
+    """The mode of this process's groups, and what each has recorded.
 
     Steps that are replayed must issue the collectives of the recorded ones, in their order.
     """
@@ -82,7 +82,7 @@ _GLOO_NAMES = {
     "all_gather_single": "_allgather_base",
     "reduce_scatter_single": "_reduce_scatter_base",
 }
-"""What a group calls otherwise than its backend."""
+"""The collectives that a group calls otherwise than its backend."""
 
 # All of these have what they write as their first argument.
 for _name in (

@@ -1,4 +1,4 @@
-"""What a benchmark found: the numbers as measured, written to JSON and read again."""
+"""The results of a benchmark: the numbers as measured, written to JSON and read again."""
 
 import enum
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from pydantic import ConfigDict, Field
 from torchrec_2dsp.programs.config.json_file import JsonFile
 from torchrec_2dsp.programs.config.sections import Section
 
-FORMAT = 1
+BENCH_RESULT_FORMAT = 1
 
 
 class Outcome(enum.StrEnum):
-    """How a contestant ended."""
+    """The ways in which a contestant ends."""
 
     MEASURED = "measured"
-    """All its blocks count."""
+    """All blocks of the contestant count."""
 
     CRASHED = "crashed"
     """A rank raised or died."""
@@ -25,14 +25,14 @@ class Outcome(enum.StrEnum):
     """A rank missed the deadline."""
 
     DISQUALIFIED = "disqualified"
-    """Its losses are not those of the reference, though they should be."""
+    """The losses are not those of the reference, though they should be."""
 
 
-class Block(Section):
-    """Some steps of one contestant in one round."""
+class ContestantBlock(Section):
+    """The measurements of some steps of one contestant in one round."""
 
     round: int
-    """From 0."""
+    """The number of the round, from 0."""
 
     num_steps: int
     """Steps that were timed together."""
@@ -45,73 +45,73 @@ class Block(Section):
     """Bytes sent on the counted interface, per rank and step; None if none is counted."""
 
     loopback_bytes: float | None = None
-    """As `link_bytes`, for traffic that stayed inside a host."""
+    """Bytes like `link_bytes`, of traffic that stayed inside a host."""
 
     foreign_load: float
     """Cores that the benchmark couldn't have, on the busiest machine: other processes had them,
     or other virtual machines."""
 
     probe_s: float | None = None
-    """What a fixed piece of work took just before, in processor time, mean over ranks; None in
-    files from before there was one."""
+    """Processor seconds of a fixed piece of work just before, mean over ranks; None in files from
+    before there was one."""
 
 
 class Phase(Section):
     """A part of the traced step."""
 
     name: str
-    """What the rank did, or what it waited for."""
+    """The work or the wait of the rank, by name."""
 
     seconds: float
-    """Per step, mean over steps and ranks."""
+    """Seconds per step, mean over steps and ranks."""
 
     waiting: bool
     """Whether it is time in which the rank waited for a collective."""
 
 
-class Traffic(Section):
-    """What one kind of collective carried."""
+class MeasuredTraffic(Section):
+    """The traffic of one kind of collective."""
 
     name: str
-    """Operation, such as all_to_all_single."""
+    """The operation, such as all_to_all_single."""
 
     calls: float
-    """Per rank and step."""
+    """How many calls there were, per rank and step."""
 
     sent_bytes: float
-    """What an ideal algorithm sends to other ranks, per rank and step."""
+    """Bytes that an ideal algorithm sends to other ranks, per rank and step."""
 
 
 class RowTravel(Section):
     """How the row gradients of a step travel, mean over ranks."""
 
     window_s: float
-    """From when they are sent until their rows are needed: so long they cost nothing."""
+    """Seconds from sending gradients until their rows are needed: so long they cost nothing."""
 
     waited_s: float
-    """What the lookup then waits for them."""
+    """Seconds for which the lookup then waits for them."""
 
 
 class ContestantResult(Section):
-    """All that is known of one contestant."""
+    """The measurements of one contestant."""
 
     # Losses that are not finite survive JSON, which has no numbers for them.
     model_config = ConfigDict(ser_json_inf_nan="strings")
 
     name: str
-    """As in the config."""
+    """The contestant's name in the config."""
 
     description: str
-    """In words."""
+    """The contestant in words."""
 
     kind: str
-    """stock, two_d or ceiling."""
+    """The kind of contestant: stock, two_d or ceiling."""
 
     outcome: Outcome
-    """Whether its numbers count."""
+    """The outcome, which says whether the numbers count."""
 
     reason: str = ""
-    """Why they don't."""
+    """The reason why the numbers don't count; empty if they do."""
 
     sharding: dict[str, int] = Field(default_factory=dict)
     """How many tables have which sharding type."""
@@ -119,66 +119,66 @@ class ContestantResult(Section):
     predicted: dict[str, float] | None = None
     """Seconds of the step's parts, as fields of `StepCost`; None without a calibration."""
 
-    blocks: tuple[Block, ...] = ()
-    """In the order of the rounds."""
+    blocks: tuple[ContestantBlock, ...] = ()
+    """The blocks, in the order of the rounds."""
 
     phases: tuple[Phase, ...] = ()
     """The traced step, part by part; they add up to it."""
 
-    traffic: tuple[Traffic, ...] = ()
-    """What its collectives carried in the traced step."""
+    traffic: tuple[MeasuredTraffic, ...] = ()
+    """The traffic of each kind of collective in the traced step."""
 
     row_travel: RowTravel | None = None
-    """Of a `GradientSync`; None of others."""
+    """The travel of a `GradientSync`'s row gradients; None of other syncs."""
 
     peak_memory_bytes: int | None = None
     """The most memory that its process on any rank had, beyond what it started with."""
 
     losses: tuple[float, ...] = ()
-    """Of the global batch, step by step from the first one."""
+    """The losses of the global batch, step by step from the first one."""
 
     loss_gap: float | None = None
     """The largest difference to the reference, over the steps that both did."""
 
     loss_bound: float | None = None
-    """What `loss_gap` may be; None for a ceiling, which trains nothing."""
+    """The largest `loss_gap` that counts; None for a ceiling, which trains nothing."""
 
 
-class Setting(Section):
-    """Where and how it ran."""
+class BenchSetting(Section):
+    """The place and the circumstances of a benchmark."""
 
     title: str
-    """Of the benchmark."""
+    """The title of the benchmark."""
 
     when: str
-    """Date and time, UTC."""
+    """The date and the time, UTC."""
 
     command: str
-    """What repeats it."""
+    """The command that repeats the benchmark."""
 
     hosts: int
-    """Groups of `ranks_per_host` ranks."""
+    """How many hosts there were, with `ranks_per_host` ranks each."""
 
     ranks_per_host: int
-    """LOCAL_WORLD_SIZE."""
+    """How many ranks a host had: LOCAL_WORLD_SIZE."""
 
     network: str
-    """In words."""
+    """The network in words."""
 
     cluster: str = ""
-    """What an emulated cluster says of itself; empty where machines are real."""
+    """An emulated cluster's description of itself; empty where machines are real."""
 
     machine: dict[str, str]
-    """Processor, cores, memory, kernel."""
+    """The processor, the cores, the memory and the kernel."""
 
     versions: dict[str, str]
-    """Of Python and the packages that matter."""
+    """The versions of Python and of the packages that matter."""
 
     link_speeds: dict[str, float | None]
     """Bytes per second that a rank sends while all others do; None for a link that isn't there."""
 
     config: dict[str, Any]
-    """The whole config."""
+    """The whole config of the benchmark."""
 
 
 class BenchResult(JsonFile):
@@ -186,49 +186,51 @@ class BenchResult(JsonFile):
 
     what_it_is: ClassVar[str] = "the JSON of a benchmark"
 
-    format: int = FORMAT
-    """Of this file."""
+    format: int = BENCH_RESULT_FORMAT
+    """The format of this file."""
 
-    setting: Setting
-    """Where and how it ran."""
+    setting: BenchSetting
+    """The place and the circumstances of the benchmark."""
 
     reference: str
-    """Whose losses the others were held against."""
+    """The contestant whose losses the others were held against."""
 
     contestants: tuple[ContestantResult, ...]
-    """In the order of the config."""
+    """The contestants, in the order of the config."""
 
     dense_from: tuple[str, ...] = ()
     """The ceilings that predictions take from what a step does beside its tables; without any, the
     model without its tables was timed."""
 
     def measured(self) -> tuple[ContestantResult, ...]:
-        """Those whose numbers count, ceilings included."""
-        return tuple(one for one in self.contestants if one.outcome is Outcome.MEASURED)
+        """The contestants whose numbers count, ceilings included."""
+        return tuple(
+            contestant for contestant in self.contestants if contestant.outcome is Outcome.MEASURED
+        )
 
 
-def mean_traffic(ranks: Sequence[Sequence[Traffic]]) -> tuple[Traffic, ...]:
+def mean_traffic(ranks: Sequence[Sequence[MeasuredTraffic]]) -> tuple[MeasuredTraffic, ...]:
     """The traffic of a mean rank, by name; what a rank doesn't have counts as none."""
-    names = sorted({one.name for traffic in ranks for one in traffic})
+    names = sorted({part.name for traffic in ranks for part in traffic})
     rows = {
-        name: [one for traffic in ranks for one in traffic if one.name == name] for name in names
+        name: [part for traffic in ranks for part in traffic if part.name == name] for name in names
     }
     return tuple(
-        Traffic(
+        MeasuredTraffic(
             name=name,
-            calls=sum(one.calls for one in some) / len(ranks),
-            sent_bytes=sum(one.sent_bytes for one in some) / len(ranks),
+            calls=sum(part.calls for part in parts) / len(ranks),
+            sent_bytes=sum(part.sent_bytes for part in parts) / len(ranks),
         )
-        for name, some in rows.items()
+        for name, parts in rows.items()
     )
 
 
 def mean_travel(ranks: Sequence[RowTravel | None]) -> RowTravel | None:
     """Over the ranks whose rows travel; `None` if no rank's do."""
-    known = [one for one in ranks if one is not None]
-    if not known:
+    measured = [travel for travel in ranks if travel is not None]
+    if not measured:
         return None
     return RowTravel(
-        window_s=sum(one.window_s for one in known) / len(known),
-        waited_s=sum(one.waited_s for one in known) / len(known),
+        window_s=sum(travel.window_s for travel in measured) / len(measured),
+        waited_s=sum(travel.waited_s for travel in measured) / len(measured),
     )

@@ -1,4 +1,4 @@
-"""What a benchmark's config says of its schedule, its network and its losses."""
+"""The sections of a benchmark's config for its schedule, its network and its losses."""
 
 from typing import Literal
 
@@ -32,10 +32,10 @@ class ScheduleConfig(Section):
     """After so long without an answer to "build", "trace" or a block, a contestant is out."""
 
     seed: int = Field(default=0, ge=0)
-    """Of the order of the contestants and of the bootstrap."""
+    """The seed of the order of the contestants and of the bootstrap."""
 
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where each rank computes."""
+    """The device on which each rank computes."""
 
 
 class NetworkConfig(Section):
@@ -46,30 +46,30 @@ class NetworkConfig(Section):
     collective instead. An interface's counters include what others send."""
 
     description: str = ""
-    """What the report says of the network."""
+    """The network as the report describes it."""
 
 
 class LossConfig(Section):
-    """Who trains the same."""
+    """Which contestants must train the same, and how closely."""
 
     num_steps: int | None = Field(default=None, ge=1)
     """So many first losses are compared, by default all. For models in which rounding grows so
     fast that later losses say nothing."""
 
     exact_bound: float = Field(default=1e-4, gt=0)
-    """For contestants whose arithmetic is that of one table on the global batch."""
+    """The bound of contestants whose arithmetic is that of one table on the global batch."""
 
     fp16_bound: float = Field(default=5e-3, gt=0)
-    """For communication in fp16, which keeps 11 bits of each number."""
+    """The bound of communication in fp16, which keeps 11 bits of each number."""
 
     bf16_bound: float = Field(default=1e-2, gt=0)
-    """For communication in bf16, which keeps 8 bits of each number."""
+    """The bound of communication in bf16, which keeps 8 bits of each number."""
 
     int8_bound: float = Field(default=1e-2, gt=0)
-    """For communication in int8: 8 bits, scaled by the largest number of a row."""
+    """The bound of communication in int8: 8 bits, scaled by the largest number of a row."""
 
     nearly_bound: float = Field(default=5e-2, gt=0)
-    """For another algorithm: averaged replicas, and optimizer state by column shard."""
+    """The bound of another algorithm: averaged replicas, and optimizer state by column shard."""
 
     def bound_of(self, arithmetic: str) -> float:
         """The bound of communication in ``fp32`` (exact), ``fp16``, ``bf16`` or ``int8``."""

@@ -1,4 +1,4 @@
-"""Where and how a benchmark runs: what its report starts with."""
+"""The place and the circumstances of a benchmark, with which its report starts."""
 
 import os
 import shlex
@@ -6,7 +6,7 @@ import sys
 from datetime import datetime
 
 from torchrec_2dsp.programs.bench.machine import describe_machine, describe_versions
-from torchrec_2dsp.programs.bench.results import Setting
+from torchrec_2dsp.programs.bench.results import BenchSetting
 from torchrec_2dsp.programs.bench.worker import Place
 from torchrec_2dsp.programs.calibrate.link_speed import LinkSpeeds
 from torchrec_2dsp.programs.config.sections import Section
@@ -20,8 +20,8 @@ def describe_setting(
     place: Place,
     speeds: LinkSpeeds,
     started: datetime,
-) -> Setting:
-    """Where and how a benchmark runs.
+) -> BenchSetting:
+    """The place and the circumstances of a benchmark.
 
     Args:
         config: all of it.
@@ -31,7 +31,7 @@ def describe_setting(
         speeds: of the links.
         started: when.
     """
-    return Setting(
+    return BenchSetting(
         title=title,
         when=started.strftime("%Y-%m-%d %H:%M"),
         command=_command(place),

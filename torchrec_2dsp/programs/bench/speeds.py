@@ -16,13 +16,13 @@ from torchrec_2dsp.programs.calibrate.link_speed import measure_link_speeds
 
 
 def measured_place(config: BenchConfig, place: Place, control: Control) -> MeasuredPlace:
-    """What links give and the model takes, measured in a process that ends with it."""
+    """The speeds of links and of the model, measured in a process that ends with it."""
     process = ContestantProcess(lambda: _Measurer(config, place))
     try:
         answer = process.ask("measure", deadline_s=config.schedule.deadline_s)
     finally:
         process.kill()
-    failed = [one for one in control.exchange(answer) if one.how is not How.ANSWERED]
+    failed = [reply for reply in control.exchange(answer) if reply.how is not How.ANSWERED]
     if failed:
         raise ConfigError(f"the network can't be measured: {failed[0].report}")
     return answer.value

@@ -1,4 +1,4 @@
-"""What the blocks of a benchmark say: step times, ratios and how sure they are.
+"""The figures of a benchmark's blocks: step times, ratios and how sure they are.
 
 Nothing is averaged over contestants and no block is dropped: medians over blocks, and intervals
 from resampling whole blocks, since the steps of a block share what disturbed it.
@@ -30,19 +30,19 @@ class StepTime:
     """How long a contestant's steps took, over its blocks."""
 
     min_s: float
-    """Of the fastest block."""
+    """The step time of the fastest block."""
 
     median_s: float
-    """Of the middle block."""
+    """The step time of the middle block."""
 
     max_s: float
-    """Of the slowest block."""
+    """The step time of the slowest block."""
 
     low_s: float
-    """Where the median's interval starts."""
+    """The start of the median's interval."""
 
     high_s: float
-    """Where it ends."""
+    """The end of the median's interval."""
 
     @property
     def spread(self) -> float:
@@ -55,16 +55,16 @@ class Speedup:
     """How many times as fast as another contestant one is."""
 
     base: str
-    """The other."""
+    """The other contestant."""
 
     factor: float
-    """The median over rounds."""
+    """The median factor over the rounds."""
 
     low: float
-    """Where its interval starts."""
+    """The start of the factor's interval."""
 
     high: float
-    """Where it ends."""
+    """The end of the factor's interval."""
 
     num_rounds: int
     """Rounds in which both trained."""
@@ -75,13 +75,13 @@ class ContestantSummary:
     """One measured contestant in figures."""
 
     result: ContestantResult
-    """What they were computed from."""
+    """The result that the figures were computed from."""
 
     step: StepTime
     """How long its steps took."""
 
     samples_per_s: float
-    """Of all ranks, at the median step time."""
+    """Samples of all ranks per second, at the median step time."""
 
     over_best_stock: Speedup | None
     """Against the best stock contestant; None without one, or without a common round."""
@@ -97,23 +97,23 @@ class ContestantSummary:
     """Median over blocks of what a rank sent per step; None if nothing was counted."""
 
     sent_bytes: float
-    """What the traced collectives ideally send, per rank and step."""
+    """Bytes that the traced collectives ideally send, per rank and step."""
 
     foreign_load_cores: float
-    """The median over blocks."""
+    """The load of other processes in cores, the median over blocks."""
 
     loaded_rounds: tuple[int, ...]
     """Rounds whose foreign load was above `FOREIGN_LOAD_LIMIT_CORES`."""
 
     @property
     def name(self) -> str:
-        """As in the config."""
+        """The contestant's name in the config."""
         return self.result.name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A benchmark in figures."""
+    """The figures of a benchmark."""
 
     contestants: tuple[ContestantSummary, ...]
     """The measured ones, in the order of the config."""
@@ -125,14 +125,16 @@ class Summary:
     """The fastest of those that have gloo's own all-to-all."""
 
     ceiling: str | None
-    """The fastest ceiling."""
+    """The name of the fastest ceiling."""
 
     probe_s: float | None = None
-    """What a fixed piece of work took, median over all blocks; None if it wasn't timed."""
+    """The time of a fixed piece of work, median over all blocks; None if it wasn't timed."""
 
     def find(self, name: str) -> ContestantSummary | None:
         """The contestant of this name, None if it was not measured."""
-        return next((one for one in self.contestants if one.name == name), None)
+        return next(
+            (contestant for contestant in self.contestants if contestant.name == name), None
+        )
 
 
 def median_interval(values: Sequence[float], *, seed: int = 0) -> tuple[float, float]:
@@ -145,9 +147,9 @@ def median_interval(values: Sequence[float], *, seed: int = 0) -> tuple[float, f
         >>> median_interval([3.0, 3.0, 3.0])
         (3.0, 3.0)
     """
-    found = np.asarray(values, dtype=np.float64)
-    picks = np.random.default_rng(seed).integers(found.size, size=(NUM_RESAMPLES, found.size))
-    medians = np.median(found[picks], axis=1)
+    sample = np.asarray(values, dtype=np.float64)
+    picks = np.random.default_rng(seed).integers(sample.size, size=(NUM_RESAMPLES, sample.size))
+    medians = np.median(sample[picks], axis=1)
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(medians, (tail, 1 - tail))
     return float(low), float(high)
@@ -229,35 +231,50 @@ def summarize(result: BenchResult) -> Summary:
         ConfigError: a measured contestant has no blocks, or the config can't be read.
     """
     config = config_of(result)
-    best_stock = _fastest(one for one in result.measured() if one.kind == "stock")
-    best_plain = _fastest(one for one in result.measured() if _is_plain_stock(config, one))
-    ceiling = _fastest(one for one in result.measured() if one.kind == "ceiling")
+    best_stock = _fastest(
+        contestant for contestant in result.measured() if contestant.kind == "stock"
+    )
+    best_plain = _fastest(
+        contestant for contestant in result.measured() if _is_plain_stock(config, contestant)
+    )
+    ceiling = _fastest(
+        contestant for contestant in result.measured() if contestant.kind == "ceiling"
+    )
     global_batch_size = (
         config.schedule.batch_size * result.setting.hosts * result.setting.ranks_per_host
     )
     seed = config.schedule.seed
 
-    def figures(one: ContestantResult) -> ContestantSummary:
-        step = step_time(one, seed=seed)
-        counted = [block.link_bytes for block in one.blocks if block.link_bytes is not None]
+    def figures(contestant: ContestantResult) -> ContestantSummary:
+        step = step_time(contestant, seed=seed)
+        counted = [block.link_bytes for block in contestant.blocks if block.link_bytes is not None]
         return ContestantSummary(
-            result=one,
+            result=contestant,
             step=step,
             samples_per_s=global_batch_size / step.median_s,
-            over_best_stock=speedup(one, best_stock, seed=seed) if best_stock else None,
-            over_plain_stock=speedup(one, best_plain, seed=seed) if best_plain else None,
+            over_best_stock=speedup(contestant, best_stock, seed=seed) if best_stock else None,
+            over_plain_stock=speedup(contestant, best_plain, seed=seed) if best_plain else None,
             share_of_ceiling=_median_s(ceiling) / step.median_s if ceiling else None,
             link_bytes=float(np.median(counted)) if counted else None,
-            sent_bytes=sum(part.sent_bytes for part in one.traffic),
-            foreign_load_cores=float(np.median([block.foreign_load for block in one.blocks])),
+            sent_bytes=sum(part.sent_bytes for part in contestant.traffic),
+            foreign_load_cores=float(
+                np.median([block.foreign_load for block in contestant.blocks])
+            ),
             loaded_rounds=tuple(
-                block.round for block in one.blocks if block.foreign_load > FOREIGN_LOAD_LIMIT_CORES
+                block.round
+                for block in contestant.blocks
+                if block.foreign_load > FOREIGN_LOAD_LIMIT_CORES
             ),
         )
 
-    probes_s = [block.probe_s for one in result.measured() for block in one.blocks if block.probe_s]
+    probes_s = [
+        block.probe_s
+        for contestant in result.measured()
+        for block in contestant.blocks
+        if block.probe_s
+    ]
     return Summary(
-        contestants=tuple(figures(one) for one in result.measured()),
+        contestants=tuple(figures(contestant) for contestant in result.measured()),
         best_stock=best_stock.name if best_stock else None,
         best_plain_stock=best_plain.name if best_plain else None,
         ceiling=ceiling.name if ceiling else None,
@@ -275,5 +292,5 @@ def _median_s(contestant: ContestantResult) -> float:
 
 
 def _is_plain_stock(config: BenchConfig, contestant: ContestantResult) -> bool:
-    one = config.contestants.get(contestant.name)
-    return isinstance(one, StockContestant) and not one.full_duplex
+    planned = config.contestants.get(contestant.name)
+    return isinstance(planned, StockContestant) and not planned.full_duplex

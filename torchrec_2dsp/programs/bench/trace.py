@@ -1,4 +1,4 @@
-"""Where the time of a step goes, from a profile of it."""
+"""The parts of a step's time, from a profile of it."""
 
 import os
 import sys
@@ -23,27 +23,27 @@ _COLLECTIVES = ("gloo:", "nccl:")
 
 
 @dataclass(frozen=True)
-class Span:
-    """Something that took time."""
+class TracedSpan:
+    """An operation or a collective of a profile, with its time."""
 
     name: str
     """An operator, a collective or a label."""
     start_us: float
-    """On any clock."""
+    """The start, on any clock."""
     end_us: float
-    """Of the same clock."""
+    """The end, on the same clock."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What a profile says of some steps."""
+    """The profile of some steps."""
 
-    labels: tuple[Span, ...]
+    labels: tuple[TracedSpan, ...]
     """TorchRec's names for the parts of a step, and the step itself."""
-    operators: tuple[Span, ...]
-    """What the training thread computed."""
-    collectives: tuple[Span, ...]
-    """What was in flight."""
+    operators: tuple[TracedSpan, ...]
+    """The operations of the training thread."""
+    collectives: tuple[TracedSpan, ...]
+    """The collectives that were in flight."""
 
 
 def traced(
@@ -69,14 +69,14 @@ def traced(
 def _silenced() -> Iterator[None]:
     """Keep out what the profiler says, once per rank, on the error output."""
     sys.stderr.flush()
-    kept = os.dup(2)
+    saved_stderr = os.dup(2)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(saved_stderr, 2)
+        os.close(saved_stderr)
 
 
 def _sorted_out(events: Iterable[Any]) -> Trace:
@@ -84,7 +84,7 @@ def _sorted_out(events: Iterable[Any]) -> Trace:
     main = next(event.thread for event in events if event.name == _STEP)
     labels, operators, collectives = [], [], []
     for event in events:
-        span = Span(event.name, event.time_range.start, event.time_range.end)
+        span = TracedSpan(event.name, event.time_range.start, event.time_range.end)
         if event.name.startswith(_COLLECTIVES):
             collectives.append(span)
         elif event.thread == main and event.name.startswith("##"):
@@ -138,11 +138,11 @@ def split_by_phase(trace: Trace) -> tuple[Phase, ...]:
         ("other", steps, False),
     ]
     num_steps = sum(span.name == _STEP for span in trace.labels)
-    left, phases = steps.copy(), []
+    unexplained, phases = steps.copy(), []
     for name, moments, waiting in parts:
-        seconds = clock.seconds(moments & left) / num_steps
+        seconds = clock.seconds(moments & unexplained) / num_steps
         phases.append(Phase(name=name, seconds=seconds, waiting=waiting))
-        left &= ~moments
+        unexplained &= ~moments
     return tuple(phase for phase in phases if phase.seconds > 0.0)
 
 
@@ -168,9 +168,9 @@ class _Clock:
         self._edges = np.unique(np.array(edges))
 
     def inside(
-        self, spans: Iterable[Span], *prefixes: str, anywhere: bool = False
+        self, spans: Iterable[TracedSpan], *prefixes: str, anywhere: bool = False
     ) -> NDArray[np.bool_]:
-        """Which moments a span with one of these names covers."""
+        """The moments that a span with one of these names covers."""
         chosen = [
             span
             for span in spans
@@ -186,5 +186,5 @@ class _Clock:
         return np.cumsum(change)[:-1] > 0
 
     def seconds(self, moments: NDArray[np.bool_]) -> float:
-        """How long they last."""
+        """The seconds that moments last."""
         return float(np.diff(self._edges)[moments].sum()) * 1e-6

@@ -55,7 +55,7 @@ def initial_rows(
 
 
 def _local_shards(value: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
-    """This rank's parts of a table, with their first row and column."""
+    """The parts of a table on this rank, with their first row and column."""
     if isinstance(value, ShardedTensor):
         for shard in value.local_shards():
             row, column = shard.metadata.shard_offsets

@@ -22,7 +22,7 @@ from torchrec_2dsp.programs.bench.config import BenchConfig, CeilingContestant
 from torchrec_2dsp.programs.bench.contestants import Trainer, build_trainer, sharding_of
 from torchrec_2dsp.programs.bench.control import contestant_store
 from torchrec_2dsp.programs.bench.machine import give_back_memory, peak_bytes, resident_bytes
-from torchrec_2dsp.programs.bench.results import Phase, RowTravel, Traffic
+from torchrec_2dsp.programs.bench.results import MeasuredTraffic, Phase, RowTravel
 from torchrec_2dsp.programs.bench.trace import split_by_phase, traced
 from torchrec_2dsp.programs.calibrate.link_speed import LinkSpeeds
 from torchrec_2dsp.programs.data.synthetic import make_batch
@@ -42,24 +42,24 @@ _LATE_STEPS = 2
 
 @dataclass(frozen=True)
 class Place:
-    """Which rank this is."""
+    """The place of this rank in the world."""
 
     rank: int
-    """In the world."""
+    """The number of the rank in the world."""
     world_size: int
-    """Ranks in all."""
+    """How many ranks there are in all."""
     local_world_size: int
-    """Ranks of this host."""
+    """How many ranks this host has."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """What one rank's traced steps told."""
+    """The measurements of one rank's traced steps."""
 
     phases: tuple[Phase, ...]
     """The step, part by part."""
-    traffic: tuple[Traffic, ...]
-    """What the collectives carried."""
+    traffic: tuple[MeasuredTraffic, ...]
+    """The traffic of each kind of collective."""
     row_travel: RowTravel | None
     """How long row gradients could travel, and were waited for."""
     peak_memory_bytes: int | None
@@ -67,12 +67,12 @@ class Traced:
 
 
 class MeasuredPlace(NamedTuple):
-    """What was measured before the first contestant."""
+    """The measurements before the first contestant."""
 
     speeds: LinkSpeeds
-    """Of the network."""
+    """The speeds of the network."""
     dense: DenseWork | None
-    """What the model takes without its tables, if steps are to be predicted."""
+    """The work of the model without its tables, if steps are to be predicted."""
 
 
 class Built(NamedTuple):
@@ -81,7 +81,7 @@ class Built(NamedTuple):
     sharding: dict[str, int]
     """How many tables have which sharding type."""
     plan: ShardingPlan
-    """What it trains by."""
+    """The plan that the contestant trains by."""
 
 
 class Worker:
@@ -94,9 +94,11 @@ class Worker:
         self._name = name
         self._place = place
         self._measured = measured
-        one = config.contestants[name]
-        self._is_ceiling = isinstance(one, CeilingContestant)
-        self._planned = config.planned[one.of if isinstance(one, CeilingContestant) else name]
+        contestant = config.contestants[name]
+        self._is_ceiling = isinstance(contestant, CeilingContestant)
+        self._planned = config.planned[
+            contestant.of if isinstance(contestant, CeilingContestant) else name
+        ]
         self._feed = _Feed(config, place, _RECORDED_STEPS if self._is_ceiling else 0)
         self._losses: list[torch.Tensor] = []
         self._trainer: Trainer | None = None
@@ -203,7 +205,7 @@ class Worker:
             calls, num_bytes = sums.get(record.op, (0, 0.0))
             sums[record.op] = (calls + 1, num_bytes + record.sent_bytes)
         traffic = tuple(
-            Traffic(name=op, calls=calls / num_steps, sent_bytes=num_bytes / num_steps)
+            MeasuredTraffic(name=op, calls=calls / num_steps, sent_bytes=num_bytes / num_steps)
             for op, (calls, num_bytes) in sorted(sums.items())
         )
         grown = None if peak is None or self._start_bytes is None else peak - self._start_bytes

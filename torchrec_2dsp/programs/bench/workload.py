@@ -1,4 +1,4 @@
-"""What a contestant's step has to do, for a cost model: its tables, its wire and the rest."""
+"""The work of a contestant's step, for a cost model: its tables, its wire and the rest."""
 
 import statistics
 from dataclasses import replace
@@ -16,29 +16,29 @@ from torchrec_2dsp.programs.models.true_access import true_access
 
 
 def tables_work(config: BenchConfig) -> Workload:
-    """What a step does with the tables, whoever trains them."""
+    """The work of a step with the tables, whoever trains them."""
     model = build_model(config.data, config.model, tables_device="meta")
     batch_size = config.schedule.batch_size
     return Workload.of_model(model, batch_size=batch_size, access=true_access(config.data))
 
 
 def workload_of(
-    one: PlannedContestant, tables: Workload, dim: int, dense: DenseWork | None
+    contestant: PlannedContestant, tables: Workload, dim: int, dense: DenseWork | None
 ) -> Workload:
-    """Of a contestant.
+    """The work of a contestant's step.
 
     Args:
-        one: how it communicates.
+        contestant: how it communicates.
         tables: what `tables_work` gave.
         dim: of the tables.
         dense: what the model does beside them, if that is known.
     """
-    wire = _wire_bytes(one.qcomms, dim)
+    wire = _bytes_per_number(contestant.qcomms, dim)
     return replace(
         tables,
         dense=dense or DenseWork(),
-        prefetches_rows=isinstance(one, TwoDContestant) and one.prefetch_rows,
-        full_duplex=one.full_duplex,
+        prefetches_rows=isinstance(contestant, TwoDContestant) and contestant.prefetch_rows,
+        full_duplex=contestant.full_duplex,
         forward_wire_bytes=wire,
         backward_wire_bytes=wire,
     )
@@ -78,6 +78,6 @@ def measure_dense(config: BenchConfig, world: dist.ProcessGroup) -> DenseWork:
     )
 
 
-def _wire_bytes(qcomms: str, dim: int) -> float:
-    """Of a number; INT8 has a scale and an offset for each row."""
+def _bytes_per_number(qcomms: str, dim: int) -> float:
+    """Bytes of a number that travels; INT8 has a scale and an offset for each row."""
     return {"fp32": 4.0, "fp16": 2.0, "int8": 1 + 8 / dim}[qcomms]

@@ -17,13 +17,13 @@ _COMPUTED_S = 0.01
 _SIZES = {"cpu": 384, "cuda": 4096}
 _REPEATS = 9
 _SMALLEST = 2**14
-"""Elements for each rank."""
+"""The elements for each rank of the smallest message."""
 _LARGEST = 2**26
 """Elements for all ranks together."""
 
 
 class Beside:
-    """What collectives take where ranks compute as well; on all ranks alike.
+    """The time of collectives where ranks compute as well; the same on all ranks.
 
     Collectives:
         All-to-alls, in all that it does, and those of `slowest_rank_seconds`.
@@ -47,7 +47,7 @@ class Beside:
         return max(0.0, self._seconds(compute, exchange) - alone)
 
     def hidden_share(self) -> float:
-        """Which share of a long all-to-all takes no time if ranks compute meanwhile."""
+        """The share of a long all-to-all that takes no time if ranks compute meanwhile."""
         num_elements = _SMALLEST
         exchange = self._exchanging(num_elements)
         most = _LARGEST // self._world.size()

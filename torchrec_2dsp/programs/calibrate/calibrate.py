@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torchrec_2dsp.comms.agreement import agree
-from torchrec_2dsp.cost.calibration import Calibration, Collectives, Hardware, Kernels
+from torchrec_2dsp.cost.calibration import Calibration, CollectiveTimes, Hardware, Kernels
 from torchrec_2dsp.errors import CalibrationError
 from torchrec_2dsp.programs.calibrate.beside import Beside
 from torchrec_2dsp.programs.calibrate.collectives import measure_collectives
@@ -38,7 +38,7 @@ def calibrate(
         CalibrationError: one rank is no network, hosts have different numbers of ranks, or no
             constants explain what was measured.
 
-    Collectives:
+    CollectiveTimes:
         Those that are measured, process groups for them, and one all-gather of objects.
     """
     world_size = dist.get_world_size(world)
@@ -48,14 +48,14 @@ def calibrate(
         facts={"local_world_size": str(local_world_size)},
     )
     collectives = {
-        one: fit_collective(one, samples)
-        for one, samples in measure_collectives(
+        collective: fit_collective(collective, samples)
+        for collective, samples in measure_collectives(
             world, local_world_size=local_world_size, progress=progress
         ).items()
     }
     kernels = {
-        one: fit_kernel(one, samples)
-        for one, samples in measure_kernels(world, progress=progress).items()
+        kernel: fit_kernel(kernel, samples)
+        for kernel, samples in measure_kernels(world, progress=progress).items()
     }
     progress("collectives and computing together")
     beside = Beside(world)
@@ -71,7 +71,7 @@ def calibrate(
             measured=datetime.now(UTC).strftime("%Y-%m-%d"),
             memory_bytes=_memory_bytes(device, local_world_size),
         ),
-        collectives=Collectives(**collectives),
+        collectives=CollectiveTimes(**collectives),
         kernels=Kernels.model_validate(kernels),
         turn_s=turn_s,
         hidden_share=hidden_share,

@@ -24,7 +24,7 @@ _LONG_S = 0.1
 
 
 @dataclass(frozen=True)
-class Collective:
+class TimedCollective:
     """A collective of torch, and what it moves if a rank's larger buffer has so many bytes."""
 
     run: Callable[[torch.Tensor, dist.ProcessGroup], object]
@@ -52,17 +52,17 @@ def _even(span: Span, num_bytes: float) -> Traffic:
 
 
 COLLECTIVES = {
-    "all_to_all": Collective(_all_to_all, _even),
-    "full_duplex_all_to_all": Collective(_all_to_all, _even, is_full_duplex=True),
-    "all_reduce": Collective(
+    "all_to_all": TimedCollective(_all_to_all, _even),
+    "full_duplex_all_to_all": TimedCollective(_all_to_all, _even, is_full_duplex=True),
+    "all_reduce": TimedCollective(
         lambda sent, group: dist.all_reduce(sent, group=group), traffic.all_reduce
     ),
-    "all_gather": Collective(
+    "all_gather": TimedCollective(
         _all_gather, lambda span, num_bytes: traffic.all_gather(span, num_bytes / span.num_ranks)
     ),
-    "reduce_scatter": Collective(_reduce_scatter, traffic.reduce_scatter),
+    "reduce_scatter": TimedCollective(_reduce_scatter, traffic.reduce_scatter),
 }
-"""By the name that a calibration has for it."""
+"""The collectives by the names that a calibration has for them."""
 
 
 def measure_collectives(
@@ -87,12 +87,12 @@ def measure_collectives(
     for ranks_of_groups in _places(world_size, local_world_size):
         span = Span.of(ranks_of_groups, local_world_size)
         for is_full_duplex in (False, True) if dist.get_backend(world) == "gloo" else (False,):
-            with subgroup(ranks_of_groups, is_full_duplex=is_full_duplex) as mine:
-                for name, one in COLLECTIVES.items():
-                    if one.is_full_duplex != is_full_duplex:
+            with subgroup(ranks_of_groups, is_full_duplex=is_full_duplex) as group:
+                for name, collective in COLLECTIVES.items():
+                    if collective.is_full_duplex != is_full_duplex:
                         continue
                     progress(f"{name}, {_where(span)}")
-                    timed = _timed(one, span, world, mine)
+                    timed = _timed(collective, span, world, group)
                     samples.setdefault(name, []).extend(timed)
     return samples
 
@@ -104,8 +104,8 @@ def _places(world_size: int, local_world_size: int) -> list[Groups]:
         ranks_by_place(world_size, local_world_size),
         [list(range(world_size))],
     ]
-    distinct = [one for index, one in enumerate(places) if one not in places[:index]]
-    return [one for one in distinct if len(one[0]) > 1]
+    distinct = [grouping for index, grouping in enumerate(places) if grouping not in places[:index]]
+    return [grouping for grouping in distinct if len(grouping[0]) > 1]
 
 
 def _where(span: Span) -> str:
@@ -115,16 +115,16 @@ def _where(span: Span) -> str:
 
 
 def _timed(
-    one: Collective, span: Span, world: dist.ProcessGroup, group: dist.ProcessGroup
+    collective: TimedCollective, span: Span, world: dist.ProcessGroup, group: dist.ProcessGroup
 ) -> Iterator[CollectiveSample]:
     """Messages eight times as long as the last one, until they take long or are long."""
     num_bytes = _SMALLEST
     while num_bytes <= _LARGEST:
         num_elements = math.ceil(num_bytes / (_ELEMENT_BYTES * span.num_ranks)) * span.num_ranks
         sent = torch.ones(num_elements, device=group_device(world))
-        run = functools.partial(one.run, sent, group)
+        run = functools.partial(collective.run, sent, group)
         timed = Timed.of(repeated_seconds(run, world))
-        moved = one.traffic(span, float(num_elements * _ELEMENT_BYTES))
+        moved = collective.traffic(span, float(num_elements * _ELEMENT_BYTES))
         yield CollectiveSample(span, moved, timed)
         if timed.seconds > _LONG_S:
             return

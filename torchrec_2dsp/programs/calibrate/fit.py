@@ -17,7 +17,7 @@ MAX_MEDIAN_ERROR = 0.4
 """A fit that half of its longer measurements are further from than this explains nothing."""
 
 MAX_KERNEL_ERROR = 0.6
-"""The same for work on rows: memory is several times slower for many rows than for few."""
+"""A fit of work on rows may be further away: memory is several times slower for many rows."""
 
 _MAX_ROUNDS = 10
 
@@ -30,16 +30,16 @@ class Timed:
     """The repeats of one measurement."""
 
     seconds: float
-    """Their median."""
+    """The median time of the repeats."""
 
     scatter_s: float = 0.0
     """How far half of them are from it, at least."""
 
     @classmethod
     def of(cls, repeats: Sequence[float]) -> "Timed":
-        """Of what each repeat took."""
+        """The median of the repeats' times, and how far they scatter."""
         middle = statistics.median(repeats)
-        return cls(middle, statistics.median(abs(one - middle) for one in repeats))
+        return cls(middle, statistics.median(abs(repeat - middle) for repeat in repeats))
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class KernelSample:
     num_bytes: float
     timed: Timed
     vector_bytes: float = 0.0
-    """Of bags."""
+    """Bytes of the bags' vectors."""
     row_bytes: float = 0.0
-    """Of bags: their distinct rows."""
+    """Bytes of the bags' distinct rows."""
 
 
 def fit_collective(name: str, samples: Sequence[CollectiveSample]) -> CollectiveCost:
@@ -90,18 +90,18 @@ def fit_collective(name: str, samples: Sequence[CollectiveSample]) -> Collective
     timed = [sample.timed for sample in samples]
     # Which of the two ways is the slower one isn't known before their speeds are.
     is_link = link > 0
-    found, errors = _fitted(_ways(constant, local, link, is_link), timed)
+    constants, errors = _fitted(_ways(constant, local, link, is_link), timed)
     for _ in range(_MAX_ROUNDS):
-        was_link, is_link = is_link, (link * found[3] >= local * found[2]) & (link > 0)
+        was_link, is_link = is_link, (link * constants[3] >= local * constants[2]) & (link > 0)
         if (was_link == is_link).all():
             break
-        found, errors = _fitted(_ways(constant, local, link, is_link), timed)
+        constants, errors = _fitted(_ways(constant, local, link, is_link), timed)
     _check(name, errors, MAX_MEDIAN_ERROR)
     return CollectiveCost(
-        base_s=found[0],
-        per_peer_s=found[1],
-        local_s_per_byte=found[2] if local.any() else None,
-        link_s_per_byte=found[3] if link.any() else None,
+        base_s=constants[0],
+        per_peer_s=constants[1],
+        local_s_per_byte=constants[2] if local.any() else None,
+        link_s_per_byte=constants[3] if link.any() else None,
         **errors,
     )
 
@@ -116,12 +116,12 @@ def fit_kernel(name: str, samples: Sequence[KernelSample]) -> KernelCost:
         [1.0, sample.items, sample.num_bytes, sample.vector_bytes, sample.row_bytes]
         for sample in samples
     ]
-    found, errors = _fitted(np.array(work), [sample.timed for sample in samples])
+    constants, errors = _fitted(np.array(work), [sample.timed for sample in samples])
     _check(name, errors, MAX_KERNEL_ERROR)
-    known = {"base_s": found[0], "per_item_s": found[1], "per_byte_s": found[2]} | errors
+    cost = {"base_s": constants[0], "per_item_s": constants[1], "per_byte_s": constants[2]} | errors
     if not any(sample.vector_bytes for sample in samples):
-        return KernelCost(**known)
-    return BagCost(**known, per_vector_byte_s=found[3], per_row_byte_s=found[4])
+        return KernelCost(**cost)
+    return BagCost(**cost, per_vector_byte_s=constants[3], per_row_byte_s=constants[4])
 
 
 def _ways(
@@ -141,15 +141,15 @@ def _fitted(
     What is long counts more than by its relative error, since its seconds make a step; and less
     than by its absolute one, since every message has a shortest time.
     """
-    seconds = np.array([one.seconds for one in timed])
-    scatter = np.array([one.scatter_s for one in timed])
+    seconds = np.array([measurement.seconds for measurement in timed])
+    scatter = np.array([measurement.scatter_s for measurement in timed])
     uncertain = np.hypot(scatter, _RELATIVE_SCATTER * np.sqrt(seconds * seconds.max()))
     largest = np.maximum(work.max(axis=0), np.finfo(float).tiny)
     scaled = work / largest
-    found, _ = nnls(scaled / uncertain[:, None], seconds / uncertain)
-    errors = np.abs(scaled @ found / seconds - 1)[seconds >= np.median(seconds)]
+    solution, _ = nnls(scaled / uncertain[:, None], seconds / uncertain)
+    errors = np.abs(scaled @ solution / seconds - 1)[seconds >= np.median(seconds)]
     return (
-        [float(value) for value in found / largest],
+        [float(value) for value in solution / largest],
         {"median_error": float(np.median(errors)), "max_error": float(errors.max())},
     )
 

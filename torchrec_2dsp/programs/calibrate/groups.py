@@ -29,19 +29,19 @@ def ranks_by_place(world_size: int, local_world_size: int) -> Groups:
 def subgroup(
     groups: Sequence[Sequence[int]], *, is_full_duplex: bool
 ) -> Iterator[dist.ProcessGroup]:
-    """This rank's group among some that are all made, and are destroyed at the end.
+    """This rank's group among groups that are all made, and are destroyed at the end.
 
     Collectives:
         Makes the process groups.
     """
-    mine, made = dist.new_subgroups_by_enumeration(
+    own_group, all_groups = dist.new_subgroups_by_enumeration(
         [list(ranks) for ranks in groups],
         backend=full_duplex_backend() if is_full_duplex else None,
         group_desc="measured",
     )
-    assert isinstance(mine, dist.ProcessGroup)
+    assert isinstance(own_group, dist.ProcessGroup)
     try:
-        yield mine
+        yield own_group
     finally:
-        for group in reversed(made):
+        for group in reversed(all_groups):
             dist.destroy_process_group(group)

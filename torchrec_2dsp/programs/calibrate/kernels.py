@@ -32,7 +32,7 @@ _NUM_IDS = (2**11, 2**13, 2**15)
 """More would be tensors that get their memory page by page, each time anew."""
 _BAG_SIZES = (1, 16)
 _ROWS_OF_A_TABLE = (64, _NUM_ROWS // _NUM_TABLES)
-"""Of which ids are drawn: so few that all repeat, and are in caches, or any."""
+"""The numbers of rows that ids are drawn from: so few that all repeat, in caches, or any."""
 _TABLE_BYTES = (2**24, 2**25, 2**26)
 """Beyond what caches hold, as tables are."""
 
@@ -98,7 +98,7 @@ def _bags(device: torch.device) -> Iterator[_Piece]:
 
 
 def _owned_rows(device: torch.device) -> Iterator[_Piece]:
-    """What row exchange does for other ranks, whose rows come in their order."""
+    """The work of row exchange for other ranks, whose rows come in their order."""
     for dim in _DIMS:
         tbe = _tables(dim, PoolingMode.NONE, device)
         rule = rule_for(tbe)
@@ -111,9 +111,13 @@ def _owned_rows(device: torch.device) -> Iterator[_Piece]:
 
             # Arguments, as the loop's variables are others when a piece is run later.
             def look_up(
-                tbe: Any = tbe, direct: Any = direct, found: Any = (ids, offsets)
+                tbe: Any = tbe, direct: Any = direct, lookup_input: Any = (ids, offsets)
             ) -> torch.Tensor:
-                return tbe(*found) if direct is None else direct.lookup(lambda: tbe(*found))
+                return (
+                    tbe(*lookup_input)
+                    if direct is None
+                    else direct.lookup(lambda: tbe(*lookup_input))
+                )
 
             yield from _there_and_back("row_", dim, num_ids, look_up)
 
@@ -148,7 +152,7 @@ def _tables(
 
 
 def _needed_rows(device: torch.device) -> Iterator[_Piece]:
-    """Which rows a batch needs, and where each id finds its own."""
+    """The search for the rows that a batch needs, and for where each id finds its own."""
     for num_ids in _NUM_IDS:
         keys = torch.randint(0, num_ids, (num_ids,), device=device, dtype=torch.int32)
         yield _Piece("find", num_ids, 0.0, lambda keys=keys: RowSum(keys).places())
@@ -173,7 +177,7 @@ def _moves(device: torch.device) -> Iterator[_Piece]:
 
 
 def _passes(device: torch.device) -> Iterator[_Piece]:
-    """Over whole tables."""
+    """The passes over whole tables."""
     for num_bytes in _TABLE_BYTES:
         table = torch.zeros(num_bytes // _FLOAT_BYTES, device=device)
         yield _Piece("dense_update", 0.0, num_bytes, lambda t=table: t.add_(t, alpha=-0.1))

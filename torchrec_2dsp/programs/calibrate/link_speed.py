@@ -17,7 +17,7 @@ MAX_BYTES = 64 * 2**20
 """No payload is larger than this by default."""
 
 SECONDS_PER_REPEAT = 0.2
-"""What a repeat takes, about, where the link is slow enough."""
+"""About how many seconds a repeat takes, where the link is slow enough."""
 
 _PROBE_BYTES = 2**20
 _ELEMENT_BYTES = 4
@@ -25,7 +25,7 @@ _ELEMENT_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class LinkSpeeds:
-    """What one rank sends per second while all others do the same.
+    """Bytes that one rank sends per second while all others do the same.
 
     The bytes are those on the wire: of N ranks, each sends (N-1)/N of its payload in an
     all-to-all and 2 (N-1)/N in a ring all-reduce. ``None`` says that there is no such link: one
@@ -48,25 +48,25 @@ class LinkSpeeds:
     """Ranks of a host, which share its link."""
 
     intra_host_all_to_all_bytes_per_s: float | None
-    """From one rank to the ranks of its host, in an all-to-all."""
+    """The speed from one rank to the ranks of its host, in an all-to-all."""
 
     intra_host_all_reduce_bytes_per_s: float | None
-    """From one rank to the ranks of its host, in an all-reduce."""
+    """The speed from one rank to the ranks of its host, in an all-reduce."""
 
     cross_host_all_to_all_bytes_per_s: float | None
-    """From one rank to other hosts, in an all-to-all."""
+    """The speed from one rank to other hosts, in an all-to-all."""
 
     cross_host_all_reduce_bytes_per_s: float | None
-    """From one rank to other hosts, in an all-reduce."""
+    """The speed from one rank to other hosts, in an all-reduce."""
 
     @property
     def host_all_to_all_bytes_per_s(self) -> float | None:
-        """From all ranks of one host to other hosts, in an all-to-all: the speed of its link."""
+        """The speed of a host's link: from all its ranks to other hosts, in an all-to-all."""
         return _times(self.local_world_size, self.cross_host_all_to_all_bytes_per_s)
 
     @property
     def host_all_reduce_bytes_per_s(self) -> float | None:
-        """From all ranks of one host to other hosts, in an all-reduce."""
+        """The speed from all ranks of one host to other hosts, in an all-reduce."""
         return _times(self.local_world_size, self.cross_host_all_reduce_bytes_per_s)
 
 
@@ -117,7 +117,7 @@ def measure_link_speeds(
 def bytes_per_s(
     seconds: Sequence[float], *, num_bytes: int, num_ranks: int, num_passes: int
 ) -> float:
-    """What one of ``num_ranks`` ranks sends per second, if a payload takes the median time.
+    """Bytes that one of ``num_ranks`` ranks sends per second, if a payload takes the median time.
 
     Args:
         seconds: one time per repeat.
@@ -152,9 +152,9 @@ def _measure(
         return dict.fromkeys(_COLLECTIVES)
     # Gloo's own all-to-all may take twice the time that the link needs.
     is_gloo = dist.get_backend(world) == "gloo"
-    with subgroup(ranks_of_groups, is_full_duplex=is_gloo) as mine:
+    with subgroup(ranks_of_groups, is_full_duplex=is_gloo) as group:
         return {
-            name: collective.bytes_per_s(world, mine, num_bytes, repeats)
+            name: collective.bytes_per_s(world, group, num_bytes, repeats)
             for name, collective in _COLLECTIVES.items()
         }
 
@@ -172,8 +172,8 @@ class _Collective:
         # The first run makes the connections.
         probe_bytes = min(_PROBE_BYTES, max_bytes)
         num_bytes, (_, probe_seconds) = self._time(world, group, probe_bytes, 2)
-        wanted = payload_bytes(num_bytes, probe_seconds, max_bytes)
-        num_bytes, seconds = self._time(world, group, wanted, repeats)
+        payload = payload_bytes(num_bytes, probe_seconds, max_bytes)
+        num_bytes, seconds = self._time(world, group, payload, repeats)
         return bytes_per_s(
             seconds, num_bytes=num_bytes, num_ranks=group.size(), num_passes=self.num_passes
         )

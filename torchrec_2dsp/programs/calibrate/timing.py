@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 
 def group_device(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors of a group's collectives lie."""
+    """The device of the tensors that a group's collectives take."""
     if "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

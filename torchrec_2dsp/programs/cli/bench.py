@@ -13,7 +13,7 @@ from torchrec_2dsp.programs.cli.outputs import check_writable
 
 if TYPE_CHECKING:
     from torchrec_2dsp.programs.bench.config import BenchConfig
-    from torchrec_2dsp.programs.bench.results import BenchResult, Block, Outcome
+    from torchrec_2dsp.programs.bench.results import BenchResult, ContestantBlock, Outcome
     from torchrec_2dsp.programs.calibrate.link_speed import LinkSpeeds
 
 
@@ -39,7 +39,7 @@ def bench(
     only: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="CONTESTANT", help="Leave out the others, but for the reference. Repeatable."
+            metavar="CONTESTANT", help="Run only this contestant, and the reference. Repeatable."
         ),
     ] = None,
     output: Annotated[
@@ -123,7 +123,7 @@ class BenchDisplay:
         self._bar.stop()
 
     def speeds_measured(self, speeds: "LinkSpeeds") -> None:
-        """What the planner will be told."""
+        """Show the bandwidths that the planner will be told."""
         rates = {
             "inside its host": speeds.intra_host_all_to_all_bytes_per_s,
             "to other hosts": speeds.cross_host_all_to_all_bytes_per_s,
@@ -132,12 +132,12 @@ class BenchDisplay:
         self._say(f"a rank sends {', '.join(parts)}")
 
     def contestant_built(self, name: str, sharding: dict[str, int]) -> None:
-        """One more is ready."""
+        """Show that a contestant is ready."""
         types = ", ".join(f"{count} {kind}" for kind, count in sharding.items())
         self._bar.advance(self._built)
         self._say(f"{name}: {types}")
 
-    def block_measured(self, name: str, block: "Block") -> None:
+    def block_measured(self, name: str, block: "ContestantBlock") -> None:
         """Move the bar; without one, say when a round begins."""
         last = f"{name} {block.step_s * 1e3:.0f} ms"
         self._bar.update(self._blocks, advance=1, last=last)

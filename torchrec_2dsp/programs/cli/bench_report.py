@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def bench_report(
     results: Annotated[
-        list[Path], typer.Argument(metavar="RESULT.json...", help="What benchmarks have written.")
+        list[Path], typer.Argument(metavar="RESULT.json...", help="Results of benchmarks.")
     ],
     output: Annotated[
         Path, typer.Option(help="The page to write, such as docs/benchmarks/demo.md.")
@@ -37,7 +37,7 @@ def bench_compare(
         list[Path], typer.Argument(metavar="RESULT.json...", help="Runs of the same command.")
     ],
     tolerance: Annotated[
-        float, typer.Option(help="How far the medians of a contestant may be apart.")
+        float, typer.Option(help="How far a contestant's medians may differ, as a share.")
     ] = 0.1,
 ) -> None:
     """Check that several runs of a benchmark agree; exit code 1 if they don't."""
@@ -94,7 +94,7 @@ def _draw_plots(results: "list[BenchResult]", output: Path) -> dict[str, Path]:
         drawn["predicted"] = output.with_name(f"{output.stem}_predicted.svg")
         predicted_plot(results, drawn["predicted"])
     for number, result in enumerate(results, 1):
-        if any(one.phases for one in result.measured()):
+        if any(contestant.phases for contestant in result.measured()):
             path = output.with_name(f"{output.stem}_phases_{number}.svg")
             drawn[f"phases_{number}"] = path
             phase_plot(result, path)

@@ -73,13 +73,13 @@ def _bench_sync(path: Path, overrides: list[str], output: Path | None) -> None:
 
 def show_syncs(result: "SyncBenchResult", console: Console) -> None:
     """Print a table for each shard."""
-    from torchrec_2dsp.programs.bench.syncs.report import HEADINGS, shards_of, table_of
+    from torchrec_2dsp.programs.bench.syncs.report import HEADINGS, rows_of_shard, shards_of
 
     for num_groups, shard_mib in shards_of(result):
         table = Table(title=f"{num_groups} copies of {shard_mib:g} MiB", box=box.SIMPLE_HEAD)
         for heading in HEADINGS:
             table.add_column(heading, justify="left" if heading == "sync" else "right")
-        for row in table_of(result, num_groups, shard_mib):
+        for row in rows_of_shard(result, num_groups, shard_mib):
             table.add_row(*row)
         console.print(table)
 

@@ -37,25 +37,30 @@ def show_bench(result: "BenchResult", console: Console) -> None:
         "loss\ngap",
     ]
     table = _narrow_table("contestant", headings)
-    for one in summary.contestants:
-        share = one.share_of_ceiling
+    for contestant in summary.contestants:
+        share = contestant.share_of_ceiling
         table.add_row(
-            Text(one.name),
-            ms(one.step.min_s),
-            ms(one.step.median_s),
-            ms(one.step.max_s),
-            Text(factor(one.over_best_stock)),
+            Text(contestant.name),
+            ms(contestant.step.min_s),
+            ms(contestant.step.median_s),
+            ms(contestant.step.max_s),
+            Text(factor(contestant.over_best_stock)),
             "-" if share is None else f"{share:.0%}",
-            megabytes(one.link_bytes if is_counted else one.sent_bytes),
-            loss_gap(one.result, result.reference),
+            megabytes(contestant.link_bytes if is_counted else contestant.sent_bytes),
+            loss_gap(contestant.result, result.reference),
         )
     console.print()
     console.print(table)
     console.print()
     console.print(Text(_meaning(summary, is_counted)))
-    for one in result.contestants:
-        if one.outcome is not Outcome.MEASURED:
-            console.print(Text(f"\n{one.name} {one.outcome}: {one.reason}", style="bold red"))
+    for contestant in result.contestants:
+        if contestant.outcome is not Outcome.MEASURED:
+            console.print(
+                Text(
+                    f"\n{contestant.name} {contestant.outcome}: {contestant.reason}",
+                    style="bold red",
+                )
+            )
 
 
 def show_agreement(agreement: "Agreement", console: Console) -> None:
@@ -65,12 +70,12 @@ def show_agreement(agreement: "Agreement", console: Console) -> None:
     num_runs = len(agreement.contestants[0].medians_s)
     headings = [f"run {number}\nms" for number in range(1, num_runs + 1)]
     table = _narrow_table("contestant", [*headings, "largest\ndifference"])
-    for one in agreement.contestants:
-        figures = ["failed" if median is None else ms(median) for median in one.medians_s]
-        style = "bold red" if one in agreement.apart else ""
-        is_known = any(median is not None for median in one.medians_s)
-        difference = f"{one.difference:.1%}" if is_known else "-"
-        table.add_row(Text(one.name), *figures, difference, style=style)
+    for contestant in agreement.contestants:
+        figures = ["failed" if median is None else ms(median) for median in contestant.medians_s]
+        style = "bold red" if contestant in agreement.apart else ""
+        is_known = any(median is not None for median in contestant.medians_s)
+        difference = f"{contestant.difference:.1%}" if is_known else "-"
+        table.add_row(Text(contestant.name), *figures, difference, style=style)
     probes_s = [probe_s for probe_s in agreement.probes_s if probe_s]
     if len(probes_s) == num_runs:
         table.add_section()
@@ -108,7 +113,7 @@ def _narrow_table(first: str, headings: list[str]) -> Table:
 
 
 def _meaning(summary: "Summary", is_counted: bool) -> str:
-    """What the columns mean."""
+    """The meaning of the columns, in words."""
     from torchrec_2dsp.programs.bench.statistics import CONFIDENCE
 
     parts = ["Ms: step time over the blocks, on the slowest rank."]

@@ -23,9 +23,9 @@ def calibrate(
     ],
     name: Annotated[
         str | None,
-        typer.Option(help="What to call this hardware; by default as the file."),
+        typer.Option(help="Name of this hardware; the file's name by default."),
     ] = None,
-    device: Annotated[str, typer.Option(help="Where tables will lie: cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device of the tables: cpu or cuda.")] = "cpu",
 ) -> None:
     """Measure what collectives and work on rows take here, in under 3 minutes.
 
@@ -66,11 +66,13 @@ def _calibrate(out: Path, name: str, device: str) -> None:
                 else:
                     console.print(f"measuring {what}")
 
-            made = measure(world, local_world_size=local_world_size, name=name, progress=show)
+            calibration = measure(
+                world, local_world_size=local_world_size, name=name, progress=show
+            )
         if rank:
             return
-        show_calibration(made, console)
-        made.save(out)
+        show_calibration(calibration, console)
+        calibration.save(out)
         console.print(f"wrote {out}", soft_wrap=True)
 
 

@@ -16,9 +16,9 @@ def cluster(
         typer.Argument(help="After `--`: a script, or -m and a module; then its arguments."),
     ] = None,
     hosts: Annotated[int, typer.Option(help="How many hosts.")] = 2,
-    ranks_per_host: Annotated[int, typer.Option(help="How many ranks on each.")] = 2,
+    ranks_per_host: Annotated[int, typer.Option(help="How many ranks a host has.")] = 2,
     link: Annotated[str, typer.Option(help="Each host's rate: 200mbit, 1gbit, none.")] = "1gbit",
-    delay_ms: Annotated[float, typer.Option(help="One way, where the kernel can.")] = 0.0,
+    delay_ms: Annotated[float, typer.Option(help="Delay one way, if the kernel can.")] = 0.0,
     timeout: Annotated[float, typer.Option(help="Seconds for the command.")] = 3600.0,
     check: Annotated[bool, typer.Option("--check", help="Measure the links first.")] = False,
 ) -> None:

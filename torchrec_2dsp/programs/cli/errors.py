@@ -29,23 +29,23 @@ def shown_errors() -> Iterator[None]:
     except TwoDError as error:
         rank = os.environ.get("RANK", "0")
         where = "" if rank == "0" else f" on rank {rank}"
-        said = f"error{where}: {error}"
+        text = f"error{where}: {error}"
         # At once: torchrun takes the first of the ranks for the cause.
-        _tell_torchrun(said)
+        _tell_torchrun(text)
         if rank != "0":
             time.sleep(_LET_RANK_0_SPEAK_S)
-        Console(stderr=True).print(Text(said, style="bold red"), soft_wrap=True)
+        Console(stderr=True).print(Text(text, style="bold red"), soft_wrap=True)
         raise typer.Exit(code=2) from None
 
 
-def _tell_torchrun(said: str) -> None:
+def _tell_torchrun(text: str) -> None:
     """Leave the line where torchrun looks for what it shows at its end, in place of a hint that
     there is nothing to show."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return
     timestamp = {"timestamp": str(int(time.time()))}
-    content = {"message": {"message": said, "extraInfo": timestamp}}
+    content = {"message": {"message": text, "extraInfo": timestamp}}
     # The folder is gone where the launcher has ended.
     with suppress(OSError):
         Path(path).write_text(json.dumps(content))

@@ -58,15 +58,15 @@ def _plan(path: Path, overrides: list[str], json: Path | None, html: Path | None
     check_writable(html)
     if html is not None:
         graph_objects()  # Said before the search if it is missing.
-    made = planning(load_config(PlanConfig, path, overrides))
+    work = planning(load_config(PlanConfig, path, overrides))
     console = Console()
     with console.status("searching"):
-        found = made.planner.plan(made.model, made.sharders)
+        plan = work.planner.plan(work.model, work.sharders)
     # As it is: a log file is as wide as a terminal.
-    explained = made.explained()
+    explained = work.explained()
     typer.echo(str(explained))
     if json is not None:
-        save(found, json)
+        save(plan, json)
     if html is not None:
         explained.write_html(html, f"Why this plan: {path.name}")
     for written in (json, html):
@@ -98,11 +98,11 @@ def _simulate(path: Path, ranks: str, overrides: list[str]) -> None:
     simulated: list[tuple[int, Explanation]] = []
     for size in sorted(map(int, sizes)):
         with console.status(f"searching for {size:,} ranks"):
-            made = planning(
+            work = planning(
                 load_config(PlanConfig, path, [*overrides, f"machines.num_ranks={size}"])
             )
-            made.planner.search(made.model, made.sharders)
-        simulated.append((size, made.planner.explain()))
+            work.planner.search(work.model, work.sharders)
+        simulated.append((size, work.planner.explain()))
     show_simulated(simulated, console)
 
 
@@ -112,16 +112,16 @@ def show_simulated(simulated: "list[tuple[int, Explanation]]", console: Console)
     for heading in ("ranks", "step ms", "samples/s", "efficiency", "GB per rank", "mesh"):
         table.add_column(heading, justify="left" if heading == "mesh" else "right")
     first_s = simulated[0][1].cost.total_s
-    for size, one in simulated:
-        seconds = one.cost.total_s
-        samples = size * one.setting.workload.batch_size
+    for size, explanation in simulated:
+        seconds = explanation.cost.total_s
+        samples = size * explanation.setting.workload.batch_size
         table.add_row(
             f"{size:,}",
             f"{1e3 * seconds:,.2f}",
             f"{samples / seconds:,.0f}" if seconds else "-",
             f"{first_s / seconds:.1%}" if seconds else "-",
-            f"{one.bytes_by_rank.max(initial=0.0) / 1e9:,.2f}",
-            one.where,
+            f"{explanation.bytes_by_rank.max(initial=0.0) / 1e9:,.2f}",
+            explanation.where,
         )
     console.print(table)
     hardware = simulated[0][1].setting.calibration.hardware

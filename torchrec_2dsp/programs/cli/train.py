@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from torchrec_2dsp.plan.plan2d import Plan2D
     from torchrec_2dsp.programs.train.config import TrainConfig
     from torchrec_2dsp.programs.train.meter import Measured
-    from torchrec_2dsp.programs.train.results import RunResult, TrainResult, Watcher
+    from torchrec_2dsp.programs.train.results import RunResult, TrainResult, TrainWatcher
 
 
 def train(
     config: Annotated[
-        Path, typer.Option(help="The program: a TOML file such as configs/runs/demo.toml.")
+        Path, typer.Option(help="What to train: a TOML file such as configs/runs/demo.toml.")
     ],
     overrides: Annotated[
         list[str] | None,
@@ -39,11 +39,11 @@ def train(
     # Not "--run": torchrun would read that as its own --run-path.
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="RUN", help="Leave out the other runs. Can be repeated."),
+        typer.Option(metavar="RUN", help="Train only this run. Can be repeated."),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Write what the runs came to here, as JSON: see train-study."),
+        typer.Option(help="Write the results of the runs here, as JSON for train-study."),
     ] = None,
 ) -> None:
     """Train a DLRM on synthetic clicks, once per run of a config, and compare the runs.
@@ -80,7 +80,7 @@ def _train(path: Path, overrides: list[str], only: list[str], output: Path | Non
             console.print(f"wrote {output}", soft_wrap=True)
 
 
-def _writers(config: "TrainConfig") -> "list[Watcher]":
+def _writers(config: "TrainConfig") -> "list[TrainWatcher]":
     if not config.loop.tensorboard_dir:
         return []
     from torchrec_2dsp.programs.train.tensorboard import TensorBoardWatcher
@@ -100,7 +100,7 @@ class Display:
         """Print the plan and start the bar."""
         self._steps = config.loop.steps
         self._console.print()
-        self._console.print(plan_table(name, plan, config))
+        self._console.print(plan_to_show(name, plan, config))
         if self._console.is_terminal:
             self._bar = Progress(
                 TextColumn("{task.description}", markup=False),
@@ -133,7 +133,7 @@ class Display:
             self._bar = None
 
 
-def plan_table(name: str, plan: "Plan2D", config: "TrainConfig") -> Table:
+def plan_to_show(name: str, plan: "Plan2D", config: "TrainConfig") -> Table:
     """One row per table; ranks that hold the same shard are joined by a plus."""
     from torchrec_2dsp.programs.models.model import table_name
 
@@ -150,7 +150,7 @@ def plan_table(name: str, plan: "Plan2D", config: "TrainConfig") -> Table:
     table.add_column("2D type")
     table.add_column("ranks" if plan.mesh.num_groups == 1 else "ranks (a+b: replica peers)")
     rows = {table_name(feature.name): feature.num_rows for feature in config.data.features}
-    tables = [one for _, module in plan.modules() for one in module.tables()]
+    tables = [table for _, module in plan.modules() for table in module.tables()]
     exchanges = [_exchange(sharding) for _, sharding in tables]
     if any(exchanges):
         table.add_column("exchange")
@@ -167,7 +167,7 @@ def plan_table(name: str, plan: "Plan2D", config: "TrainConfig") -> Table:
 
 
 def _exchange(sharding: "ParameterSharding2D") -> str:
-    """What isn't as in TorchRec: how rows travel, who owns them, and how many are hot."""
+    """How rows travel, who owns them, and how many are hot, where that isn't as in TorchRec."""
     from torchrec_2dsp.plan.parameter_sharding import Exchange, RowOwners
 
     parts = []

@@ -13,7 +13,7 @@ from torchrec_2dsp.programs.cli.errors import shown_errors
 def train_study(
     records: Annotated[
         list[Path],
-        typer.Argument(metavar="RECORD.json...", help="What train --output has written."),
+        typer.Argument(metavar="RECORD.json...", help="Records that train --output wrote."),
     ],
     reference: Annotated[str, typer.Option(help="The run that the others are held against.")],
     output: Annotated[
@@ -25,7 +25,7 @@ def train_study(
     only: Annotated[
         list[str] | None, typer.Option(metavar="RUN", help="Compare only these runs; repeatable.")
     ] = None,
-    title: Annotated[str, typer.Option(help="Of the page.")] = "Quality",
+    title: Annotated[str, typer.Option(help="Title of the page.")] = "Quality",
 ) -> None:
     """Write a Markdown page on runs with several seeds, with its plot and its data beside it."""
     with shown_errors():

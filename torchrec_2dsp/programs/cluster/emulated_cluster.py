@@ -13,7 +13,7 @@ from typing import NoReturn
 from torchrec_2dsp.programs.cluster import launch
 from torchrec_2dsp.programs.cluster.errors import ClusterConfigError, ClusterError
 from torchrec_2dsp.programs.cluster.kernel import CONGESTION_CONTROL, probe
-from torchrec_2dsp.programs.cluster.launch import RunResult
+from torchrec_2dsp.programs.cluster.launch import LaunchResult
 from torchrec_2dsp.programs.cluster.link import Link
 from torchrec_2dsp.programs.cluster.network import InterfaceBytes, Network, remove_orphans
 
@@ -23,7 +23,7 @@ class Terminated(KeyboardInterrupt):
 
     def __init__(self, number: int) -> None:
         self.number = number
-        """The signal's."""
+        """The signal's number."""
         super().__init__(signal.Signals(number).name)
 
 
@@ -48,15 +48,15 @@ class EmulatedCluster:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ClusterConfigError(f"{name}={value!r} is not a positive integer")
         self.hosts = hosts
-        """How many there are."""
+        """How many hosts there are."""
         self.ranks_per_host = ranks_per_host
         """How many ranks share a host."""
         self.link = Link.parse(link, delay_ms)
-        """What joins the hosts."""
+        """The link that joins the hosts."""
         self._network = Network(hosts, self.link)
         self._run_numbers = itertools.count()
 
-    def run(self, command: Sequence[str], *, timeout_s: float = 600) -> RunResult:
+    def run(self, command: Sequence[str], *, timeout_s: float = 600) -> LaunchResult:
         """Run a Python command on every rank, through torchrun, one at a time.
 
         What rank 0 prints is printed; the end of every rank's output is in the result.
@@ -77,7 +77,7 @@ class EmulatedCluster:
         )
 
     def interface_bytes(self, host: int) -> InterfaceBytes:
-        """What a host has sent and received so far."""
+        """The bytes that a host has sent and received so far."""
         self._check_is_up()
         return self._network.interface_bytes(host)
 
@@ -164,7 +164,7 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _catch_signals() -> None:
-    """By default these end a Python process without any cleaning up."""
+    """Let signals, which end a Python process without any cleaning up, raise an error instead."""
     if threading.current_thread() is threading.main_thread():
         for number in _SIGNALS:
             if signal.getsignal(number) is signal.SIG_DFL:

@@ -1,4 +1,4 @@
-"""What can go wrong with an emulated cluster. Messages name the value, the rule and the remedy."""
+"""The errors of an emulated cluster. Messages name the value, the rule and the remedy."""
 
 
 class ClusterError(RuntimeError):
@@ -16,7 +16,7 @@ class CommandFailed(ClusterError):
         self, summary: str, exit_codes: tuple[int | None, ...], tails: tuple[str, ...]
     ) -> None:
         self.exit_codes = exit_codes
-        """By host; None for a host that was still running when it was stopped."""
+        """The exit code of each host; None for a host that was stopped while it ran."""
         self.tails = tails
         """The end of each host's output."""
         states = ["stopped" if code is None else f"exit code {code}" for code in exit_codes]

@@ -1,4 +1,4 @@
-"""What this machine's kernel and tools can do. Asked once, in a namespace made for it."""
+"""The abilities of this machine's kernel and tools, asked once, in a namespace made for it."""
 
 import os
 import shutil
@@ -28,7 +28,7 @@ exec "$@"
 
 @dataclass(frozen=True)
 class Kernel:
-    """What was found out."""
+    """The abilities that were found."""
 
     refusal: str
     """Why there can be no cluster; empty if there can."""
@@ -65,7 +65,7 @@ def probe() -> Kernel:
 
 
 def run_tool(*command: str, commands: list[str] | None = None) -> str:
-    """What a program prints; ``commands`` are the lines that its ``-batch -`` reads."""
+    """The output of a program; ``commands`` are the lines that its ``-batch -`` reads."""
     result = subprocess.run(
         command,
         input=None if commands is None else "".join(f"{line}\n" for line in commands),
@@ -81,7 +81,7 @@ def run_tool(*command: str, commands: list[str] | None = None) -> str:
 
 
 def on_host(namespace: str, hostname: str, hosts_file: str) -> list[str]:
-    """What to put before a program's arguments to run it in a namespace as on a host of its own.
+    """The words before a program's arguments that run it in a namespace as on a host of its own.
 
     It has a host name, an ``/etc/hosts`` and process ids of its own, and it and all its
     descendants are killed when the calling thread ends, however that happens.

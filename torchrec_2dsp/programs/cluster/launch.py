@@ -31,17 +31,17 @@ _FAILURE = re.compile(r"rank +: (\d+) \(local_rank: \d+\)\s+exitcode +: (-?\d+)"
 
 
 @dataclass(frozen=True)
-class RunResult:
+class LaunchResult:
     """A command that succeeded on every host."""
 
     exit_codes: tuple[int, ...]
-    """By host; zeros."""
+    """The exit code of each host: zeros."""
 
     tails: tuple[str, ...]
     """The end of each host's output, rank by rank."""
 
     wall_s: float
-    """From the start of the processes to the end of the last."""
+    """Seconds from the start of the processes to the end of the last."""
 
 
 def check_command(command: Sequence[str]) -> None:
@@ -61,7 +61,7 @@ def run(
     environment: dict[str, str],
     folder: Path,
     timeout_s: float,
-) -> RunResult:
+) -> LaunchResult:
     """Run ``command`` on every rank of the network; raise `CommandFailed` unless all succeed."""
     start = time.monotonic()
     hosts: list[_Host] = []
@@ -89,7 +89,7 @@ def run(
     elif late:
         what = f"missed the deadline of {timeout_s:g} s"
     else:
-        return RunResult(tuple(code or 0 for code in exit_codes), tails, wall_s)
+        return LaunchResult(tuple(code or 0 for code in exit_codes), tails, wall_s)
     raise CommandFailed(f"`{shlex.join(command)}` {what}", exit_codes, tails)
 
 

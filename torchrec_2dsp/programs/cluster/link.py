@@ -49,7 +49,7 @@ class Link:
 
     @property
     def rate(self) -> str:
-        """As `parse` reads it.
+        """The rate as `parse` reads it.
 
         Example:
             >>> from torchrec_2dsp.programs.cluster.link import Link
@@ -65,14 +65,14 @@ class Link:
 
     @property
     def queue_bytes(self) -> int:
-        """What may wait for the link: about 10 ms of it. Much more or less lets TCP oscillate."""
-        wanted = round((self.bytes_per_s or 0) * _QUEUE_S)
-        return min(max(wanted, _MIN_QUEUE_BYTES), _MAX_QUEUE_BYTES)
+        """Bytes that may wait for the link: about 10 ms of it. TCP oscillates with more or less."""
+        num_bytes = round((self.bytes_per_s or 0) * _QUEUE_S)
+        return min(max(num_bytes, _MIN_QUEUE_BYTES), _MAX_QUEUE_BYTES)
 
     @property
     def burst_bytes(self) -> int:
-        """What may pass at once: more than one offloaded packet of 64 KiB, and what a late timer
-        on a busy machine would lose (1 ms)."""
+        """Bytes that may pass at once: more than one offloaded packet (64 KiB), and what a late
+        timer on a busy machine would lose (1 ms)."""
         return max(round((self.bytes_per_s or 0) * _BURST_S), _MIN_BURST_BYTES)
 
     def limit_commands(self, device: str, *, delayed: bool) -> list[str]:

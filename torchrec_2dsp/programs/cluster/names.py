@@ -19,7 +19,7 @@ class ClusterName:
     """
 
     pid_namespace: int
-    """Where `pid` is valid (an inode number)."""
+    """The namespace (an inode number) in which `pid` is valid."""
 
     pid: int
     """The process that owns the cluster."""
@@ -28,7 +28,7 @@ class ClusterName:
     """When that process started, in clock ticks since the machine did."""
 
     number: int
-    """Which of the owner's clusters it is."""
+    """The number of the cluster among the owner's."""
 
     @classmethod
     def new(cls) -> "ClusterName":

@@ -31,19 +31,19 @@ _END_TIMEOUT_S = 10
 
 @dataclass(frozen=True)
 class InterfaceBytes:
-    """What one host's interfaces have counted since it was made, headers included."""
+    """The bytes that one host's interfaces have counted since it was made, headers included."""
 
     sent: int
-    """To other hosts."""
+    """Bytes to other hosts."""
 
     received: int
-    """From other hosts."""
+    """Bytes from other hosts."""
 
     inside: int
     """Between processes of this host."""
 
     def since(self, earlier: "InterfaceBytes") -> "InterfaceBytes":
-        """What was added after an earlier reading."""
+        """The bytes that were added after an earlier reading."""
         return InterfaceBytes(
             self.sent - earlier.sent,
             self.received - earlier.received,
@@ -94,7 +94,7 @@ class Network:
 
     @property
     def folder(self) -> Path:
-        """For the files of the cluster."""
+        """The folder of the cluster's files."""
         return Path(tempfile.gettempdir()) / str(self.name)
 
     @property
@@ -148,7 +148,7 @@ class Network:
         )
 
     def process_ids(self, host: int) -> list[int]:
-        """What runs on a host."""
+        """The processes that run on a host."""
         return _process_ids(self.hosts[host])
 
 

@@ -28,30 +28,30 @@ class SelfCheck:
     """Measured speeds, in bytes on the wire without headers, and bytes that were counted."""
 
     all_to_all_bytes_per_s: float
-    """From one host to the others, by all its ranks together."""
+    """Bytes per second from one host to the others, by all its ranks together."""
 
     all_reduce_bytes_per_s: float
-    """From one host to the others, by all its ranks together."""
+    """Bytes per second from one host to the others, by all its ranks together."""
 
     inside_all_to_all_bytes_per_s: float | None
-    """From one rank to the others of its host; None where it has none."""
+    """Bytes per second from one rank to the others of its host; None where it has none."""
 
     inside_all_reduce_bytes_per_s: float | None
-    """From one rank to the others of its host; None where it has none."""
+    """Bytes per second from one rank to the others of its host; None where it has none."""
 
     expected_bytes: dict[str, int]
-    """What a host must send in one all-to-all and one all-reduce across hosts."""
+    """Bytes that a host must send in one all-to-all and one all-reduce across hosts."""
 
     sent_bytes: dict[str, int]
-    """What its interface has counted, headers included."""
+    """Bytes that the host's interface has counted, headers included."""
 
     def problems(self, link: Link) -> list[str]:
-        """What contradicts a link of that rate; nothing does if it has no limit."""
-        found = []
+        """The contradictions to a link of that rate, in words; none if it has no limit."""
+        contradictions = []
         for name, expected in self.expected_bytes.items():
             counted = self.sent_bytes[name]
             if not expected <= counted <= (1 + TOLERANCE) * expected:
-                found.append(
+                contradictions.append(
                     f"an {name} should send {_megabytes(expected)} per host, and the interface "
                     f"counted {_megabytes(counted)}"
                 )
@@ -59,14 +59,14 @@ class SelfCheck:
             for name, rate in self.rates().items():
                 off = rate / link.bytes_per_s - 1
                 if abs(off) > TOLERANCE:
-                    found.append(
+                    contradictions.append(
                         f"{name} between hosts runs at {_bits(rate)}, {off:+.0%} off the link's "
                         f"{_bits(link.bytes_per_s)}; {TOLERANCE:.0%} are allowed"
                     )
-        return found
+        return contradictions
 
     def rates(self) -> dict[str, float]:
-        """From one host to the others, in bytes per second."""
+        """The rates from one host to the others, in bytes per second."""
         return {
             "all-to-all": self.all_to_all_bytes_per_s,
             "all-reduce": self.all_reduce_bytes_per_s,
@@ -101,15 +101,15 @@ def check_links(cluster: EmulatedCluster) -> SelfCheck:
 
 def _explain(cluster: EmulatedCluster, check: SelfCheck) -> str:
     """Whether the machine is too slow for the link, which shows without a limit."""
-    wanted = cluster.link.bytes_per_s
+    bytes_per_s = cluster.link.bytes_per_s
     busy = "another program may be using the processor: repeat it on an idle machine"
-    if wanted is None or min(check.rates().values()) > wanted:
+    if bytes_per_s is None or min(check.rates().values()) > bytes_per_s:
         return f"the links aren't what they say; {busy}"
     with type(cluster)(cluster.hosts, cluster.ranks_per_host, "none") as unlimited:
         free = _measure_on(unlimited, "check.json").rates()
     rates = " and ".join(f"{name} at {_bits(rate)}" for name, rate in free.items())
     free_rates = f"which without a limit runs {rates}"
-    if min(free.values()) < wanted:
+    if min(free.values()) < bytes_per_s:
         return (
             f"{cluster.link} is faster than this machine, {free_rates}; use a slower link, or "
             "'none'"
@@ -124,7 +124,7 @@ def _measure_on(cluster: EmulatedCluster, file: str) -> SelfCheck:
 
 
 def _measure() -> SelfCheck:
-    """On every rank."""
+    """The measurements of a cluster, made on every rank."""
     import torch.distributed as dist
 
     from torchrec_2dsp.programs.calibrate.link_speed import measure_link_speeds
@@ -148,7 +148,7 @@ def _measure() -> SelfCheck:
 
 
 def _count(local_world_size: int) -> dict[str, int]:
-    """What this host sends in one collective among the ranks of each place in the hosts."""
+    """The bytes of this host in one collective among the ranks of each place in the hosts."""
     import torch
     import torch.distributed as dist
 

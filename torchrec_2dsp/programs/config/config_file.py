@@ -87,7 +87,7 @@ def make_config(kind: type[Config], tree: Mapping[str, Any], source: str = "conf
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(kind, dict(found)) for found in error.errors()]
+        lines = [_explain(kind, dict(details)) for details in error.errors()]
         raise ConfigError(f"{source}: " + "\n  ".join(lines)) from None
 
 
@@ -129,27 +129,27 @@ def _with(node: Any, parts: list[str], value: Any, override: str) -> Any:
     return {**node, head: _with(node.get(head, {}), rest, value, override)}
 
 
-def _explain(kind: type[BaseModel], found: Mapping[str, Any]) -> str:
+def _explain(kind: type[BaseModel], details: Mapping[str, Any]) -> str:
     """One validation error as key, value and rule."""
-    parts, known = _located(kind, found["loc"])
+    parts, allowed_keys = _located(kind, details["loc"])
     key = ".".join(parts)
-    rule = str(found["msg"]).removeprefix("Value error, ")
+    rule = str(details["msg"]).removeprefix("Value error, ")
     rule = rule[:1].lower() + rule[1:]
-    if found["type"] == "extra_forbidden":
-        return f"{key} is unknown; use one of {', '.join(known)}"
-    if found["type"] == "missing":
+    if details["type"] == "extra_forbidden":
+        return f"{key} is unknown; use one of {', '.join(allowed_keys)}"
+    if details["type"] == "missing":
         return f"{key} is missing"
-    if isinstance(found["input"], Mapping):
+    if isinstance(details["input"], Mapping):
         return f"{key}: {rule}" if key else rule
-    return f"{key}={found['input']!r}: {rule}"
+    return f"{key}={details['input']!r}: {rule}"
 
 
 def _located(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], list[str]]:
     """A place in the config: its key as a user writes it, and the keys of its section."""
     schema = kind.model_json_schema()
-    node, parts, known = schema, [], list(schema["properties"])
+    node, parts, allowed_keys = schema, [], list(schema["properties"])
     for part in location:
-        known = list(node.get("properties", known))
+        allowed_keys = list(node.get("properties", allowed_keys))
         if "oneOf" in node:
             # The kind of a section that comes in several kinds, which pydantic adds.
             below = {"$ref": node["discriminator"]["mapping"][part]}
@@ -159,4 +159,4 @@ def _located(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list
             below = below or node.get("properties", {}).get(part, {})
         reference = below.get("$ref", "")
         node = schema["$defs"][reference.rpartition("/")[2]] if reference else below
-    return parts, known
+    return parts, allowed_keys

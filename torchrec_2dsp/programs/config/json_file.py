@@ -16,7 +16,7 @@ class JsonFile(Section):
     """How an error calls such a file."""
 
     def save(self, path: str | Path) -> None:
-        """Write JSON."""
+        """Write the file as JSON."""
         Path(path).write_text(self.model_dump_json(indent=1) + "\n")
 
     @classmethod

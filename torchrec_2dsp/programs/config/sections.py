@@ -36,7 +36,7 @@ class ModelConfig(Section):
     """Sizes of the hidden layers over the interaction; a last one of size 1 is added."""
 
     seed: int = Field(default=0, ge=0)
-    """Of the initial weights."""
+    """The seed of the initial weights."""
 
 
 class OptimizerConfig(Section):
@@ -56,10 +56,10 @@ class ExchangeConfig(Section):
     """How the rows of the tables reach their samples."""
 
     exchange: Exchange = Exchange.POOLED
-    """Of tables whose sharding type allows it: pooled, nonempty, row or row_per_host."""
+    """The exchange, where a sharding type allows it: pooled, nonempty, row or row_per_host."""
 
     owners: RowOwners = RowOwners.BLOCK
-    """Which rank has which rows, with an exchange of rows: block or hash."""
+    """The owners of rows, with an exchange of rows: block or hash."""
 
     hot_rows: int = Field(default=0, ge=0)
     """How many of each table's most frequent rows are replicated on every rank."""
@@ -77,7 +77,7 @@ class ExchangeConfig(Section):
 
     @property
     def exchange_text(self) -> str:
-        """What isn't as in TorchRec, in words; empty if all is."""
+        """The differences from TorchRec, in words; empty if there are none."""
         parts = []
         if self.exchange is not Exchange.POOLED:
             parts.append(f"{self.exchange.value.replace('_', ' ')} exchange")
@@ -98,7 +98,7 @@ class ReplicationConfig(Section):
     """When WeightSync averages: every(4), after(1000, every(4)) or never()."""
 
     synced_rows: SyncedRows = SyncedRows.TOUCHED
-    """What WeightSync sends: rows that have changed, or "all", which is TorchRec's arithmetic."""
+    """The rows that WeightSync sends: changed ones, or "all", which is TorchRec's arithmetic."""
 
     transport: Transport = Transport.FP32
     """The type in which gradients or changed rows travel: fp32, bf16 or fp16."""
@@ -118,7 +118,7 @@ class ReplicationConfig(Section):
     and 1 otherwise; "expected" is one for each table, by how often its rows are looked up."""
 
     moment_rho: float = Field(default=0.01, ge=0, allow_inf_nan=False)
-    """What "expected" takes for the squared mean of a lookup's gradient over its variance."""
+    """The squared mean of a lookup's gradient over its variance, as "expected" takes it."""
 
     delayed_moment: bool = False
     """Divide by the moment before the step, instead of scaling it."""

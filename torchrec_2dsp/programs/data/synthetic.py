@@ -25,10 +25,10 @@ class Split(enum.Enum):
     """Streams of the same distribution that share no sample."""
 
     TRAIN = 0
-    """To train on."""
+    """The batches to train on."""
 
     EVAL = 1
-    """Held out."""
+    """The batches that are held out."""
 
 
 class SparseFeature(BaseModel):
@@ -59,12 +59,12 @@ class SparseFeature(BaseModel):
 
     @property
     def mean_ids(self) -> float:
-        """Ids per sample."""
+        """The mean number of ids of a sample."""
         return (self.min_ids + self.max_ids) / 2
 
 
 class SyntheticConfig(BaseModel):
-    """What the stream looks like and how the labels come about.
+    """The shape of the stream, and how its labels come about.
 
     A sample is clicked with probability ``sigmoid(bias + dense @ w + sum of row effects)``,
     where the weights ``w`` and one effect per row of each table are fixed normal numbers.
@@ -104,7 +104,7 @@ class SyntheticConfig(BaseModel):
     """The part of the logit's variance that the dense features explain."""
 
     def distribution(self, feature: SparseFeature) -> Zipf:
-        """Of a feature's ids."""
+        """The distribution of a feature's ids."""
         return Zipf(feature.num_rows, feature.skew, self.sorted_ids)
 
     @field_validator("features", mode="before")
@@ -112,7 +112,7 @@ class SyntheticConfig(BaseModel):
     def _repeat(cls, features: Any) -> Any:
         if not isinstance(features, list | tuple):
             return features
-        return [one for some in features for one in _repeated(some)]
+        return [feature for described in features for feature in _repeated(described)]
 
     @model_validator(mode="after")
     def _check_names(self) -> "SyntheticConfig":
@@ -126,7 +126,7 @@ class SyntheticConfig(BaseModel):
 
 
 class _Purpose(enum.Enum):
-    """What a random number is for: different ones are independent."""
+    """The purposes of random numbers: numbers for different ones are independent."""
 
     LENGTH, ROW, DENSE, LABEL, ROW_EFFECT, DENSE_WEIGHT = range(6)
 
@@ -191,7 +191,7 @@ def make_batch(
 
 
 def click_probability(config: SyntheticConfig, batch: Batch) -> torch.Tensor:
-    """What the planted model, which no trained one can beat, says of each sample."""
+    """The click probability of each sample by the planted model, which no trained one can beat."""
     # The logistic function flattens what the normal logit spreads: this bias makes up for it.
     odds = math.log(config.base_rate / (1.0 - config.base_rate))
     logit = np.full(
@@ -211,7 +211,7 @@ def click_probability(config: SyntheticConfig, batch: Batch) -> torch.Tensor:
 def row_effects(
     config: SyntheticConfig, feature_index: int, rows: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """What each row adds to the planted logit."""
+    """The part of each row in the planted logit."""
     feature = config.features[feature_index]
     variance = (1.0 - config.dense_share) / (len(config.features) * max(feature.mean_ids, 1.0))
     seed = _seed(config, _Purpose.ROW_EFFECT)

@@ -52,21 +52,21 @@ class Zipf:
         return self.row_of_rank(self.sample_ranks(seed, *coordinates))
 
     def sample_ranks(self, seed: int, *coordinates: NDArray[np.integer]) -> NDArray[np.int64]:
-        """As `sample`, but popularity ranks ``1..num_rows``."""
+        """Draws of `sample` as popularity ranks ``1..num_rows``."""
         shape = np.broadcast_shapes(*(part.shape for part in coordinates))
         waiting = [np.broadcast_to(part, shape).ravel() for part in coordinates]
         where = np.arange(waiting[0].size)
         ranks = np.zeros(where.size, dtype=np.int64)
         attempt = 0
         while where.size:
-            tried, taken = self._try(uniforms(seed, *waiting, attempt))
-            ranks[where[taken]] = tried[taken]
-            where, waiting = where[~taken], [part[~taken] for part in waiting]
+            tried, accepted = self._try(uniforms(seed, *waiting, attempt))
+            ranks[where[accepted]] = tried[accepted]
+            where, waiting = where[~accepted], [part[~accepted] for part in waiting]
             attempt += 1
         return ranks.reshape(shape)
 
     def row_of_rank(self, rank: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where the ``rank``-th most frequent row lies: spread over the table unless sorted."""
+        """The row of a popularity rank: rows are spread over the table unless sorted."""
         return (rank - 1) * (1 if self.is_sorted else golden_step(self.num_rows)) % self.num_rows
 
     def probability(self, rank: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -74,15 +74,15 @@ class Zipf:
         return rank.astype(np.float64) ** -self.skew / self._sum_of_weights()
 
     def _sum_of_weights(self) -> float:
-        """Of all rows: the first ones added up, and the integral over the others.
+        """The weights of all rows, added up: the first ones, and the integral over the others.
 
         Between two integers, the integral by trapezoids errs by less than the change of the slope.
         """
-        known = min(self.num_rows, _ADDED_UP)
-        weights = np.arange(1, known + 1, dtype=np.float64) ** -self.skew
-        if known == self.num_rows:
+        num_added_up = min(self.num_rows, _ADDED_UP)
+        weights = np.arange(1, num_added_up + 1, dtype=np.float64) ** -self.skew
+        if num_added_up == self.num_rows:
             return float(weights.sum())
-        first, last = self._area(np.array([known, self.num_rows], dtype=np.float64))
+        first, last = self._area(np.array([num_added_up, self.num_rows], dtype=np.float64))
         ends = (float(self.num_rows) ** -self.skew - weights[-1]) / 2
         return float(weights.sum() + last - first + ends)
 
@@ -93,8 +93,8 @@ class Zipf:
         x = self._area_inverse(area)
         rank = np.clip(np.rint(x), 1, self.num_rows)
         surely = rank - x <= 2.0 - self._area_inverse(top[2:] - 2.0**-self.skew)
-        taken = surely | (area >= self._area(rank + 0.5) - rank**-self.skew)
-        return rank.astype(np.int64), taken
+        accepted = surely | (area >= self._area(rank + 0.5) - rank**-self.skew)
+        return rank.astype(np.int64), accepted
 
     def _area(self, x: _Floats) -> _Floats:
         """The integral of ``x**-skew`` from 1."""

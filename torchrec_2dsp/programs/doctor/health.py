@@ -22,19 +22,21 @@ from torchrec_2dsp._compat.versions import (
 _GROUP_TIMEOUT = timedelta(seconds=20)
 
 
-def run_health_checks(found: FoundVersions | None = None, *, run: bool = True) -> tuple[Check, ...]:
+def run_health_checks(
+    versions: FoundVersions | None = None, *, run: bool = True
+) -> tuple[Check, ...]:
     """Run the checks, the cheap ones first.
 
     Where the versions don't match, what needs them is skipped: it could only fail in ways that
     hide the cause, down to a crash of the interpreter.
 
     Args:
-        found: the versions to judge; the installed ones unless given.
+        versions: the versions to judge; the installed ones unless given.
         run: also load torch, fbgemm and TorchRec, compute with them and open a process group.
     """
-    found = find_versions() if found is None else found
-    report = check_versions(found)
-    install_torchrec = set_for(found).install_torchrec()
+    versions = find_versions() if versions is None else versions
+    report = check_versions(versions)
+    install_torchrec = set_for(versions).install_torchrec()
     python = check_python((sys.version_info.major, sys.version_info.minor))
     launch = check_launch_environment(os.environ)
     if not run:
@@ -98,13 +100,13 @@ def check_fbgemm_operators() -> Check:
     pooled = table(indices=torch.tensor([0, 1, 1]), offsets=torch.tensor([0, 1, 3]))
     pooled.sum().backward()
     # One sample takes row 0 once, the other takes row 1 twice; row 2 is untouched.
-    found = [pooled[:, 0].tolist(), table.split_embedding_weights()[0][:, 0].tolist()]
+    computed = [pooled[:, 0].tolist(), table.split_embedding_weights()[0][:, 0].tolist()]
     expected = [[1.0, 2.0], [0.5, 0.0, 1.0]]
-    good = found == expected
+    good = computed == expected
     return Check(
         name="fbgemm operators",
         status=Status.OK if good else Status.FAILED,
-        found="forward and backward on the CPU" if good else f"computed {found}",
+        found="forward and backward on the CPU" if good else f"computed {computed}",
         expected=f"{expected}" if not good else "exact result",
         remedy=() if good else _FBGEMM_REMEDY,
     )
@@ -200,8 +202,8 @@ def check_launch_environment(environ: Mapping[str, str]) -> Check:
     local, world = environ.get("LOCAL_WORLD_SIZE"), environ.get("WORLD_SIZE")
     name, expected = "LOCAL_WORLD_SIZE", "ranks per host"
     if local is None:
-        found = "not set; torchrun sets it, without it TorchRec takes 8 ranks per host"
-        return Check(name=name, status=Status.OK, found=found, expected=expected)
+        text = "not set; torchrun sets it, without it TorchRec takes 8 ranks per host"
+        return Check(name=name, status=Status.OK, found=text, expected=expected)
     fits = local.isdecimal() and int(local) > 0
     if fits and world is not None:
         fits = world.isdecimal() and int(world) % int(local) == 0

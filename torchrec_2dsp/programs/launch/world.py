@@ -14,7 +14,7 @@ from torchrec_2dsp.comms.mesh_groups import leave_world
 from torchrec_2dsp.errors import ConfigError
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Of glibc's ``mallopt``."""
+"""The parameters of glibc's ``mallopt`` that are set."""
 _LARGEST_KEPT_BYTES = 32 * 2**20
 """The most that glibc can keep."""
 _SET_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -79,5 +79,5 @@ def quiet_upstream() -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    said = record.getMessage()
-    return "caching params will be ignored" not in said and not said.startswith(_NO_NEWS)
+    message = record.getMessage()
+    return "caching params will be ignored" not in message and not message.startswith(_NO_NEWS)

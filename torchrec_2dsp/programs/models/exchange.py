@@ -1,4 +1,4 @@
-"""From a config to a plan: how rows travel, who owns them, and which are hot."""
+"""The exchange, the owners and the hot rows of a config, pinned in a plan."""
 
 import numpy as np
 
@@ -28,9 +28,9 @@ def pinned(plan: Plan2D, config: ExchangeConfig, data: SyntheticConfig) -> Plan2
     if config.prefetch_rows and config.exchange not in ROW_EXCHANGES:
         raise ConfigError("prefetch_rows is for an exchange of rows; set exchange='row'")
     types = {
-        name: base_type(one.sharding_type)
+        name: base_type(table.sharding_type)
         for _, part in plan.modules()
-        for name, one in part.tables()
+        for name, table in part.tables()
     }
     fitting = [name for name, kind in types.items() if kind in kinds_of(config.exchange)]
     if config.exchange is not Exchange.POOLED and not fitting:

@@ -52,7 +52,7 @@ def table_name(feature: str) -> str:
 
 
 def rank_device(device: str) -> torch.device:
-    """Where this rank computes."""
+    """The device on which this rank computes."""
     if device == "cpu":
         return torch.device("cpu")
     return torch.device(device, dist.get_node_local_rank(fallback_rank=0))

@@ -21,7 +21,7 @@ def table_optimizer(
     num_groups: int,
     global_batch_size: int,
 ) -> MomentScaledRowWiseAdaGrad | DelayedMomentRowWiseAdaGrad:
-    """What a sharder is given.
+    """The optimizer that a sharder is given.
 
     Args:
         optimizer: its rates.

@@ -1,4 +1,4 @@
-"""From a config to a train pipeline."""
+"""The train pipeline of a config."""
 
 from typing import Any
 

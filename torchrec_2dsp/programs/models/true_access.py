@@ -1,4 +1,4 @@
-"""Which rows a synthetic log uses how often."""
+"""The access statistics of a synthetic log."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ _LOG_LENGTH = 1e9
 
 
 def true_access(data: SyntheticConfig, max_rows: int = 2_000_000) -> AccessStats:
-    """Which rows the synthetic log uses how often, by its own probabilities.
+    """The access statistics of the synthetic log, by its own probabilities.
 
     Args:
         data: the log.

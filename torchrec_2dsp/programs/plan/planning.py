@@ -34,7 +34,7 @@ _MOST_COMPARED = 10_000
 
 
 class MachinesConfig(Section):
-    """Where the model would be trained."""
+    """The machines that a model would be trained on."""
 
     calibration: PathBesideConfig
     """A file of the calibrate command; in a config file, relative to that."""
@@ -43,16 +43,16 @@ class MachinesConfig(Section):
     """How many times as long things take as there."""
 
     num_ranks: int = Field(default=4, ge=1)
-    """Of the world."""
+    """How many ranks the world has."""
 
     ranks_per_host: int = Field(default=2, ge=1)
-    """That share a host's link."""
+    """How many ranks share a host's link."""
 
     memory_gib: float = Field(default=0.0, ge=0)
-    """Of a rank; 0 for what the calibration says."""
+    """Memory of a rank in GiB; 0 takes the calibration's."""
 
     reserved: float = Field(default=0.15, ge=0, lt=1)
-    """The share of it that isn't for tables and what they exchange."""
+    """The share of the memory that isn't for tables and what they exchange."""
 
     @model_validator(mode="after")
     def _check_hosts(self) -> Self:
@@ -68,25 +68,25 @@ class MachinesConfig(Section):
 
 
 class DenseConfig(Section):
-    """What a step does beside its tables, on one rank."""
+    """The work of a step beside its tables, on one rank."""
 
     forward_ms: float = Field(default=0.0, ge=0)
     backward_ms: float = Field(default=0.0, ge=0)
     gradient_mb: float = Field(default=0.0, ge=0)
-    """All-reduced over the world in each step."""
+    """Megabytes that are all-reduced over the world in each step."""
 
 
 class PlanConfig(Section):
-    """What the plan and simulate commands read."""
+    """The config of the plan and simulate commands."""
 
     data: SyntheticConfig
-    """One table for each of its features."""
+    """The data, with one table for each of its features."""
 
     model: ModelConfig = ModelConfig()
-    """Sizes."""
+    """The sizes of the model."""
 
     machines: MachinesConfig
-    """Where it would be trained."""
+    """The machines that it would be trained on."""
 
     replicas: ReplicationConfig = ReplicationConfig()
     """How copies of the tables would be kept equal."""
@@ -104,13 +104,13 @@ class PlanConfig(Section):
     """How ranks are dealt to groups, if their size is given."""
 
     sharding_types: tuple[str, ...] = ()
-    """What tables may be; empty for all that train alike."""
+    """The sharding types that tables may have; empty for all that train alike."""
 
     exchanges: tuple[str, ...] = ()
-    """How rows may travel; empty for all."""
+    """The ways in which rows may travel; empty for all."""
 
     one_copy: tuple[str, ...] | Literal["best"] = "best"
-    """Features whose tables have one copy in the world, beside one of all others in each group."""
+    """The features whose tables have one copy in the world; others have one in each group."""
 
     access: PathBesideConfig = ""
     """A file of access statistics; empty for what the data's own probabilities say."""
@@ -123,11 +123,11 @@ class PlanConfig(Section):
 
     @model_validator(mode="after")
     def _check_features(self) -> Self:
-        known = [feature.name for feature in self.data.features]
-        asked = () if self.one_copy == "best" else self.one_copy
-        if unknown := set(asked) - set(known):
+        feature_names = [feature.name for feature in self.data.features]
+        demanded = () if self.one_copy == "best" else self.one_copy
+        if unknown := set(demanded) - set(feature_names):
             raise ValueError(
-                f"one_copy: no features {sorted(unknown)} in the data; there are {known}"
+                f"one_copy: no features {sorted(unknown)} in the data; there are {feature_names}"
             )
         return self
 
@@ -140,9 +140,9 @@ class Planning:
     model: nn.Module
     sharders: list[ModuleSharder[nn.Module]]
     topology: Topology
-    """What the planner knows of the machines."""
+    """The machines as the planner knows them."""
     constraints: Mapping[str, ParameterConstraints2D]
-    """What the config demands of each table."""
+    """The demands of the config on each table."""
 
     def explained(self) -> Explanation:
         """Why the plan is as it is, and how it compares with TorchRec's where that is quick."""
@@ -154,7 +154,7 @@ class Planning:
 
 
 def planning(config: PlanConfig) -> Planning:
-    """What makes the plan of a config; no process group is needed."""
+    """The planner of a config, and what it plans; no process group is needed."""
     machines = config.machines
     calibration = machines.slower.than(Calibration.load(machines.calibration))
     calibration.check_covers(

@@ -23,34 +23,34 @@ class Slower(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     link: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """A byte on its way to another host."""
+    """The factor of a byte on its way to another host."""
 
     host: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """A byte on its way inside a host."""
+    """The factor of a byte on its way inside a host."""
 
     latency: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """What collectives and kernels take whatever the bytes, other ranks, and turns."""
+    """The factor of what takes time whatever the bytes: starts, other ranks, and turns."""
 
     kernels: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """A row that is looked up, sorted, copied, added or updated."""
+    """The factor of a row that is looked up, sorted, copied, added or updated."""
 
     def than(self, calibration: Calibration) -> Calibration:
         """A calibration of such machines, whose name says so."""
         factors = {name: value for name, value in self.model_dump().items() if value != 1.0}
         if not factors:
             return calibration
-        said = ", ".join(f"{name} x {value:g}" for name, value in factors.items())
+        changes = ", ".join(f"{name} x {value:g}" for name, value in factors.items())
         hardware = calibration.hardware
-        name = f"{hardware.name} with {said}"
+        name = f"{hardware.name} with {changes}"
         collectives, kernels = calibration.collectives, calibration.kernels
         return calibration.model_copy(
             update={
                 "hardware": hardware.model_copy(update={"name": name}),
                 "collectives": collectives.model_copy(
-                    update={what: self._collective(one) for what, one in collectives if one}
+                    update={what: self._collective(cost) for what, cost in collectives if cost}
                 ),
                 "kernels": kernels.model_copy(
-                    update={what: self._kernel(one) for what, one in kernels}
+                    update={what: self._kernel(cost) for what, cost in kernels}
                 ),
                 "turn_s": calibration.turn_s * self.latency,
             }

@@ -1,4 +1,4 @@
-"""What a step would take by the plan of TorchRec's own planner."""
+"""The cost of a step by the plan of TorchRec's own planner."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,14 +9,14 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
 
-from torchrec_2dsp.cost.model import CostModel, Setting
+from torchrec_2dsp.cost.model import CostModel, CostSetting
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.plan2d import Plan2D
 
 
 def torchrec_cost(
-    setting: Setting,
+    setting: CostSetting,
     model: nn.Module,
     topology: Topology,
     constraints: Mapping[str, ParameterConstraints],
@@ -32,7 +32,7 @@ def torchrec_cost(
     Returns:
         None if its planner finds no plan that fits.
     """
-    told = {
+    pooling_constraints = {
         name: ParameterConstraints(pooling_factors=constraint.pooling_factors)
         for name, constraint in constraints.items()
     }
@@ -40,7 +40,7 @@ def torchrec_cost(
         topology=topology,
         batch_size=setting.workload.batch_size,
         storage_reservation=FixedPercentageStorageReservation(0.0),
-        constraints=told,
+        constraints=pooling_constraints,
         debug=False,
     )
     sharders: list[Any] = [EmbeddingBagCollectionSharder()]

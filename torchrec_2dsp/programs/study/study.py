@@ -1,4 +1,4 @@
-"""What runs with several seeds say: gaps between runs that had the same seed."""
+"""The statistics of runs with several seeds: gaps between runs that had the same seed."""
 
 import statistics
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.train.record import TrainRecord
 
 CONFIDENCE = 0.95
-"""Of the intervals."""
+"""The confidence of the intervals."""
 
 
 @dataclass(frozen=True)
@@ -18,20 +18,20 @@ class Gap:
     """How far a run is from the reference, over the seeds."""
 
     name: str
-    """The run."""
+    """The name of the run."""
     ne: tuple[float, ...]
-    """Its normalized entropy on held-out batches, by seed."""
+    """The run's normalized entropy on held-out batches, by seed."""
     gaps: tuple[float, ...]
-    """The same minus the reference's with that seed: above 0 is worse."""
+    """The run's entropy minus the reference's with the same seed: above 0 is worse."""
 
     @property
     def mean(self) -> float:
-        """Of the gaps."""
+        """The mean of the gaps."""
         return statistics.fmean(self.gaps)
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Student's, for the mean gap; the whole line with a single seed."""
+        """Student's interval of the mean gap; the whole line with a single seed."""
         count = len(self.gaps)
         if count < 2:
             return float("-inf"), float("inf")
@@ -59,8 +59,8 @@ def gaps_to(records: Sequence[TrainRecord], reference: str) -> list[Gap]:
     return [
         Gap(
             name,
-            tuple(found := _evaluated(records, name)),
-            tuple(one - other for one, other in zip(found, base, strict=True)),
+            tuple(evaluated := _evaluated(records, name)),
+            tuple(ne - other for ne, other in zip(evaluated, base, strict=True)),
         )
         for name in ordered
     ]

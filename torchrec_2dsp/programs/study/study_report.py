@@ -150,7 +150,7 @@ def _curves(
         assert run is not None
         assert base is not None
         pairs = zip(run.curve, base.curve, strict=True)
-        by_seed.append([mine.ne - theirs.ne for mine, theirs in pairs])
+        by_seed.append([run.ne - theirs.ne for run, theirs in pairs])
     run = records[0].find(name)
     assert run is not None
     samples = [point.step * batch_size / 1e6 for point in run.curve]

@@ -32,9 +32,9 @@ class PlannedModelConfig(ModelConfig):
     """The model, and what its planner may do."""
 
     sharding_types: ShardingTypes = ("table_wise", "row_wise")
-    """What the planner may choose from. Column-wise shards have a row-wise moment each, and
-    data-parallel tables are trained by the dense optimizer: with those, runs on different meshes
-    train by different rules."""
+    """The types that the planner may choose from. Column-wise shards have a row-wise moment each,
+    and data-parallel tables are trained by the dense optimizer: with those, runs on different
+    meshes train by different rules."""
 
     @field_validator("sharding_types")
     @classmethod
@@ -48,7 +48,7 @@ class LoopConfig(Section):
     """How long to train, and what to tell meanwhile."""
 
     steps: int = Field(default=200, ge=1)
-    """Batches to train on."""
+    """How many batches to train on."""
 
     global_batch_size: int = Field(default=1024, ge=1)
     """Samples of all ranks together in a step."""
@@ -63,10 +63,10 @@ class LoopConfig(Section):
     """The final train loss is the mean over so many last steps."""
 
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where each rank computes."""
+    """The device on which each rank computes."""
 
     tensorboard_dir: str = ""
-    """Where to write TensorBoard scalars; empty for nowhere."""
+    """The folder of TensorBoard scalars; empty for none."""
 
 
 class RunConfig(ReplicationConfig, ExchangeConfig):
@@ -79,7 +79,7 @@ class RunConfig(ReplicationConfig, ExchangeConfig):
     """How ranks are dealt to groups."""
 
     sharding_types: ShardingTypes = ()
-    """What the planner may choose from, if that isn't what the model says."""
+    """The types that the planner may choose from, if not those of the model."""
 
 
 class TrainConfig(Section):
@@ -96,16 +96,16 @@ class TrainConfig(Section):
     """
 
     data: SyntheticConfig
-    """What to train on."""
+    """The data to train on."""
 
     model: PlannedModelConfig = PlannedModelConfig()
-    """What to train."""
+    """The model to train."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
-    """How weights are updated."""
+    """The rules by which weights are updated."""
 
     loop: LoopConfig = LoopConfig()
-    """How long, and what to report."""
+    """How long to train, and what to report."""
 
     runs: dict[str, RunConfig]
     """The runs by name, in the order in which they are trained."""
@@ -148,5 +148,5 @@ class TrainConfig(Section):
             raise ConfigError(
                 f"there is no run {unknown[0]!r}; the config has {', '.join(self.runs)}"
             )
-        kept = {name: run for name, run in self.runs.items() if not names or name in names}
-        return self.model_copy(update={"runs": kept})
+        runs = {name: run for name, run in self.runs.items() if not names or name in names}
+        return self.model_copy(update={"runs": runs})

@@ -62,7 +62,7 @@ class Meter:
         self._rows.append(torch.stack([loss.double(), labels.double().mean()]))
 
     def gather(self) -> Measured:
-        """What was added since the last time, averaged over the ranks.
+        """The mean over the ranks of all that was added since the last time.
 
         Collectives:
             One all-reduce, of two float64 numbers for each step.

@@ -22,10 +22,10 @@ from torchrec_2dsp.programs.train.model import (
     make_plan,
     make_sharder,
 )
-from torchrec_2dsp.programs.train.results import RunResult, TrainResult, Watcher
+from torchrec_2dsp.programs.train.results import RunResult, TrainResult, TrainWatcher
 
 
-def train(config: TrainConfig, watchers: Sequence[Watcher] = ()) -> TrainResult:
+def train(config: TrainConfig, watchers: Sequence[TrainWatcher] = ()) -> TrainResult:
     """Train all runs of ``config``; `torch.distributed` must be initialised.
 
     Args:
@@ -43,7 +43,7 @@ def train(config: TrainConfig, watchers: Sequence[Watcher] = ()) -> TrainResult:
     return TrainResult(runs=tuple(runs), planted=evaluate_planted(config))
 
 
-def train_run(config: TrainConfig, name: str, watchers: Sequence[Watcher] = ()) -> RunResult:
+def train_run(config: TrainConfig, name: str, watchers: Sequence[TrainWatcher] = ()) -> RunResult:
     """Plan, train and evaluate one run of ``config``; see `train`."""
     mesh = config.mesh(name, dist.get_world_size(world_group()))
     trainer = _Trainer(config, name)
@@ -93,7 +93,7 @@ class _Trainer:
         )
         self._meter = Meter(self._world, self._device)
 
-    def run(self, watchers: Sequence[Watcher]) -> RunResult:
+    def run(self, watchers: Sequence[TrainWatcher]) -> RunResult:
         loop = self._config.loop
         dist.barrier(self._world)
         start = time.perf_counter()
@@ -116,7 +116,7 @@ class _Trainer:
             synced_rows_per_step=num_rows / loop.steps,
         )
 
-    def _train(self, watchers: Sequence[Watcher]) -> list[float]:
+    def _train(self, watchers: Sequence[TrainWatcher]) -> list[float]:
         loop = self._config.loop
         batches = _batches(self._config, Split.TRAIN, loop.steps)
         losses: list[float] = []
@@ -148,7 +148,7 @@ class _Trainer:
 
 
 def _batches(config: TrainConfig, split: Split, steps: int) -> Iterator[Batch]:
-    """This rank's part of the first batches of a split."""
+    """The first batches of a split, this rank's part of each."""
     world = world_group()
     for step in range(steps):
         yield make_batch(

@@ -13,51 +13,51 @@ from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.meter import Measured
 from torchrec_2dsp.programs.train.results import RunResult, TrainResult
 
-FORMAT = 1
+TRAIN_RECORD_FORMAT = 1
 
 
 class CurvePoint(Section):
     """Some steps of a run."""
 
     step: int
-    """The last of them, from 1."""
+    """The last of the steps, from 1."""
 
     ne: float
-    """Their normalized entropy, on batches before the model had learned from them."""
+    """The normalized entropy of the steps, on batches before the model had learned from them."""
 
 
 class RunRecord(Section):
-    """One run."""
+    """The figures of one run."""
 
     # A run that diverges has figures for which JSON has no numbers.
     model_config = ConfigDict(ser_json_inf_nan="strings")
 
     name: str
-    """As in the config."""
+    """The run's name in the config."""
 
     mesh: str
-    """In words."""
+    """The run's mesh, in words."""
 
     sync: str
-    """In words."""
+    """How replicas were kept equal, in words."""
 
     num_groups: int
-    """Copies of the tables."""
+    """How many copies of the tables there were."""
 
     curve: tuple[CurvePoint, ...]
-    """While it trained."""
+    """The curve of the run while it trained."""
 
     eval_loss: float
-    """Of the held-out batches."""
+    """The mean loss of the held-out batches."""
 
     eval_ne: float
-    """The same, normalized."""
+    """The normalized entropy of the held-out batches."""
 
     samples_per_s: float
-    """Of all ranks."""
+    """Samples of all ranks per second."""
 
     sync_bytes_per_step: float
-    """Sent by a rank to its replica peers."""
+    """Bytes that a rank sent to its replica peers per step."""
 
 
 class TrainRecord(JsonFile):
@@ -65,8 +65,8 @@ class TrainRecord(JsonFile):
 
     what_it_is: ClassVar[str] = "what train --output writes"
 
-    format: int = FORMAT
-    """Of this file."""
+    format: int = TRAIN_RECORD_FORMAT
+    """The format of this file."""
 
     config: dict[str, Any]
     """The whole config, seeds included."""
@@ -75,20 +75,20 @@ class TrainRecord(JsonFile):
     """How many ranks trained."""
 
     planted_ne: float
-    """Of the held-out batches, as the model behind the labels predicts them."""
+    """The entropy of the held-out batches, as the model behind the labels predicts them."""
 
     runs: tuple[RunRecord, ...]
-    """In the order of the config."""
+    """The runs, in the order of the config."""
 
     @property
     def num_samples(self) -> int:
-        """That each run was trained on."""
+        """How many samples each run was trained on."""
         loop = self.config["loop"]
         return loop["steps"] * loop["global_batch_size"]
 
     @property
     def seeds(self) -> tuple[int, int]:
-        """Of the data and of the initial weights."""
+        """The seeds of the data and of the initial weights."""
         return self.config["data"]["seed"], self.config["model"]["seed"]
 
     def only(self, names: Sequence[str]) -> "TrainRecord":
@@ -156,11 +156,11 @@ class Recorder:
         self._curves: dict[str, list[CurvePoint]] = {}
 
     def run_planned(self, name: str, plan: Plan2D, config: TrainConfig) -> None:
-        """A run begins."""
+        """Begin the curve of a run."""
         self._curves[name] = []
 
     def steps_trained(self, name: str, last_step: int, measured: Measured) -> None:
-        """One more point."""
+        """Add a point to the curve of a run."""
         self._curves[name].append(CurvePoint(step=last_step, ne=measured.ne))
 
     def run_finished(self, result: RunResult) -> None:

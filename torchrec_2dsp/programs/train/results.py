@@ -1,4 +1,4 @@
-"""What a run tells: while it trains, and at its end."""
+"""The results of a run: while it trains, and at its end."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,13 +10,13 @@ from torchrec_2dsp.programs.train.meter import Measured
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """How one run ended."""
+    """The result of one run."""
 
     name: str
     """The run's name in the config."""
 
     plan: Plan2D
-    """What it ran; mesh and sync config are part of it."""
+    """The plan that the run trained by; mesh and sync config are part of it."""
 
     losses: tuple[float, ...]
     """The train loss of each step's global batch."""
@@ -25,13 +25,13 @@ class RunResult:
     """The mean of the last losses (`LoopConfig.final_steps`)."""
 
     evaluated: Measured
-    """The held-out batches."""
+    """The figures of the held-out batches."""
 
     samples_per_s: float
     """Samples of all ranks trained per second, evaluation and set-up left out."""
 
     sync_bytes_per_step: float
-    """What a rank sent to its replica peers per step, averaged over the ranks."""
+    """Bytes that a rank sent to its replica peers per step, averaged over the ranks."""
 
     synced_rows_per_step: float
     """Rows that a rank's syncs wrote per step, averaged over the ranks."""
@@ -39,13 +39,13 @@ class RunResult:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """What all runs of a config came to."""
+    """The results of all runs of a config."""
 
     runs: tuple[RunResult, ...]
-    """In the order of the config."""
+    """The runs, in the order of the config."""
 
     planted: Measured
-    """The held-out batches as the model behind the labels predicts them."""
+    """The figures of the held-out batches as the model behind the labels predicts them."""
 
     @property
     def reference(self) -> RunResult | None:
@@ -56,10 +56,10 @@ class TrainResult:
 def largest_loss_gap(run: RunResult, reference: RunResult) -> float:
     """How far two runs were apart in the step in which they were farthest apart."""
     pairs = zip(run.losses, reference.losses, strict=True)
-    return max(abs(mine - theirs) for mine, theirs in pairs)
+    return max(abs(loss - theirs) for loss, theirs in pairs)
 
 
-class Watcher(Protocol):
+class TrainWatcher(Protocol):
     """Someone who is told what happens on this rank."""
 
     def run_planned(self, name: str, plan: Plan2D, config: TrainConfig) -> None:

@@ -33,7 +33,7 @@ class TensorBoardWatcher:
         writer.add_scalar("train/ne", measured.ne, last_step)
 
     def run_finished(self, result: RunResult) -> None:
-        """What is known at the end, at the last step."""
+        """Write the figures of the whole run, at its last step."""
         writer = self._writers.pop(result.name)
         for tag, value in {
             "eval/loss": result.evaluated.loss,

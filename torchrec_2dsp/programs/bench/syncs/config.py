@@ -12,34 +12,34 @@ class SyncBenchConfig(Section):
     """Everything that one run of `bench-sync` needs."""
 
     title: str = "Sync"
-    """Of the report."""
+    """The title of the report."""
 
     network: str = ""
-    """What the report says of the network."""
+    """The network as the report describes it."""
 
     num_groups: tuple[int, ...] = (2,)
     """How many copies each shard has; each must divide the number of ranks."""
 
     layout: RankLayout = RankLayout.CONTIGUOUS
-    """Where the copies are: "contiguous" has them on different hosts, "strided" in one."""
+    """The place of the copies: "contiguous" has them on different hosts, "strided" in one."""
 
     shard_mib: tuple[float, ...] = (64.0,)
     """Sizes of the weights of a rank's shard."""
 
     dim: int = Field(default=64, ge=4, multiple_of=4)
-    """Columns of the table."""
+    """How many columns the table has."""
 
     touched_shares: tuple[float, ...] = (0.001, 0.01, 0.1, 1.0)
-    """Which share of the rows each copy has changed, drawn for each by itself."""
+    """The shares of the rows that each copy has changed, drawn for each by itself."""
 
     repeats: int = Field(default=5, ge=1)
     """How often each sync is timed."""
 
     seed: int = Field(default=0, ge=0)
-    """Of the rows that change, and of the order of the syncs."""
+    """The seed of the rows that change, and of the order of the syncs."""
 
     syncs: dict[str, ReplicationConfig] = Field(min_length=1)
-    """The contestants."""
+    """The syncs that are compared, by name."""
 
     reference: str
     """The contestant that the others are compared with."""

@@ -24,13 +24,13 @@ from torchrec_2dsp.shard.averaging import synced_shard
 from torchrec_2dsp.shard.kernels import TableShard
 
 
-class Timed(NamedTuple):
+class TimedSync(NamedTuple):
     """One sync on this rank."""
 
     seconds: float
-    """From a barrier to the end of the sync."""
+    """Seconds from a barrier to the end of the sync."""
     tracking_s: float
-    """What noting the changed rows took, before."""
+    """Seconds of noting the changed rows, before."""
     num_bytes: int
     """Bytes that this rank sent."""
 
@@ -41,7 +41,7 @@ class Copies:
     def __init__(self, groups: MeshGroups, num_rows: int, dim: int) -> None:
         self._groups = groups
         self.num_rows = num_rows
-        """Of the shard."""
+        """How many rows the shard has."""
         self._dim = dim
         self._tbe = SplitTableBatchedEmbeddingBagsCodegen(
             [(num_rows, dim, EmbeddingLocation.HOST, ComputeDevice.CPU)],
@@ -53,7 +53,7 @@ class Copies:
         for tensor in self._shard.tensors.values():
             tensor.zero_()
 
-    def timed_sync(self, sync: SyncConfig, rows: torch.Tensor, seed: int) -> Timed:
+    def timed_sync(self, sync: SyncConfig, rows: torch.Tensor, seed: int) -> TimedSync:
         """Change ``rows`` and make the copies equal; the changes count for a `GradientSync` only,
         whose update is its own.
 
@@ -72,13 +72,13 @@ class Copies:
         """
         rows = torch.randperm(self.num_rows, generator=_generator(self.num_rows))[:10_000]
         tensors = self._shard.tensors.values()
-        mine = torch.cat([tensor[rows].reshape(-1) for tensor in tensors])
-        peers = [torch.empty_like(mine) for _ in range(self._groups.mesh.num_groups)]
-        dist.all_gather(peers, mine, group=self._groups.replica_peers)
-        if not all(torch.equal(peer, mine) for peer in peers):
+        own_rows = torch.cat([tensor[rows].reshape(-1) for tensor in tensors])
+        peers = [torch.empty_like(own_rows) for _ in range(self._groups.mesh.num_groups)]
+        dist.all_gather(peers, own_rows, group=self._groups.replica_peers)
+        if not all(torch.equal(peer, own_rows) for peer in peers):
             raise SyncError("copies differ after a sync; what it took is worth nothing")
 
-    def _average(self, sync: WeightSync, rows: torch.Tensor, seed: int) -> Timed:
+    def _average(self, sync: WeightSync, rows: torch.Tensor, seed: int) -> TimedSync:
         peers = self._groups.replica_peers
         shard = synced_shard(self._shard, lambda name: True, dist.get_world_size(peers), sync)
         if sync.rows is SyncedRows.TOUCHED:
@@ -95,9 +95,9 @@ class Copies:
         dist.barrier(self._groups.world)
         start = time.perf_counter()
         report = average.run()
-        return Timed(time.perf_counter() - start, tracking_s, report.num_bytes)
+        return TimedSync(time.perf_counter() - start, tracking_s, report.num_bytes)
 
-    def _merge(self, sync: GradientSync, rows: torch.Tensor, seed: int) -> Timed:
+    def _merge(self, sync: GradientSync, rows: torch.Tensor, seed: int) -> TimedSync:
         """The lookup comes before; the sums of the backward and the update are part of the time."""
         peers = self._groups.replica_rows
         capture = RowCapture(self._tbe, ["table"], peers=peers, transport=sync.transport.dtype)
@@ -111,7 +111,7 @@ class Copies:
         output.backward(grads)
         with torch.no_grad():
             report = action.apply(everything=True)
-        return Timed(time.perf_counter() - start, 0.0, report.num_bytes)
+        return TimedSync(time.perf_counter() - start, 0.0, report.num_bytes)
 
 
 def _generator(seed: int) -> torch.Generator:

@@ -16,7 +16,7 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.programs.bench.setting import describe_setting
 from torchrec_2dsp.programs.bench.syncs.config import SyncBenchConfig
-from torchrec_2dsp.programs.bench.syncs.copies import Copies, Timed
+from torchrec_2dsp.programs.bench.syncs.copies import Copies, TimedSync
 from torchrec_2dsp.programs.bench.syncs.results import SyncBenchResult, SyncTimes
 from torchrec_2dsp.programs.bench.worker import Place
 from torchrec_2dsp.programs.calibrate.link_speed import measure_link_speeds
@@ -24,7 +24,7 @@ from torchrec_2dsp.programs.calibrate.link_speed import measure_link_speeds
 Case = tuple[int, float, float]
 
 
-class Watcher(Protocol):
+class SyncBenchWatcher(Protocol):
     """Someone who shows how far it is."""
 
     def case_started(self, case: Case, num_done: int, num_cases: int) -> None:
@@ -32,7 +32,9 @@ class Watcher(Protocol):
         ...
 
 
-def run_sync_bench(config: SyncBenchConfig, watchers: Sequence[Watcher] = ()) -> SyncBenchResult:
+def run_sync_bench(
+    config: SyncBenchConfig, watchers: Sequence[SyncBenchWatcher] = ()
+) -> SyncBenchResult:
     """Measure all cases. Call it on every rank; each gets the same result.
 
     Collectives:
@@ -88,7 +90,7 @@ def _build(config: SyncBenchConfig, num_groups: int, shard_mib: float) -> Copies
 
 def _measure(config: SyncBenchConfig, case: Case, copies: Copies) -> list[SyncTimes]:
     """All syncs of a case: one round to warm up, then the repeats, each in another order."""
-    timed: dict[str, list[Timed]] = {name: [] for name in config.syncs}
+    timed: dict[str, list[TimedSync]] = {name: [] for name in config.syncs}
     for repeat in range(-1, config.repeats):
         order = list(config.syncs)
         random.Random(f"{config.seed} {case} {repeat}").shuffle(order)
@@ -97,17 +99,19 @@ def _measure(config: SyncBenchConfig, case: Case, copies: Copies) -> list[SyncTi
             generator = torch.Generator().manual_seed(seed)
             count = max(1, round(case[2] * copies.num_rows))
             rows = torch.randperm(copies.num_rows, generator=generator)[:count]
-            found = copies.timed_sync(config.syncs[name].sync_config, rows, seed)
+            timing = copies.timed_sync(config.syncs[name].sync_config, rows, seed)
             copies.check_equal()
             if repeat >= 0:
-                timed[name].append(found)
-    return [_gathered(case, name, found) for name, found in timed.items()]
+                timed[name].append(timing)
+    return [_gathered(case, name, repeats) for name, repeats in timed.items()]
 
 
-def _gathered(case: Case, name: str, timed: Sequence[Timed]) -> SyncTimes:
-    slowest = torch.tensor([[one.seconds, one.tracking_s] for one in timed], dtype=torch.float64)
+def _gathered(case: Case, name: str, timed: Sequence[TimedSync]) -> SyncTimes:
+    slowest = torch.tensor(
+        [[timing.seconds, timing.tracking_s] for timing in timed], dtype=torch.float64
+    )
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    sent = torch.tensor([one.num_bytes for one in timed], dtype=torch.float64).mean()
+    sent = torch.tensor([timing.num_bytes for timing in timed], dtype=torch.float64).mean()
     dist.all_reduce(sent)
     seconds, tracking_s = slowest.t().tolist()
     return SyncTimes(

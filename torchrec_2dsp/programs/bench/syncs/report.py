@@ -10,7 +10,7 @@ HEADINGS = (
     *("changed rows", "sync", "min ms", "median ms", "max ms"),
     *("x reference", "MB", "x bytes", "noting ms"),
 )
-"""Of the table of one shard."""
+"""The headings of the table of one shard."""
 
 
 def sync_report(result: SyncBenchResult, *, plot: str = "", data: str = "") -> str:
@@ -43,7 +43,7 @@ def sync_report(result: SyncBenchResult, *, plot: str = "", data: str = "") -> s
     for num_groups, shard_mib in shards_of(result):
         parts.append(f"## {num_groups} copies of {shard_mib:g} MiB")
         rows = [HEADINGS, ("---:", "---", *["---:"] * (len(HEADINGS) - 2))]
-        rows += table_of(result, num_groups, shard_mib)
+        rows += rows_of_shard(result, num_groups, shard_mib)
         parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
     return "\n\n".join(parts) + "\n"
 
@@ -60,26 +60,30 @@ _HOW_TO_READ = (
 
 def shards_of(result: SyncBenchResult) -> list[tuple[int, float]]:
     """Numbers of copies and sizes, in order."""
-    return list(dict.fromkeys(one.case[:2] for one in result.times))
+    return list(dict.fromkeys(times.case[:2] for times in result.times))
 
 
-def table_of(result: SyncBenchResult, num_groups: int, shard_mib: float) -> list[tuple[str, ...]]:
+def rows_of_shard(
+    result: SyncBenchResult, num_groups: int, shard_mib: float
+) -> list[tuple[str, ...]]:
     """The rows of the table of one shard."""
     rows = []
-    for one in result.times:
-        if one.case[:2] != (num_groups, shard_mib):
+    for times in result.times:
+        if times.case[:2] != (num_groups, shard_mib):
             continue
-        reference = result.find(one.case, result.reference)
+        reference = result.find(times.case, result.reference)
         rows.append(
             (
-                f"{one.touched_share:.4g}",
-                one.sync,
-                *(f"{1e3 * value:.1f}" for value in (min(one.seconds), one.median_s)),
-                f"{1e3 * max(one.seconds):.1f}",
-                f"{reference.median_s / one.median_s:.2f}",
-                f"{one.sent_bytes / 1e6:.3f}",
-                f"{reference.sent_bytes / one.sent_bytes:.1f}" if one.sent_bytes else "-",
-                f"{1e3 * statistics.median(one.tracking_s):.1f}" if any(one.tracking_s) else "-",
+                f"{times.touched_share:.4g}",
+                times.sync,
+                *(f"{1e3 * value:.1f}" for value in (min(times.seconds), times.median_s)),
+                f"{1e3 * max(times.seconds):.1f}",
+                f"{reference.median_s / times.median_s:.2f}",
+                f"{times.sent_bytes / 1e6:.3f}",
+                f"{reference.sent_bytes / times.sent_bytes:.1f}" if times.sent_bytes else "-",
+                f"{1e3 * statistics.median(times.tracking_s):.1f}"
+                if any(times.tracking_s)
+                else "-",
             )
         )
     return rows
@@ -97,13 +101,15 @@ def sync_plot(result: SyncBenchResult, path: str | Path) -> None:
         shards = shards_of(result)
         figure = Figure(figsize=(3.2 * len(shards) + 1.6, 3.2), layout="constrained")
         axes = figure.subplots(1, len(shards), sharey=True, squeeze=False)[0]
-        names = list(dict.fromkeys(one.sync for one in result.times))
+        names = list(dict.fromkeys(times.sync for times in result.times))
         for axis, shard in zip(axes, shards, strict=True):
             for number, name in enumerate(names):
-                line = [one for one in result.times if (one.case[:2], one.sync) == (shard, name)]
+                line = [
+                    times for times in result.times if (times.case[:2], times.sync) == (shard, name)
+                ]
                 axis.errorbar(
-                    [100 * one.touched_share for one in line],
-                    [1e3 * one.median_s for one in line],
+                    [100 * times.touched_share for times in line],
+                    [1e3 * times.median_s for times in line],
                     yerr=list(zip(*map(_spread_ms, line), strict=True)),
                     color=PALETTE[number % len(PALETTE)],
                     marker=MARKERS[number % len(MARKERS)],
@@ -119,6 +125,6 @@ def sync_plot(result: SyncBenchResult, path: str | Path) -> None:
         save_plot(figure, path)
 
 
-def _spread_ms(one: SyncTimes) -> tuple[float, float]:
-    low, high = one.median_s - min(one.seconds), max(one.seconds) - one.median_s
+def _spread_ms(times: SyncTimes) -> tuple[float, float]:
+    low, high = times.median_s - min(times.seconds), max(times.seconds) - times.median_s
     return 1e3 * low, 1e3 * high

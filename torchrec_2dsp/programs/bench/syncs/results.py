@@ -1,60 +1,60 @@
-"""What `bench-sync` found: the numbers as measured, written to JSON and read again."""
+"""The results of `bench-sync`: the numbers as measured, written to JSON and read again."""
 
 import statistics
 from typing import ClassVar
 
-from torchrec_2dsp.programs.bench.results import Setting
+from torchrec_2dsp.programs.bench.results import BenchSetting
 from torchrec_2dsp.programs.config.json_file import JsonFile
 from torchrec_2dsp.programs.config.sections import Section
 
-FORMAT = 1
+SYNC_BENCH_FORMAT = 1
 
 
 class SyncTimes(Section):
-    """One sync of one shard, measured several times."""
+    """The times of one sync of one shard, measured several times."""
 
     num_groups: int
-    """Copies of the shard."""
+    """How many copies the shard has."""
 
     shard_mib: float
-    """Size of its weights."""
+    """The size of the shard's weights."""
 
     touched_share: float
-    """Which share of the rows each copy has changed."""
+    """The share of the rows that each copy has changed."""
 
     sync: str
-    """The contestant."""
+    """The name of the sync."""
 
     seconds: tuple[float, ...]
-    """Of the slowest rank, repeat by repeat."""
+    """Seconds of the slowest rank, repeat by repeat."""
 
     tracking_s: tuple[float, ...]
-    """What noting the changed rows took, on the slowest rank."""
+    """Seconds of noting the changed rows, on the slowest rank."""
 
     sent_bytes: float
-    """To other ranks, mean over ranks and repeats."""
+    """Bytes to other ranks, mean over ranks and repeats."""
 
     @property
     def median_s(self) -> float:
-        """Of the repeats."""
+        """The median time of the repeats."""
         return statistics.median(self.seconds)
 
     @property
     def case(self) -> tuple[int, float, float]:
-        """What a contestant is compared within."""
+        """The shard and the share of changed rows, within which syncs are compared."""
         return (self.num_groups, self.shard_mib, self.touched_share)
 
 
 class SyncBenchResult(JsonFile):
-    """One run of `bench-sync`."""
+    """The result of one run of `bench-sync`."""
 
     what_it_is: ClassVar[str] = "the JSON of bench-sync"
 
-    format: int = FORMAT
-    """Of this file."""
+    format: int = SYNC_BENCH_FORMAT
+    """The format of this file."""
 
-    setting: Setting
-    """Where and how it ran."""
+    setting: BenchSetting
+    """The place and the circumstances of the benchmark."""
 
     reference: str
     """The contestant that the others are compared with."""
@@ -64,4 +64,4 @@ class SyncBenchResult(JsonFile):
 
     def find(self, case: tuple[int, float, float], sync: str) -> SyncTimes:
         """One contestant in one case."""
-        return next(one for one in self.times if (one.case, one.sync) == (case, sync))
+        return next(times for times in self.times if (times.case, times.sync) == (case, sync))

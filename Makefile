@@ -1,6 +1,7 @@
 # Every target sets up .venv by itself; nothing is done when nothing changed.
 #
 #   VARIANT=cpu|cuda     which lock to install (requirements/$(VARIANT).txt)
+#   TORCHREC=1.8|1.9     which TorchRec to run with; 1.9 has .venv-1.9 and locks of its own
 #   PYTHON=python3.11    the interpreter .venv is made from
 #   SECONDS=3600         how long `make fuzz` draws cases; SEED=... draws those of another run again
 #   TORCH_PIP_ARGS=...   more pip arguments for torch alone, such as an index that has its CPU
@@ -8,18 +9,25 @@
 
 PYTHON ?= python3
 VARIANT ?= cpu
+TORCHREC ?= 1.8
 SECONDS ?= 3600
 TORCH_PIP_ARGS ?=
-TORCH_VERSION := 2.13.0
+TORCH_VERSION_1.8 := 2.13.0
+TORCH_VERSION_1.9 := 2.14.1
+TORCH_VERSION := $(TORCH_VERSION_$(TORCHREC))
 
-VENV := .venv
+VENV_1.8 := .venv
+VENV_1.9 := .venv-1.9
+VENV := $(VENV_$(TORCHREC))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 LOCKED := $(VENV)/.locked-$(VARIANT)-torch-$(TORCH_VERSION)
 INSTALLED := $(VENV)/.installed-$(VARIANT)
 DOCS_VENV := .venv-docs
 DOCS_LOCKED := $(DOCS_VENV)/.locked
-LOCKS := requirements/$(VARIANT).txt requirements/dev.txt
+LOCKS_FOLDER_1.8 := requirements
+LOCKS_FOLDER_1.9 := requirements/torchrec-1.9
+LOCKS := $(LOCKS_FOLDER_$(TORCHREC))/$(VARIANT).txt requirements/dev.txt
 
 # One thread per process: several ranks share the cores in the demo and in the tests.
 export OMP_NUM_THREADS := 1
@@ -29,10 +37,13 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 ifeq ($(filter $(VARIANT),cpu cuda),)
 $(error VARIANT=$(VARIANT) is unknown; use VARIANT=cpu or VARIANT=cuda)
 endif
+ifeq ($(filter $(TORCHREC),1.8 1.9),)
+$(error TORCHREC=$(TORCHREC) is unknown; use TORCHREC=1.8 or TORCHREC=1.9)
+endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo bench test test-all fuzz lint docs clean
+.PHONY: help demo bench test test-all smoke fuzz lint docs clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -52,6 +63,19 @@ test-all: $(INSTALLED)  ## run all tests
 	$(BIN)/pytest tests/unit
 	$(BIN)/pytest --ignore tests/unit
 
+# One test of each kind of what depends on TorchRec the most, for a version that isn't the default.
+SMOKE := tests/unit/test_versions.py tests/unit/test_needed_names.py \
+  tests/unit/test_upstream_names.py tests/unit/test_planned_options.py \
+  "tests/dist/test_parity.py::test_bags_equal_the_unsharded_model[table_wise]" \
+  "tests/dist/test_parity.py::test_sequences_equal_the_unsharded_model[row_wise]" \
+  tests/dist/test_planner.py::test_every_rank_gets_the_plan_of_a_search_by_cost \
+  tests/dist/test_row_prefetch.py::test_bags_train_as_without \
+  tests/dist/test_checkpoint.py::test_a_model_travels_to_stock_torchrec_and_back \
+  tests/dist/test_weight_sync.py::test_a_report_counts_what_was_written_and_sent
+
+smoke: $(INSTALLED)  ## run one test of each kind, in about a minute
+	$(BIN)/pytest $(SMOKE)
+
 fuzz: $(INSTALLED)  ## run random cases on two cores, for SECONDS=3600
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
@@ -64,7 +88,7 @@ docs: $(DOCS_LOCKED)  ## build the documentation into build/docs; a broken link 
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --config-file docs/site/mkdocs.yml
 
 clean:  ## remove .venv and everything that was built
-	rm -rf $(VENV) $(DOCS_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV_1.8) $(VENV_1.9) $(DOCS_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A changed lock starts from an empty environment: pip would leave behind what a lock dropped,

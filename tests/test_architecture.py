@@ -9,7 +9,9 @@ import torchrec_2dsp
 from tests.support.import_rules import (
     LAYERS,
     cycle_violations,
+    import_effects,
     layer_violations,
+    private_violations,
     size_violations,
     upstream_violations,
 )
@@ -19,8 +21,17 @@ TESTS = Path(__file__).parent
 Checker = Callable[[Path], list[str]]
 
 
-@pytest.mark.parametrize("check", [layer_violations, cycle_violations, upstream_violations])
-def test_imports(check: Checker) -> None:
+@pytest.mark.parametrize(
+    "check",
+    [
+        layer_violations,
+        cycle_violations,
+        upstream_violations,
+        private_violations,
+        import_effects,
+    ],
+)
+def test_fences(check: Checker) -> None:
     violations = check(PACKAGE)
     assert not violations, "\n" + "\n".join(violations)
 
@@ -59,7 +70,14 @@ GOOD = {
 
 def test_a_good_package_passes(tmp_path: Path) -> None:
     package = package_of(tmp_path, **GOOD)
-    for check in (layer_violations, cycle_violations, upstream_violations, size_violations):
+    for check in (
+        layer_violations,
+        cycle_violations,
+        upstream_violations,
+        private_violations,
+        import_effects,
+        size_violations,
+    ):
         assert check(package) == []
 
 
@@ -94,6 +112,21 @@ def test_a_good_package_passes(tmp_path: Path) -> None:
             "from pkg.programs.cli import app",
             layer_violations,
             "mesh is below programs.cli: imports point down",
+        ),
+        (
+            "def f(module):\n    return module._lookups",
+            private_violations,
+            "a.py:2: module._lookups is private; reach it by a function of _compat",
+        ),
+        (
+            "import atexit\natexit.register(print)",
+            import_effects,
+            "a.py:2: atexit.register runs when the file is imported",
+        ),
+        (
+            "@atexit.register\ndef f():\n    pass",
+            import_effects,
+            "a.py:1: atexit.register runs when the file is imported",
         ),
         ("x = 1\n" * 301, size_violations, "mesh/a.py: 301 lines, over 300; split it by theme"),
         (

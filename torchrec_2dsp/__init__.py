@@ -142,9 +142,11 @@ def __getattr__(name: str) -> Any:
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if module not in _WITHOUT_TORCHREC:
+        from torchrec_2dsp._compat.upstream_names import require_upstream_names
         from torchrec_2dsp._compat.versions import require_supported_versions
 
         require_supported_versions()
+        require_upstream_names()
     value = getattr(import_module(f"{__name__}.{module}"), name)
     globals()[name] = value
     return value

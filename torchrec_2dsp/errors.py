@@ -15,7 +15,11 @@ class TwoDError(Exception):
 
 
 class VersionError(TwoDError, ImportError):
-    """The installed torch / torchrec / fbgemm are not the supported triple."""
+    """The installed torch, torchrec and fbgemm don't belong together, or lack a name we need."""
+
+
+class UntriedVersionWarning(UserWarning):
+    """The installed torch, torchrec or fbgemm are not among those that the tests run with."""
 
 
 class MeshError(TwoDError, ValueError):

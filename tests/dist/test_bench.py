@@ -211,7 +211,7 @@ def test_a_ceiling_can_train_without_learning(ranks2: RankPool, name: str) -> No
 
 
 def replayed(rank: int, world_size: int) -> list[float]:
-    group = dist.new_group(backend=replay.BACKEND)
+    group = dist.new_group(backend=replay.replay_backend())
     assert group is not None
 
     def step(value: float) -> float:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import RankPool
-from torchrec_2dsp.comms.full_duplex import BACKEND_NAME
+from torchrec_2dsp.comms.full_duplex import full_duplex_backend
 
 DTYPES = [
     torch.int64,
@@ -33,9 +33,11 @@ SPLITS = {
 
 
 @contextmanager
-def new_group(backend: str = BACKEND_NAME, **options: Any) -> Iterator[Any]:
+def new_group(backend: str = "", **options: Any) -> Iterator[Any]:
     """A group of all ranks, destroyed by all of them together."""
-    group = cast(dist.ProcessGroup, dist.new_group(backend=backend, **options))
+    group = cast(
+        dist.ProcessGroup, dist.new_group(backend=backend or full_duplex_backend(), **options)
+    )
     yield group
     dist.barrier()
     dist.destroy_process_group(group)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import RanksFailed, run_ranks
-from torchrec_2dsp.comms.full_duplex import BACKEND_NAME
+from torchrec_2dsp.comms.full_duplex import full_duplex_backend
 
 TIMEOUT_S = 5
 """Gloo tells of a lost connection at once, unless it was lost in the middle of a message."""
@@ -18,7 +18,7 @@ TIMEOUT_S = 5
 
 def lose_a_rank(rank: int, world_size: int) -> None:
     timeout = timedelta(seconds=TIMEOUT_S)
-    group = cast(dist.ProcessGroup, dist.new_group(backend=BACKEND_NAME, timeout=timeout))
+    group = cast(dist.ProcessGroup, dist.new_group(backend=full_duplex_backend(), timeout=timeout))
     parts = torch.zeros(world_size * 3_000_000)
     dist.all_to_all_single(torch.zeros(world_size), torch.zeros(world_size), group=group)
     if rank == 2:
@@ -46,7 +46,7 @@ def test_a_dead_peer_is_named_by_all_others() -> None:
 def leave_with_work(rank: int, world_size: int, way: str) -> None:
     """End a program with an exchange that nobody waited for."""
     parts = torch.ones(world_size * 1_000_000)
-    group = cast(dist.ProcessGroup, dist.new_group(backend=BACKEND_NAME))
+    group = cast(dist.ProcessGroup, dist.new_group(backend=full_duplex_backend()))
     work: Any = dist.all_to_all_single(torch.zeros_like(parts), parts, group=group, async_op=True)
     if way == "kept":
         leave_with_work.work = work  # type: ignore[attr-defined]

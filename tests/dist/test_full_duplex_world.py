@@ -21,7 +21,7 @@ from tests.support.parity import Cell, local_shards, make_optimizer
 from tests.support.ranks import RankPool, run_ranks
 from torchrec_2dsp import Mesh2D
 from torchrec_2dsp.comms.counting import count_collectives
-from torchrec_2dsp.comms.full_duplex import BACKEND_NAME, FullDuplexGroup
+from torchrec_2dsp.comms.full_duplex import FullDuplexGroup, full_duplex_backend
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
 
 
@@ -29,9 +29,12 @@ def start_world(rank: int, world_size: int, store: Path) -> Any:
     """Replace the ranks' gloo world."""
     dist.destroy_process_group()
     dist.init_process_group(
-        BACKEND_NAME, store=dist.FileStore(str(store), world_size), rank=rank, world_size=world_size
+        full_duplex_backend(),
+        store=dist.FileStore(str(store), world_size),
+        rank=rank,
+        world_size=world_size,
     )
-    assert dist.get_backend() == BACKEND_NAME
+    assert dist.get_backend() == full_duplex_backend()
     return dist.group.WORLD
 
 

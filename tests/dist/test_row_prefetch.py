@@ -21,7 +21,7 @@ from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.rows.direct_update import DirectUpdater
 from torchrec_2dsp.rows.gradients import RowGradients
-from torchrec_2dsp.shard import row_kernel
+from torchrec_2dsp.shard.row_exchange import kernel as row_kernel
 
 ONE = tdsp.Mesh2D(1, 4)
 ROWS = Cell(ONE, exchange="row")

@@ -14,7 +14,12 @@ from tests.support.parity import TOLERANCE, Cell, run_cells
 from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
-from torchrec_2dsp.replicas.exchange import GradientExchange
+from torchrec_2dsp.replicas.exchange import (
+    GradientExchange,
+    GradientState,
+    PendingGradients,
+    TrackedLookup,
+)
 from torchrec_2dsp.rows.blocks import Block
 from torchrec_2dsp.rows.gradients import BlockGradients
 
@@ -83,10 +88,15 @@ def exchange_rows(
         by_rank = [rows_of(peer, step, shape) for peer in range(world_size)]
         mine = by_rank[rank]
         with count_collectives() as seen:
-            announced = exchange.announce([one.keys for one in mine], 0.5)
-            in_flight = exchange.send(mine, announced, divisor=world_size)
-            in_flight.leave_host()
-            merged = in_flight.collect()
+            announcement = exchange.announce([block.keys for block in mine], 0.5)
+            lookup = TrackedLookup(None, 1, announcement)  # pyright: ignore[reportArgumentType]
+            pending = PendingGradients(mine, lookup, divisor=world_size)
+            assert pending.state is GradientState.CAPTURED
+            exchange.send(pending)
+            pending.send_to_other_hosts()
+            assert pending.state is GradientState.ON_OTHER_HOSTS
+            merged = pending.gradients().blocks
+            assert pending.state is GradientState.ARRIVED
         sent: Sent = Counter()
         for one in seen.records:
             sent[one.group, one.op] += one.num_bytes
@@ -97,7 +107,7 @@ def exchange_rows(
                 merged, dense(merged), zip(*map(dense, by_rank), strict=True), strict=True
             )
         ]
-        answers.append((all(is_sum) and in_flight.learning_rate == 0.5, sent))
+        answers.append((all(is_sum) and pending.learning_rate == 0.5, sent))
     groups.close()
     return answers
 

@@ -13,7 +13,7 @@ from tests.support.models import SEQUENCE_TABLES, ModelSpec
 from tests.support.parity import Cell, make_optimizer, make_sharder
 from tests.support.ranks import RankPool
 from tests.support.variable_batches import changed, make_variable_batch
-from torchrec_2dsp.shard.id_check import BadIds
+from torchrec_2dsp.shard.bad_ids import BadIds
 
 STEPS = 3
 TWO = tdsp.Mesh2D(2, 2)

@@ -21,8 +21,8 @@ from tests.support.loops import LossModel, Tensors, largest_gap, make_stream, sh
 from tests.support.models import SequenceModel
 from tests.support.parity import Cell, make_optimizer, make_sharder
 from torchrec_2dsp.comms.row_wire import TravellingRows
-from torchrec_2dsp.shard.halves import Halves
-from torchrec_2dsp.shard.row_journey import RowJourney
+from torchrec_2dsp.shard.prefetch.halves import Halves
+from torchrec_2dsp.shard.prefetch.journey import RowJourney
 
 STEPS = 6
 

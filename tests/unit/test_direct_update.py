@@ -20,7 +20,7 @@ from torchrec_2dsp._compat.fbgemm import (
 )
 from torchrec_2dsp.optim.steps import delayed_row_wise_adagrad_step
 from torchrec_2dsp.replicas.capture import RowCapture
-from torchrec_2dsp.replicas.merge import quickest_updater
+from torchrec_2dsp.replicas.gradient_sync import quickest_updater
 from torchrec_2dsp.rows.direct_update import RULES, DirectUpdater
 from torchrec_2dsp.rows.update import RowUpdater
 

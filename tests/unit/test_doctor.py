@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -11,7 +12,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from torchrec_2dsp._compat.versions import Check, FoundVersions, Status
+from tests.support.versions import OLD, UNKNOWN, on_cpu
+from torchrec_2dsp._compat.installed_versions import find_versions
+from torchrec_2dsp._compat.known_versions import TRIED
+from torchrec_2dsp._compat.versions import Check, Status, set_for
 from torchrec_2dsp.programs.cli import doctor as doctor_module
 from torchrec_2dsp.programs.cli.app import app
 from torchrec_2dsp.programs.doctor.health import (
@@ -25,14 +29,10 @@ from torchrec_2dsp.programs.doctor.health import (
 )
 
 ROOT = Path(__file__).parents[2]
-BROKEN = FoundVersions(
-    torch="2.13.0+cpu",
-    torchrec="1.8.0",
-    fbgemm_gpu=None,
-    fbgemm_gpu_cpu="1.7.0",
-    torchmetrics="1.0.3",
-    has_nvidia_driver=False,
-)
+BROKEN = replace(on_cpu(OLD), fbgemm_gpu_cpu="1.7.0")
+HERE = set_for(find_versions())
+OTHER = next(tried for tried in TRIED if tried is not HERE)
+"""The set that isn't installed here."""
 
 
 @pytest.mark.parametrize("check", [check_fbgemm_operators, check_torchrec, check_gloo, check_cuda])
@@ -71,7 +71,7 @@ def test_an_exception_without_text_is_reported_too() -> None:
 def test_nothing_heavy_runs_on_unsupported_versions() -> None:
     checks = {check.name: check for check in run_health_checks(BROKEN)}
     assert checks["fbgemm"].status is Status.FAILED
-    for name in ("fbgemm operators", "torchrec import", "gloo", "cuda"):
+    for name in ("fbgemm operators", "torchrec import", "upstream names", "gloo", "cuda"):
         assert checks[name].status is Status.SKIPPED
 
 
@@ -137,27 +137,40 @@ def run_python(*arguments: str, first_on_path: Path) -> subprocess.CompletedProc
     )
 
 
-@pytest.fixture
-def old_torchrec(tmp_path: Path) -> Path:
+def pretend(folder: Path, torchrec: str) -> Path:
     """A folder that makes Python believe in another torchrec when it comes first on the path."""
-    info = tmp_path / "torchrec-1.2.0.dist-info"
+    info = folder / f"torchrec-{torchrec}.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchrec\nVersion: 1.2.0\n")
-    return tmp_path
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torchrec\nVersion: {torchrec}\n")
+    return folder
 
 
-def test_doctor_runs_where_the_package_refuses_to(old_torchrec: Path) -> None:
-    code = "import torchrec_2dsp as tdsp; tdsp.Mesh2D(1, 2); tdsp.Planner2D"
-    refused = run_python("-c", code, first_on_path=old_torchrec)
+def test_doctor_runs_where_the_package_refuses_to(tmp_path: Path) -> None:
+    folder = pretend(tmp_path, OTHER.torchrec)
+    refused = run_python("-c", "import torchrec_2dsp as tdsp; tdsp.Planner2D", first_on_path=folder)
     assert refused.returncode == 1
     assert "VersionError" in refused.stderr
-    assert "torchrec  1.2.0 (supported: 1.8.x)" in refused.stderr
+    row = f"torchrec  {OTHER.torchrec}: belongs to torch {OTHER.series('torch')}"
+    assert row in refused.stderr
+    assert f"(supported: {HERE.series('torchrec')})" in refused.stderr
 
-    told = run_python("-m", "torchrec_2dsp", "doctor", first_on_path=old_torchrec)
-    assert told.returncode == 1
-    assert "Traceback" not in told.stderr
-    assert "1.2.0" in told.stdout
-    assert 'pip install --no-deps "torchrec==1.8.0"' in told.stdout
+    shown = run_python("-m", "torchrec_2dsp", "doctor", first_on_path=folder)
+    assert shown.returncode == 1
+    assert "Traceback" not in shown.stderr
+    assert OTHER.torchrec in shown.stdout
+    assert f'pip install --no-deps "torchrec=={HERE.torchrec}"' in shown.stdout
+
+
+def test_an_untried_version_is_a_warning_and_works(tmp_path: Path) -> None:
+    folder = pretend(tmp_path, UNKNOWN)
+    shown = run_python("-m", "torchrec_2dsp", "doctor", first_on_path=folder)
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    assert f"{UNKNOWN}: not tried" in shown.stdout
+
+    loaded = run_python("-c", "import torchrec_2dsp as t; t.Planner2D", first_on_path=folder)
+    assert loaded.returncode == 0, loaded.stderr
+    assert loaded.stderr.count("UntriedVersionWarning") == 1
+    assert f"torchrec_2dsp is not tried with torchrec {UNKNOWN}. Tried are: " in loaded.stderr
 
 
 @pytest.mark.parametrize("options", [(), ("--run",)])

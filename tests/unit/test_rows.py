@@ -193,7 +193,7 @@ def test_the_iteration_is_that_of_the_forward() -> None:
     outputs = [captured(capture, make_ids(case, seed)) for seed in range(2)]
     for output in outputs:
         output.sum().backward()
-    assert [backward.iteration for backward in capture.take()] == [1, 2]
+    assert [backward.lookup.iteration for backward in capture.take()] == [1, 2]
 
 
 def test_weights_that_need_a_gradient_are_refused() -> None:

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from torchrec_2dsp._compat.versions import SUPPORTED
+from torchrec_2dsp._compat.known_versions import TRIED, VersionSet
 
 ROOT = Path(__file__).parents[2]
-LOCKS = ("cpu", "cuda", "dev")
+FOLDERS = {"1.8": "", "1.9": "torchrec-1.9/"}
+"""Where the locks of each TorchRec are."""
+LOCKS = (*(folder + kind for folder in FOLDERS.values() for kind in ("cpu", "cuda")), "dev")
 PIN = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*==[0-9]+(\.[0-9]+)*")
 # torch's own dependencies come with torch, in the versions that fit it.
 BROUGHT_BY_TORCH = {
@@ -24,6 +26,11 @@ BROUGHT_BY_TORCH = {
 def read_pins(lock: str) -> list[str]:
     lines = (ROOT / "requirements" / f"{lock}.txt").read_text().splitlines()
     return [line for line in lines if line and not line.startswith("#")]
+
+
+def series(tried: VersionSet) -> str:
+    """What the Makefile calls a set."""
+    return tried.series("torchrec").removesuffix(".x")
 
 
 def names(pins: list[str]) -> list[str]:
@@ -39,14 +46,23 @@ def test_locks_are_exact_sorted_and_without_repeats(lock: str) -> None:
     assert BROUGHT_BY_TORCH.isdisjoint(names(pins))
 
 
-def test_cpu_and_cuda_differ_only_in_fbgemm() -> None:
-    cpu, cuda = set(read_pins("cpu")), set(read_pins("cuda"))
-    assert cpu - cuda == {f"fbgemm-gpu-cpu=={SUPPORTED['fbgemm']}"}
-    assert cuda - cpu == {f"fbgemm-gpu=={SUPPORTED['fbgemm']}"}
+@pytest.mark.parametrize("tried", TRIED, ids=series)
+def test_cpu_and_cuda_differ_only_in_fbgemm(tried: VersionSet) -> None:
+    folder = FOLDERS[series(tried)]
+    cpu, cuda = set(read_pins(f"{folder}cpu")), set(read_pins(f"{folder}cuda"))
+    assert cpu - cuda == {f"fbgemm-gpu-cpu=={tried.fbgemm}"}
+    assert cuda - cpu == {f"fbgemm-gpu=={tried.fbgemm}"}
+    assert f"torchrec=={tried.torchrec}" in cpu
 
 
-def test_dev_lock_adds_and_never_repeats() -> None:
-    assert set(names(read_pins("dev"))).isdisjoint(names(read_pins("cpu")))
+def test_locks_differ_only_in_torchrec_and_fbgemm() -> None:
+    old, new = (set(read_pins(f"{folder}cpu")) for folder in FOLDERS.values())
+    assert set(names(list(old ^ new))) == {"torchrec", "fbgemm-gpu-cpu"}
+
+
+@pytest.mark.parametrize("folder", FOLDERS.values())
+def test_dev_lock_adds_and_never_repeats(folder: str) -> None:
+    assert set(names(read_pins("dev"))).isdisjoint(names(read_pins(f"{folder}cpu")))
 
 
 def test_runtime_dependencies_are_locked() -> None:
@@ -57,37 +73,55 @@ def test_runtime_dependencies_are_locked() -> None:
     assert wanted.isdisjoint({"torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"})
 
 
-def test_makefile_installs_the_supported_torch() -> None:
-    assert f"TORCH_VERSION := {SUPPORTED['torch']}\n" in (ROOT / "Makefile").read_text()
+@pytest.mark.parametrize("tried", TRIED, ids=series)
+def test_makefile_installs_each_set_in_an_environment_of_its_own(tried: VersionSet) -> None:
+    name = series(tried)
+    result = run_make(f"TORCHREC={name}", "--dry-run", "--always-make", "test")
+    assert result.returncode == 0, result.stderr
+    folder = ".venv" if name == "1.8" else f".venv-{name}"
+    assert f"-m venv --clear {folder}\n" in result.stdout
+    assert f"torch=={tried.torch}\n" in result.stdout
+    assert f"-r requirements/{FOLDERS[name]}cpu.txt -r requirements/dev.txt\n" in result.stdout
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "test-all", "lint", "clean", "help"])
+@pytest.mark.parametrize("target", ["demo", "test", "test-all", "smoke", "lint", "clean", "help"])
 def test_makefile_has_the_target_and_explains_it(target: str) -> None:
     assert re.search(rf"^{target}:.*  ## \w", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def run_make(*words: str) -> subprocess.CompletedProcess[str]:
+    # The variables of a make that runs these tests must not leak in.
+    leaking = ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "TORCHREC", "VARIANT")
+    environ = {name: value for name, value in os.environ.items() if name not in leaking}
+    return subprocess.run(
+        ["make", *words], cwd=ROOT, env=environ, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["VARIANT=tpu", "help"], "VARIANT=tpu is unknown; use VARIANT=cpu or VARIANT=cuda"),
+        (["TORCHREC=1.7", "help"], "TORCHREC=1.7 is unknown; use TORCHREC=1.8 or TORCHREC=1.9"),
         (["PYTHON=false", "VENV={tmp}", "test"], "Python 3.11 or newer is needed"),
     ],
 )
 def test_makefile_refuses_clearly(arguments: list[str], message: str, tmp_path: Path) -> None:
     words = [word.format(tmp=tmp_path / "venv") for word in arguments]
-    # The variables of a make that runs these tests must not leak in.
-    environ = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKEOVERRIDES")}
-    result = subprocess.run(
-        ["make", *words], cwd=ROOT, env=environ, capture_output=True, text=True, check=False
-    )
+    result = run_make(*words)
     assert result.returncode != 0
     assert message in result.stderr
 
 
-def test_ci_runs_lint_and_test() -> None:
+def test_ci_runs_lint_and_test_and_the_newer_torchrec() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    assert script.read_text().splitlines()[-1] == "make lint test"
+    lines = script.read_text().splitlines()
+    assert "make lint test" in lines
+    assert any("make smoke TORCHREC=1.9" in line for line in lines)
+    named = set(re.findall(r"tests/\S+\.py", (ROOT / "Makefile").read_text()))
+    assert all((ROOT / name).is_file() for name in named)
+    assert len(named) > 5
 
 
 def project_files() -> list[Path]:

@@ -71,7 +71,9 @@ def private_attributes(path: Path) -> Iterator[tuple[str, object, str]]:
             continue
         owners: dict[str, Any] = dict(scope)
         for argument in function.args.args:
-            top, *rest = ast.unparse(argument.annotation or argument).split(".")
+            # Of a union, the first class stands for all.
+            annotation = ast.unparse(argument.annotation or argument).split(" | ")[0]
+            top, *rest = annotation.split(".")
             if top in scope:
                 owners[argument.arg] = reduce(getattr, rest, scope[top])
         for node in ast.walk(function):

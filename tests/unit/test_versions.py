@@ -1,181 +1,100 @@
-"""The version gate: every mismatch is found, named, and answered with the command that fixes it."""
+"""The version gate: what is tried passes, what isn't tried warns, and what this machine has."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from torchrec_2dsp._compat.versions import (
-    SUPPORTED,
-    SUPPORTED_TORCHMETRICS,
-    TORCHREC_COMMANDS,
+from tests.support.versions import NEW, OLD, UNKNOWN, on_cpu, on_cuda
+from torchrec_2dsp._compat.installed_versions import (
     FoundVersions,
+    find_versions,
+    is_cpu_build,
+)
+from torchrec_2dsp._compat.known_versions import TRIED, VersionSet, nearest_set
+from torchrec_2dsp._compat.versions import (
     Status,
+    _warn_once,
     check_python,
     check_versions,
-    find_versions,
-    in_supported_series,
-    is_cpu_build,
     require_supported_versions,
+    untried_versions,
 )
-from torchrec_2dsp.errors import TwoDError, VersionError
+from torchrec_2dsp.errors import UntriedVersionWarning
 
-CPU = FoundVersions(
-    torch="2.13.0+cpu",
-    torchrec="1.8.0",
-    fbgemm_gpu=None,
-    fbgemm_gpu_cpu="1.8.0",
-    torchmetrics="1.0.3",
-    has_nvidia_driver=False,
-)
-CUDA = replace(
-    CPU, torch="2.13.0+cu130", fbgemm_gpu="1.8.0", fbgemm_gpu_cpu=None, has_nvidia_driver=True
-)
-INSTALL_CPU = 'pip install --no-deps "fbgemm-gpu-cpu==1.8.0"'
-INSTALL_CUDA = 'pip install --no-deps "fbgemm-gpu==1.8.0"'
-BOTH_AWAY = "pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu"
+ROOT = Path(__file__).parents[2]
+LOCKS = {"1.8.x": "requirements/cpu.txt", "1.9.x": "requirements/torchrec-1.9/cpu.txt"}
+"""The lock of each tried set, by torchrec's series."""
 
 
-@pytest.mark.parametrize(
-    "found",
-    [
-        pytest.param(CPU, id="cpu"),
-        pytest.param(CUDA, id="cuda"),
-        pytest.param(replace(CUDA, torch="2.13.0"), id="no-local-part"),
-        pytest.param(replace(CPU, torch="2.13.0+cu130"), id="cpu-fbgemm-beside-cuda-torch"),
-        pytest.param(replace(CPU, has_nvidia_driver=True), id="cpu-torch-on-a-gpu-machine"),
-        pytest.param(replace(CPU, torch="2.13.1.dev20261101+cpu"), id="nightly"),
-        pytest.param(replace(CPU, torchrec="1.8.2", fbgemm_gpu_cpu="1.8.1"), id="patch-releases"),
-    ],
-)
-def test_supported_sets_pass_without_a_word(found: FoundVersions) -> None:
-    assert [check.status for check in check_versions(found).checks] == [Status.OK] * 4
-    require_supported_versions(found)
+def test_the_table_has_both_sets() -> None:
+    assert (OLD.torch, OLD.torchrec, OLD.fbgemm) == ("2.13.0", "1.8.0", "1.8.0")
+    assert (NEW.torch, NEW.torchrec, NEW.fbgemm) == ("2.14.1", "1.9.2", "1.9.0")
+    assert NEW.also_tried == ("1.9.0", "1.9.1")
 
 
-@pytest.mark.parametrize(
-    ("found", "named", "commands"),
-    [
-        pytest.param(
-            replace(CPU, torch="2.12.1+cpu"),
-            "torch     2.12.1+cpu (supported: 2.13.x)",
-            ['pip install "torch==2.13.0"'],
-            id="old-torch",
-        ),
-        pytest.param(
-            replace(CPU, torch=None),
-            "torch     not installed (supported: 2.13.x)",
-            ['pip install "torch==2.13.0"'],
-            id="no-torch",
-        ),
-        pytest.param(
-            replace(CPU, torchrec="1.9.0"),
-            "torchrec  1.9.0 (supported: 1.8.x)",
-            list(TORCHREC_COMMANDS),
-            id="new-torchrec",
-        ),
-        pytest.param(
-            replace(CPU, torchrec=None),
-            "torchrec  not installed (supported: 1.8.x)",
-            list(TORCHREC_COMMANDS),
-            id="no-torchrec",
-        ),
-        pytest.param(
-            replace(CPU, fbgemm_gpu_cpu=None),
-            "fbgemm    not installed (supported: 1.8.x)",
-            [INSTALL_CPU],
-            id="no-fbgemm-on-cpu",
-        ),
-        pytest.param(
-            replace(CUDA, fbgemm_gpu=None),
-            "fbgemm    not installed (supported: 1.8.x)",
-            [INSTALL_CUDA],
-            id="no-fbgemm-on-cuda",
-        ),
-        pytest.param(
-            replace(CPU, fbgemm_gpu_cpu="1.7.0"),
-            "fbgemm    fbgemm-gpu-cpu 1.7.0 (supported: 1.8.x)",
-            [INSTALL_CPU],
-            id="old-fbgemm",
-        ),
-        pytest.param(
-            replace(CPU, fbgemm_gpu="1.8.0"),
-            "fbgemm-gpu 1.8.0 and fbgemm-gpu-cpu 1.8.0: both own the same import package",
-            [BOTH_AWAY, INSTALL_CPU],
-            id="both-on-cpu",
-        ),
-        pytest.param(
-            replace(CUDA, fbgemm_gpu_cpu="1.8.0"),
-            "fbgemm-gpu 1.8.0 and fbgemm-gpu-cpu 1.8.0: both own the same import package",
-            [BOTH_AWAY, INSTALL_CUDA],
-            id="both-on-cuda",
-        ),
-        pytest.param(
-            replace(CUDA, torch="2.13.0+cpu"),
-            "fbgemm-gpu 1.8.0: the CUDA build can't be loaded beside the CPU build 2.13.0+cpu",
-            ["pip uninstall -y fbgemm-gpu", INSTALL_CPU],
-            id="cuda-fbgemm-beside-cpu-torch",
-        ),
-        pytest.param(
-            replace(CUDA, has_nvidia_driver=False),
-            "fbgemm-gpu 1.8.0: the CUDA build can't be loaded without an NVIDIA driver",
-            ["pip uninstall -y fbgemm-gpu", INSTALL_CPU],
-            id="cuda-fbgemm-without-driver",
-        ),
-    ],
-)
-def test_each_mismatch_is_named_with_its_fix(
-    found: FoundVersions, named: str, commands: list[str]
-) -> None:
-    with pytest.raises(VersionError) as raised:
-        require_supported_versions(found)
-    message = str(raised.value)
-    assert named in message
-    # Nothing but the fix, in order: a supported package gets no command.
-    assert [line.strip() for line in message.splitlines() if "  pip " in line] == commands
-
-
-def test_one_error_names_all_that_is_wrong() -> None:
-    nothing = FoundVersions(
-        torch=None,
-        torchrec=None,
-        fbgemm_gpu=None,
-        fbgemm_gpu_cpu=None,
-        torchmetrics=None,
-        has_nvidia_driver=False,
+def patched(tried: VersionSet) -> FoundVersions:
+    """A machine with later patch releases of a set."""
+    torch, torchrec, fbgemm = (
+        tried.series(package).replace("x", "7") for package in ("torch", "torchrec", "fbgemm")
     )
-    with pytest.raises(VersionError, match=r"(?s)torch .*torchrec .*fbgemm ") as raised:
-        require_supported_versions(nothing)
-    assert isinstance(raised.value, TwoDError)
-    assert isinstance(raised.value, ImportError)
-    assert str(raised.value).count("not installed") == 3
+    return replace(on_cpu(tried), torch=torch, torchrec=torchrec, fbgemm_gpu_cpu=fbgemm)
+
+
+@pytest.mark.parametrize("tried", TRIED, ids=str)
+def test_tried_sets_pass_without_a_word(tried: VersionSet) -> None:
+    cpu, cuda = on_cpu(tried), on_cuda(tried)
+    machines = {
+        "cpu": cpu,
+        "cuda": cuda,
+        "no local part": replace(cuda, torch=tried.torch),
+        "fbgemm for CPUs beside torch for CUDA": replace(cpu, torch=f"{tried.torch}+cu130"),
+        "torch for CPUs on a machine with devices": replace(cpu, has_nvidia_driver=True),
+        "nightly": replace(cpu, torch=f"{tried.torch}.dev20261101+cpu"),
+        "patch releases": patched(tried),
+    }
+    for name, found in machines.items():
+        assert [check.status for check in check_versions(found).checks] == [Status.OK] * 4, name
+        require_supported_versions(found)
+        assert not untried_versions(found)
+
+
+@pytest.mark.parametrize("release", [*NEW.also_tried, NEW.torchrec])
+def test_all_tried_releases_of_torchrec_pass(release: str) -> None:
+    require_supported_versions(replace(on_cpu(NEW), torchrec=release))
 
 
 @pytest.mark.parametrize(
-    ("found", "named", "remedy"),
+    ("found", "untried"),
     [
         pytest.param(
-            replace(CPU, torchmetrics="1.4.0"),
-            "1.4.0",
-            ('pip install --no-deps "torchmetrics==1.0.3"',),
-            id="torchmetrics",
+            replace(on_cpu(OLD), torchrec=UNKNOWN), {"torchrec": UNKNOWN}, id="torchrec-of-no-set"
         ),
         pytest.param(
-            replace(CUDA, fbgemm_gpu=None, fbgemm_gpu_cpu="1.8.0"),
-            "does not use the NVIDIA devices",
-            ("pip uninstall -y fbgemm-gpu-cpu", INSTALL_CUDA),
-            id="cpu-fbgemm-on-a-gpu-machine",
+            replace(on_cpu(NEW), torch="99.0.0+cpu", fbgemm_gpu_cpu="99.0.0"),
+            {"torch": "99.0.0+cpu", "fbgemm": "99.0.0"},
+            id="another-torch-and-its-fbgemm",
+        ),
+        pytest.param(
+            replace(on_cuda(OLD), torch=UNKNOWN, fbgemm_gpu=UNKNOWN, torchrec=UNKNOWN),
+            {"torch": UNKNOWN, "torchrec": UNKNOWN, "fbgemm": UNKNOWN},
+            id="all",
         ),
     ],
 )
-def test_what_still_works_is_only_a_warning(
-    found: FoundVersions, named: str, remedy: tuple[str, ...]
-) -> None:
-    require_supported_versions(found)
-    (warning,) = [c for c in check_versions(found).checks if c.status is not Status.OK]
-    assert warning.status is Status.WARNING
-    assert named in warning.found
-    assert warning.remedy == remedy
+def test_untried_versions_warn_once(found: FoundVersions, untried: dict[str, str]) -> None:
+    _warn_once.cache_clear()
+    with pytest.warns(UntriedVersionWarning) as caught:
+        require_supported_versions(found)
+    (warning,) = caught
+    require_supported_versions(found)  # A second warning would be an error here.
+    for package, version in untried.items():
+        assert f"{package} {version}" in str(warning.message)
+    for tried in TRIED:
+        assert str(tried) in str(warning.message)
+    assert untried_versions(found) == untried
+    statuses = {check.name: check.status for check in check_versions(found).checks}
+    assert {name for name, status in statuses.items() if status is Status.WARNING} == set(untried)
 
 
 @pytest.mark.parametrize(
@@ -190,10 +109,29 @@ def test_what_still_works_is_only_a_warning(
         ("12.13.0", False),
         ("unknown", False),
         ("", False),
+        (None, False),
     ],
 )
-def test_series_are_compared_by_major_and_minor(version: str, expected: bool) -> None:
-    assert in_supported_series("torch", version) is expected
+def test_series_are_compared_by_major_and_minor(version: str | None, expected: bool) -> None:
+    assert OLD.has("torch", version) is expected
+
+
+@pytest.mark.parametrize(
+    ("torch", "torchrec", "fbgemm", "nearest"),
+    [
+        (None, None, None, OLD),
+        (UNKNOWN, UNKNOWN, UNKNOWN, OLD),
+        ("2.14.0", None, None, NEW),
+        (None, "1.9.0", "1.8.0", NEW),
+        ("2.13.0", "1.9.0", "1.9.0", NEW),
+        ("2.13.0", "1.9.0", None, OLD),
+        ("2.14.1", "1.8.0", "1.8.0", OLD),
+    ],
+)
+def test_the_nearest_set_needs_the_fewest_changes(
+    torch: str | None, torchrec: str | None, fbgemm: str | None, nearest: VersionSet
+) -> None:
+    assert nearest_set({"torch": torch, "torchrec": torchrec, "fbgemm": fbgemm}) is nearest
 
 
 def test_only_the_local_part_tells_the_build() -> None:
@@ -219,13 +157,10 @@ def test_this_environment_is_read_without_the_packages() -> None:
     assert found.torchrec is not None
 
 
-def test_commands_install_what_the_lock_does() -> None:
-    lock = (Path(__file__).parents[2] / "requirements" / "cpu.txt").read_text().splitlines()
-    named = [word.strip('"') for line in TORCHREC_COMMANDS for word in line.split() if "==" in word]
-    assert len(named) == 4
-    pins = {
-        *named,
-        f"fbgemm-gpu-cpu=={SUPPORTED['fbgemm']}",
-        f"torchmetrics=={SUPPORTED_TORCHMETRICS}",
-    }
+@pytest.mark.parametrize("tried", TRIED, ids=str)
+def test_commands_install_what_the_lock_does(tried: VersionSet) -> None:
+    lock = (ROOT / LOCKS[tried.series("torchrec")]).read_text().splitlines()
+    commands = (*tried.install_torchrec(), *tried.install_fbgemm("fbgemm-gpu-cpu"))
+    pins = {word.strip('"') for line in commands for word in line.split() if "==" in word}
+    assert len(pins) == 5
     assert pins <= set(lock)

@@ -1,18 +1,42 @@
 """What torch.distributed knows and doesn't say in public."""
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
+from torch._ops import OpOverload
 from torch.distributed import distributed_c10d as _c10d
+from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-__all__ = ["own_connection", "set_timeout", "store_of_world", "timeout_of"]
+__all__ = [
+    "IncompatibleKeys",
+    "TorchDispatchMode",
+    "argument_names",
+    "group_named",
+    "is_dispatch_watched",
+    "operator_name",
+    "own_connection",
+    "pass_on_to",
+    "set_timeout",
+    "store_of_world",
+    "tensors_in",
+    "timeout_of",
+    "timeout_of_gloo",
+]
 
 
 def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta:
     """How long a collective of ``group`` may take; new groups don't inherit it by themselves."""
     return _timeout(group._get_backend(torch.device(device_type)).options)
+
+
+def timeout_of_gloo(gloo: dist.ProcessGroupGloo) -> timedelta:
+    """How long a collective of a gloo group may take."""
+    return _timeout(gloo.options)  # type: ignore[attr-defined]
 
 
 def _timeout(options: Backend.Options) -> timedelta:
@@ -21,7 +45,9 @@ def _timeout(options: Backend.Options) -> timedelta:
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Let collectives of a group that others have made take so long, and no longer."""
-    _c10d._set_pg_timeout(timeout, group)
+    # Public since torch 2.14, where the private name warns.
+    setter = getattr(dist, "set_timeout", None) or _c10d._set_pg_timeout
+    setter(timeout, group)
 
 
 def store_of_world() -> dist.Store:
@@ -33,3 +59,35 @@ def own_connection(store: dist.Store) -> dist.Store:
     """The same store, over another connection, which doesn't wait for what the first one does."""
     clone: dist.Store = store.clone()  # type: ignore[attr-defined]
     return clone
+
+
+def pass_on_to(group: dist.ProcessGroup, backend: dist.ProcessGroupGloo) -> None:
+    """Let what torch doesn't call on a Python group reach ``backend`` through the dispatcher."""
+    kind = dist.ProcessGroup.BackendType.CUSTOM
+    group._register_backend(torch.device("cpu"), kind, backend)
+    group._set_default_backend(kind)
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The group that functional collectives know by this name."""
+    return _c10d._resolve_process_group(name)  # pyright: ignore[reportArgumentType]
+
+
+def is_dispatch_watched() -> bool:
+    """Whether a `TorchDispatchMode` sees the operators of this thread."""
+    return _get_current_dispatch_mode() is not None
+
+
+def operator_name(operator: OpOverload) -> str:
+    """An operator's name without its namespace, such as ``allreduce_``."""
+    return operator._schema.name.split("::")[1]
+
+
+def argument_names(operator: OpOverload) -> list[str]:
+    """The names of an operator's arguments, in their order."""
+    return [argument.name for argument in operator._schema.arguments]
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """All tensors in nested lists, tuples and dicts."""
+    return [leaf for leaf in _pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]

@@ -12,11 +12,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchrec_2dsp._compat.c10d import (
+    TorchDispatchMode,
+    argument_names,
+    group_named,
+    operator_name,
+    tensors_in,
+)
 
 _NAMES = {
     "allreduce": "all_reduce",
@@ -120,16 +124,15 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: torch._ops.OpOverload,
+        func: Any,
         types: tuple[type, ...],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        op = func._schema.name.split("::")[1].strip("_")
+        op = operator_name(func).strip("_")
         if func.namespace in _NAMESPACES and op not in _NOT_COLLECTIVES:
-            schema_names = [argument.name for argument in func._schema.arguments]
-            named = dict(zip(schema_names, args, strict=False)) | dict(kwargs)
+            named = dict(zip(argument_names(func), args, strict=False)) | dict(kwargs)
             self._records.append(_record(op, named))
         return func(*args, **kwargs)
 
@@ -146,7 +149,7 @@ def _record(op: str, arguments: dict[str, Any]) -> Collective:
 
 def _group(arguments: dict[str, Any]) -> dist.ProcessGroup:
     if "group_name" in arguments:
-        return _resolve_process_group(arguments["group_name"])
+        return group_named(arguments["group_name"])
     unbox: Callable[[Any], dist.ProcessGroup] = dist.ProcessGroup.unbox
     return unbox(arguments["process_group"])
 
@@ -158,8 +161,4 @@ def _input_bytes(op: str, arguments: dict[str, Any], group: dist.ProcessGroup) -
         return 0
     inputs = [value for name, value in arguments.items() if name.startswith("input")]
     tensors = inputs or [value for name, value in arguments.items() if name.startswith("tensor")]
-    return sum(
-        leaf.numel() * leaf.element_size()
-        for leaf in pytree.tree_leaves(tensors)
-        if isinstance(leaf, torch.Tensor)
-    )
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(tensors))

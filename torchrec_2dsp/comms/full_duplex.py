@@ -2,10 +2,11 @@
 
 Gloo's own all-to-all posts a send before the receive that answers it, and two hosts then often
 take turns: the exchange takes twice as long as the link needs. Here all receives are posted before
-the first send. Importing this module registers the backend, which is gloo in all other respects:
+the first send. The backend is gloo in all other respects, and torch knows it once it was asked for:
 
-    import torchrec_2dsp.comms.full_duplex
-    torch.distributed.init_process_group("gloo_full_duplex")
+    from torchrec_2dsp.comms.full_duplex import full_duplex_backend
+
+    torch.distributed.init_process_group(full_duplex_backend())
 """
 
 import sys
@@ -19,13 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.futures import Future
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from torchrec_2dsp._compat.c10d import is_dispatch_watched, timeout_of_gloo
 from torchrec_2dsp.comms.counting import note
 from torchrec_2dsp.comms.gloo_group import GlooGroup
 
-BACKEND_NAME = "gloo_full_duplex"
-"""What `init_process_group` and `new_group` take as the backend."""
+_NAME = "gloo_full_duplex"
 
 _FIRST_TAG = 2**30
 _NUM_TAGS = 2**30
@@ -54,7 +54,7 @@ class FullDuplexGroup(GlooGroup):
 
     def getBackendName(self) -> str:
         """The name in logs and profiles."""
-        return BACKEND_NAME
+        return _NAME
 
     def all_to_all_single(  # type: ignore[override]
         self,
@@ -118,12 +118,12 @@ class FullDuplexGroup(GlooGroup):
         rank, size = self.rank(), self.size()
         _check_own_parts(received[rank], sent[rank])
         # Counters see a functional collective themselves, and it hides their mode from us.
-        if _get_current_dispatch_mode() is not None:
+        if is_dispatch_watched():
             note(op, self, sum(part.nbytes for part in sent))
         # All ranks issue their exchanges in the same order, so equal numbers belong together.
         tag = _FIRST_TAG + self._num_exchanges % _NUM_TAGS
         self._num_exchanges += 1
-        exchange = _Exchange(self._gloo.options._timeout, result, copies, self._failed)
+        exchange = _Exchange(timeout_of_gloo(self._gloo), result, copies, self._failed)
         # Every rank starts with another peer, so that none is sent to by all at once.
         peers = [(rank + step) % size for step in range(1, size)]
         for peer in reversed(peers):
@@ -291,4 +291,8 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Full
     return FullDuplexGroup(dist.ProcessGroupGloo(store, rank, size, timeout))
 
 
-dist.Backend.register_backend(BACKEND_NAME, _create, devices=["cpu"])
+def full_duplex_backend() -> str:
+    """What `init_process_group` and `new_group` take as the backend, registered when asked for."""
+    if _NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(_NAME, _create, devices=["cpu"])
+    return _NAME

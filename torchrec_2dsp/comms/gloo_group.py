@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
 
+from torchrec_2dsp._compat.c10d import pass_on_to, tensors_in
 from torchrec_2dsp.comms.counting import note
 
 
@@ -24,9 +24,7 @@ class GlooGroup(dist.ProcessGroup):
     def __init__(self, gloo: dist.ProcessGroupGloo) -> None:
         super().__init__(gloo.rank(), gloo.size())  # type: ignore[call-arg]
         self._gloo: Any = gloo  # torch's stubs leave out its send and recv
-        # What torch doesn't call on a Python class reaches gloo through the dispatcher.
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, gloo)
-        self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+        pass_on_to(self, gloo)
 
     def getBackendName(self) -> str:
         """The name in logs and profiles."""
@@ -40,7 +38,7 @@ def _sent(self: GlooGroup, name: str, arguments: tuple[Any, ...]) -> int:
     if name == "broadcast" and arguments[1].rootRank != self.rank():
         return 0
     inputs = arguments[1] if name in ("allgather", "reduce_scatter") else arguments[0]
-    return sum(leaf.numel() * leaf.element_size() for leaf in pytree.tree_leaves(inputs))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(inputs))
 
 
 def _passed_on(name: str, op: str) -> Callable[..., dist.Work]:

@@ -4,6 +4,7 @@ import atexit
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import cast
 
 import torch
@@ -18,7 +19,7 @@ from torchrec_2dsp._compat.torchrec import (
     node_group_cache,
 )
 from torchrec_2dsp.comms.alarm import Alarm
-from torchrec_2dsp.comms.full_duplex import BACKEND_NAME as FULL_DUPLEX
+from torchrec_2dsp.comms.full_duplex import full_duplex_backend
 from torchrec_2dsp.comms.notice_board import NoticeBoard
 from torchrec_2dsp.comms.peers import Peers, by_host
 from torchrec_2dsp.errors import MeshError
@@ -91,7 +92,8 @@ class MeshGroups:
             name: of the groups.
             sets: of ranks; this one belongs to one of them.
         """
-        backend = FULL_DUPLEX if dist.get_backend(self.world) == dist.Backend.GLOO else None
+        is_gloo = dist.get_backend(self.world) == dist.Backend.GLOO
+        backend = full_duplex_backend() if is_gloo else None
         everyone = self._new_group(name, sets, backend)
         placed = [by_host(ranks, self.local_world_size) for ranks in sets]
         hosts = [hosts for hosts in placed if hosts is not None]
@@ -121,6 +123,7 @@ class MeshGroups:
         """The groups of ``mesh`` in the current world: made on first use, then shared."""
         world = world_group()
         mesh.check_world(dist.get_world_size(world))
+        _leave_in_order_at_exit()
         # Groups of a world that was destroyed went with it.
         for key, groups in list(_GROUPS.items()):
             if groups.world is not world or groups._closed:
@@ -167,6 +170,15 @@ class MeshGroups:
             # The world was destroyed, and these groups with it.
             return
         dist.barrier(self.world)
+        self._destroy()
+
+    def forget(self) -> None:
+        """Destroy the groups at the program's end, without waiting for other ranks."""
+        if not self._closed and dist.is_initialized() and self.world is dist.group.WORLD:
+            self._closed = True
+            self._destroy()
+
+    def _destroy(self) -> None:
         # The node groups were made last; a mesh axis that spans the world may be its own group.
         made = [self.replica_peers, self.sharding_group, *self._made]
         made += reversed(self._node_groups.groups())
@@ -196,10 +208,15 @@ def leave_world() -> None:
     gc.collect()
 
 
-@atexit.register
-def _destroy_world_at_exit() -> None:
-    """Leave in order, for programs that end without `destroy_process_group`."""
+@cache
+def _leave_in_order_at_exit() -> None:
+    """Once, arrange for programs that end without `destroy_process_group`."""
+    atexit.register(_forget_groups)
+
+
+def _forget_groups() -> None:
+    """Destroy our own groups, and nothing that is the user's."""
     NoticeBoard.close_all()
-    if _GROUPS and dist.is_initialized():
-        dist.destroy_process_group()
+    for groups in list(_GROUPS.values()):
+        groups.forget()
     _GROUPS.clear()

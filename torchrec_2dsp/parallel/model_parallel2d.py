@@ -27,7 +27,7 @@ from torchrec_2dsp.plan.serialize import to_json
 from torchrec_2dsp.replicas.sync_reason import SyncReason
 from torchrec_2dsp.replicas.sync_report import SyncReport
 from torchrec_2dsp.shard.default_sharders import get_default_sharders
-from torchrec_2dsp.shard.hot_module import HotRowsModule
+from torchrec_2dsp.shard.hot_rows.module import HotRowsModule
 from torchrec_2dsp.shard.parted import parts_of
 
 

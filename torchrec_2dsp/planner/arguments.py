@@ -55,9 +55,12 @@ def refuse_stock_parts(
     )
 
 
-def refuse_demands(text: str, constraints: Mapping[str, ParameterConstraints] | None) -> None:
-    """Raise `ConfigError` for what only a search by cost can fulfil, which ``text`` has a place
-    for."""
+def refuse_parts_by_cost(
+    access: Any, workload: Any, constraints: Mapping[str, ParameterConstraints] | None
+) -> None:
+    """Raise `ConfigError` for what only a search by cost has a use for, or can fulfil."""
+    text = "{} is for a search by cost: give a calibration"
+    refuse(text, access=access, workload=workload)
     for name, one in (constraints or {}).items():
         if isinstance(one, ParameterConstraints2D):
             demands = {"exchange": one.exchange, "hot_rows": one.hot_rows or None}

@@ -5,8 +5,23 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from torchrec_2dsp.errors import PlanError, TwoDError
+from torchrec_2dsp.errors import MeshError, PlanError, TwoDError
 from torchrec_2dsp.plan.plan2d import Plan2D
+
+
+def group_or_world(pg: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """``pg``, or the group of all ranks.
+
+    Raises:
+        MeshError: there is neither.
+    """
+    pg = dist.group.WORLD if pg is None else pg
+    if pg is None:
+        raise MeshError(
+            "torch.distributed is not initialised; call "
+            "torch.distributed.init_process_group(...) first, or use plan(...)"
+        )
+    return pg
 
 
 def plan_on_rank_0(make_plan: Callable[[], Plan2D], pg: dist.ProcessGroup) -> Plan2D:

@@ -1,15 +1,26 @@
 """Why no plan fits: which table, and how many bytes are missing. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from torchrec.distributed.planner.types import ShardingOption, Storage
+from torchrec.distributed.planner.types import (
+    PlannerError,
+    PlannerErrorType,
+    ShardingOption,
+    Storage,
+)
 
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 
 REMEDY = (
     "use a larger group_size, reserve a smaller share of the memory (storage_reservation), or "
     "allow more sharding types and kernels (constraints)"
+)
+
+_NOTHING_FITS = (
+    PlannerErrorType.INSUFFICIENT_STORAGE,
+    PlannerErrorType.STRICT_CONSTRAINTS,
+    PlannerErrorType.PARTITION,
 )
 
 
@@ -86,6 +97,21 @@ def shortfall(options: Iterable[ShardingOption], ranks: Sequence[Storage]) -> Sh
             found.table_bytes - found.rank_bytes, found.all_tables_bytes - found.group_bytes
         ),
     )
+
+
+def failure_text(
+    mesh: Mesh2D | str, error: Exception, missing: Callable[[], Shortfall | None]
+) -> str:
+    """The message of a search that TorchRec's planner ended with an error.
+
+    Args:
+        mesh: what was planned for.
+        error: TorchRec's.
+        missing: says what was missing; asked only where that was the reason.
+    """
+    if isinstance(error, PlannerError) and error.error_type in _NOTHING_FITS:
+        return no_plan_text(mesh, missing(), str(error))
+    return f"planning for {mesh} failed: {type(error).__name__}: {error}"
 
 
 def no_plan_text(mesh: Mesh2D | str, found: Shortfall | None, stock_text: str) -> str:

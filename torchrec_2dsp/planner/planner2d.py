@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch.distributed as dist
 from torch import nn
@@ -13,8 +14,6 @@ from torchrec.distributed.planner.types import (
     Partitioner,
     PerfModel,
     PlanLoader,
-    PlannerError,
-    PlannerErrorType,
     Proposer,
     ShardingOption,
     Stats,
@@ -22,12 +21,12 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.distributed.types import ModuleSharder
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.workload import Workload
-from torchrec_2dsp.errors import ConfigError, MeshError, PlanError, TwoDError
+from torchrec_2dsp.errors import ConfigError, PlanError, TwoDError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
@@ -35,33 +34,26 @@ from torchrec_2dsp.plan.table_configs import check_tables
 from torchrec_2dsp.planner.arguments import (
     NOT_MEASURED,
     checked_batch_size,
-    refuse,
-    refuse_demands,
+    refuse_parts_by_cost,
     refuse_stock_parts,
     stats_2d,
     whole_world,
 )
-from torchrec_2dsp.planner.collective import plan_on_rank_0
+from torchrec_2dsp.planner.collective import group_or_world, plan_on_rank_0
 from torchrec_2dsp.planner.explanation.explain import explain
 from torchrec_2dsp.planner.explanation.explanation import Explanation
-from torchrec_2dsp.planner.infeasible import Shortfall, no_plan_text, shortfall
+from torchrec_2dsp.planner.infeasible import Shortfall, failure_text, shortfall
 from torchrec_2dsp.planner.search.cost_search import CostSearch
 from torchrec_2dsp.planner.search.meshes import SearchResult
 from torchrec_2dsp.planner.topology import group_topology, world_topology
 from torchrec_2dsp.planner.torchrec.enumerator import Enumerator2D
 from torchrec_2dsp.planner.torchrec.partitioner import Partitioner2D
+from torchrec_2dsp.planner.torchrec.planned_options import PlannedOptions
 from torchrec_2dsp.planner.torchrec.sharding_types import base_constraints
 
 logger = logging.getLogger(__name__)
 
 _EXACT = GradientSync()
-_NOTHING_FITS = (
-    PlannerErrorType.INSUFFICIENT_STORAGE,
-    PlannerErrorType.STRICT_CONSTRAINTS,
-    PlannerErrorType.PARTITION,
-)
-_NEEDS_CALIBRATION = "{} is for a search by cost: give a calibration"
-_Callback = Callable[[list[ShardingOption]], list[ShardingOption]]
 
 
 class Planner2D(EmbeddingShardingPlanner):
@@ -85,12 +77,11 @@ class Planner2D(EmbeddingShardingPlanner):
         >>> from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
         >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
         >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
-        >>> from torchrec_2dsp.planner.planner2d import Planner2D
         >>> config = EmbeddingBagConfig(
         ...     name="t_user", num_embeddings=1_000, embedding_dim=64, feature_names=["user"]
         ... )
         >>> model = EmbeddingBagCollection(tables=[config], device=torch.device("meta"))
-        >>> planner = Planner2D(
+        >>> planner = tdsp.Planner2D(
         ...     topology=Topology(world_size=4, compute_device="cpu"),
         ...     storage_reservation=FixedPercentageStorageReservation(0.15),
         ...     mesh=tdsp.Mesh2D(num_groups=2, group_size=2),
@@ -102,6 +93,8 @@ class Planner2D(EmbeddingShardingPlanner):
 
     _search: CostSearch | None = None
     _result: SearchResult | None = None
+    _by_cost: PlannedOptions | None = None
+    _search_space: list[ShardingOption] | None = None
     _is_measured = True
 
     def __init__(
@@ -116,7 +109,7 @@ class Planner2D(EmbeddingShardingPlanner):
         stats: Stats | list[Stats] | None = None,
         constraints: Mapping[str, ParameterConstraints] | None = None,
         debug: bool = True,
-        callbacks: list[_Callback] | None = None,
+        callbacks: list[Callable[[list[ShardingOption]], list[ShardingOption]]] | None = None,
         timeout_seconds: int | None = None,
         plan_loader: PlanLoader | None = None,
         *,
@@ -158,8 +151,7 @@ class Planner2D(EmbeddingShardingPlanner):
         """How the replicas stay equal."""
         batch_size = BATCH_SIZE if batch_size is None else checked_batch_size(batch_size)
         if calibration is None and mesh is not None:
-            refuse(_NEEDS_CALIBRATION, access=access, workload=workload)
-            refuse_demands(_NEEDS_CALIBRATION, constraints)
+            refuse_parts_by_cost(access, workload, constraints)
             topology = topology or world_topology(mesh)
             enumerator = enumerator or Enumerator2D(
                 topology, batch_size, constraints, mesh=mesh, sync=sync
@@ -196,18 +188,32 @@ class Planner2D(EmbeddingShardingPlanner):
         Raises:
             PlanError: nothing fits, or the search failed; TorchRec's error is its cause.
         """
+        self._by_cost = self._best_plan = self._search_space = None
         check_tables(module)
+        device = self._topology.compute_device
         try:
             if self._search is not None:
-                result = self.search(module, sharders)
-                return result.found[0].plan(self._topology.compute_device)
-            stock = super().plan(module, sharders)
+                best = self.search(module, sharders).found[0]
+                plan = best.plan(device)
+                self._by_cost = PlannedOptions(best, module, self._batch_size, device)
+                return plan
+            stock = self._stock_plan(module, sharders)
         except TwoDError:
             raise
         except Exception as error:
-            raise PlanError(self._text(error, module, sharders)) from error
+            missing = partial(self._shortfall, module, sharders)
+            raise PlanError(failure_text(self.mesh or "any mesh", error, missing)) from error
         assert self.mesh is not None
         return Plan2D.from_stock(stock, self.mesh, self.sync)
+
+    def _stock_plan(
+        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
+    ) -> ShardingPlan:
+        try:
+            return super().plan(module, sharders)
+        finally:
+            if self._search_space is None:  # TorchRec's planner keeps it since 1.9.
+                self._search_space = getattr(self._enumerator, "last_stored_search_space", None)
 
     def search(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> SearchResult:
         """What a search by cost finds, and what it has tried.
@@ -217,13 +223,7 @@ class Planner2D(EmbeddingShardingPlanner):
         """
         if self._search is None:
             raise ConfigError(f"{self.mesh} without a calibration is searched as TorchRec does it")
-        left = self._storage_reservation.reserve(
-            topology=self._topology,
-            batch_size=self._batch_size,
-            module=module,
-            sharders=sharders,
-            constraints=self._constraints,
-        )
+        left = self._unreserved(module, sharders)
         if not self._is_measured:
             logger.warning(NOT_MEASURED)
         self._result = result = self._search.result(module, sharders, left)
@@ -234,12 +234,23 @@ class Planner2D(EmbeddingShardingPlanner):
         )
         return result
 
-    def explain(self) -> Explanation:
-        """Why the last plan is as it is, on the rank that made it.
+    def get_selected_options(self) -> list[ShardingOption]:
+        """The options that became the last plan, in the process that made it; else none.
 
-        Example:
-            ``print(planner.explain())``
+        TorchRec's `PlannerExecutor` (since 1.9) reads them. Those of a search by cost have their
+        mesh, exchange and hot rows in the sharding type.
         """
+        return self._by_cost.selected() if self._by_cost else self._best_plan or []
+
+    def get_search_space(self) -> list[ShardingOption] | None:
+        """All options that the last plan was chosen from; `None` where no plan was made.
+
+        Those of a search by cost are the ones of its mesh.
+        """
+        return self._by_cost.search_space() if self._by_cost else self._search_space
+
+    def explain(self) -> Explanation:
+        """Why the last plan is as it is, on the rank that made it: ``print(planner.explain())``."""
         if self._result is None:
             raise ConfigError(
                 "there is nothing to explain here: make a plan by cost first; collective_plan "
@@ -258,12 +269,7 @@ class Planner2D(EmbeddingShardingPlanner):
         Collectives:
             One broadcast of a pickled object from rank 0 of ``pg``, the world by default.
         """
-        pg = dist.group.WORLD if pg is None else pg
-        if pg is None:
-            raise MeshError(
-                "torch.distributed is not initialised; call "
-                "torch.distributed.init_process_group(...) first, or use plan(...)"
-            )
+        pg = group_or_world(pg)
         if self.mesh is not None:
             self.mesh.check_world(dist.get_world_size(pg))
         known_sharders = get_default_sharders() if sharders is None else sharders
@@ -278,14 +284,6 @@ class Planner2D(EmbeddingShardingPlanner):
             sharders=sharders,
             constraints=self._constraints,
         )
-
-    def _text(
-        self, error: Exception, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
-    ) -> str:
-        if isinstance(error, PlannerError) and error.error_type in _NOTHING_FITS:
-            found = None if self._search else self._shortfall(module, sharders)
-            return no_plan_text(self.mesh or "any mesh", found, str(error))
-        return f"planning for {self.mesh or 'any mesh'} failed: {type(error).__name__}: {error}"
 
     def _shortfall(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]

@@ -1,1 +1,11 @@
-"""TODO"""
+"""What copies of a row tell each other, and when.
+
+Row gradients: `capture` holds back the update of a lookup, `exchange` adds the gradients up over
+the ranks that hold the same rows, by the `hops` of a route, and `gradient_sync` applies them once:
+
+    backward -> captured -> sending -> (on other hosts) -> arrived -> updated on every rank
+
+Averages: `row_average` and `whole_shard` average weights and optimizer state, `weight_sync` when
+its policy wants it. `sync_point` is the one place where a program does either; `drift` compares
+what came out. The tensor work without peers is in `torchrec_2dsp.rows`.
+"""

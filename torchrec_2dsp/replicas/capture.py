@@ -1,14 +1,12 @@
 """`RowCapture`: a TBE lookup whose backward collects row gradients instead of applying them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.profiler import record_function
 
 from torchrec_2dsp._compat.fbgemm import (
-    OptimizerStep,
     SplitTableBatchedEmbeddingBagsCodegen,
     iteration_of,
     last_lookup,
@@ -19,44 +17,17 @@ from torchrec_2dsp._compat.fbgemm import (
 from torchrec_2dsp._compat.torchrec import get_gradient_division
 from torchrec_2dsp.comms.peers import Peers
 from torchrec_2dsp.errors import SyncError, UnsupportedError
-from torchrec_2dsp.replicas.exchange import Announcement, GradientExchange
-from torchrec_2dsp.replicas.in_flight import InFlight
+from torchrec_2dsp.replicas.exchange import (
+    GradientExchange,
+    GradientState,
+    PendingGradients,
+    TrackedLookup,
+)
 from torchrec_2dsp.rows.blocks import blocks_of
-from torchrec_2dsp.rows.gradients import BlockGradients, Lookup, LookupRows, RowGradients
+from torchrec_2dsp.rows.gradients import BlockGradients, Lookup, LookupRows
 
 _LABEL = "## capture rows ##"
 """In profiles."""
-
-
-@dataclass(frozen=True)
-class _Captured:
-    """One lookup, until its backward."""
-
-    rows: LookupRows
-    iteration: int
-    announced: Announcement
-
-
-@dataclass(frozen=True)
-class _Unsent:
-    """One backward, until its row gradients are sent."""
-
-    gradients: list[BlockGradients]
-    captured: _Captured
-    divisor: int
-
-
-@dataclass(frozen=True)
-class Backward:
-    """One captured backward, whose row gradients are on their way to the peers."""
-
-    in_flight: InFlight
-    iteration: int
-
-    def gradients(self) -> RowGradients:
-        """Wait for the peers' gradients; the sum of all."""
-        step = OptimizerStep(self.in_flight.learning_rate, self.iteration)
-        return RowGradients(self.in_flight.collect(), step)
 
 
 class RowCapture:
@@ -90,8 +61,7 @@ class RowCapture:
         self._blocks = blocks_of(self._shape)
         self._exchange = GradientExchange(self._blocks, tbe.current_device, peers, transport)
         self._learning_rate = learning_rate or (lambda: learning_rate_of(tbe))
-        self._unsent: list[_Unsent] = []
-        self._sent: list[Backward] = []
+        self._pending: list[PendingGradients] = []
         # Autograd only calls a function whose input needs a gradient.
         self._anchor = torch.zeros(1, requires_grad=True)
 
@@ -117,56 +87,56 @@ class RowCapture:
             )
         return _CapturedLookup.apply(self._anchor, self, run, weights)
 
-    def captured(self, weights: torch.Tensor | None) -> _Captured:
-        """What the kernel has just looked up."""
+    def tracked(self, weights: torch.Tensor | None) -> TrackedLookup:
+        """What the kernel has just looked up, announced to the peers."""
         with record_function(_LABEL):
             lookup = Lookup(*last_lookup(self.tbe), weights)
             rows = LookupRows(self._shape, self._blocks, lookup)
-            keys = [one.keys for one in rows.sums]
-            announced = self._exchange.announce(keys, self._learning_rate())
-            return _Captured(rows, iteration_of(self.tbe), announced)
+            keys = [row_sum.keys for row_sum in rows.sums]
+            announcement = self._exchange.announce(keys, self._learning_rate())
+            return TrackedLookup(rows, iteration_of(self.tbe), announcement)
 
-    def record(self, captured: _Captured, grad_output: torch.Tensor) -> None:
+    def record(self, lookup: TrackedLookup, grad_output: torch.Tensor) -> None:
         """Keep the row gradients of one backward."""
         with record_function(_LABEL):
             bound = max_gradient(self.tbe)
             if bound is not None:
                 # One group on all ranks would clip after the division that the merge has to do.
                 bound *= self._divisor
-            gradients = captured.rows.gradients(grad_output, bound)
-            self._unsent.append(_Unsent(gradients, captured, self._divisor))
+            gradients = lookup.rows.gradients(grad_output, bound)
+            self._pending.append(PendingGradients(gradients, lookup, self._divisor))
 
     def send(self) -> None:
         """Send what backwards have left.
 
         Collectives:
             Per backward and block two all-to-alls over the peers, waited for by
-            `Backward.gradients`.
+            `PendingGradients.gradients`.
         """
-        for one in self._unsent:
-            in_flight = self._exchange.send(one.gradients, one.captured.announced, one.divisor)
-            self._sent.append(Backward(in_flight, one.captured.iteration))
-        unsent, self._unsent = self._unsent, []
-        for one in unsent:
-            self._check_finite(one.gradients)
+        unsent = [part for part in self._pending if part.state is GradientState.CAPTURED]
+        gradients = [part.blocks for part in unsent]
+        for pending in unsent:
+            self._exchange.send(pending)
+        for blocks in gradients:
+            self._check_finite(blocks)
 
-    def take(self) -> list[Backward]:
-        """The captured backwards in their order, sent, and forgotten here.
+    def take(self) -> list[PendingGradients]:
+        """The gradients of the captured backwards in their order, sent, and forgotten here.
 
         Collectives:
             Those of `send`, for what isn't sent yet.
         """
         self.send()
-        taken, self._sent = self._sent, []
-        return taken
+        pending, self._pending = self._pending, []
+        return pending
 
     def _check_finite(self, gradients: Sequence[BlockGradients]) -> None:
-        for block, found in zip(self._blocks, gradients, strict=True):
+        for block, captured in zip(self._blocks, gradients, strict=True):
             # A sum is finite only if all that it adds up is.
-            if found.grads.sum().isfinite():
+            if captured.grads.sum().isfinite():
                 continue
-            is_bad = ~found.grads.isfinite().all(dim=1)
-            rows = dict(zip(block.tables, block.rows_of(found.keys[is_bad]), strict=True))
+            is_bad = ~captured.grads.isfinite().all(dim=1)
+            rows = dict(zip(block.tables, block.rows_of(captured.keys[is_bad]), strict=True))
             table, row = next((table, row) for table, part in rows.items() for row in part.tolist())
             raise SyncError(
                 f"table {self._tables[table]!r} has a gradient for its row {row} (of this rank's "
@@ -191,10 +161,10 @@ class _CapturedLookup(torch.autograd.Function):
     ) -> torch.Tensor:
         output = run()
         ctx.capture = capture
-        ctx.captured = capture.captured(weights)
+        ctx.lookup = capture.tracked(weights)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[None, None, None, None]:
-        ctx.capture.record(ctx.captured, grad_outputs[0])
+        ctx.capture.record(ctx.lookup, grad_outputs[0])
         return None, None, None, None

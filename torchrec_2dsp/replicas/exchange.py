@@ -1,53 +1,81 @@
-"""`GradientExchange`: row gradients of several ranks, brought together beside their computing.
+"""`GradientExchange`: row gradients of several ranks, added up while the ranks go on computing.
 
-At the lookup, ranks tell each other how many rows they touch; after the backward, they send the
-rows and their gradients; where the rows are needed next, each waits, and has what all have sent.
+When rows are looked up, ranks tell each other how many rows they touch. After the backward they
+send the rows and their gradients. Where the rows are needed next, each rank waits, and has the sum
+of what all ranks have sent:
+
+    rank 0: rows 1, 4     \\                    / rows 1, 4, 7 with the same sums
+    rank 1: rows 4, 7     - sums by row -------- rows 1, 4, 7 with the same sums
 """
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from torchrec_2dsp._compat.fbgemm import OptimizerStep
 from torchrec_2dsp.comms.peers import Peers
 from torchrec_2dsp.errors import SyncError
-from torchrec_2dsp.replicas.hops import Route, Sizes, routes
-from torchrec_2dsp.replicas.in_flight import InFlight, Wire
+from torchrec_2dsp.replicas.hops import ArrivingRows, Route, Sizes, routes, saves_bytes_by_owner
 from torchrec_2dsp.rows.blocks import Block
-from torchrec_2dsp.rows.gradients import BlockGradients
+from torchrec_2dsp.rows.gradients import BlockGradients, LookupRows, RowGradients
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """How many rows each rank sends to whom first, on its way."""
+    """How many rows each rank will send to whom on the first hop; itself still on its way."""
 
     headers: tuple[torch.Tensor, ...]
-    """By rank: block by block how many rows each owner gets, then the bits of the learning rate."""
+    """For each rank, how many rows of each block each owner gets, then the learning rate's bits."""
     num_blocks: int
+    """How many blocks the TBE has; 0 if this rank has no peers."""
     work: dist.Work | None
+    """The all-gather that brings the headers."""
 
     def arrived(self) -> tuple[Sizes, float]:
-        """What all ranks send; and the learning rate that all have."""
+        """Wait; the sizes that all ranks send, and the learning rate that all have."""
         if self.work is not None:
             self.work.wait()
         headers = torch.stack(self.headers).cpu()
         rates = headers[:, -1].contiguous().view(torch.float64)
         # NaN stands for a rank that doesn't know it.
-        known = rates[~rates.isnan()].unique()
-        if known.numel() != 1:
+        distinct_rates = rates[~rates.isnan()].unique()
+        if distinct_rates.numel() != 1:
             raise SyncError(
-                f"ranks that hold the same rows have different learning rates {known.tolist()}; "
-                "set the same schedule on every rank"
+                "ranks that hold the same rows have different learning rates "
+                f"{distinct_rates.tolist()}; set the same schedule on every rank"
             )
         if not self.num_blocks:
-            return [], float(known[0])
+            return [], float(distinct_rates[0])
         sizes = headers[:, :-1].reshape(len(headers), self.num_blocks, -1)
-        return sizes.tolist(), float(known[0])
+        return sizes.tolist(), float(distinct_rates[0])
+
+
+@dataclass(frozen=True)
+class TrackedLookup:
+    """A lookup whose row gradients will be captured: what its backward needs."""
+
+    rows: LookupRows
+    """The rows that it touched."""
+    iteration: int
+    """The optimizer's iteration when it was made."""
+    announcement: Announcement
+    """What the peers were told of it."""
+
+
+class GradientState(enum.Enum):
+    """What row gradients have gone through. They only move down this list."""
+
+    CAPTURED = "a backward has left them here"
+    SENDING = "they are on their way to peers in this host, or to all peers if none share a host"
+    ON_OTHER_HOSTS = "the sums of this host are on their way to other hosts"
+    ARRIVED = "this rank has the sum over all ranks"
 
 
 class GradientExchange:
-    """What one TBE tells its peers."""
+    """Brings the row gradients of one TBE together over the ranks that hold the same rows."""
 
     def __init__(
         self,
@@ -58,42 +86,41 @@ class GradientExchange:
     ) -> None:
         """
         Args:
-            blocks: of the TBE.
-            device: where it is.
+            blocks: the blocks of the TBE.
+            device: the TBE's device.
             peers: the ranks that hold the same rows, by groups used for nothing else while rows
-                travel; none if this rank is alone.
+                travel; None if this rank is alone.
             transport: the type in which gradients travel.
         """
         self.num_ranks = 1 if peers is None else dist.get_world_size(peers.everyone)
         """How many ranks' gradients are added."""
-        self._wire = Wire(tuple(block.key_dtype for block in blocks), transport, device)
+        self.by_owner = False
+        """Whether the next gradients are added up by an owner for each row, as the overlap of the
+        last ones suggests. All peers have seen the same overlap, so all choose the same route; who
+        sets it by hand sets it on all peers alike, between two steps."""
+        self.key_dtypes = tuple(block.key_dtype for block in blocks)
+        """For each block, the type that its keys fit into."""
+        self.transport = transport
+        """The type in which gradients travel."""
+        self.device = device
+        """Where the TBE is."""
         self._peers = None if self.num_ranks == 1 else peers
         if self._peers is None:
             return
         self._gathered, self._owned = routes(self._peers)
         # Two ranks never gain by owners, so they needn't tell what these would get.
-        told = self._owned if self.num_ranks > 2 else self._gathered
-        self._first_hop = told.hops[0]
+        announced_route = self._owned if self.num_ranks > 2 else self._gathered
+        self._first_hop = announced_route.hops[0]
         members = dist.get_process_group_ranks(self._peers.everyone)
         first = dist.get_process_group_ranks(self._first_hop.group)
         self._places = [members.index(rank) for rank in first]
 
-    @property
-    def by_owner(self) -> bool:
-        """Whether the next gradients are added up by an owner for each row, as the overlap of the
-        last ones suggests. Set it on all peers alike, between two steps."""
-        return self._wire.overlap.is_large
-
-    @by_owner.setter
-    def by_owner(self, value: bool) -> None:
-        self._wire.overlap.is_large = value
-
     def announce(self, keys: Sequence[torch.Tensor], learning_rate: float) -> Announcement:
-        """Tell the peers what this rank's gradients will look like.
+        """Tell the peers how many rows this rank's gradients will have.
 
         Args:
-            keys: of the touched rows, by block.
-            learning_rate: what this rank knows of it.
+            keys: for each block, the keys of the touched rows.
+            learning_rate: as far as this rank knows it; NaN otherwise.
 
         Collectives:
             One all-gather of 8 bytes per block and owner and 8 bytes more, not waited for.
@@ -101,33 +128,152 @@ class GradientExchange:
         (rate,) = torch.tensor([learning_rate], dtype=torch.float64).view(torch.int64).tolist()
         if self._peers is None:
             return Announcement((torch.tensor([rate]),), 0, None)
-        sizes = [size for one in keys for size in self._first_hop.part_sizes(one)]
-        header = torch.tensor([*sizes, rate], device=self._wire.device)
+        sizes = [size for block_keys in keys for size in self._first_hop.part_sizes(block_keys)]
+        header = torch.tensor([*sizes, rate], device=self.device)
         headers = tuple(torch.empty_like(header) for _ in range(self.num_ranks))
         work = dist.all_gather(list(headers), header, group=self._peers.everyone, async_op=True)
         return Announcement(headers, len(keys), work)
 
-    def send(
-        self, mine: Sequence[BlockGradients], announced: Announcement, divisor: int
-    ) -> InFlight:
-        """Start the exchange.
-
-        Args:
-            mine: this rank's gradients, by block.
-            announced: at the lookup.
-            divisor: of the sum over ranks.
+    def send(self, pending: "PendingGradients") -> None:
+        """Start to exchange captured gradients.
 
         Collectives:
             Per block two all-to-alls, of keys and of gradients, not waited for.
         """
-        told, learning_rate = announced.arrived()
+        announced, learning_rate = pending.lookup.announcement.arrived()
         if self._peers is None:
-            alone = Route(())
-            return InFlight(mine, learning_rate, divisor, wire=self._wire, route=alone, sizes=[])
-        route = self._owned if self._wire.overlap.is_large else self._gathered
-        sizes = [told[place] for place in self._places]
+            pending.start(self, Route(()), [], learning_rate)
+            return
+        route = self._owned if self.by_owner else self._gathered
+        sizes = [announced[place] for place in self._places]
         if not route.hops[0].stride:
             sizes = [[[sum(parts)] for parts in blocks] for blocks in sizes]
-        sent = InFlight(mine, learning_rate, divisor, wire=self._wire, route=route, sizes=sizes)
-        sent.num_bytes += announced.headers[0].nbytes * (self.num_ranks - 1)
-        return sent
+        pending.num_bytes += pending.lookup.announcement.headers[0].nbytes * (self.num_ranks - 1)
+        pending.start(self, route, sizes, learning_rate)
+
+
+class PendingGradients:
+    """The row gradients of one backward, from their capture until they are applied."""
+
+    def __init__(
+        self, gradients: Sequence[BlockGradients], lookup: TrackedLookup, divisor: int
+    ) -> None:
+        """
+        Args:
+            gradients: those of this rank, one entry per block.
+            lookup: the lookup that they are of.
+            divisor: what the sum over ranks is divided by.
+        """
+        self.lookup = lookup
+        """The lookup that they are of."""
+        self.num_bytes = 0
+        """Bytes that this rank has sent to others."""
+        self.learning_rate: float | None = None
+        """The learning rate that all ranks have, once they are sent."""
+        self.blocks = tuple(gradients)
+        """For each block, the sums so far: of this rank, then of more and more ranks."""
+        self._state = GradientState.CAPTURED
+        self._divisor = divisor
+        self._num_done = 0
+        self._num_sent = 0
+        self._arriving: list[ArrivingRows] = []
+
+    @property
+    def state(self) -> GradientState:
+        """What they have gone through."""
+        return self._state
+
+    def start(
+        self, exchange: GradientExchange, route: Route, sizes: Sizes, learning_rate: float
+    ) -> None:
+        """Set out on a route; `GradientExchange.send` calls it.
+
+        Args:
+            exchange: how to travel.
+            route: over which hops; without any if this rank is alone.
+            sizes: how many rows travel on the first hop.
+            learning_rate: that of all ranks.
+
+        Collectives:
+            Those of `Hop.start` for each block, on the first hop's group.
+        """
+        assert self._state is GradientState.CAPTURED, "row gradients are sent once"
+        self._exchange, self._route = exchange, route
+        self.learning_rate = learning_rate
+        self._state = GradientState.SENDING
+        if route.hops:
+            self._start_hop(sizes)
+
+    def send_to_other_hosts(self) -> None:
+        """Add up what the peers in this host have sent, and send the sums to other hosts.
+
+        Collectives:
+            The hops until then are waited for, the next one is not.
+        """
+        while self._num_done < len(self._route.before):
+            self._finish_hop()
+        self._state = GradientState.ON_OTHER_HOSTS
+
+    def wait(self) -> None:
+        """Wait until all ranks' gradients have come.
+
+        Collectives:
+            The hops that are left, waited for.
+        """
+        while self._num_done < len(self._route.hops) - 1:
+            self._finish_hop()
+        for arriving in self._arriving:
+            arriving.wait()
+
+    def gradients(self) -> RowGradients:
+        """Wait for the peers' gradients; the sums over all ranks, to be applied once.
+
+        Collectives:
+            Those of `wait`.
+        """
+        assert self.learning_rate is not None, "row gradients are sent before they are applied"
+        if self._state is not GradientState.ARRIVED:
+            while self._num_done < len(self._route.hops):
+                self._finish_hop()
+            if self._divisor != 1:
+                for block in self.blocks:
+                    block.grads.div_(self._divisor)
+            self._state = GradientState.ARRIVED
+        step = OptimizerStep(self.learning_rate, self.lookup.iteration)
+        return RowGradients(self.blocks, step)
+
+    def _finish_hop(self) -> None:
+        """Wait for a hop, and start the next one, if there is one."""
+        self.blocks = tuple(arriving.sum() for arriving in self._arriving)
+        self._num_done += 1
+        route = self._route
+        if self._num_done == len(route.before) + len(route.level):
+            num_distinct = sum(block.keys.numel() for block in self.blocks)
+            num_ranks = route.level[0].num_ranks
+            self._exchange.by_owner = saves_bytes_by_owner(num_ranks, self._num_sent, num_distinct)
+        if self._num_done < len(route.hops):
+            self._start_hop(self._gather_sizes())
+
+    def _gather_sizes(self) -> Sizes:
+        """How many rows each rank sends on the next hop, which is known only now."""
+        hop = self._route.hops[self._num_done]
+        own_sizes = torch.tensor(
+            [hop.part_sizes(block.keys) for block in self.blocks], device=self._exchange.device
+        )
+        sizes = [torch.empty_like(own_sizes) for _ in range(hop.num_ranks)]
+        dist.all_gather(sizes, own_sizes, group=hop.group)
+        self.num_bytes += own_sizes.nbytes * (hop.num_ranks - 1)
+        return torch.stack(sizes).tolist()
+
+    def _start_hop(self, sizes: Sizes) -> None:
+        hop = self._route.hops[self._num_done]
+        if self._num_done == len(self._route.before):
+            self._num_sent = sum(n for blocks in sizes for parts in blocks for n in parts)
+        sizes_by_block = zip(*sizes, strict=True)
+        self._arriving = [
+            hop.start(block, block_sizes, key_dtype, self._exchange.transport)
+            for block, block_sizes, key_dtype in zip(
+                self.blocks, sizes_by_block, self._exchange.key_dtypes, strict=True
+            )
+        ]
+        self.num_bytes += sum(arriving.num_bytes for arriving in self._arriving)

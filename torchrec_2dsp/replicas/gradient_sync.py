@@ -1,67 +1,222 @@
-"""Merge row gradients before the update: exact replicas, and hot rows."""
+"""`GradientSyncAction`: captured row gradients, sent after the backward and applied when needed."""
 
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Protocol
 
+import torch
+from torch.profiler import record_function
+
+from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
+from torchrec_2dsp.comms.agreement import as_ours
+from torchrec_2dsp.comms.alarm import Alarm, Check
+from torchrec_2dsp.errors import SyncError, TwoDError
+from torchrec_2dsp.replicas.capture import RowCapture
 from torchrec_2dsp.replicas.drift import DriftCheck
-from torchrec_2dsp.replicas.merge import RowMerge
+from torchrec_2dsp.replicas.exchange import PendingGradients
 from torchrec_2dsp.replicas.sync_reason import SyncReason
 from torchrec_2dsp.replicas.sync_report import SyncReport
+from torchrec_2dsp.rows.direct_update import DirectUpdater, rule_for
+from torchrec_2dsp.rows.gradients import RowGradients
+from torchrec_2dsp.rows.update import RowUpdater
+
+_LABEL = "## apply rows ##"
+"""In profiles."""
 
 
-class MergeRowGradients:
-    """The sync action of `GradientSync`, and of hot rows under either config.
+class Updater(Protocol):
+    """Applies row gradients to a TBE."""
 
-    Gradients are sent at the end of a step, and may travel until a lookup needs the rows.
+    @property
+    def num_tables(self) -> int:
+        """How many tables the kernel holds."""
+        ...
+
+    def apply(self, gradients: RowGradients) -> None:
+        """Update the rows once."""
+        ...
+
+
+def quickest_updater(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> Updater:
+    """On a CPU the rule itself, where it is known; elsewhere FBGEMM's fused optimizer."""
+    rule = rule_for(tbe)
+    return RowUpdater(tbe) if rule is None else DirectUpdater(tbe, rule)
+
+
+@dataclass
+class _SentStep:
+    """The row gradients of a step, on their way."""
+
+    pending: list[list[PendingGradients]]
+    """For each TBE, those of its backwards."""
+    check: Check
+    """Tells whether all ranks could send."""
+    sent_at: float
+    """When this rank had sent."""
+    is_checked: bool = False
+    """Whether the ranks have told each other."""
+
+
+class GradientSyncAction:
+    """The sync action of `GradientSync`, of hot rows, and of rules that the kernels don't have.
+
+    Gradients are sent at the end of a step, and may travel until a lookup needs the rows. All
+    ranks add the same numbers in the same order, so their copies stay equal bit for bit.
     """
 
     def __init__(
-        self, merge: RowMerge, drift: DriftCheck, *, on_update: Callable[[], None] | None = None
+        self,
+        captures: Sequence[RowCapture],
+        alarm: Alarm,
+        drift: DriftCheck | None = None,
+        *,
+        delay: int = 0,
+        is_layered: bool = False,
+        make_updater: Callable[[SplitTableBatchedEmbeddingBagsCodegen], Updater] = quickest_updater,
+        on_update: Callable[[], None] = lambda: None,
+        precedes_average: bool = False,
     ) -> None:
         """
         Args:
-            merge: the TBEs and the ranks that hold copies of their rows.
-            drift: looks at what came out.
+            captures: one for each TBE; none on a rank that holds no table.
+            alarm: reaches all ranks, also those that hold other rows.
+            drift: compares the copies after a sync, if there are any.
+            delay: how many steps may wait when a lookup comes.
+            is_layered: whether rows are added up inside hosts first; the same on all ranks.
+            make_updater: makes what applies the gradients to a TBE; the quickest by default.
             on_update: called after rows were updated.
+            precedes_average: whether an average follows, which needs the updated rows at every
+                sync point, and reports for both.
         """
-        self._merge = merge
+        self._captures = list(captures)
+        self._updaters = [make_updater(capture.tbe) for capture in captures]
+        self._alarm = alarm
         self._drift = drift
+        self._delay = delay
+        self._is_layered = is_layered
         self._on_update = on_update
-
-    def backward_seen(self) -> None:
-        """A backward has begun."""
-        self._merge.backward_seen()
+        self._precedes_average = precedes_average
+        self._is_unsent = False
+        self._steps: deque[_SentStep] = deque()
+        self._failure: TwoDError | None = None
 
     @property
     def pending(self) -> bool:
         """Whether a captured backward waits to be applied."""
-        return self._merge.pending
+        return self._is_unsent or bool(self._steps) or self._failure is not None
+
+    def backward_seen(self) -> None:
+        """Note that a backward has begun, on all ranks."""
+        self._is_unsent = True
 
     def reach(self, reason: SyncReason) -> SyncReport:
         """Send, or apply, what was captured.
 
         Collectives:
-            Those of `RowMerge.send` or `RowMerge.run`.
+            Those of `send` or `apply`.
         """
-        if reason is SyncReason.STEP:
-            self._merge.send()
+        if self._precedes_average:
+            self.apply(everything=True)
             return SyncReport()
-        stats = self._merge.run(everything=reason is SyncReason.READ)
-        if self._on_update is not None and stats.num_rows:
+        if reason is SyncReason.STEP:
+            self.send()
+            return SyncReport()
+        return self.apply(everything=reason is SyncReason.READ)
+
+    def send(self) -> None:
+        """Send what the backwards have left.
+
+        Collectives:
+            Those of `RowCapture.take`, and of `Alarm.check`; and of
+            `PendingGradients.send_to_other_hosts`, if rows are added up inside hosts.
+        """
+        if self._failure is not None:
+            # Some rows of that step may have travelled, and others not.
+            raise self._failure
+        if not self._is_unsent:
+            return
+        self._is_unsent = False
+        pending: list[list[PendingGradients]] = []
+        error: TwoDError | None = None
+        try:
+            pending = [capture.take() for capture in self._captures]
+        except Exception as raised:  # Peers wait in the check, whatever went wrong here.
+            error = as_ours(raised, SyncError)
+        check = self._alarm.check(error)
+        if self._is_layered:
+            # Peers of a rank that failed would wait for its rows.
+            self._wait(check)
+            for gradients in chain.from_iterable(pending):
+                gradients.send_to_other_hosts()
+        sent = _SentStep(pending, check, time.perf_counter(), is_checked=self._is_layered)
+        self._steps.append(sent)
+
+    # A sync point may be reached in inference mode, whose tensors autograd can't use.
+    @torch.inference_mode(mode=False)
+    def apply(self, *, everything: bool) -> SyncReport:
+        """Apply steps, oldest first: everything, or what a lookup may not miss.
+
+        An error of one rank is raised by all, before any has applied anything of its step.
+
+        Collectives:
+            Those of `send` for what isn't sent yet; waits for the others.
+        """
+        self.send()
+        needed_at = time.perf_counter()
+        # Also of steps that may wait: where a rank couldn't send, the next messages don't match.
+        for step in self._steps:
+            if not step.is_checked:
+                self._wait(step.check)
+                step.is_checked = True
+        total = SyncReport()
+        num_applied = 0
+        while len(self._steps) > (0 if everything else self._delay):
+            total += self._apply_step(self._steps.popleft(), needed_at)
+            num_applied += 1
+            needed_at = time.perf_counter()
+        if total.num_rows:
             self._on_update()
-        if stats.num_steps:
+        if num_applied and self._drift is not None:
             self._drift.synced()
-        return SyncReport(
-            num_tensors=stats.num_tensors,
-            num_rows=stats.num_rows,
-            num_bytes=stats.num_bytes,
-            window_s=stats.window_s,
-            waited_s=stats.waited_s,
-        )
+        return total
 
     def state_dict(self) -> dict[str, list[int]]:
         """Which route each kernel's next gradients take, which the last exchange has decided."""
-        return {"by_owner": [int(by_owner) for by_owner in self._merge.by_owner]}
+        if self._precedes_average:
+            return {}
+        return {"by_owner": [int(capture.by_owner) for capture in self._captures]}
 
     def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:
         """Let the next gradients take these routes; all peers load the same."""
-        self._merge.by_owner = [bool(by_owner) for by_owner in state["by_owner"]]
+        if self._precedes_average:
+            return
+        for capture, by_owner in zip(self._captures, state["by_owner"], strict=True):
+            capture.by_owner = bool(by_owner)
+
+    def _apply_step(self, step: _SentStep, needed_at: float) -> SyncReport:
+        for gradients in chain.from_iterable(step.pending):
+            gradients.wait()
+        waited_s = time.perf_counter() - needed_at
+        report = SyncReport(window_s=needed_at - step.sent_at, waited_s=waited_s)
+        for updater, pending in zip(self._updaters, step.pending, strict=True):
+            for gradients in pending:
+                report += _update(updater, gradients)
+        return report
+
+    def _wait(self, check: Check) -> None:
+        """Wait until all ranks have sent; after an error of one, nothing can be sent again."""
+        try:
+            check.wait()
+        except TwoDError as error:
+            self._failure = error
+            raise
+
+
+def _update(updater: Updater, pending: PendingGradients) -> SyncReport:
+    gradients = pending.gradients()
+    with record_function(_LABEL):
+        updater.apply(gradients)
+    return SyncReport(updater.num_tables, gradients.num_rows, pending.num_bytes)

@@ -8,17 +8,18 @@ from torchrec.distributed.embedding import EmbeddingCollectionContext, ShardedEm
 from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_2dsp._compat.shardings import input_dists_of
 from torchrec_2dsp.comms.alarm import Check
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
-from torchrec_2dsp.shard.batch_check import BatchCheck
-from torchrec_2dsp.shard.hot_sequences import join_sequences
-from torchrec_2dsp.shard.hot_split import HotBatch
-from torchrec_2dsp.shard.input_exchange import completed_input
+from torchrec_2dsp.shard.batch.batch_check import BatchCheck
+from torchrec_2dsp.shard.batch.input_exchange import completed_input
+from torchrec_2dsp.shard.batch.variable_batch_sizes import BagsOfSamples, distinct_bags
+from torchrec_2dsp.shard.hot_rows.sequences import join_sequences
+from torchrec_2dsp.shard.hot_rows.split import HotBatch
+from torchrec_2dsp.shard.prefetch.module import PrefetchContext, RowPrefetchModule
 from torchrec_2dsp.shard.replication import Replication
-from torchrec_2dsp.shard.row_context import keep_needed_rows
-from torchrec_2dsp.shard.row_prefetch import PrefetchContext, RowPrefetchModule
+from torchrec_2dsp.shard.row_exchange.context import keep_needed_rows
 from torchrec_2dsp.shard.shardings import SEQUENCE
-from torchrec_2dsp.shard.variable_batch_sizes import BagsOfSamples, distinct_bags
 
 
 @dataclass
@@ -98,7 +99,7 @@ class ShardedEmbeddingCollection2D(RowPrefetchModule, ShardedEmbeddingCollection
             features, ctx.batch_check = self._batch_check(bags.features, bags.error)
         features, ctx.hot = self._split_hot_rows(features)
         ctx.asked = super().input_dist(ctx, features)
-        keep_needed_rows(ctx.sharding_contexts, self._input_dists)
+        keep_needed_rows(ctx.sharding_contexts, input_dists_of(self))
         return ctx.asked
 
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:

@@ -18,6 +18,7 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from torchrec_2dsp._compat.shardings import input_dists_of
 from torchrec_2dsp._compat.torchrec import CwPooledEmbeddingSharding
 from torchrec_2dsp.comms.alarm import Check
 from torchrec_2dsp.plan.parameter_sharding import (
@@ -26,16 +27,16 @@ from torchrec_2dsp.plan.parameter_sharding import (
     nonempty_type,
 )
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
-from torchrec_2dsp.shard.batch_check import BatchCheck
-from torchrec_2dsp.shard.hot_module import check_keyed_jagged
-from torchrec_2dsp.shard.hot_split import HotBatch
-from torchrec_2dsp.shard.input_exchange import completed_input
-from torchrec_2dsp.shard.nonempty_bags import keep_filled_bags
+from torchrec_2dsp.shard.batch.batch_check import BatchCheck
+from torchrec_2dsp.shard.batch.input_exchange import completed_input
+from torchrec_2dsp.shard.batch.variable_batch_sizes import BagsOfSamples, distinct_bags
+from torchrec_2dsp.shard.hot_rows.module import check_keyed_jagged
+from torchrec_2dsp.shard.hot_rows.split import HotBatch
+from torchrec_2dsp.shard.nonempty.bags import keep_filled_bags
+from torchrec_2dsp.shard.prefetch.module import PrefetchContext, RowPrefetchModule
 from torchrec_2dsp.shard.replication import Replication
-from torchrec_2dsp.shard.row_context import keep_needed_rows
-from torchrec_2dsp.shard.row_prefetch import PrefetchContext, RowPrefetchModule
+from torchrec_2dsp.shard.row_exchange.context import keep_needed_rows
 from torchrec_2dsp.shard.shardings import POOLED
-from torchrec_2dsp.shard.variable_batch_sizes import BagsOfSamples, distinct_bags
 
 _AVERAGED_HERE = (
     ShardingType.ROW_WISE.value,
@@ -166,8 +167,8 @@ class ShardedEmbeddingBagCollection2D(RowPrefetchModule, ShardedEmbeddingBagColl
             }
         features, ctx.hot = self._split_hot_rows(features)
         ctx.asked = super().input_dist(ctx, features)
-        keep_needed_rows(ctx.sharding_contexts, self._input_dists)
-        keep_filled_bags(ctx.sharding_contexts, self._input_dists)
+        keep_needed_rows(ctx.sharding_contexts, input_dists_of(self))
+        keep_filled_bags(ctx.sharding_contexts, input_dists_of(self))
         return ctx.asked
 
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:

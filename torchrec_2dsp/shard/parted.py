@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardedModule
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
@@ -19,9 +18,10 @@ from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
+from torchrec_2dsp._compat.c10d import IncompatibleKeys
 from torchrec_2dsp._compat.torchrec import KJTListSplitsAwaitable
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
-from torchrec_2dsp.shard.hot_module import HotRowsModule
+from torchrec_2dsp.shard.hot_rows.module import HotRowsModule
 from torchrec_2dsp.shard.optimizers import table_of
 
 Output = KeyedTensor | dict[str, JaggedTensor]
@@ -223,7 +223,7 @@ class PartedModule(ShardedModule[Any, Any, Output, PartContexts], FusedOptimizer
         unexpected = sorted(state_dict.keys() - known)
         if strict and unexpected:
             raise RuntimeError(f"no table of the module has {', '.join(unexpected)}")
-        return _IncompatibleKeys(missing, unexpected)
+        return IncompatibleKeys(missing, unexpected)
 
     def _with(self, ctx: PartContexts) -> Iterable[tuple[Any, Any]]:
         return zip(self._parts, ctx.of_parts, strict=True)

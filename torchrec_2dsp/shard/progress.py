@@ -10,6 +10,7 @@ from torchrec_2dsp._compat.fbgemm import (
     set_iteration,
     set_learning_rate,
 )
+from torchrec_2dsp._compat.shardings import lookups_of
 from torchrec_2dsp.shard.replicated import ReplicatedModule
 
 
@@ -48,4 +49,4 @@ def count_iterations_from(part: ReplicatedModule, iteration: int) -> None:
 
 def data_parallel_lookups(part: Any) -> list[DistributedDataParallel]:
     """The lookups of tables that TorchRec's ``data_parallel`` repeats on every rank."""
-    return [lookup for lookup in part._lookups if isinstance(lookup, DistributedDataParallel)]
+    return [lookup for lookup in lookups_of(part) if isinstance(lookup, DistributedDataParallel)]

@@ -11,22 +11,21 @@ from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
+from torchrec_2dsp._compat.shardings import lookups_of
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
 from torchrec_2dsp.comms.naming_faults import naming_faults
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.plan.sync_config import GradientSync
 from torchrec_2dsp.replicas.drift import DriftCheck, fingerprint
-from torchrec_2dsp.replicas.gradient_sync import MergeRowGradients
-from torchrec_2dsp.replicas.local_updates import LocalUpdates
-from torchrec_2dsp.replicas.merge import RowMerge
+from torchrec_2dsp.replicas.gradient_sync import GradientSyncAction
 from torchrec_2dsp.replicas.sync_point import SyncAction, SyncPoint
 from torchrec_2dsp.replicas.sync_reason import SyncReason
 from torchrec_2dsp.shard.averaging import averages, copied_shards
-from torchrec_2dsp.shard.batch_check import BatchCheck
+from torchrec_2dsp.shard.batch.batch_check import BatchCheck
 from torchrec_2dsp.shard.kernels import EmbeddingBagKernel, EmbeddingKernel, Kernel
 from torchrec_2dsp.shard.replication import Replication
-from torchrec_2dsp.shard.row_arrangement import RowArrangement, arrangement_of
+from torchrec_2dsp.shard.row_exchange.arrangement import RowArrangement, arrangement_of
 from torchrec_2dsp.shard.synced_optimizer import SyncedOptimizer
 
 _DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
@@ -93,7 +92,7 @@ class ReplicatedModule:
 
     def kernels(self: Any) -> list[Kernel]:
         """The fused kernels of this rank."""
-        return list(_kernels(self._lookups))
+        return list(_kernels(lookups_of(self)))
 
     def tbes(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
         """FBGEMM's part of all fused kernels of this rank, also of those for hot rows."""
@@ -113,7 +112,7 @@ class ReplicatedModule:
             data-parallel table on the world.
         """
         self._broadcast_shards()
-        for lookup in self._lookups:
+        for lookup in lookups_of(self):
             if isinstance(lookup, DistributedDataParallel):
                 for param in lookup.parameters():
                     world = self._replication.groups.world
@@ -216,21 +215,26 @@ class ReplicatedModule:
             if groups.mesh.num_groups == 1 and not replication.captures:
                 return []
             peers, transport = groups.replica_rows, sync.transport.dtype
-            merge = RowMerge(
+            copied = copied_shards(kernels)
+            action = GradientSyncAction(
                 [kernel.capture_rows(peers, transport) for kernel in kernels],
                 groups.alarm,
-                sync.delay,
+                DriftCheck(copied, groups.replica_peers, groups.alarm, sync.drift_every),
+                delay=sync.delay,
                 is_layered=peers.is_layered,
                 make_updater=replication.make_updater,
             )
-            copied = copied_shards(kernels)
-            drift = DriftCheck(copied, groups.replica_peers, groups.alarm, sync.drift_every)
-            return [MergeRowGradients(merge, drift)]
+            return [action]
         actions: list[SyncAction] = []
         if replication.delays_moment:
             alone = [kernel.capture_rows(None, torch.float32) for kernel in kernels]
-            merge = RowMerge(alone, groups.alarm, make_updater=replication.make_updater)
-            actions.append(LocalUpdates(merge))
+            updates = GradientSyncAction(
+                alone,
+                groups.alarm,
+                make_updater=replication.make_updater,
+                precedes_average=True,
+            )
+            actions.append(updates)
         if groups.mesh.num_groups > 1:
             actions += averages(kernels, sync, groups)
         return actions

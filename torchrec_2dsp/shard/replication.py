@@ -8,10 +8,10 @@ from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
 from torchrec_2dsp.optim.steps import delayed_row_wise_adagrad_step
 from torchrec_2dsp.plan.sync_config import SyncConfig
-from torchrec_2dsp.replicas.merge import Updater, quickest_updater
+from torchrec_2dsp.replicas.gradient_sync import Updater, quickest_updater
 from torchrec_2dsp.rows.direct_update import DirectUpdater
 from torchrec_2dsp.rows.update import RowUpdater
-from torchrec_2dsp.shard.id_check import BadIds
+from torchrec_2dsp.shard.bad_ids import BadIds
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
+from torchrec_2dsp.shard.bad_ids import BadIds
 from torchrec_2dsp.shard.embedding import ShardedEmbeddingCollection2D
-from torchrec_2dsp.shard.id_check import BadIds
 from torchrec_2dsp.shard.optimizers import Optimizer, sorted_out, stock_params
 from torchrec_2dsp.shard.parted import PartedModule
 from torchrec_2dsp.shard.sharders import Sharder2D

@@ -18,8 +18,8 @@ from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D
 from torchrec_2dsp.plan.remap import module_plan_for_rank
 from torchrec_2dsp.plan.serialize import to_json
 from torchrec_2dsp.plan.table_configs import has_weights, table_text
+from torchrec_2dsp.shard.bad_ids import BadIds
 from torchrec_2dsp.shard.embedding_bag import ShardedEmbeddingBagCollection2D
-from torchrec_2dsp.shard.id_check import BadIds
 from torchrec_2dsp.shard.initial_tables import checked_seed, configs_of, draw_tables_
 from torchrec_2dsp.shard.optimizers import (
     Optimizer,

@@ -5,6 +5,10 @@ from typing import Any
 import torch
 from torchrec.distributed.types import ShardingType
 
+from torchrec_2dsp._compat.shardings import (
+    replace_reduce_scatter,
+    replace_reduce_scatter_in_node,
+)
 from torchrec_2dsp._compat.torchrec import (
     BaseEmbedding,
     BaseEmbeddingDist,
@@ -25,9 +29,9 @@ from torchrec_2dsp._compat.torchrec import (
 )
 from torchrec_2dsp.plan.parameter_sharding import ROW_EXCHANGE, ROW_EXCHANGE_PER_HOST, nonempty_type
 from torchrec_2dsp.shard.kernels import EmbeddingKernel
-from torchrec_2dsp.shard.pooled_exchange import NonEmptyCw, NonEmptyRw, NonEmptyTw
+from torchrec_2dsp.shard.nonempty.exchange import NonEmptyCw, NonEmptyRw, NonEmptyTw
 from torchrec_2dsp.shard.pooled_lookup import LooksUpBags
-from torchrec_2dsp.shard.row_exchange import (
+from torchrec_2dsp.shard.row_exchange.exchange import (
     PerHostRowExchangePooled,
     PerHostRowExchangeSequence,
     RowExchangePooled,
@@ -77,7 +81,7 @@ class RwPooled(LooksUpBags, RwPooledEmbeddingSharding):
         """Stock, but for uneven batches."""
         made = super().create_output_dist(device)
         assert isinstance(made, RwPooledEmbeddingDist)
-        made._dist = UnevenReduceScatter(made._pg, made._codecs)
+        replace_reduce_scatter(made, UnevenReduceScatter)
         return made
 
 
@@ -90,8 +94,7 @@ class _NodeWise(LooksUpBags):
         """Stock, but for uneven batches."""
         made = super().create_output_dist(device)  # type: ignore[misc]
         assert isinstance(made, (TwRwPooledEmbeddingDist, GridPooledEmbeddingDist))
-        made._create_output_dist_modules()
-        made._intra_dist = UnevenReduceScatter(made._intra_pg, made._intra_codecs)
+        replace_reduce_scatter_in_node(made, UnevenReduceScatter)
         return made
 
 

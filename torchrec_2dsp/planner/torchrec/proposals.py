@@ -79,6 +79,20 @@ class Draft:
             for candidate, choice in self._tables()
         ]
 
+    def all_options(self, known: KnownOptions, device: str) -> list[ShardingOption]:
+        """One for each choice of each table, rated as if all other tables stayed as they are.
+
+        Args:
+            known: as in `options`.
+            device: "cpu" or "cuda".
+        """
+        prices = self._prices()
+        return [
+            self._option(known, candidate, choice, prices, device)
+            for candidate, choices in zip(self.space.candidates, self.space.choices, strict=True)
+            for choice in choices
+        ]
+
     def _tables(self) -> Iterable[tuple[Candidate, Choice]]:
         return zip(self.space.candidates, self.placement.choices, strict=True)
 

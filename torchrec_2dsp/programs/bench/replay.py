@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
 
+from torchrec_2dsp._compat.c10d import tensors_in
 from torchrec_2dsp.comms.gloo_group import GlooGroup
 
-BACKEND = "gloo_replay"
-"""The name for `init_process_group`; importing this module registers it."""
+_NAME = "gloo_replay"
 
 
 class Mode(enum.Enum):
@@ -52,14 +51,14 @@ class ReplayGroup(GlooGroup):
 
     def getBackendName(self) -> str:
         """The name in logs and profiles."""
-        return BACKEND
+        return _NAME
 
     def run(self, name: str, outputs: Any, *inputs: Any) -> dist.Work:
         """One collective, as the tape says; ``outputs`` may be nested lists of tensors."""
         issue = getattr(self._gloo, name)
         if TAPE.mode is Mode.LIVE:
             return issue(outputs, *inputs)
-        flat = pytree.tree_leaves(outputs)
+        flat = tensors_in(outputs)
         if TAPE.mode is Mode.RECORD:
             issue(outputs, *inputs).wait()
             self._recorded.append([output.clone() for output in flat])
@@ -119,5 +118,8 @@ def _make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Replay
     return ReplayGroup(dist.ProcessGroupGloo(store, rank, size, timeout))
 
 
-if BACKEND not in dist.Backend.backend_list:
-    dist.Backend.register_backend(BACKEND, _make, devices=["cpu"])
+def replay_backend() -> str:
+    """What `new_group` takes as the backend, registered when it is asked for."""
+    if _NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(_NAME, _make, devices=["cpu"])
+    return _NAME

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.types import ShardingPlan
 
-from torchrec_2dsp.comms import full_duplex
 from torchrec_2dsp.comms.counting import count_collectives
+from torchrec_2dsp.comms.full_duplex import full_duplex_backend
 from torchrec_2dsp.comms.mesh_groups import world_group
 from torchrec_2dsp.cost.workload import DenseWork
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
@@ -247,8 +247,8 @@ class Worker:
         if self._config.schedule.device == "cuda":
             return "nccl"
         if self._is_ceiling:
-            return replay.BACKEND
-        return full_duplex.BACKEND_NAME if self._planned.full_duplex else "gloo"
+            return replay.replay_backend()
+        return full_duplex_backend() if self._planned.full_duplex else "gloo"
 
 
 class _Feed(Iterator[Batch]):

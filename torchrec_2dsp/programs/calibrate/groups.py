@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from torchrec_2dsp.comms import full_duplex
+from torchrec_2dsp.comms.full_duplex import full_duplex_backend
 
 Groups = list[list[int]]
 """World ranks, group by group."""
@@ -36,7 +36,7 @@ def subgroup(
     """
     mine, made = dist.new_subgroups_by_enumeration(
         [list(ranks) for ranks in groups],
-        backend=full_duplex.BACKEND_NAME if is_full_duplex else None,
+        backend=full_duplex_backend() if is_full_duplex else None,
         group_desc="measured",
     )
     assert isinstance(mine, dist.ProcessGroup)

@@ -5,6 +5,7 @@ import itertools
 import signal
 import threading
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
@@ -119,6 +120,7 @@ class EmulatedCluster:
                 _restore_signals()
 
     def __enter__(self) -> "EmulatedCluster":
+        _close_at_exit()
         remove_orphans()
         _open_clusters.add(self)
         try:
@@ -146,7 +148,12 @@ _open_clusters: set[EmulatedCluster] = set()
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
-@atexit.register
+@cache
+def _close_at_exit() -> None:
+    """Once, arrange that no cluster outlives the program."""
+    atexit.register(_close_all)
+
+
 def _close_all() -> None:
     for cluster in list(_open_clusters):
         cluster.close()

@@ -8,14 +8,15 @@ import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 
+from torchrec_2dsp._compat.upstream_names import check_upstream_names
 from torchrec_2dsp._compat.versions import (
-    TORCHREC_COMMANDS,
     Check,
     FoundVersions,
     Status,
     check_python,
     check_versions,
     find_versions,
+    set_for,
 )
 
 _GROUP_TIMEOUT = timedelta(seconds=20)
@@ -31,14 +32,17 @@ def run_health_checks(found: FoundVersions | None = None, *, run: bool = True) -
         found: the versions to judge; the installed ones unless given.
         run: also load torch, fbgemm and TorchRec, compute with them and open a process group.
     """
-    report = check_versions(find_versions() if found is None else found)
+    found = find_versions() if found is None else found
+    report = check_versions(found)
+    install_torchrec = set_for(found).install_torchrec()
     python = check_python((sys.version_info.major, sys.version_info.minor))
     launch = check_launch_environment(os.environ)
     if not run:
         return (python, *report.checks, launch)
     runtime: tuple[tuple[str, Callable[[], Check], tuple[str, ...]], ...] = (
         ("fbgemm operators", check_fbgemm_operators, _FBGEMM_REMEDY),
-        ("torchrec import", check_torchrec, TORCHREC_COMMANDS),
+        ("torchrec import", check_torchrec, install_torchrec),
+        ("upstream names", check_upstream_names, install_torchrec),
         ("gloo", check_gloo, _GLOO_REMEDY),
         ("cuda", check_cuda, _CUDA_REMEDY),
     )

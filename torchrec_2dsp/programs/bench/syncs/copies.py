@@ -17,7 +17,7 @@ from torchrec_2dsp.comms.mesh_groups import MeshGroups
 from torchrec_2dsp.errors import SyncError
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig, SyncedRows, WeightSync
 from torchrec_2dsp.replicas.capture import RowCapture
-from torchrec_2dsp.replicas.merge import RowMerge
+from torchrec_2dsp.replicas.gradient_sync import GradientSyncAction
 from torchrec_2dsp.replicas.row_average import RowAverage
 from torchrec_2dsp.replicas.whole_shard import ShardAverage
 from torchrec_2dsp.shard.averaging import synced_shard
@@ -101,17 +101,17 @@ class Copies:
         """The lookup comes before; the sums of the backward and the update are part of the time."""
         peers = self._groups.replica_rows
         capture = RowCapture(self._tbe, ["table"], peers=peers, transport=sync.transport.dtype)
-        merge = RowMerge([capture], self._groups.alarm, is_layered=peers.is_layered)
+        action = GradientSyncAction([capture], self._groups.alarm, is_layered=peers.is_layered)
         offsets = torch.arange(rows.numel() + 1)
         grads = torch.rand((rows.numel(), self._dim), generator=_generator(seed))
         output = capture.lookup(lambda: self._tbe(rows, offsets), None)
         dist.barrier(self._groups.world)
         start = time.perf_counter()
-        merge.backward_seen()
+        action.backward_seen()
         output.backward(grads)
         with torch.no_grad():
-            stats = merge.run(everything=True)
-        return Timed(time.perf_counter() - start, 0.0, stats.num_bytes)
+            report = action.apply(everything=True)
+        return Timed(time.perf_counter() - start, 0.0, report.num_bytes)
 
 
 def _generator(seed: int) -> torch.Generator:

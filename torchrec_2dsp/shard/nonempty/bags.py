@@ -47,7 +47,7 @@ def channels_of(dims: Sequence[Sequence[int]], *, is_summed: bool) -> tuple[Chan
         is_summed: see `Channel`.
 
     Example:
-        >>> from torchrec_2dsp.shard.nonempty_bags import channels_of
+        >>> from torchrec_2dsp.shard.nonempty.bags import channels_of
         >>> for channel in channels_of([[8, 4, 8], [8]], is_summed=False):
         ...     print(channel.dim, channel.features, channel.bases)
         4 ((1,), ()) (0, 1)

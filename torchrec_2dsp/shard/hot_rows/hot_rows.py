@@ -21,11 +21,10 @@ from torchrec_2dsp.comms.mesh_groups import MeshGroups
 from torchrec_2dsp.errors import SyncError
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
 from torchrec_2dsp.replicas.drift import CopiedShard, DriftCheck
-from torchrec_2dsp.replicas.gradient_sync import MergeRowGradients
-from torchrec_2dsp.replicas.merge import RowMerge
-from torchrec_2dsp.shard.hot_sets import HotSets
-from torchrec_2dsp.shard.hot_split import HotBatch
-from torchrec_2dsp.shard.hot_tables import HotSlice, HotTbe, hot_slices
+from torchrec_2dsp.replicas.gradient_sync import GradientSyncAction
+from torchrec_2dsp.shard.hot_rows.sets import HotSets
+from torchrec_2dsp.shard.hot_rows.split import HotBatch
+from torchrec_2dsp.shard.hot_rows.tables import HotSlice, HotTbe, hot_slices
 from torchrec_2dsp.shard.kernels import Kernel
 
 Tensors = dict[str, torch.Tensor]
@@ -78,22 +77,22 @@ class HotRows:
         self._stale = True
         self._dirty = False
 
-    def action(self) -> MergeRowGradients:
+    def action(self) -> GradientSyncAction:
         """What keeps the replicas equal: their gradients, merged over all ranks."""
         alarm, peers = self._groups.alarm, self._groups.hot_rows
-        merge = RowMerge(
-            [tbe.capture for tbe in self._tbes],
-            alarm,
-            self._gradients.delay,
-            is_layered=peers.is_layered,
-        )
         copies = [
             CopiedShard(f"{hot.table} (hot rows)", 0, tuple(tensors.values()))
             for tbe in self._tbes
             for hot, tensors in zip(tbe.slices, tbe.tensors(), strict=True)
         ]
-        drift = DriftCheck(copies, peers.everyone, alarm, self._sync.drift_every)
-        return MergeRowGradients(merge, drift, on_update=self._mark_dirty)
+        return GradientSyncAction(
+            [tbe.capture for tbe in self._tbes],
+            alarm,
+            DriftCheck(copies, peers.everyone, alarm, self._sync.drift_every),
+            delay=self._gradients.delay,
+            is_layered=peers.is_layered,
+            on_update=self._mark_dirty,
+        )
 
     def split(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, HotBatch]:
         """``features`` without hot ids, and the hot ids."""

@@ -14,8 +14,8 @@ from torch import nn
 from torchrec.distributed.types import Awaitable
 
 from torchrec_2dsp._compat.torchrec import SequenceEmbeddingsAllToAll
-from torchrec_2dsp.shard.needed_rows import NeededRows, RowNumbering, part_by_part
-from torchrec_2dsp.shard.row_pooling import pool_rows
+from torchrec_2dsp.shard.row_exchange.needed_rows import NeededRows, RowNumbering, part_by_part
+from torchrec_2dsp.shard.row_exchange.pooling import pool_rows
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from torchrec_2dsp.shard.hot_split import HotBatch
+from torchrec_2dsp.shard.hot_rows.split import HotBatch
 
 
 def join_sequences(

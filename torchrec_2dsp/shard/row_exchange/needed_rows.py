@@ -227,7 +227,7 @@ def part_by_part(lists: Sequence[torch.Tensor], sizes: Sequence[Sequence[int]]) 
 
     Example:
         >>> import torch
-        >>> from torchrec_2dsp.shard.needed_rows import part_by_part
+        >>> from torchrec_2dsp.shard.row_exchange.needed_rows import part_by_part
         >>> part_by_part([torch.tensor([1, 2]), torch.tensor([3, 4, 5])], [[1, 1], [2, 1]])
         tensor([1, 3, 4, 2, 5])
     """

@@ -12,8 +12,8 @@ from torchrec_2dsp.access.hot_set import HotSet
 from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.replicas.sync_point import SyncAction
-from torchrec_2dsp.shard.hot_rows import HotRows
-from torchrec_2dsp.shard.hot_split import HotBatch
+from torchrec_2dsp.shard.hot_rows.hot_rows import HotRows
+from torchrec_2dsp.shard.hot_rows.split import HotBatch
 from torchrec_2dsp.shard.replicated import ReplicatedModule
 from torchrec_2dsp.shard.replication import Replication
 

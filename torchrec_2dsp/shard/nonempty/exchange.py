@@ -15,13 +15,14 @@ from torch import nn
 from torchrec.distributed.types import Awaitable, CommOp, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_2dsp._compat.shardings import id_exchange_of
 from torchrec_2dsp._compat.torchrec import (
     CwPooledEmbeddingSharding,
     RwPooledEmbeddingSharding,
     SequenceEmbeddingsAllToAll,
     TwPooledEmbeddingSharding,
 )
-from torchrec_2dsp.shard.nonempty_bags import (
+from torchrec_2dsp.shard.nonempty.bags import (
     BagNotes,
     Channel,
     FilledBags,
@@ -208,7 +209,7 @@ class _NonEmpty(LooksUpBags):
         """TorchRec's, which notes which bags have ids."""
         made = super().create_input_dist(device)  # type: ignore[misc]
         made.bag_notes = BagNotes(self._channels, [len(one) for one in self._dims])
-        made.bag_notes.listen(made._dist)
+        made.bag_notes.listen(id_exchange_of(made))
         return made
 
     def create_output_dist(self: Any, device: torch.device | None = None) -> Any:

@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_2dsp.access.hot_set import HotSet
 from torchrec_2dsp.errors import PlanError
 from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D
-from torchrec_2dsp.shard.hot_split import HotBatch, HotIds, split_hot_rows
+from torchrec_2dsp.shard.hot_rows.split import HotBatch, HotIds, split_hot_rows
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp._compat.torchrec import KJTAllToAll
 from torchrec_2dsp.comms.peers import Peers
-from torchrec_2dsp.shard.needed_rows import NeededRows, RowBlock, RowNumbering, part_by_part
-from torchrec_2dsp.shard.rows_per_host import HostRequests, HostRows
+from torchrec_2dsp.shard.row_exchange.needed_rows import (
+    NeededRows,
+    RowBlock,
+    RowNumbering,
+    part_by_part,
+)
+from torchrec_2dsp.shard.row_exchange.per_host import HostRequests, HostRows
 
 _LABEL = "## request rows ##"
 """In profiles."""

@@ -27,13 +27,13 @@ from torchrec_2dsp._compat.torchrec import (
 from torchrec_2dsp.comms.peers import Peers
 from torchrec_2dsp.comms.row_wire import RowWire
 from torchrec_2dsp.plan.parameter_sharding import RowOwners
-from torchrec_2dsp.shard.needed_rows import RowBlock
-from torchrec_2dsp.shard.row_context import RowContext, SequenceRowContext
-from torchrec_2dsp.shard.row_journey import AskedRows, RowJourney
-from torchrec_2dsp.shard.row_kernel import RowKernel
-from torchrec_2dsp.shard.row_pooling import pool_rows
-from torchrec_2dsp.shard.row_requests import Requested, RowRequests
-from torchrec_2dsp.shard.rows_per_host import HostHandover
+from torchrec_2dsp.shard.prefetch.journey import AskedRows, RowJourney
+from torchrec_2dsp.shard.row_exchange.context import RowContext, SequenceRowContext
+from torchrec_2dsp.shard.row_exchange.kernel import RowKernel
+from torchrec_2dsp.shard.row_exchange.needed_rows import RowBlock
+from torchrec_2dsp.shard.row_exchange.per_host import HostHandover
+from torchrec_2dsp.shard.row_exchange.pooling import pool_rows
+from torchrec_2dsp.shard.row_exchange.requests import Requested, RowRequests
 
 
 class OwnedRows(list[torch.Tensor]):

@@ -7,8 +7,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.comms.alarm import Alarm, Check
 from torchrec_2dsp.errors import InputError
-from torchrec_2dsp.shard.batch_form import BatchForm
-from torchrec_2dsp.shard.id_check import BadIds, IdCheck
+from torchrec_2dsp.shard.bad_ids import BadIds, IdCheck
+from torchrec_2dsp.shard.batch.batch_form import BatchForm
 
 
 class BatchCheck:

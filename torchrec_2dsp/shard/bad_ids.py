@@ -8,7 +8,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.errors import ConfigError, InputError
-from torchrec_2dsp.shard.hot_split import count_per_bag
+from torchrec_2dsp.shard.hot_rows.split import count_per_bag
 
 
 class BadIds(enum.Enum):

@@ -3,16 +3,17 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from torch.profiler import record_function
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_2dsp._compat.shardings import lookups_of, output_dists_of
 from torchrec_2dsp.replicas.sync_reason import SyncReason
 from torchrec_2dsp.replicas.sync_report import SyncReport
-from torchrec_2dsp.shard.hot_module import HotRowsModule
-from torchrec_2dsp.shard.row_exchange import RowFetch
-from torchrec_2dsp.shard.row_journey import RowJourney
+from torchrec_2dsp.shard.hot_rows.module import HotRowsModule
+from torchrec_2dsp.shard.prefetch.journey import RowJourney
+from torchrec_2dsp.shard.row_exchange.exchange import RowFetch, RowLookup
 
 _LABEL = "## rows beside computing ##"
 """In profiles."""
@@ -92,7 +93,7 @@ class RowPrefetchModule(HotRowsModule):
     @property
     def can_send_early(self: Any) -> bool:
         """Whether there are rows of which nobody else has copies, in an exchange of rows."""
-        is_exchanged = any(isinstance(fetch, RowFetch) for fetch in self._output_dists)
+        is_exchanged = any(isinstance(fetch, RowFetch) for fetch in output_dists_of(self))
         return self._updates_at_once and is_exchanged
 
     def announce_rows(
@@ -119,13 +120,18 @@ class RowPrefetchModule(HotRowsModule):
         if not self.can_send_early or _hot_ids(ctx) is not _hot_ids(running_ctx):
             return
         ctx.loads_seen = self.num_loads
-        dists = zip(self._lookups, self._output_dists, strict=True)
+        dists = zip(lookups_of(self), output_dists_of(self), strict=True)
         contexts = zip(ctx.sharding_contexts, running_ctx.sharding_contexts, strict=True)
         batches = zip(asked, running, strict=True)
         for (lookup, fetch), (one, before), ids in zip(dists, contexts, batches, strict=True):
             if isinstance(fetch, RowFetch):
                 one.journeys = fetch.journeys(
-                    lookup, ids[0], one.requested, ids[1], before, self.lagging.expect
+                    cast(RowLookup, lookup),
+                    ids[0],
+                    one.requested,
+                    ids[1],
+                    before,
+                    self.lagging.expect,
                 )
                 one.before = before.journeys
 

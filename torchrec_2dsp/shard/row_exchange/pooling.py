@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from torchrec_2dsp.shard.needed_rows import Bags, NeededRows
+from torchrec_2dsp.shard.row_exchange.needed_rows import Bags, NeededRows
 
 
 def pool_rows(rows: torch.Tensor, needed: NeededRows) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torchrec_2dsp._compat.fbgemm import (
 from torchrec_2dsp.comms.peers import Peers
 from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D
 from torchrec_2dsp.replicas.capture import RowCapture
-from torchrec_2dsp.shard.hot_split import HotBatch
+from torchrec_2dsp.shard.hot_rows.split import HotBatch
 from torchrec_2dsp.shard.kernels import MOMENT_SCALE
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from torchrec_2dsp._compat.torchrec import EmbeddingShardingContext, SequenceShardingContext
-from torchrec_2dsp.shard.row_journey import RowJourney
-from torchrec_2dsp.shard.row_requests import Requested, RowRequests
+from torchrec_2dsp.shard.prefetch.journey import RowJourney
+from torchrec_2dsp.shard.row_exchange.requests import Requested, RowRequests
 
 
 @dataclass(kw_only=True)

@@ -1,0 +1,33 @@
+"""Machines on which torch, torchrec and fbgemm are installed, as the version checks see them."""
+
+from dataclasses import replace
+
+from torchrec_2dsp._compat.installed_versions import FoundVersions
+from torchrec_2dsp._compat.known_versions import TORCHMETRICS, TRIED, VersionSet
+
+OLD, NEW = TRIED
+UNKNOWN = "99.1.0"
+"""A version of no set."""
+
+
+def on_cpu(tried: VersionSet) -> FoundVersions:
+    """A machine without devices that has a tried set."""
+    return FoundVersions(
+        torch=f"{tried.torch}+cpu",
+        torchrec=tried.torchrec,
+        fbgemm_gpu=None,
+        fbgemm_gpu_cpu=tried.fbgemm,
+        torchmetrics=TORCHMETRICS,
+        has_nvidia_driver=False,
+    )
+
+
+def on_cuda(tried: VersionSet) -> FoundVersions:
+    """A machine with devices that has a tried set."""
+    return replace(
+        on_cpu(tried),
+        torch=f"{tried.torch}+cu130",
+        fbgemm_gpu=tried.fbgemm,
+        fbgemm_gpu_cpu=None,
+        has_nvidia_driver=True,
+    )

@@ -1,0 +1,111 @@
+"""Whether the installed torch, torchrec and fbgemm have the names that this package imports.
+
+Between tried versions the tests know that. For versions that are not tried, the names are looked
+up when the library is first loaded, so that one missing name is one clear error.
+"""
+
+import ast
+from collections.abc import Iterable
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+from torchrec_2dsp._compat.installed_versions import FoundVersions, find_versions
+from torchrec_2dsp._compat.known_versions import tried_text
+from torchrec_2dsp._compat.versions import Check, Status, set_for, untried_versions
+from torchrec_2dsp.errors import VersionError
+
+PACKAGE = Path(__file__).parents[1]
+_ADAPTERS = "_compat"
+_LIBRARIES = ("torchrec", "fbgemm_gpu")
+_CHECK_NAME = "upstream names"
+
+
+def needed_names(package: Path = PACKAGE) -> list[tuple[str, str]]:
+    """All ``(module, name)`` that the package imports from torchrec and fbgemm.
+
+    Of torch, those that the adapters import, because only they use what its documentation doesn't
+    promise. They are read from the source files, so that no list can be out of date.
+
+    Args:
+        package: the folder of the source files.
+    """
+    names: set[tuple[str, str]] = set()
+    for path in package.rglob("*.py"):
+        libraries = (*_LIBRARIES, "torch") if path.parent.name == _ADAPTERS else _LIBRARIES
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and _library(node) in libraries:
+                names |= {(str(node.module), alias.name) for alias in node.names}
+    return sorted(names)
+
+
+def _library(node: ast.ImportFrom) -> str:
+    """The library that something is imported from; empty for a relative import."""
+    return "" if node.level else str(node.module).split(".")[0]
+
+
+def missing_names(names: Iterable[tuple[str, str]]) -> list[str]:
+    """Which of these ``(module, name)`` can't be imported; for a whole module, the reason."""
+    missing: list[str] = []
+    broken: set[str] = set()
+    for module, name in names:
+        if module in broken:
+            continue
+        try:
+            upstream = import_module(module)
+        except Exception as error:
+            broken.add(module)
+            reason = (str(error).strip() or "no message").splitlines()[0]
+            missing.append(f"{module} can't be imported: {type(error).__name__}: {reason}")
+            continue
+        if not hasattr(upstream, name) and not _is_module(f"{module}.{name}"):
+            missing.append(f"{module}.{name}")
+    return missing
+
+
+def require_upstream_names(found: FoundVersions | None = None) -> None:
+    """Raise a `VersionError` that names what untried versions lack.
+
+    Call it before the first part of the library is loaded that imports torch. It returns at once
+    where all versions are tried; otherwise it imports torch, torchrec and fbgemm.
+
+    Args:
+        found: what to judge; what is installed here unless given.
+    """
+    found = find_versions() if found is None else found
+    untried = untried_versions(found)
+    if not untried:
+        return
+    missing = _missing_here()
+    if missing:
+        raise VersionError(
+            f"{', '.join(f'{name} {version}' for name, version in untried.items())}: torchrec_2dsp"
+            " is not tried with that, and needs what is missing there:\n"
+            + "\n".join(f"  {name}" for name in missing)
+            + f"\nTried are: {tried_text()}."
+        )
+
+
+def check_upstream_names() -> Check:
+    """Look up every name that the package imports from torchrec and fbgemm."""
+    missing = _missing_here()
+    return Check(
+        name=_CHECK_NAME,
+        status=Status.FAILED if missing else Status.OK,
+        found=f"missing: {'; '.join(missing)}" if missing else f"all {len(needed_names())}",
+        expected="all that are imported",
+        remedy=set_for(find_versions()).install_torchrec() if missing else (),
+    )
+
+
+@cache
+def _missing_here() -> tuple[str, ...]:
+    return tuple(missing_names(needed_names()))
+
+
+def _is_module(name: str) -> bool:
+    try:
+        import_module(name)
+    except ImportError:
+        return False
+    return True

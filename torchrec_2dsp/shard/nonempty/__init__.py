@@ -1,0 +1,1 @@
+"""Pooled exchange of the bags that have ids: `bags` finds them, `exchange` sends them."""

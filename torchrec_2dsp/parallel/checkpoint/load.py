@@ -2,7 +2,7 @@
 
 import logging
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,9 @@ from torchrec_2dsp.parallel.checkpoint.pending import wait_for_save
 from torchrec_2dsp.parallel.checkpoint.reader import KnownMetadataReader, PlainDataPlanner
 from torchrec_2dsp.parallel.checkpoint.save import check_belongs, checked_folder
 from torchrec_2dsp.parallel.checkpoint.stored import StoredCheckpoint
-from torchrec_2dsp.parallel.train_state.state import TrainState
+
+if TYPE_CHECKING:
+    from torchrec_2dsp.parallel.train_state.state import TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ def load_checkpoint(
     model: DistributedModelParallel,
     optimizer: KeyedOptimizer | None = None,
     *,
-    train_state: TrainState | None = None,
+    train_state: "TrainState | None" = None,
 ) -> dict[str, Any]:
     """Read a checkpoint into a model, in place; call it on all ranks.
 
@@ -102,7 +104,7 @@ def load_checkpoint(
     return extra
 
 
-def _saved_state(train_state: TrainState, stored: StoredCheckpoint) -> dict[str, torch.Tensor]:
+def _saved_state(train_state: "TrainState", stored: StoredCheckpoint) -> dict[str, torch.Tensor]:
     """What this rank needs of the train state in a checkpoint."""
     if not stored.names(TRAIN_STATE):
         raise CheckpointError(

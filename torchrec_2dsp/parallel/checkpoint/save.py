@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -21,7 +21,9 @@ from torchrec_2dsp.parallel.checkpoint.parts import EXTRA, TRAIN_STATE, live_sta
 from torchrec_2dsp.parallel.checkpoint.pending import PendingSave, start_save, wait_for_save
 from torchrec_2dsp.parallel.checkpoint.planner import PlainDataSavePlanner, StagingPlanner
 from torchrec_2dsp.parallel.checkpoint.writer import ChecksumWriter
-from torchrec_2dsp.parallel.train_state.state import TrainState
+
+if TYPE_CHECKING:
+    from torchrec_2dsp.parallel.train_state.state import TrainState
 
 
 @overload
@@ -31,7 +33,7 @@ def save_checkpoint(
     optimizer: KeyedOptimizer | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
-    train_state: TrainState | None = None,
+    train_state: "TrainState | None" = None,
     asynchronous: Literal[False] = False,
 ) -> None: ...
 
@@ -43,7 +45,7 @@ def save_checkpoint(
     optimizer: KeyedOptimizer | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
-    train_state: TrainState | None = None,
+    train_state: "TrainState | None" = None,
     asynchronous: Literal[True],
 ) -> PendingSave: ...
 
@@ -55,7 +57,7 @@ def save_checkpoint(
     optimizer: KeyedOptimizer | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
-    train_state: TrainState | None = None,
+    train_state: "TrainState | None" = None,
     asynchronous: bool = False,
 ) -> PendingSave | None:
     """Write weights, optimizer state and ``extra`` to a new folder; call it on all ranks.
@@ -118,7 +120,7 @@ def _write(
     )
 
 
-def check_belongs(train_state: TrainState | None, model: DistributedModelParallel) -> None:
+def check_belongs(train_state: "TrainState | None", model: DistributedModelParallel) -> None:
     """Raise if a train state is that of another model."""
     if train_state is not None and train_state.model is not model:
         raise CheckpointError(

@@ -152,8 +152,9 @@ def test_row_gradients_travel_only_where_replicas_merge_them(result: BenchResult
         travel = named(result, name).row_travel
         assert travel is not None
         # Of one step, not of the time in which others were measured.
-        assert 0 < travel.window_s < 10 * max(block.step_s for block in named(result, name).blocks)
-        assert travel.waited_s >= 0
+        longest_s = 10 * max(block.step_s for block in named(result, name).blocks)
+        assert 0 < travel.window_s < longest_s
+        assert 0 < travel.waited_s < longest_s
 
 
 def test_the_interface_carries_what_the_collectives_send(result: BenchResult) -> None:

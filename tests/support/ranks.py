@@ -82,6 +82,8 @@ class RankPool:
         self.local_world_size = local_world_size or world_size
         self.num_starts = 0
         """How often processes were started."""
+        self.exit_codes: list[int | None] = []
+        """How the ranks exited that were closed last; `None` if one had to be killed."""
         self._start_method = start_method
         self._ranks: list[_Rank] = []
 
@@ -100,6 +102,7 @@ class RankPool:
             rank.ask_to_leave()
         deadline = time.monotonic() + EXIT_TIMEOUT_S
         reports = {rank.number: rank.leave(deadline) for rank in ranks}
+        self.exit_codes = [rank.exit_code for rank in ranks]
         if any(report != "exited" for report in reports.values()):
             raise RanksFailed(reports)
 
@@ -211,6 +214,8 @@ class _Rank:
             target=serve, args=(number, env, remote, self._stacks), daemon=True
         )
         self._process.start()
+        self.exit_code: int | None = None
+        """Known after `leave`."""
         remote.close()
 
     def send(self, payload: bytes) -> None:
@@ -246,6 +251,7 @@ class _Rank:
     def leave(self, deadline: float) -> str:
         """Wait for the exit that was asked for; say how it went."""
         self._process.join(max(0.0, deadline - time.monotonic()))
+        self.exit_code = self._process.exitcode
         if self._process.is_alive():
             self.ask_for_stacks()
             report = f"didn't exit within {EXIT_TIMEOUT_S} s, in\n{self.stacks()}"

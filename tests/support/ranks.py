@@ -19,14 +19,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from tests.support.rank_worker import serve
+from tests.support.rank_worker import serve, sum_over_ranks
 
 START_TIMEOUT_S = 120
 EXIT_TIMEOUT_S = 20
 GRACE_S = 15
 """How long the other ranks may go on after one failed, so that their errors are seen too."""
 
-_PRELOADED = "torchrec.distributed.model_parallel"
+_PRELOADED = "tests.support.preloaded"
 _BAD_EXIT = "died with exit code"
 
 RankFunction = Callable[..., Any]
@@ -66,7 +66,8 @@ class RankPool:
 
     The ranks start at the first `run`. They share one process group until a call leaves them
     out of step (a deadline missed, a rank dead, some raised and some returned): then they are
-    stopped, and the next `run` starts new ones.
+    stopped, and the next `run` starts new ones. Between calls they rest: gloo's threads wake all
+    the time, of each group that there is, and pools that wait would keep a core busy together.
     """
 
     def __init__(
@@ -151,8 +152,12 @@ class RankPool:
     ) -> list[Any]:
         payload = pickle.dumps((fn, args))
         for rank in self._ranks:
+            rank.wake()
             rank.send(payload)
-        return self._collect(timeout_s, grace_s)
+        results = self._collect(timeout_s, grace_s)
+        for rank in self._ranks:
+            rank.rest()
+        return results
 
     def _collect(self, timeout_s: float, grace_s: float) -> list[Any]:
         """Every rank's answer to one message."""
@@ -182,7 +187,7 @@ class RankPool:
     def _in_step(self) -> bool:
         """Whether ranks that all raised can still talk to each other."""
         answers = []
-        payload = pickle.dumps((_all_ranks_answer, ()))
+        payload = pickle.dumps((sum_over_ranks, ()))
         for rank in self._ranks:
             rank.send(payload)
         deadline = time.monotonic() + EXIT_TIMEOUT_S
@@ -231,8 +236,7 @@ class _Rank:
             return _BAD_EXIT, self._process.exitcode
 
     def ask_for_stacks(self) -> None:
-        if self._process.is_alive() and self._process.pid is not None:
-            os.kill(self._process.pid, signal.SIGUSR1)
+        self._signal(signal.SIGUSR1)
 
     def stacks(self) -> str:
         """What faulthandler wrote after `ask_for_stacks`, complete or nearly so."""
@@ -245,7 +249,19 @@ class _Rank:
                 break
         return text or "(no stacks: the process doesn't take signals)"
 
+    def rest(self) -> None:
+        """Stop until `wake`: not even its threads run."""
+        self._signal(signal.SIGSTOP)
+
+    def wake(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.is_alive() and self._process.pid is not None:
+            os.kill(self._process.pid, number)
+
     def ask_to_leave(self) -> None:
+        self.wake()
         self.send(b"")
 
     def leave(self, deadline: float) -> str:
@@ -279,12 +295,3 @@ def _report(kind: str, value: Any) -> str:
     if kind == "raised":
         return f"raised\n{value}"
     return f"{kind} {value}"
-
-
-def _all_ranks_answer(rank: int, world_size: int) -> int:
-    import torch
-    import torch.distributed as dist
-
-    one = torch.ones(1)
-    dist.all_reduce(one)
-    return int(one)

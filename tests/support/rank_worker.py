@@ -30,7 +30,7 @@ def serve(rank: int, env: dict[str, str], connection: Connection, stacks: Path) 
     os.environ.update(env)
     # The server's imports: a collection would look at all of them, and with that copy them.
     gc.freeze()
-    _die_with_parent()
+    die_with_parent()
     with stacks.open("w") as stacks_file:
         faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)
         import torch
@@ -45,7 +45,7 @@ def serve(rank: int, env: dict[str, str], connection: Connection, stacks: Path) 
         faulthandler.unregister(signal.SIGUSR1)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Leave nothing behind if the tests are killed, whether this rank is busy or rests."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_watch_parent, daemon=True).start()

@@ -26,7 +26,7 @@ EXIT_TIMEOUT_S = 20
 GRACE_S = 15
 """How long the other ranks may go on after one failed, so that their errors are seen too."""
 
-_PRELOADED = "tests.support.preloaded"
+PRELOADED = "tests.support.preloaded"
 _BAD_EXIT = "died with exit code"
 
 RankFunction = Callable[..., Any]
@@ -139,7 +139,7 @@ class RankPool:
         context: SpawnContext | ForkServerContext = multiprocessing.get_context("spawn")
         if self._start_method == "forkserver":
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload([_PRELOADED])
+            context.set_forkserver_preload([PRELOADED])
         self.num_starts += 1
         self._ranks = [
             _Rank(number, context, env | _rank_env(number, self.local_world_size))

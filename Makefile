@@ -3,12 +3,16 @@
 #   VARIANT=cpu|cuda     which lock to install (requirements/$(VARIANT).txt)
 #   PYTHON=python3.11    the interpreter .venv is made from
 #   SECONDS=3600         how long `make fuzz` draws cases; SEED=... draws those of another run again
+#   LANES=3              how many tests run side by side; each lane has its own ranks
+#   SLICES=24            `make test` runs one of so many slices of the long tests
 #   TORCH_PIP_ARGS=...   more pip arguments for torch alone, such as an index that has its CPU
 #                        build. The default build works with VARIANT=cpu too; it is only larger.
 
 PYTHON ?= python3
 VARIANT ?= cpu
 SECONDS ?= 3600
+LANES ?= 3
+SLICES ?= 24
 TORCH_PIP_ARGS ?=
 TORCH_VERSION := 2.13.0
 
@@ -41,14 +45,16 @@ demo: $(INSTALLED)  ## train a small model on 4 local ranks
 bench: $(INSTALLED)  ## compare ways to train on 4 local ranks, in under 3 minutes
 	$(BIN)/torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp bench --config configs/runs/bench.toml
 
-# Tests with several ranks keep all cores busy by themselves, unit tests one each.
-test: $(INSTALLED)  ## run the tests, without the long ones
-	$(BIN)/pytest -m "not slow" --numprocesses auto --dist loadfile tests/unit
-	$(BIN)/pytest -m "not slow" --ignore tests/unit
+# Tests with several ranks wait more than they compute, so there are more lanes than cores.
+IN_LANES := -m "not alone" --numprocesses $(LANES) --dist loadfile --no-loadscope-reorder --timeout 900
+
+test: $(INSTALLED)  ## run the tests, and a slice of the long ones
+	$(BIN)/pytest $(IN_LANES) --slow-slice commit/$(SLICES)
+	$(BIN)/pytest -m alone --slow-slice commit/$(SLICES)
 
 test-all: $(INSTALLED)  ## run all tests
-	$(BIN)/pytest tests/unit
-	$(BIN)/pytest --ignore tests/unit
+	$(BIN)/pytest $(IN_LANES)
+	$(BIN)/pytest -m alone
 
 fuzz: $(INSTALLED)  ## run random cases on two cores, for SECONDS=3600
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz.case import Case
-from tests.fuzz.machine import ENOUGH_CASES, Machine, Summary
+from tests.fuzz.machine import DEADLINE_S, ENOUGH_CASES, Machine, Summary
 from tests.fuzz.worker import Worker
 from tests.support.commit import seed_of_commit
+from tests.support.patience import patient
 
 NUM_CASES = 60
 """About a minute for two workers."""
@@ -26,7 +27,7 @@ def workers() -> Iterator[list[Worker]]:
 
 
 def test_cases_that_failed_once_are_right(workers: list[Worker]) -> None:
-    machine = Machine(workers, shrink_s=0)
+    machine = Machine(workers, deadline_s=patient(DEADLINE_S), shrink_s=0)
     lines = FAILED_ONCE.read_text().splitlines()
     summary = machine.run_cases(Case.from_json(line) for line in lines)
     assert not summary.findings, str(summary)
@@ -35,7 +36,8 @@ def test_cases_that_failed_once_are_right(workers: list[Worker]) -> None:
 
 def run_drawn(workers: list[Worker], seed: int, num_cases: int) -> Summary:
     """Cases of one seed after another, none of which may fail."""
-    summary = Machine(workers, shrink_s=40).run(seed, num_cases, max_findings=3)
+    machine = Machine(workers, deadline_s=patient(DEADLINE_S), shrink_s=40)
+    summary = machine.run(seed, num_cases, max_findings=3)
     assert not summary.findings, f"--seed {seed} --cases {num_cases}: {summary}"
     return summary
 

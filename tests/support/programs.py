@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.support.patience import patient
 from tests.support.rank_worker import REPOSITORY, die_with_parent
 from tests.support.ranks import PRELOADED
 
@@ -34,7 +35,7 @@ def torchrun(
         env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": str(columns)},
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=patient(timeout_s),
         check=False,
     )
 
@@ -71,7 +72,7 @@ def forked(
         try:
             for process in processes:
                 process.start()
-            exit_code = _first_failure(processes, timeout_s)
+            exit_code = _first_failure(processes, patient(timeout_s))
         finally:
             for process in processes:
                 if process.pid is not None:

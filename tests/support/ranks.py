@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from tests.support.patience import patient
 from tests.support.rank_worker import serve, sum_over_ranks
 
 START_TIMEOUT_S = 120
@@ -101,7 +102,7 @@ class RankPool:
         ranks, self._ranks = self._ranks, []
         for rank in ranks:
             rank.ask_to_leave()
-        deadline = time.monotonic() + EXIT_TIMEOUT_S
+        deadline = time.monotonic() + patient(EXIT_TIMEOUT_S)
         reports = {rank.number: rank.leave(deadline) for rank in ranks}
         self.exit_codes = [rank.exit_code for rank in ranks]
         if any(report != "exited" for report in reports.values()):
@@ -145,7 +146,7 @@ class RankPool:
             _Rank(number, context, env | _rank_env(number, self.local_world_size))
             for number in range(self.world_size)
         ]
-        self._collect(START_TIMEOUT_S, GRACE_S)
+        self._collect(patient(START_TIMEOUT_S), GRACE_S)
 
     def _call(
         self, fn: RankFunction, args: tuple[Any, ...], timeout_s: float, grace_s: float
@@ -154,7 +155,7 @@ class RankPool:
         for rank in self._ranks:
             rank.wake()
             rank.send(payload)
-        results = self._collect(timeout_s, grace_s)
+        results = self._collect(patient(timeout_s), grace_s)
         for rank in self._ranks:
             rank.rest()
         return results

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.support.commit import seed_of_commit
+from tests.support.patience import NUM_LANES, patient
 from tests.support.slices import parse_slice, slice_of
 
 
@@ -23,3 +24,8 @@ def test_the_commit_chooses_a_slice() -> None:
 def test_what_is_no_slice_is_refused(text: str) -> None:
     with pytest.raises(pytest.UsageError, match=f"--slow-slice={text}"):
         parse_slice(text)
+
+
+def test_only_long_deadlines_grow_with_the_lanes() -> None:
+    assert patient(3) == 3
+    assert patient(60) == 60 * NUM_LANES

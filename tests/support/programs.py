@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from tests.support.patience import patient
@@ -82,9 +83,7 @@ def forked(
     return subprocess.CompletedProcess([module, *arguments], exit_code, *said)
 
 
-def _first_failure(
-    processes: "list[multiprocessing.context.ForkServerProcess]", timeout_s: float
-) -> int:
+def _first_failure(processes: list[ForkServerProcess], timeout_s: float) -> int:
     """The exit code of the first process that fails, or 0 if none does."""
     deadline = time.monotonic() + timeout_s
     failure = 0

@@ -4,6 +4,8 @@
 #   TORCHREC=1.8|1.9     which TorchRec to run with; 1.9 has .venv-1.9 and locks of its own
 #   PYTHON=python3.11    the interpreter .venv is made from
 #   SECONDS=3600         how long `make fuzz` draws cases; SEED=... draws those of another run again
+#   LANES=3              how many tests run side by side; each lane has its own ranks
+#   SLICES=24            `make test` runs one of so many slices of the long tests
 #   TORCH_PIP_ARGS=...   more pip arguments for torch alone, such as an index that has its CPU
 #                        build. The default build works with VARIANT=cpu too; it is only larger.
 
@@ -11,6 +13,8 @@ PYTHON ?= python3
 VARIANT ?= cpu
 TORCHREC ?= 1.8
 SECONDS ?= 3600
+LANES ?= 3
+SLICES ?= 24
 TORCH_PIP_ARGS ?=
 TORCH_VERSION_1.8 := 2.13.0
 TORCH_VERSION_1.9 := 2.14.1
@@ -54,14 +58,16 @@ demo: $(INSTALLED)  ## train a small model on 4 local ranks
 bench: $(INSTALLED)  ## compare ways to train on 4 local ranks, in under 3 minutes
 	$(BIN)/torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp bench --config configs/runs/bench.toml
 
-# Tests with several ranks keep all cores busy by themselves, unit tests one each.
-test: $(INSTALLED)  ## run the tests, without the long ones
-	$(BIN)/pytest -m "not slow" --numprocesses auto --dist loadfile tests/unit
-	$(BIN)/pytest -m "not slow" --ignore tests/unit
+# Tests with several ranks wait more than they compute, so there are more lanes than cores.
+IN_LANES := -m "not alone" --numprocesses $(LANES) --dist loadfile --no-loadscope-reorder --timeout 900
+
+test: $(INSTALLED)  ## run the tests, and a slice of the long ones
+	$(BIN)/pytest $(IN_LANES) --slow-slice commit/$(SLICES)
+	$(BIN)/pytest -m alone --slow-slice commit/$(SLICES)
 
 test-all: $(INSTALLED)  ## run all tests
-	$(BIN)/pytest tests/unit
-	$(BIN)/pytest --ignore tests/unit
+	$(BIN)/pytest $(IN_LANES)
+	$(BIN)/pytest -m alone
 
 # One test of each kind of what depends on TorchRec the most, for a version that isn't the default.
 SMOKE := tests/unit/test_versions.py tests/unit/test_needed_names.py \

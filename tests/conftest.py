@@ -1,4 +1,7 @@
-"""Pools of ranks that the distributed tests share; a pool starts at its first use."""
+"""Pools of ranks that the distributed tests share, and which tests run, in which order.
+
+A pool starts at its first use. Each lane, a worker of xdist, has its own.
+"""
 
 from collections.abc import Iterator
 
@@ -6,10 +9,51 @@ import pytest
 from hypothesis import settings
 
 from tests.support.ranks import RankPool
+from tests.support.slices import parse_slice, slice_of
 
 # The same examples in every run, however slow the machine is.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+
+LONGEST_FILES = (
+    "tests/fuzz/test_fuzz.py",
+    "tests/dist/test_parity.py",
+    "tests/dist/test_bench.py",
+    "tests/cluster/test_cluster.py",
+    "tests/dist/test_checkpoint.py",
+    "tests/dist/test_planned_parity.py",
+    "tests/dist/test_pooled_exchange.py",
+    "tests/dist/test_train_state.py",
+    "tests/dist/test_faults.py",
+    "tests/dist/test_row_routes.py",
+    "tests/dist/test_row_exchange.py",
+    "tests/dist/test_row_prefetch.py",
+    "tests/dist/test_examples.py",
+    "tests/cluster/test_bench_on_cluster.py",
+    "tests/fuzz/test_machine.py",
+    "tests/dist/test_train.py",
+    "tests/dist/test_checkpoint_async.py",
+    "tests/dist/test_loops.py",
+)
+"""They begin first, so that no lane has a long one left when the others are done."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slow-slice",
+        metavar="K/N",
+        help="of the tests marked `slow` run one slice only; `commit/N`: that of the commit",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    ranks = {name: rank for rank, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(ranks)))
+    if text := config.getoption("--slow-slice"):
+        slow = [item.nodeid for item in items if item.get_closest_marker("slow")]
+        left_out = set(slow) - slice_of(slow, *parse_slice(text))
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+        items[:] = [item for item in items if item.nodeid not in left_out]
 
 
 @pytest.fixture(scope="session")

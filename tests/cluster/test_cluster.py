@@ -50,6 +50,7 @@ def wait_until_gone(text: str) -> list[int]:
     return left
 
 
+@pytest.mark.alone
 def test_links_are_as_fast_as_they_say_and_hosts_keep_to_themselves(tmp_path: Path) -> None:
     num_bytes, bytes_per_s = 4_000_000, 200e6 / 8
 

@@ -137,6 +137,7 @@ def check_real(hosts: int, ranks_per_host: int, link: str) -> SelfCheck:
         return check_links(cluster)
 
 
+@pytest.mark.alone
 @pytest.mark.usefixtures("needs_cluster")
 def test_a_real_link(capsys: pytest.CaptureFixture[str]) -> None:
     check = check_real(2, 1, "200mbit")
@@ -145,6 +146,7 @@ def test_a_real_link(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.usefixtures("needs_cluster")
 @pytest.mark.parametrize(
     ("hosts", "ranks_per_host", "link"),
@@ -156,6 +158,7 @@ def test_more_real_links(hosts: int, ranks_per_host: int, link: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.usefixtures("needs_cluster")
 def test_a_real_link_that_is_too_fast() -> None:
     with pytest.raises(SelfCheckFailed, match="100 Gbit/s is faster than this machine"):

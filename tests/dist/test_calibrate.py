@@ -1,9 +1,6 @@
 """Calibration: on all ranks alike, and by the command."""
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ from torch.distributed.distributed_c10d import _world
 from typer.testing import CliRunner
 
 import torchrec_2dsp as tdsp
+from tests.support.programs import torchrun
 from tests.support.ranks import RankPool
 from torchrec_2dsp.programs.calibrate import fit, kernels
 from torchrec_2dsp.programs.calibrate.calibrate import calibrate
@@ -62,29 +60,12 @@ def test_hosts_of_different_sizes_are_refused(ranks4: RankPool) -> None:
     }
 
 
-def command(*arguments: str, ranks: int = 2) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={ranks}",
-            "-m",
-            "torchrec_2dsp",
-            "calibrate",
-            *arguments,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
-    )
+COMMAND = ("torchrec_2dsp", "calibrate")
 
 
 def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     out = tmp_path / "c.toml"
-    done = command("--out", str(out), ranks=1)
+    done = torchrun(*COMMAND, "--out", str(out), ranks=1)
     assert done.returncode != 0
     assert "error: one rank has no network to measure; start at least two" in done.stderr
     assert not out.exists()
@@ -100,7 +81,7 @@ def test_an_unknown_device(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_command_writes_a_calibration(tmp_path: Path) -> None:
     out = tmp_path / "mine.toml"
-    done = command("--out", str(out))
+    done = torchrun(*COMMAND, "--out", str(out), timeout_s=240, columns=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert tdsp.Calibration.load(out).hardware.name == "mine"
     for text in ("measuring all_reduce, in hosts", "host's link", "ns per row", f"wrote {out}"):

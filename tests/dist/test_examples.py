@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.patience import patient
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
 FIRST = EXAMPLES / "swap.py"
@@ -18,7 +20,7 @@ def said(*command: str) -> str:
         env=env,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=patient(200),
         check=False,
     )
     assert done.returncode == 0, done.stderr[-5000:]

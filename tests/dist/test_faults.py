@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.support.fault_cases import chosen_cases
+from tests.support.patience import patient
 from tests.support.rank_worker import REPOSITORY
 
 
@@ -18,7 +19,7 @@ def test_the_other_ranks_name_the_one_that_failed(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=patient(280),
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

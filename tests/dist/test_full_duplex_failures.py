@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.ranks import RanksFailed, run_ranks
+from tests.support.ranks import RankPool, RanksFailed, run_ranks
 from torchrec_2dsp.comms.full_duplex import full_duplex_backend
 
 TIMEOUT_S = 5
@@ -57,4 +57,6 @@ def leave_with_work(rank: int, world_size: int, way: str) -> None:
 
 @pytest.mark.parametrize("way", ["kept", "dropped", "destroyed"])
 def test_a_program_may_end_with_an_exchange_in_flight(way: str) -> None:
-    run_ranks(leave_with_work, 2, way)
+    with RankPool(2, start_method="spawn") as pool:
+        pool.run(leave_with_work, way)
+    assert pool.exit_codes == [0, 0]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.exits import NUM_RANKS, WAYS
+from tests.support.patience import patient
 from tests.support.rank_worker import GLOO_TIMEOUT, REPOSITORY
 from tests.support.ranks import RankPool
 from torchrec_2dsp import Mesh2D, RankLayout
@@ -292,7 +293,7 @@ def test_programs_exit_with_code_0(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patient(120),
         check=False,
     )
     assert finished.stdout.splitlines() == [f"{way}{' 0' * NUM_RANKS}" for way in ways], finished

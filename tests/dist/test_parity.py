@@ -90,9 +90,10 @@ def test_bags_equal_the_unsharded_model(ranks4: RankPool, sharding: str) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("sharding", BAG_TYPES)
-def test_bags_in_all_cells(ranks4: RankPool, sharding: str) -> None:
-    cells = matrix(sharding, MESHES)
+def test_bags_in_all_cells(ranks4: RankPool, sharding: str, mesh: Mesh2D) -> None:
+    cells = matrix(sharding, (mesh,))
     check(cells, ranks4.run(run_cells, cells, timeout_s=280))
 
 
@@ -152,11 +153,11 @@ def test_two_ranks_per_host_in_groups_over_hosts(ranks8: RankPool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("mesh", MESHES_8, ids=str)
 @pytest.mark.parametrize("sharding", BAG_TYPES)
-def test_eight_ranks(ranks8: RankPool, sharding: str) -> None:
-    cells = matrix(sharding, MESHES_8)
-    check(cells, ranks8.run(run_cells, cells, timeout_s=1100))
+def test_eight_ranks(ranks8: RankPool, sharding: str, mesh: Mesh2D) -> None:
+    cells = matrix(sharding, (mesh,))
+    check(cells, ranks8.run(run_cells, cells, timeout_s=280))
 
 
 def test_the_matrix_notices_a_method_that_is_not_exact(ranks4: RankPool) -> None:

@@ -1,13 +1,11 @@
 """`bench-sync`, as a user runs it: every sync is timed, and the bytes are those of theory."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.support.programs import forked, torchrun
 from tests.support.ranks import RankPool
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.bench.syncs.config import SyncBenchConfig
@@ -22,39 +20,18 @@ NUM_ROWS, DIM = 4096, 64
 """Of a shard of 1 MiB."""
 
 
-def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=4",
-            "-m",
-            "torchrec_2dsp",
-            "bench-sync",
-            "--config",
-            str(CONFIG),
-            "--set",
-            "shard_mib=[1]",
-            "--set",
-            "repeats=2",
-            *arguments,
-        ],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "100"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+COMMAND = (
+    *("torchrec_2dsp", "bench-sync", "--config", str(CONFIG)),
+    *("--set", "shard_mib=[1]", "--set", "repeats=2"),
+)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bench_sync")
     shares = "touched_shares=[0.01, 1.0]"
-    done = torchrun("--set", shares, "--output", str(folder / "syncs.md"))
+    output = ("--output", str(folder / "syncs.md"))
+    done = forked(*COMMAND, "--set", shares, *output, ranks=4, columns=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 copies of 1 MiB" in done.stdout
     return folder
@@ -101,6 +78,15 @@ def test_the_page_has_a_plot_and_its_numbers(folder: Path) -> None:
     for said in ("## 2 copies of 1 MiB", "(syncs.svg)", "(syncs.json)", "torchrun", "| 0.01 |"):
         assert said in page
     assert "<svg" in (folder / "syncs.svg").read_text()
+
+
+@pytest.mark.slow
+def test_the_command_runs_under_torchrun(tmp_path: Path) -> None:
+    output = ("--output", str(tmp_path / "syncs.md"))
+    done = torchrun(*COMMAND, "--set", "num_groups=[2]", *output, columns=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 copies of 1 MiB" in done.stdout
+    assert SyncBenchResult.load(tmp_path / "syncs.json").times
 
 
 def refused(rank: int, world_size: int) -> str:

@@ -1,10 +1,7 @@
 """The training program: exact 2D trains as one group does, and the command shows it."""
 
 import io
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,7 @@ import pytest
 import torch.distributed as dist
 from rich.console import Console
 
+from tests.support.programs import torchrun
 from tests.support.ranks import RankPool
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.parameter_sharding import Exchange, RowOwners
@@ -224,25 +222,12 @@ def test_a_config_that_does_not_fit_fails_on_every_rank(ranks4: RankPool) -> Non
     assert errors[0].startswith("runs.odd.num_groups=3 does not divide the 4 ranks")
 
 
-def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The demo's command, as a user starts it."""
-    return subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone",
-            "--nproc-per-node", "4", "-m", "torchrec_2dsp", "train",
-            "--config", "configs/runs/demo.toml", *arguments,
-        ],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "80"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )  # fmt: skip
+DEMO = ("torchrec_2dsp", "train", "--config", "configs/runs/demo.toml")
+"""The demo's command, as a user starts it."""
 
 
 def test_the_last_thing_that_torchrun_says_is_what_was_wrong() -> None:
-    done = launch("--set", "loop.steps=0")
+    done = torchrun(*DEMO, "--set", "loop.steps=0")
 
     assert done.returncode != 0
     said = done.stderr.rpartition("Root Cause (first observed failure):")[2]
@@ -252,9 +237,11 @@ def test_the_last_thing_that_torchrun_says_is_what_was_wrong() -> None:
 
 def test_the_demo_command_trains_and_prints_the_table(tmp_path: Path) -> None:
     folder, output = tmp_path / "tensorboard", tmp_path / "record.json"
-    done = launch(
+    done = torchrun(
+        *DEMO,
         *("--set", "loop.steps=3", "--set", "loop.eval_steps=1", "--set", "loop.report_every=2"),
         *("--set", f"loop.tensorboard_dir={folder}", "--output", str(output)),
+        ranks=4,
     )
 
     assert done.returncode == 0, done.stderr

@@ -18,7 +18,7 @@ from tests.fuzz.processes import run_ranks_of
 
 Plant = Callable[[], AbstractContextManager[object]]
 """Enters a fault into the code that ranks run; at module level, so that a worker can import it."""
-_PRELOADED = "torchrec.distributed.model_parallel"
+_PRELOADED = "tests.support.preloaded"
 """Imported once, for all workers, and for the ranks of other tests."""
 
 

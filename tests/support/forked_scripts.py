@@ -10,6 +10,8 @@ import runpy
 import socket
 import sys
 
+import torch
+
 import torchrec_2dsp as tdsp
 from tests.support.forks import fork_ranks
 
@@ -17,7 +19,9 @@ NUM_RANKS = 4
 
 
 def main(scripts: list[str]) -> None:
-    assert tdsp.ModelParallel2D, "names are imported when they are first used"
+    # Public names are loaded when they are first used: these are, once for all ranks.
+    assert issubclass(tdsp.ModelParallel2D, torch.nn.Module)
+    assert tdsp.Planner2D.__module__ in sys.modules
     # The objects of the imports take seconds to collect at each exit and don't matter here.
     gc.freeze()
     for script in scripts:

@@ -1,6 +1,8 @@
 """What the process of one rank does: answer the parent's messages until told to leave."""
 
+import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -15,6 +17,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+_PR_SET_PDEATHSIG = 1
+"""Linux: the signal that a process gets when its parent dies."""
+
 REPOSITORY = Path(__file__).parents[2]
 # The parent's deadline shows the stacks of all ranks: it should come before gloo's.
 GLOO_TIMEOUT = timedelta(minutes=15)
@@ -23,7 +28,9 @@ GLOO_TIMEOUT = timedelta(minutes=15)
 def serve(rank: int, env: dict[str, str], connection: Connection, stacks: Path) -> None:
     """Answer the set-up and then every pickled ``(fn, args)`` with ``(kind, value)``."""
     os.environ.update(env)
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    # The server's imports: a collection would look at all of them, and with that copy them.
+    gc.freeze()
+    die_with_parent()
     with stacks.open("w") as stacks_file:
         faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)
         import torch
@@ -38,12 +45,28 @@ def serve(rank: int, env: dict[str, str], connection: Connection, stacks: Path) 
         faulthandler.unregister(signal.SIGUSR1)
 
 
-def _die_with_parent() -> None:
-    """Leave nothing behind if the tests are killed while this rank is busy."""
+def die_with_parent() -> None:
+    """Leave nothing behind if the tests are killed, whether this rank is busy or rests."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_watch_parent, daemon=True).start()
+
+
+def _watch_parent() -> None:
+    """The server that forked this rank may live on for a while after the tests were killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sum_over_ranks(rank: int, world_size: int) -> int:
+    """The number of ranks, if they can talk to each other."""
+    import torch
+    import torch.distributed as dist
+
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    return int(ones)
 
 
 def _set_up() -> None:

@@ -19,14 +19,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from tests.support.rank_worker import serve
+from tests.support.patience import patient
+from tests.support.rank_worker import serve, sum_over_ranks
 
 START_TIMEOUT_S = 120
 EXIT_TIMEOUT_S = 20
 GRACE_S = 15
 """How long the other ranks may go on after one failed, so that their errors are seen too."""
 
-_PRELOADED = "torchrec.distributed.model_parallel"
+PRELOADED = "tests.support.preloaded"
 _BAD_EXIT = "died with exit code"
 
 RankFunction = Callable[..., Any]
@@ -66,7 +67,8 @@ class RankPool:
 
     The ranks start at the first `run`. They share one process group until a call leaves them
     out of step (a deadline missed, a rank dead, some raised and some returned): then they are
-    stopped, and the next `run` starts new ones.
+    stopped, and the next `run` starts new ones. Between calls they rest: gloo's threads wake all
+    the time, of each group that there is, and pools that wait would keep a core busy together.
     """
 
     def __init__(
@@ -82,6 +84,8 @@ class RankPool:
         self.local_world_size = local_world_size or world_size
         self.num_starts = 0
         """How often processes were started."""
+        self.exit_codes: list[int | None] = []
+        """How the ranks exited that were closed last; `None` if one had to be killed."""
         self._start_method = start_method
         self._ranks: list[_Rank] = []
 
@@ -98,8 +102,9 @@ class RankPool:
         ranks, self._ranks = self._ranks, []
         for rank in ranks:
             rank.ask_to_leave()
-        deadline = time.monotonic() + EXIT_TIMEOUT_S
+        deadline = time.monotonic() + patient(EXIT_TIMEOUT_S)
         reports = {rank.number: rank.leave(deadline) for rank in ranks}
+        self.exit_codes = [rank.exit_code for rank in ranks]
         if any(report != "exited" for report in reports.values()):
             raise RanksFailed(reports)
 
@@ -135,21 +140,25 @@ class RankPool:
         context: SpawnContext | ForkServerContext = multiprocessing.get_context("spawn")
         if self._start_method == "forkserver":
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload([_PRELOADED])
+            context.set_forkserver_preload([PRELOADED])
         self.num_starts += 1
         self._ranks = [
             _Rank(number, context, env | _rank_env(number, self.local_world_size))
             for number in range(self.world_size)
         ]
-        self._collect(START_TIMEOUT_S, GRACE_S)
+        self._collect(patient(START_TIMEOUT_S), GRACE_S)
 
     def _call(
         self, fn: RankFunction, args: tuple[Any, ...], timeout_s: float, grace_s: float
     ) -> list[Any]:
         payload = pickle.dumps((fn, args))
         for rank in self._ranks:
+            rank.wake()
             rank.send(payload)
-        return self._collect(timeout_s, grace_s)
+        results = self._collect(patient(timeout_s), grace_s)
+        for rank in self._ranks:
+            rank.rest()
+        return results
 
     def _collect(self, timeout_s: float, grace_s: float) -> list[Any]:
         """Every rank's answer to one message."""
@@ -179,7 +188,7 @@ class RankPool:
     def _in_step(self) -> bool:
         """Whether ranks that all raised can still talk to each other."""
         answers = []
-        payload = pickle.dumps((_all_ranks_answer, ()))
+        payload = pickle.dumps((sum_over_ranks, ()))
         for rank in self._ranks:
             rank.send(payload)
         deadline = time.monotonic() + EXIT_TIMEOUT_S
@@ -211,6 +220,8 @@ class _Rank:
             target=serve, args=(number, env, remote, self._stacks), daemon=True
         )
         self._process.start()
+        self.exit_code: int | None = None
+        """Known after `leave`."""
         remote.close()
 
     def send(self, payload: bytes) -> None:
@@ -226,8 +237,7 @@ class _Rank:
             return _BAD_EXIT, self._process.exitcode
 
     def ask_for_stacks(self) -> None:
-        if self._process.is_alive() and self._process.pid is not None:
-            os.kill(self._process.pid, signal.SIGUSR1)
+        self._signal(signal.SIGUSR1)
 
     def stacks(self) -> str:
         """What faulthandler wrote after `ask_for_stacks`, complete or nearly so."""
@@ -240,12 +250,25 @@ class _Rank:
                 break
         return text or "(no stacks: the process doesn't take signals)"
 
+    def rest(self) -> None:
+        """Stop until `wake`: not even its threads run."""
+        self._signal(signal.SIGSTOP)
+
+    def wake(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.is_alive() and self._process.pid is not None:
+            os.kill(self._process.pid, number)
+
     def ask_to_leave(self) -> None:
+        self.wake()
         self.send(b"")
 
     def leave(self, deadline: float) -> str:
         """Wait for the exit that was asked for; say how it went."""
         self._process.join(max(0.0, deadline - time.monotonic()))
+        self.exit_code = self._process.exitcode
         if self._process.is_alive():
             self.ask_for_stacks()
             report = f"didn't exit within {EXIT_TIMEOUT_S} s, in\n{self.stacks()}"
@@ -273,12 +296,3 @@ def _report(kind: str, value: Any) -> str:
     if kind == "raised":
         return f"raised\n{value}"
     return f"{kind} {value}"
-
-
-def _all_ranks_answer(rank: int, world_size: int) -> int:
-    import torch
-    import torch.distributed as dist
-
-    one = torch.ones(1)
-    dist.all_reduce(one)
-    return int(one)

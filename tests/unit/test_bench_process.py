@@ -104,8 +104,13 @@ def test_a_paused_process_dies_with_its_parent() -> None:
 def test_a_process_can_be_killed_twice() -> None:
     process = ContestantProcess(Subject)
 
+    assert state_of(process.pid) != ""
+
     process.kill()
+    assert state_of(process.pid) == ""
+
     process.kill()
+    assert state_of(process.pid) == ""
 
 
 def test_libraries_are_pinned_if_that_is_allowed() -> None:

@@ -89,6 +89,7 @@ def test_nothing_is_updated_by_an_empty_batch_or_before_the_backward() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_it_is_quicker_than_the_fused_backward() -> None:
     """Of distinct rows that four ranks ask for; what it is there for."""
     case = Case(((60_000, 64),) * 4, (0, 1, 2, 3), SEQUENCE, ROW_WISE)

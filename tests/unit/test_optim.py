@@ -183,7 +183,9 @@ def test_bad_values_are_refused(bad: dict[str, float], message: str) -> None:
 
 
 def test_edge_values_are_allowed() -> None:
-    MomentScaledRowWiseAdaGrad(lr=0.0, eps=0.0, moment_scale=1e-3)
+    config = MomentScaledRowWiseAdaGrad(lr=0.0, eps=0.0, moment_scale=1e-3)
+
+    assert (config.lr, config.eps, config.moment_scale) == (0.0, 0.0, 1e-3)
 
 
 def test_the_config_is_a_frozen_value() -> None:

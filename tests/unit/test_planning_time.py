@@ -34,6 +34,7 @@ def random_tables(num_tables: int) -> EmbeddingBagCollection:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("num_tables", "num_ranks", "most_s"), [(1_000, 1_024, 10.0), (10_000, 4_096, 120.0)]
 )

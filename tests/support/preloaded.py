@@ -1,0 +1,18 @@
+"""What ranks import sooner or later, imported once by the process that they are forks of.
+
+A rank that imports the package itself takes a second of a core, and each pool has up to eight.
+"""
+
+import pytest as pytest
+import torch.distributed.checkpoint as checkpoint
+import torchrec.distributed.model_parallel as model_parallel
+import torchrec.distributed.train_pipeline as train_pipeline
+
+import torchrec_2dsp as tdsp
+from tests.support import loops as loops, models as models, oracle as oracle, parity as parity
+from torchrec_2dsp.programs.cli import app as app
+
+LOADED = (checkpoint, model_parallel, train_pipeline)
+"""Modules that are needed, but not named by those of this project."""
+PUBLIC = [getattr(tdsp, name) for name in tdsp.__all__]
+"""Public names are loaded when they are first used: now."""

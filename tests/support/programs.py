@@ -1,0 +1,120 @@
+"""Programs on several ranks, started as torchrun starts them but without the imports.
+
+The ranks are forks of the process that has imported everything for the pools of ranks, too. They
+end without destructors of the interpreter: how a whole one ends is tested under torchrun.
+"""
+
+import gc
+import multiprocessing
+import multiprocessing.connection
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from tests.support.patience import patient
+from tests.support.rank_worker import REPOSITORY, die_with_parent
+from tests.support.ranks import PRELOADED
+
+_GRACE_S = 10.0
+"""How long the other ranks may go on after one failed: torchrun stops them as well."""
+
+
+def torchrun(
+    module: str, *arguments: str, ranks: int = 2, timeout_s: float = 200, columns: int = 80
+) -> "subprocess.CompletedProcess[str]":
+    """What ``torchrun -m module`` does, as a user starts it."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", module, *arguments],
+        cwd=REPOSITORY,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": str(columns)},
+        capture_output=True,
+        text=True,
+        timeout=patient(timeout_s),
+        check=False,
+    )
+
+
+def forked(
+    module: str, *arguments: str, ranks: int = 2, timeout_s: float = 200, columns: int = 80
+) -> "subprocess.CompletedProcess[str]":
+    """The same on forks; the exit code is that of the first rank that has one other than 0."""
+    import torch.distributed as dist
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([PRELOADED])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = dict(os.environ) | {
+        "COLUMNS": str(columns),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "OMP_NUM_THREADS": "1",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(ranks),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = Path(folder, "stdout"), Path(folder, "stderr")
+        processes = []
+        for rank in range(ranks):
+            rank_env = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            # Not daemons: a benchmark has processes of its own.
+            processes.append(
+                context.Process(target=_run, args=(module, arguments, rank_env, outputs))
+            )
+        try:
+            for process in processes:
+                process.start()
+            exit_code = _first_failure(processes, patient(timeout_s))
+        finally:
+            for process in processes:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
+        said = [path.read_text() if path.exists() else "" for path in outputs]
+    return subprocess.CompletedProcess([module, *arguments], exit_code, *said)
+
+
+def _first_failure(processes: list[ForkServerProcess], timeout_s: float) -> int:
+    """The exit code of the first process that fails, or 0 if none does."""
+    deadline = time.monotonic() + timeout_s
+    failure = 0
+    while running := [process for process in processes if process.exitcode is None]:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return failure or -signal.SIGKILL
+        multiprocessing.connection.wait([process.sentinel for process in running], left)
+        codes = [process.exitcode for process in processes if process.exitcode]
+        if codes and not failure:
+            failure = codes[0]
+            deadline = min(deadline, time.monotonic() + _GRACE_S)
+    return failure or next((code for process in processes if (code := process.exitcode)), 0)
+
+
+def _run(
+    module: str, arguments: tuple[str, ...], env: dict[str, str], outputs: tuple[Path, Path]
+) -> None:
+    """Be the program's process of one rank."""
+    import torch
+
+    # The imports: a collection would look at all of them, and with that copy them.
+    gc.freeze()
+    die_with_parent()
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(REPOSITORY)
+    torch.set_num_threads(1)
+    for number, path in enumerate(outputs, 1):
+        file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -56,14 +56,14 @@ class PlannedOptions:
             for option in _draft(part).all_options(self._known(part), self.device)
         ]
 
-    def _selected(self, found: Found) -> list[ShardingOption]:
-        options = _draft(found).options(self._known(found), self.device)
-        placement, every_rank = found.placement, range(found.setting.group.num_ranks)
+    def _selected(self, placed: Found) -> list[ShardingOption]:
+        options = _draft(placed).options(self._known(placed), self.device)
+        placement, every_rank = placed.placement, range(placed.setting.group.num_ranks)
         for option, choice, ranks in zip(options, placement.choices, placement.ranks, strict=True):
             _give_ranks(option.shards, ranks if choice.is_free else every_rank)
         return options
 
-    def _known(self, found: Found) -> KnownOptions:
+    def _known(self, placed: Found) -> KnownOptions:
         """What each option says of its table, whichever way the table is sharded."""
         return known_options(
             ShardingOption(
@@ -78,15 +78,15 @@ class PlannedOptions:
                 compute_kernel=kernel,
                 shards=[],
             )
-            for candidate in found.candidates
+            for candidate in placed.candidates
             for kind, kernel in candidate.kernels.items()
         )
 
 
-def _draft(found: Found) -> Draft:
+def _draft(placed: Found) -> Draft:
     # What other tables take is in their own options.
-    setting = replace(found.setting, beside=None)
-    return Draft(Space.of(found.candidates, setting), found.placement)
+    setting = replace(placed.setting, beside=None)
+    return Draft(Space.of(placed.candidates, setting), placed.placement)
 
 
 def _give_ranks(shards: Sequence[Shard], ranks: Sequence[int]) -> None:

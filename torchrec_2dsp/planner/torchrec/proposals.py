@@ -80,16 +80,16 @@ class Draft:
             for candidate, choice in self._tables()
         ]
 
-    def all_options(self, known: KnownOptions, device: str) -> list[ShardingOption]:
+    def all_options(self, rated_options: KnownOptions, device: str) -> list[ShardingOption]:
         """One for each choice of each table, rated as if all other tables stayed as they are.
 
         Args:
-            known: as in `options`.
+            rated_options: as in `options`.
             device: "cpu" or "cuda".
         """
         prices = self._prices()
         return [
-            self._option(known, candidate, choice, prices, device)
+            self._option(rated_options, candidate, choice, prices, device)
             for candidate, choices in zip(self.space.candidates, self.space.choices, strict=True)
             for choice in choices
         ]

@@ -13,6 +13,7 @@ from tests.support.import_rules import (
     layer_violations,
     private_violations,
     size_violations,
+    unchecked_rooms,
     upstream_violations,
 )
 
@@ -29,6 +30,7 @@ Checker = Callable[[Path], list[str]]
         upstream_violations,
         private_violations,
         import_effects,
+        unchecked_rooms,
     ],
 )
 def test_fences(check: Checker) -> None:
@@ -118,6 +120,7 @@ def test_a_good_package_passes(tmp_path: Path) -> None:
             private_violations,
             "a.py:2: module._lookups is private; reach it by a function of _compat",
         ),
+        ("import torchrec", unchecked_rooms, "pkg/mesh/__init__.py: call require_upstream()"),
         (
             "import atexit\natexit.register(print)",
             import_effects,

@@ -131,22 +131,15 @@ _ROOMS = {
 """The public names of each module."""
 
 _MODULE_OF = {name: module for module, names in _ROOMS.items() for name in names}
-_WITHOUT_TORCHREC = ("mesh.mesh2d", "errors")
 
 __all__ = list(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name, and refuse versions of TorchRec that can't work before it is loaded."""
+    """Load a public name. Rooms that need TorchRec refuse versions that can't work."""
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if module not in _WITHOUT_TORCHREC:
-        from torchrec_2dsp._compat.upstream_names import require_upstream_names
-        from torchrec_2dsp._compat.versions import require_supported_versions
-
-        require_supported_versions()
-        require_upstream_names()
     value = getattr(import_module(f"{__name__}.{module}"), name)
     globals()[name] = value
     return value

@@ -211,6 +211,22 @@ def _assigned_names(tree: ast.Module) -> set[str]:
     return names
 
 
+def unchecked_rooms(package: Path) -> list[str]:
+    """Rooms of the library that need TorchRec or FBGEMM and don't check their versions first."""
+    modules = read_package(package)
+    needing = {
+        module.part
+        for module in modules.values()
+        for _, name in imported(module)
+        if name.split(".")[0] in UPSTREAM and not module.part.startswith((ADAPTERS, PROGRAMS))
+    }
+    return [
+        f"{package.name}/{part}/__init__.py: call require_upstream(): {part} needs TorchRec"
+        for part in sorted(needing)
+        if "require_upstream()" not in map(ast.unparse, modules[f"{package.name}.{part}"].tree.body)
+    ]
+
+
 def import_effects(package: Path) -> list[str]:
     """Registrations and exit handlers at the top level of files: an import must have no effect."""
     return [

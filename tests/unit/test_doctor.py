@@ -150,6 +150,12 @@ def test_doctor_runs_where_the_package_refuses_to(tmp_path: Path) -> None:
     refused = run_python("-c", "import torchrec_2dsp as tdsp; tdsp.Planner2D", first_on_path=folder)
     assert refused.returncode == 1
     assert "VersionError" in refused.stderr
+    room = "from torchrec_2dsp.planner.planner2d import Planner2D"
+    assert "VersionError" in run_python("-c", room, first_on_path=folder).stderr
+    command = ("-m", "torchrec_2dsp", "plan", "--config", "configs/runs/plan.toml")
+    ended = run_python(*command, first_on_path=folder)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: torchrec_2dsp needs a torch, torchrec and fbgemm that")
     row = f"torchrec  {OTHER.torchrec}: belongs to torch {OTHER.series('torch')}"
     assert row in refused.stderr
     assert f"(supported: {HERE.series('torchrec')})" in refused.stderr

@@ -12,7 +12,13 @@ from pathlib import Path
 
 from torchrec_2dsp._compat.installed_versions import FoundVersions, find_versions
 from torchrec_2dsp._compat.known_versions import tried_text
-from torchrec_2dsp._compat.versions import Check, Status, set_for, untried_versions
+from torchrec_2dsp._compat.versions import (
+    Check,
+    Status,
+    require_supported_versions,
+    set_for,
+    untried_versions,
+)
 from torchrec_2dsp.errors import VersionError
 
 PACKAGE = Path(__file__).parents[1]
@@ -61,6 +67,17 @@ def missing_names(names: Iterable[tuple[str, str]]) -> list[str]:
         if not hasattr(upstream, name) and not _is_module(f"{module}.{name}"):
             missing.append(f"{module}.{name}")
     return missing
+
+
+@cache
+def require_upstream() -> None:
+    """Raise a `VersionError` where the installed versions can't work, once in a process.
+
+    Every room that needs TorchRec or FBGEMM calls it before anything of the room is imported: a
+    mismatched fbgemm ends in an undefined symbol, and a mismatched torchrec in other numbers.
+    """
+    require_supported_versions()
+    require_upstream_names()
 
 
 def require_upstream_names(found: FoundVersions | None = None) -> None:

@@ -9,3 +9,7 @@ Averages: `row_average` and `whole_shard` average weights and optimizer state, `
 its policy wants it. `sync_point` is the one place where a program does either; `drift` compares
 what came out. The tensor work without peers is in `torchrec_2dsp.rows`.
 """
+
+from torchrec_2dsp._compat.upstream_names import require_upstream
+
+require_upstream()

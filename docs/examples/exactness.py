@@ -76,7 +76,7 @@ def train_unsharded(model: Model, world_size: int) -> list[float]:
 
 
 def shard(model: Model, mesh: tdsp.Mesh2D, sync: Any, optimizer: Any) -> tdsp.ModelParallel2D:
-    """The same model with the same weights, sharded over a mesh."""
+    """Shard the model over a mesh; its tables keep their weights."""
     sharders = [tdsp.EmbeddingBagCollectionSharder2D(optimizer, keep_weights=True)]
     planner = tdsp.Planner2D(mesh=mesh, sync=sync, batch_size=BATCH_SIZE)
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
@@ -84,7 +84,7 @@ def shard(model: Model, mesh: tdsp.Mesh2D, sync: Any, optimizer: Any) -> tdsp.Mo
 
 
 def train_sharded(model: tdsp.ModelParallel2D, rank: int) -> list[float]:
-    """The same steps on this rank's part of each batch; losses are the means over all ranks."""
+    """Train on this rank's part of each batch; return losses that are means over all ranks."""
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     optimizer = torch.optim.SGD(dense.values(), lr=LR)
     losses = []

@@ -44,7 +44,10 @@ def torchrun(
 def forked(
     module: str, *arguments: str, ranks: int = 2, timeout_s: float = 200, columns: int = 80
 ) -> "subprocess.CompletedProcess[str]":
-    """The same on forks; the exit code is that of the first rank that has one other than 0."""
+    """Run a program on forked ranks, without torchrun.
+
+    The exit code is that of the first rank that has another one than 0.
+    """
     import torch.distributed as dist
 
     context = multiprocessing.get_context("forkserver")

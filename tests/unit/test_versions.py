@@ -53,10 +53,10 @@ def test_tried_sets_pass_without_a_word(tried: VersionSet) -> None:
         "nightly": replace(cpu, torch=f"{tried.torch}.dev20261101+cpu"),
         "patch releases": patched(tried),
     }
-    for name, found in machines.items():
-        assert [check.status for check in check_versions(found).checks] == [Status.OK] * 4, name
-        require_supported_versions(found)
-        assert not untried_versions(found)
+    for name, versions in machines.items():
+        assert [check.status for check in check_versions(versions).checks] == [Status.OK] * 4, name
+        require_supported_versions(versions)
+        assert not untried_versions(versions)
 
 
 @pytest.mark.parametrize("release", [*NEW.also_tried, NEW.torchrec])

@@ -1,1 +1,1 @@
-"""The one place that draws: pages and plots. Its libraries are an extra."""
+"""How pages and plots look and how they are written. Its libraries are an extra."""

@@ -1,7 +1,7 @@
 """Pooled exchange of non-empty bags: TorchRec's sharding types, without the zeros.
 
 TorchRec sends a vector for every bag, also for one without ids, be it that a sample has no value
-there or that all its rows are hot. Here only bags with ids travel (`nonempty_bags.py`), and the
+there or that all its rows are hot. Here only bags with ids travel (`bags.py`), and the
 others are zeros at both ends. Nothing else changes: which ranks have which tables, what is pooled
 where, and in which order is TorchRec's.
 """

@@ -1,7 +1,7 @@
 """Row exchange: each distinct row of a batch travels once, whatever the number of samples.
 
 Tables are sharded by rows. TorchRec's row-wise sharding sends partial sums of every bag to every
-sample's rank; here a rank asks the owners for the distinct rows of its batch (`row_requests.py`),
+sample's rank; here a rank asks the owners for the distinct rows of its batch (`requests.py`),
 they are fetched, and bags are summed where the samples are (`row_pooling.py`). In the backward, one
 gradient per distinct row goes to its owner. Ranks of a host may ask together (`rows_per_host.py`).
 """

@@ -12,10 +12,10 @@ from tests.support.loops import (
     Tensors,
     largest_gap,
     make_stream,
-    parts_of,
     plain_loop,
     shard,
     shard_loss_model,
+    sharded_tables,
     snapshot,
 )
 from tests.support.models import SEQUENCE_TABLES, ModelSpec
@@ -78,7 +78,7 @@ def raising(rank: int, world_size: int, cell: Cell, bad: int) -> tuple[str, int,
             with pytest.raises(tdsp.errors.InputError) as caught:
                 local_loss(parallel(batch))
             said = str(caught.value)
-            found = sum(part.num_bad_ids for part in parts_of(parallel))
+            found = sum(part.num_bad_ids for part in sharded_tables(parallel))
         plain_loop(parallel, optimizer, [stream[2][rank]])
         states.append(snapshot(parallel))
     if rank == FAULTY_RANK:
@@ -116,7 +116,7 @@ def correcting(rank: int, world_size: int, cell: Cell, policy: str, bad: int) ->
             batches.append(batch)
         plain_loop(parallel, make_optimizer(parallel), batches)
         states.append(snapshot(parallel))
-        found = found or sum(part.num_bad_ids for part in parts_of(parallel))
+        found = found or sum(part.num_bad_ids for part in sharded_tables(parallel))
     return largest_gap(*states), found
 
 

@@ -19,7 +19,7 @@ def weights_after_lookup(
     """This rank's shards after its own initialisation and a lookup, and what was logged."""
     parallel = make_parallel(cell, world_size, local_world_size())
     assert isinstance(parallel, tdsp.ModelParallel2D)
-    (module,) = parallel.sharded_modules()
+    (module,) = parallel.sharded_tables()
     shards = [shard.tensors["weight"] for kernel in module.kernels() for shard in kernel.shards()]
     for weight in shards:
         rows = torch.arange(weight.shape[0], dtype=weight.dtype)

@@ -62,8 +62,8 @@ def gap_after_refreshes(rank: int, world_size: int, cells: list[Cell]) -> list[f
                 ids = {name: one.row_ids[::-1] for name, one in SETS[step // 2].items()}
                 parallel.refresh_hot_sets(ids if step == 3 else SETS[step // 2])
                 assert parallel.hot_sets["t1"] == SETS[step // 2]["t1"]
-            (part,) = [one for one in parallel.sharded_modules() if "t1" in one.hot_sets]
-            held = cast(Any, part)._hot_rows.sets.held.by_table["t1"]
+            (part,) = [one for one in parallel.sharded_tables() if "t1" in one.hot_sets.by_table]
+            held = part.hot_sets.held.by_table["t1"]
             # Those of the step before: what it made hot, this step has looked up.
             expected = SETS[step // 2 - 1]["t1"] if step > 1 else tdsp.HotSet((0, 2))
             assert held.tolist() == list(expected.row_ids)

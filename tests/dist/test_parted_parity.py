@@ -1,7 +1,7 @@
 """Tables with one copy in the world beside tables with one in each group, against the oracle."""
 
 from itertools import product
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from tests.support.models import make_batch
 from tests.support.oracle import local_loss
 from tests.support.parity import Cell, make_parallel, run_cells
 from tests.support.ranks import RankPool
-from torchrec_2dsp.shard.parted import parts_of
+from torchrec_2dsp.shard.parted import sharded_tables
 
 MESHES = (
     tdsp.Mesh2D(2, 2),
@@ -65,7 +65,7 @@ def test_rows_of_a_host_travel_together(ranks8: RankPool) -> None:
 
 def modes_of(rank: int, world_size: int, cell: Cell) -> list[bool]:
     parallel = make_parallel(cell, world_size, 2).eval()
-    return [cast(Any, part).training for part in parts_of(parallel)]
+    return [part.module.training for part in sharded_tables(parallel)]
 
 
 def test_all_parts_are_told_of_evaluation(ranks4: RankPool) -> None:

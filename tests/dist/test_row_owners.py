@@ -115,7 +115,7 @@ def write_by_hand(rank: int, world_size: int, cell: Cell) -> tuple[float, torch.
     for batches in stream:
         oracle.step(batches)
     parallel.sync_now()
-    (part,) = parallel.sharded_modules()
+    (part,) = parallel.sharded_tables()
     gap = 0.0
     for kernel in part.kernels():
         for one in kernel.shards():

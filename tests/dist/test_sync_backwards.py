@@ -9,7 +9,7 @@ from torchrec.distributed import comm_ops
 
 import torchrec_2dsp as tdsp
 from tests.support.loop_oracles import LoopOracle, TwiceModel, bag_loss, bag_oracle, twice_oracle
-from tests.support.loops import counting_syncs, make_stream, parts_of, plain_loop, shard
+from tests.support.loops import counting_syncs, make_stream, plain_loop, shard, sharded_tables
 from tests.support.parity import LR, Cell, compare, make_optimizer
 from tests.support.ranks import RankPool
 from torchrec_2dsp.replicas.sync_reason import SyncReason
@@ -38,7 +38,7 @@ def test_two_lookups_in_one_forward(ranks4: RankPool) -> None:
 def two_backwards(rank: int, world_size: int, cell: Cell) -> float:
     """Two forwards, two backwards, then one sync, on the sharded module itself."""
     parallel = shard(cell)
-    (part,) = parts_of(parallel)
+    (part,) = sharded_tables(parallel)
     stream = make_stream(cell, 2)
     losses = [bag_loss(cell, cast(Any, part)(batches[rank])) for batches in stream]
     with counting_syncs(parallel) as reports:

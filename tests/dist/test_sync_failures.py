@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import torchrec_2dsp as tdsp
-from tests.support.loops import make_stream, parts_of, shard
+from tests.support.loops import make_stream, shard, sharded_tables
 from tests.support.models import SEQUENCE_TABLES, ModelSpec, TableSpec
 from tests.support.oracle import local_loss
 from tests.support.parity import Cell, make_optimizer
@@ -36,7 +36,7 @@ FAULTY_RANK = 1
 
 def shards_of(parallel: torch.nn.Module) -> list[TableShard]:
     """What this rank holds, read behind the sync point's back."""
-    kernels = [kernel for part in parts_of(parallel) for kernel in part.kernels()]
+    kernels = [kernel for part in sharded_tables(parallel) for kernel in part.kernels()]
     return [shard for kernel in kernels for shard in kernel.shards()]
 
 

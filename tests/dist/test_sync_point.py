@@ -15,9 +15,9 @@ from tests.support.loops import (
     counting_syncs,
     largest_gap,
     make_stream,
-    parts_of,
     plain_loop,
     shard,
+    sharded_tables,
     snapshot,
     train,
 )
@@ -92,7 +92,7 @@ def each_trigger_first(
             optimizer.step()
             totals.append(len(reports) - before)
             oracle.step(batches)
-        assert not any(part.sync_point.pending for part in parts_of(parallel))
+        assert not any(part.sync_point.pending for part in sharded_tables(parallel))
     return counts, totals, compare(parallel, oracle).worst
 
 
@@ -210,7 +210,7 @@ def test_weights_of_the_cpu_module_are_kept(ranks4: RankPool) -> None:
 def broadcast(rank: int, world_size: int, cell: Cell) -> Tensors:
     parallel = shard(cell)
     assert isinstance(parallel, tdsp.ModelParallel2D)
-    for part in parallel.sharded_modules():
+    for part in parallel.sharded_tables():
         for kernel in part.kernels():
             for table in kernel.shards():
                 for tensor in table.tensors.values():

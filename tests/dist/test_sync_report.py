@@ -21,7 +21,7 @@ def averaged(rank: int, world_size: int, cell: Cell) -> tuple[tdsp.SyncReport, l
     report = parallel.sync()
     assert parallel.sync() == tdsp.SyncReport()
     assert parallel.sync_total == report
-    (module,) = parallel.sharded_modules()
+    (module,) = parallel.sharded_tables()
     return report, [shard.num_rows for kernel in module.kernels() for shard in kernel.shards()]
 
 

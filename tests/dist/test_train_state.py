@@ -25,7 +25,7 @@ from tests.support.resuming import (
     go_on_everywhere,
 )
 from torchrec_2dsp._compat.fbgemm import iteration_of, set_iteration
-from torchrec_2dsp.shard.parted import parts_of
+from torchrec_2dsp.shard.parted import sharded_tables
 
 
 def check_variants(
@@ -90,7 +90,7 @@ def save_four(rank: int, world_size: int, folder: Path, is_losses_equal: bool) -
         run.step()
     if is_losses_equal:
         run.losses.sum = 1.5
-    (part,) = run.model.sharded_modules()
+    (part,) = run.model.sharded_tables()
     part.num_bad_ids = 10 + rank
     run.save(folder)
     stats = run.counter.gather()
@@ -110,7 +110,7 @@ def load_two(rank: int, world_size: int, path: Path) -> dict[str, Any]:
     except tdsp.errors.CheckpointError as error:
         return {"error": str(error), "step": run.state.step, "sync step": run.model.sync_step}
     stats = run.counter.gather()
-    (part,) = run.model.sharded_modules()
+    (part,) = run.model.sharded_tables()
     return {
         "counts": {name: stats[name].counts.tolist() for name in run.counter.tables},
         "hot": {name: rows.row_ids for name, rows in run.model.hot_sets.items()},
@@ -176,7 +176,7 @@ def counted(rank: int, world_size: int, folder: Path) -> list[Any]:
         model = make_parallel(cell, world_size, world_size)
         optimizer = make_optimizer(model)
         state = tdsp.TrainState(model, optimizer)
-        tbes = [tbe for part in parts_of(model) for tbe in part.tbes()]
+        tbes = [tbe for part in sharded_tables(model) for tbe in part.tbes()]
         if is_load:
             tdsp.load_checkpoint(folder, model, optimizer, train_state=state)
         else:

@@ -11,7 +11,7 @@ import torchrec_2dsp as tdsp
 from tests.support.parity import Cell, make_optimizer, make_parallel
 from tests.support.ranks import RankPool
 from tests.support.resuming import M14
-from torchrec_2dsp.shard.parted import parts_of
+from torchrec_2dsp.shard.parted import sharded_tables
 
 
 def refusals(rank: int, world_size: int, folder: Path) -> dict[str, str]:
@@ -71,7 +71,7 @@ def _save_without_dense(folder: Path, model: Any, optimizer: Any) -> None:
 
 
 def _local(model: Any) -> dict[str, torch.Tensor]:
-    parts = parts_of(model)
+    parts = sharded_tables(model)
     return {
         f"{number} {shard.table} {name}": tensor
         for number, part in enumerate(parts)

@@ -8,7 +8,14 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from tests.support.loops import largest_gap, parts_of, plain_loop, shard, shard_loss_model, snapshot
+from tests.support.loops import (
+    largest_gap,
+    plain_loop,
+    shard,
+    shard_loss_model,
+    sharded_tables,
+    snapshot,
+)
 from tests.support.models import SEQUENCE_TABLES, ModelSpec
 from tests.support.parity import Cell, make_optimizer, make_sharder
 from tests.support.ranks import RankPool
@@ -59,7 +66,7 @@ def corrected(
             parallel, make_optimizer(parallel), [with_bad_ids(batch, last) for batch in batches]
         )
         ends.append(snapshot(parallel))
-        num_bad.append(sum(part.num_bad_ids for part in parts_of(parallel)))
+        num_bad.append(sum(part.num_bad_ids for part in sharded_tables(parallel)))
     return largest_gap(*ends), num_bad[0]
 
 

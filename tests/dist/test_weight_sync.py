@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import torchrec_2dsp as tdsp
-from tests.support.loops import Tensors, largest_gap, make_stream, parts_of, shard, snapshot, train
+from tests.support.loops import Tensors, largest_gap, make_stream, shard, snapshot, train
 from tests.support.models import SEQUENCE_TABLES, ModelSpec, TableSpec
 from tests.support.oracle import local_loss
-from tests.support.parity import Cell, make_optimizer
+from tests.support.parity import Cell, make_optimizer, sharded_tables
 from tests.support.ranks import RankPool, RanksFailed
 from torchrec_2dsp.plan.sync_policy import SyncPolicy
 from torchrec_2dsp.replicas import row_transfer
@@ -148,7 +148,7 @@ def raw(parallel: torch.nn.Module, name: str) -> torch.Tensor:
     """All values of a kind on this rank, read behind the sync point's back."""
     tensors = [
         shard.tensors[name].reshape(-1)
-        for part in parts_of(parallel)
+        for part in sharded_tables(parallel)
         for kernel in part.kernels()
         for shard in kernel.shards()
     ]
@@ -257,7 +257,7 @@ def step_with(rank: int, world_size: int, cell: Cell, value: float) -> tuple[str
     local_loss(parallel(batches[rank])).backward()
     (tensor,) = [
         shard.tensors["weight"]
-        for part in parts_of(parallel)
+        for part in sharded_tables(parallel)
         for kernel in part.kernels()
         for shard in kernel.shards()
         if shard.table == "t1"

@@ -20,7 +20,7 @@ from tests.fuzz.oracle import loss_of
 from tests.fuzz.weights import LR
 from tests.support.loops import local_tensors
 from tests.support.parity import local_shards
-from torchrec_2dsp.shard.parted import parts_of
+from torchrec_2dsp.shard.parted import sharded_tables
 
 _PIPELINES = {
     "sparse_dist": TrainPipelineSparseDist,
@@ -248,7 +248,7 @@ class _Run:
 def _moments(parallel: nn.Module) -> list[Piece]:
     """The moments of this rank's shards, a column for each column of the shard."""
     pieces = []
-    for part in parts_of(parallel):
+    for part in sharded_tables(parallel):
         for kernel in part.kernels():
             for shard in kernel.shards():
                 moment = shard.tensors.get("sum")
@@ -264,8 +264,8 @@ def _moments(parallel: nn.Module) -> list[Piece]:
 def _hot_copies(parallel: nn.Module) -> dict[str, torch.Tensor]:
     """What this rank has of hot rows, where it is up to date."""
     copies = {}
-    for part in parts_of(parallel):
-        hot_rows = part._hot_rows
+    for part in sharded_tables(parallel):
+        hot_rows = part.hot_rows
         if hot_rows is None or hot_rows._stale:
             continue
         for kernel in hot_rows._tbes:

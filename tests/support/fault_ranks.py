@@ -31,7 +31,7 @@ from tests.support.fault_cases import (
     STOPPED,
     Case,
 )
-from tests.support.loops import LossModel, make_stream, parts_of, shard
+from tests.support.loops import LossModel, make_stream, shard, sharded_tables
 from tests.support.models import BagModel
 from tests.support.oracle import local_loss
 from tests.support.parity import make_optimizer, make_sharder
@@ -187,7 +187,7 @@ def _spoil(case: Case, model: Any, faults: Faults, where: str) -> bool:
         return False
     faults.note()
     if where == "weights":
-        for part in parts_of(model):
+        for part in sharded_tables(model):
             for kernel in part.kernels():
                 for table in kernel.shards():
                     table.tensors["weight"].fill_(float("nan"))
@@ -215,8 +215,8 @@ def _between(case: Case, model: Any, optimizer: Any, faults: Faults) -> None:
     if case.fault.moment == "save":
         _save(model, optimizer, faults)
     if case.fault.moment == "refresh":
-        for part in parts_of(model) if faults.is_faulty else ():
-            part.check_hot_sets = lambda sets: faults.at("refresh")  # type: ignore[method-assign]
+        for part in sharded_tables(model) if faults.is_faulty else ():
+            part.hot_sets.check = lambda sets: faults.at("refresh")  # type: ignore[method-assign]
         model.refresh_hot_sets({"t0": (2, 3, 4)})
 
 

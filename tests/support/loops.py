@@ -34,7 +34,7 @@ from tests.support.parity import (
 from tests.support.variable_batches import make_variable_batch
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.replicas.sync_reason import SyncReason
-from torchrec_2dsp.shard.parted import parts_of
+from torchrec_2dsp.shard.parted import sharded_tables
 
 Tensors = dict[str, torch.Tensor]
 Stream = list[list[KeyedJaggedTensor]]
@@ -156,7 +156,7 @@ def counting_syncs(parallel: nn.Module) -> Iterator[list[tdsp.SyncReport]]:
 
         return reach_and_keep
 
-    actions = [action for part in parts_of(parallel) for action in part.sync_point._actions]
+    actions = [action for part in sharded_tables(parallel) for action in part.sync_point._actions]
     for action in actions:
         cast(Any, action).reach = counted(action.reach)
     try:

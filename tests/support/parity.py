@@ -17,7 +17,7 @@ from tests.support.models import ModelSpec, build
 from tests.support.oracle import Oracle, OracleKind, batches_of, local_loss, trained_oracle
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.plan.parameter_sharding import base_type
-from torchrec_2dsp.shard.parted import parts_of
+from torchrec_2dsp.shard.parted import sharded_tables
 
 LR, STEPS = 0.05, 10
 EPS = 1e-3
@@ -241,7 +241,7 @@ def compare(parallel: DistributedModelParallel, oracle: Oracle, loss_gap: float 
             weight_gap = max(weight_gap, _gap(shard.float(), expected.float()))
             count += shard.numel()
     parallel.state_dict()
-    for part in parts_of(parallel):
+    for part in sharded_tables(parallel):
         for kernel in part.kernels():
             for shard in kernel.shards():
                 for name, moment in shard.tensors.items():

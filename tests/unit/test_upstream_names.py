@@ -10,8 +10,9 @@ import sys
 from collections.abc import Iterator
 from functools import cache, reduce
 from importlib.util import find_spec
+from operator import or_
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, UnionType
 from typing import Any
 
 import pytest
@@ -68,19 +69,21 @@ def upstream_scope(path: Path) -> dict[str, object]:
 def private_attributes(path: Path) -> Iterator[tuple[str, object, str]]:
     """``(text, owner, attribute)`` of every ``x._attribute`` where ``x`` is upstream's.
 
-    ``x`` is an imported module, or an argument annotated with an upstream class.
+    ``x`` is an imported module, or an argument annotated with an upstream class, or with a union of
+    such classes, or with a name that the file gives one.
     """
     scope = upstream_scope(path)
+    names = {**vars(importlib.import_module(f"{torchrec_2dsp.__name__}._compat.{path.stem}"))}
     for function in ast.walk(ast.parse(path.read_text())):
         if not isinstance(function, ast.FunctionDef):
             continue
         owners: dict[str, Any] = dict(scope)
         for argument in function.args.args:
-            # Of a union, the first class stands for all.
-            annotation = ast.unparse(argument.annotation or argument).split(" | ")[0]
-            top, *rest = annotation.split(".")
-            if top in scope:
-                owners[argument.arg] = reduce(getattr, rest, scope[top])
+            classes = ast.unparse(argument.annotation or argument).split(" | ")
+            if isinstance(alias := names.get(classes[0]), UnionType):
+                owners[argument.arg] = alias
+            elif all(kind.split(".")[0] in scope for kind in classes):
+                owners[argument.arg] = reduce(or_, (resolved(kind, scope) for kind in classes))
         for node in ast.walk(function):
             if isinstance(node, ast.Attribute) and is_private(node.attr):
                 owner = node.value.id if isinstance(node.value, ast.Name) else ""
@@ -88,8 +91,19 @@ def private_attributes(path: Path) -> Iterator[tuple[str, object, str]]:
                     yield ast.unparse(node), owners.get(owner), node.attr
 
 
+def resolved(dotted: str, scope: dict[str, object]) -> Any:
+    """What a dotted name stands for."""
+    top, *rest = dotted.split(".")
+    return reduce(getattr, rest, scope[top])
+
+
 def has_attribute(owner: object, name: str) -> bool:
-    """Whether ``owner`` has it, or for a class, whether its code sets it on instances."""
+    """Whether ``owner`` has it, or for a class, whether its code sets it on instances.
+
+    All classes of a union must have it.
+    """
+    if isinstance(owner, UnionType):
+        return all(has_attribute(kind, name) for kind in owner.__args__)
     if name in ATTACHED:
         return name in inspect.getsource(importlib.import_module(ATTACHED[name]))
     if hasattr(owner, name):

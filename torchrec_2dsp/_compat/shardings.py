@@ -3,18 +3,56 @@
 The classes are TorchRec's; the plugin's subclasses replace a part of what they make.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.dist_data import KJTAllToAll
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
+from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingDist
-from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist, RwSparseFeaturesDist
-from torchrec.distributed.sharding.tw_sharding import TwSparseFeaturesDist
-from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingDist
+from torchrec.distributed.sharding.cw_sequence_sharding import CwSequenceEmbeddingSharding
+from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
+from torchrec.distributed.sharding.grid_sharding import (
+    GridPooledEmbeddingDist,
+    GridPooledEmbeddingSharding,
+)
+from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingSharding
+from torchrec.distributed.sharding.rw_sharding import (
+    RwPooledEmbeddingDist,
+    RwPooledEmbeddingSharding,
+    RwSparseFeaturesDist,
+)
+from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingSharding
+from torchrec.distributed.sharding.tw_sharding import (
+    TwPooledEmbeddingDist,
+    TwPooledEmbeddingSharding,
+    TwSparseFeaturesDist,
+)
+from torchrec.distributed.sharding.twrw_sharding import (
+    TwRwPooledEmbeddingDist,
+    TwRwPooledEmbeddingSharding,
+)
+from torchrec.distributed.types import ShardingEnv2D
+from torchrec.optim.keyed import CombinedOptimizer
+
+Sharding = (
+    TwPooledEmbeddingSharding
+    | CwPooledEmbeddingSharding
+    | RwPooledEmbeddingSharding
+    | TwRwPooledEmbeddingSharding
+    | GridPooledEmbeddingSharding
+    | TwSequenceEmbeddingSharding
+    | CwSequenceEmbeddingSharding
+    | RwSequenceEmbeddingSharding
+)
+"""TorchRec's shardings, of which the plugin has subclasses."""
+
+Context = TypeVar("Context", bound=EmbeddingShardingContext)
 
 MakeReduceScatter = Callable[[dist.ProcessGroup, Any], Any]
 """Makes a reduce-scatter of pooled embeddings from its group and its codecs."""
@@ -57,3 +95,103 @@ def output_dists_of(
 ) -> list[nn.Module]:
     """The output exchanges of a sharded module, sharding by sharding."""
     return module._output_dists
+
+
+def shardings_of(module: ShardedEmbeddingBagCollection | ShardedEmbeddingCollection) -> list[Any]:
+    """The shardings of a sharded module, in the order of its exchanges and lookups."""
+    if isinstance(module, ShardedEmbeddingBagCollection):
+        return _shardings_of_bags(module)
+    return _shardings_of_sequences(module)
+
+
+def _shardings_of_bags(module: ShardedEmbeddingBagCollection) -> list[Any]:
+    return list(module._embedding_shardings)
+
+
+def _shardings_of_sequences(module: ShardedEmbeddingCollection) -> list[Any]:
+    return list(module._sharding_type_to_sharding.values())
+
+
+def fused_params_of(
+    module: ShardedEmbeddingBagCollection | ShardedEmbeddingCollection,
+) -> dict[str, dict[str, Any]]:
+    """The fused parameters of each table, by name, in the user's units."""
+    if isinstance(module, ShardedEmbeddingBagCollection):
+        return {
+            info.embedding_config.name: info.fused_params or {}
+            for infos in module.sharding_type_to_sharding_infos.values()
+            for info in infos
+        }
+    return {
+        table.name: config.fused_params or {}
+        for sharding in _shardings_of_sequences(module)
+        for configs in getattr(sharding, "_grouped_embedding_configs_per_rank", [])
+        for config in configs
+        for table in config.embedding_tables
+    }
+
+
+def wrap_optimizer(
+    module: ShardedEmbeddingBagCollection | ShardedEmbeddingCollection,
+    wrap: Callable[[CombinedOptimizer], CombinedOptimizer],
+) -> None:
+    """Put another optimizer in the place of a sharded module's own one."""
+    module._optim = wrap(module._optim)
+
+
+@dataclass(frozen=True)
+class ShardingFacts:
+    """What a sharding knows of its tables and its ranks."""
+
+    configs_per_rank: list[list[GroupedEmbeddingConfig]]
+    """The configs of the kernels, for each rank of the group."""
+    configs: list[GroupedEmbeddingConfig]
+    """The configs of this rank's kernels."""
+    group: dist.ProcessGroup
+    """The ranks that share the tables."""
+    device: torch.device
+    """The device of the tables."""
+    env: ShardingEnv2D
+    """The environment that TorchRec was given."""
+
+
+def facts_of(sharding: Sharding) -> ShardingFacts:
+    """What a sharding keeps to itself."""
+    group, device = sharding._pg, sharding._device
+    assert group is not None
+    per_rank = sharding._grouped_embedding_configs_per_rank
+    return ShardingFacts(
+        configs_per_rank=per_rank,
+        configs=per_rank[sharding._rank],
+        group=group,
+        device=torch.device("cpu") if device is None else device,
+        env=cast(ShardingEnv2D, sharding._env),
+    )
+
+
+def regroup(
+    sharding: RwPooledEmbeddingSharding | RwSequenceEmbeddingSharding,
+    configs_per_rank: list[list[GroupedEmbeddingConfig]],
+) -> None:
+    """Let a sharding have other kernels for its tables."""
+    sharding._grouped_embedding_configs_per_rank = configs_per_rank
+    sharding._grouped_embedding_configs = configs_per_rank[sharding._rank]
+
+
+def callbacks_of(output_dist: TwPooledEmbeddingDist) -> Iterable[Callable[[Any], Any]]:
+    """What TorchRec does with the output of a table-wise or column-wise exchange."""
+    return output_dist._callbacks or ()
+
+
+def widened(
+    context: EmbeddingShardingContext, kind: type[Context], notes: Mapping[str, Any]
+) -> Context:
+    """A sharding's context of a batch, as a kind of context that knows more.
+
+    Args:
+        context: TorchRec's, left as it is.
+        kind: a subclass of its type.
+        notes: what the other kind knows besides, by the names of its fields.
+    """
+    known = {field.name: getattr(context, field.name) for field in fields(context)}
+    return kind(**known, **notes)

@@ -32,6 +32,7 @@ from torchrec.distributed.embedding_lookup import (
 )
 from torchrec.distributed.embedding_sharding import (
     BaseEmbeddingDist,
+    EmbeddingSharding,
     EmbeddingShardingContext,
     KJTListSplitsAwaitable,
 )
@@ -54,7 +55,10 @@ from torchrec.distributed.sharding.rw_sharding import (
 )
 from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
 from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingSharding
-from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
+from torchrec.distributed.sharding.tw_sharding import (
+    TwPooledEmbeddingDist,
+    TwPooledEmbeddingSharding,
+)
 from torchrec.distributed.sharding.twrw_sharding import (
     TwRwPooledEmbeddingDist,
     TwRwPooledEmbeddingSharding,
@@ -73,6 +77,7 @@ __all__ = [
     "DMPCollectionContext",
     "EmbeddingComputeKernel",
     "EmbeddingFusedOptimizer",
+    "EmbeddingSharding",
     "EmbeddingShardingContext",
     "GridPooledEmbeddingDist",
     "GridPooledEmbeddingSharding",
@@ -92,6 +97,7 @@ __all__ = [
     "SequenceEmbeddingsAllToAll",
     "SequenceShardingContext",
     "ShardingEnv2D",
+    "TwPooledEmbeddingDist",
     "TwPooledEmbeddingSharding",
     "TwRwPooledEmbeddingDist",
     "TwRwPooledEmbeddingSharding",

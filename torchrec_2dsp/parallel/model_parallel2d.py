@@ -27,8 +27,8 @@ from torchrec_2dsp.plan.serialize import to_json
 from torchrec_2dsp.replicas.sync_reason import SyncReason
 from torchrec_2dsp.replicas.sync_report import SyncReport
 from torchrec_2dsp.shard.default_sharders import get_default_sharders
-from torchrec_2dsp.shard.hot_rows.module import HotRowsModule
-from torchrec_2dsp.shard.parted import parts_of
+from torchrec_2dsp.shard.parted import sharded_tables
+from torchrec_2dsp.shard.tables import Tables2D
 
 
 class ModelParallel2D(DMPCollection):
@@ -129,9 +129,9 @@ class ModelParallel2D(DMPCollection):
         with naming_faults(board, "the forward"):
             return super().forward(*args, **kwargs)
 
-    def sharded_modules(self) -> list[HotRowsModule]:
-        """The sharded embedding modules, in the model's order; one for each mesh of its tables."""
-        return parts_of(self)
+    def sharded_tables(self) -> list[Tables2D]:
+        """The sharded tables, in the model's order: one for each mesh of each embedding module."""
+        return sharded_tables(self)
 
     def sync(  # type: ignore[override]  # upstream returns nothing
         self, include_optimizer_state: bool = True
@@ -161,19 +161,19 @@ class ModelParallel2D(DMPCollection):
         Call it on all ranks before tables are read directly, past the state dicts.
 
         Collectives:
-            Those of the plan's sync config and of `ReplicatedModule.complete_state`, for each
+            Those of the plan's sync config and of `Tables2D.complete_state`, for each
             sharded module; none if there is nothing to do.
         """
         with calling_together(self._groups, "sync_now()"):
             report = self._reach(SyncReason.READ)
-            for part in self.sharded_modules():
-                part.complete_state()
+            for tables in self.sharded_tables():
+                tables.complete_state()
             return report
 
     @property
     def sync_step(self) -> int:
         """How many steps the policies of a `WeightSync` have counted; 0 without one."""
-        points = [part.sync_point for part in self.sharded_modules()]
+        points = [tables.sync_point for tables in self.sharded_tables()]
         return max((point.policy_step for point in points), default=0)
 
     def set_sync_step(self, step: int) -> None:
@@ -189,24 +189,26 @@ class ModelParallel2D(DMPCollection):
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ConfigError(f"step={step!r} is no number of steps; give 0 or more")
-        for part in self.sharded_modules():
-            part.sync_point.count_from(step)
+        for tables in self.sharded_tables():
+            tables.sync_point.count_from(step)
 
     def _reach(self, reason: SyncReason) -> SyncReport:
-        return sum((part.sync_point.reach(reason) for part in self.sharded_modules()), SyncReport())
+        return sum(
+            (tables.sync_point.reach(reason) for tables in self.sharded_tables()), SyncReport()
+        )
 
     @property
     def sync_total(self) -> SyncReport:
         """All syncs since construction, also those that a pipeline or an optimizer triggered."""
-        return sum((part.sync_point.total for part in self.sharded_modules()), SyncReport())
+        return sum((tables.sync_point.total for tables in self.sharded_tables()), SyncReport())
 
     @property
     def hot_sets(self) -> dict[str, HotSet]:
         """The hot rows of each table that has some, as new batches see them."""
         return {
             name: hot_set
-            for part in self.sharded_modules()
-            for name, hot_set in part.hot_sets.items()
+            for tables in self.sharded_tables()
+            for name, hot_set in tables.hot_sets.by_table.items()
         }
 
     def refresh_hot_sets(
@@ -234,27 +236,34 @@ class ModelParallel2D(DMPCollection):
                     + (f"{', '.join(sorted(known))} have them" if known else "no table has them")
                 )
             renewed = {name: HotSet.of(rows) for name, rows in hot_sets.items()}
-            by_part = [
-                (part, {name: one for name, one in renewed.items() if name in part.hot_sets})
-                for part in self.sharded_modules()
+            by_tables = [
+                (
+                    tables,
+                    {
+                        name: one
+                        for name, one in renewed.items()
+                        if name in tables.hot_sets.by_table
+                    },
+                )
+                for tables in self.sharded_tables()
             ]
-            for part, sets in by_part:
-                part.check_hot_sets(sets)
+            for tables, sets in by_tables:
+                tables.hot_sets.check(sets)
             facts["the hot sets"] = "\n".join(
                 f"{name}: {one.row_ids}" for name, one in sorted(renewed.items())
             )
-        for part, sets in by_part:
-            part.refresh_hot_sets(sets)
+        for tables, sets in by_tables:
+            tables.hot_sets.renew(sets)
 
     def broadcast_replicas(self) -> None:
         """Give every group the tables of the first one, after weights were written by hand.
 
         Collectives:
-            Those of `ReplicatedModule.broadcast_replicas`, for each sharded module.
+            Those of `Tables2D.broadcast_replicas`, for each sharded module.
         """
         with naming_faults(self._groups.board, "broadcast_replicas()"):
-            for part in self.sharded_modules():
-                part.broadcast_replicas()
+            for tables in self.sharded_tables():
+                tables.broadcast_replicas()
 
     def set_all_reduce_hook(self, reduce_hook: Any) -> None:
         """Refused: the sync config decides what travels."""

@@ -17,7 +17,12 @@ from torchrec.streamable import Pipelineable
 from torchrec_2dsp.comms.batches_in_step import BatchesInStep
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
 from torchrec_2dsp.comms.naming_faults import naming_faults
-from torchrec_2dsp.shard.parted import groups_of
+from torchrec_2dsp.shard.parted import (
+    PrefetchedBatch,
+    groups_of,
+    prefetched_batches,
+    sharded_tables,
+)
 
 logger = logging.getLogger(__name__)
 In = TypeVar("In", bound=Pipelineable)
@@ -56,7 +61,7 @@ class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
         if is_first and len(self.batches) > 1:
             self.start_sparse_data_dist(self.batches[-1], self.contexts[-1])
             self.wait_sparse_data_dist(self.contexts[-1])
-            if not any(module.can_send_early for _, module in self._row_modules()):
+            if not any(tables.prefetch.can_send_early for tables in sharded_tables(self._model)):
                 self._warn_once()
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
@@ -73,7 +78,7 @@ class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
 
         Collectives:
             Those of the model's step, of the input exchange of the second batch after it, and of
-            `RowPrefetchModule.announce_rows` for the next one.
+            `RowPrefetch.announce` for the next one.
         """
         with self._naming():
             return self._progress(dataloader_iter)
@@ -113,9 +118,8 @@ class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
     def detach(self) -> torch.nn.Module:
         """As in TorchRec; the model may be trained otherwise meanwhile."""
         for context in self.contexts if self._model_attached else ():
-            for name, module in self._row_modules():
-                if name in context.module_contexts:
-                    module.drop_early_rows(context.module_contexts[name])
+            for batch in self._batches(context):
+                batch.tables.prefetch.drop(batch.notes)
         return super().detach()
 
     def _warn_once(self) -> None:
@@ -168,8 +172,8 @@ class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
     def _send_late_rows(self) -> None:
         """First of all, so that they travel while the next batches are prepared."""
         with record_function(f"## send late rows {self.contexts[0].index} ##"):
-            for name, module in self._row_modules():
-                module.send_late_rows(self.contexts[0].module_contexts[name])
+            for batch in self._batches(self.contexts[0]):
+                batch.tables.prefetch.send_late(batch.notes)
 
     def _announce_next(self) -> None:
         """Let ranks know which rows of the next batch but one may come early."""
@@ -177,29 +181,35 @@ class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
             return
         running, announced = self.contexts[0], self.contexts[1]
         with record_function(f"## announce rows {announced.index} ##"):
-            for name, module in self._row_modules():
-                module.announce_rows(
-                    announced.module_contexts[name],
-                    self._arrived(announced, name),
-                    running.module_contexts[name],
-                    self._arrived(running, name),
+            for batch, before in zip(
+                self._batches(announced, wait=True), self._batches(running, wait=True), strict=True
+            ):
+                batch.tables.prefetch.announce(
+                    batch.notes, batch.arrived, before.notes, before.arrived
                 )
 
     def _let_next_follow(self) -> None:
         if len(self.contexts) < 2:
             return
-        running, follower = self.contexts[0], self.contexts[1]
-        for name, module in self._row_modules():
-            if name in follower.module_contexts:
-                module.let_follow(running.module_contexts[name], follower.module_contexts[name])
+        running, follower = self._batches(self.contexts[0]), self._batches(self.contexts[1])
+        if follower:
+            for batch, following in zip(running, follower, strict=True):
+                batch.tables.prefetch.let_follow(batch.notes, following.notes)
 
-    def _row_modules(self) -> list[tuple[str, Any]]:
-        """The pipelined modules that can send rows early, by name."""
-        return [
-            (module.forward.name, module)
-            for module in cast(list[Any], self._pipelined_modules)
-            if hasattr(module, "announce_rows")
-        ]
+    def _batches(self, context: Any, *, wait: bool = False) -> list[PrefetchedBatch]:
+        """A batch as each pipelined module sees it that can send rows early.
+
+        Args:
+            context: the pipeline's, of the batch.
+            wait: also wait for what the input exchanges give.
+        """
+        batches = []
+        for module in cast(list[Any], self._pipelined_modules):
+            name = module.forward.name
+            if name in context.module_contexts and sharded_tables(module):
+                arrived = self._arrived(context, name) if wait else None
+                batches += prefetched_batches(module, context.module_contexts[name], arrived)
+        return batches
 
     def _arrived(self, context: Any, name: str) -> Any:
         """What the input exchange of a batch gives, which its lookup gets, too."""

@@ -11,20 +11,8 @@ from torchrec_2dsp.errors import PlanError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.sync_config import SyncConfig
 
-ROW_EXCHANGE = "row_exchange"
-"""The sharding type that a sharded module sees for a table with `Exchange.ROW`."""
-
-ROW_EXCHANGE_PER_HOST = "row_exchange_per_host"
-"""The sharding type that a sharded module sees for a table with `Exchange.ROW_PER_HOST`."""
-
-_NONEMPTY = "nonempty_"
 _AND = ", "
-"""The text between a proposed type and each other choice."""
-
-
-def nonempty_type(kind: ShardingType) -> str:
-    """The sharding type that a sharded module sees for a table with `Exchange.NONEMPTY`."""
-    return _NONEMPTY + kind.value
+"""The text between a sharding type and each other choice."""
 
 
 class ShardingType2D(enum.Enum):
@@ -70,9 +58,7 @@ def type_2d(sharding_type: str) -> str:
 def base_type(sharding_type: str) -> str:
     """TorchRec's own name of a sharding type: the inverse of `type_2d`."""
     sharding_type, *_ = sharding_type.split(_AND)
-    if sharding_type in (ROW_EXCHANGE, ROW_EXCHANGE_PER_HOST):
-        return ShardingType.ROW_WISE.value
-    return ShardingType2D(type_2d(sharding_type.removeprefix(_NONEMPTY))).base.value
+    return ShardingType2D(type_2d(sharding_type)).base.value
 
 
 class Exchange(enum.Enum):
@@ -119,6 +105,40 @@ def kinds_of(exchange: Exchange) -> tuple[str, ...]:
         ('row_wise',)
     """
     return tuple(kind.base.value for kind in _KINDS.get(exchange, ShardingType2D))
+
+
+@dataclass(frozen=True)
+class TableType:
+    """How a table is sharded, and how its rows travel: what a sharded module sorts tables by.
+
+    TorchRec knows one string for both, which `name` makes and `of_name` reads; nothing else does.
+
+    Example:
+        >>> from torchrec.distributed.types import ShardingType
+        >>> from torchrec_2dsp.plan.parameter_sharding import Exchange, TableType
+        >>> TableType(ShardingType.ROW_WISE, Exchange.ROW).name
+        'row_wise, row exchange'
+        >>> TableType.of_name("column_wise").exchange
+        <Exchange.POOLED: 'pooled'>
+    """
+
+    base: ShardingType
+    """TorchRec's type inside a sharding group."""
+    exchange: Exchange = Exchange.POOLED
+    """How rows travel inside the group."""
+
+    @property
+    def name(self) -> str:
+        """The string that TorchRec is given; its own name where the exchange is its own."""
+        if self.exchange is Exchange.POOLED:
+            return self.base.value
+        return f"{self.base.value}{_AND}{self.exchange.value} exchange"
+
+    @classmethod
+    def of_name(cls, name: str) -> "TableType":
+        """The type that has this name."""
+        base, *exchange = name.removesuffix(" exchange").split(_AND)
+        return cls(ShardingType(base), Exchange(exchange[0]) if exchange else Exchange.POOLED)
 
 
 class RowOwners(enum.Enum):

@@ -6,15 +6,12 @@ from typing import cast
 
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.types import ShardingPlan, ShardingType
 
 from torchrec_2dsp.plan.parameter_sharding import (
-    ROW_EXCHANGE,
-    ROW_EXCHANGE_PER_HOST,
-    Exchange,
     ParameterSharding2D,
     ShardingType2D,
-    nonempty_type,
+    TableType,
 )
 from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D
 
@@ -73,15 +70,10 @@ def module_plan_for_rank(
 
 
 def _runtime_type(table: ParameterSharding2D) -> str:
-    kind = ShardingType2D(table.sharding_type)
-    if kind is ShardingType2D.TABLE_COLUMN_WISE:
+    """What a sharded module of TorchRec is told that a table's type is."""
+    base = ShardingType2D(table.sharding_type).base
+    if base is ShardingType.TABLE_COLUMN_WISE:
         # Column-wise on the ranks of one host: the same shards and code at run time, but
         # TorchRec's 2D state dict only knows the plain name.
-        kind = ShardingType2D.COLUMN_WISE
-    if table.exchange is Exchange.ROW:
-        return ROW_EXCHANGE
-    if table.exchange is Exchange.ROW_PER_HOST:
-        return ROW_EXCHANGE_PER_HOST
-    if table.exchange is Exchange.NONEMPTY:
-        return nonempty_type(kind.base)
-    return kind.base.value
+        base = ShardingType.COLUMN_WISE
+    return TableType(base, table.exchange).name

@@ -43,9 +43,9 @@ def draw_tables_(module: Any, configs: list[Any], seed: int) -> None:
     """
     by_name = {config.name: config for config in configs}
     # Rows that are spread over owners are written by their numbers.
-    module.complete_state()
+    module.tables.complete_state()
     with torch.random.fork_rng(devices=[]):
-        for kernel in module.kernels():
+        for kernel in module.tables.kernels():
             for shard in kernel.shards():
                 weight = shard.tensors["weight"]
                 _fill_(weight, by_name[shard.table], seed, shard.row, shard.column)

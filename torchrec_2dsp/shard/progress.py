@@ -11,42 +11,46 @@ from torchrec_2dsp._compat.fbgemm import (
     set_learning_rate,
 )
 from torchrec_2dsp._compat.shardings import lookups_of
-from torchrec_2dsp.shard.replicated import ReplicatedModule
+from torchrec_2dsp.shard.tables import Tables2D
 
 
-def progress_of(part: ReplicatedModule) -> dict[str, Any]:
+def progress_of(tables: Tables2D) -> dict[str, Any]:
     """What this rank's share of a module counts, while nothing is pending.
 
     The numbers belong to the plan and the rank: another plan has other kernels.
     """
     return {
-        "actions": part.sync_point.state_dict(),
-        "iterations": [iteration_of(tbe) for tbe in part.tbes()],
-        "learning_rates": [learning_rate_of(tbe) for tbe in part.tbes()],
+        "actions": tables.sync_point.state_dict(),
+        "iterations": [iteration_of(tbe) for tbe in tables.tbes()],
+        "learning_rates": [learning_rate_of(tbe) for tbe in tables.tbes()],
     }
 
 
-def restore_progress(part: ReplicatedModule, progress: dict[str, Any]) -> None:
+def restore_progress(tables: Tables2D, progress: dict[str, Any]) -> None:
     """Let the same share of the same module, under the same plan, go on from there."""
-    part.sync_point.load_state_dict(progress["actions"])
+    tables.sync_point.load_state_dict(progress["actions"])
     for tbe, iteration, learning_rate in zip(
-        part.tbes(), progress["iterations"], progress["learning_rates"], strict=True
+        tables.tbes(), progress["iterations"], progress["learning_rates"], strict=True
     ):
         set_iteration(tbe, iteration)
         set_learning_rate(tbe, learning_rate)
 
 
-def max_iteration(part: ReplicatedModule) -> int:
+def max_iteration(tables: Tables2D) -> int:
     """How many forwards the kernel that has seen most of them has counted."""
-    return max((iteration_of(tbe) for tbe in part.tbes()), default=0)
+    return max((iteration_of(tbe) for tbe in tables.tbes()), default=0)
 
 
-def count_iterations_from(part: ReplicatedModule, iteration: int) -> None:
+def count_iterations_from(tables: Tables2D, iteration: int) -> None:
     """Let all kernels of this rank go on as after so many forwards."""
-    for tbe in part.tbes():
+    for tbe in tables.tbes():
         set_iteration(tbe, iteration)
 
 
-def data_parallel_lookups(part: Any) -> list[DistributedDataParallel]:
+def data_parallel_lookups(tables: Tables2D) -> list[DistributedDataParallel]:
     """The lookups of tables that TorchRec's ``data_parallel`` repeats on every rank."""
-    return [lookup for lookup in lookups_of(part) if isinstance(lookup, DistributedDataParallel)]
+    return [
+        lookup
+        for lookup in lookups_of(tables.module)
+        if isinstance(lookup, DistributedDataParallel)
+    ]

@@ -25,8 +25,6 @@ class Replication:
     always_capture: bool = False
     """Capture and apply rows even with one group, where the fused backward would do, and with its
     bits."""
-    keep_weights: bool = False
-    """Take over the weights of the unsharded module."""
     bad_ids: BadIds = BadIds.RAISE
     """What is done with ids that no row has."""
     tables_beside: tuple[Any, ...] = ()

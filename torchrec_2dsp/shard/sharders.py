@@ -128,7 +128,6 @@ class Sharder2D:
             groups=groups,
             sync=part.plan.sync,
             always_capture=self.always_capture,
-            keep_weights=self.keep_weights,
             bad_ids=self.bad_ids,
             tables_beside=tables_beside,
             delays_moment=self._delays_moment,
@@ -151,10 +150,12 @@ class Sharder2D:
                 qcomm_codecs_registry=self.qcomm_codecs_registry,
                 module_fqn=path,
             )
+            if self.keep_weights:
+                sharded.tables.keep_weights(part.module)
         if self.init_seed is not None:
             draw_tables_(sharded, configs_of(part.module), self.init_seed)
         # Only now that no rank has failed: this waits for the others.
-        sharded.broadcast_replicas()
+        sharded.tables.broadcast_replicas()
         return sharded
 
     def _facts(

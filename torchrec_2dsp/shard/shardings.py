@@ -1,24 +1,28 @@
-"""TorchRec's shardings with the plugin's kernels: nothing but factory methods is overridden."""
+"""TorchRec's shardings with the plugin's kernels and exchanges.
 
-from typing import Any
+Each class overrides factory methods of TorchRec's and nothing else: what looks rows up, and where
+another exchange runs, what sends ids and outputs. `POOLED` and `SEQUENCE` list them by type.
+"""
+
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torchrec.distributed.types import ShardingType
 
 from torchrec_2dsp._compat.shardings import (
+    facts_of,
     replace_reduce_scatter,
     replace_reduce_scatter_in_node,
 )
 from torchrec_2dsp._compat.torchrec import (
-    BaseEmbedding,
     BaseEmbeddingDist,
     BaseEmbeddingLookup,
     CwPooledEmbeddingSharding,
     CwSequenceEmbeddingSharding,
+    EmbeddingSharding,
+    EmbeddingShardingContext,
     GridPooledEmbeddingDist,
     GridPooledEmbeddingSharding,
-    GroupedEmbeddingConfig,
-    GroupedEmbeddingsLookup,
     RwPooledEmbeddingDist,
     RwPooledEmbeddingSharding,
     RwSequenceEmbeddingSharding,
@@ -27,117 +31,237 @@ from torchrec_2dsp._compat.torchrec import (
     TwRwPooledEmbeddingSharding,
     TwSequenceEmbeddingSharding,
 )
-from torchrec_2dsp.plan.parameter_sharding import ROW_EXCHANGE, ROW_EXCHANGE_PER_HOST, nonempty_type
-from torchrec_2dsp.shard.kernels import EmbeddingKernel
-from torchrec_2dsp.shard.nonempty.exchange import NonEmptyCw, NonEmptyRw, NonEmptyTw
-from torchrec_2dsp.shard.pooled_lookup import LooksUpBags
-from torchrec_2dsp.shard.row_exchange.exchange import (
-    PerHostRowExchangePooled,
-    PerHostRowExchangeSequence,
-    RowExchangePooled,
-    RowExchangeSequence,
-)
+from torchrec_2dsp.plan.parameter_sharding import Exchange, TableType
+from torchrec_2dsp.shard.lookups import PooledLookup, pooled_lookup, sequence_lookup
+from torchrec_2dsp.shard.nonempty.exchange import NonEmptyBags
+from torchrec_2dsp.shard.row_exchange.exchange import RowExchange
 from torchrec_2dsp.shard.uneven_batches import UnevenReduceScatter
 
-
-class SequenceLookup(GroupedEmbeddingsLookup):
-    """A lookup over `EmbeddingKernel`s."""
-
-    def _create_embedding_kernel(
-        self, config: GroupedEmbeddingConfig, pg: Any, device: Any, env: Any = None
-    ) -> BaseEmbedding:
-        return EmbeddingKernel(config, pg, device)
+Device = torch.device | None
 
 
-class _Sequence:
-    def create_lookup(
-        self: Any,
-        device: torch.device | None = None,
-        fused_params: dict[str, Any] | None = None,
-        feature_processor: Any = None,
-    ) -> BaseEmbeddingLookup:
-        return SequenceLookup(
-            grouped_configs=self._grouped_embedding_configs_per_rank[self._rank],
-            pg=self._pg,
-            device=device if device is not None else self._device,
-            env=self._env,
-        )
+@runtime_checkable
+class NotesBatches(Protocol):
+    """A sharding whose output exchange has to know something of a batch that TorchRec forgets."""
+
+    def noted(self, context: EmbeddingShardingContext) -> EmbeddingShardingContext:
+        """The context of the batch whose ids were sent last, widened by what was noted of it."""
+        ...
 
 
-class TwPooled(LooksUpBags, TwPooledEmbeddingSharding):
+class TwPooled(TwPooledEmbeddingSharding):
     """Table-wise bags."""
 
+    def create_lookup(
+        self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
+    ) -> BaseEmbeddingLookup:
+        """What looks up this rank's shards."""
+        return pooled_lookup(facts_of(self), device, feature_processor, None, PooledLookup)
 
-class CwPooled(LooksUpBags, CwPooledEmbeddingSharding):
+
+class CwPooled(CwPooledEmbeddingSharding):
     """Column-wise and table-column-wise bags."""
 
+    def create_lookup(
+        self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
+    ) -> BaseEmbeddingLookup:
+        """What looks up this rank's shards."""
+        return pooled_lookup(facts_of(self), device, feature_processor, None, PooledLookup)
 
-class RwPooled(LooksUpBags, RwPooledEmbeddingSharding):
+
+class RwPooled(RwPooledEmbeddingSharding):
     """Row-wise bags."""
 
-    _LOOKUP_TYPE = ShardingType.ROW_WISE
+    def create_lookup(
+        self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
+    ) -> BaseEmbeddingLookup:
+        """What looks up this rank's shards."""
+        kind = ShardingType.ROW_WISE
+        return pooled_lookup(facts_of(self), device, feature_processor, kind, PooledLookup)
 
-    def create_output_dist(self, device: torch.device | None = None) -> BaseEmbeddingDist:
+    def create_output_dist(self, device: Device = None) -> BaseEmbeddingDist:
         """Stock, but for uneven batches."""
-        made = super().create_output_dist(device)
-        assert isinstance(made, RwPooledEmbeddingDist)
-        replace_reduce_scatter(made, UnevenReduceScatter)
-        return made
+        output_dist = super().create_output_dist(device)
+        assert isinstance(output_dist, RwPooledEmbeddingDist)
+        replace_reduce_scatter(output_dist, UnevenReduceScatter)
+        return output_dist
 
 
-class _NodeWise(LooksUpBags):
-    """Table-row-wise and grid sharding: row-wise inside a node."""
+class TwRwPooled(TwRwPooledEmbeddingSharding):
+    """Table-row-wise bags: row-wise inside a node."""
 
-    _LOOKUP_TYPE = ShardingType.TABLE_ROW_WISE
+    def create_lookup(
+        self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
+    ) -> BaseEmbeddingLookup:
+        """What looks up this rank's shards."""
+        kind = ShardingType.TABLE_ROW_WISE
+        return pooled_lookup(facts_of(self), device, feature_processor, kind, PooledLookup)
 
-    def create_output_dist(self: Any, device: torch.device | None = None) -> BaseEmbeddingDist:
+    def create_output_dist(self, device: Device = None) -> BaseEmbeddingDist:
         """Stock, but for uneven batches."""
-        made = super().create_output_dist(device)  # type: ignore[misc]
-        assert isinstance(made, (TwRwPooledEmbeddingDist, GridPooledEmbeddingDist))
-        replace_reduce_scatter_in_node(made, UnevenReduceScatter)
-        return made
+        output_dist = super().create_output_dist(device)
+        assert isinstance(output_dist, TwRwPooledEmbeddingDist)
+        replace_reduce_scatter_in_node(output_dist, UnevenReduceScatter)
+        return output_dist
 
 
-class TwRwPooled(_NodeWise, TwRwPooledEmbeddingSharding):
-    """Table-row-wise bags."""
+class GridPooled(GridPooledEmbeddingSharding):
+    """Grid-sharded bags: row-wise inside a node, column-wise over nodes."""
+
+    def create_lookup(
+        self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
+    ) -> BaseEmbeddingLookup:
+        """What looks up this rank's shards."""
+        kind = ShardingType.TABLE_ROW_WISE
+        return pooled_lookup(facts_of(self), device, feature_processor, kind, PooledLookup)
+
+    def create_output_dist(self, device: Device = None) -> BaseEmbeddingDist:
+        """Stock, but for uneven batches."""
+        output_dist = super().create_output_dist(device)
+        assert isinstance(output_dist, GridPooledEmbeddingDist)
+        replace_reduce_scatter_in_node(output_dist, UnevenReduceScatter)
+        return output_dist
 
 
-class GridPooled(_NodeWise, GridPooledEmbeddingSharding):
-    """Grid-sharded bags."""
+class _NonEmpty(EmbeddingSharding[Any, Any, Any, Any]):
+    """Bags of which those without ids don't travel."""
+
+    bags: NonEmptyBags
+    """What finds and exchanges them; each subclass makes its own."""
+
+    def create_input_dist(self, device: Device = None) -> Any:
+        """TorchRec's, at which it is noted which bags have ids."""
+        return self.bags.heard(super().create_input_dist(device))
+
+    def create_lookup(
+        self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
+    ) -> Any:
+        """What looks up this rank's shards."""
+        return self.bags.lookup(device, feature_processor)
+
+    def create_output_dist(self, device: Device = None) -> Any:
+        """What exchanges the bags."""
+        return self.bags.output_dist(device, super().create_output_dist(device))
+
+    def noted(self, context: EmbeddingShardingContext) -> EmbeddingShardingContext:
+        """See `NotesBatches`."""
+        return self.bags.noted(context)
 
 
-class TwSequence(_Sequence, TwSequenceEmbeddingSharding):
+class NonEmptyTw(_NonEmpty, TwPooledEmbeddingSharding):
+    """Table-wise bags."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.bags = NonEmptyBags.of(self, is_summed=False)
+
+
+class NonEmptyCw(_NonEmpty, CwPooledEmbeddingSharding):
+    """Column-wise and table-column-wise bags."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.bags = NonEmptyBags.of(self, is_summed=False)
+
+
+class NonEmptyRw(_NonEmpty, RwPooledEmbeddingSharding):
+    """Row-wise bags: an owner sends its part of a bag if it has any of its rows."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.bags = NonEmptyBags.of(self, is_summed=True)
+
+
+class _ExchangesRows(EmbeddingSharding[Any, Any, Any, Any]):
+    """Row-wise tables, each distinct row of which travels once."""
+
+    rows: RowExchange
+    """What asks for rows and fetches them; each subclass makes its own."""
+
+    def create_input_dist(self, device: Device = None) -> Any:
+        """What asks for rows."""
+        return self.rows.input_dist(device)
+
+    def create_lookup(
+        self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
+    ) -> Any:
+        """What looks up the rows of this rank's shards."""
+        return self.rows.lookup(device)
+
+    def create_output_dist(self, device: Device = None) -> Any:
+        """What fetches rows."""
+        return self.rows.output_dist(device)
+
+    def noted(self, context: EmbeddingShardingContext) -> EmbeddingShardingContext:
+        """See `NotesBatches`."""
+        return self.rows.noted(context)
+
+
+class RowExchangePooled(_ExchangesRows, RwPooledEmbeddingSharding):
+    """Bags whose rows are exchanged."""
+
+    def __init__(self, sharding_infos: list[Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__(sharding_infos, *args, **kwargs)
+        self.rows = RowExchange.of(self, sharding_infos)
+
+
+class RowExchangeSequence(_ExchangesRows, RwSequenceEmbeddingSharding):
+    """Sequences whose rows are exchanged."""
+
+    def __init__(self, sharding_infos: list[Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__(sharding_infos, *args, **kwargs)
+        self.rows = RowExchange.of(self, sharding_infos)
+
+
+class TwSequence(TwSequenceEmbeddingSharding):
     """Table-wise sequences."""
 
+    def create_lookup(
+        self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
+    ) -> BaseEmbeddingLookup:
+        """What looks up this rank's shards."""
+        return sequence_lookup(facts_of(self), device)
 
-class CwSequence(_Sequence, CwSequenceEmbeddingSharding):
+
+class CwSequence(CwSequenceEmbeddingSharding):
     """Column-wise sequences."""
 
+    def create_lookup(
+        self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
+    ) -> BaseEmbeddingLookup:
+        """What looks up this rank's shards."""
+        return sequence_lookup(facts_of(self), device)
 
-class RwSequence(_Sequence, RwSequenceEmbeddingSharding):
+
+class RwSequence(RwSequenceEmbeddingSharding):
     """Row-wise sequences."""
 
+    def create_lookup(
+        self, device: Device = None, fused_params: Any = None, feature_processor: Any = None
+    ) -> BaseEmbeddingLookup:
+        """What looks up this rank's shards."""
+        return sequence_lookup(facts_of(self), device)
 
-POOLED = {
-    ShardingType.TABLE_WISE.value: TwPooled,
-    ShardingType.COLUMN_WISE.value: CwPooled,
-    ShardingType.ROW_WISE.value: RwPooled,
-    ShardingType.TABLE_ROW_WISE.value: TwRwPooled,
-    ShardingType.GRID_SHARD.value: GridPooled,
-    ROW_EXCHANGE: RowExchangePooled,
-    ROW_EXCHANGE_PER_HOST: PerHostRowExchangePooled,
-    nonempty_type(ShardingType.TABLE_WISE): NonEmptyTw,
-    nonempty_type(ShardingType.COLUMN_WISE): NonEmptyCw,
-    nonempty_type(ShardingType.ROW_WISE): NonEmptyRw,
-}
-"""Bag shardings by TorchRec's type; data parallel is stock, table-column-wise runs as
-column-wise."""
 
-SEQUENCE = {
-    ShardingType.TABLE_WISE.value: TwSequence,
-    ShardingType.COLUMN_WISE.value: CwSequence,
-    ShardingType.ROW_WISE.value: RwSequence,
-    ROW_EXCHANGE: RowExchangeSequence,
-    ROW_EXCHANGE_PER_HOST: PerHostRowExchangeSequence,
+POOLED: dict[TableType, Any] = {
+    TableType(ShardingType.TABLE_WISE): TwPooled,
+    TableType(ShardingType.COLUMN_WISE): CwPooled,
+    TableType(ShardingType.ROW_WISE): RwPooled,
+    TableType(ShardingType.TABLE_ROW_WISE): TwRwPooled,
+    TableType(ShardingType.GRID_SHARD): GridPooled,
+    TableType(ShardingType.ROW_WISE, Exchange.ROW): RowExchangePooled,
+    TableType(ShardingType.ROW_WISE, Exchange.ROW_PER_HOST): RowExchangePooled,
+    TableType(ShardingType.TABLE_WISE, Exchange.NONEMPTY): NonEmptyTw,
+    TableType(ShardingType.COLUMN_WISE, Exchange.NONEMPTY): NonEmptyCw,
+    TableType(ShardingType.ROW_WISE, Exchange.NONEMPTY): NonEmptyRw,
 }
-"""Sequence shardings by TorchRec's type; data parallel is stock."""
+"""The shardings of bags; data parallel is stock, and table-column-wise runs as column-wise."""
+
+SEQUENCE: dict[TableType, Any] = {
+    TableType(ShardingType.TABLE_WISE): TwSequence,
+    TableType(ShardingType.COLUMN_WISE): CwSequence,
+    TableType(ShardingType.ROW_WISE): RwSequence,
+    TableType(ShardingType.ROW_WISE, Exchange.ROW): RowExchangeSequence,
+    TableType(ShardingType.ROW_WISE, Exchange.ROW_PER_HOST): RowExchangeSequence,
+}
+"""The shardings of sequences; data parallel is stock."""

@@ -13,7 +13,7 @@ from torchrec_2dsp.access.hot_set import HotSet
 from torchrec_2dsp.errors import CheckpointError, PlanError
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.serialize import to_json
-from torchrec_2dsp.shard.parted import parts_of
+from torchrec_2dsp.shard.parted import sharded_tables
 from torchrec_2dsp.shard.progress import (
     count_iterations_from,
     data_parallel_lookups,
@@ -29,24 +29,26 @@ def complete_model(model: nn.Module) -> None:
     Collectives:
         Those of a sync, if a backward is pending.
     """
-    for part in parts_of(model):
-        part.complete_state()
+    for tables in sharded_tables(model):
+        tables.complete_state()
 
 
 def whole_state(model: nn.Module) -> dict[str, Any]:
     """What is the same on all ranks. Everything is named by tables, which any plan has."""
-    parts = parts_of(model)
+    all_tables = sharded_tables(model)
     return {
         "policy_steps": {
-            name: part.sync_point.policy_step for part in parts for name in _tables(part)
+            name: tables.sync_point.policy_step
+            for tables in all_tables
+            for name in tables.table_names
         },
         "hot_sets": {
             name: {
                 "newest": hot_set.tensor(),
-                "older": [older[name].tensor() for older in part.older_hot_sets],
+                "older": [older[name].tensor() for older in tables.hot_sets.older],
             }
-            for part in parts
-            for name, hot_set in part.hot_sets.items()
+            for tables in all_tables
+            for name, hot_set in tables.hot_sets.by_table.items()
         },
         "gradient_orders": {name: gradient_order(ddp) for name, ddp in _ddps(model)},
     }
@@ -56,14 +58,20 @@ def rank_state(model: nn.Module) -> dict[str, Any]:
     """What is this rank's, and fits the same plan on the same rank only."""
     return {
         "plan": plan_digest(model),
-        "progress": [progress_of(part) for part in parts_of(model)],
-        "num_bad_ids": {_tables(part)[0]: part.num_bad_ids for part in parts_of(model)},
+        "progress": [progress_of(tables) for tables in sharded_tables(model)],
+        "num_bad_ids": {
+            tables.table_names[0]: tables.num_bad_ids for tables in sharded_tables(model)
+        },
     }
 
 
 def iterations(model: nn.Module) -> dict[str, int]:
     """How many forwards the kernels of each table have counted, as far as this rank knows."""
-    return {name: max_iteration(part) for part in parts_of(model) for name in _tables(part)}
+    return {
+        name: max_iteration(tables)
+        for tables in sharded_tables(model)
+        for name in tables.table_names
+    }
 
 
 def plan_digest(model: Any) -> str:
@@ -80,12 +88,12 @@ def plan_digest(model: Any) -> str:
 
 def check_whole_state(model: nn.Module, saved: dict[str, Any]) -> None:
     """Raise unless the model has room for the hot rows that were in use."""
-    for part in parts_of(model):
-        for name in part.hot_sets.keys() & saved["hot_sets"].keys():
+    for tables in sharded_tables(model):
+        for name in tables.hot_sets.by_table.keys() & saved["hot_sets"].keys():
             stored = saved["hot_sets"][name]
             for rows in (stored["newest"], *stored["older"]):
                 try:
-                    part.check_hot_sets({name: HotSet.of(rows)})
+                    tables.hot_sets.check({name: HotSet.of(rows)})
                 except PlanError as error:
                     raise CheckpointError(
                         f"the hot rows that were in use at the save don't fit: {error}"
@@ -100,15 +108,15 @@ def restore_whole_state(model: nn.Module, saved: dict[str, Any], *, step: int) -
         saved: what `whole_state` gave.
         step: what policies count from if the saved run had none.
     """
-    for part in parts_of(model):
-        steps = [saved["policy_steps"].get(name, 0) for name in _tables(part)]
-        part.sync_point.count_from(max(steps) or step)
-        stored = {name: saved["hot_sets"].get(name) for name in part.hot_sets}
+    for tables in sharded_tables(model):
+        steps = [saved["policy_steps"].get(name, 0) for name in tables.table_names]
+        tables.sync_point.count_from(max(steps) or step)
+        stored = {name: saved["hot_sets"].get(name) for name in tables.hot_sets.by_table}
         known = {name: hot_sets for name, hot_sets in stored.items() if hot_sets is not None}
         newest = {name: HotSet.of(hot_sets["newest"]) for name, hot_sets in known.items()}
-        part.refresh_hot_sets(newest)
+        tables.hot_sets.renew(newest)
         num_older = max((len(hot_sets["older"]) for hot_sets in known.values()), default=0)
-        part.put_hot_sets_before_newest(
+        tables.hot_sets.put_before_newest(
             [
                 {name: HotSet.of(hot_sets["older"][batch]) for name, hot_sets in known.items()}
                 for batch in range(num_older)
@@ -118,21 +126,21 @@ def restore_whole_state(model: nn.Module, saved: dict[str, Any], *, step: int) -
 
 def restore_rank_state(model: nn.Module, saved: dict[str, Any]) -> None:
     """Let this rank's kernels go on; the plan has to be the one of the save."""
-    for part, progress in zip(parts_of(model), saved["progress"], strict=True):
-        restore_progress(part, progress)
+    for tables, progress in zip(sharded_tables(model), saved["progress"], strict=True):
+        restore_progress(tables, progress)
 
 
 def restore_iterations(model: nn.Module, saved: dict[str, int]) -> None:
     """Let all kernels go on as after so many forwards, under another plan."""
-    for part in parts_of(model):
-        count_iterations_from(part, max(saved.get(name, 0) for name in _tables(part)))
+    for tables in sharded_tables(model):
+        count_iterations_from(tables, max(saved.get(name, 0) for name in tables.table_names))
 
 
 def restore_bad_ids(model: nn.Module, saved: Sequence[dict[str, int]]) -> None:
     """Let this rank count bad ids from what the ranks whose counts it takes over had counted."""
-    for part in parts_of(model):
-        counts = [counted.get(name, 0) for counted in saved for name in _tables(part)]
-        part.num_bad_ids = sum(counts)
+    for tables in sharded_tables(model):
+        counts = [counted.get(name, 0) for counted in saved for name in tables.table_names]
+        tables.num_bad_ids = sum(counts)
 
 
 def restore_gradient_orders(model: nn.Module, saved: dict[str, list[str] | None]) -> None:
@@ -161,11 +169,6 @@ def _ddps(model: nn.Module) -> Iterator[tuple[str, DistributedDataParallel]]:
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
             yield name, module
-    for part in parts_of(model):
-        for number, lookup in enumerate(data_parallel_lookups(part)):
-            yield f"{_tables(part)[0]} {number}", lookup
-
-
-def _tables(part: Any) -> list[str]:
-    """All tables of a part, in one order on all ranks."""
-    return sorted(part.module_sharding_plan)
+    for tables in sharded_tables(model):
+        for number, lookup in enumerate(data_parallel_lookups(tables)):
+            yield f"{tables.table_names[0]} {number}", lookup

@@ -216,8 +216,8 @@ class Worker:
         assert self._trainer is not None
         model = self._trainer.model
         if isinstance(model, ModelParallel2D):
-            for part in model.sharded_modules():
-                part.sync_point.reach(SyncReason.READ)
+            for tables in model.sharded_tables():
+                tables.sync_point.reach(SyncReason.READ)
         dist.barrier(world_group())
 
     def _row_travel(self) -> tuple[float, float]:

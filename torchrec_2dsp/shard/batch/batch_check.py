@@ -1,17 +1,55 @@
-"""`BatchCheck`: what can't be right about a batch stops all ranks before it trains anything."""
+"""The stages that see a batch first: one batch size for all features, and what can't be right.
+
+What can't be right about a batch of one rank stops all ranks before it trains anything.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from torchrec_2dsp.comms.alarm import Alarm, Check
-from torchrec_2dsp.errors import InputError
+from torchrec_2dsp.comms.alarm import Alarm
 from torchrec_2dsp.shard.bad_ids import BadIds, IdCheck
 from torchrec_2dsp.shard.batch.batch_form import BatchForm
+from torchrec_2dsp.shard.batch.notes import BatchNotes
+from torchrec_2dsp.shard.batch.variable_batch_sizes import distinct_bags
+from torchrec_2dsp.shard.stages import Output, Stage
 
 
-class BatchCheck:
+def features_of(configs: Sequence[Any]) -> list[str]:
+    """The features that look up tables, table by table."""
+    return [feature for config in configs for feature in config.feature_names]
+
+
+class OneBatchSize(Stage):
+    """Makes batches whose features have batch sizes of their own ordinary batches of distinct bags,
+    and gives each sample its bags at the output."""
+
+    def __init__(self, configs: Sequence[Any]) -> None:
+        """
+        Args:
+            configs: the tables that the batches look up.
+        """
+        self._features = frozenset(features_of(configs))
+
+    def before_ids_travel(
+        self, notes: BatchNotes, features: KeyedJaggedTensor
+    ) -> KeyedJaggedTensor:
+        """The distinct bags of a batch."""
+        bags = distinct_bags(features, self._features)
+        notes.bags_of_samples, notes.error = bags.of_samples, bags.error
+        return bags.features
+
+    def on_output(self, notes: BatchNotes, output: Output) -> Output:
+        """The bags, or the sequences, of each sample."""
+        if notes.bags_of_samples is None:
+            return output
+        if isinstance(output, KeyedTensor):
+            return notes.bags_of_samples.pooled(output)
+        return notes.bags_of_samples.sequences(output)
+
+
+class BatchCheck(Stage):
     """Looks at the form of each batch, then at its ids."""
 
     def __init__(self, configs: Sequence[Any], policy: BadIds, alarm: Alarm) -> None:
@@ -23,22 +61,24 @@ class BatchCheck:
         """
         self.ids = IdCheck(configs, policy)
         """Finds ids that no row has."""
-        features = [feature for config in configs for feature in config.feature_names]
-        self._form = BatchForm(features, alarm.group)
+        self._form = BatchForm(features_of(configs), alarm.group)
         self._alarm = alarm
 
-    def __call__(
-        self, features: KeyedJaggedTensor, error: InputError | None = None
-    ) -> tuple[KeyedJaggedTensor, Check]:
-        """The batch as it is looked up, and what is to be waited for before that.
-
-        Args:
-            features: a batch, left as it is.
-            error: what has been found wrong with it already.
+    def before_ids_travel(
+        self, notes: BatchNotes, features: KeyedJaggedTensor
+    ) -> KeyedJaggedTensor:
+        """The batch as it is looked up.
 
         Collectives:
-            That of `Alarm.check`; for the first batch that of `BatchForm.fit`.
+            That of `Alarm.check`, waited for before the lookup; for the first batch that of
+            `BatchForm.fit`.
         """
-        features, error = self._form.fit(features, error)
-        features, error = self.ids(features, error)
-        return features, self._alarm.check(error)
+        features, error = self._form.fit(features, notes.error)
+        features, notes.error = self.ids(features, error)
+        notes.check = self._alarm.check(notes.error)
+        return features
+
+    def before_lookup(self, notes: BatchNotes) -> None:
+        """Raise, on all ranks, what is wrong with the batch of one of them."""
+        if notes.check is not None:
+            notes.check.wait()

@@ -8,7 +8,7 @@ state dicts are TorchRec's own.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,16 +22,19 @@ from torchrec_2dsp.errors import SyncError
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
 from torchrec_2dsp.replicas.drift import CopiedShard, DriftCheck
 from torchrec_2dsp.replicas.gradient_sync import GradientSyncAction
+from torchrec_2dsp.shard.batch.notes import BatchNotes
 from torchrec_2dsp.shard.hot_rows.sets import HotSets
-from torchrec_2dsp.shard.hot_rows.split import HotBatch
 from torchrec_2dsp.shard.hot_rows.tables import HotSlice, HotTbe, hot_slices
 from torchrec_2dsp.shard.kernels import Kernel
+from torchrec_2dsp.shard.stages import Stage
 
 Tensors = dict[str, torch.Tensor]
 
 
-class HotRows:
+class HotRows(Stage):
     """The replicated rows of one sharded module."""
+
+    needs_keyed_jagged = True
 
     def __init__(
         self,
@@ -42,17 +45,20 @@ class HotRows:
         groups: MeshGroups,
         sync: SyncConfig,
         device: torch.device,
+        complete_state: Callable[[], None],
     ) -> None:
         """
         Args:
             configs: the module's tables.
-            tables: their `ParameterSharding2D`s.
+            tables: the `ParameterSharding2D` of each table, by name.
             fused_params: the optimizer of each table, in the user's units.
             kernels: this rank's kernels, the homes.
             groups: the communicators.
-            sync: a `GradientSync` says how hot gradients travel, too.
+            sync: how copies stay equal; a `GradientSync` says how hot gradients travel, too.
             device: where the replicas live.
+            complete_state: brings the module's state up to date, hot rows included.
         """
+        self._complete_state = complete_state
         self._groups = groups
         self._kernels = list(kernels)
         gradients = sync if isinstance(sync, GradientSync) else GradientSync()
@@ -94,25 +100,38 @@ class HotRows:
             on_update=self._mark_dirty,
         )
 
-    def split(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, HotBatch]:
-        """``features`` without hot ids, and the hot ids."""
-        return self.sets.split(features)
+    def before_ids_travel(
+        self, notes: BatchNotes, features: KeyedJaggedTensor
+    ) -> KeyedJaggedTensor:
+        """The batch without hot ids."""
+        cold, notes.hot = self.sets.split(features)
+        return cold
 
-    def holds(self, batch: HotBatch) -> bool:
-        """Whether the replicas hold what was hot when a batch was split."""
-        return batch.ids is self.sets.held
+    def before_lookup(self, notes: BatchNotes) -> None:
+        """Let the replicas hold the rows that were hot when the batch was split.
 
-    def hold(self, batch: HotBatch) -> None:
-        """Let the replicas hold it. What they held has been written home; they are read again."""
-        self.sets.held = batch.ids
-        self.mark_stale()
+        Collectives:
+            Those of a complete state, if the replicas hold others, as after a refresh.
+        """
+        if notes.hot is not None and notes.hot.ids is not self.sets.held:
+            self._complete_state()
+            self.sets.held = notes.hot.ids
+            self.after_write()
 
-    def lookup(self, batch: HotBatch) -> dict[str, torch.Tensor]:
-        """The hot rows of each hot feature: `[batch, dim]` of bags, `[ids, dim]` of sequences."""
-        self.sets.looked_up(batch)
-        return {name: pooled for tbe in self._tbes for name, pooled in tbe.lookup(batch).items()}
+    def while_rows_travel(self, notes: BatchNotes) -> None:
+        """Look up the hot rows of each feature: `[batch, dim]` of bags, `[ids, dim]` of
+        sequences."""
+        if notes.hot is None:
+            return
+        self.sets.looked_up(notes.hot)
+        for tbe in self._tbes:
+            notes.hot_output |= tbe.lookup(notes.hot)
 
-    def mark_stale(self) -> None:
+    def before_backward(self, notes: BatchNotes) -> None:
+        """Hold what the lookup read; the state may have been read, and other batches looked up."""
+        self.before_lookup(notes)
+
+    def after_write(self) -> None:
         """The homes have been overwritten: replicas are read again before their next use."""
         self._stale, self._dirty = True, False
 
@@ -121,7 +140,7 @@ class HotRows:
         return [tbe.capture.tbe for tbe in self._tbes]
 
     @torch.no_grad()
-    def write_home(self) -> None:
+    def before_read(self) -> None:
         """Copy the replicas into the shards of this rank, if they are newer."""
         if not self._dirty:
             return
@@ -132,7 +151,7 @@ class HotRows:
         self._dirty = False
 
     @torch.no_grad()
-    def read_home(self) -> None:
+    def before_use(self) -> None:
         """Fill the replicas from the shards of this rank's group, if those are newer.
 
         Collectives:

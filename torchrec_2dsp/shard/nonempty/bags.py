@@ -6,12 +6,11 @@ them, and the owner that gets them. So neither tells the other which sums it lea
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_2dsp._compat.shardings import widened
 from torchrec_2dsp._compat.torchrec import EmbeddingShardingContext, KJTAllToAll
 from torchrec_2dsp.rows.gradients import RowSum
 
@@ -100,41 +99,33 @@ class NonEmptyContext(EmbeddingShardingContext):
             one.record_stream(stream)
 
 
-class BagNotes:
-    """Notes which bags of a batch have ids, when TorchRec exchanges the ids."""
+class FilledBagsFinder:
+    """Finds which bags of a batch have ids, when TorchRec exchanges the ids."""
 
     def __init__(self, channels: Sequence[Channel], num_features: Sequence[int]) -> None:
         """
         Args:
-            channels: of the sharding.
-            num_features: by owner.
+            channels: the channels of the sharding.
+            num_features: how many features each owner has.
         """
         self._channels = tuple(channels)
         self._num_features = list(num_features)
         self._filled: list[FilledBags] = []
 
     def listen(self, exchange: KJTAllToAll) -> None:
-        """Note all that goes through this exchange, whose features stand owner by owner."""
+        """Look at all that goes through an exchange whose features stand owner by owner."""
         # A hook, because TorchRec's pipelines replace `forward` by one that fuses exchanges.
-        exchange.register_forward_pre_hook(lambda _, arguments: self._note(arguments[0]))
+        exchange.register_forward_pre_hook(lambda _, arguments: self._look_at(arguments[0]))
 
-    def take(self) -> list[FilledBags]:
-        """What was noted of the last batch, by channel, forgotten here."""
-        taken, self._filled = self._filled, []
-        return taken
+    def noted(self, context: EmbeddingShardingContext) -> NonEmptyContext:
+        """The context of the batch that was exchanged last, with its filled bags."""
+        filled, self._filled = self._filled, []
+        return widened(context, NonEmptyContext, {"filled": filled})
 
-    def _note(self, features: KeyedJaggedTensor) -> None:
+    def _look_at(self, features: KeyedJaggedTensor) -> None:
         by_feature = features.lengths().view(sum(self._num_features), features.stride())
         by_owner = by_feature.split(self._num_features)
         self._filled = [_find(channel, by_owner) for channel in self._channels]
-
-
-def keep_filled_bags(contexts: list[Any], input_dists: Sequence[nn.Module]) -> None:
-    """Put what was noted of the last batch into its contexts, sharding by sharding."""
-    for index, input_dist in enumerate(input_dists):
-        notes = getattr(input_dist, "bag_notes", None)
-        if notes is not None:
-            contexts[index] = NonEmptyContext(**vars(contexts[index]), filled=notes.take())
 
 
 def _find(channel: Channel, lengths: Sequence[torch.Tensor]) -> FilledBags:

@@ -15,22 +15,32 @@ from torch import nn
 from torchrec.distributed.types import Awaitable, CommOp, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_2dsp._compat.shardings import id_exchange_of
+from torchrec_2dsp._compat.shardings import (
+    ShardingFacts,
+    callbacks_of,
+    facts_of,
+    id_exchange_of,
+)
 from torchrec_2dsp._compat.torchrec import (
     CwPooledEmbeddingSharding,
+    EmbeddingShardingContext,
     RwPooledEmbeddingSharding,
     SequenceEmbeddingsAllToAll,
+    TwPooledEmbeddingDist,
     TwPooledEmbeddingSharding,
 )
+from torchrec_2dsp.shard.lookups import PooledLookup, pooled_lookup
 from torchrec_2dsp.shard.nonempty.bags import (
-    BagNotes,
     Channel,
     FilledBags,
+    FilledBagsFinder,
     NonEmptyContext,
     channels_of,
     filled_bags,
 )
-from torchrec_2dsp.shard.pooled_lookup import LooksUpBags, PooledLookup
+
+NonEmptySharding = TwPooledEmbeddingSharding | CwPooledEmbeddingSharding | RwPooledEmbeddingSharding
+"""TorchRec's shardings whose bags can travel without the empty ones."""
 
 
 @dataclass(frozen=True)
@@ -187,55 +197,63 @@ class _Put(torch.autograd.Function):
         return grads[0].index_select(0, ctx.places), None
 
 
-class _NonEmpty(LooksUpBags):
-    """What the shardings below have in common."""
+class NonEmptyBags:
+    """What a sharding makes that exchanges non-empty bags: its finder of them, and its exchange."""
 
-    _LOOKUP = NonEmptyLookup
-    _IS_SUMMED = False
-
-    @property
-    def _dims(self: Any) -> list[list[int]]:
-        """Of each owner's features."""
-        return [
+    def __init__(self, facts: ShardingFacts, codecs: Any, *, is_summed: bool) -> None:
+        """
+        Args:
+            facts: of the sharding.
+            codecs: how bags look on the wire, if not as they are.
+            is_summed: whether owners have parts of the same bags, see `Channel`.
+        """
+        self._facts, self._codecs, self._is_summed = facts, codecs, is_summed
+        self._dims = [
             [dim for config in configs for dim in config.embedding_dims()]
-            for configs in self._grouped_embedding_configs_per_rank
+            for configs in facts.configs_per_rank
         ]
+        self._channels = channels_of(self._dims, is_summed=is_summed)
+        self._finder = FilledBagsFinder(self._channels, [len(dims) for dims in self._dims])
 
-    @property
-    def _channels(self: Any) -> tuple[Channel, ...]:
-        return channels_of(self._dims, is_summed=self._IS_SUMMED)
+    @classmethod
+    def of(cls, sharding: NonEmptySharding, *, is_summed: bool) -> "NonEmptyBags":
+        """The parts of a sharding.
 
-    def create_input_dist(self: Any, device: torch.device | None = None) -> Any:
-        """TorchRec's, which notes which bags have ids."""
-        made = super().create_input_dist(device)  # type: ignore[misc]
-        made.bag_notes = BagNotes(self._channels, [len(one) for one in self._dims])
-        made.bag_notes.listen(id_exchange_of(made))
-        return made
+        Args:
+            sharding: the sharding, just made.
+            is_summed: see `Channel`.
+        """
+        registry = sharding.qcomm_codecs_registry or {}
+        codecs = registry.get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name)
+        return cls(facts_of(sharding), codecs, is_summed=is_summed)
 
-    def create_output_dist(self: Any, device: torch.device | None = None) -> Any:
-        """What exchanges the bags."""
-        stock = super().create_output_dist(device)  # type: ignore[misc]
-        registry = self.qcomm_codecs_registry or {}
+    def heard(self, input_dist: Any) -> Any:
+        """TorchRec's input exchange, whose ids are looked at on their way."""
+        self._finder.listen(id_exchange_of(input_dist))
+        return input_dist
+
+    def output_dist(self, device: torch.device | None, stock: Any) -> NonEmptyExchange:
+        """What exchanges the bags, in place of TorchRec's output exchange.
+
+        Args:
+            device: of the bags.
+            stock: TorchRec's output exchange, which knows the order of columns.
+        """
+        callbacks = callbacks_of(stock) if isinstance(stock, TwPooledEmbeddingDist) else ()
         return NonEmptyExchange(
             self._dims,
             self._channels,
-            self._pg,
-            device or self._device,
-            registry.get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name),
-            getattr(stock, "_callbacks", None) or [],
+            self._facts.group,
+            device or self._facts.device,
+            self._codecs,
+            list(callbacks),
         )
 
+    def lookup(self, device: torch.device | None, feature_processor: Any) -> NonEmptyLookup:
+        """What looks up this rank's shards."""
+        kind = ShardingType.ROW_WISE if self._is_summed else None
+        return pooled_lookup(self._facts, device, feature_processor, kind, NonEmptyLookup)
 
-class NonEmptyTw(_NonEmpty, TwPooledEmbeddingSharding):
-    """Table-wise bags."""
-
-
-class NonEmptyCw(_NonEmpty, CwPooledEmbeddingSharding):
-    """Column-wise and table-column-wise bags."""
-
-
-class NonEmptyRw(_NonEmpty, RwPooledEmbeddingSharding):
-    """Row-wise bags: an owner sends its part of a bag if it has any of its rows."""
-
-    _LOOKUP_TYPE = ShardingType.ROW_WISE
-    _IS_SUMMED = True
+    def noted(self, context: EmbeddingShardingContext) -> NonEmptyContext:
+        """The context of the batch whose ids were sent last, with its filled bags."""
+        return self._finder.noted(context)

@@ -18,6 +18,7 @@ from torchrec_2dsp.plan.parameter_sharding import RowOwners, num_rows
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.plan.row_owners import RowSpread
 from torchrec_2dsp.shard.kernels import Kernel, TableShard
+from torchrec_2dsp.shard.stages import Stage
 
 _LABEL = "## arrange rows ##"
 """In profiles."""
@@ -62,7 +63,7 @@ def arrangement_of(
     return RowArrangement(spread, owners) if spread else None
 
 
-class RowArrangement:
+class RowArrangement(Stage):
     """Moves the rows of a module's spread tables between the two arrangements."""
 
     def __init__(self, shards: Sequence[SpreadShard], group: dist.ProcessGroup) -> None:
@@ -75,7 +76,7 @@ class RowArrangement:
         self._group = group
         self._is_by_owner = False
 
-    def by_owner(self) -> None:
+    def before_use(self) -> None:
         """Let every row lie with its owner.
 
         Collectives:
@@ -84,7 +85,7 @@ class RowArrangement:
         if not self._is_by_owner:
             self._move()
 
-    def by_number(self) -> None:
+    def before_read(self) -> None:
         """Let every row lie where state dicts show it.
 
         Collectives:

@@ -6,7 +6,7 @@ they are fetched, and bags are summed where the samples are (`row_pooling.py`). 
 gradient per distinct row goes to its owner. Ranks of a host may ask together (`rows_per_host.py`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -15,8 +15,10 @@ from torch import nn
 from torchrec.distributed.types import Awaitable, CommOp
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_2dsp._compat.shardings import ShardingFacts, facts_of, regroup
 from torchrec_2dsp._compat.torchrec import (
     BaseEmbedding,
+    EmbeddingShardingContext,
     GroupedEmbeddingConfig,
     GroupedEmbeddingsLookup,
     RwPooledEmbeddingSharding,
@@ -26,9 +28,9 @@ from torchrec_2dsp._compat.torchrec import (
 )
 from torchrec_2dsp.comms.peers import Peers
 from torchrec_2dsp.comms.row_wire import RowWire
-from torchrec_2dsp.plan.parameter_sharding import RowOwners
+from torchrec_2dsp.plan.parameter_sharding import Exchange, RowOwners, TableType
 from torchrec_2dsp.shard.prefetch.journey import AskedRows, RowJourney
-from torchrec_2dsp.shard.row_exchange.context import RowContext, SequenceRowContext
+from torchrec_2dsp.shard.row_exchange.context import RowContext, SequenceRowContext, with_rows
 from torchrec_2dsp.shard.row_exchange.kernel import RowKernel
 from torchrec_2dsp.shard.row_exchange.needed_rows import RowBlock
 from torchrec_2dsp.shard.row_exchange.per_host import HostHandover
@@ -182,80 +184,78 @@ class PooledRows(Awaitable[torch.Tensor]):
         return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=0 if is_sequence else 1)
 
 
-class _RowExchange:
-    """What the shardings have in common."""
+class RowExchange:
+    """What a sharding with row exchange makes: its requests, its lookup and its fetch."""
 
-    _PER_HOST = False
+    def __init__(
+        self, facts: ShardingFacts, spread: Container[str], codecs: Any, *, per_host: bool
+    ) -> None:
+        """
+        Args:
+            facts: of the sharding, whose kernels have tables of one dimension each.
+            spread: the tables whose rows are spread over their owners.
+            codecs: how rows look on the wire, if not as they are.
+            per_host: whether the ranks of a host ask together.
+        """
+        self._facts, self._codecs = facts, codecs
+        self._blocks = [RowBlock.of(config, spread) for config in facts.configs]
+        self._owners = Peers(facts.group)
+        # TorchRec's groups for node-wise sharding: one rank per host, or one host, has none.
+        num_in_host = facts.env.node_group_size or 1
+        if per_host and 1 < num_in_host < facts.group.size():
+            in_host_and_across = intra_and_cross_node_pg_2D(facts.env, facts.device)
+            self._owners = Peers(facts.group, *in_host_and_across)
+        self._requests: RowRequests | None = None
 
-    def _init_blocks(self: Any, sharding_infos: list[Any]) -> None:
+    @classmethod
+    def of(
+        cls,
+        sharding: RwPooledEmbeddingSharding | RwSequenceEmbeddingSharding,
+        sharding_infos: list[Any],
+    ) -> "RowExchange":
+        """The parts of a sharding, whose tables are regrouped for it.
+
+        Args:
+            sharding: the sharding, just made.
+            sharding_infos: TorchRec's description of its tables.
+        """
+        kind = TableType.of_name(sharding_infos[0].param_sharding.sharding_type)
         spread = {
             info.embedding_config.name
             for info in sharding_infos
             if info.param_sharding.owners is RowOwners.HASH
         }
         # One row per id comes out of a kernel, so a kernel has tables of one dimension.
-        per_rank = [_by_dim(groups) for groups in self._grouped_embedding_configs_per_rank]
-        self._grouped_embedding_configs_per_rank = per_rank
-        self._grouped_embedding_configs = per_rank[self._rank]
-        configs = self._grouped_embedding_configs
-        self._blocks = [RowBlock.of(config, spread) for config in configs]
-        self._owners = Peers(self._pg)
-        per_host = self._env.node_group_size
-        # TorchRec's groups for node-wise sharding: one rank per host, or one host, has none.
-        if self._PER_HOST and 1 < per_host < self._pg.size():
-            self._owners = Peers(self._pg, *intra_and_cross_node_pg_2D(self._env, self._device))
-
-    def create_input_dist(self: Any, device: torch.device | None = None) -> Any:
-        """What asks for rows."""
-        return RowRequests(self._blocks, self._owners, device or self._device)
-
-    def create_output_dist(self: Any, device: torch.device | None = None) -> Any:
-        """What fetches rows."""
-        registry = self.qcomm_codecs_registry or {}
+        regroup(sharding, [_by_dim(groups) for groups in facts_of(sharding).configs_per_rank])
+        registry = sharding.qcomm_codecs_registry or {}
         codecs = registry.get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name)
-        return RowFetch(self._blocks, self._owners, device or self._device, codecs)
+        per_host = kind.exchange is Exchange.ROW_PER_HOST
+        return cls(facts_of(sharding), spread, codecs, per_host=per_host)
 
-    def create_lookup(
-        self: Any,
-        device: torch.device | None = None,
-        fused_params: dict[str, Any] | None = None,
-        feature_processor: Any = None,
-    ) -> Any:
+    def input_dist(self, device: torch.device | None) -> RowRequests:
+        """What asks for rows, as TorchRec's input exchange."""
+        self._requests = RowRequests(self._blocks, self._owners, device or self._facts.device)
+        return self._requests
+
+    def output_dist(self, device: torch.device | None) -> RowFetch:
+        """What fetches rows, as TorchRec's output exchange."""
+        return RowFetch(self._blocks, self._owners, device or self._facts.device, self._codecs)
+
+    def lookup(self, device: torch.device | None) -> RowLookup:
         """What looks up the rows of this rank's shards."""
         return RowLookup(
-            grouped_configs=[_by_row(config) for config in self._grouped_embedding_configs],
-            pg=self._pg,
-            device=device or self._device,
-            env=self._env,
+            grouped_configs=[_by_row(config) for config in self._facts.configs],
+            pg=self._facts.group,
+            device=device or self._facts.device,
+            env=self._facts.env,
         )
 
-
-class RowExchangePooled(_RowExchange, RwPooledEmbeddingSharding):
-    """Bags whose rows are exchanged."""
-
-    def __init__(self, sharding_infos: list[Any], *args: Any, **kwargs: Any) -> None:
-        super().__init__(sharding_infos, *args, **kwargs)
-        self._init_blocks(sharding_infos)
-
-
-class PerHostRowExchangePooled(RowExchangePooled):
-    """Bags whose rows are asked for by whole hosts."""
-
-    _PER_HOST = True
-
-
-class RowExchangeSequence(_RowExchange, RwSequenceEmbeddingSharding):
-    """Sequences whose rows are exchanged."""
-
-    def __init__(self, sharding_infos: list[Any], *args: Any, **kwargs: Any) -> None:
-        super().__init__(sharding_infos, *args, **kwargs)
-        self._init_blocks(sharding_infos)
-
-
-class PerHostRowExchangeSequence(RowExchangeSequence):
-    """Sequences whose rows are asked for by whole hosts."""
-
-    _PER_HOST = True
+    def noted(self, context: EmbeddingShardingContext) -> RowContext | SequenceRowContext:
+        """The context of the batch that was asked for last, with its rows."""
+        assert self._requests is not None
+        assert self._requests.requested is not None
+        requested, self._requests.requested = self._requests.requested, None
+        return with_rows(context, requested)
 
 
 def _by_dim(groups: Sequence[GroupedEmbeddingConfig]) -> list[GroupedEmbeddingConfig]:

@@ -66,7 +66,9 @@ class RowRequests(nn.Module):
         num_asked = dist.get_world_size(asked)
         self._keys = tables * num_asked
         self._exchange = KJTAllToAll(asked, [len(tables)] * num_asked)
-        self._requested: Requested | None = None
+        self.requested: Requested | None = None
+        """What has been asked for the batch of the last call; TorchRec's own input exchange of
+        row-wise tables keeps the order of ids in the same way."""
 
     def forward(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
         """Ask for the rows of a batch.
@@ -86,7 +88,7 @@ class RowRequests(nn.Module):
             parts = features.split(self._sizes)
             needed = [one.find(part) for one, part in zip(self._numberings, parts, strict=True)]
             requested = Requested(needed, self._host and self._host.collect(needed))
-            self._requested = requested
+            self.requested = requested
             needed = requested.from_owners
             ids = [one.ids(of) for one, of in zip(self._numberings, needed, strict=True)]
             sizes = [of.counts.sum(dim=1).tolist() for of in needed] if len(ids) > 1 else []
@@ -97,9 +99,3 @@ class RowRequests(nn.Module):
                 stride=1,
             )
         return self._exchange(asked)
-
-    def take(self) -> Requested:
-        """What has been asked for the last batch, forgotten here."""
-        taken, self._requested = self._requested, None
-        assert taken is not None, "no batch has been asked for"
-        return taken

@@ -1,0 +1,300 @@
+"""`Tables2D`: what this package adds to a sharded module of TorchRec, stage by stage."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
+from torchrec_2dsp._compat.shardings import (
+    fused_params_of,
+    lookups_of,
+    output_dists_of,
+    shardings_of,
+    wrap_optimizer,
+)
+from torchrec_2dsp.comms.mesh_groups import MeshGroups
+from torchrec_2dsp.comms.naming_faults import naming_faults
+from torchrec_2dsp.errors import UnsupportedError
+from torchrec_2dsp.plan.plan2d import ModulePlan2D
+from torchrec_2dsp.replicas.sync_point import SyncPoint
+from torchrec_2dsp.replicas.sync_reason import SyncReason
+from torchrec_2dsp.shard.batch.batch_check import BatchCheck, OneBatchSize
+from torchrec_2dsp.shard.batch.input_exchange import completed_input
+from torchrec_2dsp.shard.batch.notes import BagContext, BatchNotes, SequenceContext
+from torchrec_2dsp.shard.hot_rows.hot_rows import HotRows
+from torchrec_2dsp.shard.hot_rows.sets import HotSets
+from torchrec_2dsp.shard.kernels import Kernel
+from torchrec_2dsp.shard.lookups import kernels_of
+from torchrec_2dsp.shard.prefetch.row_prefetch import RowPrefetch
+from torchrec_2dsp.shard.replica_sync import ReplicaSync
+from torchrec_2dsp.shard.replication import Replication
+from torchrec_2dsp.shard.row_exchange.arrangement import arrangement_of
+from torchrec_2dsp.shard.row_exchange.exchange import RowFetch, RowLookup
+from torchrec_2dsp.shard.shardings import NotesBatches
+from torchrec_2dsp.shard.stages import Output, Stage
+from torchrec_2dsp.shard.synced_optimizer import SyncedOptimizer
+
+Module = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
+Context = TypeVar("Context", BagContext, SequenceContext)
+
+
+class Tables2D:
+    """The tables of a sharded module, repeated over the groups of a mesh."""
+
+    def __init__(
+        self,
+        module: Module,
+        unsharded: Any,
+        configs: list[Any],
+        plan: ModulePlan2D,
+        replication: Replication,
+        device: torch.device,
+        outputs: Stage,
+    ) -> None:
+        """
+        Args:
+            module: the sharded module of TorchRec, just made.
+            unsharded: what it was made from.
+            configs: the configs of its tables.
+            plan: of the module, as this rank runs it.
+            replication: how it is repeated.
+            device: of the tables.
+            outputs: the stage that joins outputs, for bags or for sequences.
+        """
+        self.module = module
+        """The sharded module of TorchRec."""
+        self.groups: MeshGroups = replication.groups
+        """The communicators of the mesh."""
+        self.table_names = sorted(plan)
+        """The names of the tables, in one order on all ranks."""
+        self._kernels = list(kernels_of(lookups_of(module)))
+        all_configs = replication.tables_beside or configs
+        self._batch_check = BatchCheck(all_configs, replication.bad_ids, self.groups.alarm)
+        hot_rows = HotRows(
+            configs,
+            dict(plan.tables()),
+            fused_params_of(module),
+            self._kernels,
+            self.groups,
+            replication.sync,
+            device,
+            self.complete_state,
+        )
+        self.hot_sets: HotSets = hot_rows.sets
+        """Which rows are hot."""
+        self.hot_rows = hot_rows if self.hot_sets.by_table else None
+        """The replicas of hot rows, if there are some."""
+        self.prefetch = RowPrefetch(
+            _row_exchanges(module),
+            updates_at_once=self.groups.mesh.num_groups == 1 and not replication.captures,
+            before_use=self._before_use,
+        )
+        """How rows come before their step."""
+        actions = [] if self.hot_rows is None else [self.hot_rows.action()]
+        self._replicas = ReplicaSync(
+            self._kernels,
+            plan,
+            replication,
+            [*actions, self.prefetch.lagging],
+            self._broadcast_shards,
+        )
+        arrangement = arrangement_of(plan, self._kernels, self.groups.sharding_group)
+        self.stages: list[Stage] = [
+            OneBatchSize(all_configs),
+            self._batch_check,
+            outputs,
+            *([] if self.hot_rows is None else [self.hot_rows]),
+            *([] if arrangement is None else [arrangement]),
+            self._replicas,
+            self.prefetch,
+        ]
+        """What is done beside TorchRec, in this order; see `Stage`."""
+        self._needs_keyed_jagged = any(stage.needs_keyed_jagged for stage in self.stages)
+        self._watch_state()
+
+    def keep_weights(self, unsharded: Any) -> None:
+        """Take over the weights of the unsharded module, if it has some."""
+        if torch.device(unsharded.device).type != "meta":
+            self.module.load_state_dict(unsharded.state_dict(), strict=False)
+
+    def _watch_state(self) -> None:
+        """Let whoever reads or writes the state of the module find it complete."""
+        wrap_optimizer(
+            self.module,
+            lambda optimizer: SyncedOptimizer(
+                optimizer,
+                before_step=lambda: self._replicas.reach(SyncReason.STEP),
+                before_change=lambda: self._replicas.reach(SyncReason.READ),
+                before_read=self.complete_state,
+                after_load=self._after_write,
+                beside=self._hot_tbes(),
+            ),
+        )
+        self.module.register_state_dict_pre_hook(lambda *_: self.complete_state())
+        # DistributedModelParallel loads without post-hooks, so the pre-hook does both.
+        self.module.register_load_state_dict_pre_hook(lambda *_: self._before_load())
+
+    @property
+    def sync_point(self) -> SyncPoint:
+        """Where the replicas are made equal."""
+        return self._replicas.sync_point
+
+    @property
+    def num_bad_ids(self) -> int:
+        """Ids of this rank so far that their tables had no rows for, see `BadIds`."""
+        return self._batch_check.ids.num_bad
+
+    @num_bad_ids.setter
+    def num_bad_ids(self, count: int) -> None:
+        self._batch_check.ids.num_bad = count
+
+    def kernels(self) -> list[Kernel]:
+        """The fused kernels of this rank, without those of hot rows."""
+        return list(self._kernels)
+
+    def tbes(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+        """FBGEMM's part of all fused kernels of this rank, also of those for hot rows."""
+        return [kernel.tbe for kernel in self._kernels] + self._hot_tbes()
+
+    def send_ids(self, ctx: Context, features: Any, send: Callable[[Context, Any], Any]) -> Any:
+        """Let each stage see the batch, then distribute its ids.
+
+        Args:
+            ctx: of the batch.
+            features: the batch.
+            send: TorchRec's own ``input_dist``.
+
+        Collectives:
+            Those of the stages, then those of TorchRec.
+        """
+        notes = ctx.notes
+        if isinstance(features, KeyedJaggedTensor):
+            for stage in self.stages:
+                features = stage.before_ids_travel(notes, features)
+        elif self._needs_keyed_jagged:
+            raise UnsupportedError(
+                "hot rows, and averages that are made after the exchange, need a "
+                f"KeyedJaggedTensor, but the batch is a {type(features).__name__}; convert it first"
+            )
+        notes.asked = send(ctx, features)
+        notes.shardings = cast(list[Any], ctx.sharding_contexts)
+        for index, sharding in enumerate(shardings_of(self.module)):
+            if isinstance(sharding, NotesBatches):
+                notes.shardings[index] = sharding.noted(cast(Any, notes.shardings[index]))
+        return notes.asked
+
+    def look_up(self, ctx: Context, arrived: Any, look_up: Callable[[Context, Any], Any]) -> Any:
+        """Look up what a batch needs; rows of different origin travel side by side.
+
+        Args:
+            ctx: of the batch.
+            arrived: what all ranks ask this one for.
+            look_up: TorchRec's own ``compute_and_output_dist``.
+
+        Collectives:
+            Those of the stages, and those of TorchRec.
+        """
+        notes = ctx.notes
+        notes.is_training = self.module.training and torch.is_grad_enabled()
+        arrived, notes.asked = completed_input(notes, arrived), None
+        for stage in self.stages:
+            stage.before_lookup(notes)
+        self._before_use()
+        awaitable = look_up(ctx, arrived)
+        for stage in self.stages:
+            stage.while_rows_travel(notes)
+        watches_backward = torch.is_grad_enabled()
+
+        def complete(output: Output) -> Output:
+            for stage in reversed(self.stages):
+                output = stage.on_output(notes, output)
+            if watches_backward:
+                self._watch_backward(notes, output)
+            return output
+
+        awaitable.callbacks.append(complete)
+        return awaitable
+
+    def complete_state(self) -> None:
+        """Bring weights and optimizer state up to date, before they are read or written.
+
+        Collectives:
+            Those of each stage before a read: of a sync, if a backward is pending, and of rows that
+            move to where state dicts show them.
+        """
+        with naming_faults(self.groups.board):
+            for stage in reversed(self.stages):
+                stage.before_read()
+
+    @torch.no_grad()
+    def broadcast_replicas(self) -> None:
+        """Give every sharding group the tables and the optimizer state of the first one.
+
+        The sharder does it, because ranks that start from different seeds would otherwise
+        train different tables. Weights written between construction and the first lookup
+        (``model.apply(init_weights)``) are compared and broadcast again then; call it yourself
+        when you write weights later.
+
+        Collectives:
+            One broadcast per table shard and state tensor on the "replicate" axis, one per
+            data-parallel table on the world.
+        """
+        self._broadcast_shards()
+        for lookup in lookups_of(self.module):
+            if isinstance(lookup, DistributedDataParallel):
+                for param in lookup.parameters():
+                    dist.broadcast(param.detach(), group_src=0, group=self.groups.world)
+
+    def _broadcast_shards(self) -> None:
+        self.complete_state()
+        self._replicas.broadcast_shards()
+        self._after_write()
+
+    def _watch_backward(self, notes: BatchNotes, output: Output) -> None:
+        """Be told when the output gets its gradient, before any kernel does.
+
+        Every rank has an output, also one that holds no table.
+        """
+        parts = [output] if isinstance(output, KeyedTensor) else output.values()
+        for part in parts:
+            values = part.values()
+            if values.requires_grad:
+                values.register_hook(lambda grad: self._backward_begins(notes))
+
+    def _backward_begins(self, notes: BatchNotes) -> None:
+        self.groups.board.activity.begin("the backward")
+        for stage in self.stages:
+            stage.before_backward(notes)
+        self._before_use()
+        self.sync_point.backward_seen()
+
+    def _before_use(self) -> None:
+        """Put rows where training finds them. Whatever trains by the kernels calls it first."""
+        for stage in self.stages:
+            stage.before_use()
+
+    def _before_load(self) -> None:
+        self.complete_state()
+        self._after_write()
+
+    def _after_write(self) -> None:
+        for stage in self.stages:
+            stage.after_write()
+
+    def _hot_tbes(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+        return [] if self.hot_rows is None else self.hot_rows.kernels()
+
+
+def _row_exchanges(module: Module) -> list[tuple[RowLookup, RowFetch] | None]:
+    """The lookup and the output exchange of each sharding that exchanges rows, else `None`."""
+    pairs = zip(lookups_of(module), output_dists_of(module), strict=True)
+    return [
+        (cast(RowLookup, lookup), output_dist) if isinstance(output_dist, RowFetch) else None
+        for lookup, output_dist in pairs
+    ]

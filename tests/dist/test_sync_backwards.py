@@ -1,7 +1,6 @@
 """Several lookups or backwards between two syncs, and gradients that are summed over ranks."""
 
 from dataclasses import replace
-from typing import Any, cast
 
 import pytest
 import torch
@@ -40,7 +39,7 @@ def two_backwards(rank: int, world_size: int, cell: Cell) -> float:
     parallel = shard(cell)
     (part,) = sharded_tables(parallel)
     stream = make_stream(cell, 2)
-    losses = [bag_loss(cell, cast(Any, part)(batches[rank])) for batches in stream]
+    losses = [bag_loss(cell, part.module(batches[rank])) for batches in stream]
     with counting_syncs(parallel) as reports:
         for loss in losses:
             loss.backward()

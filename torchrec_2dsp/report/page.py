@@ -1,12 +1,13 @@
 """`Page`: a report as one HTML file, with tables to sort and plots that answer to the mouse."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.report.plots import PALETTE
+from torchrec_2dsp.report.table import Table
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -45,8 +46,9 @@ class Page:
 
     Example:
         >>> from torchrec_2dsp.report.page import Page
+        >>> from torchrec_2dsp.report.table import Table
         >>> page = Page("Two ranks")
-        >>> page.add_table("Load", ("rank", "ms"), [("0", "1.5"), ("1", "2.5")])
+        >>> page.add_table("Load", Table(("rank", "ms"), [("0", "1.5"), ("1", "2.5")]))
         >>> "<td>2.5</td>" in page.html()
         True
     """
@@ -62,24 +64,11 @@ class Page:
         """Add a paragraph."""
         self._parts.append(f"<p>{escape(text)}</p>")
 
-    def add_table(
-        self,
-        heading: str,
-        columns: Sequence[str],
-        rows: Sequence[Sequence[str]],
-        words: Collection[str] = (),
-    ) -> None:
-        """Add a table that is sorted by a click on a column's name.
-
-        Args:
-            heading: above it.
-            columns: their names.
-            rows: what is in them.
-            words: the columns that have no numbers.
-        """
-        kinds = [' class="words"' if column in words else "" for column in columns]
-        head = _cells("th", columns, kinds)
-        body = "\n".join(_cells("td", row, kinds) for row in rows)
+    def add_table(self, heading: str, table: Table) -> None:
+        """Add a table that is sorted by a click on a column's name."""
+        kinds = [' class="words"' if name in table.words else "" for name in table.headings]
+        head = _cells("th", table.headings, kinds)
+        body = "\n".join(_cells("td", row, kinds) for row in table.rows)
         self._parts.append(
             f'<h2>{escape(heading)}</h2>\n<div class="wide"><table><thead>{head}</thead>\n'
             f"<tbody>{body}</tbody></table></div>"

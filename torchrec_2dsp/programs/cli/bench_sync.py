@@ -76,13 +76,14 @@ def _bench_sync(name: str, overrides: list[str], output: Path | None) -> None:
 
 def show_syncs(result: "SyncBenchResult", console: Console) -> None:
     """Print a table for each shard."""
-    from torchrec_2dsp.programs.bench.syncs.report import HEADINGS, rows_of_shard, shards_of
+    from torchrec_2dsp.programs.bench.syncs.report import shards_of, table_of_shard
 
     for num_groups, shard_mib in shards_of(result):
         table = Table(title=f"{num_groups} copies of {shard_mib:g} MiB", box=box.SIMPLE_HEAD)
-        for heading in HEADINGS:
-            table.add_column(heading, justify="left" if heading == "sync" else "right")
-        for row in rows_of_shard(result, num_groups, shard_mib):
+        content = table_of_shard(result, num_groups, shard_mib)
+        for heading in content.headings:
+            table.add_column(heading, justify="left" if heading in content.words else "right")
+        for row in content.rows:
             table.add_row(*row)
         console.print(table)
 

@@ -10,6 +10,7 @@ from torchrec_2dsp.programs.study.study import CONFIDENCE, Gap, gaps_to
 from torchrec_2dsp.programs.train.config import RunConfig
 from torchrec_2dsp.programs.train.record import RunRecord, TrainRecord
 from torchrec_2dsp.report.plots import MARKERS, PALETTE, plotting, save_plot
+from torchrec_2dsp.report.table import Table
 
 
 def study_report(
@@ -64,8 +65,7 @@ _HOW_TO_READ = (
 
 
 def _table(records: Sequence[TrainRecord], gaps: Sequence[Gap]) -> str:
-    rows = [["run", "sync", "optimizer", "gap", "smallest to largest", "sync MB"]]
-    rows.append(["---", "---", "---", "---:", "---:", "---:"])
+    rows = []
     for gap in gaps:
         run = records[0].find(gap.name)
         assert run is not None
@@ -80,7 +80,8 @@ def _table(records: Sequence[TrainRecord], gaps: Sequence[Gap]) -> str:
                 f"{run.sync_bytes_per_step / 1e6:.3f}",
             ]
         )
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    headings = ("run", "sync", "optimizer", "gap", "smallest to largest", "sync MB")
+    return Table(headings, rows, words={"run", "sync", "optimizer"}).markdown()
 
 
 def _optimizer(record: TrainRecord, run: RunRecord) -> str:

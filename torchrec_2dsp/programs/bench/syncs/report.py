@@ -5,12 +5,12 @@ from pathlib import Path
 
 from torchrec_2dsp.programs.bench.syncs.results import SyncBenchResult, SyncTimes
 from torchrec_2dsp.report.plots import MARKERS, PALETTE, plotting, save_plot
+from torchrec_2dsp.report.table import Table
 
-HEADINGS = (
+_HEADINGS = (
     *("changed rows", "sync", "min ms", "median ms", "max ms"),
     *("x reference", "MB", "x bytes", "noting ms"),
 )
-"""The headings of the table of one shard."""
 
 
 def sync_report(result: SyncBenchResult, *, plot: str = "", data: str = "") -> str:
@@ -42,9 +42,7 @@ def sync_report(result: SyncBenchResult, *, plot: str = "", data: str = "") -> s
     parts.append(_HOW_TO_READ.format(reference=result.reference))
     for num_groups, shard_mib in shards_of(result):
         parts.append(f"## {num_groups} copies of {shard_mib:g} MiB")
-        rows = [HEADINGS, ("---:", "---", *["---:"] * (len(HEADINGS) - 2))]
-        rows += rows_of_shard(result, num_groups, shard_mib)
-        parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
+        parts.append(table_of_shard(result, num_groups, shard_mib).markdown())
     return "\n\n".join(parts) + "\n"
 
 
@@ -63,10 +61,8 @@ def shards_of(result: SyncBenchResult) -> list[tuple[int, float]]:
     return list(dict.fromkeys(times.case[:2] for times in result.times))
 
 
-def rows_of_shard(
-    result: SyncBenchResult, num_groups: int, shard_mib: float
-) -> list[tuple[str, ...]]:
-    """The rows of the table of one shard."""
+def table_of_shard(result: SyncBenchResult, num_groups: int, shard_mib: float) -> Table:
+    """What each sync of one shard took, by how many of its rows had changed."""
     rows = []
     for times in result.times:
         if times.case[:2] != (num_groups, shard_mib):
@@ -86,7 +82,7 @@ def rows_of_shard(
                 else "-",
             )
         )
-    return rows
+    return Table(_HEADINGS, rows, words={"sync"})
 
 
 def sync_plot(result: SyncBenchResult, path: str | Path) -> None:

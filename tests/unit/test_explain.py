@@ -236,7 +236,8 @@ def test_a_page_plots_the_numbers_of_the_report() -> None:
 def test_without_plotly_a_page_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "plotly", None)
     with pytest.raises(
-        tdsp.errors.ConfigError, match="need plotly, which is not installed; pip install"
+        tdsp.errors.ConfigError,
+        match=r"need plotly, which is not installed; pip install 'torchrec-2dsp\[report\]'",
     ):
         explained().write_html("never.html")
 

@@ -67,7 +67,11 @@ def test_dev_lock_adds_and_never_repeats(folder: str) -> None:
 
 def test_runtime_dependencies_are_locked() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = {re.split(r"[<>=]", line)[0] for line in project["dependencies"]}
+    extras = project["optional-dependencies"]
+    together = extras.pop("all")
+    assert together == [f"{project['name']}[{','.join(sorted(extras))}]"]
+    lines = [*project["dependencies"], *(line for lines in extras.values() for line in lines)]
+    wanted = {re.split(r"[<>=]", line)[0] for line in lines}
     assert wanted <= set(names(read_pins("cpu")))
     # Their metadata can't express a CPU installation, so they must stay out.
     assert wanted.isdisjoint({"torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"})

@@ -127,7 +127,8 @@ def graph_objects() -> Any:
         from plotly import graph_objects
     except ImportError as error:
         raise ConfigError(
-            "pages with plots need plotly, which is not installed; pip install plotly"
+            "pages with plots need plotly, which is not installed; "
+            "pip install 'torchrec-2dsp[report]'"
         ) from error
     return graph_objects
 

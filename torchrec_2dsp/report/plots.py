@@ -44,8 +44,8 @@ def plotting() -> Iterator[None]:
         import matplotlib
     except ImportError as error:
         raise ConfigError(
-            "plots need matplotlib, which is not installed; pip install matplotlib, or do without "
-            "plots"
+            "plots need matplotlib, which is not installed; pip install 'torchrec-2dsp[report]', "
+            "or do without plots"
         ) from error
     with matplotlib.rc_context():
         matplotlib.rcdefaults()

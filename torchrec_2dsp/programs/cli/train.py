@@ -87,7 +87,15 @@ def _train(name: str, overrides: list[str], only: list[str], output: Path | None
 def _writers(config: "TrainConfig") -> "list[TrainWatcher]":
     if not config.loop.tensorboard_dir:
         return []
-    from torchrec_2dsp.programs.train.tensorboard import TensorBoardWatcher
+    from torchrec_2dsp.errors import ConfigError
+
+    try:
+        from torchrec_2dsp.programs.train.tensorboard import TensorBoardWatcher
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"loop.tensorboard_dir={config.loop.tensorboard_dir!r} needs tensorboard, which is not "
+            "installed; pip install 'torchrec-2dsp[tensorboard]', or leave it empty"
+        ) from error
 
     return [TensorBoardWatcher(config.loop.tensorboard_dir)]
 

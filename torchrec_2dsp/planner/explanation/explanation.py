@@ -11,10 +11,10 @@ from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.planner.explanation.plots import (
     MAX_BARS,
-    front_plot,
-    parts_plot,
-    ranks_plot,
-    tables_plot,
+    front_chart,
+    parts_chart,
+    ranks_chart,
+    tables_chart,
 )
 from torchrec_2dsp.planner.explanation.table_line import (
     HEADINGS,
@@ -196,17 +196,16 @@ class Explanation:
         page.add_text(self.headline)
         for sentence in filter(None, (self.verdict, self.caveat, self.advice)):
             page.add_text(sentence)
-        page.add_plot("Parts of a step", parts_plot(self.cost))
+        page.add_bars("Parts of a step", parts_chart(self.cost))
         longest = self.tables[:MAX_BARS]
-        page.add_plot(
-            f"The {len(longest)} tables that take longest",
-            tables_plot(longest),
-            height=160 + 18 * len(longest),
-        )
+        page.add_bars(f"The {len(longest)} tables that take longest", tables_chart(longest))
         page.add_table("All tables", self.table_rows())
-        page.add_plot("Ranks of a group", ranks_plot(self.busy_by_rank, self.bytes_by_rank))
+        busy = ranks_chart(1e3 * self.busy_by_rank, "ms")
+        page.add_bars("How busy the ranks of a group are", busy, upright=True)
+        full = ranks_chart(self.bytes_by_rank / 1e9, "GB")
+        page.add_bars("How full the ranks of a group are", full, upright=True)
         plan = self.cost.total_s, float(self.bytes_by_rank.max(initial=0.0))
-        page.add_plot("Time and memory of what else was found", front_plot(self.front, plan))
+        page.add_lines("Time and memory of what else was found", front_chart(self.front, plan))
         page.add_table("Memory of the fullest rank", self.memory_rows())
         page.add_table("What else was found", self.other_rows())
         return page

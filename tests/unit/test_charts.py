@@ -97,7 +97,7 @@ def test_lines_of_the_same_colour_have_other_dashes() -> None:
 
 
 def test_a_page_has_the_numbers_of_a_line_chart() -> None:
-    ranges = {"x": [1, 2], "y": [3, 4], "low": [2, 3], "high": [5, 7]}
+    ranges: dict[str, Any] = {"x": [1, 2], "y": [3, 4], "low": [2, 3], "high": [5, 7]}
     chart = LineChart(
         [
             Line(name="bars", hover=["first", "second"], marker="o", **ranges),

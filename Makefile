@@ -47,16 +47,16 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo bench test test-all smoke fuzz lint docs clean
+.PHONY: help demo bench test test-all smoke fuzz lint package docs clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 demo: $(INSTALLED)  ## train a small model on 4 local ranks
-	$(BIN)/torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp train --config configs/runs/demo.toml
+	$(BIN)/torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp train --config demo
 
 bench: $(INSTALLED)  ## compare ways to train on 4 local ranks, in under 3 minutes
-	$(BIN)/torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp bench --config configs/runs/bench.toml
+	$(BIN)/torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp bench --config bench
 
 # Tests with several ranks wait more than they compute, so there are more lanes than cores.
 IN_LANES := -m "not alone" --numprocesses $(LANES) --dist loadfile --no-loadscope-reorder --timeout 900
@@ -90,6 +90,9 @@ lint: $(INSTALLED)  ## check style, format and types
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 
+package: $(INSTALLED)  ## build sdist and wheel into dist, and use the wheel in a new environment
+	.ci/package $(BIN)/python
+
 docs: $(DOCS_LOCKED)  ## build the documentation into build/docs; a broken link or reference fails
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --config-file docs/site/mkdocs.yml
 
@@ -97,11 +100,16 @@ clean:  ## remove .venv and everything that was built
 	rm -rf $(VENV_1.8) $(VENV_1.9) $(DOCS_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# --clear follows a link, and would empty an environment that belongs to another folder.
+refuse_link = @test ! -L $(1) || { \
+  echo "error: $(1) is a link to another folder's environment, which would be emptied; remove the link first" >&2; exit 1; }
+
 # A changed lock starts from an empty environment: pip would leave behind what a lock dropped,
 # and the two fbgemm packages own the same files, so one can't be installed over the other.
 $(LOCKED): $(LOCKS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "error: '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | tail -n 1); Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(call refuse_link,$(VENV))
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) install --quiet $(TORCH_PIP_ARGS) torch==$(TORCH_VERSION)
 	$(PIP) install --quiet --no-deps $(addprefix -r ,$(LOCKS))
@@ -113,6 +121,7 @@ $(INSTALLED): $(LOCKED) pyproject.toml
 
 # The documentation has an environment of its own: nothing of it is needed to train, test or lint.
 $(DOCS_LOCKED): requirements/docs.txt
+	$(call refuse_link,$(DOCS_VENV))
 	$(PYTHON) -m venv --clear $(DOCS_VENV)
 	$(DOCS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r $<
 	touch $@

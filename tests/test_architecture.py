@@ -9,13 +9,14 @@ import torchrec_2dsp
 from tests.support.import_rules import (
     LAYERS,
     cycle_violations,
+    drawing_violations,
     import_effects,
     layer_violations,
     private_violations,
-    size_violations,
     unchecked_rooms,
     upstream_violations,
 )
+from tests.support.size_rules import size_violations
 
 PACKAGE = Path(torchrec_2dsp.__file__).parent
 TESTS = Path(__file__).parent
@@ -28,6 +29,7 @@ Checker = Callable[[Path], list[str]]
         layer_violations,
         cycle_violations,
         upstream_violations,
+        drawing_violations,
         private_violations,
         import_effects,
         unchecked_rooms,
@@ -66,7 +68,8 @@ GOOD = {
     "errors": "import os",
     "mesh__a": "import torchrec\nfrom pkg.errors import MeshError",
     "mesh__b": "from pkg.mesh import a\nfrom . import a\nfrom ..errors import MeshError",
-    "programs__cli__app": "def run():\n    from pkg.mesh.b import x",
+    "programs__cli__app": "def run():\n    from pkg.mesh.b import x\n    import rich",
+    "report__svg": "def draw():\n    from matplotlib.figure import Figure",
 }
 
 
@@ -76,6 +79,7 @@ def test_a_good_package_passes(tmp_path: Path) -> None:
         layer_violations,
         cycle_violations,
         upstream_violations,
+        drawing_violations,
         private_violations,
         import_effects,
         size_violations,
@@ -120,6 +124,13 @@ def test_a_good_package_passes(tmp_path: Path) -> None:
             private_violations,
             "a.py:2: module._lookups is private; reach it by a function of _compat",
         ),
+        (
+            "def f():\n    from matplotlib.figure import Figure",
+            drawing_violations,
+            "a.py:2: matplotlib.figure.Figure draws; hand a chart or a table to report",
+        ),
+        ("import plotly", drawing_violations, "a.py:1: plotly draws; hand a chart"),
+        ("from rich.table import Table", drawing_violations, "rich.table.Table draws; hand"),
         ("import torchrec", unchecked_rooms, "pkg/mesh/__init__.py: call require_upstream()"),
         (
             "import atexit\natexit.register(print)",

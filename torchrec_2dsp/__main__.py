@@ -1,6 +1,24 @@
-"""`python -m torchrec_2dsp`."""
+"""The `torchrec-2dsp` command, which is also `python -m torchrec_2dsp`."""
 
-from torchrec_2dsp.programs.cli.app import main
+import sys
+
+_NEEDED = ("rich", "typer")
+
+
+def main() -> None:
+    """Run the command line, or say what to install for it."""
+    try:
+        from torchrec_2dsp.programs.cli.app import app
+    except ModuleNotFoundError as error:
+        library = (error.name or "").partition(".")[0]
+        if library not in _NEEDED:
+            raise
+        sys.exit(
+            f"error: the command line needs {library}, which is not installed; "
+            "pip install 'torchrec-2dsp[cli]'"
+        )
+    app()
+
 
 if __name__ == "__main__":
     main()

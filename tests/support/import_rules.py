@@ -1,4 +1,4 @@
-"""Checks the import graph, and file and function sizes, from the source alone."""
+"""Checks the import graph, and what files do with imported names, from the source alone."""
 
 import ast
 from collections.abc import Iterator
@@ -47,12 +47,13 @@ PUBLIC_FBGEMM = (
     "fbgemm_gpu.split_embedding_configs",
     "fbgemm_gpu.split_table_batched_embeddings_ops_common",
 )
+DRAWING = ("matplotlib", "plotly", "rich")
+DRAWING_ROOMS = ("report", f"{PROGRAMS}.cli")
+"""The rooms that draw, on files and pages and on a terminal; others say what there is to see."""
 PUBLIC_IN_SPITE = ("_replace", "_asdict", "_fields", "_Unpickler")
 """Names that begin with an underscore so as not to be fields, and the one unpickler in Python."""
 EFFECTS = ("register", "register_backend", "register_module_forward_hook")
 """Functions that change what others see: exit handlers, backends, global hooks."""
-MAX_FILE_LINES = 300
-MAX_FUNCTION_LINES = 60
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,17 @@ def upstream_violations(package: Path) -> list[str]:
     ]
 
 
+def drawing_violations(package: Path) -> list[str]:
+    """Imports of libraries that draw, outside the rooms that do."""
+    return [
+        f"{module.path}:{line}: {name} draws; hand a chart or a table to {DRAWING_ROOMS[0]}"
+        for module in read_package(package).values()
+        if module.part not in DRAWING_ROOMS
+        for line, name in imported(module)
+        if _is_in(name, DRAWING)
+    ]
+
+
 def private_violations(package: Path) -> list[str]:
     """Private attributes of objects that the file doesn't define itself, outside the adapters.
 
@@ -251,25 +263,6 @@ def _run_at_import(statement: ast.stmt) -> Iterator[ast.AST]:
         yield from ast.walk(statement)
 
 
-def size_violations(folder: Path) -> list[str]:
-    """Files and functions that are too long."""
-    found = []
-    for path in sorted(folder.rglob("*.py")):
-        text = path.read_text()
-        num_lines = len(text.splitlines())
-        if num_lines > MAX_FILE_LINES:
-            found.append(f"{path}: {num_lines} lines, over {MAX_FILE_LINES}; split it by theme")
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                num_lines = _num_code_lines(node)
-                if num_lines > MAX_FUNCTION_LINES:
-                    found.append(
-                        f"{path}:{node.lineno}: {node.name} has {num_lines} lines, over "
-                        f"{MAX_FUNCTION_LINES}; take its steps out into functions"
-                    )
-    return found
-
-
 def _resolve(name: str, modules: dict[str, Module]) -> Module | None:
     """The module that an imported name is, or is defined in; `None` if it is another package's."""
     while name not in modules and "." in name:
@@ -290,11 +283,3 @@ def _is_internal(name: str) -> bool:
 
 def _is_in(name: str, modules: tuple[str, ...]) -> bool:
     return any(name == module or name.startswith(f"{module}.") for module in modules)
-
-
-def _num_code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    first = function.body[0]
-    docstring = 0
-    if ast.get_docstring(function, clean=False) is not None:
-        docstring = (first.end_lineno or 0) - first.lineno + 1
-    return (function.end_lineno or 0) - function.lineno + 1 - docstring

@@ -111,7 +111,7 @@ def test_plots_refuse_what_they_can_not_show(
     nothing = bench_result(failed=dict.fromkeys(CONTESTANTS, FAILED["floor"]))
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib", None)
-        with pytest.raises(ConfigError, match="pip install matplotlib"):
+        with pytest.raises(ConfigError, match=r"pip install 'torchrec-2dsp\[report\]'"):
             phase_plot(bench_result(), tmp_path / "x.svg")
     pytest.importorskip("matplotlib")
     with pytest.raises(ConfigError, match="no contestant was measured"):

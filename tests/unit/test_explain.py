@@ -1,5 +1,6 @@
 """Why a plan is as it is: on paper, as JSON, as a page, and from the command line."""
 
+import itertools
 import re
 import sys
 from dataclasses import replace
@@ -197,7 +198,7 @@ def test_what_else_was_found_is_told_apart() -> None:
 def test_plots_fit_narrow_windows_and_name_what_needs_names() -> None:
     made = explained()
     page = made.page("Three tables")
-    assert page.html().count('"responsive": true') == 4
+    assert page.html().count('"responsive": true') == 5
     for figure in page.figures:
         layout: Any = figure.layout
         things: Any = figure.data
@@ -214,7 +215,7 @@ def test_a_page_shows_all_tables_and_plots_without_a_network(tmp_path: Path) -> 
     page = re.sub("<script.*?</script>", "", path.read_text(), flags=re.DOTALL)
     for name in ("t_a", "t_b"):
         assert f'<td class="words">{name}</td>' in page
-    assert page.count('class="plotly-graph-div"') == 4
+    assert page.count('class="plotly-graph-div"') == 5
     assert "http" not in page
 
 
@@ -222,13 +223,16 @@ def test_a_page_plots_the_numbers_of_the_report() -> None:
     made = explained()
     page = made.page("Three <tables>")
     plots: list[Any] = list(page.figures)
-    parts, bars, ranks, front = plots
+    parts, bars, busy, full, front = plots
     total = 1e3 * made.cost.total_s
-    (waterfall,) = parts.data
-    assert sum(value for value in waterfall.x if value) == pytest.approx(total)
+    added, step = parts.data
+    assert list(step.x) == [pytest.approx(total)]
+    assert list(added.base)[1:] == pytest.approx(list(itertools.accumulate(added.x))[:-1])
+    assert added.base[-1] + added.x[-1] == pytest.approx(total)
     plotted = {name: value for bar in bars.data for name, value in zip(bar.y, bar.x, strict=True)}
     assert plotted == {one.name: pytest.approx(1e3 * one.seconds) for one in made.tables}
-    assert ranks.data[0].y.tolist() == pytest.approx((1e3 * made.busy_by_rank).tolist())
+    assert list(busy.data[0].y) == pytest.approx((1e3 * made.busy_by_rank).tolist())
+    assert list(full.data[0].y) == pytest.approx((made.bytes_by_rank / 1e9).tolist())
     assert front.data[1].y == (pytest.approx(total),)
     assert "<h1>Three &lt;tables&gt;</h1>" in page.html()
 
@@ -236,7 +240,8 @@ def test_a_page_plots_the_numbers_of_the_report() -> None:
 def test_without_plotly_a_page_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "plotly", None)
     with pytest.raises(
-        tdsp.errors.ConfigError, match="need plotly, which is not installed; pip install"
+        tdsp.errors.ConfigError,
+        match=r"need plotly, which is not installed; pip install 'torchrec-2dsp\[report\]'",
     ):
         explained().write_html("never.html")
 

@@ -67,7 +67,11 @@ def test_dev_lock_adds_and_never_repeats(folder: str) -> None:
 
 def test_runtime_dependencies_are_locked() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = {re.split(r"[<>=]", line)[0] for line in project["dependencies"]}
+    extras = project["optional-dependencies"]
+    together = extras.pop("all")
+    assert together == [f"{project['name']}[{','.join(sorted(extras))}]"]
+    lines = [*project["dependencies"], *(line for lines in extras.values() for line in lines)]
+    wanted = {re.split(r"[<>=]", line)[0] for line in lines}
     assert wanted <= set(names(read_pins("cpu")))
     # Their metadata can't express a CPU installation, so they must stay out.
     assert wanted.isdisjoint({"torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"})
@@ -84,7 +88,9 @@ def test_makefile_installs_each_set_in_an_environment_of_its_own(tried: VersionS
     assert f"-r requirements/{FOLDERS[name]}cpu.txt -r requirements/dev.txt\n" in result.stdout
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "test-all", "smoke", "lint", "clean", "help"])
+@pytest.mark.parametrize(
+    "target", ["demo", "test", "test-all", "smoke", "lint", "package", "docs", "clean", "help"]
+)
 def test_makefile_has_the_target_and_explains_it(target: str) -> None:
     assert re.search(rf"^{target}:.*  ## \w", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
@@ -113,11 +119,27 @@ def test_makefile_refuses_clearly(arguments: list[str], message: str, tmp_path: 
     assert message in result.stderr
 
 
-def test_ci_runs_lint_and_test_and_the_newer_torchrec() -> None:
+@pytest.mark.parametrize(("variable", "target"), [("VENV", "test"), ("DOCS_VENV", "docs")])
+def test_makefile_never_empties_an_environment_through_a_link(
+    variable: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    link, kept = tmp_path / "venv", tmp_path / "elsewhere" / "kept"
+    kept.parent.mkdir()
+    kept.touch()
+    link.symlink_to(kept.parent)
+    result = run_make(f"{variable}={link}", target)
+    assert result.returncode != 0
+    assert f"error: {link} is a link to another folder's environment" in result.stderr
+    assert [*kept.parent.iterdir()] == [kept]
+
+
+def test_ci_runs_what_every_change_has_to_pass() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     lines = script.read_text().splitlines()
     assert "make lint test" in lines
+    assert "make package docs" in lines
     assert any("make smoke TORCHREC=1.9" in line for line in lines)
     named = set(re.findall(r"tests/\S+\.py", (ROOT / "Makefile").read_text()))
     assert all((ROOT / name).is_file() for name in named)

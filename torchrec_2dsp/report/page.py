@@ -1,12 +1,13 @@
 """`Page`: a report as one HTML file, with tables to sort and plots that answer to the mouse."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.report.plots import PALETTE
+from torchrec_2dsp.report.charts import BarChart, LineChart
+from torchrec_2dsp.report.page_plots import bars_figure, lines_figure
+from torchrec_2dsp.report.table import Table
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -38,6 +39,8 @@ for (const heading of document.querySelectorAll("th")) heading.onclick = () => {
 """
 _PLOT_HEIGHT, _PLOT_MARGIN = 400, 60
 """The height of a plot and the margin above it, in pixels."""
+_BARS_MARGIN, _BAR_HEIGHT = 160, 18
+"""What a plot of bars from the left to the right takes, and each of its places, in pixels."""
 
 
 class Page:
@@ -45,8 +48,9 @@ class Page:
 
     Example:
         >>> from torchrec_2dsp.report.page import Page
+        >>> from torchrec_2dsp.report.table import Table
         >>> page = Page("Two ranks")
-        >>> page.add_table("Load", ("rank", "ms"), [("0", "1.5"), ("1", "2.5")])
+        >>> page.add_table("Load", Table(("rank", "ms"), [("0", "1.5"), ("1", "2.5")]))
         >>> "<td>2.5</td>" in page.html()
         True
     """
@@ -62,38 +66,43 @@ class Page:
         """Add a paragraph."""
         self._parts.append(f"<p>{escape(text)}</p>")
 
-    def add_table(
-        self,
-        heading: str,
-        columns: Sequence[str],
-        rows: Sequence[Sequence[str]],
-        words: Collection[str] = (),
-    ) -> None:
-        """Add a table that is sorted by a click on a column's name.
-
-        Args:
-            heading: above it.
-            columns: their names.
-            rows: what is in them.
-            words: the columns that have no numbers.
-        """
-        kinds = [' class="words"' if column in words else "" for column in columns]
-        head = _cells("th", columns, kinds)
-        body = "\n".join(_cells("td", row, kinds) for row in rows)
+    def add_table(self, heading: str, table: Table) -> None:
+        """Add a table that is sorted by a click on a column's name."""
+        kinds = [' class="words"' if name in table.words else "" for name in table.headings]
+        head = _cells("th", table.headings, kinds)
+        body = "\n".join(_cells("td", row, kinds) for row in table.rows)
         self._parts.append(
             f'<h2>{escape(heading)}</h2>\n<div class="wide"><table><thead>{head}</thead>\n'
             f"<tbody>{body}</tbody></table></div>"
         )
 
-    def add_plot(self, heading: str, figure: "Figure", height: int = _PLOT_HEIGHT) -> None:
-        """Add a plot of plotly's, so many pixels high and as wide as the page.
+    def add_lines(self, heading: str, chart: LineChart) -> None:
+        """Add a line chart that is as wide as the page.
 
-        What is drawn is named above the plot, if it is more than one thing.
+        Raises:
+            ConfigError: plotly is missing.
         """
+        self._add_figure(heading, lines_figure(chart), _PLOT_HEIGHT)
+
+    def add_bars(self, heading: str, chart: BarChart, *, upright: bool = False) -> None:
+        """Add a bar chart that is as wide as the page, and as high as its places need.
+
+        Args:
+            heading: what is said above it.
+            chart: the bars.
+            upright: whether bars begin at the bottom, rather than at the left; for many of them.
+
+        Raises:
+            ConfigError: plotly is missing.
+        """
+        height = _PLOT_HEIGHT if upright else _BARS_MARGIN + _BAR_HEIGHT * len(chart.places)
+        self._add_figure(heading, bars_figure(chart, upright=upright), height)
+
+    def _add_figure(self, heading: str, figure: "Figure", height: int) -> None:
+        """Add a figure of plotly's; its parts are named above it if there are several."""
         drawn_things: Any = figure.data
         figure.update_layout(
             template="simple_white",
-            colorway=PALETTE,
             height=height,
             # Room for the toolbar and for the names.
             margin={"t": _PLOT_MARGIN, "r": 20},
@@ -126,21 +135,6 @@ class Page:
     def write(self, path: str | Path) -> None:
         """Write the page to a file."""
         Path(path).write_text(self.html(), encoding="utf-8")
-
-
-def graph_objects() -> Any:
-    """Plotly's module ``graph_objects``.
-
-    Raises:
-        ConfigError: plotly is missing.
-    """
-    try:
-        from plotly import graph_objects
-    except ImportError as error:
-        raise ConfigError(
-            "pages with plots need plotly, which is not installed; pip install plotly"
-        ) from error
-    return graph_objects
 
 
 def _cells(tag: str, cells: Sequence[str], kinds: Sequence[str]) -> str:

@@ -1,15 +1,9 @@
 """`Explanation`: why a plan is as it is, as numbers; printed, it is a report."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from io import StringIO
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from textwrap import fill
 
 from torchrec_2dsp.cost.loads import Ranks
 from torchrec_2dsp.cost.memory import MemoryCost
@@ -17,10 +11,10 @@ from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.planner.explanation.plots import (
     MAX_BARS,
-    front_plot,
-    parts_plot,
-    ranks_plot,
-    tables_plot,
+    front_chart,
+    parts_chart,
+    ranks_chart,
+    tables_chart,
 )
 from torchrec_2dsp.planner.explanation.table_line import (
     HEADINGS,
@@ -29,6 +23,7 @@ from torchrec_2dsp.planner.explanation.table_line import (
 )
 from torchrec_2dsp.planner.search.meshes import Tried
 from torchrec_2dsp.report.page import Page
+from torchrec_2dsp.report.table import Table
 
 _WIDTH = 100
 _BAR = 30
@@ -37,13 +32,6 @@ _MAX_RANKS = 16
 _WORTH_SAYING = 0.9
 """The share of its time that a step must be cut to for advice: sending beside computing takes
 processor time, too, which isn't predicted."""
-
-
-class Rows(NamedTuple):
-    """A table of a report."""
-
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -88,11 +76,10 @@ class Explanation:
 
     def __str__(self) -> str:
         """The report, which fits 100 columns."""
-        file = StringIO()
-        console = Console(file=file, width=_WIDTH, highlight=False)
-        for part in self._parts():
-            console.print(part)
-        return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+        return "\n\n".join(
+            part.text(_WIDTH) if isinstance(part, Table) else fill(part, _WIDTH)
+            for part in self._parts()
+        )
 
     @property
     def headline(self) -> str:
@@ -141,30 +128,31 @@ class Explanation:
             f"instead of {milliseconds(now_s)}."
         )
 
-    def table_rows(self) -> Rows:
+    def table_rows(self) -> Table:
         """A row for each table: how it is sharded, what that takes, and what else it could be."""
-        return Rows(HEADINGS, [line.cells() for line in self.tables])
+        return Table(HEADINGS, [line.cells() for line in self.tables], _WORDS)
 
-    def phase_rows(self) -> Rows:
+    def phase_rows(self) -> Table:
         """The parts of a step."""
         rows = [
             (name.replace("_", " "), milliseconds(seconds))
             for name, seconds in self.cost.parts()
             if seconds
         ]
-        return Rows(("part of a step", "ms"), [*rows, ("all", milliseconds(self.cost.total_s))])
+        rows.append(("all", milliseconds(self.cost.total_s)))
+        return Table(("part of a step", "ms"), rows, _WORDS)
 
-    def memory_rows(self) -> Rows:
+    def memory_rows(self) -> Table:
         """The rows of the fullest rank's memory."""
         rows = [
             (name.replace("_", " "), f"{size / 1e9:.3f}")
             for name, size in self.memory.parts()
             if size
         ]
-        total = f"{self.memory.total_bytes / 1e9:.3f}"
-        return Rows(("kept by the fullest rank", "GB"), [*rows, ("all", total)])
+        rows.append(("all", f"{self.memory.total_bytes / 1e9:.3f}"))
+        return Table(("kept by the fullest rank", "GB"), rows, _WORDS)
 
-    def rank_rows(self) -> Rows:
+    def rank_rows(self) -> Table:
         """How busy and how full the ranks of a group are."""
         longest = float(self.busy_by_rank.max(initial=0.0)) or 1.0
         rows = [
@@ -179,9 +167,9 @@ class Explanation:
                 zip(self.busy_by_rank.tolist(), self.bytes_by_rank.tolist(), strict=True)
             )
         ]
-        return Rows(("rank of a group", "busy ms", "", "GB", "of the room"), rows)
+        return Table(("rank of a group", "busy ms", "", "GB", "of the room"), rows, _WORDS)
 
-    def other_rows(self) -> Rows:
+    def other_rows(self) -> Table:
         """A row for each placement, and for each attempt that nothing beats in time and memory."""
         placed = [(f"{mesh}, placed", milliseconds(seconds), "") for mesh, seconds in self.meshes]
         front = [
@@ -192,7 +180,7 @@ class Explanation:
             )
             for point in self.front
         ]
-        return Rows(("what else was found", "ms", "GB per rank"), [*placed, *front])
+        return Table(("what else was found", "ms", "GB per rank"), [*placed, *front], _WORDS)
 
     def write_html(self, path: str | Path, title: str = "Why this plan") -> None:
         """Write the report as one page with plots, which needs nothing else to be read.
@@ -208,36 +196,35 @@ class Explanation:
         page.add_text(self.headline)
         for sentence in filter(None, (self.verdict, self.caveat, self.advice)):
             page.add_text(sentence)
-        page.add_plot("Parts of a step", parts_plot(self.cost))
+        page.add_bars("Parts of a step", parts_chart(self.cost))
         longest = self.tables[:MAX_BARS]
-        page.add_plot(
-            f"The {len(longest)} tables that take longest",
-            tables_plot(longest),
-            height=160 + 18 * len(longest),
-        )
-        page.add_table("All tables", *self.table_rows(), _WORDS)
-        page.add_plot("Ranks of a group", ranks_plot(self.busy_by_rank, self.bytes_by_rank))
+        page.add_bars(f"The {len(longest)} tables that take longest", tables_chart(longest))
+        page.add_table("All tables", self.table_rows())
+        busy = ranks_chart(1e3 * self.busy_by_rank, "ms")
+        page.add_bars("How busy the ranks of a group are", busy, upright=True)
+        full = ranks_chart(self.bytes_by_rank / 1e9, "GB")
+        page.add_bars("How full the ranks of a group are", full, upright=True)
         plan = self.cost.total_s, float(self.bytes_by_rank.max(initial=0.0))
-        page.add_plot("Time and memory of what else was found", front_plot(self.front, plan))
-        page.add_table("Memory of the fullest rank", *self.memory_rows(), _WORDS)
-        page.add_table("What else was found", *self.other_rows(), _WORDS)
+        page.add_lines("Time and memory of what else was found", front_chart(self.front, plan))
+        page.add_table("Memory of the fullest rank", self.memory_rows())
+        page.add_table("What else was found", self.other_rows())
         return page
 
-    def _parts(self) -> Iterator[Table | Text | str]:
-        yield Text(self.headline)
+    def _parts(self) -> Iterator[Table | str]:
+        yield self.headline
         tables, ranks = self.table_rows(), self.rank_rows()
-        yield _table(tables._replace(rows=tables.rows[:_MAX_TABLES]))
+        yield replace(tables, rows=tables.rows[:_MAX_TABLES])
         hidden = len(self.tables) - _MAX_TABLES
         if hidden > 0:
             rest = sum(line.seconds for line in self.tables[_MAX_TABLES:])
             yield f"and {hidden:,} more tables, which add {milliseconds(rest)} ms"
         yield from filter(None, (self.verdict, self.caveat, self.advice))
-        yield _table(self.phase_rows())
-        yield _table(self.memory_rows())
+        yield self.phase_rows()
+        yield self.memory_rows()
         # The busiest ones, where there are many.
         order = sorted(range(len(ranks.rows)), key=lambda rank: -self.busy_by_rank[rank])
-        yield _table(ranks._replace(rows=[ranks.rows[rank] for rank in sorted(order[:_MAX_RANKS])]))
-        yield _table(self.other_rows())
+        yield replace(ranks, rows=[ranks.rows[rank] for rank in sorted(order[:_MAX_RANKS])])
+        yield self.other_rows()
 
 
 _WORDS = (
@@ -245,12 +232,3 @@ _WORDS = (
     *("part of a step", "kept by the fullest rank", "what else was found", ""),
 )
 """Headings of columns that have no numbers."""
-
-
-def _table(content: Rows) -> Table:
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in content.headings:
-        shown.add_column(heading, justify="left" if heading in _WORDS else "right", overflow="fold")
-    for row in content.rows:
-        shown.add_row(*(Text(cell) for cell in row))
-    return shown

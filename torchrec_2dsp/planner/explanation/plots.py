@@ -1,100 +1,84 @@
-"""Plots of what an `Explanation` says."""
+"""Charts of what an `Explanation` says."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from itertools import accumulate
 
 from torchrec_2dsp.cost.loads import Ranks
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.planner.explanation.table_line import TableLine
 from torchrec_2dsp.planner.search.meshes import Tried
-from torchrec_2dsp.report.page import graph_objects
-from torchrec_2dsp.report.plots import PALETTE
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
+from torchrec_2dsp.report.charts import PALETTE, Axis, BarChart, Bars, Line, LineChart
 
 MAX_BARS = 50
 """How many tables are plotted at most."""
 
 
-def parts_plot(cost: StepCost) -> "Figure":
-    """Each part begins where the one before it ends."""
-    parts = [(name.replace("_", " "), 1e3 * seconds) for name, seconds in cost.parts() if seconds]
-    figure = graph_objects().Figure(
-        graph_objects().Waterfall(
-            orientation="h",
-            y=[*(name for name, _ in parts), "all"],
-            x=[*(part_ms for _, part_ms in parts), None],
-            measure=[*("relative" for _ in parts), "total"],
-            increasing={"marker": {"color": PALETTE[0]}},
-            decreasing={"marker": {"color": PALETTE[2]}},
-            totals={"marker": {"color": PALETTE[3]}},
-            hovertemplate="%{y}: %{delta:.2f} ms<extra></extra>",
-        )
+def parts_chart(cost: StepCost) -> BarChart:
+    """Bars of which each begins where the one before it ends; what is hidden goes back."""
+    parts = {name.replace("_", " "): 1e3 * seconds for name, seconds in cost.parts() if seconds}
+    starts = dict(zip(parts, accumulate(parts.values(), initial=0.0), strict=False))
+    total = {"all": 1e3 * cost.total_s}
+    added = {name: part_ms for name, part_ms in parts.items() if part_ms > 0}
+    hidden = {name: part_ms for name, part_ms in parts.items() if part_ms < 0}
+    kinds = (
+        ("adds time", added, PALETTE[0]),
+        ("is hidden behind other parts", hidden, PALETTE[2]),
+        ("the step", total, PALETTE[3]),
     )
-    figure.update_yaxes(autorange="reversed")
-    figure.update_xaxes(title="ms")
-    return figure
+    bars = [
+        Bars(
+            name=name,
+            values=values,
+            starts={place: starts.get(place, 0.0) for place in values},
+            colour=colour,
+            hover={place: f"{place}: {value:.2f} ms" for place, value in values.items()},
+        )
+        for name, values, colour in kinds
+        if values
+    ]
+    return BarChart(bars, places=[*parts, *total], title="ms")
 
 
-def tables_plot(tables: Sequence[TableLine]) -> "Figure":
-    """A colour for each way to shard them."""
-    figure = graph_objects().Figure(layout={"barmode": "stack"})
+def tables_chart(tables: Sequence[TableLine]) -> BarChart:
+    """A bar for each table, in a colour for each way to shard them."""
+    bars = []
     for way in dict.fromkeys(line.way for line in tables):
         lines = [line for line in tables if line.way == way]
-        figure.add_bar(
-            name=way,
-            orientation="h",
-            y=[line.name for line in lines],
-            x=[1e3 * line.seconds for line in lines],
-            customdata=[(f"{line.num_rows:,}", line.dim, line.sent_bytes / 1e6) for line in lines],
-            hovertemplate="%{y}, %{customdata[0]} rows of %{customdata[1]}: %{x:.3f} ms, "
-            "%{customdata[2]:.3f} MB sent",
-        )
-    order = [line.name for line in tables]
-    figure.update_yaxes(categoryorder="array", categoryarray=order, autorange="reversed")
-    figure.update_xaxes(title="ms that a table adds to a step")
-    return figure
+        hover = {
+            line.name: f"{line.name}, {line.num_rows:,} rows of {line.dim}: "
+            f"{1e3 * line.seconds:.3f} ms, {line.sent_bytes / 1e6:.3f} MB sent"
+            for line in lines
+        }
+        lengths = {line.name: 1e3 * line.seconds for line in lines}
+        bars.append(Bars(name=way, values=lengths, hover=hover))
+    places = [line.name for line in tables]
+    return BarChart(bars, places=places, title="ms that a table adds to a step")
 
 
-def ranks_plot(busy_by_rank: Ranks, bytes_by_rank: Ranks) -> "Figure":
-    """How busy, and how full."""
-    figure = graph_objects().Figure(layout={"barmode": "group"})
-    ranks = list(range(len(busy_by_rank)))
-    figure.add_bar(name="busy ms", x=ranks, y=1e3 * busy_by_rank, offsetgroup=1)
-    figure.add_bar(name="GB", x=ranks, y=bytes_by_rank / 1e9, yaxis="y2", offsetgroup=2)
-    figure.update_layout(
-        xaxis={"title": "rank"},
-        yaxis={"title": "ms"},
-        yaxis2={"title": "GB", "overlaying": "y", "side": "right"},
-    )
-    return figure
+def ranks_chart(numbers: Ranks, unit: str) -> BarChart:
+    """A bar for each rank of a group."""
+    values = {str(rank): float(number) for rank, number in enumerate(numbers)}
+    hover = {rank: f"rank {rank}: {number:.3f} {unit}" for rank, number in values.items()}
+    return BarChart([Bars(name=unit, values=values, hover=hover)], places=[*values], title=unit)
 
 
-def front_plot(front: Sequence[Tried], plan: tuple[float, float]) -> "Figure":
+def front_chart(front: Sequence[Tried], plan: tuple[float, float]) -> LineChart:
     """The attempts that nothing beats in time and memory; a star is the plan's fullest rank.
 
     Args:
         front: what else was tried.
         plan: its seconds, and the bytes of that rank.
     """
-    figure = graph_objects().Figure()
-    figure.add_scatter(
+    attempts = Line(
         name="dealt evenly",
-        mode="lines+markers",
-        line={"shape": "hv"},
         x=[point.bytes_of_rank / 1e9 for point in front],
         y=[1e3 * point.seconds for point in front],
-        text=[str(point.mesh) for point in front],
-        hovertemplate="%{text}: %{y:.2f} ms, %{x:.3f} GB",
+        way="steps",
+        marker="o",
+        hover=[
+            f"{point.mesh}: {1e3 * point.seconds:.2f} ms, {point.bytes_of_rank / 1e9:.3f} GB"
+            for point in front
+        ],
     )
-    figure.add_scatter(
-        name="the plan",
-        mode="markers",
-        marker={"symbol": "star", "size": 14},
-        x=[plan[1] / 1e9],
-        y=[1e3 * plan[0]],
-    )
-    figure.update_xaxes(title="GB per rank")
-    figure.update_yaxes(title="ms per step")
-    return figure
+    star = Line(name="the plan", x=[plan[1] / 1e9], y=[1e3 * plan[0]], way="points", marker="*")
+    return LineChart([attempts, star], x=Axis(title="GB per rank"), y=Axis(title="ms per step"))

@@ -8,7 +8,7 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.programs.bench.sections import LossConfig, NetworkConfig, ScheduleConfig
-from torchrec_2dsp.programs.config.config_file import PathBesideConfig
+from torchrec_2dsp.programs.config.config_file import CalibrationPath
 from torchrec_2dsp.programs.config.sections import (
     ExchangeConfig,
     ModelConfig,
@@ -161,9 +161,9 @@ class BenchConfig(Section):
     loss: LossConfig = LossConfig()
     """Which contestants must train the same, and how closely."""
 
-    calibration: PathBesideConfig = ""
+    calibration: CalibrationPath = ""
     """A calibration file: with it, every contestant's step is predicted, too. In a config file,
-    relative to that."""
+    relative to that; or the name of one that ships, such as `emulated_1gbit`."""
 
     contestants: dict[str, Contestant]
     """The contestants by name. The first stock one with fp32 on the wire is the reference."""

@@ -1,21 +1,17 @@
 """A plot of predicted against measured steps, as an SVG file."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import numpy as np
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.bench.markdown_predicted import measured_s, predicted_in, predicted_s
 from torchrec_2dsp.programs.bench.results import BenchResult
 from torchrec_2dsp.programs.bench.setting_labels import setting_labels
-from torchrec_2dsp.report.plots import PALETTE, plotting, save_plot
+from torchrec_2dsp.report.charts import MARKERS, Axis, Line, LineChart
+from torchrec_2dsp.report.svg import draw_lines
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-_MARKERS = "os^vD<>P"
 _BAND = 0.15
 
 
@@ -25,47 +21,32 @@ def predicted_plot(results: Sequence[BenchResult], path: str | Path) -> None:
     Raises:
         ConfigError: matplotlib is missing, or nothing was predicted.
     """
-    with plotting():
-        save_plot(_figure(results), path)
-
-
-def _figure(results: Sequence[BenchResult]) -> "Figure":
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-    labels = setting_labels(results)
-    predicted = [
-        (label, predicted_in(result)) for label, result in zip(labels, results, strict=True)
-    ]
-    predicted = [(label, contestants) for label, contestants in predicted if contestants]
-    if not predicted:
-        raise ConfigError("no contestant was predicted, so there is nothing to plot")
-    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
-    panel = figure.subplots()
-    for place, (label, contestants) in enumerate(predicted):
-        panel.plot(
-            [measured_s(contestant) * 1e3 for contestant in contestants],
-            [predicted_s(contestant) * 1e3 for contestant in contestants],
-            linestyle="",
-            color=PALETTE[place % len(PALETTE)],
-            marker=_MARKERS[place % len(_MARKERS)],
-            markersize=5,
-            label=label,
+    points = [
+        Line(
+            name=label,
+            x=[measured_s(contestant) * 1e3 for contestant in contestants],
+            y=[predicted_s(contestant) * 1e3 for contestant in contestants],
+            way="points",
         )
-    steps = [
-        measured_s(contestant) * 1e3 for _, contestants in predicted for contestant in contestants
+        for label, result in zip(setting_labels(results), results, strict=True)
+        if (contestants := predicted_in(result))
     ]
-    ends = np.array([0.85 * min(steps), 1.15 * max(steps)])
-    panel.plot(ends, ends, color="black", linewidth=0.8)
-    low, high = (1 - _BAND) * ends, (1 + _BAND) * ends
-    panel.fill_between(ends, low, high, alpha=0.12, color="black", linewidth=0)
-    for axis, set_scale in ((panel.xaxis, panel.set_xscale), (panel.yaxis, panel.set_yscale)):
-        set_scale("log")
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=20))
-        axis.set_minor_locator(NullLocator())
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    panel.grid()
-    panel.set_xlabel("measured ms per step")
-    panel.set_ylabel(f"predicted (grey: within {_BAND:.0%})")
-    figure.legend(loc="outside right center")
-    return figure
+    if not points:
+        raise ConfigError("no contestant was predicted, so there is nothing to plot")
+    steps_ms = [step_ms for line in points for step_ms in line.x]
+    ends = [0.85 * min(steps_ms), 1.15 * max(steps_ms)]
+    equal = Line(
+        x=ends,
+        y=ends,
+        low=[(1 - _BAND) * end for end in ends],
+        high=[(1 + _BAND) * end for end in ends],
+        is_band=True,
+        colour="#000000",
+    )
+    markers = cycle(MARKERS)
+    chart = LineChart(
+        [*(replace(line, marker=next(markers)) for line in points), equal],
+        x=Axis(title="measured ms per step", is_log=True),
+        y=Axis(title=f"predicted (grey: within {_BAND:.0%})", is_log=True),
+    )
+    draw_lines([chart], path)

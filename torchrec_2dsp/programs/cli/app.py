@@ -59,8 +59,3 @@ def _program(
 
 for _command in COMMANDS:
     app.command()(_command)
-
-
-def main() -> None:
-    """Entry point of the console script."""
-    app()

@@ -19,13 +19,18 @@ if TYPE_CHECKING:
 
 def bench(
     config: Annotated[
-        Path, typer.Option(help="What to compare: a TOML file such as configs/runs/bench.toml.")
+        str,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="What to compare: bench or another config that ships, or a TOML file.",
+        ),
     ],
     workload: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            help="The data and the model, instead of those that the file includes: a TOML file "
-            "such as configs/workloads/criteo_one_hot.toml."
+            metavar="NAME|FILE",
+            help="The data and the model, instead of those that the config includes: "
+            "criteo_one_hot or another workload that ships, or a TOML file.",
         ),
     ] = None,
     overrides: Annotated[
@@ -51,7 +56,7 @@ def bench(
 
     Start it with torchrun, which starts the ranks:
 
-    torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp bench --config FILE
+    torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp bench --config bench
 
     The exit code is 1 if a contestant crashed, hung, or trained something else.
     """
@@ -62,7 +67,7 @@ def bench(
 
 
 def _bench(
-    path: Path, workload: Path | None, overrides: list[str], only: list[str], output: Path | None
+    name: str, workload: str | None, overrides: list[str], only: list[str], output: Path | None
 ) -> "BenchResult":
     import os
 
@@ -75,7 +80,7 @@ def _bench(
 
     quiet_upstream()
     check_launched("bench")
-    config = load_config(BenchConfig, path, overrides, include=workload).only(only)
+    config = load_config(BenchConfig, name, overrides, include=workload).only(only)
     if os.environ["RANK"] != "0":
         return run_bench(config)
     console = Console()

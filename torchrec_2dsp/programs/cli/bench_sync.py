@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 
 def bench_sync(
     config: Annotated[
-        Path,
-        typer.Option(help="What to compare: a TOML file such as configs/runs/bench_sync.toml."),
+        str,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="What to compare: bench_sync, which ships, or a TOML file.",
+        ),
     ],
     overrides: Annotated[
         list[str] | None,
@@ -40,13 +43,13 @@ def bench_sync(
 
     Start it with torchrun, which starts the ranks:
 
-    torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp bench-sync --config FILE
+    torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp bench-sync --config bench_sync
     """
     with shown_errors():
         _bench_sync(config, overrides or [], output)
 
 
-def _bench_sync(path: Path, overrides: list[str], output: Path | None) -> None:
+def _bench_sync(name: str, overrides: list[str], output: Path | None) -> None:
     from torchrec_2dsp.programs.bench.syncs.config import SyncBenchConfig
     from torchrec_2dsp.programs.bench.syncs.program import run_sync_bench
     from torchrec_2dsp.programs.bench.syncs.report import sync_plot, sync_report
@@ -54,7 +57,7 @@ def _bench_sync(path: Path, overrides: list[str], output: Path | None) -> None:
     from torchrec_2dsp.programs.launch.world import launched_world, quiet_upstream
 
     quiet_upstream()
-    config = load_config(SyncBenchConfig, path, overrides)
+    config = load_config(SyncBenchConfig, name, overrides)
     with launched_world("cpu", "bench-sync") as rank:
         if rank:
             run_sync_bench(config)
@@ -73,13 +76,14 @@ def _bench_sync(path: Path, overrides: list[str], output: Path | None) -> None:
 
 def show_syncs(result: "SyncBenchResult", console: Console) -> None:
     """Print a table for each shard."""
-    from torchrec_2dsp.programs.bench.syncs.report import HEADINGS, rows_of_shard, shards_of
+    from torchrec_2dsp.programs.bench.syncs.report import shards_of, table_of_shard
 
     for num_groups, shard_mib in shards_of(result):
         table = Table(title=f"{num_groups} copies of {shard_mib:g} MiB", box=box.SIMPLE_HEAD)
-        for heading in HEADINGS:
-            table.add_column(heading, justify="left" if heading == "sync" else "right")
-        for row in rows_of_shard(result, num_groups, shard_mib):
+        content = table_of_shard(result, num_groups, shard_mib)
+        for heading in content.headings:
+            table.add_column(heading, justify="left" if heading in content.words else "right")
+        for row in content.rows:
             table.add_row(*row)
         console.print(table)
 

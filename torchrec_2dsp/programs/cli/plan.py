@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from torchrec_2dsp.planner.explanation.explanation import Explanation
 
 _Config = Annotated[
-    Path, typer.Option(help="Model and machines: a TOML file such as configs/runs/plan.toml.")
+    str,
+    typer.Option(
+        metavar="NAME|FILE",
+        help="Model and machines: plan or another config that ships, or a TOML file.",
+    ),
 ]
 _Overrides = Annotated[
     list[str] | None,
@@ -46,19 +50,19 @@ def plan(
         _plan(config, overrides or [], json, html)
 
 
-def _plan(path: Path, overrides: list[str], json: Path | None, html: Path | None) -> None:
+def _plan(name: str, overrides: list[str], json: Path | None, html: Path | None) -> None:
     from torchrec_2dsp.plan.serialize import save
     from torchrec_2dsp.programs.config.config_file import load_config
     from torchrec_2dsp.programs.launch.world import quiet_upstream
     from torchrec_2dsp.programs.plan.planning import PlanConfig, planning
-    from torchrec_2dsp.report.page import graph_objects
+    from torchrec_2dsp.report.page_plots import graph_objects
 
     quiet_upstream()
     check_writable(json)
     check_writable(html)
     if html is not None:
         graph_objects()  # Said before the search if it is missing.
-    work = planning(load_config(PlanConfig, path, overrides))
+    work = planning(load_config(PlanConfig, name, overrides))
     console = Console()
     with console.status("searching"):
         plan = work.planner.plan(work.model, work.sharders)
@@ -68,7 +72,7 @@ def _plan(path: Path, overrides: list[str], json: Path | None, html: Path | None
     if json is not None:
         save(plan, json)
     if html is not None:
-        explained.write_html(html, f"Why this plan: {path.name}")
+        explained.write_html(html, f"Why this plan: {Path(name).name}")
     for written in (json, html):
         if written is not None:
             console.print(f"wrote {written}", soft_wrap=True)
@@ -84,7 +88,7 @@ def simulate(
         _simulate(config, ranks, overrides or [])
 
 
-def _simulate(path: Path, ranks: str, overrides: list[str]) -> None:
+def _simulate(name: str, ranks: str, overrides: list[str]) -> None:
     from torchrec_2dsp.errors import ConfigError
     from torchrec_2dsp.programs.config.config_file import load_config
     from torchrec_2dsp.programs.launch.world import quiet_upstream
@@ -99,7 +103,7 @@ def _simulate(path: Path, ranks: str, overrides: list[str]) -> None:
     for size in sorted(map(int, sizes)):
         with console.status(f"searching for {size:,} ranks"):
             work = planning(
-                load_config(PlanConfig, path, [*overrides, f"machines.num_ranks={size}"])
+                load_config(PlanConfig, name, [*overrides, f"machines.num_ranks={size}"])
             )
             work.planner.search(work.model, work.sharders)
         simulated.append((size, work.planner.explain()))

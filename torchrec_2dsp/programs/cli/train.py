@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 
 def train(
     config: Annotated[
-        Path, typer.Option(help="What to train: a TOML file such as configs/runs/demo.toml.")
+        str,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="What to train: demo or another config that ships, or a TOML file.",
+        ),
     ],
     overrides: Annotated[
         list[str] | None,
@@ -50,13 +54,13 @@ def train(
 
     Start it with torchrun, which starts the ranks:
 
-    torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp train --config FILE
+    torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp train --config demo
     """
     with shown_errors():
         _train(config, overrides or [], only or [], output)
 
 
-def _train(path: Path, overrides: list[str], only: list[str], output: Path | None) -> None:
+def _train(name: str, overrides: list[str], only: list[str], output: Path | None) -> None:
     from torchrec_2dsp.programs.config.config_file import load_config
     from torchrec_2dsp.programs.launch.world import launched_world, quiet_upstream
     from torchrec_2dsp.programs.train.config import TrainConfig
@@ -64,7 +68,7 @@ def _train(path: Path, overrides: list[str], only: list[str], output: Path | Non
     from torchrec_2dsp.programs.train.record import Recorder
 
     quiet_upstream()
-    config = load_config(TrainConfig, path, overrides).only(only)
+    config = load_config(TrainConfig, name, overrides).only(only)
     with launched_world(config.loop.device, "train") as rank:
         if rank != 0:
             train_runs(config)
@@ -83,7 +87,15 @@ def _train(path: Path, overrides: list[str], only: list[str], output: Path | Non
 def _writers(config: "TrainConfig") -> "list[TrainWatcher]":
     if not config.loop.tensorboard_dir:
         return []
-    from torchrec_2dsp.programs.train.tensorboard import TensorBoardWatcher
+    from torchrec_2dsp.errors import ConfigError
+
+    try:
+        from torchrec_2dsp.programs.train.tensorboard import TensorBoardWatcher
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"loop.tensorboard_dir={config.loop.tensorboard_dir!r} needs tensorboard, which is not "
+            "installed; pip install 'torchrec-2dsp[tensorboard]', or leave it empty"
+        ) from error
 
     return [TensorBoardWatcher(config.loop.tensorboard_dir)]
 

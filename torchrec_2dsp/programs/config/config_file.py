@@ -6,15 +6,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, ValidationError
 
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.config.shipped import find_config, shipped_config
 
 Config = TypeVar("Config", bound=BaseModel)
-_BESIDE_CONFIG = object()
+_HARDWARE, _WORKLOADS = "hardware", "workloads"
+_BESIDE_CONFIG, _MAY_BE_SHIPPED = object(), object()
 PathBesideConfig = Annotated[str, _BESIDE_CONFIG]
 """A path that a config file gives relative to itself; on the command line it is relative to the
 process. Empty for none."""
+CalibrationPath = Annotated[
+    str,
+    _BESIDE_CONFIG,
+    _MAY_BE_SHIPPED,
+    AfterValidator(lambda name: name and str(find_config(name, _HARDWARE))),
+]
+"""Such a path of a calibration, or the name of one that ships, such as ``emulated_1gbit``."""
 
 
 def load_config(
@@ -31,21 +40,25 @@ def load_config(
 
     Args:
         kind: the config's class.
-        path: the file.
+        path: the file, or the name of one that ships with the package; see `find_config`.
         overrides: applied last.
-        include: a file in place of the one that the file names, relative to this process.
+        include: a file in place of the one that the file names, relative to this process, or the
+            name of a workload that ships.
 
     Raises:
         ConfigError: the file can't be read, or a key or value is wrong; it names which.
     """
-    tree = _read(Path(path))
+    file = find_config(path)
+    tree = _read(file)
     named = tree.pop("include", None)
-    if include is None and named is not None:
-        include = Path(path).parent / str(named)
-    tree = _with_paths(kind, tree, Path(path).parent)
+    tree = _with_paths(kind, tree, file.parent)
+    included = None
     if include is not None:
-        included = _with_paths(kind, _read(Path(include)), Path(include).parent)
-        tree = _merged(included, tree)
+        included = find_config(include, _WORKLOADS)
+    elif named is not None:
+        included = find_config(str(named), _WORKLOADS, beside=file.parent)
+    if included is not None:
+        tree = _merged(_with_paths(kind, _read(included), included.parent), tree)
     for override in overrides:
         tree = overridden(tree, override)
     return make_config(kind, tree, source=str(path))
@@ -69,7 +82,8 @@ def _with_paths(kind: type[BaseModel], tree: Mapping[str, Any], folder: Path) ->
             if issubclass(section, BaseModel):
                 resolved[name] = _with_paths(section, value, folder)
         elif isinstance(value, str) and value and _BESIDE_CONFIG in field.metadata:
-            resolved[name] = os.path.normpath(folder / value)
+            is_name = _MAY_BE_SHIPPED in field.metadata and shipped_config(value, _HARDWARE)
+            resolved[name] = value if is_name else os.path.normpath(folder / value)
     return resolved
 
 

@@ -19,7 +19,7 @@ from torchrec_2dsp.optim.moment_scaled import MomentScaledRowWiseAdaGrad
 from torchrec_2dsp.planner.constraints import ParameterConstraints2D
 from torchrec_2dsp.planner.explanation.explanation import Explanation
 from torchrec_2dsp.planner.planner2d import Planner2D
-from torchrec_2dsp.programs.config.config_file import PathBesideConfig
+from torchrec_2dsp.programs.config.config_file import CalibrationPath, PathBesideConfig
 from torchrec_2dsp.programs.config.sections import ModelConfig, ReplicationConfig, Section
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.models.model import build_model, table_name
@@ -36,8 +36,9 @@ _MOST_COMPARED = 10_000
 class MachinesConfig(Section):
     """The machines that a model would be trained on."""
 
-    calibration: PathBesideConfig
-    """A file of the calibrate command; in a config file, relative to that."""
+    calibration: CalibrationPath
+    """A file of the calibrate command, relative to the config file if that names it; or the name of
+    one that ships, such as `emulated_1gbit`."""
 
     slower: Slower = Slower()
     """How many times as long things take as there."""

@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 
 from torchrec_2dsp.plan.sync_config import WeightSync
@@ -9,7 +10,9 @@ from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.study.study import CONFIDENCE, Gap, gaps_to
 from torchrec_2dsp.programs.train.config import RunConfig
 from torchrec_2dsp.programs.train.record import RunRecord, TrainRecord
-from torchrec_2dsp.report.plots import MARKERS, PALETTE, plotting, save_plot
+from torchrec_2dsp.report.charts import MARKERS, Axis, Line, LineChart
+from torchrec_2dsp.report.svg import draw_lines
+from torchrec_2dsp.report.table import Table
 
 
 def study_report(
@@ -64,8 +67,7 @@ _HOW_TO_READ = (
 
 
 def _table(records: Sequence[TrainRecord], gaps: Sequence[Gap]) -> str:
-    rows = [["run", "sync", "optimizer", "gap", "smallest to largest", "sync MB"]]
-    rows.append(["---", "---", "---", "---:", "---:", "---:"])
+    rows = []
     for gap in gaps:
         run = records[0].find(gap.name)
         assert run is not None
@@ -80,7 +82,8 @@ def _table(records: Sequence[TrainRecord], gaps: Sequence[Gap]) -> str:
                 f"{run.sync_bytes_per_step / 1e6:.3f}",
             ]
         )
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    headings = ("run", "sync", "optimizer", "gap", "smallest to largest", "sync MB")
+    return Table(headings, rows, words={"run", "sync", "optimizer"}).markdown()
 
 
 def _optimizer(record: TrainRecord, run: RunRecord) -> str:
@@ -112,31 +115,28 @@ def study_plot(records: Sequence[TrainRecord], path: str | Path, *, reference: s
     Raises:
         ConfigError: matplotlib is missing.
     """
-    gaps = gaps_to(records, reference)
-    with plotting():
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(7.0, 3.6), layout="constrained")
-        axis = figure.subplots()
-        for number, gap in enumerate(gaps[1:]):
-            samples, curves = _curves(records, gap.name, reference)
-            colour = PALETTE[number % len(PALETTE)]
-            axis.plot(
-                samples,
-                [statistics.fmean(values) for values in curves],
-                color=colour,
-                marker=MARKERS[number % len(MARKERS)],
-                markersize=3,
-                linewidth=1.2,
-                label=gap.name,
+    lines = []
+    for gap, marker in zip(gaps_to(records, reference)[1:], cycle(MARKERS), strict=False):
+        samples, curves = _curves(records, gap.name, reference)
+        lines.append(
+            Line(
+                name=gap.name,
+                x=samples,
+                y=[statistics.fmean(values) for values in curves],
+                low=[min(values) for values in curves],
+                high=[max(values) for values in curves],
+                is_band=True,
+                marker=marker,
             )
-            low, high = [min(values) for values in curves], [max(values) for values in curves]
-            axis.fill_between(samples, low, high, color=colour, alpha=0.15, linewidth=0)
-        axis.axhline(0.0, color="#333333", linewidth=0.8)
-        axis.set(xlabel="million samples", ylabel=f"NE minus that of {reference}")
-        axis.grid(True)
-        figure.legend(loc="outside right upper")
-        save_plot(figure, path)
+        )
+    ends = [end for line in lines for end in (line.x[0], line.x[-1])]
+    zero = Line(x=[min(ends), max(ends)], y=[0.0, 0.0], colour="#333333")
+    chart = LineChart(
+        [*lines, zero],
+        x=Axis(title="million samples"),
+        y=Axis(title=f"NE minus that of {reference}"),
+    )
+    draw_lines([chart], path)
 
 
 def _curves(

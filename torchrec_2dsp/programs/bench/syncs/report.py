@@ -1,16 +1,19 @@
 """`sync_report`: a result of `bench-sync` as a page, and its plot."""
 
 import statistics
+from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 
 from torchrec_2dsp.programs.bench.syncs.results import SyncBenchResult, SyncTimes
-from torchrec_2dsp.report.plots import MARKERS, PALETTE, plotting, save_plot
+from torchrec_2dsp.report.charts import MARKERS, Axis, Line, LineChart
+from torchrec_2dsp.report.svg import draw_lines
+from torchrec_2dsp.report.table import Table
 
-HEADINGS = (
+_HEADINGS = (
     *("changed rows", "sync", "min ms", "median ms", "max ms"),
     *("x reference", "MB", "x bytes", "noting ms"),
 )
-"""The headings of the table of one shard."""
 
 
 def sync_report(result: SyncBenchResult, *, plot: str = "", data: str = "") -> str:
@@ -42,9 +45,7 @@ def sync_report(result: SyncBenchResult, *, plot: str = "", data: str = "") -> s
     parts.append(_HOW_TO_READ.format(reference=result.reference))
     for num_groups, shard_mib in shards_of(result):
         parts.append(f"## {num_groups} copies of {shard_mib:g} MiB")
-        rows = [HEADINGS, ("---:", "---", *["---:"] * (len(HEADINGS) - 2))]
-        rows += rows_of_shard(result, num_groups, shard_mib)
-        parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
+        parts.append(table_of_shard(result, num_groups, shard_mib).markdown())
     return "\n\n".join(parts) + "\n"
 
 
@@ -63,10 +64,8 @@ def shards_of(result: SyncBenchResult) -> list[tuple[int, float]]:
     return list(dict.fromkeys(times.case[:2] for times in result.times))
 
 
-def rows_of_shard(
-    result: SyncBenchResult, num_groups: int, shard_mib: float
-) -> list[tuple[str, ...]]:
-    """The rows of the table of one shard."""
+def table_of_shard(result: SyncBenchResult, num_groups: int, shard_mib: float) -> Table:
+    """What each sync of one shard took, by how many of its rows had changed."""
     rows = []
     for times in result.times:
         if times.case[:2] != (num_groups, shard_mib):
@@ -86,7 +85,7 @@ def rows_of_shard(
                 else "-",
             )
         )
-    return rows
+    return Table(_HEADINGS, rows, words={"sync"})
 
 
 def sync_plot(result: SyncBenchResult, path: str | Path) -> None:
@@ -95,36 +94,31 @@ def sync_plot(result: SyncBenchResult, path: str | Path) -> None:
     Raises:
         ConfigError: matplotlib is missing.
     """
-    with plotting():
-        from matplotlib.figure import Figure
-
-        shards = shards_of(result)
-        figure = Figure(figsize=(3.2 * len(shards) + 1.6, 3.2), layout="constrained")
-        axes = figure.subplots(1, len(shards), sharey=True, squeeze=False)[0]
-        names = list(dict.fromkeys(times.sync for times in result.times))
-        for axis, shard in zip(axes, shards, strict=True):
-            for number, name in enumerate(names):
-                line = [
-                    times for times in result.times if (times.case[:2], times.sync) == (shard, name)
-                ]
-                axis.errorbar(
-                    [100 * times.touched_share for times in line],
-                    [1e3 * times.median_s for times in line],
-                    yerr=list(zip(*map(_spread_ms, line), strict=True)),
-                    color=PALETTE[number % len(PALETTE)],
-                    marker=MARKERS[number % len(MARKERS)],
-                    markersize=4,
-                    linewidth=1.2,
-                    label=name,
-                )
-            axis.set(xscale="log", yscale="log", xlabel="changed rows per copy, %")
-            axis.set_title(f"{shard[0]} copies of {shard[1]:g} MiB")
-            axis.grid(True, which="major")
-        axes[0].set_ylabel("time of a sync, ms")
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
-        save_plot(figure, path)
+    names = list(dict.fromkeys(times.sync for times in result.times))
+    charts = [
+        LineChart(
+            [
+                _line(name, marker, [times for times in result.times if times.case[:2] == shard])
+                for name, marker in zip(names, cycle(MARKERS), strict=False)
+            ],
+            x=Axis(title="changed rows per copy, %", is_log=True),
+            y=Axis(title="time of a sync, ms", is_log=True),
+            title=f"{shard[0]} copies of {shard[1]:g} MiB",
+            width_inches=3.2,
+        )
+        for shard in shards_of(result)
+    ]
+    draw_lines(charts, path)
 
 
-def _spread_ms(times: SyncTimes) -> tuple[float, float]:
-    low, high = times.median_s - min(times.seconds), max(times.seconds) - times.median_s
-    return 1e3 * low, 1e3 * high
+def _line(name: str, marker: str, times_of_shard: Sequence[SyncTimes]) -> Line:
+    """The line of one sync, from the fastest to the slowest time of each share."""
+    times_of_sync = [times for times in times_of_shard if times.sync == name]
+    return Line(
+        name=name,
+        x=[100 * times.touched_share for times in times_of_sync],
+        y=[1e3 * times.median_s for times in times_of_sync],
+        low=[1e3 * min(times.seconds) for times in times_of_sync],
+        high=[1e3 * max(times.seconds) for times in times_of_sync],
+        marker=marker,
+    )

@@ -1,0 +1,101 @@
+"""Configs that ship with the package are found by name, from any folder."""
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.bench.config import BenchConfig
+from torchrec_2dsp.programs.cli.app import app
+from torchrec_2dsp.programs.config.config_file import load_config
+from torchrec_2dsp.programs.config.shipped import find_config, shipped_configs
+from torchrec_2dsp.programs.plan.planning import PlanConfig
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+FOLDERS = ("hardware", "runs", "workloads")
+
+
+@pytest.fixture(autouse=True)
+def _empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_every_config_of_the_repository_ships(folder: str) -> None:
+    files = sorted((CONFIGS / folder).glob("*.toml"))
+    assert files
+    assert list(shipped_configs(folder)) == [file.stem for file in files]
+    for file in files:
+        assert find_config(file.stem, folder).samefile(file)
+        assert find_config(f"{folder}/{file.stem}").samefile(file)
+
+
+def test_no_folder_is_left_out() -> None:
+    assert sorted(path.name for path in CONFIGS.iterdir()) == sorted(FOLDERS)
+
+
+def test_a_path_stays_a_path() -> None:
+    assert find_config("demo.toml") == Path("demo.toml")
+    assert find_config("x/run.toml", beside="/there") == Path("/there/x/run.toml")
+    assert find_config("/x/run.toml", beside="/there") == Path("/x/run.toml")
+    Path("mine").touch()
+    assert find_config("mine") == Path("mine")
+    # What ships wins over a file of the same name, whatever lies in the folder.
+    Path("demo").touch()
+    assert find_config("demo").samefile(CONFIGS / "runs" / "demo.toml")
+    assert find_config("./demo") == Path("demo")
+
+
+@pytest.mark.parametrize("name", ["dmo", "", "elsewhere/demo", "../pyproject", "/runs/demo"])
+def test_an_unknown_name_lists_those_that_ship(name: str) -> None:
+    text = f"{name!r} is no file, and no config of that name ships with the package; use a path, or"
+    runs = ", ".join(sorted(path.stem for path in (CONFIGS / "runs").glob("*.toml")))
+    with pytest.raises(ConfigError, match=re.escape(f"{text} one of {runs}") + "$"):
+        find_config(name)
+
+
+def test_a_name_brings_what_its_file_refers_to() -> None:
+    config = load_config(PlanConfig, "plan")
+    assert Path(config.machines.calibration).samefile(CONFIGS / "hardware" / "emulated_1gbit.toml")
+    one_hot = load_config(BenchConfig, "bench_criteo")
+    steep = load_config(BenchConfig, "bench_criteo", include="criteo_steep")
+    assert one_hot.data != steep.data
+    path = CONFIGS / "workloads" / "criteo_steep.toml"
+    assert load_config(BenchConfig, "bench_criteo", include=path) == steep
+
+
+def test_a_file_may_refer_to_names() -> None:
+    own = Path("below", "mine.toml")
+    own.parent.mkdir()
+    own.write_text('include = "criteo_one_hot"\n[machines]\ncalibration = "emulated_200mbit"\n')
+    shipped = load_config(PlanConfig, "plan")
+    config = load_config(PlanConfig, own)
+    assert config.data == shipped.data
+    expected = CONFIGS / "hardware" / "emulated_200mbit.toml"
+    assert Path(config.machines.calibration).samefile(expected)
+    override = "machines.calibration=emulated_1gbit"
+    config = load_config(PlanConfig, own, [override])
+    assert config.machines.calibration == shipped.machines.calibration
+    # A file of its own is still found beside it.
+    own.write_text(own.read_text().replace("emulated_200mbit", "../known.toml"))
+    assert load_config(PlanConfig, own).machines.calibration == "known.toml"
+
+
+def test_an_unknown_calibration_names_its_key_and_those_that_ship() -> None:
+    with pytest.raises(ConfigError, match=r"^plan: machines\.calibration='1gbit': .* one of emul"):
+        load_config(PlanConfig, "plan", ["machines.calibration=1gbit"])
+
+
+@pytest.mark.parametrize("command", ["train", "bench", "bench-sync", "plan", "simulate"])
+def test_every_command_with_a_config_takes_names(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    ranks = ("--ranks", "4") if command == "simulate" else ()
+    result = CliRunner().invoke(app, [command, "--config", "dmo", *ranks])
+    assert result.exit_code == 2
+    assert "error: 'dmo' is no file, and no config of that name ships" in result.stderr
+    assert "bench_criteo, bench_sync, demo, plan" in result.stderr

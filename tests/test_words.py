@@ -12,6 +12,7 @@ PACKAGE = Path(torchrec_2dsp.__file__).parent
 ROOMS = (
     "_compat",
     "access",
+    "comms",
     "cost",
     "mesh",
     "optim",

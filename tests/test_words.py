@@ -19,6 +19,7 @@ ROOMS = (
     "plan",
     "planner",
     "programs",
+    "replicas",
     "report",
     "rows",
 )

@@ -16,6 +16,7 @@ ROOMS = (
     "cost",
     "mesh",
     "optim",
+    "parallel",
     "plan",
     "planner",
     "programs",

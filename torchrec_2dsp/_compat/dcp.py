@@ -38,7 +38,7 @@ PICKLED_NAMES: Mapping[str, str] = MappingProxyType(
         f"{_DCP}.metadata.StorageMeta": "StorageMeta",
         f"{_DCP}.metadata._MEM_FORMAT_ENCODING": "memory format",
         f"{_DCP}.filesystem._StorageInfo": "_StorageInfo",
-        # torch before 2.3
+        # Names that torch before 2.3 wrote.
         f"{_OLD}.TensorProperties": "TensorProperties",
         f"{_OLD}.MEM_FORMAT_ENCODING": "memory format",
         "torch.Size": "Size",

@@ -63,7 +63,8 @@ class TbeShape:
 
     def features_of(self, table: int) -> list[int]:
         """The features that look up ``table``."""
-        return [feature for feature, owner in enumerate(self.feature_tables) if owner == table]
+        tables = enumerate(self.feature_tables)
+        return [feature for feature, feature_table in tables if feature_table == table]
 
 
 @dataclass(frozen=True)

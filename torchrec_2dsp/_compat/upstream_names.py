@@ -28,10 +28,10 @@ _CHECK_NAME = "upstream names"
 
 
 def needed_names(package: Path = PACKAGE) -> list[tuple[str, str]]:
-    """All ``(module, name)`` that the package imports from torchrec and fbgemm, some from torch.
+    """All ``(module, name)`` that the package imports from torchrec, fbgemm and torch's internals.
 
-    Only the adapters' names from torch are included, because nothing else uses what torch doesn't
-    document. The names are read from the source files, so that no list can be out of date.
+    From torch, these are the names that the adapters import, because nothing else uses what torch
+    doesn't document. All are read from the source files, so that no list can be out of date.
 
     Args:
         package: the folder of the source files.

@@ -1,4 +1,4 @@
-"""`Notice`: what a rank posts when something went wrong; `blame`: the error that notices show."""
+"""`Notice`: what a rank posts when something went wrong; `blame`: the error in all notices."""
 
 import enum
 import json

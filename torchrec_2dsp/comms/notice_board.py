@@ -165,7 +165,7 @@ class NoticeBoard:
         return True
 
     def _ask(self) -> list[Notice]:
-        """Ask all other ranks; return their notices when all have answered or time is up."""
+        """Ask all others; return their notices once all answered, one failed, or time is up."""
         alarm = self._store.add(_ALARMS, 1)
         self._last_alarm = alarm
         self._post()

@@ -9,7 +9,21 @@ import torchrec_2dsp
 from tests.support.word_rules import filler_violations, fragment_violations, twin_violations
 
 PACKAGE = Path(torchrec_2dsp.__file__).parent
-ROOMS = ("access", "cost", "mesh", "optim", "plan", "planner", "programs", "report")
+ROOMS = (
+    "_compat",
+    "access",
+    "comms",
+    "cost",
+    "mesh",
+    "optim",
+    "parallel",
+    "plan",
+    "planner",
+    "programs",
+    "replicas",
+    "report",
+    "rows",
+)
 """The rooms that keep the rules; add a room when it does."""
 
 Checker = Callable[[Path, Sequence[str]], list[str]]

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from tests.support.versions import OLD, UNKNOWN, on_cpu
 from torchrec_2dsp._compat.installed_versions import find_versions
 from torchrec_2dsp._compat.known_versions import TRIED
-from torchrec_2dsp._compat.versions import Check, Status, set_for
+from torchrec_2dsp._compat.versions import CheckResult, Status, set_for
 from torchrec_2dsp.programs.cli import doctor as doctor_module
 from torchrec_2dsp.programs.cli.app import app
 from torchrec_2dsp.programs.doctor.health import (
@@ -36,7 +36,7 @@ OTHER = next(tried for tried in TRIED if tried is not HERE)
 
 
 @pytest.mark.parametrize("check", [check_fbgemm_operators, check_torchrec, check_gloo, check_cuda])
-def test_runtime_checks_pass_here(check: Callable[[], Check]) -> None:
+def test_runtime_checks_pass_here(check: Callable[[], CheckResult]) -> None:
     result = check()
     assert result.status is Status.OK, result
 
@@ -49,11 +49,11 @@ def test_gloo_check_leaves_no_process_group() -> None:
 
 
 def test_an_exception_is_a_failed_check_with_its_remedy() -> None:
-    def broken() -> Check:
+    def broken() -> CheckResult:
         raise OSError("undefined symbol: _ZN3c10\nmore lines")
 
     result = run_guarded("fbgemm operators", broken, ("reinstall it",))
-    assert result == Check(
+    assert result == CheckResult(
         name="fbgemm operators",
         status=Status.FAILED,
         found="OSError: undefined symbol: _ZN3c10",
@@ -62,7 +62,7 @@ def test_an_exception_is_a_failed_check_with_its_remedy() -> None:
 
 
 def test_an_exception_without_text_is_reported_too() -> None:
-    def broken() -> Check:
+    def broken() -> CheckResult:
         raise RuntimeError
 
     assert run_guarded("gloo", broken, ()).found == "RuntimeError: no message"
@@ -96,7 +96,7 @@ def test_launch_environment(environ: dict[str, str], status: Status, found: str)
 
 def test_fixes_are_printed_whole_and_without_markup() -> None:
     command = "pip install --no-deps " + " ".join(f'"package-{i}[extra]==1.0"' for i in range(20))
-    check = Check(name="fbgemm", status=Status.FAILED, found="[1.0]", remedy=(command,))
+    check = CheckResult(name="fbgemm", status=Status.FAILED, found="[1.0]", remedy=(command,))
     out = StringIO()
     doctor_module.show_checks([check], Console(file=out, width=60))
     assert f"  {command}\n" in out.getvalue()
@@ -110,8 +110,8 @@ def test_fixes_are_printed_whole_and_without_markup() -> None:
 def test_exit_code_is_one_if_any_check_failed(
     monkeypatch: pytest.MonkeyPatch, status: Status, exit_code: int
 ) -> None:
-    good = Check(name="python", status=Status.OK, found="3.11")
-    checks = (Check(name="gloo", status=status, found="whatever"), good)
+    good = CheckResult(name="python", status=Status.OK, found="3.11")
+    checks = (CheckResult(name="gloo", status=status, found="whatever"), good)
     monkeypatch.setattr(doctor_module, "run_health_checks", lambda *, run: checks)
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == exit_code, result.output

@@ -1,1 +1,1 @@
-"""The only importer of TorchRec and FBGEMM internals."""
+"""Adapters to internals of TorchRec, FBGEMM and torch, which only they import; version checks."""

@@ -1,4 +1,4 @@
-"""What torch.distributed knows and doesn't say in public."""
+"""Adapters to private parts of torch.distributed."""
 
 from datetime import timedelta
 from typing import Any
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta:
-    """How long a collective of ``group`` may take; new groups don't inherit it by themselves."""
+    """How long a collective of ``group`` may take, which new groups don't inherit."""
     return _timeout(group._get_backend(torch.device(device_type)).options)
 
 
@@ -44,25 +44,25 @@ def _timeout(options: Backend.Options) -> timedelta:
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Let collectives of a group that others have made take so long, and no longer."""
+    """Set how long a collective of an existing group may take."""
     # Public since torch 2.14, where the private name warns.
     setter = getattr(dist, "set_timeout", None) or _c10d._set_pg_timeout
     setter(timeout, group)
 
 
 def store_of_world() -> dist.Store:
-    """The store through which the ranks of the world have found each other."""
+    """The store through which the ranks of the world found each other."""
     return _c10d._get_default_store()
 
 
 def own_connection(store: dist.Store) -> dist.Store:
-    """The same store, over another connection, which doesn't wait for what the first one does."""
+    """A second connection to ``store``, on which calls don't wait for those on the first."""
     clone: dist.Store = store.clone()  # type: ignore[attr-defined]
     return clone
 
 
 def pass_on_to(group: dist.ProcessGroup, backend: dist.ProcessGroupGloo) -> None:
-    """Let what torch doesn't call on a Python group reach ``backend`` through the dispatcher."""
+    """Let the dispatcher send to ``backend`` what torch doesn't call on a group in Python."""
     kind = dist.ProcessGroup.BackendType.CUSTOM
     group._register_backend(torch.device("cpu"), kind, backend)
     group._set_default_backend(kind)

@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint (DCP) writes and checks, and doesn't say in public."""
+"""Adapters to private parts of torch.distributed.checkpoint (DCP)."""
 
 import io
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ PICKLED_NAMES: Mapping[str, str] = MappingProxyType(
         f"{_DCP}.metadata.StorageMeta": "StorageMeta",
         f"{_DCP}.metadata._MEM_FORMAT_ENCODING": "memory format",
         f"{_DCP}.filesystem._StorageInfo": "_StorageInfo",
-        # torch before 2.3
+        # Names that torch before 2.3 wrote.
         f"{_OLD}.TensorProperties": "TensorProperties",
         f"{_OLD}.MEM_FORMAT_ENCODING": "memory format",
         "torch.Size": "Size",
@@ -47,18 +47,18 @@ PICKLED_NAMES: Mapping[str, str] = MappingProxyType(
         "pathlib.WindowsPath": "path",
     }
 )
-"""All that the pickle `.metadata` names beside data types of torch, with what each is."""
+"""What each name in a checkpoint's pickle `.metadata` stands for, data types of torch aside."""
 
 
 def wrong_chunks(metadata: Metadata) -> list[str]:
-    """What is wrong with the chunks of tensors: out of bounds, overlapping, or not the whole.
+    """Errors of tensors whose chunks are out of bounds, overlap, or don't cover the tensor.
 
-    DCP looks at that when it saves, and never when it loads.
+    DCP checks that when it saves, and never when it loads.
     """
-    # It compares volumes only if there are several plans, and looks at nothing in them.
+    # The check compares volumes only if there are several plans, and reads nothing in them.
     return _validate_global_plan([SavePlan([])] * 2, metadata)
 
 
 def file_view(file: IO[bytes], offset: int, length: int) -> IO[bytes]:
-    """Some bytes of an open file, as a file of their own."""
+    """The part of an open file from ``offset`` on, as a file of its own."""
     return cast(IO[bytes], _create_file_view(cast(io.IOBase, file), offset, length))

@@ -1,8 +1,8 @@
-"""The order in which DDP adds gradients up over the ranks: private to torch, and part of the bits.
+"""The order of parameters in DDP's buckets, which decides how sums of gradients are rounded.
 
 DDP puts gradients into buckets, and where a number stands in its bucket decides in which order the
-ranks' numbers are added. The first steps of a run go by the order of the parameters; then DDP goes
-by the order in which gradients came. A run that goes on has to begin with the latter.
+ranks' numbers are added. A run's first steps use the order of the parameters, later ones the order
+in which gradients arrived. A resumed run has to start with the latter to compute the same bits.
 """
 
 from weakref import WeakKeyDictionary
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 __all__ = ["gradient_order", "start_in_order"]
 
 _STARTED_IN: "WeakKeyDictionary[DistributedDataParallel, list[str]]" = WeakKeyDictionary()
-"""What `start_in_order` was given, because DDP numbers parameters by it afterwards."""
+"""The order given to `start_in_order`, by which DDP numbers its parameters afterwards."""
 
 _BUILTIN_HOOK = "BuiltinCommHookType."
 
@@ -21,7 +21,7 @@ _BUILTIN_HOOK = "BuiltinCommHookType."
 def gradient_order(ddp: DistributedDataParallel) -> list[str] | None:
     """The names of DDP's parameters in the order of its buckets.
 
-    `None` while DDP hasn't settled on one, which takes it three steps.
+    `None` until DDP has settled on an order, which takes three steps.
     """
     if ddp in _STARTED_IN:
         return _STARTED_IN[ddp]
@@ -35,10 +35,12 @@ def gradient_order(ddp: DistributedDataParallel) -> list[str] | None:
 
 
 def start_in_order(ddp: DistributedDataParallel, order: list[str] | None) -> bool:
-    """Let DDP go on in this order, or begin anew for `None`; call it on all ranks, between steps.
+    """Make DDP use this order from now on, or start anew for `None`.
+
+    Call it on all ranks, between steps.
 
     Returns:
-        Whether it does. It doesn't if it has other parameters, or a precision of its own.
+        Whether DDP does so. It can't with other parameters, mixed precision or a Python reducer.
 
     Collectives:
         With an order, a broadcast of the buckets.
@@ -54,7 +56,7 @@ def start_in_order(ddp: DistributedDataParallel, order: list[str] | None) -> boo
         params = [params[places[name]] for name in order]
         is_sparse = [is_sparse[places[name]] for name in order]
     hook_name = str(ddp._get_ddp_logging_data().get("comm_hook", ""))
-    # What DDP does when it is unpickled.
+    # DDP builds its reducer in this way when it is unpickled.
     debug_names = ddp._build_debug_param_to_name_mapping(params)
     ddp._ddp_init_helper(params, is_sparse, debug_names, ddp.static_graph)
     if ddp.static_graph:
@@ -80,7 +82,7 @@ def _make_static(reducer: dist.Reducer, logger: dist.Logger) -> None:
 
 
 def _settle(reducer: dist.Reducer) -> None:
-    """Keep the order of the parameters that the reducer was made with."""
+    """Make the reducer keep the order of parameters that it was created with."""
     reducer._push_all_rebuilt_params()
     reducer._rebuild_buckets()
 

@@ -1,4 +1,4 @@
-"""FBGEMM's table-batched embedding (TBE): what the plugin reads from it and sets on it."""
+"""Adapters to FBGEMM's table-batched embedding (TBE): what the plugin reads and sets there."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,9 +52,9 @@ class TbeShape:
     feature_tables: tuple[int, ...]
     """The table that each feature looks up; features of a table are adjacent."""
     is_sequence: bool
-    """One output row per id instead of one per bag."""
+    """Whether there is one output row per id instead of one per bag."""
     is_mean: bool
-    """Bags are averaged."""
+    """Whether bags are averaged instead of summed."""
 
     @property
     def num_tables(self) -> int:
@@ -63,15 +63,16 @@ class TbeShape:
 
     def features_of(self, table: int) -> list[int]:
         """The features that look up ``table``."""
-        return [feature for feature, of in enumerate(self.feature_tables) if of == table]
+        tables = enumerate(self.feature_tables)
+        return [feature for feature, feature_table in tables if feature_table == table]
 
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """The point of a schedule at which rows were looked up."""
+    """The learning rate and the iteration at which rows were looked up."""
 
     learning_rate: float
-    """In the kernel's own units."""
+    """The learning rate, in the kernel's own units."""
     iteration: int
     """The kernel's iteration counter, which Adam-like optimizers correct their bias with."""
 
@@ -88,11 +89,11 @@ def tbe_shape(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> TbeShape:
 
 
 def tell_empty_tables_apart(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> None:
-    """Let the kernel's backward tell tables without rows from the ones after them.
+    """Keep the kernel's backward from confusing a table without rows with the next table.
 
-    FBGEMM's CPU backward takes neighbouring features for those of one table if their tables' rows
-    begin at the same number, which is so after a table without rows: the next table is then updated
-    as if it had that one's columns. Numbers that leave room for a row of each table mend it.
+    FBGEMM's CPU backward takes adjacent features for features of one table if the rows of their
+    tables begin at the same number, as they do after a table without rows. It then updates the next
+    table with the empty one's columns. Here rows are numbered as if each table had at least one.
     """
     rows = [max(1, num_rows) for num_rows in tbe_shape(tbe).table_rows]
     first_rows = [0, *accumulate(rows)]
@@ -125,7 +126,7 @@ def eps_of(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> float:
 
 
 def output_dtype(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> torch.dtype:
-    """The type of the numbers that the kernel gives."""
+    """The data type of the kernel's output."""
     return SparseType.from_int(tbe.output_dtype).as_dtype()
 
 
@@ -135,13 +136,13 @@ def iteration_of(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> int:
 
 
 def set_iteration(tbe: SplitTableBatchedEmbeddingBagsCodegen, iteration: int) -> None:
-    """Let the kernel go on counting forwards from there; FBGEMM keeps the count twice."""
+    """Set the number of forwards that the kernel has counted; FBGEMM keeps it twice."""
     for counter in (tbe.iter, tbe.iter_cpu):
         _tensor(counter).fill_(iteration)
 
 
 def max_gradient(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> float | None:
-    """The bound to which the kernel clips what a bag contributes, `None` without clipping."""
+    """The bound to which the kernel clips the gradient of each bag; `None` without clipping."""
     args = tbe.optimizer_args
     return float(args.max_gradient) if args.gradient_clipping else None
 
@@ -162,17 +163,17 @@ def optimizer_states(
 def updating_as_of(
     tbe: SplitTableBatchedEmbeddingBagsCodegen, step: OptimizerStep, *, as_sequence: bool
 ) -> Iterator[None]:
-    """Run one forward and backward of ``tbe`` as it would have run at ``step``, unclipped.
+    """A context in which one forward and backward of ``tbe`` run as of ``step``, unclipped.
 
     With ``as_sequence``, the forward gives one output row per id, whatever the kernel pools by; its
     tables must have one dimension.
 
-    Clipping belongs to what a bag contributes, which was clipped when it was captured: the
-    merged gradient of a row is a sum of such contributions and is never clipped.
+    The gradients of bags were clipped when they were captured. The merged gradient of a row is a
+    sum of these, and is never clipped.
     """
     learning_rate, args = learning_rate_of(tbe), tbe.optimizer_args
     counters = (_tensor(tbe.iter), _tensor(tbe.iter_cpu))
-    counted = [counter.clone() for counter in counters]
+    iterations = [counter.clone() for counter in counters]
     output_dtype, pooling = tbe.output_dtype, (tbe.pooling_mode, tbe.is_nobag)
     set_learning_rate(tbe, step.learning_rate)
     tbe.optimizer_args = args._replace(gradient_clipping=False)
@@ -190,10 +191,10 @@ def updating_as_of(
         tbe.optimizer_args = args
         tbe.output_dtype = output_dtype
         tbe.pooling_mode, tbe.is_nobag = pooling
-        for counter, value in zip(counters, counted, strict=True):
-            counter.copy_(value)
+        for counter, iteration in zip(counters, iterations, strict=True):
+            counter.copy_(iteration)
 
 
 def _tensor(buffer: object) -> torch.Tensor:
-    """A registered buffer, which the type stubs of modules call anything."""
+    """A registered buffer of a module, for which type checkers only know `object`."""
     return cast(torch.Tensor, buffer)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class FoundVersions:
-    """What this machine has; `None` is "not installed"."""
+    """The versions that this machine has; `None` is "not installed"."""
 
     torch: str | None
     torchrec: str | None
@@ -74,9 +74,9 @@ def _find_torch() -> str | None:
         return None
     source = Path(str(distribution.locate_file("torch/version.py")))
     if source.is_file():
-        written = re.search(r"^__version__ = '([^']+)'", source.read_text(), re.MULTILINE)
-        if written is not None:
-            return written.group(1)
+        version = re.search(r"^__version__ = '([^']+)'", source.read_text(), re.MULTILINE)
+        if version is not None:
+            return version.group(1)
     return distribution.version
 
 

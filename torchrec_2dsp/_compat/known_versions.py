@@ -1,7 +1,7 @@
 """The versions of torch, torchrec and fbgemm that are tried together, and how to install them.
 
 fbgemm is compiled against one series of torch, and torchrec is written against one of fbgemm; no
-package metadata says so. What is known of it is in this table, and nowhere else.
+package metadata says so. `TRIED` does, and nothing else.
 """
 
 import re
@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 PACKAGES = ("torch", "torchrec", "fbgemm")
-"""What a set has a version of each of; torch first, because the others are made for it."""
+"""The packages of a `VersionSet`; torch first, because the others are made for it."""
 
 TORCHMETRICS = "1.0.3"
-"""torchrec's exact pin, in all tried sets."""
+"""The version of torchmetrics that torchrec pins, in all tried sets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class VersionSet:
 
     torch: str
     torchrec: str
-    """The newest one that was tried."""
+    """The newest release that was tried."""
     fbgemm: str
     also_tried: tuple[str, ...] = ()
     """Other releases of torchrec that were tried with the same torch and fbgemm."""
@@ -29,7 +29,7 @@ class VersionSet:
     pyre_extensions: str = "0.0.32"
 
     def version(self, package: str) -> str:
-        """The version that is installed of one of `PACKAGES`."""
+        """The set's version of ``package``, one of `PACKAGES`."""
         return {"torch": self.torch, "torchrec": self.torchrec, "fbgemm": self.fbgemm}[package]
 
     def series(self, package: str) -> str:
@@ -43,8 +43,7 @@ class VersionSet:
     def has(self, package: str, version: str | None) -> bool:
         """Whether ``version`` has the set's major and minor number.
 
-        Patch releases of a series are made to be exchanged for each other. Nightly and local parts
-        don't matter either.
+        Patch releases of a series are interchangeable. Nightly and local parts don't matter either.
 
         >>> TRIED[0].has("torch", "2.13.1.dev20261101+cu130")
         True
@@ -63,8 +62,8 @@ class VersionSet:
     def install_torchrec(self) -> tuple[str, ...]:
         """The commands that install torchrec.
 
-        It goes in without its dependencies, which name the CUDA package of fbgemm, so its others
-        are named.
+        torchrec is installed without its dependencies, because they include fbgemm's CUDA package;
+        the others are named.
         """
         return (
             f'pip install "torchmetrics=={TORCHMETRICS}" "tensordict=={self.tensordict}"'
@@ -103,18 +102,18 @@ def tried_series(package: str) -> str:
 
 
 def tried_text() -> str:
-    """All sets that are tried, as a sentence has them."""
+    """All sets that are tried, as a text of one line."""
     return "; ".join(str(tried) for tried in TRIED)
 
 
 def nearest_set(versions: Mapping[str, str | None]) -> VersionSet:
-    """The set that needs the fewest changes: the one most of the installed versions belong to.
+    """The tried set that needs the fewest changes: most installed versions belong to it.
 
-    Where two need as many, torch decides, because it is the largest to install again; without any
-    known version it is the first set.
+    Of sets that need equally many, the one with the installed torch is taken, because torch is the
+    largest to install again. If no installed version is tried, it is the first set.
 
     Args:
-        versions: of each of `PACKAGES`, `None` for what isn't installed.
+        versions: the version of each of `PACKAGES`, `None` for what isn't installed.
 
     >>> nearest_set({"torch": "2.14.1", "torchrec": "1.8.0", "fbgemm": "1.9.0"}).torchrec
     '1.9.2'

@@ -1,6 +1,6 @@
-"""What TorchRec's shardings and sharded modules keep to themselves, by functions with names.
+"""Adapters to private attributes of TorchRec's shardings and sharded modules.
 
-The classes are TorchRec's; the plugin's subclasses replace a part of what they make.
+The plugin's subclasses of TorchRec's shardings replace a part of what these build.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -79,21 +79,21 @@ def id_exchange_of(input_dist: RwSparseFeaturesDist | TwSparseFeaturesDist) -> K
 def lookups_of(
     module: ShardedEmbeddingBagCollection | ShardedEmbeddingCollection,
 ) -> list[nn.Module]:
-    """The lookups of a sharded module, sharding by sharding."""
+    """The lookups of a sharded module, one per sharding."""
     return module._lookups
 
 
 def input_dists_of(
     module: ShardedEmbeddingBagCollection | ShardedEmbeddingCollection,
 ) -> list[nn.Module]:
-    """The input exchanges of a sharded module, sharding by sharding."""
+    """The input exchanges of a sharded module, one per sharding."""
     return module._input_dists
 
 
 def output_dists_of(
     module: ShardedEmbeddingBagCollection | ShardedEmbeddingCollection,
 ) -> list[nn.Module]:
-    """The output exchanges of a sharded module, sharding by sharding."""
+    """The output exchanges of a sharded module, one per sharding."""
     return module._output_dists
 
 

@@ -114,13 +114,13 @@ __all__ = [
 
 
 def sharder_data_of(enumerator: Enumerator | None) -> SharderDataMap:
-    """What an enumerator has noted of its sharders, by the key of a type of module."""
+    """What an enumerator has recorded of its sharders, by the key of their module type."""
     return getattr(enumerator, "_sharder_data_map", {})
 
 
 @dataclass
 class NodeGroupCache:
-    """What TorchRec keeps in module globals for the one mesh that it expects per process."""
+    """The node groups of one mesh, which TorchRec keeps in module globals, once per process."""
 
     intra: dist.ProcessGroup | None = None
     """Ranks of a sharding group on one host."""
@@ -130,11 +130,11 @@ class NodeGroupCache:
     """How many ranks `intra` has."""
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """The groups made so far, newest first."""
+        """The groups that TorchRec has created so far, newest first."""
         return [group for group in (self.cross, self.intra) if group is not None]
 
     def clear(self) -> None:
-        """Forget destroyed groups."""
+        """Forget the groups, once they are destroyed."""
         self.intra = self.cross = self.node_group_size = None
 
 
@@ -172,19 +172,19 @@ class InBackwardOptimizers:
     kwargs: list[dict[str, Any]]
 
     def attach_to(self, param: torch.nn.Parameter) -> None:
-        """Write them to ``param``, as copies."""
+        """Write copies of the classes and arguments to ``param``."""
         param._optimizer_classes = list(self.classes)  # type: ignore[attr-defined]
         param._optimizer_kwargs = [dict(kwargs) for kwargs in self.kwargs]  # type: ignore[attr-defined]
 
 
 def detach_in_backward_optimizers(param: torch.nn.Parameter) -> None:
-    """Take off what `InBackwardOptimizers.attach_to` wrote."""
+    """Remove from ``param`` what `InBackwardOptimizers.attach_to` wrote."""
     for name in ("_optimizer_classes", "_optimizer_kwargs"):
         delattr(param, name)
 
 
 def in_backward_optimizers(param: torch.nn.Parameter) -> InBackwardOptimizers | None:
-    """What `apply_optimizer_in_backward` left on ``param``, as copies; `None` without."""
+    """Copies of what `apply_optimizer_in_backward` left on ``param``; `None` if nothing."""
     classes = getattr(param, "_optimizer_classes", None)
     if not classes:
         return None

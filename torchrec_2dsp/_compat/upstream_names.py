@@ -1,7 +1,7 @@
 """Whether the installed torch, torchrec and fbgemm have the names that this package imports.
 
-Between tried versions the tests know that. For versions that are not tried, the names are looked
-up when the library is first loaded, so that one missing name is one clear error.
+For tried versions, the tests check that. For others, the names are looked up when the library is
+first loaded, so that missing names are one clear error.
 """
 
 import ast
@@ -13,7 +13,7 @@ from pathlib import Path
 from torchrec_2dsp._compat.installed_versions import FoundVersions, find_versions
 from torchrec_2dsp._compat.known_versions import tried_text
 from torchrec_2dsp._compat.versions import (
-    Check,
+    CheckResult,
     Status,
     require_supported_versions,
     set_for,
@@ -28,10 +28,10 @@ _CHECK_NAME = "upstream names"
 
 
 def needed_names(package: Path = PACKAGE) -> list[tuple[str, str]]:
-    """All ``(module, name)`` that the package imports from torchrec and fbgemm.
+    """All ``(module, name)`` that the package imports from torchrec, fbgemm and torch's internals.
 
-    Of torch, those that the adapters import, because only they use what its documentation doesn't
-    promise. They are read from the source files, so that no list can be out of date.
+    From torch, these are the names that the adapters import, because nothing else uses what torch
+    doesn't document. All are read from the source files, so that no list can be out of date.
 
     Args:
         package: the folder of the source files.
@@ -46,7 +46,7 @@ def needed_names(package: Path = PACKAGE) -> list[tuple[str, str]]:
 
 
 def _library(node: ast.ImportFrom) -> str:
-    """The library that something is imported from; empty for a relative import."""
+    """The library that ``node`` imports from; empty for a relative import."""
     return "" if node.level else str(node.module).split(".")[0]
 
 
@@ -71,7 +71,7 @@ def missing_names(names: Iterable[tuple[str, str]]) -> list[str]:
 
 @cache
 def require_upstream() -> None:
-    """Raise a `VersionError` where the installed versions can't work, once in a process.
+    """Raise a `VersionError` if the installed versions can't work; good ones are checked once.
 
     Every room that needs TorchRec or FBGEMM calls it before anything of the room is imported: a
     mismatched fbgemm ends in an undefined symbol, and a mismatched torchrec in other numbers.
@@ -80,17 +80,17 @@ def require_upstream() -> None:
     require_upstream_names()
 
 
-def require_upstream_names(found: FoundVersions | None = None) -> None:
-    """Raise a `VersionError` that names what untried versions lack.
+def require_upstream_names(versions: FoundVersions | None = None) -> None:
+    """Raise a `VersionError` that lists the names that untried versions lack, if any.
 
     Call it before the first part of the library is loaded that imports torch. It returns at once
-    where all versions are tried; otherwise it imports torch, torchrec and fbgemm.
+    if all versions are tried; otherwise it imports torch, torchrec and fbgemm.
 
     Args:
-        found: what to judge; what is installed here unless given.
+        versions: the versions to judge; the installed ones unless given.
     """
-    found = find_versions() if found is None else found
-    untried = untried_versions(found)
+    versions = find_versions() if versions is None else versions
+    untried = untried_versions(versions)
     if not untried:
         return
     missing = _missing_here()
@@ -103,10 +103,10 @@ def require_upstream_names(found: FoundVersions | None = None) -> None:
         )
 
 
-def check_upstream_names() -> Check:
+def check_upstream_names() -> CheckResult:
     """Look up every name that the package imports from torchrec and fbgemm."""
     missing = _missing_here()
-    return Check(
+    return CheckResult(
         name=_CHECK_NAME,
         status=Status.FAILED if missing else Status.OK,
         found=f"missing: {'; '.join(missing)}" if missing else f"all {len(needed_names())}",

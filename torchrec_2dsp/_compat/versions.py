@@ -3,7 +3,7 @@
 The three are compiled or written against each other, and no package metadata says so: torchrec
 asks for `fbgemm-gpu` whatever the machine has, the CPU build is another distribution that owns
 the same import package, and neither names its torch. So the versions are compared here, from
-package metadata alone: a heavy import of a mismatched fbgemm ends in an undefined symbol.
+package metadata alone, because importing a mismatched fbgemm ends in an undefined symbol.
 """
 
 import warnings
@@ -27,7 +27,7 @@ MIN_PYTHON = (3, 11)
 
 
 class Status(StrEnum):
-    """Outcome of one check."""
+    """The outcome of one check."""
 
     OK = "ok"
     WARNING = "warning"
@@ -36,25 +36,25 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
-    """One line of what the doctor says."""
+class CheckResult:
+    """The result of one check, which is a line of the doctor's table."""
 
     name: str
     status: Status
     found: str
     expected: str = ""
     remedy: tuple[str, ...] = ()
-    """Commands or sentences that put it right, in order."""
+    """Commands or sentences that repair what was checked, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VersionReport:
-    """The checks of one `FoundVersions`."""
+    """The results of all checks of one `FoundVersions`."""
 
-    checks: tuple[Check, ...]
+    checks: tuple[CheckResult, ...]
 
     @property
-    def failures(self) -> tuple[Check, ...]:
+    def failures(self) -> tuple[CheckResult, ...]:
         return tuple(check for check in self.checks if check.status is Status.FAILED)
 
     @property
@@ -62,11 +62,11 @@ class VersionReport:
         return not self.failures
 
 
-def check_python(version: tuple[int, int]) -> Check:
+def check_python(version: tuple[int, int]) -> CheckResult:
     """Check the running interpreter's (major, minor) version."""
     oldest = ".".join(map(str, MIN_PYTHON))
     good = version >= MIN_PYTHON
-    return Check(
+    return CheckResult(
         name="python",
         status=Status.OK if good else Status.FAILED,
         found=".".join(map(str, version)),
@@ -75,55 +75,60 @@ def check_python(version: tuple[int, int]) -> Check:
     )
 
 
-def check_versions(found: FoundVersions) -> VersionReport:
-    """Compare what was found with the sets that are tried.
+def check_versions(versions: FoundVersions) -> VersionReport:
+    """Compare versions with the sets that are tried.
 
-    A version of another set than the others is a failure. A version of no set is a warning, but
-    for torch or fbgemm beside a tried version of the other: fbgemm is compiled for one torch.
+    A version of another set than the others is a failure. A version of no set is a warning; for
+    torch and fbgemm only if both are untried, because fbgemm is compiled for one torch.
     """
-    near = set_for(found)
-    is_new_pair = bool(found.torch and found.fbgemm) and not (
-        tried_set("torch", found.torch) or tried_set("fbgemm", found.fbgemm)
+    nearest = set_for(versions)
+    torch, fbgemm = versions.torch, versions.fbgemm
+    is_new_pair = bool(torch and fbgemm) and not (
+        tried_set("torch", torch) or tried_set("fbgemm", fbgemm)
     )
+    torchrec_commands = nearest.install_torchrec()
     return VersionReport(
         checks=(
-            _check_package("torch", found.torch, near, is_new_pair, near.install_torch()),
-            _check_package("torchrec", found.torchrec, near, True, near.install_torchrec()),
-            _check_fbgemm(found, near, is_new_pair),
-            _check_torchmetrics(found.torchmetrics),
+            _check_package("torch", torch, nearest, is_new_pair, nearest.install_torch()),
+            _check_package("torchrec", versions.torchrec, nearest, True, torchrec_commands),
+            _check_fbgemm(versions, nearest, is_new_pair),
+            _check_torchmetrics(versions.torchmetrics),
         )
     )
 
 
-def set_for(found: FoundVersions) -> VersionSet:
-    """The tried set that is nearest to what was found."""
-    return nearest_set({"torch": found.torch, "torchrec": found.torchrec, "fbgemm": found.fbgemm})
+def set_for(versions: FoundVersions) -> VersionSet:
+    """The tried set that is nearest to these versions."""
+    return nearest_set(_by_package(versions))
 
 
-def untried_versions(found: FoundVersions) -> dict[str, str]:
-    """The packages of which another version was found than those that are tried."""
-    versions = {"torch": found.torch, "torchrec": found.torchrec, "fbgemm": found.fbgemm}
+def untried_versions(versions: FoundVersions) -> dict[str, str]:
+    """The installed versions that belong to no tried set, by package."""
     return {
         package: version
-        for package, version in versions.items()
+        for package, version in _by_package(versions).items()
         if version is not None and tried_set(package, version) is None
     }
 
 
-def require_supported_versions(found: FoundVersions | None = None) -> None:
+def _by_package(versions: FoundVersions) -> dict[str, str | None]:
+    return {"torch": versions.torch, "torchrec": versions.torchrec, "fbgemm": versions.fbgemm}
+
+
+def require_supported_versions(versions: FoundVersions | None = None) -> None:
     """Raise one `VersionError` that names every mismatch and the commands that fix it.
 
-    Versions that are not tried, but may belong together, are an `UntriedVersionWarning`, once in a
-    process; `require_upstream_names` tells whether they have what is needed of them.
+    Untried versions that may belong together cause one `UntriedVersionWarning` in a process;
+    `require_upstream_names` checks whether they have all names that are needed.
 
     Args:
-        found: what to judge; what is installed here unless given.
+        versions: the versions to judge; the installed ones unless given.
     """
-    found = find_versions() if found is None else found
-    report = check_versions(found)
+    versions = find_versions() if versions is None else versions
+    report = check_versions(versions)
     if not report.is_supported:
         raise VersionError(_mismatch_text(report))
-    untried = untried_versions(found)
+    untried = untried_versions(versions)
     if untried:
         names = ", ".join(f"{package} {version}" for package, version in untried.items())
         _warn_once(f"torchrec_2dsp is not tried with {names}. Tried are: {tried_text()}.")
@@ -157,13 +162,13 @@ _NOT_TRIED = "not tried"
 def _check_package(
     package: str,
     version: str | None,
-    near: VersionSet,
+    nearest: VersionSet,
     may_be_untried: bool,
     commands: tuple[str, ...],
-) -> Check:
-    """Judge one version: of the nearest set, of another one, of none, or not installed."""
-    status, problem = _judge_version(package, version, near, may_be_untried)
-    return _check(package, status, version or "", problem, near, commands)
+) -> CheckResult:
+    """Judge whether a version is of the nearest set, of another or no set, or not installed."""
+    status, problem = _judge_version(package, version, nearest, may_be_untried)
+    return _check(package, status, version or "", problem, nearest, commands)
 
 
 def _check(
@@ -171,16 +176,16 @@ def _check(
     status: Status,
     installed: str,
     problem: str,
-    near: VersionSet,
+    nearest: VersionSet,
     commands: tuple[str, ...],
-) -> Check:
-    """What was found of a package, and what repairs it."""
+) -> CheckResult:
+    """The result for a package, with the commands that repair it."""
     remedy = () if status is Status.OK else commands
-    expected = near.series(package)
+    expected = nearest.series(package)
     if problem == _NOT_TRIED:
         remedy = (f"Nothing, if all else is well. Tried are: {tried_text()}.",)
         expected = tried_series(package)
-    return Check(
+    return CheckResult(
         name=package,
         status=status,
         found=(installed or "not installed") + (f": {problem}" if problem else ""),
@@ -190,48 +195,51 @@ def _check(
 
 
 def _judge_version(
-    package: str, version: str | None, near: VersionSet, may_be_untried: bool
+    package: str, version: str | None, nearest: VersionSet, may_be_untried: bool
 ) -> tuple[Status, str]:
     if version is None:
         return Status.FAILED, ""
-    if near.has(package, version):
+    if nearest.has(package, version):
         return Status.OK, ""
-    other = tried_set(package, version)
-    if other is not None:
-        partners = (f"{name} {other.series(name)}" for name in PACKAGES if name != package)
+    other_set = tried_set(package, version)
+    if other_set is not None:
+        partners = (f"{name} {other_set.series(name)}" for name in PACKAGES if name != package)
         return Status.FAILED, f"belongs to {' and '.join(partners)}"
     return (Status.WARNING, _NOT_TRIED) if may_be_untried else (Status.FAILED, "")
 
 
-def _check_fbgemm(found: FoundVersions, near: VersionSet, is_new_pair: bool) -> Check:
-    builds = found.fbgemm_builds
-    status, problem = _judge_fbgemm(found, near, is_new_pair)
-    # Both distributions own the same files: whichever goes takes files of the other along.
-    leaving = tuple(builds) if len(builds) > 1 or found.wanted_fbgemm not in builds else ()
-    uninstall = (f"pip uninstall -y {' '.join(leaving)}",) if leaving else ()
+def _check_fbgemm(versions: FoundVersions, nearest: VersionSet, is_new_pair: bool) -> CheckResult:
+    builds, right_build = versions.fbgemm_builds, versions.wanted_fbgemm
+    status, problem = _judge_fbgemm(versions, nearest, is_new_pair)
+    # Both distributions own the same files: uninstalling one removes files of the other, too.
+    surplus = tuple(builds) if len(builds) > 1 or right_build not in builds else ()
+    uninstall = (f"pip uninstall -y {' '.join(surplus)}",) if surplus else ()
     names = " and ".join(f"{name} {version}" for name, version in builds.items())
-    commands = (*uninstall, *near.install_fbgemm(found.wanted_fbgemm))
-    return _check("fbgemm", status, names, problem, near, commands)
+    commands = (*uninstall, *nearest.install_fbgemm(right_build))
+    return _check("fbgemm", status, names, problem, nearest, commands)
 
 
-def _judge_fbgemm(found: FoundVersions, near: VersionSet, is_new_pair: bool) -> tuple[Status, str]:
-    if len(found.fbgemm_builds) > 1:
+def _judge_fbgemm(
+    versions: FoundVersions, nearest: VersionSet, is_new_pair: bool
+) -> tuple[Status, str]:
+    torch, builds = versions.torch, versions.fbgemm_builds
+    if len(builds) > 1:
         return Status.FAILED, "both own the same import package, only one may be installed"
-    status, problem = _judge_version("fbgemm", found.fbgemm, near, is_new_pair)
+    status, problem = _judge_version("fbgemm", versions.fbgemm, nearest, is_new_pair)
     if status is Status.FAILED:
         return status, problem
-    if found.fbgemm_gpu is not None and is_cpu_build(found.torch):
-        return Status.FAILED, f"the CUDA build can't be loaded beside the CPU build {found.torch}"
-    if found.fbgemm_gpu is not None and not found.has_nvidia_driver:
+    if versions.fbgemm_gpu is not None and is_cpu_build(torch):
+        return Status.FAILED, f"the CUDA build can't be loaded beside the CPU build {torch}"
+    if versions.fbgemm_gpu is not None and not versions.has_nvidia_driver:
         return Status.FAILED, "the CUDA build can't be loaded without an NVIDIA driver"
-    if status is Status.OK and found.wanted_fbgemm not in found.fbgemm_builds:
+    if status is Status.OK and versions.wanted_fbgemm not in builds:
         return Status.WARNING, "the CPU build does not use the NVIDIA devices of this machine"
     return status, problem
 
 
-def _check_torchmetrics(version: str | None) -> Check:
+def _check_torchmetrics(version: str | None) -> CheckResult:
     good = version == TORCHMETRICS
-    return Check(
+    return CheckResult(
         name="torchmetrics",
         status=Status.OK if good else Status.WARNING,
         found=version or "not installed",

@@ -1,4 +1,4 @@
-"""`Activity`: which step a rank is at, and what it does there."""
+"""`Activity`: which step a rank is at, and what it is doing there."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,9 +7,9 @@ _AT_START = "before the first step"
 
 
 class Activity:
-    """What this rank does, kept for the day when others have to be told.
+    """What this rank is doing, for the error message in case a rank fails.
 
-    It costs an assignment where something begins or ends; nobody else hears of it meanwhile.
+    It costs one assignment where a phase begins or ends, and no communication.
 
     Example:
         >>> from torchrec_2dsp.comms.activity import Activity
@@ -26,22 +26,22 @@ class Activity:
         self.step = 0
         """Training forwards of the model so far, the running one included."""
         self.phase = _AT_START
-        """What runs, or what ran last."""
+        """What runs now, or ran last."""
 
     def __str__(self) -> str:
         return f"at step {self.step}, {self.phase}"
 
     def restart(self) -> None:
-        """Another model is trained from now on."""
+        """Go back to the time before the first step, for another model."""
         self.step, self.phase = 0, _AT_START
 
     def begin(self, phase: str) -> None:
-        """``phase`` runs from now on; nobody will say when it ends."""
+        """Record that ``phase`` runs from now on; its end is not recorded."""
         self.phase = f"in {phase}"
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """``phase`` runs in this context. After an error it is still what ran last."""
+        """A context in which ``phase`` runs; after an error, it is still what runs."""
         self.begin(phase)
         yield
         self.phase = f"after {phase}"

@@ -1,4 +1,4 @@
-"""All ranks go on, or all ranks raise the same error."""
+"""`agree` and `agreeing`: all ranks go on, or all ranks raise the same error."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -26,37 +26,39 @@ def agree(
     Collectives:
         One all-gather of objects.
     """
-    mine = (error, dict(facts or {}))
-    gathered: list[tuple[TwoDError | None, dict[str, str]]] = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, mine, group=group)
+    own = (error, dict(facts or {}))
+    gathered: list[tuple[TwoDError | None, dict[str, str]]] = [own] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, own, group=group)
     ranks = dist.get_process_group_ranks(group)
     failed = [
-        (rank, found) for rank, (found, _) in zip(ranks, gathered, strict=True) if found is not None
+        (rank, raised)
+        for rank, (raised, _) in zip(ranks, gathered, strict=True)
+        if raised is not None
     ]
     if failed:
         rank, first = failed[0]
-        is_alike = all(str(found) == str(first) for _, found in failed)
-        # An error that names ranks names this one.
+        is_alike = all(str(raised) == str(first) for _, raised in failed)
+        # A `RankError` names the rank already.
         if not isinstance(first, RankError) and not (is_alike and len(failed) == len(gathered)):
             first = type(first)(f"{first} (found on rank {rank})")
         raise _on_all_ranks(first)
     for name, expected in gathered[0][1].items():
-        for rank, (_, found) in zip(ranks, gathered, strict=True):
-            if found.get(name) != expected:
-                theirs, ours = _first_difference(expected, str(found.get(name)))
+        for rank, (_, facts_there) in zip(ranks, gathered, strict=True):
+            if facts_there.get(name) != expected:
+                line, line_there = _first_difference(expected, str(facts_there.get(name)))
                 raise _on_all_ranks(
                     ConfigError(
-                        f"{name} differs between ranks: rank {ranks[0]} has {theirs}, rank {rank} "
-                        f"has {ours}; give all ranks the same"
+                        f"{name} differs between ranks: rank {ranks[0]} has {line}, rank {rank} "
+                        f"has {line_there}; give all ranks the same"
                     )
                 )
 
 
 class agreeing(AbstractContextManager[dict[str, str]]):
-    """Run a block of local work, then `agree` on what it raised and found.
+    """Run a block of local work, then `agree` on the error it raised and the facts it found.
 
-    The block gets a dict for the facts. An error that isn't ours becomes a `ConfigError` with the
-    same text, because the other ranks must raise it too.
+    The block puts its facts into a dict. An error that isn't a `TwoDError` becomes a `ConfigError`
+    with the same text, because the other ranks must raise it too.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -79,7 +81,7 @@ class agreeing(AbstractContextManager[dict[str, str]]):
 
 
 def as_ours(error: Exception, kind: type[TwoDError]) -> TwoDError:
-    """``error`` if it's one of ours, else one of ``kind`` with its text, for other ranks to raise.
+    """``error`` if it is a `TwoDError`, else a ``kind`` with its text, for other ranks to raise.
 
     Example:
         >>> from torchrec_2dsp.comms.agreement import as_ours
@@ -89,9 +91,9 @@ def as_ours(error: Exception, kind: type[TwoDError]) -> TwoDError:
     """
     if isinstance(error, TwoDError):
         return error
-    known = kind(f"{type(error).__name__}: {error}")
-    known.__cause__ = error
-    return known
+    converted = kind(f"{type(error).__name__}: {error}")
+    converted.__cause__ = error
+    return converted
 
 
 def _on_all_ranks(error: TwoDError) -> TwoDError:
@@ -99,8 +101,8 @@ def _on_all_ranks(error: TwoDError) -> TwoDError:
     return error
 
 
-def _first_difference(one: str, other: str, limit: int = 300) -> tuple[str, str]:
-    """The first lines in which two texts differ, not too long to read."""
-    lines = zip_longest(one.splitlines(), other.splitlines(), fillvalue="nothing")
-    pair = next(((a.strip(), b.strip()) for a, b in lines if a != b), (one, other))
+def _first_difference(first: str, second: str, limit: int = 300) -> tuple[str, str]:
+    """The first lines in which two texts differ, cut to ``limit`` characters."""
+    lines = zip_longest(first.splitlines(), second.splitlines(), fillvalue="nothing")
+    pair = next(((a.strip(), b.strip()) for a, b in lines if a != b), (first, second))
     return pair[0][:limit], pair[1][:limit]

@@ -1,4 +1,4 @@
-"""`Alarm`: an error of one rank stops all of them, and costs nothing where all is well."""
+"""`Alarm`: an error of one rank is raised on all ranks; a check costs an all-reduce of 8 bytes."""
 
 import enum
 from dataclasses import dataclass
@@ -11,60 +11,61 @@ from torchrec_2dsp.comms.notice_board import NoticeBoard
 from torchrec_2dsp.errors import TwoDError
 
 _BITS = 15
-"""For each signal, the number of ranks that give it, which has to be below 32,768."""
+"""The bits that count the ranks which give a signal; there have to be fewer than 32,768 ranks."""
 
 
 class Signal(enum.IntEnum):
-    """What a rank may say; all of it travels in one number, a sum over ranks."""
+    """What a rank tells the others. One number, the sum over all ranks, says how many gave each."""
 
     WELL = 0
-    """Nothing."""
+    """The rank has nothing to tell."""
 
     FAILED = 1
-    """It has an error, which all ranks are to raise."""
+    """The rank has an error, which all ranks are to raise."""
 
     OUTSIDE = 1 << _BITS
-    """It is outside of the training loop: it leaves it, or reads the state."""
+    """The rank is outside of the training loop: it leaves the loop, or reads the state."""
 
     ENDED = 1 << 2 * _BITS
-    """It has no batch left."""
+    """The rank has no batch left."""
 
     READY = 1 << 3 * _BITS
-    """It has another batch."""
+    """The rank has another batch."""
 
 
 class Alarm:
-    """Ranks say whether they are well, go on, and hear of the others when they need to.
+    """Lets each rank tell how it is, go on, and learn later how the others are.
 
-    Some peers of a rank that fails would notice; the others would wait for what never comes. All
-    that is said has one size, so that a rank that is elsewhere is heard, too, in its own words.
+    Without it, only some peers of a failed rank would notice, and the others would wait forever.
+    All signals have one size, so that they match even where ranks are at different places of the
+    program.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, board: NoticeBoard) -> None:
         """
         Args:
             group: all ranks that must stop together, used by nothing else.
-            device: that the group's backend works on.
-            board: where ranks say more.
+            device: the device that the group's backend works on.
+            board: where ranks post details of a failure.
         """
         self.group = group
         """All ranks that must stop together."""
         self.board = board
-        """Where ranks say more."""
+        """Where ranks post details of a failure."""
         self._device = device
 
     def check(self, error: TwoDError | None = None, signal: Signal = Signal.WELL) -> "Check":
-        """Tell the others, without waiting.
+        """Tell the other ranks how this one is, without waiting.
 
         Args:
-            error: what is wrong here, if anything.
-            signal: what else to say, where nothing is wrong.
+            error: the error of this rank, if any.
+            signal: what to tell without an error.
 
         Collectives:
-            One all-reduce of 8 bytes, which nobody waits for yet.
+            One all-reduce of 8 bytes, not waited for.
         """
-        said = Signal.FAILED if error is not None else signal
-        total = torch.tensor([int(said)], device=self._device)
+        own_signal = Signal.FAILED if error is not None else signal
+        total = torch.tensor([int(own_signal)], device=self._device)
         work = dist.all_reduce(total, dist.ReduceOp.SUM, group=self.group, async_op=True)
         assert work is not None
         return Check(self, work, total, error)
@@ -72,7 +73,7 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Check:
-    """What the ranks say, on its way."""
+    """The signals of all ranks, on their way."""
 
     alarm: Alarm
     work: dist.Work
@@ -80,7 +81,7 @@ class Check:
     error: TwoDError | None
 
     def wait(self) -> dict[Signal, int]:
-        """Raise the error of the first rank that has one, on all ranks.
+        """Wait for all signals; raise the error of the first rank that has one, on all ranks.
 
         Returns:
             How many ranks gave each signal.

@@ -1,4 +1,4 @@
-"""`BatchesInStep`: batches of a loader, of which every rank has the same number."""
+"""`BatchesInStep`: a loader's batches, of which all ranks must have the same number."""
 
 from collections.abc import Iterable, Iterator
 from typing import Generic, TypeVar
@@ -16,16 +16,16 @@ T = TypeVar("T")
 class BatchesInStep(Iterator[T], Generic[T]):
     """Gives a batch when all ranks have one, and ends when none has.
 
-    Where a rank has none left, or its loader fails, all ranks raise an error that names it, before
-    any of them trains the next batch. Each batch is taken from the loader while the one before it
-    is about to be trained, so nobody waits for what the ranks tell each other.
+    If only some ranks have a batch, or a loader fails, all ranks raise an error that names the
+    rank, before any of them trains the next batch. Each batch is taken from the loader before the
+    previous one is trained, so the messages between ranks overlap with training.
     """
 
     def __init__(self, batches: Iterable[T], alarm: Alarm) -> None:
         """
         Args:
-            batches: of this rank.
-            alarm: of all ranks.
+            batches: the batches of this rank.
+            alarm: the alarm of all ranks.
         """
         self._batches = iter(batches)
         self._alarm = alarm
@@ -39,7 +39,7 @@ class BatchesInStep(Iterator[T], Generic[T]):
         """The next batch.
 
         Collectives:
-            An all-reduce of 8 bytes for the batch after it, not waited for.
+            An all-reduce of 8 bytes for the batch after this one, not waited for.
         """
         if self._error is not None and self._check is None:
             raise self._error
@@ -54,7 +54,7 @@ class BatchesInStep(Iterator[T], Generic[T]):
         return batch
 
     def stop(self) -> list[T]:
-        """Take no more from the loader; what was taken, if all ranks have it."""
+        """Take no more batches; return the one taken ahead in a list, if all ranks have one."""
         if self._has_ended or self._check is None:
             return []
         try:
@@ -65,7 +65,7 @@ class BatchesInStep(Iterator[T], Generic[T]):
         return self._taken
 
     def _take(self) -> None:
-        """Take a batch from the loader, and tell the others whether there was one."""
+        """Take a batch from the loader, and tell the other ranks whether there was one."""
         activity, signal, error = self._alarm.board.activity, Signal.READY, None
         before = activity.phase
         activity.begin(f"the loader, for batch {self._num_given + 1}")
@@ -76,20 +76,20 @@ class BatchesInStep(Iterator[T], Generic[T]):
         except Exception as raised:
             self._error = raised
             rank = dist.get_rank()
-            told = f"{name_of(rank)} failed {activity}: {described(raised)}"
-            error = RankError(told, (rank,))
+            text = f"{name_of(rank)} failed {activity}: {described(raised)}"
+            error = RankError(text, (rank,))
         self._check = self._alarm.check(error, signal)
         activity.phase = before
 
     def _settle(self) -> None:
-        """Return if all ranks have taken a batch."""
+        """Wait for the other ranks; return if all have taken a batch, else raise."""
         assert self._check is not None
         check, self._check = self._check, None
         try:
             counts = check.wait()
-        except TwoDError as told:
-            self._error = self._error or told
-            raise self._error from (None if told is self._error else told)
+        except TwoDError as shared_error:
+            self._error = self._error or shared_error
+            raise self._error from (None if shared_error is self._error else shared_error)
         num_ranks = dist.get_world_size(self._alarm.group)
         if counts[Signal.READY] == num_ranks:
             return
@@ -102,10 +102,10 @@ class BatchesInStep(Iterator[T], Generic[T]):
     def _out_of_step(self, counts: dict[Signal, int], num_ranks: int) -> RankError:
         if counts[Signal.READY] + counts[Signal.ENDED] < num_ranks:
             return self._alarm.board.explain()
-        have: list[bool] = [False] * num_ranks
-        dist.all_gather_object(have, bool(self._taken), group=self._alarm.group)
-        ended = tuple(rank for rank, has_one in enumerate(have) if not has_one)
-        others = [rank for rank, has_one in enumerate(have) if has_one]
+        has_batch: list[bool] = [False] * num_ranks
+        dist.all_gather_object(has_batch, bool(self._taken), group=self._alarm.group)
+        ended = tuple(rank for rank in range(num_ranks) if not has_batch[rank])
+        others = [rank for rank in range(num_ranks) if has_batch[rank]]
         error = RankError(
             f"no batch is left after {self._num_given} for {name_of(*ended)}, but one for "
             f"{name_of(*others)}; give all ranks the same number of batches: drop or pad the rest",

@@ -9,7 +9,7 @@ _OF_GLOO = re.compile(
     r"/gloo/\S*:\d+\]|Connection (closed|reset) by peer|pair closure|an all-to-all isn't over"
     r"|all-to-all with rank"
 )
-"""Gloo raises bare ``RuntimeError``s, which begin with the place in its sources."""
+"""Texts of gloo's errors, which are bare ``RuntimeError``s, and of the full-duplex all-to-all's."""
 
 
 def is_broken_connection(error: BaseException) -> bool:
@@ -30,7 +30,7 @@ def is_broken_connection(error: BaseException) -> bool:
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:
-    """The exception itself, then what caused it, and what caused that."""
+    """The exception itself, then the one that caused it, and so on."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:

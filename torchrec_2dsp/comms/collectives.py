@@ -1,4 +1,4 @@
-"""Collectives that torch doesn't offer on every backend."""
+"""All-to-alls and all-gathers of different sizes, which not every backend of torch offers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,26 +12,26 @@ class Arriving:
     """Tensors from all ranks of a group, on their way."""
 
     values: torch.Tensor
-    """Those of the other ranks in their order, then the own one."""
+    """The values of the other ranks in rank order, then this rank's own."""
     sent: torch.Tensor
-    """Kept until it has left."""
+    """The send buffer, kept alive until it has been sent."""
     work: dist.Work
     counts: tuple[int, ...]
-    """The first dimension, by rank."""
+    """The first dimension of each rank's tensor."""
     rank: int
-    """This one."""
+    """This rank's number in the group."""
 
     def wait(self) -> torch.Tensor:
-        """The values, all of which have come."""
+        """The values, after waiting for them."""
         self.work.wait()
         return self.values
 
     def by_rank(self) -> list[torch.Tensor]:
-        """The same, rank by rank."""
+        """One tensor per rank, after waiting for all."""
         return self._by_rank(self.wait())
 
     def places(self) -> torch.Tensor:
-        """Where the values of rank 0 stand, then those of rank 1, and so on."""
+        """The indices in `values` of rank 0's values, then of rank 1's, and so on."""
         places = torch.arange(self.values.shape[0], device=self.values.device)
         return torch.cat(self._by_rank(places))
 
@@ -45,22 +45,22 @@ class Arriving:
 def start_all_to_all_ragged(
     parts: Sequence[torch.Tensor], counts: Sequence[int], group: dist.ProcessGroup
 ) -> Arriving:
-    """Give every rank its part, which may differ from others in the first dimension.
+    """Send every rank its part; parts may differ in their first dimension.
 
     Args:
-        parts: of this rank, by the rank that gets it.
-        counts: the first dimension of what each rank has for this one.
+        parts: this rank's part for each rank.
+        counts: the first dimension of each rank's part for this one.
         group: the ranks that take part, at least two.
 
     Collectives:
-        One all-to-all, not waited for. Nothing is sent to oneself, and nothing is copied for a
-        single peer.
+        One all-to-all, not waited for. Nothing is sent to this rank itself, and nothing is copied
+        for a single peer.
     """
     rank = dist.get_rank(group)
-    mine = parts[rank]
+    own_part = parts[rank]
     others = [part for other, part in enumerate(parts) if other != rank]
-    values = mine.new_empty((sum(counts), *mine.shape[1:]))
-    num_received = values.shape[0] - mine.shape[0]
+    values = own_part.new_empty((sum(counts), *own_part.shape[1:]))
+    num_received = values.shape[0] - own_part.shape[0]
     received = [0 if other == rank else count for other, count in enumerate(counts)]
     sent = [0 if other == rank else part.shape[0] for other, part in enumerate(parts)]
     buffer = torch.cat(others) if len(others) > 1 else others[0]
@@ -68,30 +68,30 @@ def start_all_to_all_ragged(
         values[:num_received], buffer, received, sent, group=group, async_op=True
     )
     assert work is not None
-    values[num_received:] = mine
+    values[num_received:] = own_part
     return Arriving(values, buffer, work, tuple(counts), rank)
 
 
 def start_all_gather_ragged(
-    mine: torch.Tensor, counts: Sequence[int], group: dist.ProcessGroup
+    local: torch.Tensor, counts: Sequence[int], group: dist.ProcessGroup
 ) -> Arriving:
-    """Give every rank the tensors of all, which may differ in their first dimension.
+    """Send every rank this one's tensor; tensors may differ in their first dimension.
 
     Args:
-        mine: this rank's tensor.
+        local: this rank's tensor.
         counts: the first dimension of every rank's tensor, known to all.
         group: the ranks that take part, at least two.
 
     Collectives:
-        As `start_all_to_all_ragged`: gloo has no all-gather of different sizes.
+        That of `start_all_to_all_ragged`: gloo has no all-gather of different sizes.
     """
-    return start_all_to_all_ragged([mine] * len(counts), counts, group)
+    return start_all_to_all_ragged([local] * len(counts), counts, group)
 
 
 def all_gather_ragged(
     local: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
-    """As `start_all_gather_ragged`, waited for: the tensors rank by rank.
+    """One tensor per rank, which may differ in their first dimension, after waiting for all.
 
     Collectives:
         One all-to-all on ``group``.

@@ -1,9 +1,8 @@
 """Count the collectives that this rank issues, whoever issues them.
 
 torch.distributed's Python calls, the functional collectives (TorchRec's all-to-alls) and DDP's
-C++ reducer all end in an operator of the dispatcher, which is where they are seen. The operators
-run as ever, autograd and streams included. A group that moves bytes past the dispatcher calls
-`note`.
+C++ reducer all end in an operator of the dispatcher, where they are counted. The operators run as
+usual, autograd and streams included. A group that moves bytes past the dispatcher calls `note`.
 """
 
 from collections import Counter
@@ -31,7 +30,7 @@ _NAMES = {
     "alltoall": "all_to_all",
     "alltoall_base": "all_to_all_single",
 }
-"""Dispatcher operators that the Python API calls otherwise."""
+"""The Python API's names of dispatcher operators, where the two differ."""
 
 _NOT_COLLECTIVES = {"wait_tensor", "wrap_tensor_autograd"}
 _NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
@@ -52,28 +51,28 @@ class Collective:
 
     @property
     def sent_bytes(self) -> float:
-        """About what an ideal algorithm sends from this rank to others.
+        """About how many bytes an ideal algorithm sends from this rank to others.
 
-        Parts of an all-to-all count as equal.
+        All parts of an all-to-all are taken to have one size.
         """
-        others = len(self.ranks) - 1
+        num_others = len(self.ranks) - 1
         if self.op.startswith("all_reduce"):
-            return 2.0 * self.num_bytes * others / len(self.ranks)
+            return 2.0 * self.num_bytes * num_others / len(self.ranks)
         if self.op.startswith(("all_to_all", "reduce_scatter")):
-            return self.num_bytes * others / len(self.ranks)
+            return self.num_bytes * num_others / len(self.ranks)
         if self.op.startswith("all_gather"):
-            return float(self.num_bytes * others)
+            return float(self.num_bytes * num_others)
         return float(self.num_bytes)
 
 
 @dataclass
 class Collectives:
-    """What `count_collectives` saw, in order."""
+    """The collectives that `count_collectives` saw, in order."""
 
     records: list[Collective] = field(default_factory=list)
 
     def on(self, ranks: tuple[int, ...] | list[int]) -> list[Collective]:
-        """Those of groups with exactly these ranks, in any order."""
+        """The collectives of groups with exactly these ranks, in any order."""
         return [record for record in self.records if sorted(record.ranks) == sorted(ranks)]
 
     def counts(self) -> dict[str, int]:
@@ -90,7 +89,7 @@ class Collectives:
         return totals
 
     def total_bytes(self) -> int:
-        """Input bytes of all of them."""
+        """The input bytes of all collectives."""
         return sum(record.num_bytes for record in self.records)
 
 
@@ -107,14 +106,14 @@ def count_collectives() -> Iterator[Collectives]:
 
 
 def note(op: str, group: dist.ProcessGroup, num_bytes: int) -> None:
-    """Count a collective that doesn't reach the dispatcher, if anyone counts."""
+    """Count a collective that doesn't reach the dispatcher, inside of `count_collectives`."""
     for records in _NOTEBOOKS:
         ranks = tuple(dist.get_process_group_ranks(group))
         records.append(Collective(op, ranks, group.group_desc, num_bytes))
 
 
 _NOTEBOOKS: list[list[Collective]] = []
-"""The records of the counters at work."""
+"""The records of all `count_collectives` contexts that are open."""
 
 
 class _Recorder(TorchDispatchMode):

@@ -2,7 +2,7 @@
 
 Gloo's own all-to-all posts a send before the receive that answers it, and two hosts then often
 take turns: the exchange takes twice as long as the link needs. Here all receives are posted before
-the first send. The backend is gloo in all other respects, and torch knows it once it was asked for:
+the first send. The backend is gloo in all other respects. Its name is registered on first use:
 
     from torchrec_2dsp.comms.full_duplex import full_duplex_backend
 
@@ -32,7 +32,7 @@ _NUM_TAGS = 2**30
 """Tags of our messages: the upper half of gloo's, away from those that a user's ``send`` takes."""
 
 _NO_TIMEOUT = timedelta(0)
-"""What torch passes for "as long as the group allows"."""
+"""The timeout that torch passes if the group's own is meant."""
 
 
 class FullDuplexGroup(GlooGroup):
@@ -40,7 +40,7 @@ class FullDuplexGroup(GlooGroup):
 
     Results are bit for bit those of gloo. The differences: a non-contiguous output is refused
     instead of filled in the wrong order, sizes that don't divide or are negative are refused, and a
-    timeout that is passed to ``wait`` breaks the connections when it is missed, as gloo's
+    timeout that is passed to ``wait`` breaks the connections when it expires, as that of gloo's
     ``recv`` does.
 
     Args:
@@ -64,10 +64,10 @@ class FullDuplexGroup(GlooGroup):
         input_split_sizes: Sequence[int] = (),
         opts: object = None,
     ) -> dist.Work:
-        """What `torch.distributed.all_to_all_single` and the functional collectives call.
+        """The all-to-all that `dist.all_to_all_single` and the functional collectives call.
 
         Collectives:
-            One send to and one receive from every peer, parts without elements left out.
+            One send to and one receive from every peer, except for parts without elements.
         """
         for tensor in (output, input):
             if not tensor.is_contiguous():
@@ -88,10 +88,10 @@ class FullDuplexGroup(GlooGroup):
         input_tensors: Sequence[torch.Tensor],
         opts: object = None,
     ) -> dist.Work:
-        """What `torch.distributed.all_to_all` calls; the tensors may be of different sizes.
+        """The all-to-all that `torch.distributed.all_to_all` calls; tensors may differ in size.
 
         Collectives:
-            One send to and one receive from every peer, empty tensors left out.
+            One send to and one receive from every peer, except for empty tensors.
         """
         for name, tensors in (("output", output_tensors), ("input", input_tensors)):
             if len(tensors) != self.size():
@@ -117,14 +117,14 @@ class FullDuplexGroup(GlooGroup):
     ) -> dist.Work:
         rank, size = self.rank(), self.size()
         _check_own_parts(received[rank], sent[rank])
-        # Counters see a functional collective themselves, and it hides their mode from us.
+        # `count_collectives` sees a functional collective by itself, and isn't active inside it.
         if is_dispatch_watched():
             note(op, self, sum(part.nbytes for part in sent))
         # All ranks issue their exchanges in the same order, so equal numbers belong together.
         tag = _FIRST_TAG + self._num_exchanges % _NUM_TAGS
         self._num_exchanges += 1
         exchange = _Exchange(timeout_of_gloo(self._gloo), result, copies, self._failed)
-        # Every rank starts with another peer, so that none is sent to by all at once.
+        # Every rank starts with a different peer, so that no rank is sent to by all at once.
         peers = [(rank + step) % size for step in range(1, size)]
         for peer in reversed(peers):
             exchange.post(self._gloo.recv, received[peer], peer, tag)
@@ -137,8 +137,8 @@ class FullDuplexGroup(GlooGroup):
 class ExchangeWork(dist.Work):
     """The handle of an all-to-all in flight.
 
-    Waiting happens in the caller's thread, without a detour. Who polls, asks for the future or
-    drops the handle gets a thread that waits, because gloo tells nobody else about the end.
+    `wait` blocks in the caller's thread. Polling, asking for the future or dropping the handle
+    starts a thread that waits, because gloo tells only waiting threads about the end.
     """
 
     def __init__(self, exchange: "_Exchange") -> None:
@@ -146,22 +146,22 @@ class ExchangeWork(dist.Work):
         self._exchange = exchange
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Block until all has arrived and left, or raise what went wrong, with the peer's rank.
+        """Block until all messages have arrived and left; an error names the peer's rank.
 
         Args:
-            timeout: at most this long; by default the group's timeout.
+            timeout: how long to wait at most; by default the group's timeout.
         """
         self._exchange.finish(timeout)
         self._exchange.future.wait()
         return True
 
     def is_completed(self) -> bool:
-        """Whether the exchange is over, well or badly."""
+        """Whether the exchange is over, successfully or not."""
         self._exchange.watch()
         return self._exchange.future.done()
 
     def is_success(self) -> bool:
-        """Whether the exchange is over and went well."""
+        """Whether the exchange is over and successful."""
         return self.is_completed() and self._exchange.error is None
 
     def get_future(self) -> Future[Any]:
@@ -178,9 +178,9 @@ class ExchangeWork(dist.Work):
 class _Exchange:
     """Messages in flight, and the tensors that they need.
 
-    Gloo jams if a buffer goes away while its message is under way, and then not even a timeout
-    gets through. So every message is waited for, and after a failure those that are left are kept
-    as long as the group.
+    Gloo hangs if a buffer is freed while its message is in flight, and then not even a timeout
+    ends the wait. So every message is waited for, and after a failure the remaining ones are kept
+    alive as long as the group.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class _Exchange:
     def post(
         self, transfer: Callable[..., dist.Work], tensor: torch.Tensor, peer: int, tag: int
     ) -> None:
-        """Start a message, unless there is nothing to say. What fails is told by `finish`."""
+        """Start a message, unless it is empty; `finish` passes its error on."""
         if self.error is None and tensor.numel():
             try:
                 self._messages.append((peer, transfer([tensor], peer, tag)))
@@ -211,7 +211,7 @@ class _Exchange:
                 self._fail(peer, error)
 
     def finish(self, timeout: timedelta) -> None:
-        """Complete the future. One thread does so, and others wait for it."""
+        """Wait for all messages and complete the future; a second thread waits for the first."""
         timeout = timeout or self._group_timeout
         deadline = time.monotonic() + timeout.total_seconds()
         if not self._lock.acquire(timeout=timeout.total_seconds()):
@@ -232,14 +232,14 @@ class _Exchange:
             self._lock.release()
 
     def watch(self) -> None:
-        """Finish in a thread of its own, if nobody did or does."""
+        """Call `finish` in a thread of its own, unless the exchange is over or watched already."""
         if not self._is_watched and not self.future.done():
             self._is_watched = True
             threading.Thread(target=self.finish, args=(_NO_TIMEOUT,)).start()
 
     def _wait_for_next(self, deadline: float) -> None:
         peer, message = self._messages.popleft()
-        # A timeout of zero would mean none.
+        # A timeout of zero would mean no timeout.
         seconds_left = max(deadline - time.monotonic(), 0.001)
         try:
             message.wait(timedelta(seconds=seconds_left))
@@ -292,7 +292,7 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Full
 
 
 def full_duplex_backend() -> str:
-    """What `init_process_group` and `new_group` take as the backend, registered when asked for."""
+    """The backend's name for `init_process_group` and `new_group`, registered on first use."""
     if _NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(_NAME, _create, devices=["cpu"])
     return _NAME

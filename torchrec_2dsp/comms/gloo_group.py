@@ -1,4 +1,4 @@
-"""`GlooGroup`: gloo as a Python class, so that a subclass can do some things otherwise."""
+"""`GlooGroup`: gloo as a Python class, of which a subclass can replace operations."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +13,9 @@ from torchrec_2dsp.comms.counting import note
 class GlooGroup(dist.ProcessGroup):
     """Passes every operation on to gloo.
 
-    Each operation that torch calls on a Python class is passed on by Python. What is left to
-    `ProcessGroup` runs with the interpreter locked, and now and then waits forever for a thread
-    of gloo's, which waits for the interpreter to free a tensor.
+    Every operation that torch calls on a Python class is passed on by Python. `ProcessGroup`'s own
+    ones hold the interpreter's lock, and sometimes wait forever for a gloo thread that needs this
+    lock to free a tensor.
 
     Args:
         gloo: the group that does the work. It must not be used otherwise.
@@ -31,8 +31,8 @@ class GlooGroup(dist.ProcessGroup):
         return "gloo"
 
 
-def _sent(self: GlooGroup, name: str, arguments: tuple[Any, ...]) -> int:
-    """Bytes of this rank's input."""
+def _input_bytes(self: GlooGroup, name: str, arguments: tuple[Any, ...]) -> int:
+    """The size of this rank's input."""
     if name in ("barrier", "recv"):
         return 0
     if name == "broadcast" and arguments[1].rootRank != self.rank():
@@ -43,7 +43,7 @@ def _sent(self: GlooGroup, name: str, arguments: tuple[Any, ...]) -> int:
 
 def _passed_on(name: str, op: str) -> Callable[..., dist.Work]:
     def operation(self: GlooGroup, *arguments: Any, **options: Any) -> dist.Work:
-        note(op, self, _sent(self, name, arguments))
+        note(op, self, _input_bytes(self, name, arguments))
         return getattr(self._gloo, name)(*arguments, **options)
 
     return operation
@@ -75,6 +75,6 @@ def _all_to_all_single(
     return self._gloo.alltoall_base(output, input, output_split_sizes, input_split_sizes, opts)
 
 
-# The second name is the one before torch 2.13, which some callers still use.
+# Callers that are written for torch before 2.13 use the second name.
 for _name in ("all_to_all_single", "alltoall_base"):
     setattr(GlooGroup, _name, _all_to_all_single)

@@ -1,4 +1,4 @@
-"""`MeshGroups`: the process groups of a `Mesh2D`, made and closed in one order on all ranks."""
+"""`MeshGroups`: the process groups of a `Mesh2D`, created and closed in one order on all ranks."""
 
 import atexit
 import gc
@@ -29,7 +29,7 @@ AXIS_NAMES = ("replicate", "shard")
 
 
 def world_group() -> dist.ProcessGroup:
-    """All ranks, or the error that says how to start them."""
+    """The group of all ranks; without one, an error says how to create it."""
     if not dist.is_initialized():
         raise MeshError(
             "torch.distributed is not initialised; call "
@@ -41,7 +41,7 @@ def world_group() -> dist.ProcessGroup:
 
 
 class MeshGroups:
-    """The communicators of one mesh on this rank.
+    """The process groups of one mesh on this rank.
 
     Collectives:
         Building it creates process groups, so all ranks of the world must do it, in the same
@@ -54,9 +54,9 @@ class MeshGroups:
         self.mesh = mesh
         """The arithmetic behind the groups."""
         self.world = world
-        """All ranks: dense gradients, data-parallel tables."""
+        """All ranks, for dense gradients and data-parallel tables."""
         self.board = NoticeBoard.of(world)
-        """Where ranks say that they failed."""
+        """Where ranks post that they failed."""
         self.rank = dist.get_rank(world)
         """This rank in the world."""
         self.device_mesh = DeviceMesh(device_type, mesh.rank_matrix(), mesh_dim_names=AXIS_NAMES)
@@ -67,40 +67,40 @@ class MeshGroups:
         """The ranks that hold this rank's shard."""
         self._inherit_timeout(self.sharding_group, self.replica_peers)
         self.local_world_size = get_local_size(mesh.world_size)
-        """Ranks of this host (LOCAL_WORLD_SIZE)."""
+        """How many ranks this host has (LOCAL_WORLD_SIZE)."""
         # Rows travel while the training thread goes on to other collectives. Groups of their own
         # keep the two from interleaving differently on two ranks.
-        self._made: list[dist.ProcessGroup] = []
+        self._own_groups: list[dist.ProcessGroup] = []
         self.hot_rows = self._new_peers("hot_rows", [list(range(mesh.world_size))])
-        """All ranks again, used by nothing but the hot rows."""
+        """All ranks, in groups that are used by nothing but the hot rows."""
         self.replica_rows = Peers(self.replica_peers)
-        """The replica peers again, used by nothing but the exchange of rows: their gradients, or
-        their weights."""
+        """The replica peers, in groups that are used by nothing but the exchange of their rows'
+        gradients or weights."""
         if mesh.num_groups > 1:
             holders = [list(ranks) for ranks in zip(*mesh.rank_matrix(), strict=True)]
             self.replica_rows = self._new_peers("replica_rows", holders)
         everyone = self._new_group("alarm", [list(range(mesh.world_size))], backend=None)
         self.alarm = Alarm(everyone, torch.device(device_type), self.board)
-        """Tells all ranks of an error of one."""
+        """Raises an error of one rank on all ranks."""
         self._node_groups = NodeGroupCache()
         self._closed = False
 
     def _new_peers(self, name: str, sets: list[list[int]]) -> Peers:
-        """Groups for rows that travel, in full duplex where that makes a difference.
+        """Create groups for the exchange of rows, in full duplex where the backend is gloo.
 
         Args:
-            name: of the groups.
-            sets: of ranks; this one belongs to one of them.
+            name: the groups' name.
+            sets: sets of ranks, of which this rank belongs to one.
         """
         is_gloo = dist.get_backend(self.world) == dist.Backend.GLOO
         backend = full_duplex_backend() if is_gloo else None
         everyone = self._new_group(name, sets, backend)
-        placed = [by_host(ranks, self.local_world_size) for ranks in sets]
-        hosts = [hosts for hosts in placed if hosts is not None]
-        if len(hosts) < len(placed):
+        set_hosts = [by_host(ranks, self.local_world_size) for ranks in sets]
+        layered = [hosts for hosts in set_hosts if hosts is not None]
+        if len(layered) < len(set_hosts):
             return Peers(everyone)
-        in_host = [ranks for of_set in hosts for ranks in of_set]
-        across = [list(ranks) for of_set in hosts for ranks in zip(*of_set, strict=True)]
+        in_host = [ranks for hosts in layered for ranks in hosts]
+        across = [list(ranks) for hosts in layered for ranks in zip(*hosts, strict=True)]
         return Peers(
             everyone,
             self._new_group(f"{name}_in_host", in_host, backend),
@@ -110,21 +110,21 @@ class MeshGroups:
     def _new_group(
         self, name: str, sets: list[list[int]], backend: str | None
     ) -> dist.ProcessGroup:
-        """The group of the set that this rank belongs to."""
+        """Create a group for each set, and return that of this rank's set."""
         timeout = timeout_of(self.world, self.device_mesh.device_type)
         group, _ = dist.new_subgroups_by_enumeration(
             sets, timeout=timeout, backend=backend, group_desc=name
         )
-        self._made.append(cast(dist.ProcessGroup, group))
-        return self._made[-1]
+        self._own_groups.append(cast(dist.ProcessGroup, group))
+        return self._own_groups[-1]
 
     @classmethod
     def for_mesh(cls, mesh: Mesh2D, device_type: str) -> "MeshGroups":
-        """The groups of ``mesh`` in the current world: made on first use, then shared."""
+        """The groups of ``mesh`` in the current world, created on first use and then shared."""
         world = world_group()
         mesh.check_world(dist.get_world_size(world))
         _leave_in_order_at_exit()
-        # Groups of a world that was destroyed went with it.
+        # The groups of a destroyed world were destroyed with it.
         for key, groups in list(_GROUPS.items()):
             if groups.world is not world or groups._closed:
                 del _GROUPS[key]
@@ -151,7 +151,7 @@ class MeshGroups:
         self._inherit_timeout(*self._node_groups.groups())
 
     def _inherit_timeout(self, *groups: dist.ProcessGroup) -> None:
-        """Give groups that torch and TorchRec make the world's timeout, which they don't take."""
+        """Set the world's timeout on groups that torch and TorchRec create without it."""
         timeout = timeout_of(self.world, self.device_mesh.device_type)
         for group in groups:
             set_timeout(group, timeout)
@@ -179,10 +179,10 @@ class MeshGroups:
             self._destroy()
 
     def _destroy(self) -> None:
-        # The node groups were made last; a mesh axis that spans the world may be its own group.
-        made = [self.replica_peers, self.sharding_group, *self._made]
-        made += reversed(self._node_groups.groups())
-        for group in reversed(made):
+        # The node groups are the newest; the group of an axis may be that of the world.
+        groups = [self.replica_peers, self.sharding_group, *self._own_groups]
+        groups += reversed(self._node_groups.groups())
+        for group in reversed(groups):
             if group is not self.world:
                 dist.destroy_process_group(group)
         self._node_groups.clear()
@@ -195,8 +195,8 @@ _GROUPS: dict[tuple[Mesh2D, str], MeshGroups] = {}
 def leave_world() -> None:
     """Destroy all groups of the current world, and the threads behind them.
 
-    A thread of gloo's that lives on while the interpreter is torn down may abort the process. It
-    lives as long as anything refers to its group.
+    A gloo thread that still runs while the interpreter is torn down may abort the process. It runs
+    as long as anything refers to its group.
 
     Collectives:
         One barrier on the world.
@@ -210,12 +210,12 @@ def leave_world() -> None:
 
 @cache
 def _leave_in_order_at_exit() -> None:
-    """Once, arrange for programs that end without `destroy_process_group`."""
+    """Prepare, once, for programs that end without `destroy_process_group`."""
     atexit.register(_forget_groups)
 
 
 def _forget_groups() -> None:
-    """Destroy our own groups, and nothing that is the user's."""
+    """Destroy the groups that this package created, and none of the user's."""
     NoticeBoard.close_all()
     for groups in list(_GROUPS.values()):
         groups.forget()

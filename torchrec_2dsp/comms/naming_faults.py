@@ -1,4 +1,4 @@
-"""`naming_faults`: a call that all ranks make, whose errors name the rank that failed."""
+"""`naming_faults`: a context for a call of all ranks, whose errors name the rank that failed."""
 
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -9,16 +9,16 @@ from torchrec_2dsp.errors import RankError, TwoDError
 
 
 class naming_faults(AbstractContextManager[None]):
-    """Let the errors of a block tell which rank failed.
+    """A context whose errors tell which rank failed.
 
-    A broken connection becomes a `RankError` that names the rank, after the others were asked. An
-    error of this rank's own is raised as it is, and posted for the others.
+    A broken connection becomes a `RankError` that names the rank, after all ranks were asked. This
+    rank's own error is raised as it is, and posted for the other ranks.
     """
 
     def __init__(self, board: NoticeBoard, phase: str | None = None) -> None:
         """
         Args:
-            board: of the world.
+            board: the notice board of the world.
             phase: what the block does; `None` if it does several things.
         """
         self._board, self._phase = board, phase
@@ -44,7 +44,7 @@ class naming_faults(AbstractContextManager[None]):
 
 
 def _is_explained(error: BaseException) -> bool:
-    """Whether the other ranks know already."""
+    """Whether the other ranks know of the error already."""
     return any(
         isinstance(cause, RankError) or (isinstance(cause, TwoDError) and cause.is_on_all_ranks)
         for cause in causes_of(error)

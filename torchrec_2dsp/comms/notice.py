@@ -1,4 +1,4 @@
-"""`Notice`: what a rank has to say when something went wrong, and what all of them say together."""
+"""`Notice`: what a rank posts when something went wrong; `blame`: the error in all notices."""
 
 import enum
 import json
@@ -10,51 +10,51 @@ from torchrec_2dsp.errors import RankError
 
 
 class Standing(enum.Enum):
-    """How a rank is."""
+    """How a rank is, as far as the others can tell."""
 
     HERE = "here"
-    """It answers."""
+    """The rank answers."""
 
     FAILED = "failed"
-    """It has raised an error of its own."""
+    """The rank has raised an error of its own."""
 
     LEFT = "left"
-    """It has left the training loop, as if all were well."""
+    """The rank has left the training loop, as if all were well."""
 
     SILENT = "silent"
-    """It doesn't answer."""
+    """The rank doesn't answer."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """What a rank has posted."""
+    """What a rank posts about itself."""
 
     rank: int
     standing: str
     """A `Standing`, as text."""
     step: int
-    """Its training step."""
+    """The rank's training step."""
     phase: str
-    """What it does there."""
+    """What the rank is doing in this step."""
     error: str = ""
-    """What it has raised."""
+    """The error that the rank has raised, as text."""
     loop: int = 0
-    """How many training loops it has entered."""
+    """How many training loops the rank has entered."""
     alarm: int = 0
-    """The last question that it has heard."""
+    """The number of the latest question that the rank has heard."""
 
     @property
     def where(self) -> str:
-        """Step and phase."""
+        """The step and the phase, as a part of a sentence."""
         return f"at step {self.step}, {self.phase}"
 
     def encoded(self) -> str:
-        """As text, for a store."""
+        """The notice as text, for a store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def decoded(cls, text: bytes) -> "Notice":
-        """The notice of a text."""
+        """The notice that ``text`` encodes."""
         return cls(**json.loads(text))
 
 
@@ -62,9 +62,9 @@ def blame(own: Notice, others: Sequence[Notice], cause: str) -> RankError:
     """The error that names the ranks to blame.
 
     Args:
-        own: of this rank.
-        others: of all other ranks; silent ones have the standing `Standing.SILENT`.
-        cause: what this rank has seen of it.
+        own: the notice of this rank.
+        others: the notices of all other ranks; silent ones have the standing `Standing.SILENT`.
+        cause: the error that this rank noticed, as text.
 
     Example:
         >>> from torchrec_2dsp.comms.notice import Notice, blame
@@ -79,8 +79,8 @@ def blame(own: Notice, others: Sequence[Notice], cause: str) -> RankError:
     seen = f" ({cause})" if cause else ""
     noticed = f"{name_of(own.rank)} noticed it {own.where}"
     if failed := by_standing[Standing.FAILED]:
-        told = "; ".join(f"{name_of(n.rank)} failed {n.where}: {n.error}" for n in failed)
-        return RankError(f"{told}; {noticed}", ranks_of(failed))
+        text = "; ".join(f"{name_of(n.rank)} failed {n.where}: {n.error}" for n in failed)
+        return RankError(f"{text}; {noticed}", ranks_of(failed))
     if silent := by_standing[Standing.SILENT]:
         return RankError(
             f"{name_of(*ranks_of(silent))} did not answer: killed, stopped, or cut off from the "
@@ -88,18 +88,18 @@ def blame(own: Notice, others: Sequence[Notice], cause: str) -> RankError:
             ranks_of(silent),
         )
     everyone = sorted([own, *others], key=lambda notice: notice.rank)
-    if left := [notice for notice in everyone if notice.standing == Standing.LEFT.value]:
-        told = "; ".join(f"{name_of(n.rank)} left the loop after step {n.step}" for n in left)
-        rest = [notice for notice in everyone if notice not in left]
+    if leavers := [notice for notice in everyone if notice.standing == Standing.LEFT.value]:
+        text = "; ".join(f"{name_of(n.rank)} left the loop after step {n.step}" for n in leavers)
+        rest = [notice for notice in everyone if notice not in leavers]
         return RankError(
-            f"{told}, but not {_by_place(rest)}; give all ranks the same number of batches",
-            ranks_of(left),
+            f"{text}, but not {_by_place(rest)}; give all ranks the same number of batches",
+            ranks_of(leavers),
         )
     return _difference(everyone, seen)
 
 
 def _difference(notices: Sequence[Notice], seen: str) -> RankError:
-    """All ranks are there: those that are behind are to blame, or those that are few."""
+    """The error if all ranks answer, which blames the fewest at one place, or those behind."""
     places = {notice.where: [n for n in notices if n.where == notice.where] for notice in notices}
     if len(places) == 1:
         return RankError(f"all ranks answer, {notices[0].where}, but can't reach each other{seen}")
@@ -112,7 +112,7 @@ def _difference(notices: Sequence[Notice], seen: str) -> RankError:
 
 
 def _by_place(notices: Sequence[Notice]) -> str:
-    """Which ranks are where."""
+    """Which ranks are at which step and phase, as text."""
     places: dict[str, list[int]] = defaultdict(list)
     for notice in notices:
         places[notice.where].append(notice.rank)
@@ -120,12 +120,12 @@ def _by_place(notices: Sequence[Notice]) -> str:
 
 
 def encoded_verdict(error: RankError, step: int) -> str:
-    """What a rank has found out at a step, for a store."""
+    """The error that a rank found at ``step``, as text for a store."""
     return json.dumps({"text": str(error), "ranks": error.ranks, "step": step})
 
 
 def decoded_verdict(text: bytes, since_step: int) -> RankError | None:
-    """What another rank has found out; `None` if that is older than a step."""
+    """The error that another rank found; `None` if that was before ``since_step``."""
     verdict = json.loads(text)
     if verdict["step"] < since_step:
         return None
@@ -133,12 +133,12 @@ def decoded_verdict(text: bytes, since_step: int) -> RankError | None:
 
 
 def ranks_of(notices: Sequence[Notice]) -> tuple[int, ...]:
-    """Who has posted them."""
+    """The ranks that posted ``notices``, in ascending order."""
     return tuple(sorted(notice.rank for notice in notices))
 
 
 def name_of(*ranks: int) -> str:
-    """Ranks in a sentence.
+    """The name of ranks in a sentence.
 
     Example:
         >>> from torchrec_2dsp.comms.notice import name_of

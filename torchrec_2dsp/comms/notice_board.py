@@ -1,8 +1,8 @@
-"""`NoticeBoard`: where ranks say that they failed, or that they are still there.
+"""`NoticeBoard`: where ranks post that they failed, or that they are still there.
 
-While all is well, nothing is written: a thread looks twice a second whether anybody asks. A rank
-whose collective fails asks, and the threads of the others answer, also where a rank waits in a
-collective itself. Who doesn't answer is dead, stopped or out of reach.
+While all is well, nothing is written: a thread looks twice a second whether a rank asks. A rank
+whose collective fails asks, and the threads of the others answer, even while a rank waits in a
+collective itself. A rank that doesn't answer is dead, stopped or cut off.
 """
 
 import copy
@@ -27,13 +27,13 @@ T = TypeVar("T")
 _ANSWER_S = 2.0
 """How long a rank that asks waits for answers."""
 _LOOK_S = 0.5
-"""How often a rank looks whether anybody asks."""
+"""How long a rank waits between looks for questions."""
 _LISTEN_S = 0.1
-"""The same, once a rank has asked."""
+"""How long a rank waits between looks for questions once a rank has asked."""
 _SOURCE_OR_ADVICE = re.compile(r"^\[\S*\] |\. This is typically .*")
-"""What gloo says besides."""
+"""The parts of gloo's error texts that don't say what failed."""
 _STEPS_APART = 2
-"""No rank can be further ahead of one that failed."""
+"""The most steps that a rank can be ahead of one that failed."""
 _PREFIX = "torchrec_2dsp/"
 _ALARMS = f"{_PREFIX}alarms"
 _VERDICT = f"{_PREFIX}verdict"
@@ -41,7 +41,7 @@ _BOARDS: "weakref.WeakKeyDictionary[dist.ProcessGroup, NoticeBoard]" = weakref.W
 
 
 class NoticeBoard:
-    """What the ranks of a world post in its store."""
+    """A board on which the ranks of a world post notices, kept in the world's store."""
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         """
@@ -49,14 +49,14 @@ class NoticeBoard:
             world: all ranks, the current default group.
         """
         self.activity = Activity()
-        """What this rank does."""
+        """What this rank is doing."""
         self.failure: RankError | None = None
-        """Why the ranks can't go on together, once that is so."""
+        """The error because of which the ranks can't go on together, if there is one."""
         self.num_loops = 0
         """How many training loops this rank has entered."""
         self._rank, self._num_ranks = dist.get_rank(world), dist.get_world_size(world)
         self._world = weakref.ref(world)
-        # A connection of its own: that of the world may be waiting for something.
+        # A second connection, because the world's own may be blocked by a call that waits.
         self._store = own_connection(store_of_world())
         self._store.set_timeout(timedelta(seconds=_ANSWER_S))
         self._standing, self._error = Standing.HERE, ""
@@ -70,40 +70,40 @@ class NoticeBoard:
 
     @classmethod
     def of(cls, world: dist.ProcessGroup) -> "NoticeBoard":
-        """The board of a world, made when it is first asked for."""
+        """The board of a world, created on first use."""
         if world not in _BOARDS:
             _BOARDS[world] = cls(world)
         return _BOARDS[world]
 
     @classmethod
     def close_all(cls) -> None:
-        """Answer no more; call it before the program ends.
+        """Stop answering on all boards; call it before the program ends.
 
-        A thread that came back from a store while the interpreter is torn down would abort it.
+        A thread that returns from a store while the interpreter is torn down would abort it.
         """
         for board in list(_BOARDS.values()):
             board._is_closing.set()
             if board._thread.is_alive():
-                # A store whose host is stopped never answers.
+                # A store on a stopped host never answers.
                 board._thread.join(_ANSWER_S)
 
     def enter_loop(self) -> None:
-        """This rank begins to train."""
+        """Record that this rank begins to train."""
         self.num_loops += 1
         if self._standing is not Standing.HERE:
-            self._stands(Standing.HERE)
+            self._post_standing(Standing.HERE)
 
     def leave_loop(self) -> None:
-        """This rank has trained all that it had."""
-        self._stands(Standing.LEFT)
+        """Post that this rank has trained all of its batches."""
+        self._post_standing(Standing.LEFT)
 
     def fail(self, error: BaseException) -> None:
-        """This rank is about to raise an error of its own."""
-        if (told := described(error)) != self._error:
-            self._stands(Standing.FAILED, told)
+        """Post that this rank is about to raise an error of its own."""
+        if (text := described(error)) != self._error:
+            self._post_standing(Standing.FAILED, text)
 
     def raise_failure(self) -> None:
-        """Raise what has stopped the ranks before, if anything did."""
+        """Raise the error that has stopped the ranks, if there is one."""
         if self.failure is not None:
             raise copy.copy(self.failure).with_traceback(None)
 
@@ -124,26 +124,27 @@ class NoticeBoard:
         return copy.copy(self.failure)
 
     def _judge(self, cause: str) -> RankError:
-        """What is wrong, in the words of the rank that found out first.
+        """The error as it was posted by the rank that found it first, maybe this one.
 
-        Ranks that notice later can't ask those that have ended meanwhile.
+        Ranks that notice it later can't ask those that have ended meanwhile.
         """
         since = self.activity.step - _STEPS_APART
         own = self._notice()
         if (verdict := self._verdict(since)) is not None:
             return verdict
-        found = blame(own, self._ask(), cause)
+        own_verdict = blame(own, self._ask(), cause)
         if (verdict := self._verdict(since)) is not None:
             return verdict
-        self._store.set(_VERDICT, encoded_verdict(found, own.step))
-        return found
+        self._store.set(_VERDICT, encoded_verdict(own_verdict, own.step))
+        return own_verdict
 
     def _verdict(self, since_step: int) -> RankError | None:
+        """The error that a rank has posted; `None` if none did since ``since_step``."""
         if not self._store.check([_VERDICT]):
             return None
         return decoded_verdict(self._store.get(_VERDICT), since_step)
 
-    def _stands(self, standing: Standing, error: str = "") -> None:
+    def _post_standing(self, standing: Standing, error: str = "") -> None:
         self._standing, self._error = standing, error
         self._within_time(self._post)
 
@@ -164,7 +165,7 @@ class NoticeBoard:
         return True
 
     def _ask(self) -> list[Notice]:
-        """The notices of all other ranks, after they had some time to answer."""
+        """Ask all others; return their notices once all answered, one failed, or time is up."""
         alarm = self._store.add(_ALARMS, 1)
         self._last_alarm = alarm
         self._post()
@@ -172,16 +173,16 @@ class NoticeBoard:
         while True:
             notices = self._read()
             is_last = time.monotonic() > deadline
-            known = [self._judged(notice, alarm, is_last=is_last) for notice in notices]
-            others = [notice for notice in known if notice is not None]
+            judged = [self._judged(notice, alarm, is_last=is_last) for notice in notices]
+            others = [notice for notice in judged if notice is not None]
             has_failed = any(notice.standing == Standing.FAILED.value for notice in others)
             if has_failed or len(others) == self._num_ranks - 1:
                 return others
-            # The more ranks ask, the less often each does.
+            # The more ranks there are, the less often each of them reads.
             time.sleep(max(0.05, self._num_ranks / 1_000))
 
     def _judged(self, notice: Notice, alarm: int, *, is_last: bool) -> Notice | None:
-        """How a rank is, as far as that is known."""
+        """The notice with how its rank stands now; `None` as long as that is unknown."""
         standing = Standing(notice.standing)
         is_recent = notice.step >= self.activity.step - _STEPS_APART
         if standing is Standing.FAILED and is_recent:
@@ -199,7 +200,7 @@ class NoticeBoard:
         return [Notice.decoded(text) for text in self._store.multi_get(keys)] if keys else []
 
     def _within_time(self, action: Callable[[], T]) -> T | None:
-        """What an action on the store gives; `None` if the store is gone or doesn't answer."""
+        """The result of ``action``; `None` if the store is gone or doesn't answer in time."""
         results: list[T] = []
 
         def act() -> None:
@@ -208,7 +209,7 @@ class NoticeBoard:
             except RuntimeError:
                 return
 
-        # A store whose host is stopped lets its clients wait, whatever their timeout.
+        # A store on a stopped host lets its clients wait, whatever their timeout.
         thread = threading.Thread(target=act, daemon=True)
         thread.start()
         thread.join(2 * _ANSWER_S)
@@ -226,14 +227,14 @@ class NoticeBoard:
                     self._last_alarm, wait_s = alarm, _LISTEN_S
                     self._post()
                 if wait_s == _LISTEN_S and self._heard is None:
-                    # The store may be gone when this rank notices.
+                    # The store may be gone by the time that this rank notices the failure.
                     self._heard = self._verdict(self.activity.step - _STEPS_APART)
             except RuntimeError:
                 return
 
 
 def described(error: BaseException) -> str:
-    """An exception in a line: its type, the first line of its text, and where it was raised.
+    """An exception in one line: its type, the first line of its text, and where it was raised.
 
     Example:
         >>> from torchrec_2dsp.comms.notice_board import described

@@ -1,4 +1,4 @@
-"""Several tensors as one buffer of bytes, so that they travel in one message."""
+"""`pack` and `unpack`: several tensors as one buffer of bytes, to travel in one message."""
 
 import math
 from collections.abc import Sequence
@@ -7,20 +7,20 @@ from typing import NamedTuple
 import torch
 
 _ALIGNMENT = 8
-"""Where a tensor of any type may start."""
+"""A tensor of any type may start at multiples of this many bytes."""
 
 
 class Packed(NamedTuple):
-    """What a tensor in a buffer looks like."""
+    """The shape and type of a tensor in a buffer."""
 
     shape: tuple[int, ...]
-    """Its sizes."""
+    """The tensor's sizes."""
     dtype: torch.dtype
-    """Of its elements."""
+    """The type of the tensor's elements."""
 
     @property
     def num_bytes(self) -> int:
-        """Of the buffer."""
+        """The bytes that the tensor takes in the buffer, padding included."""
         num_bytes = math.prod(self.shape) * self.dtype.itemsize
         return num_bytes + -num_bytes % _ALIGNMENT
 
@@ -45,8 +45,8 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def unpack(buffer: torch.Tensor, layout: Sequence[Packed]) -> list[torch.Tensor]:
     """Views of the tensors that `pack` put into ``buffer``."""
     tensors, start = [], 0
-    for one in layout:
-        end = start + math.prod(one.shape) * one.dtype.itemsize
-        tensors.append(buffer[start:end].view(one.dtype).view(one.shape))
-        start += one.num_bytes
+    for packed in layout:
+        end = start + math.prod(packed.shape) * packed.dtype.itemsize
+        tensors.append(buffer[start:end].view(packed.dtype).view(packed.shape))
+        start += packed.num_bytes
     return tensors

@@ -1,4 +1,4 @@
-"""`Peers`: ranks that exchange rows, and where they sit."""
+"""`Peers`: the process groups of ranks that exchange rows, host by host."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,17 +8,17 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Peers:
-    """Process groups of ranks that exchange rows: of those that hold copies of the same ones, or
-    of their owners and whoever asks for them."""
+    """Process groups of ranks that exchange rows: ranks that hold copies of the same rows, or the
+    owners of rows and the ranks that ask for them."""
 
     everyone: dist.ProcessGroup
-    """All of them."""
+    """All ranks that exchange rows."""
 
     in_host: dist.ProcessGroup | None = None
-    """Those on this host, if several hosts have several of them each."""
+    """The ranks on this host, if there are several hosts with several ranks each."""
 
     across: dist.ProcessGroup | None = None
-    """One on each host, those with the same place on theirs; together with ``in_host``."""
+    """One rank of each host, in the same place as this one; set together with ``in_host``."""
 
     @property
     def is_layered(self) -> bool:
@@ -27,7 +27,7 @@ class Peers:
 
 
 def by_host(ranks: Sequence[int], ranks_per_host: int) -> list[list[int]] | None:
-    """Peers host by host, `None` unless several hosts have the same number of several peers.
+    """The ranks of each host; `None` unless several hosts have equally many, more than one.
 
     Example:
         >>> from torchrec_2dsp.comms.peers import by_host

@@ -1,4 +1,4 @@
-"""`RowWire`: all-to-alls of rows, in the types in which TorchRec's codecs let them travel."""
+"""`RowWire`: all-to-alls of rows and their gradients, encoded by TorchRec's codecs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,21 +11,21 @@ from torchrec.distributed.types import QuantizedCommCodec, QuantizedCommCodecs
 
 @dataclass(frozen=True)
 class TravellingRows:
-    """Rows on their way."""
+    """Rows on their way to this rank."""
 
     values: torch.Tensor
-    """As they travel, flat."""
+    """The rows as they travel, encoded and flat."""
     sent: torch.Tensor
-    """Kept until it has left."""
+    """The send buffer, kept alive until it has been sent."""
     work: dist.Work
     dim: int
     """Columns of a row."""
     codec: QuantizedCommCodec[Any] | None
     context: Any
-    """Of the codec."""
+    """The codec's context."""
 
     def wait(self) -> torch.Tensor:
-        """The rows, rank by rank: `[rows, dim]`."""
+        """The rows in the order of their senders, after waiting for them: `[rows, dim]`."""
         self.work.wait()
         values = self.values
         if self.codec is not None:
@@ -35,11 +35,11 @@ class TravellingRows:
 
 @dataclass(frozen=True)
 class RowWire:
-    """Between the ranks of a group."""
+    """Sends rows and their gradients between the ranks of a group."""
 
     group: dist.ProcessGroup
     codecs: QuantizedCommCodecs | None
-    """`None` for rows that travel as they are."""
+    """How rows and gradients are encoded; `None` if they travel as they are."""
 
     def start_rows(
         self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]
@@ -47,9 +47,9 @@ class RowWire:
         """Send rows of tables.
 
         Args:
-            rows: those of this rank, by the rank that gets them.
-            sent: how many each rank gets.
-            received: how many each rank has for this one.
+            rows: the rows that this rank sends, in the order of the ranks that get them.
+            sent: how many rows each rank gets.
+            received: how many rows each rank has for this one.
 
         Collectives:
             One all-to-all, not waited for.
@@ -59,7 +59,7 @@ class RowWire:
     def start_gradients(
         self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> TravellingRows:
-        """The same for gradients, which may have a codec of their own."""
+        """Send gradients of rows as `start_rows` sends rows; their codec may be another one."""
         return self._start(rows, sent, received, self.codecs and self.codecs.backward)
 
     def _start(
@@ -75,7 +75,10 @@ class RowWire:
         if codec is not None:
             context = codec.create_context()
             values = codec.encode(values, context)
-            sizes = [[codec.calc_quantized_size(of, context) for of in one] for one in sizes]
+            sizes = [
+                [codec.calc_quantized_size(size, context) for size in of_ranks]
+                for of_ranks in sizes
+            ]
         arriving = values.new_empty(sum(sizes[0]))
         work = dist.all_to_all_single(arriving, values, *sizes, group=self.group, async_op=True)
         assert work is not None

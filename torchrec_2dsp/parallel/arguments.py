@@ -1,4 +1,4 @@
-"""The arguments of `ModelParallel2D`, checked before anything is made of them."""
+"""The arguments of `ModelParallel2D`, checked before anything is created from them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,7 +34,7 @@ def checked_plan(
         )
     plan.mesh.check_world(dist.get_world_size())
     plan.validate()
-    ours = {sharder.module_type: sharder for sharder in sharders}
+    by_type = {sharder.module_type: sharder for sharder in sharders}
     for path, _ in plan.modules():
         try:
             part = module.get_submodule(path)
@@ -43,7 +43,7 @@ def checked_plan(
                 f"the plan names module {path!r}, which the model doesn't have; make the plan "
                 "for this model"
             ) from None
-        sharder = ours.get(type(part))
+        sharder = by_type.get(type(part))
         if not isinstance(sharder, _SHARDERS):
             raise ConfigError(
                 f"module {path!r} ({type(part).__name__}) is in the plan, but its sharder is "

@@ -18,11 +18,11 @@ T = TypeVar("T")
 
 @contextmanager
 def calling_together(groups: MeshGroups | None, name: str) -> Iterator[None]:
-    """Do something that all ranks must do; raise on all of them where some train on instead.
+    """A context for what all ranks must do; all of them raise if some train on instead.
 
     Args:
-        groups: of the model; without them nothing is checked.
-        name: of the call.
+        groups: the groups of the model; without them nothing is checked.
+        name: the name of the call.
 
     Collectives:
         An all-reduce of 8 bytes, waited for.
@@ -36,7 +36,7 @@ def calling_together(groups: MeshGroups | None, name: str) -> Iterator[None]:
 
 
 def called_by_all(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Let a function, whose second argument is a model, be a call of `calling_together`."""
+    """Let a function, whose second argument is a model, run inside of `calling_together`."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)

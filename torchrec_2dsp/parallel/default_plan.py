@@ -1,4 +1,4 @@
-"""The plan of who gives none: TorchRec's search for one sharding group, made on rank 0."""
+"""The plan if the user gives none: TorchRec's search for one sharding group, run on rank 0."""
 
 import logging
 from collections import Counter
@@ -25,12 +25,12 @@ def plan_by_default(
 ) -> Plan2D:
     """What `DistributedModelParallel` would plan by itself, as a plan for one sharding group.
 
-    Nothing is known of the network or of the log, so no table is replicated.
+    Nothing is known of the network or of how often rows are used, so no table is replicated.
 
     Args:
         module: the model.
-        sharders: this package's.
-        device: where the tables go; its type counts.
+        sharders: this package's sharders.
+        device: the device of the tables, of which only the type counts.
 
     Collectives:
         One broadcast of a pickled object from rank 0 of the world.

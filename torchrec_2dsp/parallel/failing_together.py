@@ -75,7 +75,7 @@ class failing_together(AbstractContextManager["failing_together"]):
             batches: a loader, or an iterator.
 
         Collectives:
-            An all-reduce of 8 bytes for each batch, which travels beside a step.
+            An all-reduce of 8 bytes for each batch, which overlaps with a step.
         """
         return BatchesInStep(batches, self._alarm)
 

@@ -1,4 +1,4 @@
-"""`HotSetRefresh`: hot sets that follow a drifting log."""
+"""`HotSetRefresh`: hot sets that follow the rows which are used most at the time."""
 
 from collections.abc import Mapping
 
@@ -10,10 +10,10 @@ from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 
 
 class HotSetRefresh:
-    """Makes the most used rows hot, every so many steps.
+    """Makes the most used rows hot, once in ``every`` steps.
 
-    Each hot table keeps the room that its plan gives it. The counter is the user's, who may count
-    every batch or some of them; give it a ``half_life``, or old batches count as much as new ones.
+    Each hot table keeps the room that its plan gives it. The user updates the counter, with every
+    batch or some of them; give it a ``half_life``, or old batches count as much as new ones.
 
     Example:
         The counter is made before the model is sharded::
@@ -30,9 +30,9 @@ class HotSetRefresh:
     def __init__(self, model: ModelParallel2D, counter: RowCounter, *, every: int) -> None:
         """
         Args:
-            model: with hot sets in its plan.
-            counter: of this rank's batches.
-            every: so many steps.
+            model: a model with hot sets in its plan.
+            counter: the counter of this rank's batches.
+            every: after how many steps to choose anew.
         """
         if every < 1:
             raise ConfigError(f"every={every} must be at least one step")
@@ -49,32 +49,32 @@ class HotSetRefresh:
         self._num_steps = 0
 
     def step(self) -> bool:
-        """A step is over, on all ranks; whether other rows are hot from now on.
+        """Count a step that is over, on all ranks; whether other rows are hot from now on.
 
         Collectives:
-            Every so many steps those of `RowCounter.gather`, and if other rows are used most now,
-            those of `ModelParallel2D.refresh_hot_sets`.
+            Once in ``every`` steps those of `RowCounter.gather`, and if other rows are used most
+            now, those of `ModelParallel2D.refresh_hot_sets`.
         """
         self._num_steps += 1
         if self._num_steps % self._every:
             return False
         stats = self._counter.gather(world_group())
-        now = self._model.hot_sets
+        current = self._model.hot_sets
         changed = {
             name: hot_set
             for name, rows in self._rows.items()
             if stats[name].num_lookups
-            and (hot_set := HotSet.from_stats(stats, name, rows=rows)) != now[name]
+            and (hot_set := HotSet.from_stats(stats, name, rows=rows)) != current[name]
         }
         if changed:
             self._model.refresh_hot_sets(changed)
         return bool(changed)
 
     def state_dict(self) -> dict[str, int]:
-        """How many steps were counted. Which rows are hot is the model's, what is used the
+        """How many steps were counted. Hot sets are in the model's state, and counts of rows in the
         counter's: a `TrainState` stores all three."""
         return {"num_steps": self._num_steps}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on counting steps from there."""
+        """Go on counting steps from a stored state."""
         self._num_steps = state["num_steps"]

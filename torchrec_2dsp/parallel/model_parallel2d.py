@@ -68,7 +68,7 @@ class ModelParallel2D(DMPCollection):
             device: this rank's device, CPU by default.
             plan: from `Planner2D`, from TorchRec's planner with this package's proposers, or from
                 `Plan2D.from_stock`. Without one, rank 0 plans for one sharding group, as
-                `DistributedModelParallel` does, and says in its log what came of it.
+                `DistributedModelParallel` does, and logs the result.
             sharders: this package's sharders, by default `get_default_sharders()`.
             init_data_parallel: as in `DistributedModelParallel`.
             init_parameters: as in `DistributedModelParallel`.
@@ -118,11 +118,11 @@ class ModelParallel2D(DMPCollection):
 
     @property
     def mesh(self) -> Mesh2D:
-        """Which ranks repeat the plan."""
+        """The mesh, which says which ranks repeat the plan."""
         return self._groups.mesh
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As in `DistributedModelParallel`; where a collective fails, a `RankError` says why."""
+        """Run the model as TorchRec does; if a collective fails, a `RankError` says why."""
         board = self._groups.board
         if self.training and torch.is_grad_enabled():
             board.activity.step = self._num_steps = self._num_steps + 1
@@ -182,7 +182,7 @@ class ModelParallel2D(DMPCollection):
         A `TrainState` does this when it is loaded. Call it between two steps.
 
         Example:
-            A run that goes on at step 10 under ``every(3)`` syncs at step 12, not at 13::
+            A run resumed at step 10 under ``every(3)`` syncs at step 12, not at 13::
 
                 tdsp.load_checkpoint("checkpoints/10", model, optimizer)
                 model.set_sync_step(10)
@@ -199,7 +199,7 @@ class ModelParallel2D(DMPCollection):
 
     @property
     def sync_total(self) -> SyncReport:
-        """All syncs since construction, also those that a pipeline or an optimizer triggered."""
+        """The reports of all syncs since construction, added up, whatever triggered them."""
         return sum((tables.sync_point.total for tables in self.sharded_tables()), SyncReport())
 
     @property
@@ -220,28 +220,28 @@ class ModelParallel2D(DMPCollection):
         the old hot rows; the replicas move when the first batch after it is looked up.
 
         Args:
-            hot_sets: by table, ids in any order, or a `HotSet`. A table needs a hot set in the
-                plan, which is the room it has; other tables keep theirs.
+            hot_sets: for each table, row ids in any order, or a `HotSet`. A table needs a hot set
+                in the plan, which is the room it has; tables left out keep their hot rows.
 
         Collectives:
             An agreement of all ranks. When the replicas move, those of `complete_state`, and for
             each hot table an all-reduce of its rows on the "shard" axis.
         """
         with calling_together(self._groups, "refresh_hot_sets()"), agreeing(world_group()) as facts:
-            known = self.hot_sets
-            unknown = sorted(hot_sets.keys() - known)
+            hot_tables = sorted(self.hot_sets)
+            unknown = sorted(hot_sets.keys() - set(hot_tables))
             if unknown:
                 raise PlanError(
                     f"table {unknown[0]!r} has no hot rows to refresh: pin some when you plan; "
-                    + (f"{', '.join(sorted(known))} have them" if known else "no table has them")
+                    + (f"{', '.join(hot_tables)} have them" if hot_tables else "no table has them")
                 )
             renewed = {name: HotSet.of(rows) for name, rows in hot_sets.items()}
             by_tables = [
                 (
                     tables,
                     {
-                        name: one
-                        for name, one in renewed.items()
+                        name: hot_set
+                        for name, hot_set in renewed.items()
                         if name in tables.hot_sets.by_table
                     },
                 )
@@ -250,7 +250,7 @@ class ModelParallel2D(DMPCollection):
             for tables, sets in by_tables:
                 tables.hot_sets.check(sets)
             facts["the hot sets"] = "\n".join(
-                f"{name}: {one.row_ids}" for name, one in sorted(renewed.items())
+                f"{name}: {hot_set.row_ids}" for name, hot_set in sorted(renewed.items())
             )
         for tables, sets in by_tables:
             tables.hot_sets.renew(sets)
@@ -266,7 +266,7 @@ class ModelParallel2D(DMPCollection):
                 tables.broadcast_replicas()
 
     def set_all_reduce_hook(self, reduce_hook: Any) -> None:
-        """Refused: the sync config decides what travels."""
+        """Raise an error: the plan's sync config decides what replicas send each other."""
         raise UnsupportedError(
             "an all-reduce hook can't see which rows changed; choose the sync by the plan's "
             "GradientSync or WeightSync"
@@ -274,7 +274,7 @@ class ModelParallel2D(DMPCollection):
 
 
 def _context(plan: Plan2D, groups: MeshGroups) -> DMPCollectionContext:
-    """What DMPCollection's other methods read."""
+    """The context that `DMPCollection`'s own methods read."""
     return DMPCollectionContext(
         module=None,  # type: ignore[arg-type]
         plan=plan,

@@ -1,4 +1,4 @@
-"""`TrainPipelineRowPrefetch`: TorchRec's sparse pipeline, and rows that come before their step."""
+"""`TrainPipelineRowPrefetch`: TorchRec's sparse pipeline, which also prefetches rows."""
 
 import logging
 from collections.abc import Iterator
@@ -30,16 +30,16 @@ Out = TypeVar("Out")
 
 
 class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
-    """Use it in place of `TrainPipelineSparseDist` where tables have row exchange.
+    """A pipeline to use in place of `TrainPipelineSparseDist` where tables have row exchange.
 
-    Ids travel two batches ahead instead of one. Of the next batch's rows, those that the running
-    step doesn't change are sent while it computes, and so are gradients of rows that it doesn't
-    need; losses and weights stay bit for bit what they are without this. Tables of other kinds, and
-    rows of which replicas have copies, train as in `TrainPipelineSparseDist`.
+    Ids travel two batches ahead instead of one. While a step computes, those rows of the next batch
+    are sent that it doesn't change, and gradients of those rows of the previous batch that it
+    doesn't need; losses and weights are bit for bit the same without this. Tables of other kinds,
+    and rows of which replicas have copies, train as in `TrainPipelineSparseDist`.
 
-    Between two steps, state may be read and loaded and hot sets refreshed as ever. Call the model's
-    `sync_now` before tables are read past the state dicts. Before tables are written past them,
-    `detach` the model.
+    Between two steps, state may be read and loaded and hot sets refreshed as usual. Call the
+    model's `sync_now` before you read tables directly instead of by state dicts, and `detach` the
+    model before you write tables directly.
 
     Example::
 
@@ -55,7 +55,7 @@ class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
     _source: "BatchesInStep[In] | None" = None
 
     def fill_pipeline(self, dataloader_iter: Iterator[In]) -> None:
-        """Two batches whose ids are distributed, unless there is one already."""
+        """Take two batches and distribute their ids, unless there is a batch already."""
         is_first = not self.batches
         super().fill_pipeline(dataloader_iter)
         if is_first and len(self.batches) > 1:
@@ -68,7 +68,7 @@ class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
         """Train one batch.
 
         Args:
-            dataloader_iter: where the batches come from.
+            dataloader_iter: the iterator that gives the batches.
 
         Returns:
             The model's output.
@@ -116,14 +116,14 @@ class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
         return output
 
     def detach(self) -> torch.nn.Module:
-        """As in TorchRec; the model may be trained otherwise meanwhile."""
+        """Give the model back, as in TorchRec; it may be trained without the pipeline meanwhile."""
         for context in self.contexts if self._model_attached else ():
             for batch in self._batches(context):
                 batch.tables.prefetch.drop(batch.notes)
         return super().detach()
 
     def _warn_once(self) -> None:
-        """On rank 0, and not again when the pipeline is filled again."""
+        """Warn, on rank 0 and only once, that no rows can be prefetched."""
         if self._has_warned or dist.get_rank():
             return
         self._has_warned = True
@@ -133,12 +133,12 @@ class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
         )
 
     def reset(self) -> None:
-        """As in TorchRec; a batch that was taken ahead is dropped as well."""
+        """Drop all batches, as in TorchRec, and the one that was taken ahead."""
         super().reset()
         self._source = None
 
     def _naming(self) -> AbstractContextManager[None]:
-        """Errors name the rank that failed."""
+        """A context in which errors name the rank that failed."""
         groups = self._groups
         return nullcontext() if groups is None else naming_faults(groups.board)
 
@@ -149,17 +149,17 @@ class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
     def _next_batch(self, dataloader_iter: Iterator[In]) -> In | None:
         """A batch, if all ranks have one; `None` if none has.
 
-        Without that, ids of the others would meet whatever a rank without a batch does next, and
-        gloo ends a process that gets more than it expects.
+        Otherwise ids of other ranks would meet whatever a rank without a batch does next, and gloo
+        ends a process that gets more than it expects.
         """
         groups = self._groups
         if groups is None:
             return super()._next_batch(dataloader_iter)
         if self._source is None or dataloader_iter is not self._dataloader_iter:
-            # What was taken ahead from another iterator is trained first.
-            left = [] if self._source is None else self._source.stop()
+            # A batch that was taken ahead from another iterator is trained first.
+            taken_ahead = [] if self._source is None else self._source.stop()
             self._dataloader_iter = dataloader_iter
-            self._source = BatchesInStep(chain(left, dataloader_iter), groups.alarm)
+            self._source = BatchesInStep(chain(taken_ahead, dataloader_iter), groups.alarm)
         return next(self._source, None)
 
     def _start_newest(self, dataloader_iter: Iterator[In]) -> bool:
@@ -170,13 +170,13 @@ class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
         return True
 
     def _send_late_rows(self) -> None:
-        """First of all, so that they travel while the next batches are prepared."""
+        """Send late rows before all else, so that they travel while later batches are prepared."""
         with record_function(f"## send late rows {self.contexts[0].index} ##"):
             for batch in self._batches(self.contexts[0]):
                 batch.tables.prefetch.send_late(batch.notes)
 
     def _announce_next(self) -> None:
-        """Let ranks know which rows of the next batch but one may come early."""
+        """Let ranks know which rows of the next batch may come early."""
         if len(self.contexts) < 2:
             return
         running, announced = self.contexts[0], self.contexts[1]
@@ -212,7 +212,7 @@ class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
         return batches
 
     def _arrived(self, context: Any, name: str) -> Any:
-        """What the input exchange of a batch gives, which its lookup gets, too."""
+        """The result of a batch's input exchange, which is kept for the batch's lookup."""
         requests = context.input_dist_tensors_requests
         if not isinstance(requests[name], NoWait):
             with self._stream_context(cast(Any, self._data_dist_stream)):

@@ -27,14 +27,14 @@ from torchrec_2dsp.rows.blocks import blocks_of
 from torchrec_2dsp.rows.gradients import BlockGradients, Lookup, LookupRows
 
 _LABEL = "## capture rows ##"
-"""In profiles."""
+"""The name of capturing in profiles."""
 
 
 class RowCapture:
     """Captures the row gradients of one TBE, one entry per backward, until they are taken.
 
-    How many rows a lookup touches is told to the peers at once. Gradients are sent when the
-    backward is over: in it, they would keep the dense gradients waiting, which nothing hides.
+    Peers are told at once how many rows a lookup touches. Gradients are sent when the backward is
+    over: during it, they would delay the dense gradients, which are on the critical path.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class RowCapture:
         Args:
             tbe: the kernel.
             tables: the names of its tables.
-            learning_rate: where its learning rate comes from, the kernel itself by default; NaN
-                where this rank doesn't know it.
+            learning_rate: tells the learning rate, by default the kernel's; NaN where this rank
+                doesn't know it.
             peers: the ranks whose gradients are merged with these, by default none.
             transport: the type in which gradients travel.
         """
@@ -62,12 +62,12 @@ class RowCapture:
         self._exchange = GradientExchange(self._blocks, tbe.current_device, peers, transport)
         self._learning_rate = learning_rate or (lambda: learning_rate_of(tbe))
         self._pending: list[PendingGradients] = []
-        # Autograd only calls a function whose input needs a gradient.
+        # Autograd only runs the backward of a function with an input that needs a gradient.
         self._anchor = torch.zeros(1, requires_grad=True)
 
     @property
     def by_owner(self) -> bool:
-        """Whether the next gradients go by owners, see `GradientExchange.by_owner`."""
+        """Whether owners add up the next gradients, see `GradientExchange.by_owner`."""
         return self._exchange.by_owner
 
     @by_owner.setter
@@ -88,7 +88,7 @@ class RowCapture:
         return _CapturedLookup.apply(self._anchor, self, run, weights)
 
     def tracked(self, weights: torch.Tensor | None) -> TrackedLookup:
-        """What the kernel has just looked up, announced to the peers."""
+        """The kernel's latest lookup, after telling the peers of it."""
         with record_function(_LABEL):
             lookup = Lookup(*last_lookup(self.tbe), weights)
             rows = LookupRows(self._shape, self._blocks, lookup)
@@ -101,13 +101,13 @@ class RowCapture:
         with record_function(_LABEL):
             bound = max_gradient(self.tbe)
             if bound is not None:
-                # One group on all ranks would clip after the division that the merge has to do.
+                # A single group clips after dividing by its size; here the merge divides later.
                 bound *= self._divisor
             gradients = lookup.rows.gradients(grad_output, bound)
             self._pending.append(PendingGradients(gradients, lookup, self._divisor))
 
     def send(self) -> None:
-        """Send what backwards have left.
+        """Send the captured gradients that aren't sent yet.
 
         Collectives:
             Per backward and block two all-to-alls over the peers, waited for by
@@ -121,7 +121,7 @@ class RowCapture:
             self._check_finite(blocks)
 
     def take(self) -> list[PendingGradients]:
-        """The gradients of the captured backwards in their order, sent, and forgotten here.
+        """Send, hand over and forget the gradients of all captured backwards, in their order.
 
         Collectives:
             Those of `send`, for what isn't sent yet.
@@ -132,7 +132,7 @@ class RowCapture:
 
     def _check_finite(self, gradients: Sequence[BlockGradients]) -> None:
         for block, captured in zip(self._blocks, gradients, strict=True):
-            # A sum is finite only if all that it adds up is.
+            # A sum is finite only if all of its numbers are.
             if captured.grads.sum().isfinite():
                 continue
             is_bad = ~captured.grads.isfinite().all(dim=1)
@@ -146,7 +146,7 @@ class RowCapture:
 
     @property
     def _divisor(self) -> int:
-        """What the sum over ranks is divided by, by TorchRec's switch as it stands."""
+        """The divisor of the sum over ranks, as TorchRec's switch stands now."""
         return self._exchange.num_ranks if get_gradient_division() else 1
 
 

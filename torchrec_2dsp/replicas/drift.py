@@ -1,4 +1,4 @@
-"""`DriftCheck`: whether copies that a sync has made equal are equal."""
+"""`DriftCheck`: whether copies of rows are equal after a sync."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -22,16 +22,16 @@ class CopiedShard(NamedTuple):
     table: str
     """The table's name."""
     first_row: int
-    """Of the shard, in the table."""
+    """The shard's first row in the table."""
     tensors: tuple[torch.Tensor, ...]
     """Weights and optimizer state, one row of each per row."""
 
 
 class DriftCheck:
-    """Compares the copies after every n-th sync, and raises on all ranks where they differ.
+    """Compares the copies after every n-th sync, and raises on all ranks if they differ.
 
-    Each rank sends a checksum of every thousand rows, which tells any two different bit patterns
-    apart but for one in 2^64.
+    Each rank sends a checksum of every thousand rows. Of different bit patterns, one in 2^64 has
+    the same checksum.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class DriftCheck:
     ) -> None:
         """
         Args:
-            shards: in the same order on every rank of the group.
+            shards: the copied shards, in the same order on every rank of the group.
             group: the ranks that hold copies.
-            alarm: of all ranks.
-            every: after how many syncs; 0 for never.
+            alarm: the alarm of all ranks.
+            every: after how many syncs to compare; 0 for never.
         """
         self._shards = list(shards)
         self._group = group
@@ -51,10 +51,10 @@ class DriftCheck:
         self._num_syncs = 0
 
     def synced(self) -> None:
-        """A sync is over.
+        """Count a sync that is over, and compare the copies after every n-th one.
 
         Collectives:
-            After every n-th one, an all-gather of 8 bytes per tensor and thousand rows on the
+            After every n-th sync, an all-gather of 8 bytes per tensor and thousand rows on the
             group, and an all-reduce of 8 bytes on the alarm's.
         """
         self._num_syncs += 1
@@ -71,25 +71,25 @@ class DriftCheck:
         if not self._shards:
             return
         sums = [_checksums(tensor) for shard in self._shards for tensor in shard.tensors]
-        mine = torch.cat(sums)
-        copies = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(copies, mine, group=self._group)
+        own_sums = torch.cat(sums)
+        copies = [torch.empty_like(own_sums) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(copies, own_sums, group=self._group)
         differs = torch.stack([copy != copies[0] for copy in copies]).any(dim=0)
         if not differs.any():
             return
         by_tensor = iter(differs.split([part.numel() for part in sums]))
         for shard in self._shards:
-            found = torch.stack([next(by_tensor) for _ in shard.tensors]).any(dim=0)
-            if found.any():
+            in_shard = torch.stack([next(by_tensor) for _ in shard.tensors]).any(dim=0)
+            if in_shard.any():
                 raise SyncError(
-                    f"copies of table {shard.table!r} differ in rows {_named(shard, found)} after "
-                    "a sync; if weights were written by hand, write them on all ranks and call "
-                    "model.broadcast_replicas()"
+                    f"copies of table {shard.table!r} differ in rows {_named(shard, in_shard)} "
+                    "after a sync; if weights were written by hand, write them on all ranks and "
+                    "call model.broadcast_replicas()"
                 )
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """A sum over rows that tells rows in another order apart, at the cost of one pass.
+    """A sum over rows that depends on their order, at the cost of one pass.
 
     Example:
         >>> import torch
@@ -97,18 +97,18 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
         >>> fingerprint(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
         tensor(17., dtype=torch.float64)
     """
-    found = torch.zeros((), dtype=torch.float64, device=tensor.device)
-    # Some rows at a time: all of them in float64 may be more than there is memory left.
+    total = torch.zeros((), dtype=torch.float64, device=tensor.device)
+    # In parts, because all rows in float64 may need more memory than there is.
     for start in range(0, tensor.shape[0], _ROWS_AT_A_TIME):
-        some = tensor[start : start + _ROWS_AT_A_TIME]
-        rows = some.double() if some.dim() == 1 else some.sum(dim=1, dtype=torch.float64)
+        part = tensor[start : start + _ROWS_AT_A_TIME]
+        rows = part.double() if part.dim() == 1 else part.sum(dim=1, dtype=torch.float64)
         places = torch.arange(start + 1, start + 1 + len(rows), device=rows.device)
-        found += rows @ places.double()
-    return found
+        total += rows @ places.double()
+    return total
 
 
 def _checksums(tensor: torch.Tensor) -> torch.Tensor:
-    """One number for each thousand rows, which depends on every bit and on the order."""
+    """The checksum of each thousand rows, which depends on every bit and on the order."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
     if not tensor.numel():
         return torch.empty(0, dtype=torch.int64, device=tensor.device)
@@ -123,7 +123,7 @@ def _checksums(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _named(shard: CopiedShard, differs: torch.Tensor) -> str:
-    """Row ranges of the table in words, neighbours joined."""
+    """The differing row ranges of the table in words, adjacent ones joined."""
     ranges: list[list[int]] = []
     num_rows = shard.tensors[0].shape[0]
     for number in differs.nonzero().view(-1).tolist():

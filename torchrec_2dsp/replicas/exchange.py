@@ -1,8 +1,8 @@
 """`GradientExchange`: row gradients of several ranks, added up while the ranks go on computing.
 
 When rows are looked up, ranks tell each other how many rows they touch. After the backward they
-send the rows and their gradients. Where the rows are needed next, each rank waits, and has the sum
-of what all ranks have sent:
+send the rows and their gradients. When the rows are needed next, each rank waits for the sums of
+what all ranks have sent:
 
     rank 0: rows 1, 4     \\                    / rows 1, 4, 7 with the same sums
     rank 1: rows 4, 7     - sums by row -------- rows 1, 4, 7 with the same sums
@@ -25,7 +25,7 @@ from torchrec_2dsp.rows.gradients import BlockGradients, LookupRows, RowGradient
 
 @dataclass(frozen=True)
 class Announcement:
-    """How many rows each rank will send to whom on the first hop; itself still on its way."""
+    """A message in flight that tells how many rows each rank will send to whom on the first hop."""
 
     headers: tuple[torch.Tensor, ...]
     """For each rank, how many rows of each block each owner gets, then the learning rate's bits."""
@@ -35,12 +35,12 @@ class Announcement:
     """The all-gather that brings the headers."""
 
     def arrived(self) -> tuple[Sizes, float]:
-        """Wait; the sizes that all ranks send, and the learning rate that all have."""
+        """How many rows all ranks send, and the learning rate of all, after waiting for both."""
         if self.work is not None:
             self.work.wait()
         headers = torch.stack(self.headers).cpu()
         rates = headers[:, -1].contiguous().view(torch.float64)
-        # NaN stands for a rank that doesn't know it.
+        # NaN comes from a rank that doesn't know the learning rate.
         distinct_rates = rates[~rates.isnan()].unique()
         if distinct_rates.numel() != 1:
             raise SyncError(
@@ -55,27 +55,27 @@ class Announcement:
 
 @dataclass(frozen=True)
 class TrackedLookup:
-    """A lookup whose row gradients will be captured: what its backward needs."""
+    """What the backward of a lookup needs to capture its row gradients."""
 
     rows: LookupRows
-    """The rows that it touched."""
+    """The rows that the lookup touched."""
     iteration: int
-    """The optimizer's iteration when it was made."""
+    """The optimizer's iteration at the lookup."""
     announcement: Announcement
-    """What the peers were told of it."""
+    """What the peers were told of the lookup."""
 
 
 class GradientState(enum.Enum):
-    """What row gradients have gone through. They only move down this list."""
+    """How far row gradients have come. They only move down this list."""
 
-    CAPTURED = "a backward has left them here"
+    CAPTURED = "a backward has left them on this rank"
     SENDING = "they are on their way to peers in this host, or to all peers if none share a host"
     ON_OTHER_HOSTS = "the sums of this host are on their way to other hosts"
     ARRIVED = "this rank has the sum over all ranks"
 
 
 class GradientExchange:
-    """Brings the row gradients of one TBE together over the ranks that hold the same rows."""
+    """Adds up the row gradients of one TBE over the ranks that hold the same rows."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class GradientExchange:
         Args:
             blocks: the blocks of the TBE.
             device: the TBE's device.
-            peers: the ranks that hold the same rows, by groups used for nothing else while rows
+            peers: the ranks that hold the same rows, in groups used for nothing else while rows
                 travel; None if this rank is alone.
             transport: the type in which gradients travel.
         """
@@ -96,19 +96,19 @@ class GradientExchange:
         """How many ranks' gradients are added."""
         self.by_owner = False
         """Whether the next gradients are added up by an owner for each row, as the overlap of the
-        last ones suggests. All peers have seen the same overlap, so all choose the same route; who
-        sets it by hand sets it on all peers alike, between two steps."""
+        last ones suggests. All peers have seen the same overlap, so all choose the same route. Set
+        by hand, it has to be set on all peers alike, between two steps."""
         self.key_dtypes = tuple(block.key_dtype for block in blocks)
         """For each block, the type that its keys fit into."""
         self.transport = transport
         """The type in which gradients travel."""
         self.device = device
-        """Where the TBE is."""
+        """The TBE's device."""
         self._peers = None if self.num_ranks == 1 else peers
         if self._peers is None:
             return
         self._gathered, self._owned = routes(self._peers)
-        # Two ranks never gain by owners, so they needn't tell what these would get.
+        # Owners never save bytes between two ranks, which needn't tell what owners would get.
         announced_route = self._owned if self.num_ranks > 2 else self._gathered
         self._first_hop = announced_route.hops[0]
         members = dist.get_process_group_ranks(self._peers.everyone)
@@ -120,7 +120,7 @@ class GradientExchange:
 
         Args:
             keys: for each block, the keys of the touched rows.
-            learning_rate: as far as this rank knows it; NaN otherwise.
+            learning_rate: the learning rate; NaN if this rank doesn't know it.
 
         Collectives:
             One all-gather of 8 bytes per block and owner and 8 bytes more, not waited for.
@@ -160,16 +160,16 @@ class PendingGradients:
     ) -> None:
         """
         Args:
-            gradients: those of this rank, one entry per block.
-            lookup: the lookup that they are of.
-            divisor: what the sum over ranks is divided by.
+            gradients: this rank's gradients, one entry per block.
+            lookup: the lookup that the gradients are of.
+            divisor: the divisor of the sum over ranks.
         """
         self.lookup = lookup
-        """The lookup that they are of."""
+        """The lookup that the gradients are of."""
         self.num_bytes = 0
         """Bytes that this rank has sent to others."""
         self.learning_rate: float | None = None
-        """The learning rate that all ranks have, once they are sent."""
+        """The learning rate that all ranks have, known once the gradients are sent."""
         self.blocks = tuple(gradients)
         """For each block, the sums so far: of this rank, then of more and more ranks."""
         self._state = GradientState.CAPTURED
@@ -180,19 +180,19 @@ class PendingGradients:
 
     @property
     def state(self) -> GradientState:
-        """What they have gone through."""
+        """How far the gradients have come."""
         return self._state
 
     def start(
         self, exchange: GradientExchange, route: Route, sizes: Sizes, learning_rate: float
     ) -> None:
-        """Set out on a route; `GradientExchange.send` calls it.
+        """Start the first hop of a route; `GradientExchange.send` calls it.
 
         Args:
-            exchange: how to travel.
-            route: over which hops; without any if this rank is alone.
+            exchange: the exchange that the gradients belong to.
+            route: the hops over which gradients travel; none if this rank is alone.
             sizes: how many rows travel on the first hop.
-            learning_rate: that of all ranks.
+            learning_rate: the learning rate of all ranks.
 
         Collectives:
             Those of `Hop.start` for each block, on the first hop's group.
@@ -208,17 +208,17 @@ class PendingGradients:
         """Add up what the peers in this host have sent, and send the sums to other hosts.
 
         Collectives:
-            The hops until then are waited for, the next one is not.
+            The hops inside the host are waited for, the next one is not.
         """
         while self._num_done < len(self._route.before):
             self._finish_hop()
         self._state = GradientState.ON_OTHER_HOSTS
 
     def wait(self) -> None:
-        """Wait until all ranks' gradients have come.
+        """Wait until all ranks' gradients have arrived.
 
         Collectives:
-            The hops that are left, waited for.
+            The remaining hops, waited for.
         """
         while self._num_done < len(self._route.hops) - 1:
             self._finish_hop()
@@ -226,7 +226,7 @@ class PendingGradients:
             arriving.wait()
 
     def gradients(self) -> RowGradients:
-        """Wait for the peers' gradients; the sums over all ranks, to be applied once.
+        """The sums over all ranks, to be applied once, after waiting for the peers' gradients.
 
         Collectives:
             Those of `wait`.
@@ -255,7 +255,7 @@ class PendingGradients:
             self._start_hop(self._gather_sizes())
 
     def _gather_sizes(self) -> Sizes:
-        """How many rows each rank sends on the next hop, which is known only now."""
+        """How many rows each rank sends on the next hop, known once the last hop is over."""
         hop = self._route.hops[self._num_done]
         own_sizes = torch.tensor(
             [hop.part_sizes(block.keys) for block in self.blocks], device=self._exchange.device

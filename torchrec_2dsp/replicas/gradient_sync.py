@@ -1,4 +1,4 @@
-"""`GradientSyncAction`: captured row gradients, sent after the backward and applied when needed."""
+"""`GradientSyncAction`: row gradients are sent after the backward, and applied when needed."""
 
 import time
 from collections import deque
@@ -24,7 +24,7 @@ from torchrec_2dsp.rows.gradients import RowGradients
 from torchrec_2dsp.rows.update import RowUpdater
 
 _LABEL = "## apply rows ##"
-"""In profiles."""
+"""The name of updates in profiles."""
 
 
 class Updater(Protocol):
@@ -41,7 +41,7 @@ class Updater(Protocol):
 
 
 def quickest_updater(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> Updater:
-    """On a CPU the rule itself, where it is known; elsewhere FBGEMM's fused optimizer."""
+    """The fastest updater of a TBE: its `Rule` on a CPU, if it has one, or the fused optimizer."""
     rule = rule_for(tbe)
     return RowUpdater(tbe) if rule is None else DirectUpdater(tbe, rule)
 
@@ -51,13 +51,13 @@ class _SentStep:
     """The row gradients of a step, on their way."""
 
     pending: list[list[PendingGradients]]
-    """For each TBE, those of its backwards."""
+    """For each TBE, the gradients of its backwards."""
     check: Check
     """Tells whether all ranks could send."""
     sent_at: float
-    """When this rank had sent."""
+    """When this rank had sent its gradients."""
     is_checked: bool = False
-    """Whether the ranks have told each other."""
+    """Whether `check` was waited for."""
 
 
 class GradientSyncAction:
@@ -84,12 +84,12 @@ class GradientSyncAction:
             captures: one for each TBE; none on a rank that holds no table.
             alarm: reaches all ranks, also those that hold other rows.
             drift: compares the copies after a sync, if there are any.
-            delay: how many steps may wait when a lookup comes.
+            delay: how many steps may still wait to be applied at a lookup.
             is_layered: whether rows are added up inside hosts first; the same on all ranks.
             make_updater: makes what applies the gradients to a TBE; the quickest by default.
             on_update: called after rows were updated.
-            precedes_average: whether an average follows, which needs the updated rows at every
-                sync point, and reports for both.
+            precedes_average: whether an average follows, which needs updated rows at every sync
+                point, and whose report counts for both.
         """
         self._captures = list(captures)
         self._updaters = [make_updater(capture.tbe) for capture in captures]
@@ -113,7 +113,7 @@ class GradientSyncAction:
         self._is_unsent = True
 
     def reach(self, reason: SyncReason) -> SyncReport:
-        """Send, or apply, what was captured.
+        """Send or apply captured gradients, whichever ``reason`` asks for.
 
         Collectives:
             Those of `send` or `apply`.
@@ -127,14 +127,14 @@ class GradientSyncAction:
         return self.apply(everything=reason is SyncReason.READ)
 
     def send(self) -> None:
-        """Send what the backwards have left.
+        """Send the gradients that backwards have captured.
 
         Collectives:
             Those of `RowCapture.take`, and of `Alarm.check`; and of
             `PendingGradients.send_to_other_hosts`, if rows are added up inside hosts.
         """
         if self._failure is not None:
-            # Some rows of that step may have travelled, and others not.
+            # Some rows of the failed step may have been sent, and others not.
             raise self._failure
         if not self._is_unsent:
             return
@@ -157,7 +157,7 @@ class GradientSyncAction:
     # A sync point may be reached in inference mode, whose tensors autograd can't use.
     @torch.inference_mode(mode=False)
     def apply(self, *, everything: bool) -> SyncReport:
-        """Apply steps, oldest first: everything, or what a lookup may not miss.
+        """Apply steps, oldest first: everything, or all but the steps that may wait at a lookup.
 
         An error of one rank is raised by all, before any has applied anything of its step.
 
@@ -166,7 +166,7 @@ class GradientSyncAction:
         """
         self.send()
         needed_at = time.perf_counter()
-        # Also of steps that may wait: where a rank couldn't send, the next messages don't match.
+        # Steps that may wait are checked, too: if a rank couldn't send, later messages don't match.
         for step in self._steps:
             if not step.is_checked:
                 self._wait(step.check)
@@ -184,7 +184,7 @@ class GradientSyncAction:
         return total
 
     def state_dict(self) -> dict[str, list[int]]:
-        """Which route each kernel's next gradients take, which the last exchange has decided."""
+        """The route of each kernel's next gradients, which the last exchange has decided."""
         if self._precedes_average:
             return {}
         return {"by_owner": [int(capture.by_owner) for capture in self._captures]}
@@ -207,7 +207,7 @@ class GradientSyncAction:
         return report
 
     def _wait(self, check: Check) -> None:
-        """Wait until all ranks have sent; after an error of one, nothing can be sent again."""
+        """Wait until all ranks have sent; after an error of one rank, none can send again."""
         try:
             check.wait()
         except TwoDError as error:

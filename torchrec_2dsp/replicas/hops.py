@@ -1,4 +1,4 @@
-"""Hops: exchanges after which fewer ranks have more of a row's gradient, or more ranks have all."""
+"""`Hop`, an exchange of row gradients in a group, and `Route`, hops that add up over all ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torchrec_2dsp.comms.peers import Peers
 from torchrec_2dsp.rows.gradients import BlockGradients, RowSum
 
 Sizes = list[list[list[int]]]
-"""How many rows travel: by rank, then by block, then by the rank that gets them."""
+"""How many rows travel: by the rank that sends them, then by block, then by the rank they go to."""
 
 
 @dataclass(frozen=True)
@@ -21,17 +21,17 @@ class Hop:
     group: dist.ProcessGroup
 
     stride: int = 0
-    """0: all ranks get all rows. Otherwise each row has one owner, that of its neighbour in key
-    among so many, and only the owner gets it."""
+    """How many adjacent keys have the same owner, which alone gets their rows. 0: all ranks get all
+    rows."""
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that take part."""
+        """How many ranks take part."""
         return dist.get_world_size(self.group)
 
     @property
     def num_owners(self) -> int:
-        """Into how many parts a rank's rows are dealt."""
+        """How many owners a rank's rows are dealt to; 1 if all ranks get all rows."""
         return self.num_ranks if self.stride else 1
 
     def part_sizes(self, keys: torch.Tensor) -> list[int]:
@@ -50,9 +50,9 @@ class Hop:
         """Send a block's rows.
 
         Args:
-            rows: of this rank.
-            sizes: by rank, then by the rank that gets them.
-            key_dtype: what the block's keys fit into.
+            rows: this rank's rows.
+            sizes: how many rows travel: by the rank that sends them, then by the rank they go to.
+            key_dtype: a type that the block's keys fit into.
             transport: the type in which gradients travel. This rank rounds its own ones, too, so
                 that all ranks add the same numbers.
 
@@ -62,22 +62,23 @@ class Hop:
         rank = dist.get_rank(self.group)
         keys, grads = rows.keys.to(key_dtype), rows.grads.to(transport)
         if not self.stride:
-            counts = [of_rank[0] for of_rank in sizes]
+            counts = [part_sizes[0] for part_sizes in sizes]
             sent = [[values] * self.num_ranks for values in (keys, grads)]
         else:
-            counts = [of_rank[rank] for of_rank in sizes]
+            counts = [part_sizes[rank] for part_sizes in sizes]
             order = self._owners(rows.keys).sort(stable=True).indices
             sent = [values[order].split(list(sizes[rank])) for values in (keys, grads)]
-        return ArrivingRows(*(start_all_to_all_ragged(one, counts, self.group) for one in sent))
+        arriving = (start_all_to_all_ragged(parts, counts, self.group) for parts in sent)
+        return ArrivingRows(*arriving)
 
     def _owners(self, keys: torch.Tensor) -> torch.Tensor:
-        """By key and not by range: rows sorted by frequency would make one owner do it all."""
+        """The owner of each key. In tables sorted by use, owners of ranges would differ in work."""
         return (keys // self.stride) % self.num_ranks
 
 
 @dataclass(frozen=True)
 class ArrivingRows:
-    """The rows of a block, from all ranks of a group."""
+    """The rows of a block from all ranks of a group, on their way."""
 
     keys: Arriving
     grads: Arriving
@@ -88,12 +89,12 @@ class ArrivingRows:
         return self.keys.sent.nbytes + self.grads.sent.nbytes
 
     def wait(self) -> None:
-        """Until all have come."""
+        """Wait until all rows have arrived."""
         self.keys.wait()
         self.grads.wait()
 
     def sum(self) -> BlockGradients:
-        """Wait; what all ranks have sent, added in the order of ranks."""
+        """The sums by row of what all ranks have sent, added in rank order, after a wait."""
         keys, places = self.keys.wait().long(), self.keys.places()
         rows = RowSum(keys[places], places)
         return BlockGradients(rows.keys, rows.of(self.grads.wait().float()))
@@ -101,30 +102,30 @@ class ArrivingRows:
 
 @dataclass(frozen=True)
 class Route:
-    """Hops after which every rank has the sum over all.
+    """Hops after which every rank has the sums over all ranks.
 
     Where several peers share a host, each first adds up a part of the host's rows, so that a row
     leaves a host once; what has come from other hosts is shared in the host at the end.
     """
 
     level: tuple[Hop, ...]
-    """Between hosts, or among all peers."""
+    """Hops between hosts, or among all peers."""
     before: tuple[Hop, ...] = ()
-    """Inside hosts."""
+    """Hops inside hosts, which come first."""
     after: tuple[Hop, ...] = ()
-    """Inside hosts."""
+    """Hops inside hosts, which come last."""
 
     @property
     def hops(self) -> tuple[Hop, ...]:
-        """All of them."""
+        """All hops in their order."""
         return (*self.before, *self.level, *self.after)
 
 
 def routes(peers: Peers) -> tuple[Route, Route]:
-    """How rows come together: all gathered by all, or first added up by an owner each.
+    """Two routes: every rank gathers all rows, or an owner of each row adds it up first.
 
-    The first moves every rank's rows to every other one. The second moves them once to their
-    owners and their sums once to everybody: less for many ranks that touch the same rows.
+    The first sends every rank's rows to every other rank. The second sends rows once to their
+    owners and the sums once to all ranks, which is less if many ranks touch the same rows.
     """
     if peers.in_host is None or peers.across is None:
         everyone = peers.everyone
@@ -138,16 +139,17 @@ def routes(peers: Peers) -> tuple[Route, Route]:
 
 
 def saves_bytes_by_owner(num_ranks: int, num_sent: int, num_distinct: int) -> bool:
-    """Whether owners make a group send fewer rows, by enough to be worth a second round.
+    """Whether owners save a group enough rows to be worth a second round.
 
     Args:
-        num_ranks: of the group.
-        num_sent: rows of all ranks.
-        num_distinct: how many different ones these are.
+        num_ranks: how many ranks the group has.
+        num_sent: how many rows all ranks have, counted for each.
+        num_distinct: how many different rows these are.
 
     Example:
-        Four ranks with 100 rows each: of 300 that a rank would send to the others, owners leave
-        75 and a quarter of the sums, three times; little where most rows are of one rank alone.
+        Four ranks have 100 rows each. Without owners, a rank sends 300 rows. With owners, it sends
+        75 rows to them, and a quarter of the sums to three ranks: that saves little if most rows
+        are touched by a single rank.
 
         >>> from torchrec_2dsp.replicas.hops import saves_bytes_by_owner
         >>> saves_bytes_by_owner(4, num_sent=400, num_distinct=150)

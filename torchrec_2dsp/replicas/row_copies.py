@@ -1,9 +1,9 @@
-"""The copies of changed rows: what travels of them, and how they become one.
+"""What peers send of their changed rows, and how the average of all copies is computed.
 
-Two copies are added as they are, which gives the bits of a dense average. With more of them, or in
-a shorter type, what travels is the change since the last sync, whose value every peer knows: the
-average is that value and the mean of the changes, which takes as much work as there are changes,
-and not as there are copies.
+Two peers send values, whose average has the bits of a dense average. With more peers, or in a
+shorter type, they send changes since the last sync, after which every peer has the same values. The
+average is these values plus the mean of the changes, so that the work grows with the number of
+changes, and not of copies.
 """
 
 from collections.abc import Sequence
@@ -22,23 +22,23 @@ class SentRows:
     """The rows of a shard that one peer has changed, and what it sends of them."""
 
     rows: torch.Tensor
-    """Ascending."""
+    """The row ids, ascending."""
     values: tuple[torch.Tensor, ...]
-    """For each tensor of the shard, see `rows_to_send`."""
+    """For each tensor of the shard, these rows' values or changes."""
 
     def part(self, places: slice) -> "SentRows":
-        """Some of the rows."""
+        """The rows at these places."""
         return SentRows(self.rows[places], tuple(value[places] for value in self.values))
 
 
 def _sends_change(shard: SyncedShard, index: int, num_peers: int) -> bool:
-    """Whether the change of a tensor travels, or its values; the largest value isn't a sum."""
+    """Whether changes of a tensor are sent instead of values; a maximum needs values."""
     is_shorter = shard.sent_as[index] != shard.touched.tensors[index].dtype
     return is_shorter or (num_peers > 2 and shard.rules[index] is StateRule.AVERAGE)
 
 
 def rows_to_send(shard: SyncedShard, changed: Changed, num_peers: int) -> SentRows:
-    """The changed rows of a shard, as they travel."""
+    """The changed rows of a shard, as they are sent."""
     values = [tensor.index_select(0, changed.rows) for tensor in shard.touched.tensors]
     return SentRows(
         changed.rows,
@@ -52,12 +52,12 @@ def rows_to_send(shard: SyncedShard, changed: Changed, num_peers: int) -> SentRo
 
 
 def average_rows(shard: SyncedShard, own: Changed, peers: Sequence[SentRows]) -> int:
-    """Write the average of the rows that any peer has changed; how many there are.
+    """Write the average of all rows that a peer has changed, and return how many there are.
 
     Args:
-        shard: of this rank.
-        own: what this rank has changed.
-        peers: what all have sent, in an order that is the same on every rank.
+        shard: this rank's shard.
+        own: the rows that this rank has changed.
+        peers: what all peers have sent, in an order that is the same on every rank.
     """
     by_row = RowSum(torch.cat([peer.rows for peer in peers]))
     rows = by_row.keys
@@ -71,7 +71,7 @@ def average_rows(shard: SyncedShard, own: Changed, peers: Sequence[SentRows]) ->
             total = by_row.of(changes.view(len(changes), -1)).view_as(base)
             average = (total.div_(len(peers)) + base).to(tensor.dtype)
         else:
-            copies = [base.index_copy(0, *one) for one in zip(places, sent, strict=True)]
+            copies = [base.index_copy(0, *peer) for peer in zip(places, sent, strict=True)]
             average = shard.rules[index].combine(copies)
         tensor.index_copy_(0, rows, average)
     return rows.numel()

@@ -1,4 +1,4 @@
-"""Changed rows on their way between peers: in pieces, so that the first can be used early.
+"""`RowTransfer`: changed rows are sent to peers in pieces, so that the first can be used early.
 
 Where a link takes as long as the arithmetic, sending everything and then adding it up takes twice
 as long as it must. So a shard's rows are cut into ranges, and ranges with few changes are sent
@@ -17,28 +17,28 @@ from torchrec_2dsp.replicas.row_copies import SentRows
 from torchrec_2dsp.replicas.synced_shard import SyncedShard
 
 _RANGE_BYTES = 2 * 2**20
-"""Of a shard. Rows travel singly if at most a fifth of them or so has changed, so what all copies
-have changed of a range is less."""
+"""The size of a shard's range. Rows are sent singly if at most about a fifth of them has changed;
+what all copies have changed of a range is smaller."""
 
 _MAX_RANGES = 256
-"""Of a shard: every rank tells its peers a count for each."""
+"""The most ranges of a shard, because every rank tells its peers a count for each."""
 
 _MESSAGE_BYTES = 2**20
-"""What is worth a message of its own, from all peers together: with fewer bytes, what messages
-cost besides is more than what using them early saves."""
+"""The bytes, from all peers together, that are worth a message of their own: with fewer, the
+overhead of a message is more than what using it early saves."""
 
 
 class Piece(NamedTuple):
-    """Some ranges of a shard, side by side."""
+    """The changed rows of a shard's ranges that are sent together."""
 
     shard: int
-    """Its place in the list."""
+    """The shard's place in the list of shards."""
     counts: tuple[int, ...]
-    """By peer, how many rows it has changed there."""
+    """For each peer, how many rows of these ranges it has changed."""
 
 
 def range_ends(shard: SyncedShard) -> torch.Tensor:
-    """The row after each range of a shard: the same for all copies."""
+    """For each range of a shard, the row after its last one, the same for all copies."""
     num_bytes = sum(tensor.nbytes for tensor in shard.touched.tensors)
     num_ranges = min(max(1, num_bytes // _RANGE_BYTES), _MAX_RANGES)
     numbers = torch.arange(1, num_ranges + 1, device=shard.touched.device)
@@ -48,11 +48,11 @@ def range_ends(shard: SyncedShard) -> torch.Tensor:
 def messages(
     counts: Sequence[Sequence[Sequence[int]]], row_bytes: Sequence[int]
 ) -> list[list[Piece]]:
-    """What travels together.
+    """The pieces of each message.
 
     Args:
-        counts: changed rows by shard, by range and by peer.
-        row_bytes: by shard.
+        counts: how many rows have changed, by shard, by range and by peer.
+        row_bytes: the bytes of a row of each shard.
 
     Example:
         Two shards and two peers. A range with many changes travels alone, others go together.
@@ -63,22 +63,23 @@ def messages(
         Piece(shard=0, counts=(9000, 8000))
         Piece(shard=0, counts=(11, 15)) Piece(shard=1, counts=(1, 0))
     """
-    found: list[list[Piece]] = []
+    by_message: list[list[Piece]] = []
     num_bytes = _MESSAGE_BYTES
     for shard, ranges in enumerate(counts):
-        for of_range in ranges:
-            if not any(of_range):
+        for peer_counts in ranges:
+            if not any(peer_counts):
                 continue
             if num_bytes >= _MESSAGE_BYTES:
-                found.append([])
+                by_message.append([])
                 num_bytes = 0
-            num_bytes += sum(of_range) * row_bytes[shard]
-            piece = Piece(shard, tuple(of_range))
-            if found[-1] and found[-1][-1].shard == shard:
-                before = found[-1].pop()
-                piece = Piece(shard, tuple(map(sum, zip(before.counts, of_range, strict=True))))
-            found[-1].append(piece)
-    return found
+            num_bytes += sum(peer_counts) * row_bytes[shard]
+            pieces = by_message[-1]
+            piece = Piece(shard, tuple(peer_counts))
+            if pieces and pieces[-1].shard == shard:
+                before = pieces.pop()
+                piece = Piece(shard, tuple(map(sum, zip(before.counts, peer_counts, strict=True))))
+            pieces.append(piece)
+    return by_message
 
 
 class RowTransfer:
@@ -93,9 +94,9 @@ class RowTransfer:
     ) -> None:
         """
         Args:
-            pieces: what the message holds.
+            pieces: the pieces of the message.
             shards: all shards.
-            own: this rank's rows, by piece.
+            own: this rank's rows of each piece.
             group: the peers.
 
         Collectives:
@@ -107,7 +108,7 @@ class RowTransfer:
             [part for piece in pieces for part in _layout(shards[piece.shard], piece.counts[peer])]
             for peer in range(dist.get_world_size(group))
         ]
-        buffer = pack([part for one in own for part in (one.rows.int(), *one.values)])
+        buffer = pack([part for sent in own for part in (sent.rows.int(), *sent.values)])
         sizes = [sum(part.num_bytes for part in layout) for layout in self._layouts]
         self._arriving: Arriving = start_all_gather_ragged(buffer, sizes, group)
 
@@ -117,7 +118,7 @@ class RowTransfer:
         return self._arriving.sent.nbytes
 
     def arrived(self) -> Iterator[tuple[Piece, list[SentRows]]]:
-        """Wait; each piece, and what every peer has sent of it."""
+        """Each piece with what every peer has sent of it, after waiting for the message."""
         received = [
             iter(unpack(*pair))
             for pair in zip(self._arriving.by_rank(), self._layouts, strict=True)
@@ -134,9 +135,9 @@ class RowTransfer:
 
 
 def _layout(shard: SyncedShard, num_rows: int) -> list[Packed]:
-    """How rows travel: their ids, then each tensor's rows."""
+    """How rows are packed: their ids, then each tensor's rows."""
     values = [
-        Packed((num_rows, *one.shape[1:]), sent_as)
-        for one, sent_as in zip(shard.touched.tensors, shard.sent_as, strict=True)
+        Packed((num_rows, *tensor.shape[1:]), sent_as)
+        for tensor, sent_as in zip(shard.touched.tensors, shard.sent_as, strict=True)
     ]
     return [Packed((num_rows,), torch.int32), *values]

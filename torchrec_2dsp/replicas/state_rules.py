@@ -1,4 +1,4 @@
-"""What becomes of each kind of optimizer state when replicas are averaged."""
+"""`StateRule`: what becomes of each kind of optimizer state when replicas are averaged."""
 
 import enum
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ class StateRule(enum.Enum):
     """How the copies of a tensor become one."""
 
     AVERAGE = "average"
-    """Their mean: what accumulates or decays along with the gradients."""
+    """The mean of the copies, for what accumulates or decays along with the gradients."""
 
     MAX = "max"
-    """The largest: when a row was last seen, and how often."""
+    """The largest of the copies, for when a row was last seen, and how often."""
 
     def combine(self, copies: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One tensor from the copies of all peers, added in their order.
+        """One tensor from the copies of all peers; a mean adds them in the order of peers.
 
         Example:
             >>> import torch
@@ -44,14 +44,14 @@ STATE_RULES = {
     "prev_iter": StateRule.MAX,
     "row_counter": StateRule.MAX,
 }
-"""By the name that TorchRec gives the state."""
+"""The rule of each state, by the name that TorchRec gives it."""
 
 UNSYNCED_STATES = frozenset({"iter"})
-"""Counts forwards, which all replicas run alike."""
+"""States that are never averaged: they count forwards, of which all replicas run equally many."""
 
 
 def rule_for(state: str, table: str) -> StateRule:
-    """The rule for a state of a table; one that isn't known is refused, never left out."""
+    """The rule for a state of a table; an unknown state is refused, never left out."""
     if state not in STATE_RULES:
         raise UnsupportedError(
             f"WeightSync has no rule for the optimizer state {state!r} of table {table!r}; use "

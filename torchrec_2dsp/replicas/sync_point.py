@@ -12,7 +12,7 @@ from torchrec_2dsp.replicas.sync_report import SyncReport
 from torchrec_2dsp.replicas.weight_sync import AverageReplicas
 
 _LABEL = "## replica sync ##"
-"""In profiles."""
+"""The name of syncs in profiles."""
 
 
 class SyncAction(Protocol):
@@ -24,11 +24,11 @@ class SyncAction(Protocol):
         ...
 
     def backward_seen(self) -> None:
-        """A backward has begun."""
+        """Note that a backward has begun."""
         ...
 
     def reach(self, reason: SyncReason) -> SyncReport:
-        """Do what can't wait any longer; an empty report if that is nothing."""
+        """Sync what can't wait any longer; an empty report if that is nothing."""
         ...
 
     def state_dict(self) -> dict[str, list[int]]:
@@ -36,23 +36,23 @@ class SyncAction(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:
-        """Go on where another action like this one stood."""
+        """Go on from the state of another action like this one."""
         ...
 
 
 class SyncPoint:
     """The sync of one sharded module.
 
-    A training backward leaves its actions pending. The first to ask, be it ``model.sync()``,
-    the fused optimizer's ``step()``, the next lookup or a read of the state, runs those that
-    can't wait any longer; the others find nothing to do. All ranks reach the same trigger first
-    because they run the same program.
+    A training backward leaves its actions pending. Whatever comes first, ``model.sync()``, the
+    fused optimizer's ``step()``, the next lookup or a read of the state, runs the actions that
+    can't wait any longer; what comes later finds nothing to do. All ranks reach the same trigger
+    first because they run the same program.
     """
 
     def __init__(self, actions: Sequence[SyncAction]) -> None:
         self._actions = list(actions)
         self.total = SyncReport()
-        """Everything that was synced so far, whoever asked for it."""
+        """The reports of all syncs so far, added up."""
 
     @property
     def pending(self) -> bool:
@@ -60,7 +60,7 @@ class SyncPoint:
         return any(action.pending for action in self._actions)
 
     def backward_seen(self) -> None:
-        """A training backward has begun, on all ranks, also on those that hold no table."""
+        """Note that a training backward has begun; all ranks do, also those without tables."""
         for action in self._actions:
             action.backward_seen()
 
@@ -85,7 +85,7 @@ class SyncPoint:
         return max((action.num_steps for action in self._averages), default=0)
 
     def count_from(self, step: int) -> None:
-        """Let the policies go on as after ``step`` steps."""
+        """Let the policies go on counting from ``step``."""
         for action in self._averages:
             action.num_steps = step
 
@@ -94,13 +94,13 @@ class SyncPoint:
         return [action for action in self._actions if isinstance(action, AverageReplicas)]
 
     def state_dict(self) -> list[dict[str, list[int]]]:
-        """What the next syncs depend on beside the tables, action by action.
+        """What the next syncs of this rank depend on beside the tables, one dict per action.
 
-        Read it while nothing is pending; it is this rank's.
+        Read it while nothing is pending.
         """
         return [action.state_dict() for action in self._actions]
 
     def load_state_dict(self, states: Sequence[Mapping[str, Sequence[int]]]) -> None:
-        """Go on where another sync point of the same plan and rank stood."""
+        """Go on from the state of another sync point of the same plan and rank."""
         for action, state in zip(self._actions, states, strict=True):
             action.load_state_dict(state)

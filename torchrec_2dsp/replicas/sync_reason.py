@@ -4,10 +4,10 @@ import enum
 
 
 class SyncReason(enum.Enum):
-    """Where a program reaches a sync point."""
+    """Why a program reaches a sync point."""
 
     STEP = "a backward is over"
-    """Nobody needs the rows yet."""
+    """The rows aren't needed yet."""
 
     LOOKUP = "rows are about to be looked up in training"
 

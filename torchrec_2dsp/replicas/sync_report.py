@@ -26,14 +26,14 @@ class SyncReport:
     """Wall-clock time on this rank."""
 
     window_s: float = 0.0
-    """How long row gradients could travel unnoticed: from when they were sent until their rows
-    were needed."""
+    """How long the exchange of row gradients could overlap with computing: from when they were sent
+    until their rows were needed."""
 
     waited_s: float = 0.0
-    """How long this rank then still waited for them; with NCCL, whose waits are the stream's, only
-    what the thread noticed of it."""
+    """How long this rank then still waited for row gradients; with NCCL, where a CUDA stream waits,
+    only how long the thread did."""
 
     def __add__(self, other: "SyncReport") -> "SyncReport":
         return SyncReport(
-            *(getattr(self, part.name) + getattr(other, part.name) for part in fields(self))
+            *(getattr(self, field.name) + getattr(other, field.name) for field in fields(self))
         )

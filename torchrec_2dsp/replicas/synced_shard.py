@@ -10,16 +10,16 @@ from torchrec_2dsp.replicas.touched import TouchedRows
 
 @dataclass(frozen=True)
 class SyncedShard:
-    """What an average needs to know of a table shard."""
+    """A table shard, and how its tensors are averaged."""
 
     table: str
     """The table's name."""
 
     touched: TouchedRows
-    """Its tensors, and which rows have changed."""
+    """The shard's tensors, and which of their rows have changed."""
 
     rules: tuple[StateRule, ...]
-    """One for each tensor."""
+    """The rule for each tensor."""
 
     sent_as: tuple[torch.dtype, ...]
-    """The type in which each tensor's rows travel; in a shorter one, their change travels."""
+    """The type in which each tensor's rows are sent; a type shorter than theirs means changes."""

@@ -1,7 +1,7 @@
 """`TouchedRows`: which rows of a table shard have changed since the last sync, and what they were.
 
-Replicas are equal after a sync. So whoever knows a row's value from then, its *base*, and the
-peers that have changed it since, knows what every peer's copy is.
+Replicas are equal after a sync. The value of a row from then is its *base*, which is still the copy
+of every peer that hasn't changed the row since.
 """
 
 from collections.abc import Sequence
@@ -10,19 +10,19 @@ from dataclasses import dataclass
 import torch
 
 _ROW_WORK = 3.3
-"""How much longer a wide row takes by itself, looked up and put back, than in its shard, where
-sending costs almost nothing: measured on a loopback. A slower link only favours single rows."""
+"""How much longer a wide row takes singly, looked up and put back, than with its whole shard, where
+sending costs almost nothing: measured over loopback. A slower link only favours single rows."""
 
 _ROW_OVERHEAD = 96
-"""What a row costs besides its bytes, in bytes: its id travels, and is sorted and searched."""
+"""The cost of a single row besides its own bytes, in bytes: its id is sent, sorted and searched."""
 
 
 def break_even_share(row_bytes: int, num_peers: int) -> float:
-    """The share of touched rows from which on it can be quicker to average the whole shard.
+    """The share of touched rows from which on it can be faster to average the whole shard.
 
     A ring all-reduce moves ``2 (M - 1) / M`` times the shard, touched rows go to each of the
-    ``M - 1`` peers. The work that a row costs besides is that of a fast link, so that touched rows
-    are never much slower; the slower a link, the more this leaves to gain.
+    ``M - 1`` peers. The work per row is weighed as on a fast link, so that touched rows are never
+    much slower; on slower links, they break even at larger shares.
 
     Example:
         >>> from torchrec_2dsp.replicas.touched import break_even_share
@@ -43,16 +43,16 @@ class Changed:
     """For each tensor of the shard, these rows as they were after the last sync."""
 
     def part(self, places: slice) -> "Changed":
-        """Some of the rows."""
+        """The rows at these places."""
         return Changed(self.rows[places], tuple(base[places] for base in self.bases))
 
 
 class TouchedRows:
     """Notes the rows of one table shard before they change.
 
-    A bitmap tells which rows are noted already; it is made when a second backward comes before
-    a sync. When too many rows are noted, their bases are dropped and the bitmap alone goes on: it
-    is quicker then to send the whole shard.
+    A bitmap tells which rows are noted already; it is created when a second backward comes before
+    a sync. When too many rows are noted, their bases are dropped and only the bitmap is kept: it is
+    faster then to send the whole shard.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], max_share: float) -> None:
@@ -62,9 +62,9 @@ class TouchedRows:
             max_share: the share of touched rows from which on the whole shard is sent.
         """
         self.tensors = tuple(tensors)
-        """Views of the shard."""
+        """Views of the shard's weights and optimizer state."""
         self.num_rows = self.tensors[0].shape[0]
-        """Of the shard."""
+        """How many rows the shard has."""
         self._max_noted = int(max_share * self.num_rows)
         self._noted: list[Changed] = []
         self._num_noted = 0
@@ -74,15 +74,15 @@ class TouchedRows:
 
     @property
     def device(self) -> torch.device:
-        """Where the shard is."""
+        """The shard's device."""
         return self.tensors[0].device
 
     @torch.no_grad()
     def note(self, rows: torch.Tensor) -> None:
-        """These rows are about to change.
+        """Note that rows are about to change.
 
         Args:
-            rows: ids in any order, as often as they come.
+            rows: row ids in any order, which may repeat.
         """
         if self.is_overfull:
             self.bitmap()[rows] = True
@@ -102,22 +102,22 @@ class TouchedRows:
             self._noted.append(Changed(new.long(), self._values(new)))
 
     def changed(self) -> Changed:
-        """What was noted."""
+        """The rows that were noted, with their bases."""
         if len(self._noted) == 1:
             return self._noted[0]
-        nothing = torch.empty(0, dtype=torch.int64, device=self.device)
-        noted = self._noted or [Changed(nothing, self._values(nothing))]
-        rows, order = torch.cat([one.rows for one in noted]).sort()
-        bases = zip(*(one.bases for one in noted), strict=True)
+        no_rows = torch.empty(0, dtype=torch.int64, device=self.device)
+        noted = self._noted or [Changed(no_rows, self._values(no_rows))]
+        rows, order = torch.cat([changed.rows for changed in noted]).sort()
+        bases = zip(*(changed.bases for changed in noted), strict=True)
         return Changed(rows, tuple(torch.cat(parts).index_select(0, order) for parts in bases))
 
     def forget(self) -> None:
-        """Start anew, with nothing touched."""
+        """Forget all noted rows, because they are synced."""
         if self._is_noted is not None:
             if self.is_overfull:
                 self._is_noted.zero_()
-            for one in self._noted:
-                self._is_noted[one.rows] = False
+            for changed in self._noted:
+                self._is_noted[changed.rows] = False
         self._noted, self._num_noted, self.is_overfull = [], 0, False
 
     def bitmap(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Average weights and optimizer state over the replica peers after the update."""
+"""`AverageReplicas`: average weights and optimizer state over the replica peers after updates."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -13,9 +13,9 @@ from torchrec_2dsp.replicas.whole_shard import ShardAverage
 
 
 class AverageReplicas:
-    """The sync action of `WeightSync`: an average, and the clock that tells when.
+    """The sync action of `WeightSync`: an average, and a count of steps that tells when it is due.
 
-    A step has one backward, and several sync points, of which the first counts it.
+    A step has one backward and several sync points, of which the first counts the step.
     """
 
     def __init__(
@@ -23,15 +23,15 @@ class AverageReplicas:
     ) -> None:
         """
         Args:
-            average: what to do.
-            policy: when.
-            drift: looks at what came out.
+            average: averages the shards.
+            policy: tells at which steps to average.
+            drift: compares the copies afterwards.
         """
         self._average = average
         self._drift = drift
         self._policy = policy
         self.num_steps = 0
-        """Steps that the policy has counted; a run that goes on sets it to what it was."""
+        """How many steps the policy has counted; a resumed run sets it to its old value."""
         self._is_counted = True
         self._is_due = False
         self._pending = False
@@ -39,11 +39,11 @@ class AverageReplicas:
     def before_update(
         self, shards: Sequence[SyncedShard], rows: Callable[[], Sequence[torch.Tensor]]
     ) -> None:
-        """A backward is about to change rows of these shards, which ``rows`` tells."""
+        """Note that a backward is about to change these shards' rows, which ``rows`` returns."""
         self._average.before_update(shards, rows)
 
     def backward_seen(self) -> None:
-        """A backward has begun."""
+        """Note that a backward has begun."""
         self._pending, self._is_counted = True, False
 
     @property
@@ -69,9 +69,9 @@ class AverageReplicas:
         return report
 
     def state_dict(self) -> dict[str, list[int]]:
-        """The steps that the policy has counted."""
+        """How many steps the policy has counted."""
         return {"num_steps": [self.num_steps]}
 
     def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:
-        """Let the policy go on counting from there."""
+        """Let the policy go on counting from another one's steps."""
         (self.num_steps,) = state["num_steps"]

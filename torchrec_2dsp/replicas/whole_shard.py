@@ -1,4 +1,4 @@
-"""Average whole table shards: on request, or where too many rows were touched to send these."""
+"""Average whole table shards: on request, or if too many rows were touched to send them singly."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -14,26 +14,26 @@ _CHUNK_BYTES = 64 * 2**20
 
 
 class ShardAverage:
-    """TorchRec's way: all shards, whatever has changed.
+    """Averages all shards, whatever has changed, as TorchRec does.
 
-    TorchRec gives all of them to one collective, of which gloo makes a second copy. Here large
-    ones are averaged where they are.
+    TorchRec passes all tensors to one collective, for which gloo copies them. Here large tensors
+    are averaged in place.
     """
 
     def __init__(self, shards: Sequence[SyncedShard], group: dist.ProcessGroup) -> None:
         """
         Args:
-            shards: in the same order on every rank of the group.
+            shards: the averaged shards, in the same order on every rank of the group.
             group: the ranks that hold copies.
         """
         self._group = group
-        alike: dict[tuple[torch.dtype, StateRule], list[torch.Tensor]] = defaultdict(list)
+        by_kind: dict[tuple[torch.dtype, StateRule], list[torch.Tensor]] = defaultdict(list)
         for shard in shards:
             for tensor, rule in zip(shard.touched.tensors, shard.rules, strict=True):
-                alike[tensor.dtype, rule].append(tensor)
+                by_kind[tensor.dtype, rule].append(tensor)
         self._messages = [
             (message, _op(rule))
-            for (_, rule), tensors in alike.items()
+            for (_, rule), tensors in by_kind.items()
             for message in _joined(tensors)
         ]
         self._num_rows = sum(shard.touched.num_rows for shard in shards)
@@ -41,10 +41,10 @@ class ShardAverage:
     def before_update(
         self, shards: Sequence[SyncedShard], rows: Callable[[], Sequence[torch.Tensor]]
     ) -> None:
-        """Nothing to note: all rows are averaged."""
+        """Do nothing: all rows are averaged, so that none has to be noted."""
 
     def run(self) -> SyncReport:
-        """Average.
+        """Average all shards.
 
         Collectives:
             For each dtype and rule, a coalesced all-reduce for at most 64 MiB of tensors, and one
@@ -66,8 +66,8 @@ class ShardAverage:
 def average_whole_shard(shard: SyncedShard, group: dist.ProcessGroup) -> SyncReport:
     """All-reduce the tensors of a shard in place.
 
-    The mean of equal floats is that float only for a power of two of them. With another number of
-    peers, the rows that nobody has touched are kept as they are.
+    The mean of equal floats is surely that float only for a power of two of them. With another
+    number of peers, rows that no peer has touched are kept as they are.
 
     Collectives:
         One all-reduce per tensor; with other numbers of peers one of the bitmaps, and one per
@@ -94,7 +94,7 @@ def average_whole_shard(shard: SyncedShard, group: dist.ProcessGroup) -> SyncRep
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Those larger than a chunk one by one, and as many of the others together as make one.
+    """The tensors of each message: one larger than a chunk, or others that fit into a chunk.
 
     Tensors of shards without rows are left out.
     """
@@ -118,7 +118,7 @@ def _op(rule: StateRule) -> dist.ReduceOp.RedOpType:
 
 
 def _ring_bytes(num_bytes: int, group: dist.ProcessGroup) -> int:
-    """What each rank sends in an all-reduce at best, as in a ring."""
+    """The bytes that each rank sends in an all-reduce at best, as in a ring."""
     world_size = dist.get_world_size(group)
     return 2 * (world_size - 1) * num_bytes // world_size
 

@@ -1,4 +1,4 @@
-"""`Block`: tables of a TBE with one dimension, whose rows are numbered through.
+"""`Block`: the tables of a TBE with the same dimension, their rows numbered in one sequence.
 
 A row's *key* is its number in the block. One sort over keys replaces one per table.
 """
@@ -14,43 +14,43 @@ _MAX_INT32 = torch.iinfo(torch.int32).max
 
 @dataclass(frozen=True)
 class Block:
-    """Tables of one dimension."""
+    """Tables of a TBE with the same dimension, their rows numbered in one sequence."""
 
     dim: int
-    """Columns of each."""
+    """Columns of each table."""
 
     features: tuple[int, ...]
-    """The TBE's features that look them up."""
+    """The features of the TBE that look these tables up."""
 
     tables: tuple[int, ...]
-    """The TBE's tables, in the order of their features."""
+    """These tables' numbers in the TBE, in the order of their features."""
 
     bases: tuple[int, ...]
     """For each table, the key of its first row."""
 
     num_rows: int
-    """Of all tables."""
+    """Rows of all tables together."""
 
     @property
     def key_dtype(self) -> torch.dtype:
-        """What a key fits into."""
+        """The smallest integer type, int32 or int64, that every key fits into."""
         return torch.int32 if self.num_rows <= _MAX_INT32 else torch.int64
 
     def feature_bases(self, shape: TbeShape, device: torch.device) -> torch.Tensor:
-        """For each feature of the block, the key of the first row that it may look up."""
+        """For each feature of the block, the key of its table's first row."""
         base_of = dict(zip(self.tables, self.bases, strict=True))
         bases = [base_of[shape.feature_tables[feature]] for feature in self.features]
         return torch.tensor(bases, device=device)
 
     def rows_of(self, keys: torch.Tensor) -> list[torch.Tensor]:
-        """Ascending keys as row numbers, table by table."""
+        """The row numbers in each table that ascending ``keys`` stand for."""
         bounds = torch.tensor([*self.bases[1:]], dtype=torch.int64, device=keys.device)
         parts = keys.tensor_split(torch.searchsorted(keys, bounds).tolist())
         return [part - base for part, base in zip(parts, self.bases, strict=True)]
 
 
 def blocks_of(shape: TbeShape) -> tuple[Block, ...]:
-    """The blocks of a TBE, most often one.
+    """The blocks of a TBE; most TBEs have one.
 
     Example:
         >>> from torchrec_2dsp._compat.fbgemm import TbeShape

@@ -1,4 +1,4 @@
-"""`DirectLookup`: a TBE lookup whose backward applies the update itself, at once."""
+"""`DirectLookup`: a TBE lookup whose backward pass updates the rows with tensor operations."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,50 +26,50 @@ from torchrec_2dsp.rows.gradients import (
 
 
 class DirectLookup:
-    """Looks up as the kernel does, and updates by a rule on tensors.
+    """Runs a kernel's forward, and updates its rows by a `Rule` in the backward pass.
 
-    On a CPU the backward of FBGEMM's sequence kernel takes six times as long.
+    On a CPU, the backward pass of FBGEMM's sequence kernel takes six times as long.
     """
 
     def __init__(self, tbe: SplitTableBatchedEmbeddingBagsCodegen, rule: Rule) -> None:
         """
         Args:
             tbe: the kernel.
-            rule: its optimizer's.
+            rule: the update rule of the kernel's optimizer.
         """
         self._tbe = tbe
         self._shape = tbe_shape(tbe)
         self._blocks = blocks_of(self._shape)
         self._updater = DirectUpdater(tbe, rule)
-        # Autograd only calls a function whose input needs a gradient.
+        # Autograd only runs the backward of a function with an input that needs a gradient.
         self._anchor = torch.zeros(1, requires_grad=True)
 
     def lookup(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The output of ``run``, a forward of the kernel, unweighted."""
+        """The output of ``run``, an unweighted forward of the kernel; its backward pass updates."""
         output: torch.Tensor = _DirectLookup.apply(self._anchor, self, run)  # pyright: ignore[reportAssignmentType]
         return output
 
     def step(self) -> OptimizerStep:
-        """Where the kernel's schedule stands."""
+        """The kernel's current learning rate and iteration."""
         return OptimizerStep(learning_rate_of(self._tbe), iteration_of(self._tbe))
 
-    def found(self) -> tuple[Lookup, OptimizerStep]:
-        """What the kernel has just looked up, and where its schedule stood."""
+    def latest(self) -> tuple[Lookup, OptimizerStep]:
+        """The inputs of the kernel's latest forward, with the learning rate and iteration."""
         return Lookup(*last_lookup(self._tbe), None), self.step()
 
     def update(self, lookup: Lookup, step: OptimizerStep, grad_output: torch.Tensor) -> None:
-        """Apply the gradient of a lookup's output."""
+        """Update the rows of ``lookup`` with the gradient of its output."""
         rows = LookupRows(self._shape, self._blocks, lookup)
         gradients = rows.gradients(grad_output, max_gradient(self._tbe))
         self._updater.apply(RowGradients(tuple(gradients), step))
 
     def update_rows(self, keys: torch.Tensor, grads: torch.Tensor, step: OptimizerStep) -> None:
-        """Apply gradients of rows of a kernel with one block.
+        """Update rows of a kernel with one block.
 
         Args:
-            keys: the row of each gradient; those of a row are added in this order.
-            grads: as of a lookup's output, `[gradients, dim]`.
-            step: where the schedule stood at the lookup.
+            keys: the row of each gradient; a row's gradients are added in this order.
+            grads: `[gradients, dim]`, not yet clipped.
+            step: the learning rate and iteration at the lookup.
         """
         bound, grads = max_gradient(self._tbe), grads.float()
         rows = RowSum(keys)
@@ -83,13 +83,13 @@ class _DirectLookup(torch.autograd.Function):
         ctx: Any, anchor: torch.Tensor, direct: DirectLookup, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         output = run()
-        # Rows that others update have no gradient here, and zeros would be one.
+        # Where `update_rows` is called instead, there is no gradient, and zeros would update, too.
         ctx.set_materialize_grads(False)
-        ctx.direct, ctx.found = direct, direct.found()
+        ctx.direct, ctx.latest = direct, direct.latest()
         return output
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[None, None, None]:
         if grad_outputs[0] is not None:
-            ctx.direct.update(*ctx.found, grad_outputs[0])
+            ctx.direct.update(*ctx.latest, grad_outputs[0])
         return None, None, None

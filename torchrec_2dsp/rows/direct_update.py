@@ -1,4 +1,4 @@
-"""`DirectUpdater`: apply row gradients by a rule on tensors, without a kernel of FBGEMM's."""
+"""`DirectUpdater`: apply row gradients with tensor operations instead of FBGEMM's kernels."""
 
 from collections.abc import Callable
 
@@ -17,42 +17,43 @@ from torchrec_2dsp.rows.gradients import RowGradients
 from torchrec_2dsp.rows.runs import runs_of
 
 Rule = Callable[..., torch.Tensor]
-"""What is subtracted from rows: ``rule(grad, *states, lr=..., eps=...)``, which changes states."""
+"""An update rule: ``rule(grad, *states, lr=..., eps=...)`` changes the states in place and returns
+what to subtract from the rows."""
 
 RULES: dict[EmbOptimType, Rule] = {
     EmbOptimType.EXACT_SGD: steps.sgd_step,
     EmbOptimType.EXACT_ADAGRAD: steps.adagrad_step,
     EmbOptimType.EXACT_ROWWISE_ADAGRAD: steps.row_wise_adagrad_step,
 }
-"""What FBGEMM's fused kernels do, up to the order of additions. On a CPU that takes a third of the
-time of these kernels, which sort once more and look every row up first."""
+"""The rules of FBGEMM's fused kernels, up to the order of additions. On a CPU they take a third of
+the kernels' time, because a kernel sorts once more and looks every row up first."""
 
 
 def rule_for(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> Rule | None:
-    """The rule that can stand for a kernel, `None` where only the kernel itself will do.
+    """The rule that can replace a kernel's own update; `None` where none can.
 
-    A GPU's kernels are quick, quantised rows aren't numbers, and an optimizer with more states than
-    the rule knows does something else.
+    GPU kernels are fast already, quantised rows aren't floating-point numbers, and an optimizer
+    with more states than the rule takes computes something else.
     """
     is_on_cpu = torch.device(tbe.current_device).type == "cpu"
-    has_numbers = all(weight.is_floating_point() for weight in tbe.split_embedding_weights())
+    is_float = all(weight.is_floating_point() for weight in tbe.split_embedding_weights())
     rule = RULES.get(tbe.optimizer)
-    if rule is None or not is_on_cpu or not has_numbers:
+    if rule is None or not is_on_cpu or not is_float:
         return None
     return rule if all(set(states) <= {"sum"} for states in optimizer_states(tbe)) else None
 
 
 class DirectUpdater:
-    """Applies `RowGradients` to the weights and the state of a TBE.
+    """Applies `RowGradients` to the weights and the optimizer state of a TBE.
 
-    Only for rows that nothing else changes meanwhile, and that aren't cached elsewhere.
+    Nothing else may change these rows meanwhile, and they may not be cached elsewhere.
     """
 
     def __init__(self, tbe: SplitTableBatchedEmbeddingBagsCodegen, rule: Rule) -> None:
         """
         Args:
             tbe: the kernel, whose optimizer has the states that the rule needs.
-            rule: what to do.
+            rule: the update rule.
         """
         self._tbe = tbe
         self._rule = rule
@@ -68,28 +69,28 @@ class DirectUpdater:
 
     @torch.no_grad()
     def apply(self, gradients: RowGradients) -> None:
-        """One update with ``gradients``, at the schedule's point of their lookup."""
+        """Update once with ``gradients``, at the learning rate of their lookup."""
         lr, eps = gradients.step.learning_rate, eps_of(self._tbe)
-        for runs, found in zip(self._runs, gradients.blocks, strict=True):
-            keys = found.keys.long()
+        for runs, block in zip(self._runs, gradients.blocks, strict=True):
+            keys = block.keys.long()
             bounds = keys.new_tensor([run.first_key for run in runs[1:]])
             ends = torch.searchsorted(keys, bounds).tolist()
-            parts = keys.tensor_split(ends), found.grads.tensor_split(ends)
-            for run, of_run, grad in zip(runs, *parts, strict=True):
-                rows = of_run - run.first_key
+            parts = keys.tensor_split(ends), block.grads.tensor_split(ends)
+            for run, run_keys, grad in zip(runs, *parts, strict=True):
+                rows = run_keys - run.first_key
                 weights, *states = run.tensors
-                updated = [state.index_select(0, rows) for state in states]
-                step = self._rule(grad, *updated, lr=lr, eps=eps)
-                for state, rows_of_state in zip(states, updated, strict=True):
-                    state.index_copy_(0, rows, rows_of_state)
+                row_states = [state.index_select(0, rows) for state in states]
+                step = self._rule(grad, *row_states, lr=lr, eps=eps)
+                for state, row_state in zip(states, row_states, strict=True):
+                    state.index_copy_(0, rows, row_state)
                 _subtract(weights, rows, step)
 
 
 def _subtract(weights: torch.Tensor, rows: torch.Tensor, step: torch.Tensor) -> None:
-    """From rows, no two of which are the same."""
+    """Subtract ``step`` from these rows of ``weights``; no row may occur twice."""
     if weights.dtype == step.dtype:
-        # With a factor for what is added, torch takes three times as long.
+        # With ``alpha=-1`` instead of the negated step, torch takes three times as long.
         weights.index_add_(0, rows, step.neg_())
     else:
-        # Halved before, a step would be rounded twice.
+        # A step in the weights' own type would be rounded before the difference is.
         weights.index_copy_(0, rows, (weights.index_select(0, rows) - step).to(weights.dtype))

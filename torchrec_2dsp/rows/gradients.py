@@ -1,4 +1,4 @@
-"""From the gradient of a lookup's output to one gradient per distinct row."""
+"""`LookupRows` turns the gradient of a lookup's output into one gradient per distinct row."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class BlockGradients:
     """The gradients of the touched rows of a block."""
 
     keys: torch.Tensor
-    """Of the rows, ascending and distinct, int64 `[n]`."""
+    """The rows' keys, ascending and distinct, int64 `[n]`."""
 
     grads: torch.Tensor
     """One gradient per row, float32 `[n, dim]`."""
@@ -29,11 +29,11 @@ class RowGradients:
     """One entry per block of the TBE."""
 
     step: OptimizerStep
-    """Where the schedule stood at the lookup."""
+    """The learning rate and iteration at the lookup."""
 
     @property
     def num_rows(self) -> int:
-        """Touched rows of all tables."""
+        """How many rows were touched, in all tables."""
         return sum(block.keys.numel() for block in self.blocks)
 
 
@@ -50,10 +50,10 @@ class Lookup:
 
 
 class RowSum:
-    """Adds contributions to rows: which row gets which, sorted once.
+    """Sums contributions by row; the contributions are sorted by row once, for all sums.
 
-    The contributions of a row are added in the order in which they are given. On the order of the
-    batch, that gives the bits of FBGEMM's fused backward (unweighted sums, one feature per table).
+    The contributions of a row are added in the order in which they are given. In the order of the
+    batch, that equals FBGEMM's fused backward bit for bit (unweighted sums, one feature per table).
     """
 
     def __init__(
@@ -65,32 +65,33 @@ class RowSum:
         """
         Args:
             keys: the row of each contribution, in any order.
-            sources: where each contribution stands; by default the i-th in the i-th place.
-            weights: what each is multiplied with, by default nothing.
+            sources: the row of the argument of `of` that holds each contribution; by default, the
+                i-th row holds the i-th contribution.
+            weights: a factor for each contribution, if any.
         """
         ascending, order = keys.sort(stable=True)
         self.keys, counts = torch.unique_consecutive(ascending, return_counts=True)
-        """The distinct rows, ascending."""
+        """The keys of the distinct rows, ascending."""
         self._order, self._counts = order, counts
         self._starts = counts.cumsum(0) - counts
         self._sources = order if sources is None else sources.index_select(0, order)
         self._weights = None if weights is None else weights.index_select(0, order)
 
     def places(self) -> torch.Tensor:
-        """For each contribution, in the order in which they were given, the index of its row."""
+        """For each contribution, in the order given, the index of its row in ``keys``."""
         rows = torch.arange(self.keys.numel(), device=self.keys.device)
         places = torch.empty_like(self._order)
         places[self._order] = rows.repeat_interleave(self._counts, output_size=places.numel())
         return places
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the tensors alive for ``stream``."""
+        """Keep the memory of all tensors until ``stream`` has used it."""
         for tensor in vars(self).values():
             if isinstance(tensor, torch.Tensor):
                 tensor.record_stream(stream)  # pyright: ignore[reportArgumentType]
 
     def of(self, contributions: torch.Tensor) -> torch.Tensor:
-        """One sum for each distinct row, `[n, dim]`."""
+        """The sum of each distinct row's contributions, `[n, dim]`."""
         if self.keys.numel() == 0:
             return contributions.new_empty((0, contributions.shape[1]))
         # An embedding bag over the contributions gathers and adds without materialising them; each
@@ -105,27 +106,27 @@ class RowSum:
 
 
 class LookupRows:
-    """The rows that one lookup touches: known before any gradient is."""
+    """The rows that a lookup touches, which are known before their gradients."""
 
     def __init__(self, shape: TbeShape, blocks: Sequence[Block], lookup: Lookup) -> None:
         """
         Args:
             shape: the tables and features.
-            blocks: the same, by dimension.
-            lookup: what was looked up.
+            blocks: the blocks of these tables.
+            lookup: the inputs of the lookup.
         """
         self._shape = shape
         self._blocks = tuple(blocks)
         self.sums = tuple(
-            _sum_by_row(shape, block, found)
-            for block, found in zip(blocks, _by_block(shape, blocks, lookup), strict=True)
+            _sum_by_row(shape, block, occurrences)
+            for block, occurrences in zip(blocks, _by_block(shape, blocks, lookup), strict=True)
         )
-        """For each block, its rows and how they get their gradients."""
+        """For each block, the touched rows, and which contributions add up to their gradients."""
 
     def gradients(
         self, grad_output: torch.Tensor, max_gradient: float | None
     ) -> list[BlockGradients]:
-        """The row gradients that the output's gradient stands for.
+        """The row gradients of each block, summed from the gradient of the output.
 
         Args:
             grad_output: the gradient of the TBE's output, `[batch, sum of dims]`, or
@@ -141,7 +142,7 @@ class LookupRows:
         ]
 
     def _contributions(self, block: Block, grad_output: torch.Tensor) -> torch.Tensor:
-        """`[batch x features, dim]`; for a sequence `[ids, dim]`."""
+        """A contribution per bag, `[batch x features, dim]`; in a sequence per id, `[ids, dim]`."""
         if len(self._blocks) > 1:
             dims = [self._shape.table_dims[table] for table in self._shape.feature_tables]
             columns = grad_output.split(dims, dim=1)
@@ -151,7 +152,7 @@ class LookupRows:
 
 @dataclass(frozen=True)
 class _Occurrences:
-    """What the features of a block look up, feature by feature."""
+    """The ids that the features of a block look up, feature by feature."""
 
     ids: torch.Tensor
     """Row numbers in their tables, int64."""
@@ -169,23 +170,23 @@ def _by_block(shape: TbeShape, blocks: Sequence[Block], lookup: Lookup) -> list[
         return [_Occurrences(lookup.ids.long(), lengths, weights)]
     sizes = lengths.sum(dim=1).tolist()
 
-    def of(block: Block, values: torch.Tensor) -> torch.Tensor:
+    def of_block(block: Block, values: torch.Tensor) -> torch.Tensor:
         by_feature = values.split(sizes)
         return torch.cat([by_feature[feature] for feature in block.features])
 
     return [
         _Occurrences(
-            of(block, lookup.ids).long(),
+            of_block(block, lookup.ids).long(),
             lengths[list(block.features)],
-            None if weights is None else of(block, weights),
+            None if weights is None else of_block(block, weights),
         )
         for block in blocks
     ]
 
 
-def _sum_by_row(shape: TbeShape, block: Block, found: _Occurrences) -> RowSum:
-    """How the rows of a block get their gradients from those of the output."""
-    ids, lengths, weights = found.ids, found.lengths, found.weights
+def _sum_by_row(shape: TbeShape, block: Block, occurrences: _Occurrences) -> RowSum:
+    """The sum that gives a block's row gradients from the contributions of the output."""
+    ids, lengths, weights = occurrences.ids, occurrences.lengths, occurrences.weights
     num_ids = ids.numel()
     bases = block.feature_bases(shape, ids.device)
     keys = ids + bases.repeat_interleave(lengths.sum(dim=1), output_size=num_ids)
@@ -193,7 +194,7 @@ def _sum_by_row(shape: TbeShape, block: Block, found: _Occurrences) -> RowSum:
         return RowSum(keys, weights=weights)
     per_bag = lengths.reshape(-1)
     num_features, batch_size = lengths.shape
-    # Contributions stand sample by sample, occurrences feature by feature.
+    # Contributions are ordered sample by sample, ids feature by feature.
     places = torch.arange(per_bag.numel(), device=ids.device).view(batch_size, num_features)
     sources = places.t().reshape(-1).repeat_interleave(per_bag, output_size=num_ids)
     if shape.is_mean:

@@ -1,4 +1,4 @@
-"""Tables of a block that follow one another in memory, as one table."""
+"""`TableRun`: tables of a block that follow one another in memory, used as one table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,34 +10,34 @@ from torchrec_2dsp.rows.blocks import Block
 
 @dataclass(frozen=True)
 class TableRun:
-    """Tables whose rows are neighbours, as one table: torch works on all of them at once."""
+    """Tables that are adjacent in memory, as one table, so that one torch call covers them all."""
 
     first_key: int
     """The key of the first row."""
     tensors: tuple[torch.Tensor, ...]
-    """What is known of the rows, such as weights and states."""
+    """Tensors with one entry per row, such as weights and optimizer states."""
 
 
 def runs_of(block: Block, tables: Sequence[tuple[torch.Tensor, ...]]) -> list[TableRun]:
     """The tables of a block, in its order, in as few runs as their memory allows.
 
     Args:
-        block: of a TBE.
-        tables: the tensors of each of the TBE's tables, alike for all.
+        block: a block of a TBE.
+        tables: the tensors of each table of the TBE, in the same order for every table.
     """
-    found: list[TableRun] = []
+    runs: list[TableRun] = []
     for table, first_key in zip(block.tables, block.bases, strict=True):
         tensors = tables[table]
-        if found and all(map(_is_followed_by, found[-1].tensors, tensors)):
-            joined = tuple(map(_joined, found[-1].tensors, tensors))
-            found[-1] = replace(found[-1], tensors=joined)
+        if runs and all(map(_is_followed_by, runs[-1].tensors, tensors)):
+            joined = tuple(map(_joined, runs[-1].tensors, tensors))
+            runs[-1] = replace(runs[-1], tensors=joined)
         else:
-            found.append(TableRun(first_key, tensors))
-    return found
+            runs.append(TableRun(first_key, tensors))
+    return runs
 
 
 def read_rows(runs: Sequence[TableRun], keys: torch.Tensor) -> torch.Tensor:
-    """Rows of the first tensors, in the order of ``keys``."""
+    """The rows with these ``keys``, read from the first tensor of each run."""
     if len(runs) == 1:
         return runs[0].tensors[0].index_select(0, keys)
     rows = runs[0].tensors[0].new_empty((keys.numel(), runs[0].tensors[0].shape[1]))
@@ -49,16 +49,16 @@ def read_rows(runs: Sequence[TableRun], keys: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def _is_followed_by(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _is_followed_by(first: torch.Tensor, second: torch.Tensor) -> bool:
     return (
-        one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-        and one.storage_offset() + one.numel() == other.storage_offset()
-        and one.is_contiguous()
-        and other.is_contiguous()
-        and (one.dtype, one.shape[1:]) == (other.dtype, other.shape[1:])
+        first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+        and first.storage_offset() + first.numel() == second.storage_offset()
+        and first.is_contiguous()
+        and second.is_contiguous()
+        and (first.dtype, first.shape[1:]) == (second.dtype, second.shape[1:])
     )
 
 
-def _joined(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    size = (one.shape[0] + other.shape[0], *one.shape[1:])
-    return one.as_strided(size, one.stride(), one.storage_offset())
+def _joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    size = (first.shape[0] + second.shape[0], *first.shape[1:])
+    return first.as_strided(size, first.stride(), first.storage_offset())

@@ -13,16 +13,16 @@ from torchrec_2dsp.rows.blocks import blocks_of
 from torchrec_2dsp.rows.gradients import RowGradients
 
 _MAX_PADDING = 4
-"""How many bags per row are worth the bags' kernel, which is the quicker one per row."""
+"""The most bags per row with which rows are looked up as bags, whose kernel is faster per row."""
 
 
 class RowUpdater:
     """Applies `RowGradients` to a TBE, as its fused backward would have.
 
-    A forward over the distinct rows, one row per bag, and a backward with each row's gradient is
-    the fused update of those rows for every optimizer that sees a row's summed gradient (FBGEMM's
-    exact optimizers), bit for bit. All tables have as many bags as the one with most rows; where
-    that would be mostly empty bags, rows are a sequence instead, whose kernel rounds otherwise.
+    A forward over the distinct rows, one row per bag, and a backward with each row's gradient equal
+    the fused update bit for bit, for every optimizer that sees a row's summed gradient (FBGEMM's
+    exact optimizers). Each feature has as many bags as the one with the most rows; where most bags
+    would be empty, rows are looked up as a sequence instead, whose kernel rounds differently.
     """
 
     def __init__(self, tbe: SplitTableBatchedEmbeddingBagsCodegen) -> None:
@@ -36,7 +36,7 @@ class RowUpdater:
         return self._shape.num_tables
 
     def apply(self, gradients: RowGradients) -> None:
-        """One fused update with ``gradients``, at the schedule's point of their lookup."""
+        """Run one fused update with ``gradients``, as of the step of their lookup."""
         if gradients.num_rows == 0:
             return
         features = self._by_feature(gradients)
@@ -57,22 +57,22 @@ class RowUpdater:
             self._tbe(ids, offsets.to(ids.device)).backward(grad_output)
 
     def _by_feature(self, gradients: RowGradients) -> list["_FeatureRows"]:
-        """The first feature of a table carries its rows; further ones have none."""
+        """The rows of each feature: the first one of a table has all its rows, the others none."""
         carried: dict[int, _FeatureRows] = {}
-        for block, found in zip(self._blocks, gradients.blocks, strict=True):
-            rows = block.rows_of(found.keys)
-            grads = found.grads.split([part.numel() for part in rows])
+        for block, block_gradients in zip(self._blocks, gradients.blocks, strict=True):
+            rows = block.rows_of(block_gradients.keys)
+            grads = block_gradients.grads.split([part.numel() for part in rows])
             for table, *parts in zip(block.tables, rows, grads, strict=True):
                 carried[self._shape.features_of(table)[0]] = _FeatureRows(*parts)
-        without = {
+        empty = {
             feature: carried[self._shape.features_of(table)[0]].without_rows()
             for feature, table in enumerate(self._shape.feature_tables)
         }
-        return [carried.get(feature, without[feature]) for feature in sorted(without)]
+        return [carried.get(feature, empty[feature]) for feature in sorted(empty)]
 
 
 class _FeatureRows(NamedTuple):
-    """What one feature looks up to update it."""
+    """The rows that one feature looks up to update them, and their gradients."""
 
     rows: torch.Tensor
     grads: torch.Tensor
@@ -87,7 +87,7 @@ def _as_sequence(features: list[_FeatureRows]) -> torch.Tensor:
 
 
 def _as_bags(features: list[_FeatureRows]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Offsets with one row per bag, empty bags at the end; and the gradient of the bags."""
+    """Offsets with one row per bag and empty bags at the end, and the gradient of the bags."""
     sizes = torch.tensor([feature.rows.numel() for feature in features])
     batch_size = int(sizes.max())
     ends = torch.arange(1, batch_size + 1).minimum(sizes[:, None])

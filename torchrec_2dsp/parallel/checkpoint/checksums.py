@@ -1,8 +1,8 @@
 """The checksums of a checkpoint: of `.metadata`, of every stored chunk, and of themselves.
 
-CRC-32, because it is the quickest checksum that Python has (0.9 GB/s where blake2b did 0.24 and
+CRC-32, because it is the fastest checksum that Python has (0.9 GB/s where blake2b did 0.24 and
 SHA-256 0.52), finds every flipped bit and every burst of 32, and misses other damage once in four
-billion times. It tells damage, not forgery: who can write a checkpoint can write its checksums.
+billion times. It finds damage, not forgery: whoever can write a checkpoint can write checksums.
 """
 
 import json
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from torchrec_2dsp.errors import CheckpointError
 
 FILE_NAME = "checksums.json"
-"""Beside DCP's files, which stay as DCP writes them."""
+"""The file of the checksums, beside DCP's files, which stay as DCP writes them."""
 
 MARK = "torchrec_2dsp.checksums"
-"""Stands in the storage metadata where there are checksums, so that their file can't get lost."""
+"""The mark in the metadata of a checkpoint with checksums, so that a loss of these is noticed."""
 
 _FORMAT = 1
 
@@ -32,7 +32,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Checksums:
-    """What the bytes of a checkpoint have to add up to."""
+    """The checksums that the bytes of a checkpoint must have."""
 
     metadata_crc32: int
     """The checksum of `.metadata`."""
@@ -59,8 +59,8 @@ class Checksums:
         """The checksums in the contents of the file ``where``, if these are undamaged."""
         try:
             body: dict[str, Any] = json.loads(text)
-            written = body.pop("crc32")
-            if written != _crc32_of(body) or body["format"] != _FORMAT:
+            own_crc32 = body.pop("crc32")
+            if own_crc32 != _crc32_of(body) or body["format"] != _FORMAT:
                 raise ValueError("it doesn't add up to its own checksum")
             chunks = {
                 Chunk(file, offset, length): crc32
@@ -68,7 +68,7 @@ class Checksums:
                 for offset, length, crc32 in places
             }
             return cls(body["metadata"], chunks)
-        # RecursionError: of deeply nested JSON.
+        # Deeply nested JSON raises a RecursionError.
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{where} is damaged ({type(error).__name__}: {str(error)[:200]}); load another "

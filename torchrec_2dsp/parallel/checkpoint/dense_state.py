@@ -1,4 +1,4 @@
-"""State of dense optimizers, which most of them make at their first step."""
+"""State of dense optimizers, which most of them create at their first step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,10 +19,10 @@ from torchrec_2dsp.parallel.checkpoint.parts import DENSE, dense_params
 def dense_state_made(
     model: DistributedModelParallel, optimizer: KeyedOptimizer | None, saved: Entries
 ) -> Iterator[None]:
-    """Let optimizers that make their state at the first step make what is saved of it.
+    """A context in which optimizers have created the state that is saved of them.
 
-    That is a step, with gradients of zero: the weights are put back afterwards. If the block raises
-    an error, the optimizers are put back as well, as if there had been no step.
+    They do so by a step with gradients of zero, after which the weights are put back. If the block
+    raises an error, the optimizers are put back as well, as if there had been no step.
 
     Collectives:
         Those of a sync, if a backward is pending and ``optimizer`` contains the fused one.
@@ -51,7 +51,7 @@ def dense_state_made(
 def _params_without_state(
     model: DistributedModelParallel, optimizer: KeyedOptimizer, saved: Entries
 ) -> dict[str, Any]:
-    """The dense parameters of which the checkpoint has a state and the optimizer doesn't, yet."""
+    """The dense parameters of which the checkpoint has a state, and the optimizer has none yet."""
     existing = optimizer.state
     saved_keys = {name.rpartition(".")[0].removeprefix(f"{DENSE}.state.") for name in saved}
     return {
@@ -74,7 +74,7 @@ def _has_one_of(optimizer: KeyedOptimizer, params: dict[str, Any]) -> bool:
 
 
 def _tree(optimizer: Optimizer, fused: Optimizer) -> Iterator[Optimizer]:
-    """An optimizer and all that it steps in its turn, but for the fused one."""
+    """An optimizer and all optimizers that it steps, except for the fused one."""
     if optimizer is fused:
         return
     yield optimizer
@@ -113,14 +113,14 @@ def _weights_kept(params: list[torch.Tensor]) -> Iterator[None]:
 
 
 class _Snapshot:
-    """What a step may change of one optimizer."""
+    """What a step may change in an optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._attributes = dict(vars(optimizer))
         self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._states: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
-        # State and groups of a wrapper are those of what it wraps.
+        # State and groups of a wrapper are those of the optimizer that it wraps.
         self._is_leaf = not _inside(optimizer)
         if self._is_leaf:
             self._groups = [(group, dict(group)) for group in optimizer.param_groups]
@@ -134,7 +134,7 @@ class _Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Make the optimizer what it was."""
+        """Put the optimizer back to what it was."""
         vars(self._optimizer).clear()
         vars(self._optimizer).update(self._attributes)
         if not self._is_leaf:

@@ -1,4 +1,4 @@
-"""What a user stores beside the model: JSON, as one tensor of bytes."""
+"""The ``extra`` values that a user stores beside the model: JSON, as one tensor of bytes."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from torchrec_2dsp.parallel.checkpoint.stored import StoredCheckpoint
 
 
 def encoded(extra: Mapping[str, Any]) -> str:
-    """The JSON of ``extra``, which must come back as it is."""
+    """The JSON of ``extra``, if reading it gives ``extra`` again."""
     text = json.dumps(extra, default=repr)
     if json.loads(text) != extra:
         raise CheckpointError(
@@ -23,12 +23,12 @@ def encoded(extra: Mapping[str, Any]) -> str:
 
 
 def as_tensor(text: str) -> torch.Tensor:
-    """The bytes of ``text``: a tensor, because DCP pickles everything else."""
+    """The bytes of ``text`` as a tensor, because DCP pickles everything else."""
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def stored_extra(stored: StoredCheckpoint) -> dict[str, Any]:
-    """What was saved as ``extra``; nothing, if another program wrote the checkpoint."""
+    """What was saved as ``extra``; empty if another program wrote the checkpoint."""
     if EXTRA not in stored.entries:
         return {}
     try:

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is one that the model could have written."""
+"""`check_fits`: whether a checkpoint is one that the model could have written."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from torchrec_2dsp.errors import CheckpointError
 from torchrec_2dsp.parallel.checkpoint.parts import FUSED, IN_PLACE, MODEL
 
 Entries = dict[str, STORAGE_TYPES]
-"""What a checkpoint holds, by name: shapes, types, shards."""
+"""The shape, type and shards of everything in a checkpoint, by name."""
 
 
 def check_fits(group: dist.ProcessGroup, folder: Path, saved: Entries, state: Any) -> None:
@@ -27,18 +27,18 @@ def check_fits(group: dist.ProcessGroup, folder: Path, saved: Entries, state: An
     dist.gather_object(planner.create_local_plan(), plans, group=group, group_dst=0)
     with agreeing(group):
         if plans is not None:
-            _, wanted = planner.create_global_plan(plans)
+            _, expected = planner.create_global_plan(plans)
             for part in state:
-                check_part(part, folder, saved, wanted)
+                check_part(part, folder, saved, expected)
 
 
-def check_part(part: str, folder: Path, saved: Entries, wanted: Metadata) -> None:
-    """Compare all entries of one part; ``wanted`` is what a save of the model would write."""
-    ours = wanted.state_dict_metadata
-    for name in sorted(name for name in saved.keys() | ours if name.startswith(f"{part}.")):
-        if part == FUSED and name in saved and name in ours:
-            _check_column_shards(folder, name, saved, wanted)
-        saved_kind, model_kind = _kind(saved.get(name)), _kind(ours.get(name))
+def check_part(part: str, folder: Path, saved: Entries, expected: Metadata) -> None:
+    """Compare all entries of one part; ``expected`` is what a save of the model would write."""
+    live = expected.state_dict_metadata
+    for name in sorted(name for name in saved.keys() | live if name.startswith(f"{part}.")):
+        if part == FUSED and name in saved and name in live:
+            _check_column_shards(folder, name, saved, expected)
+        saved_kind, model_kind = _kind(saved.get(name)), _kind(live.get(name))
         if saved_kind != model_kind:
             raise CheckpointError(
                 f"{name!r} is {saved_kind} in the checkpoint {folder}, but {model_kind} in the "
@@ -46,17 +46,17 @@ def check_part(part: str, folder: Path, saved: Entries, wanted: Metadata) -> Non
             )
 
 
-def _check_column_shards(folder: Path, name: str, saved: Entries, wanted: Metadata) -> None:
-    """Moments per row are stored for one column shard after the other."""
-    ours, param = wanted.state_dict_metadata, wanted.planner_data[name][2]
-    if not all(len(getattr(entries[name], "size", ())) == 1 for entries in (saved, ours)):
+def _check_column_shards(folder: Path, name: str, saved: Entries, expected: Metadata) -> None:
+    """Raise if row-wise moments are stored for other column shards than the plan has."""
+    live, param = expected.state_dict_metadata, expected.planner_data[name][2]
+    if not all(len(getattr(entries[name], "size", ())) == 1 for entries in (saved, live)):
         return
-    before, now = (_column_widths(entries[f"{MODEL}.{param}"]) for entries in (saved, ours))
-    if before != now:
+    stored, planned = (_column_widths(entries[f"{MODEL}.{param}"]) for entries in (saved, live))
+    if stored != planned:
         raise CheckpointError(
-            f"the row-wise moments of {param!r} are stored for columns {before} in the checkpoint "
-            f"{folder}, but the plan splits the columns {now}: TorchRec keeps one moment per row "
-            f"and column shard; plan the table with column shards {before}"
+            f"the row-wise moments of {param!r} are stored for columns {stored} in the checkpoint "
+            f"{folder}, but the plan splits the columns {planned}: TorchRec keeps one moment per "
+            f"row and column shard; plan the table with column shards {stored}"
         )
 
 

@@ -1,4 +1,4 @@
-"""The process groups over which ranks talk about a checkpoint."""
+"""The process groups over which ranks coordinate a checkpoint."""
 
 import weakref
 from typing import cast
@@ -10,9 +10,9 @@ from torchrec_2dsp._compat.c10d import timeout_of
 from torchrec_2dsp.comms.mesh_groups import world_group
 
 GLOO_GROUPS: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]"
-"""The gloo groups of worlds that don't talk gloo themselves."""
+"""The gloo group of each world that doesn't talk gloo itself."""
 BACKGROUND_GROUPS: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]"
-"""The groups of worlds' asynchronous saves."""
+"""The group of each world's asynchronous saves."""
 GLOO_GROUPS, BACKGROUND_GROUPS = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
 
 
@@ -20,7 +20,7 @@ def coordination_group() -> dist.ProcessGroup:
     """All ranks over gloo, so that plans and names don't pass through the accelerators.
 
     Collectives:
-        The making of a group, once per world, where the world itself doesn't talk gloo.
+        The creation of a group, once per world, if the world itself doesn't talk gloo.
     """
     world = world_group()
     if _talks_gloo(world):
@@ -33,10 +33,10 @@ def coordination_group() -> dist.ProcessGroup:
 def background_group() -> dist.ProcessGroup:
     """All ranks over gloo, used by nothing but saves that go on while the model trains.
 
-    Collectives of two threads on one group would meet in another order on each rank.
+    Collectives of two threads on one group could be issued in another order on each rank.
 
     Collectives:
-        The making of a group, once per world.
+        The creation of a group, once per world.
     """
     world = world_group()
     if world not in BACKGROUND_GROUPS:

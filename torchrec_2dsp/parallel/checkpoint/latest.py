@@ -1,4 +1,4 @@
-"""Which checkpoint of a folder a run goes on from, and which ones it needs no more."""
+"""The newest checkpoint of a folder, from which a run resumes, and the removal of old ones."""
 
 import re
 import shutil
@@ -23,7 +23,7 @@ def latest_checkpoint(folder: str | PathLike[str]) -> Path | None:
     With a process group, call it on all ranks: all get what rank 0 sees.
 
     Args:
-        folder: what the checkpoints are in; it needn't exist yet.
+        folder: the folder of all checkpoints; it needn't exist yet.
 
     Collectives:
         A broadcast of the name, if there is a process group.
@@ -56,8 +56,8 @@ def drop_old_checkpoints(folder: str | PathLike[str], *, keep: int) -> None:
     newest kept checkpoint go as well. Nothing else in the folder is touched.
 
     Args:
-        folder: what the checkpoints are in, named as `latest_checkpoint` says.
-        keep: how many stay.
+        folder: the folder of all checkpoints, which are named as `latest_checkpoint` says.
+        keep: how many checkpoints stay.
 
     Example:
         >>> import tempfile
@@ -77,10 +77,10 @@ def drop_old_checkpoints(folder: str | PathLike[str], *, keep: int) -> None:
         return
     numbered = _numbered(Path(folder))
     finished = [path for path in numbered if (path / _FINISHED).exists()]
-    kept = finished[-keep:]
-    for path in numbered[: numbered.index(kept[-1])] if kept else ():
-        if path not in kept:
-            # First what makes it a checkpoint, in case that deleting is cut short.
+    newest = finished[-keep:]
+    for path in numbered[: numbered.index(newest[-1])] if newest else ():
+        if path not in newest:
+            # The file that makes it a checkpoint goes first, in case that deleting is cut short.
             (path / _FINISHED).unlink(missing_ok=True)
             shutil.rmtree(path)
 
@@ -90,8 +90,8 @@ def _numbered(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     numbers = {
-        path: int(found[0])
+        path: int(number[0])
         for path in folder.iterdir()
-        if path.is_dir() and (found := re.search(r"\d+$", path.name))
+        if path.is_dir() and (number := re.search(r"\d+$", path.name))
     }
     return sorted(numbers, key=lambda path: (numbers[path], path.name))

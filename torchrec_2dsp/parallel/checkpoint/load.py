@@ -57,8 +57,7 @@ def load_checkpoint(
         path: the folder.
         model: a `ModelParallel2D`, or TorchRec's own `DistributedModelParallel`.
         optimizer: as in `save_checkpoint`; without it, its saved state is left alone.
-        train_state: what is to go on beside the model, in place; without it, what was saved of it
-            is left alone.
+        train_state: the train state to load, in place; without it, the saved one is left alone.
 
     Returns:
         What was saved as ``extra``.
@@ -83,9 +82,9 @@ def load_checkpoint(
     with agreeing(group):
         extra = stored_extra(stored)
         saved_state = None if train_state is None else _saved_state(train_state, stored)
-    go_on = None
+    restore_train_state = None
     if train_state is not None and saved_state is not None:
-        go_on = train_state.prepared(saved_state)
+        restore_train_state = train_state.prepared(saved_state)
     if stored.checksums is None and rank == 0:
         logger.warning("%s has no checksums: flipped bits in its tables go unnoticed", folder)
     with dense_state_made(model, optimizer, stored.entries):
@@ -99,13 +98,13 @@ def load_checkpoint(
         f"{folder} couldn't be read and the model may be loaded in part; load another checkpoint",
     )
     run_load_hooks(model, optimizer, state)
-    if go_on is not None:
-        go_on()
+    if restore_train_state is not None:
+        restore_train_state()
     return extra
 
 
 def _saved_state(train_state: "TrainState", stored: StoredCheckpoint) -> dict[str, torch.Tensor]:
-    """What this rank needs of the train state in a checkpoint."""
+    """The entries of a checkpoint's train state that this rank needs."""
     if not stored.names(TRAIN_STATE):
         raise CheckpointError(
             f"{stored.folder} has no train state, because it was saved without train_state=...; "

@@ -1,8 +1,8 @@
-"""Reads DCP's `.metadata`, which is a pickle, without running anything that stands in it.
+"""Reads DCP's `.metadata`, which is a pickle, without running any code that it names.
 
 A pickle names classes and functions, and Python's reader imports and calls them. Here each name
-must be one that DCP writes, and even those aren't called: a `_Record` notes what they were given,
-and the metadata are made of the records, field by field, where each has the type that DCP needs.
+must be one that DCP writes, and even those aren't called: a `_Record` holds their arguments, and
+the metadata are built from the records, field by field, if each has the type that DCP needs.
 """
 
 import io
@@ -33,7 +33,7 @@ class UnknownName(Exception):
 
 
 class _Record:
-    """What a pickle gave to a class or function, which is neither made nor called."""
+    """The arguments that a pickle has for a class or function, which isn't called."""
 
     kind = ""
     """One of the values of `PICKLED_NAMES`."""
@@ -59,7 +59,7 @@ class _RecordUnpickler(pickle._Unpickler):
         self._kinds: dict[str, type[_Record]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """A data type of torch, or a class of records, made anew for each pickle."""
+        """A data type of torch, or a class of records, created anew for each pickle."""
         full_name = f"{module}.{name}"
         if full_name in _DTYPES:
             return _DTYPES[full_name]
@@ -71,7 +71,7 @@ class _RecordUnpickler(pickle._Unpickler):
 
 
 def read_metadata(data: bytes, where: str) -> Metadata:
-    """The metadata that ``data`` are a pickle of.
+    """The metadata in the pickle ``data``.
 
     Args:
         data: the contents of a file `.metadata`.
@@ -89,27 +89,28 @@ def read_metadata(data: bytes, where: str) -> Metadata:
             f"{where} is damaged ({type(error).__name__}: {str(error)[:200]}); load another "
             "checkpoint"
         ) from error
-    wrong = wrong_chunks(metadata)
-    if wrong:
-        raise CheckpointError(f"{where} is damaged ({wrong[0][:200]}); load another checkpoint")
+    errors = wrong_chunks(metadata)
+    if errors:
+        raise CheckpointError(f"{where} is damaged ({errors[0][:200]}); load another checkpoint")
     return metadata
 
 
 def _metadata(value: object) -> Metadata:
     fields = _fields(value, "Metadata")
     entries = {
-        _of(str, name): _entry(entry)
-        for name, entry in _of(dict, fields["state_dict_metadata"]).items()
+        _typed(str, name): _entry(entry)
+        for name, entry in _typed(dict, fields["state_dict_metadata"]).items()
     }
     places = {
-        _index(index): _place(place) for index, place in _of(dict, fields["storage_data"]).items()
+        _index(index): _place(place)
+        for index, place in _typed(dict, fields["storage_data"]).items()
     }
     version = fields.get("version")
     metadata = Metadata(
         entries,
         storage_data=places,
         storage_meta=_storage_meta(fields.get("storage_meta")),
-        version=None if version is None else _of(str, version),
+        version=None if version is None else _typed(str, version),
     )
     for name, entry in entries.items():
         for index in _indices(name, entry):
@@ -123,17 +124,17 @@ def _entry(value: object) -> STORAGE_TYPES:
         return BytesStorageMetadata()
     fields = _fields(value, "TensorStorageMetadata")
     size = _size(fields["size"])
-    chunks = [_chunk(chunk, len(size)) for chunk in _of(list, fields["chunks"])]
+    chunks = [_chunk(chunk, len(size)) for chunk in _typed(list, fields["chunks"])]
     if not size and len(chunks) != 1:
         raise ValueError(f"{len(chunks)} chunks of a single number")
     return TensorStorageMetadata(_properties(fields["properties"]), size, chunks)
 
 
 def _properties(value: object) -> TensorProperties:
-    """Their data type: all other properties are deprecated, and no load asks for them."""
+    """The data type of a tensor: all other properties are deprecated and never asked for."""
     state = _record(value, "TensorProperties").state
     dtype = state[0] if isinstance(state, tuple) and len(state) == 5 else None
-    return TensorProperties(_of(torch.dtype, dtype))
+    return TensorProperties(_typed(torch.dtype, dtype))
 
 
 def _chunk(value: object, num_dims: int) -> ChunkStorageMetadata:
@@ -148,7 +149,7 @@ def _index(value: object) -> MetadataIndex:
     fields = _fields(value, "MetadataIndex")
     offset, number = fields.get("offset"), fields.get("index")
     return MetadataIndex(
-        _of(str, fields["fqn"]),
+        _typed(str, fields["fqn"]),
         None if offset is None else _size(offset),
         None if number is None else _number(number),
     )
@@ -158,7 +159,7 @@ def _place(value: object) -> StorageInfo:
     fields = _fields(value, "_StorageInfo")
     if fields.get("transform_descriptors") is not None:
         raise ValueError("stored through an extension, such as one that compresses")
-    path = _of(str, fields["relative_path"])
+    path = _typed(str, fields["relative_path"])
     # A checkpoint is one folder of files, which metadata must not lead out of.
     if path in ("", ".", "..") or any(sign in path for sign in "/\\\0"):
         raise ValueError(f"{path!r} isn't the name of a file in the folder")
@@ -166,16 +167,16 @@ def _place(value: object) -> StorageInfo:
 
 
 def _storage_meta(value: object) -> StorageMeta:
-    """What the writer noted; its path is left out, because the folder may have moved."""
+    """The writer's metadata, without its path, because the folder may have moved."""
     if value is None:
         return StorageMeta()
     fields = _fields(value, "StorageMeta")
-    modules = [_of(str, name) for name in _of(list, fields.get("modules", []))]
+    modules = [_typed(str, name) for name in _typed(list, fields.get("modules", []))]
     return StorageMeta(modules=modules)
 
 
 def _indices(name: str, entry: STORAGE_TYPES) -> list[MetadataIndex]:
-    """What DCP looks up in the storage data for an entry."""
+    """The keys that DCP looks up in the storage data for an entry."""
     if isinstance(entry, TensorStorageMetadata):
         return [MetadataIndex(name, chunk.offsets) for chunk in entry.chunks]
     return [MetadataIndex(name)]
@@ -184,7 +185,7 @@ def _indices(name: str, entry: STORAGE_TYPES) -> list[MetadataIndex]:
 def _size(value: object) -> torch.Size:
     record = _record(value, "Size")
     (numbers,) = record.args
-    return torch.Size([_number(number) for number in _of(tuple, numbers)])
+    return torch.Size([_number(number) for number in _typed(tuple, numbers)])
 
 
 def _number(value: object) -> int:
@@ -194,7 +195,7 @@ def _number(value: object) -> int:
 
 
 def _fields(value: object, kind: str) -> dict[str, Any]:
-    return _of(dict, _record(value, kind).state)
+    return _typed(dict, _record(value, kind).state)
 
 
 def _record(value: object, kind: str) -> _Record:
@@ -208,7 +209,7 @@ def _is_a(value: object, kind: str) -> bool:
     return isinstance(value, _Record) and value.kind == kind
 
 
-def _of(kind: type[T], value: object) -> T:
+def _typed(kind: type[T], value: object) -> T:
     if type(value) is not kind:
         raise ValueError(f"{type(value).__name__} where a {kind.__name__} should be")
     return value

@@ -1,7 +1,7 @@
 """What a checkpoint consists of: its parts, and the tensors of a model that belong to each.
 
-Parts are of two kinds. `IN_PLACE` are the model's own tensors, which a load writes into. All others
-are small, and are read into tensors of their own, so that they can be checked before that.
+There are two kinds of parts. Those `IN_PLACE` are the model's own tensors, which a load writes
+into. The others are small, and are read into new tensors, so that they can be checked before.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ IN_PLACE: Mapping[str, str] = MappingProxyType(
         DENSE: "pass the optimizer that was saved, or none to load all the rest",
     }
 )
-"""The parts whose tensors are the model's, with what to do where they don't fit it."""
+"""The parts whose tensors are the model's, with advice for those that don't fit the model."""
 
 
 def live_state(model: DistributedModelParallel, optimizer: KeyedOptimizer | None) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def live_state(model: DistributedModelParallel, optimizer: KeyedOptimizer | None
 
 
 def dense_params(model: DistributedModelParallel, optimizer: KeyedOptimizer) -> dict[str, Any]:
-    """What ``optimizer`` trains beside the fused one, which it may hold under any name."""
+    """The parameters of ``optimizer`` that aren't the fused one's, which it may contain."""
     fused = {id(param) for param in model.fused_optimizer.params.values()}
     return {key: param for key, param in optimizer.params.items() if id(param) not in fused}
 
@@ -71,11 +71,11 @@ def _with_rows(states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, A
     DCP knows a stored piece by its first row, and the row-wise moments of one column shard end
     where those of the next one begin: an empty piece would take the place of one with rows.
     """
-    kept = {
+    with_rows = {
         param: {name: value for name, value in by_name.items() if not _has_no_row(value)}
         for param, by_name in states.items()
     }
-    return {param: by_name for param, by_name in kept.items() if by_name}
+    return {param: by_name for param, by_name in with_rows.items() if by_name}
 
 
 def _has_no_row(value: Any) -> bool:

@@ -25,7 +25,7 @@ class PendingSave(Future[None]):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
-        """Where the checkpoint will be."""
+        """The folder of the checkpoint."""
         self._is_seen = False
 
     def result(self, timeout: float | None = None) -> None:
@@ -41,7 +41,7 @@ class PendingSave(Future[None]):
         return error
 
     def raise_if_unseen(self) -> None:
-        """Wait for the checkpoint, and raise the error that nobody has asked for."""
+        """Wait for the checkpoint, and raise its error unless somebody has asked for it."""
         was_seen = self._is_seen
         error = self.exception()
         if error is not None and not was_seen:
@@ -54,10 +54,10 @@ def start_save(
     """Run ``save`` in a thread of its own, and return as soon as the state may change again.
 
     Args:
-        world: which has no other save running.
-        folder: where the checkpoint will be.
-        save: writes it; raises nothing but a `CheckpointError`.
-        is_staged: which ``save`` sets when it has copied what it writes.
+        world: all ranks, without another save that is running.
+        folder: the folder of the checkpoint.
+        save: writes the checkpoint; raises nothing but a `CheckpointError`.
+        is_staged: set by ``save`` when it has copied what it writes.
     """
     pending = PendingSave(folder)
     pending.set_running_or_notify_cancel()
@@ -82,7 +82,7 @@ def start_save(
 
 
 def wait_for_save(world: dist.ProcessGroup) -> None:
-    """Let a save that is running come to its end; raise its error if nobody has seen it."""
+    """Wait for the save that is running, if any; raise its error if nobody has seen it."""
     pending = _PENDING.pop(world, None)
     if pending is not None:
         pending.raise_if_unseen()

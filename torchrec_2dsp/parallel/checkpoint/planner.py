@@ -1,4 +1,4 @@
-"""DCP's planner of a save, which can copy what this rank writes before training goes on."""
+"""DCP's planner of a save, which refuses pickled objects and can copy before training goes on."""
 
 import io
 import threading
@@ -16,7 +16,7 @@ class PlainDataSavePlanner(DefaultSavePlanner):
     """Refuses to store what `load_checkpoint` wouldn't load: all but tensors and plain data."""
 
     def create_local_plan(self) -> SavePlan:
-        """What this rank could write."""
+        """The plan of what this rank could write."""
         plan = super().create_local_plan()
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
@@ -34,7 +34,7 @@ class StagingPlanner(PlainDataSavePlanner):
         self._copies: dict[MetadataIndex, torch.Tensor | io.BytesIO] = {}
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Copy what the plan names, to this host's memory."""
+        """Copy all that the plan names to this host's memory."""
         plan = super().finish_plan(new_plan)
         try:
             for item in plan.items:
@@ -45,12 +45,12 @@ class StagingPlanner(PlainDataSavePlanner):
         return plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """What is written: the copy, which is let go of."""
+        """The copy that is to be written, which is then forgotten here."""
         return self._copies.pop(write_item.index)
 
 
 def _copy(data: torch.Tensor | io.BytesIO) -> torch.Tensor | io.BytesIO:
-    # Bytes were made of an object a moment ago; nobody else has them.
+    # Bytes are a fresh copy of an object, which nothing else refers to.
     return data.detach().to("cpu", copy=True) if isinstance(data, torch.Tensor) else data
 
 

@@ -1,4 +1,4 @@
-"""How DCP reads a checkpoint whose metadata are known, without unpickling anything."""
+"""DCP's reader for a checkpoint whose metadata are known, which unpickles no objects."""
 
 import io
 from pathlib import Path
@@ -24,15 +24,15 @@ class KnownMetadataReader(dcp.FileSystemReader):
         self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata that were given."""
+        """The metadata that the reader was given."""
         return self._metadata
 
 
 class PlainDataPlanner(DefaultLoadPlanner):
-    """Loads tensors in place; of everything else only what `torch.load` takes for plain data."""
+    """Loads tensors in place, and beside them only what `torch.load` takes for plain data."""
 
     def create_local_plan(self) -> LoadPlan:
-        """What this rank reads, by the names of today's checkpoints only."""
+        """The plan of what this rank reads, under current names only and not those of old torch."""
         assert self.metadata is not None
         return create_default_local_load_plan(self.state_dict, self.metadata)
 

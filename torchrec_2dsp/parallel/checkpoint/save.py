@@ -63,15 +63,15 @@ def save_checkpoint(
     """Write weights, optimizer state and ``extra`` to a new folder; call it on all ranks.
 
     Each shard is written once: replica peers share the work. A checksum of everything is written
-    with it. The checkpoint is there when its last file is, and not before.
+    with it. The checkpoint exists when its last file does, and not before.
 
     Args:
         path: a folder that all ranks see, without a checkpoint in it.
         model: a `ModelParallel2D`, or TorchRec's own `DistributedModelParallel`.
-        optimizer: the one of the other parameters, if its state is wanted; it may contain the
+        optimizer: the optimizer of the other parameters, to save its state; it may contain the
             model's fused optimizer, which is stored once in any case.
         extra: JSON, equal on all ranks, such as the number of steps done.
-        train_state: what a run needs to go on beside the model, of this model.
+        train_state: what a run of this model needs to go on beside weights and optimizer state.
         asynchronous: return as soon as this rank has copied what it is to write, and write while
             the model trains on. The next save or load waits until that is done.
 
@@ -80,7 +80,7 @@ def save_checkpoint(
 
     Collectives:
         Those of a sync, if a backward is pending; then DCP's, of plans but not of weights. With
-        ``asynchronous``, the latter are on a gloo group of their own, made at the first call.
+        ``asynchronous``, the latter are on a gloo group of their own, created at the first call.
 
     Example::
 
@@ -121,7 +121,7 @@ def _write(
 
 
 def check_belongs(train_state: "TrainState | None", model: DistributedModelParallel) -> None:
-    """Raise if a train state is that of another model."""
+    """Raise if a train state belongs to another model."""
     if train_state is not None and train_state.model is not model:
         raise CheckpointError(
             "the train state is that of another model; make it by TrainState(model, optimizer)"

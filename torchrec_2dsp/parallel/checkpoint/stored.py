@@ -1,4 +1,4 @@
-"""`StoredCheckpoint`: what a save has left in a folder, and whether its bytes can be trusted."""
+"""`StoredCheckpoint`: a checkpoint in a folder, and whether its bytes can be trusted."""
 
 import os
 import zlib
@@ -21,20 +21,20 @@ from torchrec_2dsp.parallel.checkpoint.checksums import FILE_NAME, MARK, Checksu
 from torchrec_2dsp.parallel.checkpoint.metadata import read_metadata
 
 _BLOCK_BYTES = 8 * 2**20
-"""How much is read at once to be added up."""
+"""How many bytes are read at once to compute a checksum."""
 
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """What a finished save has left in a folder."""
+    """The checkpoint of a finished save in a folder."""
 
     folder: Path
     metadata: Metadata
     """What is stored, and where."""
     checksums: Checksums | None
-    """What the bytes have to add up to; none, if another program wrote the checkpoint."""
+    """The checksums of all bytes; `None` if another program wrote the checkpoint."""
     fingerprint: str
-    """A checksum of the file of the metadata, by which ranks see that they read the same."""
+    """A checksum of `.metadata`, by which ranks see that they read the same checkpoint."""
 
     @classmethod
     def open(cls, folder: Path) -> "StoredCheckpoint":
@@ -58,11 +58,11 @@ class StoredCheckpoint:
 
     @property
     def entries(self) -> dict[str, STORAGE_TYPES]:
-        """What the checkpoint holds, by name: shapes, types, shards."""
+        """The shape, type and shards of everything in the checkpoint, by name."""
         return self.metadata.state_dict_metadata
 
     def names(self, part: str) -> list[str]:
-        """The names of a part's entries, without the part's."""
+        """The names of a part's entries, without the name of the part."""
         return [name.removeprefix(f"{part}.") for name in self.entries if _is_in(name, part)]
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -87,11 +87,11 @@ class StoredCheckpoint:
         """The tensors of a part that were stored in one piece each, read by this rank alone.
 
         Args:
-            part: of which no tensor belongs to the model.
+            part: a part whose tensors aren't the model's own.
             only: says which names to read.
 
         Returns:
-            By name, without the part's.
+            The tensors by name, without the name of the part.
         """
         return {name: self.tensor(f"{part}.{name}") for name in self.names(part) if only(name)}
 
@@ -102,9 +102,9 @@ class StoredCheckpoint:
         that the metadata say.
 
         Args:
-            parts: those that are going to be loaded.
-            rank: of those that share the work.
-            num_ranks: that share the work.
+            parts: the parts that are going to be loaded.
+            rank: this one of the ranks that share the work.
+            num_ranks: how many ranks share the work.
         """
         parts = tuple(parts)
         by_chunk: dict[Chunk, list[MetadataIndex]] = {}
@@ -121,7 +121,7 @@ class StoredCheckpoint:
                 raise _unreadable(self.folder / chunk.file, error) from error
 
     def check_sizes(self, rank: int, num_ranks: int) -> None:
-        """Look whether this rank's share of the files is there, and as long as it should be."""
+        """Raise unless this rank's share of the files is there, and as long as it should be."""
         sizes: dict[str, int] = {}
         for chunk in self._chunks():
             sizes[chunk.file] = max(chunk.offset + chunk.length, sizes.get(chunk.file, 0))
@@ -137,15 +137,15 @@ class StoredCheckpoint:
         if self.checksums is None:
             return
         file.seek(chunk.offset)
-        crc32, left = 0, chunk.length
-        while left and (block := file.read(min(left, _BLOCK_BYTES))):
-            crc32, left = zlib.crc32(block, crc32), left - len(block)
-        if left or crc32 != self.checksums.chunks[chunk]:
+        crc32, num_left = 0, chunk.length
+        while num_left and (block := file.read(min(num_left, _BLOCK_BYTES))):
+            crc32, num_left = zlib.crc32(block, crc32), num_left - len(block)
+        if num_left or crc32 != self.checksums.chunks[chunk]:
             place = f"bytes {chunk.offset} to {chunk.offset + chunk.length}"
             raise _damaged(self.folder / chunk.file, f"its {place} don't add up to their checksum")
 
     def _parsed(self, file: IO[bytes], chunk: Chunk, index: MetadataIndex) -> torch.Tensor:
-        """What DCP will read of a chunk."""
+        """The value that DCP will read from a chunk, if it is the one that the metadata say."""
         entry, where = self.entries.get(index.fqn), f"{index.fqn!r} in {self.folder / chunk.file}"
         try:
             value = torch.load(
@@ -158,12 +158,14 @@ class StoredCheckpoint:
             ) from error
         if isinstance(entry, TensorStorageMetadata):
             sizes = next((c.sizes for c in entry.chunks if c.offsets == index.offset), None)
-            wanted = f"{entry.properties.dtype} of shape {sizes}"
+            expected = f"{entry.properties.dtype} of shape {sizes}"
             actual = type(value).__name__
             if type(value) is torch.Tensor and value.layout is torch.strided:
                 actual = f"{value.dtype} of shape {value.shape}"
-            if actual != wanted:
-                raise CheckpointError(f"{where} is {actual} instead of {wanted}; load another one")
+            if actual != expected:
+                raise CheckpointError(
+                    f"{where} is {actual} instead of {expected}; load another one"
+                )
         return value
 
     def _chunks(self) -> list[Chunk]:
@@ -171,7 +173,7 @@ class StoredCheckpoint:
 
 
 def _share(chunks: list[Chunk], rank: int, num_ranks: int) -> list[Chunk]:
-    """A rank's share of some chunks, by bytes: those that begin in its part of all of them.
+    """The chunks that a rank reads: those that begin in its share of all bytes.
 
     Example:
         >>> from torchrec_2dsp.parallel.checkpoint.checksums import Chunk
@@ -191,7 +193,7 @@ def _share(chunks: list[Chunk], rank: int, num_ranks: int) -> list[Chunk]:
 
 
 def _chunk_of(place: object) -> Chunk:
-    """Where DCP says that something lies, as a value."""
+    """A chunk at the place that DCP's metadata say."""
     return Chunk(place.relative_path, place.offset, place.length)  # type: ignore[attr-defined]
 
 

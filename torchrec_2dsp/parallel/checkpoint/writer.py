@@ -1,4 +1,4 @@
-"""DCP's writer, which also notes a checksum of everything that it writes."""
+"""`ChecksumWriter`: DCP's writer, which also stores a checksum of everything that it writes."""
 
 import io
 import os
@@ -20,7 +20,8 @@ from torchrec_2dsp.parallel.checkpoint.checksums import FILE_NAME, MARK, Checksu
 class ChecksumWriter(dcp.FileSystemWriter):
     """Writes a checkpoint as DCP does, and `checksums.json` before `.metadata`.
 
-    Checksums are of the bytes on their way to the file, so they also find what a disk wrote wrong.
+    Checksums are computed from the bytes on their way to the file, so they also find a disk's
+    errors.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -31,7 +32,7 @@ class ChecksumWriter(dcp.FileSystemWriter):
         self.transforms = cast(Any, self._streams)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's chunks; what is known of each travels to `finish` with its checksum."""
+        """Write this rank's chunks; `finish` gets the place and the checksum of each."""
         results = super().write_data(plan, planner).value()
         written: Future[list[WriteResult]] = Future()
         written.set_result(
@@ -47,10 +48,10 @@ class ChecksumWriter(dcp.FileSystemWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the checksums, then `.metadata`, with which the checkpoint is there."""
+        """Write the checksums, then `.metadata`, which completes the checkpoint."""
         chunks: dict[Chunk, int] = {}
         places: dict[MetadataIndex, StorageInfo] = {}
-        for result in (result for of_rank in results for result in of_rank):
+        for result in (result for rank_results in results for result in rank_results):
             place, crc32 = result.storage_data
             places[result.index] = place
             chunks[Chunk(place.relative_path, place.offset, place.length)] = crc32
@@ -63,12 +64,12 @@ class ChecksumWriter(dcp.FileSystemWriter):
         _write_at_once(self._folder / ".metadata", data)
 
     def storage_meta(self) -> StorageMeta:
-        """DCP's, with the mark that there are checksums."""
+        """DCP's storage metadata, with the mark that there are checksums."""
         return StorageMeta(self.checkpoint_id, self.save_id, modules=[MARK])
 
 
 class _ChecksumStreams:
-    """Makes the streams to which DCP writes chunks, and keeps the checksum of each."""
+    """Creates the streams to which DCP writes chunks, and keeps the checksum of each chunk."""
 
     def __init__(self) -> None:
         self.crc32s: dict[MetadataIndex, int] = {}
@@ -82,7 +83,7 @@ class _ChecksumStreams:
 
 
 class _ChecksumStream(io.RawIOBase):
-    """Hands bytes on to a file, which stays open when this is closed."""
+    """A stream that passes bytes on to a file, which it never closes, and keeps their checksum."""
 
     def __init__(
         self, file: IO[bytes], crc32s: dict[MetadataIndex, int], index: MetadataIndex

@@ -1,4 +1,4 @@
-"""What a run needs to go on, beside the model: `TrainState`.
+"""`TrainState`: what a run needs to go on, beside the model.
 
 `state.py` puts it together. What belongs to the run as a whole is stored once (`header`), what
 belongs to a rank is stored for each rank (`rank<N>.header`); both are JSON, with tensors beside it

@@ -9,7 +9,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec_2dsp.errors import CheckpointError
 
 HyperParameters = dict[str, dict[str, Any]]
-"""What the group of each parameter says beside its parameters."""
+"""For each parameter, all options of its parameter group."""
 
 
 def hyper_parameters(
@@ -18,7 +18,7 @@ def hyper_parameters(
     """The hyper-parameters of this rank's parameters.
 
     Args:
-        optimizer: whose groups are read.
+        optimizer: the optimizer whose groups are read.
         but: an optimizer that it may contain, whose groups are left out.
     """
     return {
@@ -37,7 +37,7 @@ def check_hyper_parameters(
     optimizer: KeyedOptimizer,
     but: KeyedOptimizer | None = None,
 ) -> None:
-    """Raise unless there is something saved for each of this rank's parameter groups."""
+    """Raise unless hyper-parameters are saved for each of this rank's parameter groups."""
     for keys, _ in _groups(optimizer, but):
         for key in keys:
             if key not in saved:
@@ -57,7 +57,7 @@ def restore_hyper_parameters(
     optimizer: KeyedOptimizer,
     but: KeyedOptimizer | None = None,
 ) -> None:
-    """Write into the groups what was saved."""
+    """Write saved hyper-parameters into the optimizer's groups."""
     for keys, group in _groups(optimizer, but):
         for name, value in saved[keys[0]].items():
             if isinstance(group.get(name), torch.Tensor):
@@ -71,10 +71,10 @@ def _groups(
     optimizer: KeyedOptimizer, but: KeyedOptimizer | None
 ) -> Iterator[tuple[list[str], dict[str, Any]]]:
     """Each group with the names of its parameters; groups without parameters are left out."""
-    left_out = {id(group) for group in but.param_groups} if but is not None else set()
+    excluded = {id(group) for group in but.param_groups} if but is not None else set()
     names = {id(param): key for key, param in optimizer.params.items()}
     groups: Any = optimizer.param_groups
     for group in groups:
         keys = [names[id(param)] for param in group["params"] if id(param) in names]
-        if id(group) not in left_out and keys:
+        if id(group) not in excluded and keys:
             yield keys, group

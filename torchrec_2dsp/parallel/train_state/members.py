@@ -36,7 +36,7 @@ Member = Stateful | dict[str, Any]
 
 
 def check_member(name: str, member: object) -> None:
-    """Raise unless something can be stored under a name."""
+    """Raise unless ``member`` can be stored under ``name``."""
     if not name.isidentifier():
         raise ConfigError(f"{name!r} is no name; use letters, digits and underscores")
     if not isinstance(member, Stateful | dict):
@@ -57,12 +57,12 @@ def stored_member(name: str, member: Member) -> dict[str, torch.Tensor]:
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:
     """A text that is equal for equal tensors."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for name in sorted(tensors):
         flat = tensors[name].reshape(-1).view(torch.uint8)
-        found.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)} ".encode())
-        found.update(flat.numpy().tobytes())
-    return found.hexdigest()
+        sha256.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)} ".encode())
+        sha256.update(flat.numpy().tobytes())
+    return sha256.hexdigest()
 
 
 def check_states(name: str, member: Member, states: Sequence[Mapping[str, Any]]) -> None:
@@ -77,7 +77,7 @@ def check_states(name: str, member: Member, states: Sequence[Mapping[str, Any]])
 
 
 def load_states(name: str, member: Member, states: Sequence[dict[str, Any]]) -> None:
-    """Let a member take over what was stored; several states are those of several ranks."""
+    """Let a member take over stored states; several states come from several ranks."""
     if isinstance(member, dict):
         (state,) = states
         member.clear()

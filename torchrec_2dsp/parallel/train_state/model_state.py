@@ -1,4 +1,4 @@
-"""What a model counts beside its weights: steps of policies, hot sets, routes, DDP's buckets."""
+"""The state of a model beside its weights: policy steps, hot sets, routes, DDP's buckets."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ def complete_model(model: nn.Module) -> None:
 
 
 def whole_state(model: nn.Module) -> dict[str, Any]:
-    """What is the same on all ranks. Everything is named by tables, which any plan has."""
+    """State that is equal on all ranks, by the names of tables, which any plan has."""
     all_tables = sharded_tables(model)
     return {
         "policy_steps": {
@@ -55,7 +55,7 @@ def whole_state(model: nn.Module) -> dict[str, Any]:
 
 
 def rank_state(model: nn.Module) -> dict[str, Any]:
-    """What is this rank's, and fits the same plan on the same rank only."""
+    """State of this rank, which fits the same plan on the same rank only."""
     return {
         "plan": plan_digest(model),
         "progress": [progress_of(tables) for tables in sharded_tables(model)],
@@ -101,50 +101,50 @@ def check_whole_state(model: nn.Module, saved: dict[str, Any]) -> None:
 
 
 def restore_whole_state(model: nn.Module, saved: dict[str, Any], *, step: int) -> None:
-    """Let the model's parts go on, whatever their plan; tables that weren't saved stay.
+    """Write state back into a model of any plan; tables that weren't saved keep their state.
 
     Args:
         model: the model.
-        saved: what `whole_state` gave.
+        saved: what `whole_state` returned.
         step: what policies count from if the saved run had none.
     """
     for tables in sharded_tables(model):
         steps = [saved["policy_steps"].get(name, 0) for name in tables.table_names]
         tables.sync_point.count_from(max(steps) or step)
         stored = {name: saved["hot_sets"].get(name) for name in tables.hot_sets.by_table}
-        known = {name: hot_sets for name, hot_sets in stored.items() if hot_sets is not None}
-        newest = {name: HotSet.of(hot_sets["newest"]) for name, hot_sets in known.items()}
+        saved_sets = {name: hot_sets for name, hot_sets in stored.items() if hot_sets is not None}
+        newest = {name: HotSet.of(hot_sets["newest"]) for name, hot_sets in saved_sets.items()}
         tables.hot_sets.renew(newest)
-        num_older = max((len(hot_sets["older"]) for hot_sets in known.values()), default=0)
+        num_older = max((len(hot_sets["older"]) for hot_sets in saved_sets.values()), default=0)
         tables.hot_sets.put_before_newest(
             [
-                {name: HotSet.of(hot_sets["older"][batch]) for name, hot_sets in known.items()}
+                {name: HotSet.of(hot_sets["older"][batch]) for name, hot_sets in saved_sets.items()}
                 for batch in range(num_older)
             ]
         )
 
 
 def restore_rank_state(model: nn.Module, saved: dict[str, Any]) -> None:
-    """Let this rank's kernels go on; the plan has to be the one of the save."""
+    """Write this rank's state back; the plan has to be the one of the save."""
     for tables, progress in zip(sharded_tables(model), saved["progress"], strict=True):
         restore_progress(tables, progress)
 
 
 def restore_iterations(model: nn.Module, saved: dict[str, int]) -> None:
-    """Let all kernels go on as after so many forwards, under another plan."""
+    """Set how many forwards all kernels have counted, if the plan isn't the one of the save."""
     for tables in sharded_tables(model):
         count_iterations_from(tables, max(saved.get(name, 0) for name in tables.table_names))
 
 
 def restore_bad_ids(model: nn.Module, saved: Sequence[dict[str, int]]) -> None:
-    """Let this rank count bad ids from what the ranks whose counts it takes over had counted."""
+    """Let this rank go on counting bad ids from the sum of the counts that it takes over."""
     for tables in sharded_tables(model):
         counts = [counted.get(name, 0) for counted in saved for name in tables.table_names]
         tables.num_bad_ids = sum(counts)
 
 
 def restore_gradient_orders(model: nn.Module, saved: dict[str, list[str] | None]) -> None:
-    """Let DDP add gradients in the order in which it did at the save; call it on all ranks.
+    """Make DDP add gradients in the order in which it did at the save; call it on all ranks.
 
     Collectives:
         Those of `start_in_order`, for each DDP module.
@@ -155,9 +155,9 @@ def restore_gradient_orders(model: nn.Module, saved: dict[str, list[str] | None]
 
 
 def settle_gradient_orders(model: nn.Module) -> None:
-    """Let DDP begin anew where it hasn't found its order, as it will in a run that goes on.
+    """Let DDP start anew if it hasn't settled on an order, as it will in a resumed run.
 
-    In its first steps DDP goes by one order and notes another, which nobody else can read.
+    In its first steps DDP uses one order and records another, which can't be read from outside.
     """
     for _, ddp in _ddps(model):
         if gradient_order(ddp) is None:

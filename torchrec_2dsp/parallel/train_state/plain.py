@@ -12,20 +12,21 @@ from torchrec_2dsp.errors import CheckpointError
 
 _JSON = (str, bool, int, float, type(None))
 _MARK = "$"
-"""Begins the one key of a dict that stands for something else."""
+"""The beginning of the single key of a dict that stands for a value of another type."""
 
 
 def to_plain(value: Any, prefix: str) -> dict[str, torch.Tensor]:
     """A nested value as flat tensors; `from_plain` gives it back.
 
-    Dicts with any plain keys, lists, tuples, texts, numbers, bytes, tensors, arrays and counters.
+    Values may be dicts with any plain keys, lists, tuples, texts, numbers, bytes, tensors, arrays
+    and counters.
 
     Args:
-        value: what to store.
-        prefix: begins the names.
+        value: the value to store.
+        prefix: the beginning of all names.
 
     Returns:
-        Tensors by name. That called ``<prefix>header`` holds JSON, as bytes.
+        Tensors by name. The one called ``<prefix>header`` holds JSON, as bytes.
 
     Example:
         >>> import torch
@@ -43,7 +44,7 @@ def to_plain(value: Any, prefix: str) -> dict[str, torch.Tensor]:
 
 
 def from_plain(tensors: Mapping[str, torch.Tensor], prefix: str) -> Any:
-    """The value that `to_plain` made into tensors; a `CheckpointError` for anything else."""
+    """The value that `to_plain` turned into tensors; a `CheckpointError` for any other tensors."""
     try:
         text = tensors[f"{prefix}header"].numpy().tobytes().decode()
         return _decode(json.loads(text), prefix, tensors)

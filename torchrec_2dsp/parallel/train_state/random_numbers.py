@@ -8,10 +8,10 @@ import torch
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """What the generators of this process will draw from.
+    """The state of this process's random number generators.
 
     Args:
-        device: this rank's; its generator is stored if it is a GPU.
+        device: this rank's device; its generator is included if it is a GPU.
     """
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -24,7 +24,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Let the generators of this process go on from there."""
+    """Write a state back into this process's random number generators."""
     torch.set_rng_state(state["torch"])
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])

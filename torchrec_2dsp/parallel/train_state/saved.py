@@ -12,7 +12,7 @@ from torchrec_2dsp.parallel.train_state.plain import from_plain
 
 FORMAT = 1
 MEMBER = "member."
-"""Begins the names of what users have given."""
+"""The beginning of the names of members, which users give."""
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class Saved:
     own: dict[str, Any] | None
     """What the rank with this number stored, if there was one."""
     ranks: dict[int, dict[str, Any]]
-    """What each rank stored that this one takes over from."""
+    """What was stored by each rank that this one takes over from."""
     members: dict[str, list[dict[str, Any]]]
-    """The states of each member: one, or one for each of these ranks."""
+    """The states of each member: a single one, or one for each rank in `ranks`."""
     is_same_world: bool
-    """Whether there were as many ranks."""
+    """Whether the save had as many ranks as there are now."""
 
     @classmethod
     def read(cls, tensors: Mapping[str, torch.Tensor], rank: int, num_ranks: int) -> "Saved":
-        """Decode what a rank needs; a `CheckpointError` for anything else."""
+        """Decode what a rank needs; a `CheckpointError` for tensors of another format."""
         header = from_plain(tensors, "")
         if not isinstance(header, dict) or header.get("format") != FORMAT:
             raise CheckpointError(

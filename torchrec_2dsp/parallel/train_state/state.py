@@ -29,12 +29,12 @@ from torchrec_2dsp.parallel.train_state.members import (
 )
 from torchrec_2dsp.parallel.train_state.plain import to_plain
 from torchrec_2dsp.parallel.train_state.random_numbers import random_state, restore_random_state
-from torchrec_2dsp.parallel.train_state.saved import FORMAT, MEMBER, Saved
-from torchrec_2dsp.parallel.train_state.told import (
-    Told,
+from torchrec_2dsp.parallel.train_state.rank_summary import (
+    RankSummary,
     joined_hyper_parameters,
     largest_iterations,
 )
+from torchrec_2dsp.parallel.train_state.saved import FORMAT, MEMBER, Saved
 
 
 class TrainState:
@@ -72,9 +72,9 @@ class TrainState:
         """
         Args:
             model: a `ModelParallel2D`, or TorchRec's own `DistributedModelParallel`.
-            optimizer: the one of the dense parameters; it may contain the fused one.
-            members: what else has a state, by name. What is equal on all ranks is stored once, and
-                anything else for each rank.
+            optimizer: the optimizer of the dense parameters; it may contain the fused one.
+            members: whatever else has a state, by name. State that is equal on all ranks is stored
+                once, and other state for each rank.
         """
         if optimizer is not None and not isinstance(optimizer, KeyedOptimizer):
             raise ConfigError(
@@ -84,17 +84,18 @@ class TrainState:
         for name, member in members.items():
             check_member(name, member)
         self.model = model
-        """Whose run it is."""
+        """The model that the run trains."""
         self.optimizer = optimizer
-        """Whose hyper-parameters are stored beside those of the model's fused optimizer."""
+        """The optimizer with hyper-parameters beside those of the model's fused one, if any."""
         self.step = 0
-        """How many steps are done. The loop counts it."""
+        """How many steps are done, which the training loop counts."""
         self._members = dict(members)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The state as flat tensors; call it on all ranks, between two steps.
 
-        Entries of one rank begin with ``rank<N>.`` and are there only; the others stand on rank 0.
+        Entries of a single rank begin with ``rank<N>.``, and only this rank has them; rank 0 has
+        the others.
 
         Collectives:
             Those of a sync, if a backward is pending; then two all-gathers of objects.
@@ -106,25 +107,25 @@ class TrainState:
             self._check_step()
             facts["the number of steps done"] = str(self.step)
             facts["the members of the TrainState"] = ", ".join(sorted(self._members))
-            stored = {name: stored_member(name, one) for name, one in self._members.items()}
-            mine = Told(
+            stored = {name: stored_member(name, member) for name, member in self._members.items()}
+            summary = RankSummary(
                 {name: digest(tensors) for name, tensors in stored.items()},
                 self._hyper_parameters(),
                 model_state.iterations(model),
             )
-            # Whether all of it is plain is known here, where all ranks learn of it.
-            to_plain(mine.hyper_parameters, "")
+            # Values that can't be stored raise here, where all ranks learn of it.
+            to_plain(summary.hyper_parameters, "")
             own = to_plain(
                 {**model_state.rank_state(model), "random": random_state(self._device)},
                 f"rank{rank}.",
             )
-        every: list[Told] = [mine] * num_ranks
-        dist.all_gather_object(every, mine, group=group)
-        parameters = joined_hyper_parameters(every)
+        summaries: list[RankSummary] = [summary] * num_ranks
+        dist.all_gather_object(summaries, summary, group=group)
+        parameters = joined_hyper_parameters(summaries)
         model_state.settle_gradient_orders(model)
         is_whole = {
             name: not isinstance(member, Summable)
-            and len({told.digests[name] for told in every}) == 1
+            and len({summary.digests[name] for summary in summaries}) == 1
             for name, member in self._members.items()
         }
         for name, tensors in stored.items():
@@ -138,7 +139,7 @@ class TrainState:
                 "num_ranks": num_ranks,
                 "is_whole": is_whole,
                 "hyper_parameters": parameters,
-                "iterations": largest_iterations(every),
+                "iterations": largest_iterations(summaries),
                 "model": model_state.whole_state(model),
             }
             own |= to_plain(header, "")
@@ -148,35 +149,36 @@ class TrainState:
         """Take over a state; call it on all ranks, after the model and its optimizer were loaded.
 
         Args:
-            tensors: at least those that `wants` names.
+            tensors: the state, at least the entries that `wants` names.
 
         Collectives:
-            Those of `prepared` and of what it gives.
+            Those of `prepared` and of the function that it returns.
         """
         self.prepared(tensors)()
 
     def wants(self, name: str) -> bool:
-        """Whether this rank needs an entry to go on: what is there once, and what was its own.
+        """Whether this rank needs an entry to go on: one that is stored once, or its own.
 
-        Of more ranks than there are now, each takes over what several have counted.
+        If there are fewer ranks than at the save, each takes over the entries of several.
         """
-        of_rank = re.match(r"rank(\d+)\.", name)
+        saved_rank = re.match(r"rank(\d+)\.", name)
         group = coordination_group()
         rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        return of_rank is None or int(of_rank[1]) % num_ranks == rank
+        return saved_rank is None or int(saved_rank[1]) % num_ranks == rank
 
     def prepared(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         """Check a state, and change nothing yet; call it on all ranks.
 
         Args:
-            tensors: at least those that `wants` names.
+            tensors: the state, at least the entries that `wants` names.
 
         Returns:
-            What takes the state over, to be called on all ranks after the model was loaded.
+            A function that takes the state over, to be called on all ranks after the model was
+            loaded.
 
         Collectives:
-            An agreement of all ranks; and in what is returned, another one, and broadcasts of
-            DDP's buckets.
+            An agreement of all ranks; and in the function that is returned, another one, and
+            broadcasts of DDP's buckets.
         """
         group = coordination_group()
         with agreeing(group):
@@ -191,10 +193,8 @@ class TrainState:
         digests = [""] * dist.get_world_size(group)
         plan = model_state.plan_digest(self.model)
         own = saved.own
-        mine = (
-            own["plan"] if own is not None and saved.is_same_world and plan == own["plan"] else ""
-        )
-        dist.all_gather_object(digests, mine, group=group)
+        has_same_plan = own is not None and saved.is_same_world and plan == own["plan"]
+        dist.all_gather_object(digests, plan if has_same_plan else "", group=group)
         is_same_plan = "" not in digests
 
         def restore() -> None:
@@ -248,8 +248,8 @@ class TrainState:
             model_state.restore_rank_state(model, saved.own)
         else:
             model_state.restore_iterations(model, header["iterations"])
-        counted = [of_rank["num_bad_ids"] for of_rank in saved.ranks.values()]
-        model_state.restore_bad_ids(model, counted)
+        num_bad_ids = [rank_state["num_bad_ids"] for rank_state in saved.ranks.values()]
+        model_state.restore_bad_ids(model, num_bad_ids)
 
     def _hyper_parameters(self) -> dict[str, HyperParameters]:
         fused = self.model.fused_optimizer

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from torchrec_2dsp._compat.versions import Check, Status
+from torchrec_2dsp._compat.versions import CheckResult, Status
 from torchrec_2dsp.programs.doctor.health import run_health_checks
 
 _STYLES = {
@@ -35,7 +35,7 @@ def doctor(
         raise typer.Exit(code=1)
 
 
-def show_checks(checks: Sequence[Check], console: Console) -> None:
+def show_checks(checks: Sequence[CheckResult], console: Console) -> None:
     """Print the checks as a table, then what repairs those that are not well."""
     table = Table("check", "found", "expected", "status")
     for check in checks:

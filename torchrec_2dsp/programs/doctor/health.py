@@ -10,7 +10,7 @@ from datetime import timedelta
 
 from torchrec_2dsp._compat.upstream_names import check_upstream_names
 from torchrec_2dsp._compat.versions import (
-    Check,
+    CheckResult,
     FoundVersions,
     Status,
     check_python,
@@ -24,7 +24,7 @@ _GROUP_TIMEOUT = timedelta(seconds=20)
 
 def run_health_checks(
     versions: FoundVersions | None = None, *, run: bool = True
-) -> tuple[Check, ...]:
+) -> tuple[CheckResult, ...]:
     """Run the checks, the cheap ones first.
 
     Where the versions don't match, what needs them is skipped: it could only fail in ways that
@@ -41,7 +41,7 @@ def run_health_checks(
     launch = check_launch_environment(os.environ)
     if not run:
         return (python, *report.checks, launch)
-    runtime: tuple[tuple[str, Callable[[], Check], tuple[str, ...]], ...] = (
+    runtime: tuple[tuple[str, Callable[[], CheckResult], tuple[str, ...]], ...] = (
         ("fbgemm operators", check_fbgemm_operators, _FBGEMM_REMEDY),
         ("torchrec import", check_torchrec, install_torchrec),
         ("upstream names", check_upstream_names, install_torchrec),
@@ -50,7 +50,7 @@ def run_health_checks(
     )
     if not report.is_supported:
         skipped = (
-            Check(name=name, status=Status.SKIPPED, found="not run: fix the versions first")
+            CheckResult(name=name, status=Status.SKIPPED, found="not run: fix the versions first")
             for name, _, _ in runtime
         )
         return (python, *report.checks, *skipped, launch)
@@ -58,13 +58,15 @@ def run_health_checks(
     return (python, *report.checks, *ran, launch)
 
 
-def run_guarded(name: str, check: Callable[[], Check], remedy: tuple[str, ...]) -> Check:
+def run_guarded(
+    name: str, check: Callable[[], CheckResult], remedy: tuple[str, ...]
+) -> CheckResult:
     """Run one check; an exception of any kind is its failure."""
     try:
         return check()
     except Exception as error:
         text = str(error).strip() or "no message"
-        return Check(
+        return CheckResult(
             name=name,
             status=Status.FAILED,
             found=f"{type(error).__name__}: {text.splitlines()[0]}",
@@ -78,7 +80,7 @@ _FBGEMM_REMEDY = (
 )
 
 
-def check_fbgemm_operators() -> Check:
+def check_fbgemm_operators() -> CheckResult:
     """Look up rows of a tiny table, train it one step on the CPU and compare the numbers."""
     import torch
 
@@ -103,7 +105,7 @@ def check_fbgemm_operators() -> Check:
     computed = [pooled[:, 0].tolist(), table.split_embedding_weights()[0][:, 0].tolist()]
     expected = [[1.0, 2.0], [0.5, 0.0, 1.0]]
     good = computed == expected
-    return Check(
+    return CheckResult(
         name="fbgemm operators",
         status=Status.OK if good else Status.FAILED,
         found="forward and backward on the CPU" if good else f"computed {computed}",
@@ -112,11 +114,11 @@ def check_fbgemm_operators() -> Check:
     )
 
 
-def check_torchrec() -> Check:
+def check_torchrec() -> CheckResult:
     """Import TorchRec with all that it needs of other packages."""
     import torchrec.distributed
 
-    return Check(
+    return CheckResult(
         name="torchrec import",
         status=Status.OK,
         found=f"{torchrec.distributed.__name__} imports",
@@ -130,7 +132,7 @@ _GLOO_REMEDY = (
 )
 
 
-def check_gloo() -> Check:
+def check_gloo() -> CheckResult:
     """All-reduce in a process group of one.
 
     Collectives:
@@ -140,7 +142,7 @@ def check_gloo() -> Check:
     from torch import distributed as dist
 
     if not dist.is_gloo_available():
-        return Check(
+        return CheckResult(
             name="gloo",
             status=Status.FAILED,
             found="not built into this torch",
@@ -156,7 +158,7 @@ def check_gloo() -> Check:
     finally:
         dist.destroy_process_group()
     good = value.item() == 3.0
-    return Check(
+    return CheckResult(
         name="gloo",
         status=Status.OK if good else Status.FAILED,
         found="all-reduce in a group of one" if good else f"all-reduce of 3.0 gave {value.item()}",
@@ -168,14 +170,14 @@ def check_gloo() -> Check:
 _CUDA_REMEDY = ("Check the driver with nvidia-smi; CUDA_VISIBLE_DEVICES='' runs without devices.",)
 
 
-def check_cuda() -> Check:
+def check_cuda() -> CheckResult:
     """List the CUDA devices; with any, NCCL has to be there too."""
     import torch
     from torch import distributed as dist
 
     if not torch.cuda.is_available():
         build = f"torch built for CUDA {torch.version.cuda}" if torch.version.cuda else "CPU torch"
-        return Check(
+        return CheckResult(
             name="cuda",
             status=Status.OK,
             found=f"no device ({build}): CPU and gloo are used",
@@ -183,7 +185,7 @@ def check_cuda() -> Check:
         )
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     good = dist.is_nccl_available()
-    return Check(
+    return CheckResult(
         name="cuda",
         status=Status.OK if good else Status.FAILED,
         found=f"{len(names)} x {', '.join(sorted(set(names)))}, nccl "
@@ -193,7 +195,7 @@ def check_cuda() -> Check:
     )
 
 
-def check_launch_environment(environ: Mapping[str, str]) -> Check:
+def check_launch_environment(environ: Mapping[str, str]) -> CheckResult:
     """Check LOCAL_WORLD_SIZE, from which TorchRec derives what a host is.
 
     Without it TorchRec takes 8 ranks per host where 8 divides the world size, and one host
@@ -203,13 +205,13 @@ def check_launch_environment(environ: Mapping[str, str]) -> Check:
     name, expected = "LOCAL_WORLD_SIZE", "ranks per host"
     if local is None:
         text = "not set; torchrun sets it, without it TorchRec takes 8 ranks per host"
-        return Check(name=name, status=Status.OK, found=text, expected=expected)
+        return CheckResult(name=name, status=Status.OK, found=text, expected=expected)
     fits = local.isdecimal() and int(local) > 0
     if fits and world is not None:
         fits = world.isdecimal() and int(world) % int(local) == 0
     of_world = "" if world is None else f" of WORLD_SIZE={world}"
     remedy = "Start with torchrun, or export LOCAL_WORLD_SIZE as a divisor of WORLD_SIZE."
-    return Check(
+    return CheckResult(
         name=name,
         status=Status.OK if fits else Status.FAILED,
         found=f"{local}{of_world}",

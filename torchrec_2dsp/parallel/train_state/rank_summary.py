@@ -1,4 +1,4 @@
-"""What ranks tell each other of their share of a train state, and what it comes to."""
+"""`RankSummary`: what ranks tell each other of their share of a train state."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from torchrec_2dsp.parallel.train_state.hyper_parameters import HyperParameters
 
 
 @dataclass(frozen=True)
-class Told:
-    """What ranks tell each other at a save."""
+class RankSummary:
+    """What a rank tells the others of its share of a train state at a save."""
 
     digests: dict[str, str]
     """A digest of each member's state."""
@@ -19,11 +19,11 @@ class Told:
     """How many forwards the kernel of each table has counted."""
 
 
-def joined_hyper_parameters(every: Iterable[Told]) -> dict[str, HyperParameters]:
+def joined_hyper_parameters(summaries: Iterable[RankSummary]) -> dict[str, HyperParameters]:
     """The hyper-parameters of all ranks' parameters, of which each rank has some."""
     joined: dict[str, HyperParameters] = {"fused": {}, "dense": {}}
-    for rank, told in enumerate(every):
-        for kind, by_key in told.hyper_parameters.items():
+    for rank, summary in enumerate(summaries):
+        for kind, by_key in summary.hyper_parameters.items():
             for key, values in by_key.items():
                 if joined[kind].setdefault(key, values) != values:
                     raise CheckpointError(
@@ -33,10 +33,10 @@ def joined_hyper_parameters(every: Iterable[Told]) -> dict[str, HyperParameters]
     return joined
 
 
-def largest_iterations(every: Iterable[Told]) -> dict[str, int]:
-    """For each table the largest number of forwards that any rank has counted."""
+def largest_iterations(summaries: Iterable[RankSummary]) -> dict[str, int]:
+    """For each table, the largest number of forwards that a rank has counted."""
     largest: dict[str, int] = {}
-    for told in every:
-        for name, count in told.iterations.items():
+    for summary in summaries:
+        for name, count in summary.iterations.items():
             largest[name] = max(count, largest.get(name, 0))
     return largest

@@ -9,7 +9,7 @@ from torch.distributed.distributed_c10d import _world
 from typer.testing import CliRunner
 
 import torchrec_2dsp as tdsp
-from tests.support.programs import torchrun
+from tests.support.programs import forked, torchrun
 from tests.support.ranks import RankPool
 from torchrec_2dsp.programs.calibrate import fit, kernels
 from torchrec_2dsp.programs.calibrate.calibrate import calibrate
@@ -65,7 +65,7 @@ COMMAND = ("torchrec_2dsp", "calibrate")
 
 def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     out = tmp_path / "c.toml"
-    done = torchrun(*COMMAND, "--out", str(out), ranks=1)
+    done = forked(*COMMAND, "--out", str(out), ranks=1)
     assert done.returncode != 0
     assert "error: one rank has no network to measure; start at least two" in done.stderr
     assert not out.exists()

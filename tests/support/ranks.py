@@ -27,7 +27,8 @@ EXIT_TIMEOUT_S = 20
 GRACE_S = 15
 """How long the other ranks may go on after one failed, so that their errors are seen too."""
 
-PRELOADED = "tests.support.preloaded"
+PRELOADED = ["tests.support.no_collections", "tests.support.preloaded"]
+"""What the process that ranks are forks of imports, in this order."""
 _BAD_EXIT = "died with exit code"
 
 RankFunction = Callable[..., Any]
@@ -143,7 +144,7 @@ class RankPool:
         context: SpawnContext | ForkServerContext = multiprocessing.get_context("spawn")
         if self._start_method == "forkserver":
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload([PRELOADED])
+            context.set_forkserver_preload(PRELOADED)
         self.num_starts += 1
         self._ranks = [
             _Rank(number, context, env | _rank_env(number, self.local_world_size))

@@ -1,4 +1,4 @@
-"""Imported before large modules: imports make little garbage, and collections look at all they made.
+"""Imported before large modules, whose imports leave little to collect and much to look at.
 
 A rank collects again, see `tests.support.rank_worker`.
 """

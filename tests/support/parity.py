@@ -1,10 +1,13 @@
 """Train a cell of the parity matrix beside the oracle and measure how far apart they are."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -74,8 +77,11 @@ def make_parallel(cell: Cell, world_size: int, local_world_size: int) -> Distrib
     model = build(cell.spec, seed=0)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     sharder = make_sharder(cell)
-    make_plan = plan_by_cost if cell.demands else group_plan
-    plan = make_plan(cell, model, sharder, local_world_size)
+    if cell.demands:
+        # A search takes longer than the steps that follow.
+        plan = from_rank_0(lambda: plan_by_cost(cell, model, sharder, local_world_size))
+    else:
+        plan = group_plan(cell, model, sharder, local_world_size)
     wrapper = DistributedModelParallel if cell.stock_wrapper else tdsp.ModelParallel2D
     parallel = wrapper(
         module=model,
@@ -85,6 +91,15 @@ def make_parallel(cell: Cell, world_size: int, local_world_size: int) -> Distrib
     )
     parallel.load_state_dict(weights)  # type: ignore[arg-type]
     return parallel
+
+
+def from_rank_0(make: Callable[[], ShardingPlan]) -> ShardingPlan:
+    """What ``make`` returns on rank 0, on all ranks."""
+    made = [make() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(made)
+    (plan,) = made
+    assert plan is not None
+    return plan
 
 
 def make_optimizer(parallel: DistributedModelParallel, lr: float = LR) -> CombinedOptimizer:

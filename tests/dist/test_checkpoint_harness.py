@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -149,14 +150,19 @@ def full_state(
     model: DistributedModelParallel, optimizer: CombinedOptimizer | None = None
 ) -> dict[str, torch.Tensor]:
     """Every table and moment, whole, from the shards of all ranks; replicas must be equal."""
+    # Arrays: hundreds of small tensors take long to pickle.
     mine = [
-        (name, offsets, shard.detach().clone())
+        (name, offsets, shard.detach().numpy().copy())
         for name, value in state_entries(model, optimizer)
         for shard, offsets in local_shards(value)
     ]
-    pieces: list[list[tuple[str, tuple[int, ...], torch.Tensor]]] = [[]] * dist.get_world_size()
+    pieces: list[list[tuple[str, tuple[int, ...], np.ndarray]]] = [[]] * dist.get_world_size()
     dist.all_gather_object(pieces, mine)
-    every = [piece for of_rank in pieces for piece in of_rank]
+    every = [
+        (name, offsets, torch.from_numpy(shard))
+        for of_rank in pieces
+        for name, offsets, shard in of_rank
+    ]
     ends: dict[str, list[int]] = {}
     for name, offsets, shard in every:
         end = [start + size for start, size in zip(offsets, shard.shape, strict=False)]

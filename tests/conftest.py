@@ -3,6 +3,7 @@
 A pool starts at its first use. Each lane, a worker of xdist, has its own.
 """
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -44,6 +45,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="K/N",
         help="of the tests marked `slow` run one slice only; `commit/N`: that of the commit",
     )
+
+
+def pytest_configure() -> None:
+    """The imports of the tests leave little to collect and much to look at."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tests.support.faulty_bench import CONFIG
 from tests.support.loops import local_tensors
-from tests.support.programs import forked, torchrun
+from tests.support.programs import forked
 from tests.support.ranks import RankPool
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.programs.bench import replay
@@ -221,7 +221,7 @@ def test_collectives_are_replayed_in_a_circle_and_alone(ranks2: RankPool) -> Non
 
 def test_the_command_shows_a_table_and_writes_a_report(tmp_path: Path) -> None:
     report = tmp_path / "deep" / "report.md"
-    done = torchrun(
+    done = forked(
         *("torchrec_2dsp", "bench", "--config", "configs/runs/bench.toml"),
         *("--set", "schedule.block_s=0.05", "--set", "schedule.batch_size=32"),
         *("--only", "table_wise", "--output", str(report)),

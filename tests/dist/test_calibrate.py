@@ -9,9 +9,9 @@ from torch.distributed.distributed_c10d import _world
 from typer.testing import CliRunner
 
 import torchrec_2dsp as tdsp
-from tests.support.programs import torchrun
+from tests.support.programs import forked, torchrun
 from tests.support.ranks import RankPool
-from torchrec_2dsp.programs.calibrate import fit, kernels
+from torchrec_2dsp.programs.calibrate import beside, collectives, fit, kernels, timing
 from torchrec_2dsp.programs.calibrate.calibrate import calibrate
 from torchrec_2dsp.programs.cli.app import app
 
@@ -23,7 +23,9 @@ def measured(
     world = dist.group.WORLD
     assert world is not None
     # What the times are isn't tested, and other tests may run meanwhile.
-    kernels._NUM_IDS = (2**11,)
+    kernels._NUM_IDS, kernels._TABLE_BYTES = (2**11,), (2**18, 2**19, 2**20)
+    timing._MIN_REPEATS = timing._MAX_REPEATS = beside._REPEATS = 3
+    collectives._LARGEST, beside._LARGEST = 2**21, 2**18
     fit.MAX_MEDIAN_ERROR = fit.MAX_KERNEL_ERROR = math.inf
     before = set(_world.pg_names.values())
     told: list[str] = []
@@ -65,7 +67,7 @@ COMMAND = ("torchrec_2dsp", "calibrate")
 
 def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     out = tmp_path / "c.toml"
-    done = torchrun(*COMMAND, "--out", str(out), ranks=1)
+    done = forked(*COMMAND, "--out", str(out), ranks=1)
     assert done.returncode != 0
     assert "error: one rank has no network to measure; start at least two" in done.stderr
     assert not out.exists()

@@ -252,7 +252,7 @@ def test_the_end_of_the_program_waits(tmp_path: Path) -> None:
 
 
 def test_a_world_that_is_destroyed_fails_the_save_by_name(tmp_path: Path) -> None:
-    texts = run_ranks(leave_while_saving, 2, tmp_path / "0", "destroy", timeout_s=250)
+    texts = run_ranks(leave_while_saving, 2, tmp_path / "0", "destroy", start_method="forkserver")
     for text in texts:
         assert text.startswith(
             "FOLDER couldn't be written and holds no checkpoint (the ranks have lost each other:"

@@ -37,7 +37,7 @@ def lose_a_rank(rank: int, world_size: int) -> None:
 
 def test_a_dead_peer_is_named_by_all_others() -> None:
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(lose_a_rank, 3, timeout_s=100)
+        run_ranks(lose_a_rank, 3, timeout_s=100, start_method="forkserver")
     assert "exit code 7" in caught.value.reports[2]
     for rank in (0, 1):
         assert "RuntimeError: all-to-all with rank" in caught.value.reports[rank]

@@ -89,7 +89,7 @@ def use_every_operation(rank: int, world_size: int, folder: Path) -> int:
 
 
 def test_a_world_does_what_gloo_does(tmp_path: Path) -> None:
-    assert run_ranks(use_every_operation, 2, tmp_path) == [1, 1]
+    assert run_ranks(use_every_operation, 2, tmp_path, start_method="forkserver") == [1, 1]
 
 
 def make_and_destroy_groups(rank: int, world_size: int, folder: Path) -> dict[str, int]:
@@ -128,9 +128,8 @@ def resources() -> dict[str, int]:
 
 
 def test_destroyed_groups_leave_nothing(tmp_path: Path) -> None:
-    assert (
-        run_ranks(make_and_destroy_groups, 2, tmp_path) == [{"task": 0, "fd": 0, "groups": 0}] * 2
-    )
+    left = run_ranks(make_and_destroy_groups, 2, tmp_path, start_method="forkserver")
+    assert left == [{"task": 0, "fd": 0, "groups": 0}] * 2
 
 
 def train(rank: int, world_size: int, folder: Path | None) -> list[torch.Tensor]:
@@ -155,7 +154,7 @@ def train(rank: int, world_size: int, folder: Path | None) -> list[torch.Tensor]
 
 def test_torchrec_trains_to_the_same_bits(ranks4: RankPool, tmp_path: Path) -> None:
     expected = ranks4.run(train, None)
-    found = run_ranks(train, 4, tmp_path)
+    found = run_ranks(train, 4, tmp_path, start_method="forkserver")
     for ours, stock in zip(found, expected, strict=True):
         assert len(ours) == len(stock) > 0
         assert all(torch.equal(*pair) for pair in zip(ours, stock, strict=True))

@@ -74,7 +74,7 @@ def planned(
     planner = tdsp.Planner2D(
         batch_size=8, constraints=constraints, mesh=mesh, sync=tdsp.GradientSync()
     )
-    plan = planner.plan(model, [sharder])
+    plan = planner.collective_plan(model, [sharder])
     for index, table in enumerate(tables):
         plan = tdsp.pin(plan, f"t{index}", exchange=table.exchange)
     return model, sharder, plan

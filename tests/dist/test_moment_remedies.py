@@ -11,10 +11,11 @@ from torch.distributed.optim import (
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 import torchrec_2dsp as tdsp
+from tests.support.cells import EPS
 from tests.support.loop_oracles import Emulation
 from tests.support.loops import make_stream, plain_loop, shard
 from tests.support.models import SEQUENCE_TABLES, ModelSpec, build, tables_of
-from tests.support.parity import EPS, LR, Cell, compare, make_optimizer
+from tests.support.parity import LR, Cell, compare, make_optimizer
 from tests.support.ranks import RankPool
 
 AVERAGED = Cell(tdsp.Mesh2D(2, 2), sync=tdsp.WeightSync())

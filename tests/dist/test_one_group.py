@@ -15,10 +15,10 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
 
 import torchrec_2dsp as tdsp
+from tests.support.cells import EPS
 from tests.support.models import SEQUENCE_TABLES, ModelSpec, build, make_batch
 from tests.support.oracle import local_loss
 from tests.support.parity import (
-    EPS,
     FUSED,
     LR,
     Cell,

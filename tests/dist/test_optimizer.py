@@ -15,6 +15,7 @@ from torch.distributed.optim import (
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 import torchrec_2dsp as tdsp
+from tests.support.cells import EPS
 from tests.support.loop_oracles import Emulation
 from tests.support.loops import (
     Stream,
@@ -29,7 +30,7 @@ from tests.support.loops import (
     stock_dmp,
 )
 from tests.support.models import SEQUENCE_TABLES, ModelSpec, build, tables_of
-from tests.support.parity import EPS, LR, Cell, compare, make_optimizer
+from tests.support.parity import LR, Cell, compare, make_optimizer
 from tests.support.ranks import RankPool
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.errors import ConfigError

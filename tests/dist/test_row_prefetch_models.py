@@ -12,9 +12,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
+from tests.support.cells import EPS
 from tests.support.loops import largest_gap, make_stream
 from tests.support.oracle import local_loss
-from tests.support.parity import EPS, LR, TOLERANCE, Cell
+from tests.support.parity import LR, TOLERANCE, Cell
 from tests.support.prefetching import STEPS, Trained, run
 from tests.support.ranks import RankPool
 from torchrec_2dsp._compat.fbgemm import EmbOptimType

@@ -194,7 +194,7 @@ def alone(rank: int, world_size: int) -> str:
 
 
 def test_a_wait_has_a_deadline() -> None:
-    assert run_ranks(alone, 2)[0].startswith(
+    assert run_ranks(alone, 2, start_method="forkserver")[0].startswith(
         "not all ranks do the same: rank 0 at step 1, in sync_now(); rank 1 at step 1, in the "
         "backward; lookups, syncs and reads of the state are for all ranks alike (RuntimeError: "
     )

@@ -15,11 +15,11 @@ import torch
 from tests.fuzz.case import Case
 from tests.fuzz.judge import Verdict, judge
 from tests.fuzz.processes import run_ranks_of
+from tests.support.ranks import PRELOADED
+from tests.support.unwatched import leave_out_watchers
 
 Plant = Callable[[], AbstractContextManager[object]]
 """Enters a fault into the code that ranks run; at module level, so that a worker can import it."""
-_PRELOADED = "tests.support.preloaded"
-"""Imported once, for all workers, and for the ranks of other tests."""
 
 
 class Worker:
@@ -31,7 +31,7 @@ class Worker:
             plant: a fault that the worker's cases have.
         """
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([_PRELOADED])
+        context.set_forkserver_preload(PRELOADED)
         self.connection, remote = context.Pipe()
         """Where verdicts come."""
         self.plant = plant
@@ -59,8 +59,9 @@ def serve(connection: Connection, plant: Plant) -> None:
     """Answer each case with its verdict, until the caller leaves."""
     torch.set_num_threads(1)
     # What the imports have left needs no collection in each of the ranks.
-    gc.collect()
     gc.freeze()
+    gc.enable()
+    leave_out_watchers()
     with plant():
         while True:
             try:

@@ -110,10 +110,25 @@ def batches_of(
     variable: bool = False,
 ) -> list[KeyedJaggedTensor]:
     """Those of all ranks in a step; if ``variable``, most have a batch size for each feature."""
-    make = make_variable_batch if variable else make_batch
     return [
-        make(spec, seed + 1000 * step + peer, size, max_length) for peer, size in enumerate(sizes)
+        batch_of(spec, seed, sizes, max_length, step, variable, rank=rank)
+        for rank in range(len(sizes))
     ]
+
+
+def batch_of(
+    spec: ModelSpec,
+    seed: int,
+    sizes: tuple[int, ...],
+    max_length: int,
+    step: int,
+    variable: bool = False,
+    *,
+    rank: int,
+) -> KeyedJaggedTensor:
+    """The batch of one rank in a step: a rank alone need not draw those of the others."""
+    make = make_variable_batch if variable else make_batch
+    return make(spec, seed + 1000 * step + rank, sizes[rank], max_length)
 
 
 @lru_cache(maxsize=64)

@@ -1,28 +1,26 @@
 """Train a cell of the parity matrix beside the oracle and measure how far apart they are."""
 
-from dataclasses import dataclass, field
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import ParameterConstraints
-from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_2dsp as tdsp
-from tests.support.cell_plans import planned
-from tests.support.models import ModelSpec, build
-from tests.support.oracle import Oracle, OracleKind, batches_of, local_loss, trained_oracle
+from tests.support.cell_plans import group_plan, plan_by_cost
+from tests.support.cells import Cell
+from tests.support.models import build
+from tests.support.oracle import Oracle, OracleKind, batch_of, local_loss, trained_oracle
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.shard.parted import sharded_tables
 
 LR, STEPS = 0.05, 10
-EPS = 1e-3
-"""Large enough that a gradient which cancels to almost nothing, whose rounding error is then
-all of it, doesn't become a full AdaGrad step."""
 TOLERANCE = 1e-6
 """Four ranks add the same float32 numbers in another order than the oracle, and so do the matrix
 kernels of different processors: a few ulps of weights below 1, carried through ten steps."""
@@ -31,53 +29,6 @@ FUSED = {
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
 }
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One combination of the matrix."""
-
-    mesh: tdsp.Mesh2D
-    sharding: str = "row_wise"
-    spec: ModelSpec = field(default_factory=ModelSpec)
-    optimizer: str = "rowwise_adagrad"
-    sync: tdsp.GradientSync | tdsp.WeightSync = field(default_factory=tdsp.GradientSync)
-    hot_rows: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    always_capture: bool = False
-    stock_wrapper: bool = False
-    batch_sizes: tuple[int, ...] = ()
-    eps: float = EPS
-    seed: int = 0
-    max_length: int = 4
-    variable: bool = False
-    """Whether batches have a batch size for each feature, see `make_variable_batch`."""
-    exchange: str = "pooled"
-    owners: str = "block"
-    demands: tuple[tuple[str, tdsp.ParameterConstraints2D], ...] = ()
-    """Of each table, in place of ``sharding``, ``exchange`` and ``hot_rows``: by predicted cost."""
-    in_world: tuple[str, ...] = ()
-    """Tables with one copy, on the ranks of all groups."""
-    proposed: bool = False
-    """Whether TorchRec's planner makes the plan, of this package's proposals."""
-
-    def __str__(self) -> str:
-        kind = "sequence" if self.spec.sequence else self.spec.pooling
-        parts = [self.sharding, kind + ("-weighted" if self.spec.weighted else "")]
-        parts += [self.optimizer, str(self.mesh), type(self.sync).__name__]
-        parts += [f"{self.exchange}-exchange"] * (self.exchange != "pooled")
-        parts += ["hash"] * (self.owners == "hash") + ["demands"] * bool(self.demands)
-        parts += ["proposed"] * self.proposed + [f"{name} once" for name in self.in_world]
-        parts += ["hot"] * bool(self.hot_rows) + ["stock-dmp"] * self.stock_wrapper
-        return " ".join(parts + ["VBE"] * self.variable + ["captured"] * self.always_capture)
-
-    @property
-    def num_values(self) -> int:
-        """Weights of the tables that all ranks hold together."""
-        copies = self.mesh.world_size if self.sharding == "data_parallel" else self.mesh.num_groups
-        return sum(
-            (1 if table.name in self.in_world else copies) * table.num_rows * table.dim
-            for table in self.spec.tables
-        )
 
 
 def tolerance_of(cell: Cell) -> float:
@@ -106,44 +57,6 @@ class Gap:
         return max(self.loss, self.weight, self.moment)
 
 
-def plan_by_cost(
-    cell: Cell, model: nn.Module, sharder: object, local_world_size: int
-) -> ShardingPlan:
-    """As a planner finds it within the cell's demands."""
-    return planned(
-        model,
-        sharder,
-        dict(cell.demands),
-        local_world_size,
-        mesh=cell.mesh,
-        sync=cell.sync,
-        proposed=cell.proposed,
-    )
-
-
-def group_plan(cell: Cell, model: nn.Module, sharder: object, local_world_size: int) -> tdsp.Plan2D:
-    """A plan with every table sharded the cell's way."""
-    constraints = {
-        table.name: ParameterConstraints(sharding_types=[cell.sharding], min_partition=4)
-        for table in cell.spec.tables
-    }
-    planner = tdsp.Planner2D(
-        batch_size=8,
-        constraints=constraints,
-        storage_reservation=FixedPercentageStorageReservation(0.0),
-        mesh=cell.mesh,
-        sync=cell.sync,
-    )
-    plan = planner.plan(model, [sharder])  # type: ignore[list-item]
-    for table in cell.spec.tables:
-        plan = tdsp.pin(plan, table.name, exchange=cell.exchange, owners=cell.owners)
-    for name in cell.in_world:
-        plan = tdsp.pin(plan, name, num_groups=1)
-    for name, rows in cell.hot_rows:
-        plan = tdsp.pin(plan, name, hot_rows=rows)
-    return plan
-
-
 def make_sharder(cell: Cell) -> object:
     """The sharder of the cell's embedding module; a dense optimizer trains data-parallel tables."""
     kind = (
@@ -164,8 +77,11 @@ def make_parallel(cell: Cell, world_size: int, local_world_size: int) -> Distrib
     model = build(cell.spec, seed=0)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     sharder = make_sharder(cell)
-    make_plan = plan_by_cost if cell.demands else group_plan
-    plan = make_plan(cell, model, sharder, local_world_size)
+    if cell.demands:
+        # A search takes longer than the steps that follow.
+        plan = from_rank_0(lambda: plan_by_cost(cell, model, sharder, local_world_size))
+    else:
+        plan = group_plan(cell, model, sharder, local_world_size)
     wrapper = DistributedModelParallel if cell.stock_wrapper else tdsp.ModelParallel2D
     parallel = wrapper(
         module=model,
@@ -175,6 +91,15 @@ def make_parallel(cell: Cell, world_size: int, local_world_size: int) -> Distrib
     )
     parallel.load_state_dict(weights)  # type: ignore[arg-type]
     return parallel
+
+
+def from_rank_0(make: Callable[[], ShardingPlan]) -> ShardingPlan:
+    """What ``make`` returns on rank 0, on all ranks."""
+    made = [make() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(made)
+    (plan,) = made
+    assert plan is not None
+    return plan
 
 
 def make_optimizer(parallel: DistributedModelParallel, lr: float = LR) -> CombinedOptimizer:
@@ -194,7 +119,7 @@ def run_cell(rank: int, world_size: int, cell: Cell, steps: int = STEPS) -> Gap:
     oracle, expected = trained_oracle(oracle_of(cell), *drawn, steps, cell.variable)
     loss_gap = 0.0
     for step in range(steps):
-        batch = batches_of(cell.spec, *drawn, step, cell.variable)[rank]
+        batch = batch_of(cell.spec, *drawn, step, cell.variable, rank=rank)
         optimizer.zero_grad()
         loss = local_loss(parallel(batch))
         loss.backward()
@@ -274,8 +199,6 @@ def local_shards(value: object) -> list[tuple[torch.Tensor, tuple[int, int]]]:
 
 def local_world_size() -> int:
     """Ranks per host, as the launcher said."""
-    import os
-
     return int(os.environ["LOCAL_WORLD_SIZE"])
 
 

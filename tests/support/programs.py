@@ -51,7 +51,7 @@ def forked(
     import torch.distributed as dist
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([PRELOADED])
+    context.set_forkserver_preload(PRELOADED)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = dict(os.environ) | {
         "COLUMNS": str(columns),
@@ -110,6 +110,7 @@ def _run(
 
     # The imports: a collection would look at all of them, and with that copy them.
     gc.freeze()
+    gc.enable()
     die_with_parent()
     os.environ.clear()
     os.environ.update(env)

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import threading
 import tomllib
 import traceback
@@ -16,6 +15,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from tests.support.unwatched import leave_out_watchers
 
 _PR_SET_PDEATHSIG = 1
 """Linux: the signal that a process gets when its parent dies."""
@@ -30,6 +31,7 @@ def serve(rank: int, env: dict[str, str], connection: Connection, stacks: Path) 
     os.environ.update(env)
     # The server's imports: a collection would look at all of them, and with that copy them.
     gc.freeze()
+    gc.enable()
     die_with_parent()
     with stacks.open("w") as stacks_file:
         faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)
@@ -75,9 +77,7 @@ def _set_up() -> None:
     from _pytest.config import apply_warning_filters
 
     torch.set_num_threads(1)
-    if torchrec_logger := sys.modules.get("torchrec.distributed.logger"):
-        # It prints every module that is made, for a log that nobody reads: a tenth of some tests.
-        vars(torchrec_logger)["_get_input_from_func"] = lambda *args, **kwargs: ""
+    leave_out_watchers()
     apply_warning_filters(_warning_filters(), [])
     dist.init_process_group("gloo", timeout=GLOO_TIMEOUT)
 

@@ -77,13 +77,13 @@ def counting_rows() -> Iterator[list[Counts]]:
     fetch, finish, tell = RowJourney.fetch, RowJourney.finish, Halves.__init__
 
     def count_rows(self: RowJourney, owned: torch.Tensor) -> Any:
-        early, late = (sum(half.wanted) for half in self._rows.wait())
+        early, late = (sum(half.num_wanted) for half in self._rows.wait())
         seen.append(Counts(early=early, late=late))
         return fetch(self, owned)
 
     def count_gradients(self: RowJourney) -> None:
         if self._lagging is not None and isinstance(self._lagging_grads, TravellingRows):
-            seen.append(Counts(lagging=sum(self._lagging.wait()[1].wanted)))
+            seen.append(Counts(lagging=sum(self._lagging.wait()[1].num_wanted)))
         finish(self)
 
     def count_told(self: Halves, is_second: torch.Tensor, *others: Any) -> None:

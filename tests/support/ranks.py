@@ -27,8 +27,8 @@ EXIT_TIMEOUT_S = 20
 GRACE_S = 15
 """How long the other ranks may go on after one failed, so that their errors are seen too."""
 
+# What the process that ranks are forks of imports, in this order.
 PRELOADED = ["tests.support.no_collections", "tests.support.preloaded"]
-"""What the process that ranks are forks of imports, in this order."""
 _BAD_EXIT = "died with exit code"
 
 RankFunction = Callable[..., Any]
@@ -59,8 +59,7 @@ def run_ranks(
 ) -> list[Any]:
     """``fn(rank, world_size, *args)`` on fresh processes; the results in rank order.
 
-    A process that doesn't exit with code 0 afterwards is a failure, too. Where the way to start
-    and to exit doesn't matter, ``start_method="forkserver"`` saves seconds, see `RankPool`.
+    A process that doesn't exit with code 0 afterwards is a failure, too.
     """
     with RankPool(world_size, local_world_size, start_method=start_method) as pool:
         return pool.run(fn, *args, timeout_s=timeout_s, grace_s=grace_s)

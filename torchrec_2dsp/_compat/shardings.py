@@ -193,5 +193,5 @@ def widened(
         kind: a subclass of its type.
         notes: what the other kind knows besides, by the names of its fields.
     """
-    known = {field.name: getattr(context, field.name) for field in fields(context)}
-    return kind(**known, **notes)
+    stock = {field.name: getattr(context, field.name) for field in fields(context)}
+    return kind(**stock, **notes)

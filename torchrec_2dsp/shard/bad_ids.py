@@ -29,8 +29,8 @@ class BadIds(enum.Enum):
         try:
             return cls(value)
         except ValueError as error:
-            known = ", ".join(repr(one.value) for one in cls)
-            raise ConfigError(f"bad_ids={value!r} is unknown; use one of {known}") from error
+            members = ", ".join(repr(member.value) for member in cls)
+            raise ConfigError(f"bad_ids={value!r} is unknown; use one of {members}") from error
 
 
 class IdCheck:
@@ -47,9 +47,9 @@ class IdCheck:
         for config in configs:
             for feature in config.feature_names:
                 table = (config.name, config.num_embeddings)
-                known = self._tables.setdefault(feature, table)
+                smallest = self._tables.setdefault(feature, table)
                 # A feature may look up several tables: the smallest one decides.
-                self._tables[feature] = min(known, table, key=lambda one: one[1])
+                self._tables[feature] = min(smallest, table, key=lambda named: named[1])
         self.num_bad = 0
         """Bad ids of this rank so far."""
 
@@ -124,11 +124,11 @@ def _rebuilt(
     features: KeyedJaggedTensor,
     values: torch.Tensor,
     lengths: torch.Tensor,
-    kept: torch.Tensor | None = None,
+    is_kept: torch.Tensor | None = None,
 ) -> KeyedJaggedTensor:
     weights = features.weights_or_none()
-    if weights is not None and kept is not None:
-        weights = weights[kept]
+    if weights is not None and is_kept is not None:
+        weights = weights[is_kept]
     options: dict[str, Any] = {"stride": features.stride()}
     if features.variable_stride_per_key():
         options = {

@@ -61,9 +61,9 @@ def _fill_(part: torch.Tensor, config: Any, seed: int, row: int, column: int) ->
     end = row + num_rows
     for first in range(row - row % BLOCK_ROWS, end, BLOCK_ROWS):
         block = drawn_block(config, seed, first // BLOCK_ROWS)
-        kept = slice(max(row, first), min(end, first + len(block)))
-        part[kept.start - row : kept.stop - row] = block[
-            kept.start - first : kept.stop - first, column : column + num_columns
+        drawn = slice(max(row, first), min(end, first + len(block)))
+        part[drawn.start - row : drawn.stop - row] = block[
+            drawn.start - first : drawn.stop - first, column : column + num_columns
         ]
 
 

@@ -158,7 +158,7 @@ def check_delayed_moment(module: nn.Module, plan: ModulePlan2D) -> None:
 def _check_arguments(module: nn.Module, params: dict[str, Any]) -> None:
     """Refuse what FBGEMM's CPU kernels take and don't do."""
     attached = [in_backward_optimizers(param) for param in module.parameters()]
-    given = [params, *(one.kwargs[0] for one in attached if one is not None)]
+    given = [params, *(optimizer.kwargs[0] for optimizer in attached if optimizer is not None)]
     for arguments in given:
         for name in _IGNORED_ON_CPU:
             if arguments.get(name):
@@ -170,19 +170,19 @@ def _check_arguments(module: nn.Module, params: dict[str, Any]) -> None:
 
 def _optimizers(module: nn.Module, params: dict[str, Any]) -> set[EmbOptimType]:
     """The fused optimizers of all tables, by TorchRec's rules of precedence."""
-    found = set()
+    distinct = set()
     for param in module.parameters():
         attached = in_backward_optimizers(param)
         kwargs = attached.kwargs[0] if attached is not None else {}
         if "optimizer" in kwargs:
-            found.add(kwargs["optimizer"])
+            distinct.add(kwargs["optimizer"])
         elif attached is None:
-            found.add(params.get("optimizer", EmbOptimType.EXACT_SGD))
+            distinct.add(params.get("optimizer", EmbOptimType.EXACT_SGD))
         elif issubclass(attached.classes[0], MomentScaledRowWiseAdaGradOptimizer):
-            found.add(EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+            distinct.add(EmbOptimType.EXACT_ROWWISE_ADAGRAD)
         else:
-            found.add(optimizer_type_to_emb_opt_type(attached.classes[0]))
-    return found
+            distinct.add(optimizer_type_to_emb_opt_type(attached.classes[0]))
+    return distinct
 
 
 def _name(optimizer: EmbOptimType) -> str:

@@ -139,8 +139,8 @@ class PartedModule(ShardedModule[Any, Any, Output, PartContexts], FusedOptimizer
         self, ctx: PartContexts, features: KeyedJaggedTensor, /
     ) -> Awaitable[Awaitable[Any]]:
         """Let each part take the features of its tables."""
-        asked = [part.input_dist(part_ctx, features) for part, part_ctx in self._with(ctx)]
-        return KJTListSplitsAwaitable(asked, ctx)
+        exchanges = [part.input_dist(part_ctx, features) for part, part_ctx in self._with(ctx)]
+        return KJTListSplitsAwaitable(exchanges, ctx)
 
     def compute(self, ctx: PartContexts, dist_input: Any) -> list[Any]:
         """What the parts look up."""
@@ -196,16 +196,16 @@ class PartedModule(ShardedModule[Any, Any, Output, PartContexts], FusedOptimizer
     ) -> Any:
         """Let each part take its own tables."""
         missing: list[str] = []
-        known: set[str] = set()
+        taken_keys: set[str] = set()
         for part in self._parts:
             own = {
                 key: value
                 for key, value in state_dict.items()
                 if table_of(key) in part.tables.table_names
             }
-            known |= own.keys()
+            taken_keys |= own.keys()
             missing += part.load_state_dict(own, strict=strict, assign=assign).missing_keys
-        unexpected = sorted(state_dict.keys() - known)
+        unexpected = sorted(state_dict.keys() - taken_keys)
         if strict and unexpected:
             raise RuntimeError(f"no table of the module has {', '.join(unexpected)}")
         return IncompatibleKeys(missing, unexpected)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torchrec.distributed.embedding_types import BaseEmbeddingSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -45,7 +46,7 @@ class _Part(NamedTuple):
     fused_params: dict[str, Any]
 
 
-class Sharder2D:
+class Sharder2D(BaseEmbeddingSharder[Any]):
     """What both sharders do: agree over the ranks, then shard for this rank's group."""
 
     always_capture = False
@@ -69,7 +70,7 @@ class Sharder2D:
         self._delays_moment = isinstance(optimizer, DelayedMomentRowWiseAdaGrad)
 
     def _shard_2d(
-        self: Any,
+        self,
         module: Any,
         plan: Any,
         configs: list[Any],
@@ -96,26 +97,26 @@ class Sharder2D:
             facts["LOCAL_WORLD_SIZE"] = str(local_world_size)
         _warn_of_idle_hot_sets(idle_hot_sets(plan, configs))
         beside = tuple(configs) if len(parts) > 1 else ()
-        made = [
+        sharded = [
             self._shard_part(part, beside, device, local_world_size, path, make) for part in parts
         ]
-        return made[0] if len(made) == 1 else PartedModule(configs, made)
+        return sharded[0] if len(sharded) == 1 else PartedModule(configs, sharded)
 
     def _part(
-        self: Any, module: Any, configs: list[Any], plan: ModulePlan2D, device: torch.device
+        self, module: Any, configs: list[Any], plan: ModulePlan2D, device: torch.device
     ) -> "_Part":
         """The tables of one mesh, if their optimizers can run there."""
-        some: Any = module
+        part: Any = module
         if len(plan) < len(configs):
-            some = SomeTables(module, [one for one in configs if one.name in plan])
+            part = SomeTables(module, [config for config in configs if config.name in plan])
         fused_params = params_for_plan(self.fused_params, self.optimizer, plan)
-        check_optimizers(some, fused_params, plan, device.type)
+        check_optimizers(part, fused_params, plan, device.type)
         if self._delays_moment:
-            check_delayed_moment(some, plan)
-        return _Part(some, plan, fused_params)
+            check_delayed_moment(part, plan)
+        return _Part(part, plan, fused_params)
 
     def _shard_part(
-        self: Any,
+        self,
         part: "_Part",
         tables_beside: tuple[Any, ...],
         device: torch.device,
@@ -165,7 +166,7 @@ class Sharder2D:
         return {
             "the plan": to_json(Plan2D({path: plan}, mesh=plan.mesh, sync=plan.sync)),
             "the sharder's optimizer": repr(
-                (self.optimizer, [sorted(some.items()) for some in fused_params])
+                (self.optimizer, [sorted(of_part.items()) for of_part in fused_params])
             ),
             "bad_ids": self.bad_ids.value,
             "init_seed": str(self.init_seed),

@@ -28,7 +28,7 @@ class NumberTypes:
 
     @classmethod
     def of(cls, batch: KeyedJaggedTensor) -> "NumberTypes":
-        """Those of a batch; other types of ids, which are refused, count as int32."""
+        """The types of a batch; other types of ids, which are refused, count as int32."""
         weights = batch.weights_or_none()
         return cls(
             ids=torch.int64 if batch.values().dtype == torch.int64 else torch.int32,

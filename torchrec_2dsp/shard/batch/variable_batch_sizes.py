@@ -135,13 +135,13 @@ def _error(features: KeyedJaggedTensor, needed: Iterable[str]) -> InputError | N
             f"the batch sizes of the features are {sizes}, together {sum(sizes.values())}, but "
             f"there are {num_lengths} lengths; correct stride_per_key_per_rank"
         )
-    known = features.inverse_indices_or_none()
-    if known is None:
+    names_and_indices = features.inverse_indices_or_none()
+    if names_and_indices is None:
         return InputError(
             "a batch with a batch size for each feature (stride_per_key_per_rank) must say which "
             "bag each sample has; pass inverse_indices to the KeyedJaggedTensor"
         )
-    names, indices = known
+    names, indices = names_and_indices
     if indices.dim() != 2 or len(names) != len(indices):
         return InputError(
             f"inverse_indices name {len(names)} features, but their tensor has the shape "
@@ -156,8 +156,8 @@ def _error(features: KeyedJaggedTensor, needed: Iterable[str]) -> InputError | N
         )
     rows = [row for row, name in enumerate(names) if name in looked_up]
     limits = torch.tensor([sizes[names[row]] for row in rows], device=indices.device)
-    asked = indices[rows]
-    is_bad = (asked < 0) | (asked >= limits.unsqueeze(1))
+    bags = indices[rows]
+    is_bad = (bags < 0) | (bags >= limits.unsqueeze(1))
     if not bool(is_bad.any()):
         return None
     index, sample = is_bad.nonzero()[0].tolist()

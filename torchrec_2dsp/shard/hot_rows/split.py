@@ -18,7 +18,7 @@ class HotFeature:
     weights: torch.Tensor | None
     """Per-sample weights of the hot ids."""
     is_hot: torch.Tensor
-    """Of each id of the batch, in its order."""
+    """Whether each id of the batch is hot, in the order of the batch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class HotIds:
     by_table: Mapping[str, torch.Tensor]
     """Row ids, ascending; a row's position is its slot."""
     by_feature: Mapping[str, torch.Tensor]
-    """The same for the features that look the tables up."""
+    """The row ids of the table that each feature looks up."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class HotBatch:
     """What a batch looks up in the replicas."""
 
     features: dict[str, HotFeature]
-    """By feature name."""
+    """The hot ids of each feature, by its name."""
     ids: HotIds
     """What was hot when the batch was split."""
 

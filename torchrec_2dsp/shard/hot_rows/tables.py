@@ -125,11 +125,11 @@ class HotTbe:
     def lookup(self, batch: HotBatch) -> dict[str, torch.Tensor]:
         """The hot rows of each feature, columns joined: summed by bag, or one for each id."""
         looked_up = [(hot, name) for hot in self.slices for name in hot.features]
-        found = [batch.features[name] for _, name in looked_up]
-        ids = torch.cat([feature.slots for feature in found])
-        lengths = torch.cat([feature.lengths for feature in found])
+        hot_features = [batch.features[name] for _, name in looked_up]
+        ids = torch.cat([feature.slots for feature in hot_features])
+        lengths = torch.cat([feature.lengths for feature in hot_features])
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        parts = [feature.weights for feature in found if feature.weights is not None]
+        parts = [feature.weights for feature in hot_features if feature.weights is not None]
         weights = torch.cat(parts) if parts else None
         tbe = self.capture.tbe
         if torch.is_grad_enabled():
@@ -137,7 +137,7 @@ class HotTbe:
         else:
             output = tbe(ids, offsets, weights)
         if self.slices[0].is_sequence:
-            columns = output.split([feature.slots.numel() for feature in found])
+            columns = output.split([feature.slots.numel() for feature in hot_features])
         else:
             columns = output.split([hot.num_columns for hot, _ in looked_up], dim=1)
         pooled: dict[str, list[torch.Tensor]] = {}

@@ -21,18 +21,18 @@ class Channel:
 
     dim: int
     features: tuple[tuple[int, ...], ...]
-    """By owner, their places among its features."""
+    """For each owner, the places of these features among its own."""
     is_summed: bool
     """Whether all owners have parts of the same bags; or each has bags of its own."""
 
     @property
     def num_features(self) -> int:
-        """Of the output."""
+        """How many features of the output travel in this channel."""
         return len(self.features[0]) if self.is_summed else sum(map(len, self.features))
 
     @property
     def bases(self) -> tuple[int, ...]:
-        """By owner, where its first feature is in the output."""
+        """For each owner, where its first feature is in the output."""
         if self.is_summed:
             return (0,) * len(self.features)
         return tuple(sum(map(len, self.features[:owner])) for owner in range(len(self.features)))
@@ -56,7 +56,7 @@ def channels_of(dims: Sequence[Sequence[int]], *, is_summed: bool) -> tuple[Chan
         Channel(
             dim,
             tuple(
-                tuple(place for place, one in enumerate(of_owner) if one == dim)
+                tuple(place for place, own_dim in enumerate(of_owner) if own_dim == dim)
                 for of_owner in dims
             ),
             is_summed,
@@ -74,7 +74,7 @@ class FilledBags:
     places: torch.Tensor
     """Where each belongs in the output, which stands sample by sample."""
     num_bags: int
-    """Of the output."""
+    """How many bags the output has, empty ones included."""
     sums: RowSum | None
     """How parts of the same bag are added; `None` if each comes whole."""
 
@@ -90,13 +90,13 @@ class NonEmptyContext(EmbeddingShardingContext):
     """TorchRec's context of a batch in one sharding, with the bags that will come."""
 
     filled: list[FilledBags] = field(default_factory=list)
-    """By channel."""
+    """The bags that will come, channel by channel."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""
         super().record_stream(stream)
-        for one in self.filled:
-            one.record_stream(stream)
+        for bags in self.filled:
+            bags.record_stream(stream)
 
 
 class FilledBagsFinder:
@@ -142,7 +142,7 @@ def _find(channel: Channel, lengths: Sequence[torch.Tensor]) -> FilledBags:
         places.append(sample * channel.num_features + feature + base)
     every = torch.cat(places)
     return FilledBags(
-        counts=[len(one) for one in places],
+        counts=[len(of_owner) for of_owner in places],
         places=every,
         num_bags=batch_size * channel.num_features,
         sums=RowSum(every) if channel.is_summed else None,
@@ -156,5 +156,6 @@ def filled_bags(lengths: torch.Tensor, features: Sequence[int]) -> torch.Tensor:
         lengths: `[all features, batch]`.
         features: some of the features.
     """
-    some = lengths if len(features) == len(lengths) else lengths[list(features)]
-    return some.t() > 0
+    is_all = len(features) == len(lengths)
+    chosen_lengths = lengths if is_all else lengths[list(features)]
+    return chosen_lengths.t() > 0

@@ -108,7 +108,7 @@ class NonEmptyExchange(nn.Module):
         ):
             is_filled = filled_bags(owned.lengths, channel.features[self._rank])
             per_rank = is_filled.sum(dim=1).split(sharding_ctx.batch_size_per_rank)
-            counts = torch.stack([one.sum() for one in per_rank])
+            counts = torch.stack([of_rank.sum() for of_rank in per_rank])
             coming.append(
                 exchange(
                     _Taken.apply(self._bags(owned, channel), is_filled),
@@ -117,19 +117,21 @@ class NonEmptyExchange(nn.Module):
                     output_splits=counts.tolist(),
                 )
             )
-        made = ExchangedBags(coming, sharding_ctx.filled, self._channels, self._dims)
-        made.callbacks.extend(self._callbacks)
-        return made
+        bags = ExchangedBags(coming, sharding_ctx.filled, self._channels, self._dims)
+        bags.callbacks.extend(self._callbacks)
+        return bags
 
     def _bags(self, owned: OwnedBags, channel: Channel) -> torch.Tensor:
         """A channel's bags, sample by sample: `[bags, dim]`. Where there are none they hang on the
         pooled tensor as well, so that all ranks have a backward."""
-        mine = channel.features[self._rank]
+        own_features = channel.features[self._rank]
         pooled = owned.pooled
-        if len(mine) != len(owned.lengths):
+        if len(own_features) != len(owned.lengths):
             columns = pooled.split(self._dims[self._rank], dim=1)
-            pooled = torch.cat([pooled[:, :0], *(columns[feature] for feature in mine)], dim=1)
-        return pooled.reshape(len(pooled) * len(mine), channel.dim)
+            pooled = torch.cat(
+                [pooled[:, :0], *(columns[feature] for feature in own_features)], dim=1
+            )
+        return pooled.reshape(len(pooled) * len(own_features), channel.dim)
 
 
 class ExchangedBags(Awaitable[torch.Tensor]):
@@ -150,16 +152,18 @@ class ExchangedBags(Awaitable[torch.Tensor]):
 
     def _wait_impl(self) -> torch.Tensor:
         by_channel: list[torch.Tensor] = [
-            cast(torch.Tensor, _Put.apply(one.wait(), filled)).view(
+            cast(torch.Tensor, _Put.apply(coming.wait(), filled)).view(
                 -1, channel.num_features * channel.dim
             )
-            for one, filled, channel in zip(self._coming, self._filled, self._channels, strict=True)
+            for coming, filled, channel in zip(
+                self._coming, self._filled, self._channels, strict=True
+            )
         ]
         if len(by_channel) == 1:
             return by_channel[0]
         columns = {
-            channel.dim: iter(one.split(channel.dim, dim=1))
-            for one, channel in zip(by_channel, self._channels, strict=True)
+            channel.dim: iter(bags.split(channel.dim, dim=1))
+            for bags, channel in zip(by_channel, self._channels, strict=True)
         }
         owners = self._dims[:1] if self._channels[0].is_summed else self._dims
         return torch.cat([next(columns[dim]) for of_owner in owners for dim in of_owner], dim=1)

@@ -13,11 +13,11 @@ class Half:
 
     asked_at: torch.Tensor
     """Which of the rows that this rank is asked for, rank by rank."""
-    asked: list[int]
+    num_asked: list[int]
     """How many these are, by rank."""
     wanted_at: torch.Tensor
     """Which of the rows that this rank wants, owner by owner."""
-    wanted: list[int]
+    num_wanted: list[int]
     """How many these are, by owner."""
 
 
@@ -27,25 +27,31 @@ class Halves:
     def __init__(
         self,
         is_second: torch.Tensor,
-        asked: Sequence[int],
-        wanted: Sequence[int],
+        num_asked: Sequence[int],
+        num_wanted: Sequence[int],
         group: dist.ProcessGroup,
     ) -> None:
         """
         Args:
             is_second: of the rows that this rank is asked for, rank by rank.
-            asked: how many these are, by rank.
-            wanted: how many rows this rank wants, by owner.
+            num_asked: how many these are, by rank.
+            num_wanted: how many rows this rank wants, by owner.
             group: the ranks.
 
         Collectives:
             One all-to-all with a byte for each row, not waited for.
         """
-        self._is_second_here, self._asked, self._wanted = is_second, list(asked), list(wanted)
-        self._is_second_there = is_second.new_empty(sum(wanted), dtype=torch.uint8)
+        self._is_second_here = is_second
+        self._num_asked, self._num_wanted = list(num_asked), list(num_wanted)
+        self._is_second_there = is_second.new_empty(sum(num_wanted), dtype=torch.uint8)
         self._told = is_second.to(torch.uint8)
         self._work = dist.all_to_all_single(
-            self._is_second_there, self._told, self._wanted, self._asked, group=group, async_op=True
+            self._is_second_there,
+            self._told,
+            self._num_wanted,
+            self._num_asked,
+            group=group,
+            async_op=True,
         )
         self._known: tuple[Half, Half] | None = None
 
@@ -55,9 +61,12 @@ class Halves:
             assert self._work is not None
             self._work.wait()
             here, there = self._is_second_here, self._is_second_there.bool()
-            asked, wanted = _counts((here, self._asked), (there, self._wanted))
-            first = Half(_positions(~here), asked[0], _positions(~there), wanted[0])
-            self._known = first, Half(_positions(here), asked[1], _positions(there), wanted[1])
+            num_asked, num_wanted = _counts((here, self._num_asked), (there, self._num_wanted))
+            first = Half(_positions(~here), num_asked[0], _positions(~there), num_wanted[0])
+            self._known = (
+                first,
+                Half(_positions(here), num_asked[1], _positions(there), num_wanted[1]),
+            )
             self._work, self._told = None, here
         return self._known
 
@@ -69,7 +78,9 @@ def _positions(flags: torch.Tensor) -> torch.Tensor:
 def _counts(*ends: tuple[torch.Tensor, list[int]]) -> list[tuple[list[int], list[int]]]:
     """For each end, by rank, how many are in the first half, and how many in the second."""
     # All at once: on a GPU this waits for the device.
-    sums = torch.stack([torch.stack([p.sum() for p in one.split(of)]) for one, of in ends]).tolist()
+    sums = torch.stack(
+        [torch.stack([part.sum() for part in flags.split(sizes)]) for flags, sizes in ends]
+    ).tolist()
     return [
         ([count - second for count, second in zip(of, seconds, strict=True)], seconds)
         for (_, of), seconds in zip(ends, sums, strict=True)

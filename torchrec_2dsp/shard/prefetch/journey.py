@@ -28,21 +28,21 @@ class AskedRows:
     """The rows of a kernel that the ranks want for a batch."""
 
     numbers: torch.Tensor
-    """Of the rows in the kernel, rank by rank."""
+    """The numbers of the rows in the kernel, rank by rank."""
     order: torch.Tensor
     """Where each stands in the kernel's lookup, which goes table by table."""
     counts: list[int]
     """How many each rank gets."""
 
     @classmethod
-    def of(cls, kernel: RowKernel, asked: KeyedJaggedTensor) -> "AskedRows":
+    def of(cls, kernel: RowKernel, ids: KeyedJaggedTensor) -> "AskedRows":
         """What a kernel is asked for: a key for each table, a bag for each rank."""
-        lengths = asked.lengths().view(len(asked.keys()), -1)
+        lengths = ids.lengths().view(len(ids.keys()), -1)
         num_tables, num_ranks = lengths.shape
         ranks = torch.arange(num_ranks, device=lengths.device).repeat(num_tables)
-        by_rank = ranks.repeat_interleave(lengths.reshape(-1), output_size=asked.values().numel())
+        by_rank = ranks.repeat_interleave(lengths.reshape(-1), output_size=ids.values().numel())
         order = by_rank.argsort(stable=True)
-        return cls(kernel.row_numbers(asked)[order], order, lengths.sum(dim=0).tolist())
+        return cls(kernel.row_numbers(ids)[order], order, lengths.sum(dim=0).tolist())
 
 
 class RowJourney:
@@ -52,33 +52,33 @@ class RowJourney:
     def __init__(
         self,
         kernel: RowKernel,
-        asked: AskedRows,
+        asked_rows: AskedRows,
         changed: torch.Tensor,
-        wanted: Sequence[int],
+        num_wanted: Sequence[int],
         wire: RowWire,
         expect: "Callable[[RowJourney], None]",
     ) -> None:
         """
         Args:
             kernel: of this rank as an owner.
-            asked: what it is asked for.
+            asked_rows: what it is asked for.
             changed: the rows that are still to be updated, for batches before this one.
-            wanted: how many rows this rank wants from each owner.
+            num_wanted: how many rows this rank wants from each owner.
             wire: between them.
             expect: called in the backward if gradients lag, for which `finish` has to be called.
 
         Collectives:
             That of `Halves`.
         """
-        self._kernel, self._asked, self._wire = kernel, asked, wire
-        self._wanted, self._expect = list(wanted), expect
-        is_late = kernel.is_among(asked.numbers, changed)
-        self._rows = Halves(is_late, asked.counts, self._wanted, wire.group)
+        self._kernel, self._asked, self._wire = kernel, asked_rows, wire
+        self._num_wanted, self._expect = list(num_wanted), expect
+        is_late = kernel.is_among(asked_rows.numbers, changed)
+        self._rows = Halves(is_late, asked_rows.counts, self._num_wanted, wire.group)
         self._lagging: Halves | None = None
         self.has_begun = False
         """Whether the early rows have set out."""
         self._step: OptimizerStep | None = None
-        self._left: torch.Tensor | None = None
+        self._leaving: torch.Tensor | None = None
         self._early: TravellingRows | None = None
         self._late: TravellingRows | None = None
         self._urgent: TravellingRows | None = None
@@ -100,7 +100,9 @@ class RowJourney:
         """
         if self._kernel.updates_by_row:
             is_lagging = ~self._kernel.is_among(self._asked.numbers, needed)
-            self._lagging = Halves(is_lagging, self._asked.counts, self._wanted, self._wire.group)
+            self._lagging = Halves(
+                is_lagging, self._asked.counts, self._num_wanted, self._wire.group
+            )
 
     def send_early(self) -> None:
         """Let the rows go that nothing changes any more.
@@ -110,7 +112,7 @@ class RowJourney:
         """
         early, _ = self._rows.wait()
         rows = self._kernel.read_rows(self._asked.numbers[early.asked_at])
-        self._early = self._wire.start_rows(rows, early.asked, early.wanted)
+        self._early = self._wire.start_rows(rows, early.num_asked, early.num_wanted)
         self.has_begun = True
 
     def send_late(self) -> None:
@@ -122,12 +124,12 @@ class RowJourney:
         """
         _, late = self._rows.wait()
         rows = self._kernel.read_rows(self._asked.numbers[late.asked_at])
-        self._late = self._wire.start_rows(rows, late.asked, late.wanted)
+        self._late = self._wire.start_rows(rows, late.num_asked, late.num_wanted)
         if self._kernel.updates_by_row:
             # Autograd begins with what was made last. So made before the model's forward, this
             # waits for gradients when all others of the backward are on their way, too. And it
             # only calls a function whose input needs a gradient.
-            self._left = _Leaving.apply(torch.zeros(1, requires_grad=True), self)
+            self._leaving = _Leaving.apply(torch.zeros(1, requires_grad=True), self)
 
     def fetch(self, owned: torch.Tensor) -> Awaitable[torch.Tensor]:
         """The rows of the batch.
@@ -145,8 +147,8 @@ class RowJourney:
         if self._late is None:
             self.send_late()
         self._step = self._kernel.step()
-        left, self._left = self._left, None
-        return _Fetching(self, _Leaving.apply(owned, self) if left is None else left)
+        leaving, self._leaving = self._leaving, None
+        return _Fetching(self, _Leaving.apply(owned, self) if leaving is None else leaving)
 
     def arrived(self) -> torch.Tensor:
         """Wait for both halves of the rows."""
@@ -154,15 +156,15 @@ class RowJourney:
         assert self._late is not None
         early, late = self._early.wait(), self._late.wait()
         self._early = self._late = None
-        rows = late.new_empty((sum(self._wanted), late.shape[1]))
+        rows = late.new_empty((sum(self._num_wanted), late.shape[1]))
         for half, values in zip(self._rows.wait(), (early, late), strict=True):
             rows.index_copy_(0, half.wanted_at, values)
         return rows
 
     def send_gradients(self, grad: torch.Tensor) -> None:
-        """Those that owners need before the next batch; one for each row that came."""
+        """Send the gradients that owners need before the next batch; one came for each row."""
         if self._lagging is None:
-            self._urgent = self._wire.start_gradients(grad, self._wanted, self._asked.counts)
+            self._urgent = self._wire.start_gradients(grad, self._num_wanted, self._asked.counts)
             return
         urgent, lagging = self._lagging.wait()
         self._urgent = self._send(grad[urgent.wanted_at], urgent)
@@ -205,7 +207,7 @@ class RowJourney:
         self._kernel.update_rows(numbers, grads, self._step)
 
     def _send(self, grads: torch.Tensor, half: Half) -> TravellingRows:
-        return self._wire.start_gradients(grads, half.wanted, half.asked)
+        return self._wire.start_gradients(grads, half.num_wanted, half.num_asked)
 
     def _divided(self, grads: torch.Tensor) -> torch.Tensor:
         num_ranks = dist.get_world_size(self._wire.group)
@@ -213,12 +215,12 @@ class RowJourney:
 
 
 class _Fetching(Awaitable[torch.Tensor]):
-    def __init__(self, journey: RowJourney, left: Any) -> None:
+    def __init__(self, journey: RowJourney, leaving: Any) -> None:
         super().__init__()
-        self._journey, self._left = journey, left
+        self._journey, self._leaving = journey, leaving
 
     def _wait_impl(self) -> torch.Tensor:
-        rows: torch.Tensor = _Arriving.apply(self._left, self._journey)  # pyright: ignore[reportAssignmentType]
+        rows: torch.Tensor = _Arriving.apply(self._leaving, self._journey)  # pyright: ignore[reportAssignmentType]
         return rows
 
 
@@ -236,7 +238,7 @@ class _Leaving(torch.autograd.Function):
 
 class _Arriving(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, left: torch.Tensor, journey: RowJourney) -> torch.Tensor:
+    def forward(ctx: Any, leaving: torch.Tensor, journey: RowJourney) -> torch.Tensor:
         ctx.journey = journey
         return journey.arrived()
 

@@ -96,9 +96,9 @@ class RowPrefetch(Stage):
     def announce(
         self,
         notes: BatchNotes,
-        asked: Sequence[KeyedJaggedTensor],
+        arrived: Sequence[KeyedJaggedTensor],
         running: BatchNotes,
-        running_asked: Sequence[KeyedJaggedTensor],
+        running_arrived: Sequence[KeyedJaggedTensor],
     ) -> None:
         """Tell the ranks which rows of a batch may come early. Call it on all ranks.
 
@@ -107,9 +107,9 @@ class RowPrefetch(Stage):
 
         Args:
             notes: of the batch.
-            asked: what the batch's input exchange gave, sharding by sharding.
+            arrived: what the batch's input exchange gave, sharding by sharding.
             running: the notes of the only batch that will be trained before.
-            running_asked: what the input exchange of that batch gave.
+            running_arrived: what the input exchange of that batch gave.
 
         Collectives:
             For each kernel with row exchange, those of `RowFetch.journeys`.
@@ -118,7 +118,7 @@ class RowPrefetch(Stage):
             return
         notes.prefetch.loads_seen = self._num_writes
         contexts = zip(notes.shardings, running.shardings, strict=True)
-        batches = zip(asked, running_asked, strict=True)
+        batches = zip(arrived, running_arrived, strict=True)
         for exchange, (context, before), (ids, running_ids) in zip(
             self._exchanges, contexts, batches, strict=True
         ):

@@ -34,7 +34,7 @@ class SpreadShard:
     shard: TableShard
     """On this rank."""
     spread: RowSpread
-    """Of the table."""
+    """How the rows of the table are spread over owners."""
     rows_per_owner: int
     """The last owners may have fewer."""
 
@@ -44,7 +44,7 @@ class _Side:
     """This rank's rows in one arrangement, as they travel to or from the other one."""
 
     order: torch.Tensor
-    """By the rank at the other end, then by row number."""
+    """Places in the shard, ordered by the rank at the other end, then by row number."""
     counts: list[int]
     """How many, by that rank."""
 
@@ -52,7 +52,7 @@ class _Side:
 def arrangement_of(
     plan: ModulePlan2D, kernels: Sequence[Kernel], owners: dist.ProcessGroup
 ) -> "RowArrangement | None":
-    """That of a module's tables, `None` if all are in blocks."""
+    """The arrangement of a module's tables, `None` if all are in blocks."""
     shards = {shard.table: shard for kernel in kernels for shard in kernel.shards()}
     spread = []
     for name, table in plan.tables():
@@ -99,22 +99,22 @@ class RowArrangement(Stage):
     @torch.no_grad()
     def _move(self) -> None:
         with record_function(_LABEL):
-            for one in self._shards:
-                owned, numbered = self._sides(one)
+            for spread_shard in self._shards:
+                owned, numbered = self._sides(spread_shard)
                 start, end = (owned, numbered) if self._is_by_owner else (numbered, owned)
-                for tensor in one.shard.tensors.values():
+                for tensor in spread_shard.shard.tensors.values():
                     # Unseen by autograd: before a backward, rows are back where its lookup was.
                     for part in _in_parts(tensor.data):
                         self._send(part, start, end)
         self._is_by_owner = not self._is_by_owner
 
-    def _sides(self, one: SpreadShard) -> tuple[_Side, _Side]:
+    def _sides(self, spread_shard: SpreadShard) -> tuple[_Side, _Side]:
         """What lies in the shard by owner, and by number."""
-        shard, num_ranks = one.shard, dist.get_world_size(self._group)
+        shard, num_ranks = spread_shard.shard, dist.get_world_size(self._group)
         numbers = torch.arange(shard.row, shard.row + shard.num_rows, device=shard.device)
-        rows = one.spread.rows(numbers)
-        readers = rows // one.rows_per_owner
-        owners = one.spread.positions(numbers) // one.rows_per_owner
+        rows = spread_shard.spread.rows(numbers)
+        readers = rows // spread_shard.rows_per_owner
+        owners = spread_shard.spread.positions(numbers) // spread_shard.rows_per_owner
 
         def counts(ranks: torch.Tensor) -> list[int]:
             return torch.bincount(ranks, minlength=num_ranks).tolist()

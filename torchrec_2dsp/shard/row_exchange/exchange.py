@@ -43,7 +43,7 @@ class OwnedRows(list[torch.Tensor]):
     in a table rank by rank."""
 
     counts: list[torch.Tensor]
-    """By block, how many of each table each rank gets: `[tables, ranks]`."""
+    """How many rows of each table each rank gets, block by block: `[tables, ranks]`."""
 
     def view(self, *shape: int) -> "OwnedRows":
         """Itself: TorchRec's sequences are tensors that are put into shape here."""
@@ -61,16 +61,16 @@ class RowLookup(GroupedEmbeddingsLookup):
     def forward(self, sparse_features: KeyedJaggedTensor) -> OwnedRows:  # type: ignore[override]
         """The rows of one batch of all ranks."""
         parts = self.parts(sparse_features)
-        owned = OwnedRows(kernel(one) for kernel, one in parts)
-        owned.counts = [one.lengths().view(len(one.keys()), -1) for _, one in parts]
+        owned = OwnedRows(kernel(ids) for kernel, ids in parts)
+        owned.counts = [ids.lengths().view(len(ids.keys()), -1) for _, ids in parts]
         return owned
 
     def parts(
         self, sparse_features: KeyedJaggedTensor
     ) -> list[tuple[RowKernel, KeyedJaggedTensor]]:
         """The kernels, and what each is asked for."""
-        asked = sparse_features.split(self._feature_splits)
-        return list(zip(cast(Any, self._emb_modules), asked, strict=True))
+        by_kernel = sparse_features.split(self._feature_splits)
+        return list(zip(cast(Any, self._emb_modules), by_kernel, strict=True))
 
 
 class RowFetch(nn.Module):
@@ -98,17 +98,17 @@ class RowFetch(nn.Module):
             backward. If ranks of a host ask together, as many inside the host.
         """
         requested = sharding_ctx.requested
-        if sharding_ctx.journeys and all(one.has_begun for one in sharding_ctx.journeys):
+        if sharding_ctx.journeys and all(journey.has_begun for journey in sharding_ctx.journeys):
             pairs = zip(sharding_ctx.journeys, owned, strict=True)
             fetching = [journey.fetch(rows) for journey, rows in pairs]
             return PooledRows(fetching, requested, self._in_host)
-        asked = [one.counts.sum(dim=1) for one in requested.from_owners]
-        given = [counts.sum(dim=0) for counts in owned.counts]
+        num_asked = [needed.counts.sum(dim=1) for needed in requested.from_owners]
+        num_given = [counts.sum(dim=0) for counts in owned.counts]
         # All at once: on a GPU this waits for the device.
-        splits = torch.stack([torch.stack(pair) for pair in zip(asked, given, strict=True)])
+        splits = torch.stack([torch.stack(pair) for pair in zip(num_asked, num_given, strict=True)])
         fetching = [
-            exchange(rows, lengths=counts, input_splits=taken, output_splits=sent)
-            for exchange, rows, counts, (taken, sent) in zip(
+            exchange(rows, lengths=counts, input_splits=num_coming, output_splits=num_leaving)
+            for exchange, rows, counts, (num_coming, num_leaving) in zip(
                 self._exchanges, owned, owned.counts, splits.tolist(), strict=True
             )
         ]
@@ -117,7 +117,7 @@ class RowFetch(nn.Module):
     def journeys(
         self,
         lookup: RowLookup,
-        asked: KeyedJaggedTensor,
+        asked_ids: KeyedJaggedTensor,
         requested: Requested,
         running: KeyedJaggedTensor,
         running_ctx: RowContext | SequenceRowContext,
@@ -127,7 +127,7 @@ class RowFetch(nn.Module):
 
         Args:
             lookup: of this rank's shards.
-            asked: what it is asked for.
+            asked_ids: what it is asked for.
             requested: what this rank has asked for.
             running: what it is asked for by the batch that will be trained first.
             running_ctx: of that batch.
@@ -141,19 +141,19 @@ class RowFetch(nn.Module):
         """
         if self._wire.group.size() == 1:
             return []
-        made = []
-        pairs = zip(lookup.parts(asked), lookup.parts(running), strict=True)
+        journeys = []
+        pairs = zip(lookup.parts(asked_ids), lookup.parts(running), strict=True)
         for block, ((kernel, ids), (_, running_ids)) in enumerate(pairs):
             rows = AskedRows.of(kernel, ids)
             changed = kernel.row_numbers(running_ids)
             if running_ctx.before and kernel.updates_by_row:
                 # These gradients may lag until the early rows of this batch have set out.
                 changed = torch.cat([changed, running_ctx.before[block].numbers])
-            wanted = requested.from_owners[block].counts.sum(dim=1).tolist()
-            made.append(RowJourney(kernel, rows, changed, wanted, self._wire, expect))
+            num_wanted = requested.from_owners[block].counts.sum(dim=1).tolist()
+            journeys.append(RowJourney(kernel, rows, changed, num_wanted, self._wire, expect))
             if running_ctx.journeys:
                 running_ctx.journeys[block].let_lag(rows.numbers)
-        return made
+        return journeys
 
 
 class PooledRows(Awaitable[torch.Tensor]):
@@ -259,13 +259,13 @@ class RowExchange:
 
 
 def _by_dim(groups: Sequence[GroupedEmbeddingConfig]) -> list[GroupedEmbeddingConfig]:
-    """The same tables, with one dimension to a group."""
-    made = []
+    """Configs of these tables, with one dimension to a group."""
+    by_dim = []
     for group in groups:
         for dim in dict.fromkeys(table.local_cols for table in group.embedding_tables):
             tables = [table for table in group.embedding_tables if table.local_cols == dim]
-            made.append(replace(group, embedding_tables=tables))
-    return made
+            by_dim.append(replace(group, embedding_tables=tables))
+    return by_dim
 
 
 def _by_row(config: GroupedEmbeddingConfig) -> GroupedEmbeddingConfig:

@@ -20,14 +20,15 @@ class RowKernel(EmbeddingKernel):
     Its rows are numbered through, table by table.
     """
 
-    def row_numbers(self, asked: KeyedJaggedTensor) -> torch.Tensor:
+    def row_numbers(self, ids_by_table: KeyedJaggedTensor) -> torch.Tensor:
         """The numbers of the rows that are asked for, in the order of the lookup.
 
         Args:
-            asked: a key for each table.
+            ids_by_table: row ids in the local shards, with a key for each table.
         """
-        ids = asked.values()
-        per_table = asked.lengths().view(len(asked.keys()), -1).sum(dim=1)
+        ids = ids_by_table.values()
+        num_tables = len(ids_by_table.keys())
+        per_table = ids_by_table.lengths().view(num_tables, -1).sum(dim=1)
         return ids + self._first_rows.repeat_interleave(per_table, output_size=ids.numel())
 
     def read_rows(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -38,9 +39,9 @@ class RowKernel(EmbeddingKernel):
         """Which rows are among others."""
         flags = self._flags
         flags[others] = True
-        found = flags[numbers]
+        is_among = flags[numbers]
         flags[others] = False
-        return found
+        return is_among
 
     @property
     def updates_by_row(self) -> bool:

@@ -22,7 +22,7 @@ class RowBlock:
     """The tables of one kernel, cut into blocks of rows, one for each owner."""
 
     tables: tuple[str, ...]
-    """Their names."""
+    """The names of the tables."""
     features: tuple[str, ...]
     """What looks them up, table by table."""
     feature_tables: tuple[int, ...]
@@ -51,7 +51,9 @@ class RowBlock:
                 index for index, table in enumerate(tables) for _ in table.feature_names
             ),
             rows_per_owner=tuple(
-                one.shards_metadata[0].shard_sizes[0] for one in metadata if one is not None
+                of_table.shards_metadata[0].shard_sizes[0]
+                for of_table in metadata
+                if of_table is not None
             ),
             spreads=tuple(
                 RowSpread(table.num_embeddings) if table.name in is_spread else None
@@ -79,7 +81,7 @@ class Bags:
     lengths: torch.Tensor
     """Occurrences in each bag."""
     weights: torch.Tensor | None
-    """Of the occurrences."""
+    """Weights of the occurrences, `None` if all are 1."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class NeededRows:
     """The one that counts begin with, in the order of keys."""
 
     def of_place(self, place: int, num_places: int) -> "NeededRows":
-        """The same, counting only the owners with a place, which has all of the rows."""
+        """These rows, counted only for the owners with a place, which has all of them."""
         counts = self.counts.view(num_places, -1, self.counts.shape[1])[place]
         return replace(self, counts=counts, first_owner=place * counts.shape[0])
 
@@ -140,7 +142,10 @@ class RowNumbering:
         self._spread: torch.Tensor | None = None
         """For each feature the step and the number of its rows, if any are spread."""
         if any(block.spreads):
-            by_table = [(one.step, one.num_rows) if one else (1, MAX_ROWS) for one in block.spreads]
+            by_table = [
+                (spread.step, spread.num_rows) if spread else (1, MAX_ROWS)
+                for spread in block.spreads
+            ]
             self._spread = torch.tensor(by_table, device=device)[tables]
         # Sorting is quicker for shorter numbers.
         num_keys = num_owners * block.stride
@@ -152,7 +157,7 @@ class RowNumbering:
         self._bounds = torch.cat([starts, starts.new_tensor([num_keys])])
         by_place = owners.view(-1, ranks_per_host).t().reshape(-1)
         self._positions = by_place.argsort() if 1 < ranks_per_host < num_owners else None
-        """Of each owner in the order of keys, `None` if that is their own order."""
+        """The place of each owner in the order of keys, `None` if that is their own order."""
 
     def find(self, features: KeyedJaggedTensor) -> NeededRows:
         """The distinct rows of the block's features."""
@@ -233,5 +238,7 @@ def part_by_part(lists: Sequence[torch.Tensor], sizes: Sequence[Sequence[int]]) 
     """
     if len(lists) == 1:
         return lists[0]
-    parts = [one.split(list(of)) for one, of in zip(lists, sizes, strict=True)]
+    parts = [
+        values.split(list(part_sizes)) for values, part_sizes in zip(lists, sizes, strict=True)
+    ]
     return torch.cat([part for level in zip(*parts, strict=True) for part in level])

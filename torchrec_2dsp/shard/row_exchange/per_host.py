@@ -28,7 +28,7 @@ class HostRows:
     given: torch.Tensor
     """How many rows each rank of the host gets from this one."""
     num_given: tuple[int, ...]
-    """The same, on the host."""
+    """How many rows each rank of the host gets from this one, known on the CPU."""
     num_taken: tuple[int, ...]
     """How many rows each rank of the host gives to this one."""
 
@@ -60,23 +60,24 @@ class HostRequests:
             Two all-to-alls on the host, waited for: how many keys come, and the keys.
         """
         num_places, place = dist.get_world_size(self._host), dist.get_rank(self._host)
-        taken = torch.stack([one.counts.view(num_places, -1).sum(dim=1) for one in needed], dim=1)
-        given = torch.empty_like(taken)
-        dist.all_to_all_single(given, taken, group=self._host)
-        takes, gives = torch.stack([taken, given]).tolist()
-        keys = self._exchange([one.sums.keys for one in needed], takes, gives)
-        made = []
-        for block, (numbering, asked) in enumerate(zip(self._numberings, keys, strict=True)):
-            of_host = numbering.distinct(asked)
-            made.append(
+        per_block = [of_block.counts.view(num_places, -1).sum(dim=1) for of_block in needed]
+        num_taken = torch.stack(per_block, dim=1)
+        num_given = torch.empty_like(num_taken)
+        dist.all_to_all_single(num_given, num_taken, group=self._host)
+        takes, gives = torch.stack([num_taken, num_given]).tolist()
+        keys = self._exchange([of_block.sums.keys for of_block in needed], takes, gives)
+        of_blocks = []
+        for block, (numbering, block_keys) in enumerate(zip(self._numberings, keys, strict=True)):
+            of_host = numbering.distinct(block_keys)
+            of_blocks.append(
                 HostRows(
                     of_host.of_place(place, num_places),
-                    given[:, block],
+                    num_given[:, block],
                     num_given=tuple(of_rank[block] for of_rank in gives),
                     num_taken=tuple(of_rank[block] for of_rank in takes),
                 )
             )
-        return made
+        return of_blocks
 
     def _exchange(
         self, keys: list[torch.Tensor], sent: list[list[int]], received: list[list[int]]

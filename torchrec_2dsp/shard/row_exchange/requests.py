@@ -29,19 +29,19 @@ class Requested:
     """What has been asked for a batch, block by block."""
 
     needed: list[NeededRows]
-    """By this rank."""
+    """What this rank needs."""
     of_host: list[HostRows] | None
-    """By the ranks of this host, if they ask together."""
+    """What the ranks of this host need, if they ask together."""
 
     @property
     def from_owners(self) -> list[NeededRows]:
         """What this rank has asked owners for."""
-        return self.needed if self.of_host is None else [one.needed for one in self.of_host]
+        return self.needed if self.of_host is None else [rows.needed for rows in self.of_host]
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive for ``stream``."""
-        for one in [*self.needed, *(self.of_host or [])]:
-            one.record_stream(stream)
+        for rows in [*self.needed, *(self.of_host or [])]:
+            rows.record_stream(stream)
 
 
 class RowRequests(nn.Module):
@@ -62,10 +62,10 @@ class RowRequests(nn.Module):
         self._numberings = [RowNumbering(block, num_owners, per_host, device) for block in blocks]
         self._host = owners.in_host and HostRequests(self._numberings, owners.in_host)
         tables = [table for block in blocks for table in block.tables]
-        asked = owners.everyone if owners.across is None else owners.across
-        num_asked = dist.get_world_size(asked)
+        group = owners.everyone if owners.across is None else owners.across
+        num_asked = dist.get_world_size(group)
         self._keys = tables * num_asked
-        self._exchange = KJTAllToAll(asked, [len(tables)] * num_asked)
+        self._exchange = KJTAllToAll(group, [len(tables)] * num_asked)
         self.requested: Requested | None = None
         """What has been asked for the batch of the last call; TorchRec's own input exchange of
         row-wise tables keeps the order of ids in the same way."""
@@ -86,16 +86,22 @@ class RowRequests(nn.Module):
         """
         with record_function(_LABEL):
             parts = features.split(self._sizes)
-            needed = [one.find(part) for one, part in zip(self._numberings, parts, strict=True)]
+            needed = [
+                numbering.find(part)
+                for numbering, part in zip(self._numberings, parts, strict=True)
+            ]
             requested = Requested(needed, self._host and self._host.collect(needed))
             self.requested = requested
             needed = requested.from_owners
-            ids = [one.ids(of) for one, of in zip(self._numberings, needed, strict=True)]
-            sizes = [of.counts.sum(dim=1).tolist() for of in needed] if len(ids) > 1 else []
-            asked = KeyedJaggedTensor(
+            ids = [
+                numbering.ids(rows)
+                for numbering, rows in zip(self._numberings, needed, strict=True)
+            ]
+            sizes = [rows.counts.sum(dim=1).tolist() for rows in needed] if len(ids) > 1 else []
+            request = KeyedJaggedTensor(
                 keys=self._keys,
                 values=part_by_part(ids, sizes),
-                lengths=torch.cat([one.counts for one in needed], dim=1).reshape(-1),
+                lengths=torch.cat([rows.counts for rows in needed], dim=1).reshape(-1),
                 stride=1,
             )
-        return self._exchange(asked)
+        return self._exchange(request)

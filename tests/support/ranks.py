@@ -27,8 +27,7 @@ EXIT_TIMEOUT_S = 20
 GRACE_S = 15
 """How long the other ranks may go on after one failed, so that their errors are seen too."""
 
-# What the process that ranks are forks of imports, in this order.
-PRELOADED = ["tests.support.no_collections", "tests.support.preloaded"]
+PRELOADED = ["tests.support.no_collections", "tests.support.preloaded"]  # In this order.
 _BAD_EXIT = "died with exit code"
 
 RankFunction = Callable[..., Any]

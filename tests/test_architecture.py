@@ -6,13 +6,17 @@ from pathlib import Path
 import pytest
 
 import torchrec_2dsp
+from tests.support.code_rules import (
+    import_effects,
+    inherited_violations,
+    private_violations,
+    swallowed_errors,
+)
 from tests.support.import_rules import (
     LAYERS,
     cycle_violations,
     drawing_violations,
-    import_effects,
     layer_violations,
-    private_violations,
     unchecked_rooms,
     upstream_violations,
 )
@@ -31,6 +35,8 @@ Checker = Callable[[Path], list[str]]
         upstream_violations,
         drawing_violations,
         private_violations,
+        inherited_violations,
+        swallowed_errors,
         import_effects,
         unchecked_rooms,
     ],
@@ -69,6 +75,9 @@ GOOD = {
     "mesh__a": "import torchrec\nfrom pkg.errors import MeshError",
     "mesh__b": "from pkg.mesh import a\nfrom . import a\nfrom ..errors import MeshError",
     "programs__cli__app": "def run():\n    from pkg.mesh.b import x\n    import rich",
+    "mesh__c": "class A:\n    def __init__(self):\n        self._x = 1",
+    "mesh__d": "from pkg.mesh.c import A\nclass B(A):\n    def f(self):\n        return self._x",
+    "optim__c": "try:\n    f()\nexcept Exception as error:\n    print(error)",
     "report__svg": "def draw():\n    from matplotlib.figure import Figure",
 }
 
@@ -81,6 +90,8 @@ def test_a_good_package_passes(tmp_path: Path) -> None:
         upstream_violations,
         drawing_violations,
         private_violations,
+        inherited_violations,
+        swallowed_errors,
         import_effects,
         size_violations,
     ):
@@ -123,6 +134,27 @@ def test_a_good_package_passes(tmp_path: Path) -> None:
             "def f(module):\n    return module._lookups",
             private_violations,
             "a.py:2: module._lookups is private; reach it by a function of _compat",
+        ),
+        (
+            "import torch\nclass A(torch.nn.Module):\n    def f(self):\n        return self._hooks",
+            inherited_violations,
+            "a.py:4: A inherits self._hooks, which is private; give it a public name in _compat",
+        ),
+        (
+            "class A:\n    _x: int\n    def f(self):\n        return self._x",
+            inherited_violations,
+            "a.py:4: A inherits self._x",
+        ),
+        (
+            "try:\n    f()\nexcept Exception as error:\n    pass",
+            swallowed_errors,
+            "a.py:3: catches all errors and drops them; raise an error of ours",
+        ),
+        ("try:\n    f()\nexcept:\n    pass", swallowed_errors, "a.py:3: catches all errors"),
+        (
+            "try:\n    f()\nexcept (OSError, BaseException):\n    pass",
+            swallowed_errors,
+            "a.py:3: catches all errors",
         ),
         (
             "def f():\n    from matplotlib.figure import Figure",

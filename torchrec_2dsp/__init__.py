@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torchrec_2dsp.access.counter import RowCounter as RowCounter
     from torchrec_2dsp.access.hot_set import HotSet as HotSet
     from torchrec_2dsp.access.stats import AccessStats as AccessStats
+    from torchrec_2dsp.codecs.transport import Transport as Transport
     from torchrec_2dsp.cost.calibration import Calibration as Calibration
     from torchrec_2dsp.errors import TwoDError as TwoDError
     from torchrec_2dsp.mesh.mesh2d import Mesh2D as Mesh2D, RankLayout as RankLayout
@@ -42,14 +43,13 @@ if TYPE_CHECKING:
     from torchrec_2dsp.plan.parameter_sharding import (
         Exchange as Exchange,
         ParameterSharding2D as ParameterSharding2D,
-        RowOwners as RowOwners,
     )
     from torchrec_2dsp.plan.pin import pin as pin
     from torchrec_2dsp.plan.plan2d import Plan2D as Plan2D
+    from torchrec_2dsp.plan.row_owners import RowOwners as RowOwners
     from torchrec_2dsp.plan.sync_config import (
         GradientSync as GradientSync,
         SyncedRows as SyncedRows,
-        Transport as Transport,
         WeightSync as WeightSync,
     )
     from torchrec_2dsp.plan.sync_policy import after as after, every as every, never as never
@@ -76,6 +76,7 @@ _ROOMS = {
     "access.counter": ("RowCounter",),
     "access.hot_set": ("HotSet",),
     "access.stats": ("AccessStats",),
+    "codecs.transport": ("Transport",),
     "cost.calibration": ("Calibration",),
     "errors": ("TwoDError",),
     "mesh.mesh2d": (
@@ -100,14 +101,13 @@ _ROOMS = {
     "plan.parameter_sharding": (
         "Exchange",
         "ParameterSharding2D",
-        "RowOwners",
     ),
     "plan.pin": ("pin",),
     "plan.plan2d": ("Plan2D",),
+    "plan.row_owners": ("RowOwners",),
     "plan.sync_config": (
         "GradientSync",
         "SyncedRows",
-        "Transport",
         "WeightSync",
     ),
     "plan.sync_policy": (

@@ -78,11 +78,12 @@ def dense(rows: Rows) -> list[torch.Tensor]:
 
 
 def exchange_rows(
-    rank: int, world_size: int, shape: Shape, transport: torch.dtype = torch.float32
+    rank: int, world_size: int, shape: Shape, transport: str = "fp32"
 ) -> list[tuple[bool, Sent]]:
     """For each of three steps, whether the sums are those of all ranks, and what was sent."""
     groups = MeshGroups.for_mesh(tdsp.Mesh2D(world_size, 1), "cpu")
-    exchange = GradientExchange(BLOCKS, torch.device("cpu"), groups.replica_rows, transport)
+    codec = tdsp.Transport(transport).codec
+    exchange = GradientExchange(BLOCKS, torch.device("cpu"), groups.replica_rows, codec)
     answers = []
     for step in range(3):
         by_rank = [rows_of(peer, step, shape) for peer in range(world_size)]
@@ -112,11 +113,11 @@ def exchange_rows(
     return answers
 
 
-@pytest.mark.parametrize("transport", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transport", ["fp32", "bf16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("pool", ["ranks2", "ranks4", "two_hosts", "ranks8"])
 def test_all_ranks_get_the_sum(
-    request: pytest.FixtureRequest, pool: str, shape: Shape, transport: torch.dtype
+    request: pytest.FixtureRequest, pool: str, shape: Shape, transport: str
 ) -> None:
     ranks: RankPool = request.getfixturevalue(pool)
     for answers in ranks.run(exchange_rows, shape, transport):

@@ -107,7 +107,7 @@ def crashing(rank: int, world_size: int, cell: Cell) -> tuple[str, float]:
     local_loss(parallel(batches[rank])).backward()
     with pytest.MonkeyPatch.context() as patch:
         if rank == FAULTY_RANK:
-            patch.delattr(RowCapture, "send")
+            patch.delattr(RowCapture, "take")
             patch.delattr(TouchedRows, "changed")
         return syncing(parallel)
 

@@ -1,4 +1,4 @@
-"""Numbers that travel in half the bytes, and updates that travel behind a whole step."""
+"""Numbers that travel in fewer bits, and updates that travel behind a whole step."""
 
 from dataclasses import replace
 
@@ -19,9 +19,14 @@ HOT_ROWS = (("t0", (0, 1, 5)), ("t1", (0, 2)))
 ROUNDING = 1e-6
 
 TWO, FOUR = tdsp.Mesh2D(2, 2), tdsp.Mesh2D(4, 1)
-SHORT = [tdsp.Transport.BF16, tdsp.Transport.FP16]
-STEP_ROUNDING = {tdsp.Transport.BF16: 2**-8, tdsp.Transport.FP16: 2**-11}
-"""Of a rounding to nearest, relative to the number."""
+SHORT = [transport for transport in tdsp.Transport if transport is not tdsp.Transport.FP32]
+STEP_ROUNDING = {
+    tdsp.Transport.BF16: 2**-8,
+    tdsp.Transport.FP16: 2**-11,
+    tdsp.Transport.INT8: 0.51 / 127,
+    tdsp.Transport.INT4: 0.51 / 7,
+}
+"""Of a rounding to nearest, relative to the number, or of integers to a row's largest one."""
 NUM_STEPS = 4
 
 

@@ -13,7 +13,7 @@ from tests.support.oracle import local_loss
 from tests.support.parity import Cell, make_optimizer, sharded_tables
 from tests.support.ranks import RankPool, RanksFailed
 from torchrec_2dsp.plan.sync_policy import SyncPolicy
-from torchrec_2dsp.replicas import row_transfer
+from torchrec_2dsp.replicas import average_transfer
 
 LARGE = ModelSpec(
     (
@@ -70,8 +70,8 @@ def test_two_replicas_get_the_dense_result_bit_for_bit(ranks4: RankPool) -> None
 def in_small_messages(rank: int, world_size: int, cells: list[Cell]) -> list[float]:
     """As `touched_and_whole`, with a few rows at a time instead of thousands."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_transfer, "_RANGE_BYTES", 7 * 4 * 8)
-        patch.setattr(row_transfer, "_MESSAGE_BYTES", 3 * 4 * 8)
+        patch.setattr(average_transfer, "_RANGE_BYTES", 7 * 4 * 8)
+        patch.setattr(average_transfer, "_MESSAGE_BYTES", 3 * 4 * 8)
         return touched_and_whole(rank, world_size, cells)
 
 

@@ -39,7 +39,13 @@ def group_plan(cell: Cell, model: nn.Module, sharder: object, local_world_size: 
         _STOCK_PLANS[key] = group_planner(cell).plan(model, [sharder])  # type: ignore[list-item]
     plan = tdsp.Plan2D.from_stock(_STOCK_PLANS[key], cell.mesh, cell.sync)
     for table in cell.spec.tables:
-        plan = tdsp.pin(plan, table.name, exchange=cell.exchange, owners=cell.owners)
+        plan = tdsp.pin(
+            plan,
+            table.name,
+            exchange=cell.exchange,
+            owners=cell.owners,
+            transport=cell.transport,
+        )
     for name in cell.in_world:
         plan = tdsp.pin(plan, name, num_groups=1)
     for name, rows in cell.hot_rows:

@@ -30,6 +30,8 @@ class Cell:
     """Whether batches have a batch size for each feature, see `make_variable_batch`."""
     exchange: str = "pooled"
     owners: str = "block"
+    transport: str = "fp32"
+    """How rows or bags travel."""
     demands: tuple[tuple[str, tdsp.ParameterConstraints2D], ...] = ()
     """Of each table, in place of ``sharding``, ``exchange`` and ``hot_rows``: by predicted cost."""
     in_world: tuple[str, ...] = ()
@@ -42,6 +44,7 @@ class Cell:
         parts = [self.sharding, kind + ("-weighted" if self.spec.weighted else "")]
         parts += [self.optimizer, str(self.mesh), type(self.sync).__name__]
         parts += [f"{self.exchange}-exchange"] * (self.exchange != "pooled")
+        parts += [self.transport] * (self.transport != "fp32")
         parts += ["hash"] * (self.owners == "hash") + ["demands"] * bool(self.demands)
         parts += ["proposed"] * self.proposed + [f"{name} once" for name in self.in_world]
         parts += ["hot"] * bool(self.hot_rows) + ["stock-dmp"] * self.stock_wrapper

@@ -1,4 +1,4 @@
-"""Checks the import graph, and what files do with imported names, from the source alone."""
+"""Checks the import graph from the source alone."""
 
 import ast
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ PROGRAMS = "programs"
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"_version", "errors"}),
     frozenset({"_compat"}),
-    frozenset({"mesh", "optim"}),
+    frozenset({"codecs", "mesh", "optim"}),
     frozenset({"comms", "report"}),
     frozenset({"access", "rows"}),
     frozenset({"plan"}),
@@ -50,10 +50,6 @@ PUBLIC_FBGEMM = (
 DRAWING = ("matplotlib", "plotly", "rich")
 DRAWING_ROOMS = ("report", f"{PROGRAMS}.cli")
 """The rooms that draw, on files and pages and on a terminal; others say what there is to see."""
-PUBLIC_IN_SPITE = ("_replace", "_asdict", "_fields", "_Unpickler")
-"""Names that begin with an underscore so as not to be fields, and the one unpickler in Python."""
-EFFECTS = ("register", "register_backend", "register_module_forward_hook")
-"""Functions that change what others see: exit handlers, backends, global hooks."""
 
 
 @dataclass(frozen=True)
@@ -175,54 +171,6 @@ def drawing_violations(package: Path) -> list[str]:
     ]
 
 
-def private_violations(package: Path) -> list[str]:
-    """Private attributes of objects that the file doesn't define itself, outside the adapters.
-
-    What a class inherits is reached through ``self``, and isn't seen here.
-    """
-    violations = []
-    for module in read_package(package).values():
-        if module.part == ADAPTERS:
-            continue
-        own_names = _assigned_names(module.tree)
-        violations += [
-            f"{module.path}:{node.lineno}: {ast.unparse(node)} is private; reach it by a function "
-            f"of {ADAPTERS}, or make it public where it is ours"
-            for node in ast.walk(module.tree)
-            if isinstance(node, ast.Attribute)
-            and node.attr.startswith("_")
-            and not node.attr.startswith("__")
-            and node.attr not in PUBLIC_IN_SPITE
-            and node.attr not in own_names
-            and not _is_own_object(node.value)
-        ]
-    return violations
-
-
-def _is_own_object(value: ast.expr) -> bool:
-    """Whether an expression is ``self``, ``cls`` or ``super()``."""
-    if isinstance(value, ast.Call):
-        return isinstance(value.func, ast.Name) and value.func.id == "super"
-    return isinstance(value, ast.Name) and value.id in ("self", "cls")
-
-
-def _assigned_names(tree: ast.Module) -> set[str]:
-    """Names of attributes that a file's own classes have: by assignment to ``self`` and by ``def``.
-
-    A name that the file also gives to an object of another library's can't be told apart.
-    """
-    names = {
-        node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            if _is_own_object(node.value):
-                names.add(node.attr)
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            names.add(node.target.id)
-    return names
-
-
 def unchecked_rooms(package: Path) -> list[str]:
     """Rooms of the library that need TorchRec or FBGEMM and don't check their versions first."""
     modules = read_package(package)
@@ -237,30 +185,6 @@ def unchecked_rooms(package: Path) -> list[str]:
         for part in sorted(needing)
         if "require_upstream()" not in map(ast.unparse, modules[f"{package.name}.{part}"].tree.body)
     ]
-
-
-def import_effects(package: Path) -> list[str]:
-    """Registrations and exit handlers at the top level of files: an import must have no effect."""
-    return [
-        f"{module.path}:{node.lineno}: {ast.unparse(node)[:60]} runs when the file is imported; "
-        "do it where it is first needed"
-        for module in read_package(package).values()
-        for statement in module.tree.body
-        for node in _run_at_import(statement)
-        if isinstance(node, ast.Attribute) and node.attr in EFFECTS
-    ]
-
-
-def _run_at_import(statement: ast.stmt) -> Iterator[ast.AST]:
-    """What an import runs of a statement: decorators of functions, but not their bodies."""
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
-        for decorator in statement.decorator_list:
-            yield from ast.walk(decorator)
-    elif isinstance(statement, ast.ClassDef):
-        for inner in statement.body:
-            yield from _run_at_import(inner)
-    else:
-        yield from ast.walk(statement)
 
 
 def _resolve(name: str, modules: dict[str, Module]) -> Module | None:

@@ -99,6 +99,6 @@ def best_of_all(candidates: list[Candidate], setting: CostSetting, room: float =
         loads = setting.loads(placed)
         kept = sum((table_bytes(one, group.num_ranks) for one in placed), buffers @ loads.values)
         if kept.max() <= room:
-            types = {message_type(one.kind, one.exchange) for one in placed}
+            types = {message_type(one.kind, one.exchange, one.transport) for one in placed}
             best = min(best, rated(setting.step_cost(loads), types))
     return best

@@ -114,7 +114,8 @@ def plans(draw: st.DrawFn) -> Plan2D:
         rows = [_num_rows(module[table]) for _, module in plan.modules() if table in module]
         if all(rows) and draw(st.booleans()):
             ids = draw(st.sets(st.integers(0, min(rows) - 1), min_size=1, max_size=4))
-            plan = pin(plan, table, hot_rows=HotSet.of(ids))
+            transport = draw(st.sampled_from(Transport))
+            plan = pin(plan, table, hot_rows=HotSet.of(ids), transport=transport)
     return plan
 
 

@@ -23,7 +23,7 @@ from torchrec_2dsp.planner.explanation.explain import explain, pareto_front
 from torchrec_2dsp.planner.explanation.explanation import Explanation
 from torchrec_2dsp.planner.explanation.table_line import milliseconds
 from torchrec_2dsp.planner.search.choices import Choice
-from torchrec_2dsp.planner.search.meshes import Tried
+from torchrec_2dsp.planner.search.result import Tried
 from torchrec_2dsp.programs.cli.app import app
 
 CONFIG = "configs/runs/plan.toml"

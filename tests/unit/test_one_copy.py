@@ -89,6 +89,16 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         _with(row_wise, num_groups=4).validate()
     with pytest.raises(tdsp.errors.PlanError, match="shard on rank 2, but a sharding group of"):
         _with(tdsp.pin(row_wise, "t", num_groups=1), num_groups=None).validate()
+    short = _with(
+        row_wise,
+        sharding_type="2d_data_parallel",
+        sharding_spec=None,
+        transport=tdsp.Transport.INT8,
+    )
+    with pytest.raises(tdsp.errors.PlanError, match=r"has transport='int8': no rows of it travel"):
+        short.validate()
+    with pytest.raises(tdsp.errors.PlanError, match=r"transport='int3' is unknown; use one of"):
+        tdsp.pin(row_wise, "t", transport="int3")
     copied = _with(row_wise, sharding_type="2d_data_parallel", num_groups=1)
     with pytest.raises(tdsp.errors.PlanError, match="data parallel, which is a copy on every rank"):
         copied.validate()

@@ -37,7 +37,9 @@ def test_it_takes_what_the_stock_planner_takes() -> None:
         for name, known in ours.items()
         if known.kind is not inspect.Parameter.KEYWORD_ONLY
     ]
-    assert set(ours) - set(stock) == {"mesh", "sync", "calibration", "access", "workload"}
+    assert set(ours) - set(stock) == {
+        *("mesh", "sync", "calibration", "access", "workload", "transports")
+    }
 
 
 class RecordingPartitioner(Partitioner):

@@ -72,7 +72,7 @@ def test_a_start_is_a_number_and_has_a_policy() -> None:
         ({"policy": None}, r"policy=None\) is no policy"),
         ({"moments_policy": "every(2)"}, r"moments_policy='every\(2\)'\) is no policy"),
         ({"rows": "most"}, "rows='most'.* is none of 'touched', 'all'; use one of them"),
-        ({"transport": "int8"}, "transport='int8'.* is none of 'fp32', 'bf16', 'fp16'"),
+        ({"transport": "int3"}, "transport='int3'.* is none of 'fp32', 'bf16', 'fp16', 'int8'"),
         ({"dense_above": 1.5}, r"dense_above=1.5\) is no share of rows; use 0 to 1"),
         ({"dense_above": -0.1}, "is no share of rows"),
         ({"rows": "all", "dense_above": 0.5}, "all rows are averaged anyway"),
@@ -92,7 +92,7 @@ def test_drift_is_looked_for_every_so_often(sync: Any) -> None:
         sync(drift_every=-1)
 
 
-@pytest.mark.parametrize("fields", [{"transport": "int4"}, {"delay": 2}, {"delay": -1}])
+@pytest.mark.parametrize("fields", [{"transport": "int3"}, {"delay": 2}, {"delay": -1}])
 def test_an_exact_config_says_what_is_wrong(fields: dict[str, object]) -> None:
     ((name, value),) = fields.items()
     with pytest.raises(tdsp.errors.ConfigError, match=rf"^GradientSync\({name}={value!r}\) is n"):

@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 
 from torchrec_2dsp.comms.packing import Packed, pack, unpack
 from torchrec_2dsp.errors import UnsupportedError
-from torchrec_2dsp.replicas.state_rules import StateRule, rule_for
+from torchrec_2dsp.replicas.state_rules import StateRule, state_rule_for
 from torchrec_2dsp.replicas.touched import TouchedRows, break_even_share
 
 NUM_ROWS = 12
@@ -110,4 +110,4 @@ def test_half_precision_is_averaged_in_full() -> None:
 
 def test_an_unknown_state_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="no rule for the optimizer state 'fancy' of table"):
-        rule_for("fancy", "t0")
+        state_rule_for("fancy", "t0")

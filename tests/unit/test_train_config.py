@@ -117,7 +117,7 @@ def test_overrides_that_lead_nowhere_are_refused(override: str, message: str) ->
         ("lop.steps=3", "lop is unknown; use one of data, model, optimizer, loop, runs"),
         (
             "runs.one.groups=3",
-            "runs.one.groups is unknown; use one of exchange, owners, hot_rows, prefetch_rows",
+            "runs.one.groups is unknown; use one of exchange, owners, row_transport, hot_rows",
         ),
         ("data.features.0.rows=3", "data.features.0.rows is unknown; use one of name, num_rows"),
         ("data.features.0.skew=-1", "data.features.0.skew=-1: input should be greater than or"),

@@ -10,8 +10,14 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.dist_data import KJTAllToAll
-from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.batched_embedding_kernel import (
+    BatchedFusedEmbedding,
+    BatchedFusedEmbeddingBag,
+    EmbeddingFusedOptimizer,
+)
+from torchrec.distributed.dist_data import KJTAllToAll, PooledEmbeddingsReduceScatter
+from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
+from torchrec.distributed.embedding_lookup import GroupedEmbeddingsLookup
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
@@ -69,6 +75,30 @@ def replace_reduce_scatter_in_node(
     """Let the output exchange of tables that are row-wise in a node use another reduce-scatter."""
     output_dist._create_output_dist_modules()
     output_dist._intra_dist = make(output_dist._intra_pg, output_dist._intra_codecs)
+
+
+def parts_of_reduce_scatter(
+    reduce_scatter: PooledEmbeddingsReduceScatter,
+) -> tuple[dist.ProcessGroup, Any]:
+    """The group and the codecs of a reduce-scatter."""
+    return reduce_scatter._pg, reduce_scatter._codecs
+
+
+def parts_of_lookup(lookup: GroupedEmbeddingsLookup) -> tuple[list[nn.Module], list[int]]:
+    """The kernels of a lookup, and how many features each looks up."""
+    return list(lookup._emb_modules), lookup._feature_splits
+
+
+def replace_optimizer(
+    kernel: BatchedFusedEmbeddingBag | BatchedFusedEmbedding, optimizer: EmbeddingFusedOptimizer
+) -> None:
+    """Let a kernel show another fused optimizer."""
+    kernel._optim = optimizer
+
+
+def dedups_ids(sharder: EmbeddingCollectionSharder) -> bool:
+    """Whether a sharder's modules look up each id of a batch once."""
+    return sharder._use_index_dedup
 
 
 def id_exchange_of(input_dist: RwSparseFeaturesDist | TwSparseFeaturesDist) -> KJTAllToAll:

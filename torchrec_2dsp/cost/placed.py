@@ -8,20 +8,27 @@ import numpy as np
 from numpy.typing import NDArray
 from torchrec.distributed.types import ShardingType
 
+from torchrec_2dsp.codecs.transport import Transport
 from torchrec_2dsp.cost.loads import Loads, Ranks
-from torchrec_2dsp.cost.workload import TableWork
-from torchrec_2dsp.plan.parameter_sharding import (
-    Exchange,
-    ParameterSharding2D,
-    RowOwners,
-    base_type,
-)
+from torchrec_2dsp.cost.workload import TableWork, Workload
+from torchrec_2dsp.plan.parameter_sharding import Exchange, ParameterSharding2D, base_type
+from torchrec_2dsp.plan.row_owners import RowOwners
 
 ID_BYTES = 8
 LENGTH_BYTES = 4
 KEY_BYTES = 4
 """Bytes of a row's number, where rows travel, unless a model has more than 2**31 of them."""
 FLOAT_BYTES = 4
+
+
+_PASSES = {
+    Transport.FP32: 0.0,
+    Transport.BF16: 1.5,
+    Transport.FP16: 1.5,
+    Transport.INT8: 5.0,
+    Transport.INT4: 9.0,
+}
+"""How many times as long as a copy of rows their encoding and decoding take together, on a CPU."""
 
 
 class Shards(NamedTuple):
@@ -59,6 +66,9 @@ class Placed:
     num_hot: int = 0
     """Rows that are on every rank besides; the hottest ones."""
 
+    transport: Transport = Transport.FP32
+    """How rows and vectors look on the wire; as the workload says, unless it is another one."""
+
     @classmethod
     def of(cls, work: TableWork, sharding: ParameterSharding2D) -> "Placed":
         """A table as a plan has it."""
@@ -75,7 +85,22 @@ class Placed:
                 ]
             ),
             num_hot=0 if sharding.hot_set is None else len(sharding.hot_set),
+            transport=sharding.transport,
         )
+
+    def forward_bytes(self, workload: Workload) -> float:
+        """Bytes of a number that travels in the forward, its share of a scale included."""
+        is_in_plan = self.transport is not Transport.FP32
+        return self._bytes_per_number if is_in_plan else workload.forward_wire_bytes
+
+    def backward_bytes(self, workload: Workload) -> float:
+        """Bytes of a number that travels in the backward."""
+        is_in_plan = self.transport is not Transport.FP32
+        return self._bytes_per_number if is_in_plan else workload.backward_wire_bytes
+
+    @property
+    def _bytes_per_number(self) -> float:
+        return self.transport.codec.num_bytes(self.work.dim) / self.work.dim
 
     @property
     def row_bytes(self) -> float:
@@ -142,6 +167,17 @@ def look_up(
     loads.lookup_bytes += ids * row_bytes
     loads.lookup_row_bytes += distinct * row_bytes
     loads.lookup_vector_bytes += vector_bytes
+
+
+def encode_and_decode(loads: Loads, table: Placed, numbers: float | Ranks) -> None:
+    """Add numbers that are encoded and decoded, and their gradients on the way back.
+
+    Args:
+        loads: to add to.
+        table: whose numbers.
+        numbers: how many a rank gets.
+    """
+    loads.moved_bytes += 2 * _PASSES[table.transport] * numbers * FLOAT_BYTES
 
 
 def move_and_add(loads: Loads, rows: float | Ranks, num_bytes: float | Ranks) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from torchrec_2dsp.codecs.transport import Transport
 from torchrec_2dsp.cost.loads import Loads, Ranks
 from torchrec_2dsp.cost.placed import FLOAT_BYTES, KEY_BYTES, Placed
 from torchrec_2dsp.cost.span import Span
@@ -57,7 +58,7 @@ def add_synced_rows(
         return
     shards = _Shards(loads, table, workload)
     if isinstance(sync, GradientSync):
-        wire = sync.transport.dtype.itemsize
+        wire = _bytes_per_number(sync.transport, table.work.dim)
         loads.peer_rows += shards.touched(peers.num_ranks)
         loads.peer_row_bytes += shards.touched_bytes(peers.num_ranks, FLOAT_BYTES)
         loads.peer_bytes_of_rank += shards.touched_bytes(1, wire)
@@ -75,10 +76,12 @@ def _add_average(shards: "_Shards", sync: WeightSync, *, weights: bool, moments:
     num_steps = sync.policy.steps_per_sync
     if math.isinf(num_steps):
         return
-    wire = sync.transport.dtype.itemsize
     work = shards.table.work
+    wire = _bytes_per_number(sync.transport, work.dim)
+    state_columns = work.state_bytes_per_row / FLOAT_BYTES / work.dim
     # Moments are of rows: a shard with a part of the columns has its part of them.
-    of_column = wire * (weights + moments * work.state_bytes_per_row / FLOAT_BYTES / work.dim)
+    of_state = _bytes_per_number(sync.transport, 1) if state_columns < 1 else wire
+    of_column = wire * weights + of_state * moments * state_columns
     loads = shards.loads
     rows, num_bytes, whole = (
         (loads.averaged_rows, loads.averaged_bytes, loads.averaged_whole_bytes)
@@ -89,6 +92,11 @@ def _add_average(shards: "_Shards", sync: WeightSync, *, weights: bool, moments:
         rows += shards.touched(num_steps)
         num_bytes += shards.touched_bytes(num_steps, of_column)
     whole += shards.whole_bytes(of_column)
+
+
+def _bytes_per_number(transport: Transport, dim: int) -> float:
+    """The bytes that a number takes in a row of ``dim``, its share of the scale included."""
+    return transport.codec_for(dim).num_bytes(dim) / dim
 
 
 class _Shards:

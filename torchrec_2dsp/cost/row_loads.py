@@ -7,6 +7,7 @@ from torchrec_2dsp.cost.placed import (
     Placed,
     TableBatch,
     distinct_by_owner,
+    encode_and_decode,
     move_and_add,
 )
 from torchrec_2dsp.cost.span import Span
@@ -35,15 +36,16 @@ def add_row_exchange(
         handed_on = of_rank.sum() / span.ranks_per_host
         loads.found_ids += of_rank.sum()
         move_and_add(loads, of_rank.sum(), of_rank.sum() * dim * FLOAT_BYTES)
-        loads.host_rows_from += handed_on * dim * workload.forward_wire_bytes
-        loads.host_rows_to += handed_on * dim * workload.backward_wire_bytes
-        loads.across_from += of_host * dim * workload.forward_wire_bytes
-        loads.across_to += of_host * dim * workload.backward_wire_bytes
+        loads.host_rows_from += handed_on * dim * FLOAT_BYTES
+        loads.host_rows_to += handed_on * dim * FLOAT_BYTES
+        loads.across_from += of_host * dim * table.forward_bytes(workload)
+        loads.across_to += of_host * dim * table.backward_bytes(workload)
         _travel_beside(loads, table, workload, span.ranks_per_host * lookups)
     else:
-        loads.rows_from += of_rank * dim * workload.forward_wire_bytes
-        loads.rows_to += of_rank * dim * workload.backward_wire_bytes
+        loads.rows_from += of_rank * dim * table.forward_bytes(workload)
+        loads.rows_to += of_rank * dim * table.backward_bytes(workload)
         _travel_beside(loads, table, workload, lookups)
+    encode_and_decode(loads, table, owned_rows * dim)
     loads.owned_ids += owned_rows
     loads.owned_bytes += owned_rows * table.row_bytes
 
@@ -68,5 +70,5 @@ def _travel_beside(loads: Loads, table: Placed, workload: Workload, lookups: flo
         with_others = distinct_by_owner(table, lookups + others, loads.num_ranks)
         return with_others - distinct_by_owner(table, others, loads.num_ranks)
 
-    loads.early_from += not_in(2) * table.work.dim * workload.forward_wire_bytes
-    loads.lagging_to += not_in(1) * table.work.dim * workload.backward_wire_bytes
+    loads.early_from += not_in(2) * table.work.dim * table.forward_bytes(workload)
+    loads.lagging_to += not_in(1) * table.work.dim * table.backward_bytes(workload)

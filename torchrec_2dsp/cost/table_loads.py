@@ -6,6 +6,7 @@ from functools import cache
 import numpy as np
 from torchrec.distributed.types import ShardingType
 
+from torchrec_2dsp.codecs.transport import Transport
 from torchrec_2dsp.cost.loads import Loads, Ranks
 from torchrec_2dsp.cost.placed import (
     FLOAT_BYTES,
@@ -14,6 +15,7 @@ from torchrec_2dsp.cost.placed import (
     Placed,
     TableBatch,
     distinct_by_owner,
+    encode_and_decode,
     look_up,
     move_and_add,
     owner_shares,
@@ -48,20 +50,27 @@ def add_table(loads: Loads, table: Placed, workload: Workload, span: Span) -> No
         add_row_exchange(loads, table, workload, batch, span)
     elif table.kind in _BY_KIND:
         _BY_KIND[table.kind](loads, table, workload, batch, span)
+        num_parts = span.num_ranks if table.kind is ShardingType.ROW_WISE else 1
+        encode_and_decode(loads, table, num_parts * batch.vectors * work.dim)
     else:
         raise UnsupportedError(f"the cost of {table.kind.value} tables isn't known")
-    loads.types |= {message_type(table.kind, table.exchange)} - {""}
+    loads.types |= {message_type(table.kind, table.exchange, table.transport)} - {""}
 
 
-def message_type(kind: ShardingType, exchange: Exchange) -> str:
+def message_type(
+    kind: ShardingType, exchange: Exchange, transport: Transport = Transport.FP32
+) -> str:
     """The name under which a table's messages are shared with other tables; empty without any."""
-    return "" if kind is ShardingType.DATA_PARALLEL else f"{kind.value}, {exchange.value}"
+    if kind is ShardingType.DATA_PARALLEL:
+        return ""
+    return f"{kind.value}, {exchange.value}, {transport.value}"
 
 
 @cache
 def exchanges_rows(message_type: str) -> bool:
     """Whether the tables of a `message_type` are looked up row by row."""
-    return message_type.rpartition(", ")[2] in [exchange.value for exchange in ROW_EXCHANGES]
+    _, _, exchange = message_type.rpartition(", ")[0].rpartition(", ")
+    return exchange in [exchange.value for exchange in ROW_EXCHANGES]
 
 
 def _table_or_column_wise(
@@ -77,8 +86,8 @@ def _table_or_column_wise(
     if table.exchange is Exchange.NONEMPTY:
         # Vectors of some bags become those of all bags, and the same of their gradients.
         move_and_add(loads, vectors, vectors * table.work.dim * FLOAT_BYTES)
-    sent += numbers * workload.forward_wire_bytes
-    received += numbers * workload.backward_wire_bytes
+    sent += numbers * table.forward_bytes(workload)
+    received += numbers * table.backward_bytes(workload)
 
 
 def _row_wise(
@@ -102,11 +111,11 @@ def _row_wise(
         if table.exchange is Exchange.NONEMPTY:
             num_vectors = float(vectors.sum())
             move_and_add(loads, num_vectors, num_vectors * table.work.dim * FLOAT_BYTES)
-        sent += vectors * table.work.dim * workload.forward_wire_bytes
-        received += vectors * table.work.dim * workload.backward_wire_bytes
+        sent += vectors * table.work.dim * table.forward_bytes(workload)
+        received += vectors * table.work.dim * table.backward_bytes(workload)
         return
-    loads.scattered += num * batch.vectors * table.work.dim * workload.forward_wire_bytes
-    loads.gathered += batch.vectors * table.work.dim * workload.backward_wire_bytes
+    loads.scattered += num * batch.vectors * table.work.dim * table.forward_bytes(workload)
+    loads.gathered += batch.vectors * table.work.dim * table.backward_bytes(workload)
 
 
 def _host_wise(
@@ -120,11 +129,11 @@ def _host_wise(
     loads.ids_to += num_shards * batch.bags * LENGTH_BYTES
     loads.ids_to += num_shards * batch.ids / owners * ID_BYTES
     numbers = batch.vectors * columns
-    loads.host_scattered += loads.num_ranks * numbers * workload.forward_wire_bytes
-    loads.across_from += numbers * workload.forward_wire_bytes
-    loads.across_to += numbers * workload.backward_wire_bytes
+    loads.host_scattered += loads.num_ranks * numbers * table.forward_bytes(workload)
+    loads.across_from += numbers * table.forward_bytes(workload)
+    loads.across_to += numbers * table.backward_bytes(workload)
     # Of its part of the host's vectors.
-    loads.host_gathered += span.num_hosts * numbers * workload.backward_wire_bytes
+    loads.host_gathered += span.num_hosts * numbers * table.backward_bytes(workload)
 
 
 def _data_parallel(

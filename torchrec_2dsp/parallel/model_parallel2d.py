@@ -153,7 +153,7 @@ class ModelParallel2D(DMPCollection):
                 "drift apart; call sync()"
             )
         with naming_faults(self._groups.board, "sync()"):
-            return self._reach(SyncReason.STEP)
+            return self._reach(SyncReason.BACKWARD_OVER)
 
     def sync_now(self) -> SyncReport:
         """Make the replicas equal and the tables complete, whatever the policy says.

@@ -5,15 +5,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from itertools import chain
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.distributed.types import NoWait
 from torchrec.streamable import Pipelineable
 
+from torchrec_2dsp._compat.train_pipeline import OpenTrainPipeline
 from torchrec_2dsp.comms.batches_in_step import BatchesInStep
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
 from torchrec_2dsp.comms.naming_faults import naming_faults
@@ -29,7 +28,7 @@ In = TypeVar("In", bound=Pipelineable)
 Out = TypeVar("Out")
 
 
-class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
+class TrainPipelineRowPrefetch(OpenTrainPipeline[In, Out]):
     """A pipeline to use in place of `TrainPipelineSparseDist` where tables have row exchange.
 
     Ids travel two batches ahead instead of one. While a step computes, those rows of the next batch
@@ -53,6 +52,7 @@ class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
 
     _has_warned = False
     _source: "BatchesInStep[In] | None" = None
+    _iterator: Iterator[In] | None = None
 
     def fill_pipeline(self, dataloader_iter: Iterator[In]) -> None:
         """Take two batches and distribute their ids, unless there is a batch already."""
@@ -61,7 +61,7 @@ class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
         if is_first and len(self.batches) > 1:
             self.start_sparse_data_dist(self.batches[-1], self.contexts[-1])
             self.wait_sparse_data_dist(self.contexts[-1])
-            if not any(tables.prefetch.can_send_early for tables in sharded_tables(self._model)):
+            if not any(tables.prefetch.can_send_early for tables in sharded_tables(self.model)):
                 self._warn_once()
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
@@ -84,40 +84,29 @@ class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
             return self._progress(dataloader_iter)
 
     def _progress(self, dataloader_iter: Iterator[In]) -> Out:
-        if not self._model_attached:
-            self.attach(self._model)
+        self.attach_again()
         self.fill_pipeline(dataloader_iter)
         if not self.batches:
             raise StopIteration
-        self._set_module_context(self.contexts[0])
-        is_training = self._model.training
-        if is_training:
-            with record_function("## zero_grad ##"):
-                self._optimizer.zero_grad()
-        self._wait_for_batch()
-        if self._clear_data_dist_inputs:
-            self.clear_sparse_data_dist_inputs(self.contexts[0])
+        is_training = self.model.training
+        self.begin_step()
         self._send_late_rows()
         self._announce_next()
-        has_more = not self._enqueue_batch_after_forward and self._start_newest(dataloader_iter)
+        has_more = not self.takes_batch_after_forward and self._start_newest(dataloader_iter)
         self._let_next_follow()
-        with record_function(f"## forward {self.contexts[0].index} ##"):
-            losses, output = self._model_fwd(self.batches[0])
-        if self._enqueue_batch_after_forward:
+        losses, output = self.run_forward()
+        if self.takes_batch_after_forward:
             has_more = self._start_newest(dataloader_iter)
         if has_more:
             self.wait_sparse_data_dist(self.contexts[-1])
         if is_training:
-            self._backward(losses)
-            every = self._dmp_collection_sync_interval_batches
-            self.sync_embeddings(self._model, every, self.contexts[0])
-            self._optimizer_step()
+            self.update(losses)
         self.dequeue_batch()
         return output
 
     def detach(self) -> torch.nn.Module:
         """Give the model back, as in TorchRec; it may be trained without the pipeline meanwhile."""
-        for context in self.contexts if self._model_attached else ():
+        for context in self.contexts if self.is_attached else ():
             for batch in self._batches(context):
                 batch.tables.prefetch.drop(batch.notes)
         return super().detach()
@@ -144,9 +133,9 @@ class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
 
     @cached_property
     def _groups(self) -> MeshGroups | None:
-        return groups_of(self._model)
+        return groups_of(self.model)
 
-    def _next_batch(self, dataloader_iter: Iterator[In]) -> In | None:
+    def next_batch(self, dataloader_iter: Iterator[In]) -> In | None:
         """A batch, if all ranks have one; `None` if none has.
 
         Otherwise ids of other ranks would meet whatever a rank without a batch does next, and gloo
@@ -154,11 +143,11 @@ class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
         """
         groups = self._groups
         if groups is None:
-            return super()._next_batch(dataloader_iter)
-        if self._source is None or dataloader_iter is not self._dataloader_iter:
+            return super().next_batch(dataloader_iter)
+        if self._source is None or dataloader_iter is not self._iterator:
             # A batch that was taken ahead from another iterator is trained first.
             taken_ahead = [] if self._source is None else self._source.stop()
-            self._dataloader_iter = dataloader_iter
+            self._iterator = dataloader_iter
             self._source = BatchesInStep(chain(taken_ahead, dataloader_iter), groups.alarm)
         return next(self._source, None)
 
@@ -204,22 +193,9 @@ class TrainPipelineRowPrefetch(TrainPipelineSparseDist[In, Out]):
             wait: also wait for what the input exchanges give.
         """
         batches = []
-        for module in cast(list[Any], self._pipelined_modules):
+        for module in self.pipelined_modules:
             name = module.forward.name
             if name in context.module_contexts and sharded_tables(module):
-                arrived = self._arrived(context, name) if wait else None
+                arrived = self.arrived(context, name) if wait else None
                 batches += prefetched_batches(module, context.module_contexts[name], arrived)
         return batches
-
-    def _arrived(self, context: Any, name: str) -> Any:
-        """The result of a batch's input exchange, which is kept for the batch's lookup."""
-        requests = context.input_dist_tensors_requests
-        if not isinstance(requests[name], NoWait):
-            with self._stream_context(cast(Any, self._data_dist_stream)):
-                arrived = requests[name].wait()
-            if self._data_dist_stream is not None:
-                current = torch.get_device_module(self._device).current_stream()
-                current.wait_stream(self._data_dist_stream)
-                arrived.record_stream(current)
-            requests[name] = NoWait(arrived)
-        return requests[name].wait()

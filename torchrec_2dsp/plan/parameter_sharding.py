@@ -7,8 +7,10 @@ from typing import Any
 from torchrec.distributed.types import ParameterSharding, ShardingType
 
 from torchrec_2dsp.access.hot_set import HotSet
+from torchrec_2dsp.codecs.transport import Transport
 from torchrec_2dsp.errors import PlanError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.plan.row_owners import RowOwners
 from torchrec_2dsp.plan.sync_config import SyncConfig
 
 _AND = ", "
@@ -117,7 +119,7 @@ class TableType:
         >>> from torchrec.distributed.types import ShardingType
         >>> from torchrec_2dsp.plan.parameter_sharding import Exchange, TableType
         >>> TableType(ShardingType.ROW_WISE, Exchange.ROW).name
-        'row_wise, row exchange'
+        'row_wise, row exchange, fp32'
         >>> TableType.of_name("column_wise").exchange
         <Exchange.POOLED: 'pooled'>
     """
@@ -126,30 +128,26 @@ class TableType:
     """TorchRec's type inside a sharding group."""
     exchange: Exchange = Exchange.POOLED
     """How rows travel inside the group."""
+    transport: Transport = Transport.FP32
+    """How their numbers look meanwhile."""
 
     @property
     def name(self) -> str:
-        """The string that TorchRec is given; its own name where the exchange is its own."""
-        if self.exchange is Exchange.POOLED:
+        """The string that TorchRec is given; its own name where all the rest is its own."""
+        if self == TableType(self.base):
             return self.base.value
-        return f"{self.base.value}{_AND}{self.exchange.value} exchange"
+        return f"{self.base.value}{_AND}{self.exchange.value} exchange{_AND}{self.transport.value}"
 
     @classmethod
     def of_name(cls, name: str) -> "TableType":
         """The type that has this name."""
-        base, *exchange = name.removesuffix(" exchange").split(_AND)
-        return cls(ShardingType(base), Exchange(exchange[0]) if exchange else Exchange.POOLED)
-
-
-class RowOwners(enum.Enum):
-    """How the rows of a table with row exchange are dealt to the ranks of a group."""
-
-    BLOCK = "block"
-    """Blocks of consecutive rows, as TorchRec's row-wise sharding deals them."""
-
-    HASH = "hash"
-    """Neighbours have different owners, so that the rows that are used most are spread evenly
-    wherever in the table they are. Checkpoints don't show it."""
+        base, *rest = name.split(_AND)
+        if not rest:
+            return cls(ShardingType(base))
+        exchange, transport = rest
+        return cls(
+            ShardingType(base), Exchange(exchange.removesuffix(" exchange")), Transport(transport)
+        )
 
 
 class ProposedType(str):
@@ -176,6 +174,7 @@ class ProposedType(str):
     exchange: Exchange
     owners: RowOwners
     hot_set: HotSet | None
+    transport: Transport
 
     @classmethod
     def of(
@@ -186,6 +185,7 @@ class ProposedType(str):
         exchange: Exchange = Exchange.POOLED,
         owners: RowOwners = RowOwners.BLOCK,
         hot_set: HotSet | None = None,
+        transport: Transport = Transport.FP32,
     ) -> "ProposedType":
         """A type inside the groups of a mesh, and what goes with it."""
         choices = [
@@ -193,6 +193,7 @@ class ProposedType(str):
             f"{exchange.value} exchange",
             "" if owners is RowOwners.BLOCK else f"{owners.value} owners",
             "" if hot_set is None else f"{len(hot_set.row_ids)} hot rows",
+            "" if transport is Transport.FP32 else transport.value,
             f"{mesh.num_groups} groups of {mesh.group_size} {mesh.layout.value}",
         ]
         # TorchRec accepts a dense kernel for its own name of data parallel alone.
@@ -202,6 +203,7 @@ class ProposedType(str):
         )
         proposed.mesh, proposed.sync = mesh, sync
         proposed.exchange, proposed.owners, proposed.hot_set = exchange, owners, hot_set
+        proposed.transport = transport
         return proposed
 
 
@@ -217,6 +219,9 @@ class ParameterSharding2D(ParameterSharding):
 
     hot_set: HotSet | None = None
     """Rows that every rank of the world keeps a replica of."""
+
+    transport: Transport = Transport.FP32
+    """How rows or pooled vectors, and their gradients, travel inside the group."""
 
     num_groups: int | None = None
     """How many copies of the table there are: `None` for one in each sharding group, or 1, whose
@@ -242,7 +247,12 @@ class ParameterSharding2D(ParameterSharding):
         }
         kind = sharding.sharding_type
         if isinstance(kind, ProposedType):
-            values |= {"exchange": kind.exchange, "owners": kind.owners, "hot_set": kind.hot_set}
+            values |= {
+                "exchange": kind.exchange,
+                "owners": kind.owners,
+                "hot_set": kind.hot_set,
+                "transport": kind.transport,
+            }
             kind = base_type(kind)
         values["sharding_type"] = type_2d(kind)
         return cls(**values)

@@ -11,18 +11,19 @@ from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import ShardingType
 
 from torchrec_2dsp.access.hot_set import HotSet
+from torchrec_2dsp.codecs.transport import Transport
 from torchrec_2dsp.errors import PlanError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import (
     Exchange,
     ParameterSharding2D,
-    RowOwners,
     ShardingType2D,
     num_rows,
 )
 from torchrec_2dsp.plan.plan2d import Plan2D
+from torchrec_2dsp.plan.row_owners import RowOwners
 
-_Choice = TypeVar("_Choice", Exchange, RowOwners)
+_Choice = TypeVar("_Choice", Exchange, RowOwners, Transport)
 
 
 def pin(
@@ -32,6 +33,7 @@ def pin(
     hot_rows: "Iterable[int] | torch.Tensor | HotSet | None" = None,
     exchange: Exchange | str | None = None,
     owners: RowOwners | str | None = None,
+    transport: Transport | str | None = None,
     num_groups: int | None = None,
 ) -> Plan2D:
     """A copy of ``plan`` with another choice for ``table``.
@@ -45,6 +47,9 @@ def pin(
             By default it stays.
         owners: which rank has which rows, as a member of `RowOwners` or its value; for row exchange
             only. By default they stay.
+        transport: how the table's rows or pooled vectors, and their gradients, look on the wire, as
+            a member of `Transport` or its value: fewer bytes, for numbers that are rounded. By
+            default it stays.
         num_groups: 1 for one copy of a row-wise table, which lies on all ranks of the world, or as
             many as the plan's mesh has for one copy in each. By default they stay.
 
@@ -63,6 +68,8 @@ def pin(
         changes["exchange"] = _member(Exchange, "exchange", exchange)
     if owners is not None:
         changes["owners"] = _member(RowOwners, "owners", owners)
+    if transport is not None:
+        changes["transport"] = _member(Transport, "transport", transport)
 
     def changed(sharding: ParameterSharding2D) -> ParameterSharding2D:
         sharding = replace(sharding, **changes)
@@ -82,6 +89,20 @@ def pin(
             f"the plan has no table {table!r}; it has "
             + (", ".join(names) if names else "no tables")
         )
+    return Plan2D.of_tables(modules, mesh=plan.mesh, sync=plan.sync)
+
+
+def with_transport(plan: Plan2D, transport: Transport) -> Plan2D:
+    """A copy of ``plan`` whose tables all travel in one way, but for data-parallel ones."""
+    modules = {
+        path: {
+            name: table
+            if table.sharding_type == ShardingType2D.DATA_PARALLEL.value
+            else replace(table, transport=transport)
+            for name, table in module_plan.tables()
+        }
+        for path, module_plan in plan.modules()
+    }
     return Plan2D.of_tables(modules, mesh=plan.mesh, sync=plan.sync)
 
 

@@ -7,8 +7,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.modules.embedding_configs import DataType
 
+from torchrec_2dsp.codecs.transport import Transport
 from torchrec_2dsp.mesh.mesh2d import RankLayout
-from torchrec_2dsp.plan.parameter_sharding import Exchange, RowOwners, ShardingType2D
+from torchrec_2dsp.plan.parameter_sharding import Exchange, ShardingType2D
+from torchrec_2dsp.plan.row_owners import RowOwners
 
 _MAX_RANKS = 2**31 - 1
 _MAX_ROWS = 2**63 - 1
@@ -94,6 +96,9 @@ class TableRecord(_Record):
 
     hot_rows: Annotated[list[int], Field(min_length=1)] | None
     """Rows that every rank holds, ascending."""
+
+    transport: Annotated[Transport, _ByValue] = Transport.FP32
+    """How the table's rows and their gradients look on the wire."""
 
     num_groups: _One | None = None
     """How many copies the world has: 1, or none for one copy in each group."""

@@ -76,4 +76,4 @@ def _runtime_type(table: ParameterSharding2D) -> str:
         # Column-wise on the ranks of one host: the same shards and code at run time, but
         # TorchRec's 2D state dict only knows the plain name.
         base = ShardingType.COLUMN_WISE
-    return TableType(base, table.exchange).name
+    return TableType(base, table.exchange, table.transport).name

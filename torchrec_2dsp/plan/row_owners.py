@@ -1,5 +1,9 @@
-"""`RowSpread`: another order of a table's rows, in which neighbours stand far apart."""
+"""Which rank owns a row: `RowOwners`, and `RowSpread`, an order in which neighbours are far apart.
 
+The owner of a row is its place in that order, or its number, divided by the rows of a shard.
+"""
+
+import enum
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +14,17 @@ from torchrec_2dsp.errors import UnsupportedError
 
 MAX_ROWS = math.isqrt(2**63 - 1)
 """More rows would overflow 64-bit products."""
+
+
+class RowOwners(enum.Enum):
+    """How the rows of a table with row exchange are dealt to the ranks of a group."""
+
+    BLOCK = "block"
+    """Blocks of consecutive rows, as TorchRec's row-wise sharding deals them."""
+
+    HASH = "hash"
+    """Neighbours have different owners, so that the rows that are used most are spread evenly
+    wherever in the table they are. Checkpoints don't show it."""
 
 
 def golden_step(num_rows: int) -> int:

@@ -13,6 +13,7 @@ from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.modules.embedding_configs import DataType
 
 from torchrec_2dsp.access.hot_set import HotSet
+from torchrec_2dsp.codecs.transport import Transport
 from torchrec_2dsp.errors import PlanError, UnsupportedError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D
@@ -28,7 +29,6 @@ from torchrec_2dsp.plan.sync_config import (
     GradientSync,
     SyncConfig,
     SyncedRows,
-    Transport,
     WeightSync,
 )
 from torchrec_2dsp.plan.sync_policy import parse_policy
@@ -222,6 +222,7 @@ def _table_to_dict(name: str, table: ParameterSharding2D) -> dict[str, Any]:
         "exchange": table.exchange.value,
         "owners": table.owners.value,
         "hot_rows": None if table.hot_set is None else list(table.hot_set.row_ids),
+        "transport": table.transport.value,
         "num_groups": table.num_groups,
     }
 
@@ -242,6 +243,7 @@ def _table_of(where: str, record: TableRecord) -> ParameterSharding2D:
             exchange=record.exchange,
             owners=record.owners,
             hot_set=None if record.hot_rows is None else HotSet(tuple(record.hot_rows)),
+            transport=record.transport,
             num_groups=record.num_groups,
         )
     except _MALFORMED as error:

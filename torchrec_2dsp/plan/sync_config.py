@@ -4,8 +4,7 @@ import enum
 from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
-
+from torchrec_2dsp.codecs.transport import Transport
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.sync_policy import After, Every, Never, SyncPolicy
 
@@ -20,31 +19,6 @@ class SyncedRows(enum.StrEnum):
 
     ALL = "all"
     """Whole shards, as TorchRec does."""
-
-
-class Transport(enum.StrEnum):
-    """The type in which numbers travel."""
-
-    FP32 = "fp32"
-    """Numbers travel as they are."""
-
-    BF16 = "bf16"
-    """Half the bytes, 8 bits of each number."""
-
-    FP16 = "fp16"
-    """Half the bytes, 11 bits of each number; what is beyond 65,504 becomes infinite."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Torch's name of the type."""
-        return _DTYPES[self]
-
-
-_DTYPES = {
-    Transport.FP32: torch.float32,
-    Transport.BF16: torch.bfloat16,
-    Transport.FP16: torch.float16,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +36,8 @@ class GradientSync:
     """
 
     transport: Transport = Transport.FP32
-    """How row gradients travel. With another type than fp32, each rank's gradients are rounded
-    before they are added."""
+    """How row gradients travel. In any way but fp32, each rank's gradients are rounded before they
+    are added, and sums again where they travel on: the same numbers on all ranks."""
 
     delay: int = 0
     """How many steps an update may be late: with 1, that of step t is applied before the lookup of
@@ -108,8 +82,8 @@ class WeightSync:
     """The rows that are sent. Both give the same weights; touched rows cost what has changed."""
 
     transport: Transport = Transport.FP32
-    """How touched rows travel. With another type than fp32, what travels is their change since the
-    last sync, so that weights keep their precision; replicas are equal bit for bit all the same."""
+    """How touched rows travel. In any way but fp32, what travels is their change since the last
+    sync, so that weights keep their precision; replicas are equal bit for bit all the same."""
 
     drift_every: int = 0
     """Compare the copies after every n-th sync, and raise where they differ; 0 for never."""

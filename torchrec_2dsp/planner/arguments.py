@@ -1,16 +1,17 @@
 """The arguments of `Planner2D`: checked, refused, or turned into what TorchRec's planner takes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torchrec.distributed.planner.stats import EmbeddingStats
 from torchrec.distributed.planner.types import ParameterConstraints, Stats
 
+from torchrec_2dsp.codecs.transport import Transport
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.sync_config import SyncConfig
-from torchrec_2dsp.planner.constraints import ParameterConstraints2D
+from torchrec_2dsp.planner.constraints import ParameterConstraints2D, members
 from torchrec_2dsp.planner.torchrec.stats import Stats2D
 
 NOT_MEASURED = (
@@ -26,6 +27,14 @@ def checked_batch_size(batch_size: int) -> int:
     if batch_size < 1:
         raise ConfigError(f"batch_size={batch_size} leaves nothing to do; use 1 or more")
     return batch_size
+
+
+def checked_transports(transports: Sequence[Transport | str] | str) -> tuple[Transport, ...]:
+    """The transports that a user allows; `ConfigError` for unknown ones, or for none."""
+    allowed = members(Transport, "transports", transports)
+    if not allowed:
+        raise ConfigError(f"transports={transports!r} allows nothing; use ['fp32'] for no rounding")
+    return tuple(dict.fromkeys(allowed))
 
 
 def refuse(text: str, **parts: Any) -> None:
@@ -56,14 +65,24 @@ def refuse_stock_parts(
 
 
 def refuse_parts_by_cost(
-    access: Any, workload: Any, constraints: Mapping[str, ParameterConstraints] | None
+    access: Any,
+    workload: Any,
+    constraints: Mapping[str, ParameterConstraints] | None,
+    transports: Sequence[Transport],
 ) -> None:
     """Raise `ConfigError` for what only a search by cost has a use for, or can fulfil."""
     text = "{} is for a search by cost: give a calibration"
     refuse(text, access=access, workload=workload)
+    if len(transports) > 1:
+        allowed = [transport.value for transport in transports]
+        raise ConfigError(text.format(f"transports={allowed}") + ", or allow a single one")
     for name, constraint in (constraints or {}).items():
         if isinstance(constraint, ParameterConstraints2D):
-            demands = {"exchange": constraint.exchange, "hot_rows": constraint.hot_rows or None}
+            demands = {
+                "exchange": constraint.exchange,
+                "transport": constraint.transport,
+                "hot_rows": constraint.hot_rows or None,
+            }
             demands["num_groups"] = (
                 None if constraint.num_groups == "each" else constraint.num_groups
             )

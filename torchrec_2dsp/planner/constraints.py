@@ -2,12 +2,35 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from torchrec.distributed.planner.types import ParameterConstraints
 
+from torchrec_2dsp.codecs.transport import Transport
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.parameter_sharding import Exchange
+
+_Choice = TypeVar("_Choice", Exchange, Transport)
+
+
+def members(
+    kind: type[_Choice], name: str, values: "Sequence[_Choice | str] | _Choice | str | None"
+) -> list[_Choice] | None:
+    """The members that a user has named, by themselves or by their values.
+
+    Args:
+        kind: what they are.
+        name: of the argument, for the error.
+        values: one or several; `None` stays `None`.
+    """
+    if values is None:
+        return None
+    named = [values] if isinstance(values, kind | str) else values
+    try:
+        return [kind(value) for value in named]
+    except ValueError as error:
+        choices = ", ".join(repr(member.value) for member in kind)
+        raise ConfigError(f"{name}={values!r}: use some of {choices}") from error
 
 
 @dataclass
@@ -27,6 +50,9 @@ class ParameterConstraints2D(ParameterConstraints):
     exchange: Sequence[Exchange | str] | None = None
     """The exchanges allowed for the table; `None` for all that its sharding types have."""
 
+    transport: Sequence[Transport | str] | None = None
+    """The ways in which its rows or vectors may travel; `None` for those of the planner."""
+
     hot_rows: int | None = None
     """How many of its hottest rows are on every rank: so many, or as many as pay with `None`."""
 
@@ -36,13 +62,8 @@ class ParameterConstraints2D(ParameterConstraints):
     are best with `None`."""
 
     def __post_init__(self) -> None:
-        if self.exchange is not None:
-            named = [self.exchange] if isinstance(self.exchange, Exchange | str) else self.exchange
-            try:
-                self.exchange = [Exchange(value) for value in named]
-            except ValueError as error:
-                choices = ", ".join(repr(exchange.value) for exchange in Exchange)
-                raise ConfigError(f"exchange={self.exchange!r}: use some of {choices}") from error
+        self.exchange = members(Exchange, "exchange", self.exchange)
+        self.transport = members(Transport, "transport", self.transport)
         if not (self.num_groups in (None, "each") or self._counts_copies):
             raise ConfigError(
                 f"num_groups={self.num_groups!r} is no number of copies; use 1 or more, or 'each'"

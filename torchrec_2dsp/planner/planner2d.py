@@ -1,13 +1,12 @@
 """`Planner2D`: TorchRec's planner, for tables that are sharded in groups of ranks."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner.constants import BATCH_SIZE
-from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.types import (
     Enumerator,
     ParameterConstraints,
@@ -24,17 +23,21 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
+from torchrec_2dsp._compat.planner import OpenPlanner
 from torchrec_2dsp.access.stats import AccessStats
+from torchrec_2dsp.codecs.transport import Transport
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.errors import ConfigError, PlanError, TwoDError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.plan.checks.table_configs import check_tables
+from torchrec_2dsp.plan.pin import with_transport
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.sync_config import EXACT_SYNC, SyncConfig
-from torchrec_2dsp.plan.table_configs import check_tables
 from torchrec_2dsp.planner.arguments import (
     NOT_MEASURED,
     checked_batch_size,
+    checked_transports,
     refuse_parts_by_cost,
     refuse_stock_parts,
     stats_2d,
@@ -45,7 +48,7 @@ from torchrec_2dsp.planner.explanation.explain import explain
 from torchrec_2dsp.planner.explanation.explanation import Explanation
 from torchrec_2dsp.planner.infeasible import Shortfall, failure_text, shortfall
 from torchrec_2dsp.planner.search.cost_search import CostSearch
-from torchrec_2dsp.planner.search.meshes import SearchResult
+from torchrec_2dsp.planner.search.result import SearchResult
 from torchrec_2dsp.planner.topology import group_topology, world_topology
 from torchrec_2dsp.planner.torchrec.enumerator import Enumerator2D
 from torchrec_2dsp.planner.torchrec.partitioner import Partitioner2D
@@ -55,7 +58,7 @@ from torchrec_2dsp.planner.torchrec.sharding_types import base_constraints
 logger = logging.getLogger(__name__)
 
 
-class Planner2D(EmbeddingShardingPlanner):
+class Planner2D(OpenPlanner):
     """Searches the plan that every sharding group runs, and how large the groups are.
 
     With a ``calibration`` it predicts steps, and chooses for each table how it is sharded and how
@@ -117,6 +120,7 @@ class Planner2D(EmbeddingShardingPlanner):
         calibration: Calibration | None = None,
         access: AccessStats | None = None,
         workload: Workload | None = None,
+        transports: Sequence[Transport | str] = (Transport.FP32,),
     ) -> None:
         """Takes the arguments of TorchRec's planner, a mesh, and what is known of network and log.
 
@@ -143,14 +147,18 @@ class Planner2D(EmbeddingShardingPlanner):
                 it is made of the topology's figures.
             access: which rows are used how often, for the search by cost.
             workload: what a step does, in place of what model, constraints and ``access`` say.
+            transports: how rows or pooled vectors, and their gradients, may travel; a search by
+                cost chooses for each table, other searches take a single one for all tables. In
+                fewer bits than fp32 training is no longer exact.
         """
         self.mesh = mesh
         """The mesh that repeats the plan; `None` where meshes are searched."""
         self.sync: SyncConfig = sync
         """How the replicas stay equal."""
+        self._transports = checked_transports(transports)
         batch_size = BATCH_SIZE if batch_size is None else checked_batch_size(batch_size)
         if calibration is None and mesh is not None:
-            refuse_parts_by_cost(access, workload, constraints)
+            refuse_parts_by_cost(access, workload, constraints, self._transports)
             topology = topology or world_topology(mesh)
             enumerator = enumerator or Enumerator2D(
                 topology, batch_size, constraints, mesh=mesh, sync=sync
@@ -162,9 +170,9 @@ class Planner2D(EmbeddingShardingPlanner):
             topology = topology or world_topology(mesh or whole_world())
             costs = calibration or Calibration.of_topology(topology)
             self._is_measured = calibration is not None
-            self._search = CostSearch(costs, mesh, sync, batch_size, constraints, access, workload)
-            # The memory is that of every rank of the world.
-            mesh = Mesh2D(1, topology.world_size)
+            of_user = (constraints, access, workload, self._transports)
+            self._search = CostSearch(costs, mesh, sync, batch_size, *of_user)
+            mesh = Mesh2D(1, topology.world_size)  # The memory is that of every rank.
         super().__init__(
             topology=group_topology(topology, mesh),
             batch_size=batch_size,
@@ -187,14 +195,15 @@ class Planner2D(EmbeddingShardingPlanner):
         Raises:
             PlanError: nothing fits, or the search failed; TorchRec's error is its cause.
         """
-        self._by_cost = self._best_plan = self._search_space = None
+        self._by_cost = self._search_space = None
+        self.forget_plan()
         check_tables(module)
-        device = self._topology.compute_device
+        device = self.compute_device
         try:
             if self._search is not None:
                 best = self.search(module, sharders).found[0]
                 plan = best.plan(device)
-                self._by_cost = PlannedOptions(best, module, self._batch_size, device)
+                self._by_cost = PlannedOptions(best, module, self.batch_size, device)
                 return plan
             stock = self._stock_plan(module, sharders)
         except TwoDError:
@@ -203,7 +212,7 @@ class Planner2D(EmbeddingShardingPlanner):
             missing = partial(self._shortfall, module, sharders)
             raise PlanError(failure_text(self.mesh or "any mesh", error, missing)) from error
         assert self.mesh is not None
-        return Plan2D.from_stock(stock, self.mesh, self.sync)
+        return with_transport(Plan2D.from_stock(stock, self.mesh, self.sync), self._transports[0])
 
     def _stock_plan(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
@@ -212,7 +221,7 @@ class Planner2D(EmbeddingShardingPlanner):
             return super().plan(module, sharders)
         finally:
             if self._search_space is None:  # TorchRec's planner keeps it since 1.9.
-                self._search_space = getattr(self._enumerator, "last_stored_search_space", None)
+                self._search_space = getattr(self.enumerator, "last_stored_search_space", None)
 
     def search(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> SearchResult:
         """The placements that a search by cost finds, and all that it has tried.
@@ -222,7 +231,7 @@ class Planner2D(EmbeddingShardingPlanner):
         """
         if self._search is None:
             raise ConfigError(f"{self.mesh} without a calibration is searched as TorchRec does it")
-        available = self._unreserved(module, sharders)
+        available = self.unreserved(module, sharders)
         if not self._is_measured:
             logger.warning(NOT_MEASURED)
         self._result = result = self._search.result(module, sharders, available)
@@ -239,7 +248,7 @@ class Planner2D(EmbeddingShardingPlanner):
         TorchRec's `PlannerExecutor` (since 1.9) reads them. Those of a search by cost have their
         mesh, exchange and hot rows in the sharding type.
         """
-        return self._by_cost.selected() if self._by_cost else self._best_plan or []
+        return self._by_cost.selected() if self._by_cost else self.best_options
 
     def get_search_space(self) -> list[ShardingOption] | None:
         """All options that the last plan was chosen from; `None` where no plan was made.
@@ -274,23 +283,13 @@ class Planner2D(EmbeddingShardingPlanner):
         known_sharders = get_default_sharders() if sharders is None else sharders
         return plan_on_rank_0(lambda: self.plan(module, known_sharders), pg)
 
-    def _unreserved(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> Topology:
-        """The machines with the memory that is left for tables."""
-        return self._storage_reservation.reserve(
-            topology=self._topology,
-            batch_size=self._batch_size,
-            module=module,
-            sharders=sharders,
-            constraints=self._constraints,
-        )
-
     def _shortfall(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
     ) -> Shortfall | None:
         """The memory that was missing, `None` where TorchRec can't compare sizes."""
         try:
-            available = self._unreserved(module, sharders)
-            options = self._enumerator.enumerate(module, sharders)
+            available = self.unreserved(module, sharders)
+            options = self.enumerator.enumerate(module, sharders)
         except PlannerError:
             # No memory is left for tables, which the error that stopped the search says.
             return None

@@ -15,11 +15,11 @@ from torchrec_2dsp._compat.fbgemm import (
     tbe_shape,
 )
 from torchrec_2dsp._compat.torchrec import get_gradient_division
+from torchrec_2dsp.codecs.rows import EXACT, RowCodec
 from torchrec_2dsp.comms.peers import Peers
 from torchrec_2dsp.errors import SyncError, UnsupportedError
 from torchrec_2dsp.replicas.exchange import (
     GradientExchange,
-    GradientState,
     PendingGradients,
     TrackedLookup,
 )
@@ -43,7 +43,7 @@ class RowCapture:
         tables: Sequence[str],
         learning_rate: Callable[[], float] | None = None,
         peers: Peers | None = None,
-        transport: torch.dtype = torch.float32,
+        codec: RowCodec = EXACT,
     ) -> None:
         """
         Args:
@@ -52,14 +52,14 @@ class RowCapture:
             learning_rate: tells the learning rate, by default the kernel's; NaN where this rank
                 doesn't know it.
             peers: the ranks whose gradients are merged with these, by default none.
-            transport: the type in which gradients travel.
+            codec: how gradients travel.
         """
         self.tbe = tbe
         """The kernel whose fused update is held back."""
         self._tables = tuple(tables)
         self._shape = tbe_shape(tbe)
         self._blocks = blocks_of(self._shape)
-        self._exchange = GradientExchange(self._blocks, tbe.current_device, peers, transport)
+        self._exchange = GradientExchange(self._blocks, tbe.current_device, peers, codec)
         self._learning_rate = learning_rate or (lambda: learning_rate_of(tbe))
         self._pending: list[PendingGradients] = []
         # Autograd only runs the backward of a function with an input that needs a gradient.
@@ -106,28 +106,19 @@ class RowCapture:
             gradients = lookup.rows.gradients(grad_output, bound)
             self._pending.append(PendingGradients(gradients, lookup, self._divisor))
 
-    def send(self) -> None:
-        """Send the captured gradients that aren't sent yet.
+    def take(self) -> list[PendingGradients]:
+        """Send, hand over and forget the gradients of all captured backwards, in their order.
 
         Collectives:
             Per backward and block two all-to-alls over the peers, waited for by
             `PendingGradients.gradients`.
         """
-        unsent = [part for part in self._pending if part.state is GradientState.CAPTURED]
-        gradients = [part.blocks for part in unsent]
-        for pending in unsent:
-            self._exchange.send(pending)
-        for blocks in gradients:
-            self._check_finite(blocks)
-
-    def take(self) -> list[PendingGradients]:
-        """Send, hand over and forget the gradients of all captured backwards, in their order.
-
-        Collectives:
-            Those of `send`, for what isn't sent yet.
-        """
-        self.send()
         pending, self._pending = self._pending, []
+        captured = [part.blocks for part in pending]
+        for part in pending:
+            self._exchange.send(part)
+        for blocks in captured:
+            self._check_finite(blocks)
         return pending
 
     def _check_finite(self, gradients: Sequence[BlockGradients]) -> None:

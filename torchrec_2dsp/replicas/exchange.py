@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from torchrec_2dsp._compat.fbgemm import OptimizerStep
+from torchrec_2dsp.codecs.rows import EXACT, RowCodec
 from torchrec_2dsp.comms.peers import Peers
 from torchrec_2dsp.errors import SyncError
 from torchrec_2dsp.replicas.hops import ArrivingRows, Route, Sizes, routes, saves_bytes_by_owner
@@ -82,7 +83,7 @@ class GradientExchange:
         blocks: Sequence[Block],
         device: torch.device,
         peers: Peers | None,
-        transport: torch.dtype = torch.float32,
+        codec: RowCodec = EXACT,
     ) -> None:
         """
         Args:
@@ -90,7 +91,7 @@ class GradientExchange:
             device: the TBE's device.
             peers: the ranks that hold the same rows, in groups used for nothing else while rows
                 travel; None if this rank is alone.
-            transport: the type in which gradients travel.
+            codec: how gradients travel.
         """
         self.num_ranks = 1 if peers is None else dist.get_world_size(peers.everyone)
         """How many ranks' gradients are added."""
@@ -100,8 +101,8 @@ class GradientExchange:
         by hand, it has to be set on all peers alike, between two steps."""
         self.key_dtypes = tuple(block.key_dtype for block in blocks)
         """For each block, the type that its keys fit into."""
-        self.transport = transport
-        """The type in which gradients travel."""
+        self.codec = codec
+        """How gradients travel."""
         self.device = device
         """The TBE's device."""
         self._peers = None if self.num_ranks == 1 else peers
@@ -271,7 +272,7 @@ class PendingGradients:
             self._num_sent = sum(n for blocks in sizes for parts in blocks for n in parts)
         sizes_by_block = zip(*sizes, strict=True)
         self._arriving = [
-            hop.start(block, block_sizes, key_dtype, self._exchange.transport)
+            hop.start(block, block_sizes, key_dtype, self._exchange.codec)
             for block, block_sizes, key_dtype in zip(
                 self.blocks, sizes_by_block, self._exchange.key_dtypes, strict=True
             )

@@ -121,7 +121,7 @@ class GradientSyncAction:
         if self._precedes_average:
             self.apply(everything=True)
             return SyncReport()
-        if reason is SyncReason.STEP:
+        if reason is SyncReason.BACKWARD_OVER:
             self.send()
             return SyncReport()
         return self.apply(everything=reason is SyncReason.READ)

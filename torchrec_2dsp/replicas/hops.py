@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from torchrec_2dsp.codecs.rows import RowCodec
 from torchrec_2dsp.comms.collectives import Arriving, start_all_to_all_ragged
 from torchrec_2dsp.comms.peers import Peers
 from torchrec_2dsp.rows.gradients import BlockGradients, RowSum
@@ -45,7 +46,7 @@ class Hop:
         rows: BlockGradients,
         sizes: Sequence[Sequence[int]],
         key_dtype: torch.dtype,
-        transport: torch.dtype,
+        codec: RowCodec,
     ) -> "ArrivingRows":
         """Send a block's rows.
 
@@ -53,14 +54,14 @@ class Hop:
             rows: this rank's rows.
             sizes: how many rows travel: by the rank that sends them, then by the rank they go to.
             key_dtype: a type that the block's keys fit into.
-            transport: the type in which gradients travel. This rank rounds its own ones, too, so
-                that all ranks add the same numbers.
+            codec: how gradients travel. This rank rounds its own ones, too, so that all ranks add
+                the same numbers.
 
         Collectives:
             Two all-to-alls on the group, of keys and of gradients, not waited for.
         """
         rank = dist.get_rank(self.group)
-        keys, grads = rows.keys.to(key_dtype), rows.grads.to(transport)
+        keys, grads = rows.keys.to(key_dtype), codec.encode(rows.grads)
         if not self.stride:
             counts = [part_sizes[0] for part_sizes in sizes]
             sent = [[values] * self.num_ranks for values in (keys, grads)]
@@ -68,8 +69,10 @@ class Hop:
             counts = [part_sizes[rank] for part_sizes in sizes]
             order = self._owners(rows.keys).sort(stable=True).indices
             sent = [values[order].split(list(sizes[rank])) for values in (keys, grads)]
-        arriving = (start_all_to_all_ragged(parts, counts, self.group) for parts in sent)
-        return ArrivingRows(*arriving)
+        coming_keys, coming_grads = (
+            start_all_to_all_ragged(parts, counts, self.group) for parts in sent
+        )
+        return ArrivingRows(coming_keys, coming_grads, codec, rows.grads.shape[1])
 
     def _owners(self, keys: torch.Tensor) -> torch.Tensor:
         """The owner of each key. In tables sorted by use, owners of ranges would differ in work."""
@@ -82,6 +85,10 @@ class ArrivingRows:
 
     keys: Arriving
     grads: Arriving
+    codec: RowCodec
+    """How the gradients travel."""
+    dim: int
+    """How many numbers a gradient has."""
 
     @property
     def num_bytes(self) -> int:
@@ -97,7 +104,7 @@ class ArrivingRows:
         """The sums by row of what all ranks have sent, added in rank order, after a wait."""
         keys, places = self.keys.wait().long(), self.keys.places()
         rows = RowSum(keys[places], places)
-        return BlockGradients(rows.keys, rows.of(self.grads.wait().float()))
+        return BlockGradients(rows.keys, rows.of(self.codec.decode(self.grads.wait(), self.dim)))
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torch.profiler import record_function
 from torchrec_2dsp.comms.agreement import as_ours
 from torchrec_2dsp.comms.alarm import Alarm
 from torchrec_2dsp.errors import SyncError, TwoDError
-from torchrec_2dsp.replicas.row_copies import SentRows, average_rows, rows_to_send
-from torchrec_2dsp.replicas.row_transfer import RowTransfer, messages, range_ends
+from torchrec_2dsp.replicas.average_transfer import AverageTransfer, messages, range_ends
+from torchrec_2dsp.replicas.row_copies import SentRows, all_finite, average_rows, rows_to_send
 from torchrec_2dsp.replicas.sync_report import SyncReport
 from torchrec_2dsp.replicas.synced_shard import SyncedShard
 from torchrec_2dsp.replicas.touched import Changed
@@ -123,12 +123,12 @@ class RowAverage:
         own_rows: list[_OwnRows | None] = []
         for shard in self._shards:
             if shard.touched.is_overfull:
-                rows, values = None, shard.touched.tensors
+                rows, is_finite = None, all(map(_is_finite, shard.touched.tensors))
             else:
                 changed = shard.touched.changed()
                 rows = _OwnRows(changed, rows_to_send(shard, changed, self._world_size))
-                values = rows.sent.values
-            if not all(map(_is_finite, values)):
+                is_finite = all_finite(shard, rows.sent.values)
+            if not is_finite:
                 raise SyncError(
                     f"table {shard.table!r} has weights or optimizer state that are not finite; "
                     "nothing was synced. Lower the learning rate, or clip gradients"
@@ -155,7 +155,7 @@ class RowAverage:
         self, own_rows: Sequence[_OwnRows | None], counts: Sequence[Sequence[Sequence[int]]]
     ) -> SyncReport:
         """Average the shards of which few rows were touched; the others have no counts here."""
-        sent: list[tuple[RowTransfer, list[Changed]]] = []
+        sent: list[tuple[AverageTransfer, list[Changed]]] = []
         num_sent = [0] * len(self._shards)
         for pieces in messages(counts, self._row_bytes):
             parts: list[_OwnRows] = []
@@ -164,7 +164,9 @@ class RowAverage:
                 assert rows is not None
                 num_sent[piece.shard] += piece.counts[self._rank]
                 parts.append(rows.part(slice(start, num_sent[piece.shard])))
-            transfer = RowTransfer(pieces, self._shards, [part.sent for part in parts], self._group)
+            transfer = AverageTransfer(
+                pieces, self._shards, [part.sent for part in parts], self._group
+            )
             sent.append((transfer, [part.changed for part in parts]))
         report = SyncReport()
         for transfer, changes in sent:

@@ -1,7 +1,7 @@
 """What peers send of their changed rows, and how the average of all copies is computed.
 
 Two peers send values, whose average has the bits of a dense average. With more peers, or in a
-shorter type, they send changes since the last sync, after which every peer has the same values. The
+shorter form, they send changes since the last sync, after which every peer has the same values. The
 average is these values plus the mean of the changes, so that the work grows with the number of
 changes, and not of copies.
 """
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from torchrec_2dsp.codecs.rows import EXACT
 from torchrec_2dsp.replicas.state_rules import StateRule
 from torchrec_2dsp.replicas.synced_shard import SyncedShard
 from torchrec_2dsp.replicas.touched import Changed
@@ -33,22 +34,32 @@ class SentRows:
 
 def _sends_change(shard: SyncedShard, index: int, num_peers: int) -> bool:
     """Whether changes of a tensor are sent instead of values; a maximum needs values."""
-    is_shorter = shard.sent_as[index] != shard.touched.tensors[index].dtype
-    return is_shorter or (num_peers > 2 and shard.rules[index] is StateRule.AVERAGE)
+    return shard.codecs[index] is not None or (
+        num_peers > 2 and shard.rules[index] is StateRule.AVERAGE
+    )
+
+
+def all_finite(shard: SyncedShard, values: Sequence[torch.Tensor]) -> bool:
+    """Whether all that is sent of a shard is finite when it comes."""
+    return all(
+        (EXACT if codec is None else codec).all_finite(value)
+        for codec, value in zip(shard.codecs, values, strict=True)
+        if codec is not None or value.is_floating_point()
+    )
 
 
 def rows_to_send(shard: SyncedShard, changed: Changed, num_peers: int) -> SentRows:
     """The changed rows of a shard, as they are sent."""
-    values = [tensor.index_select(0, changed.rows) for tensor in shard.touched.tensors]
-    return SentRows(
-        changed.rows,
-        tuple(
-            (value - base).to(sent_as) if _sends_change(shard, index, num_peers) else value
-            for index, (value, base, sent_as) in enumerate(
-                zip(values, changed.bases, shard.sent_as, strict=True)
-            )
-        ),
-    )
+    sent = []
+    parts = zip(shard.touched.tensors, changed.bases, shard.codecs, shard.dims, strict=True)
+    for index, (tensor, base, codec, dim) in enumerate(parts):
+        value = tensor.index_select(0, changed.rows)
+        if _sends_change(shard, index, num_peers):
+            value = value - base
+        if codec is not None:
+            value = codec.encode(value.float().view(len(value), dim))
+        sent.append(value)
+    return SentRows(changed.rows, tuple(sent))
 
 
 def average_rows(shard: SyncedShard, own: Changed, peers: Sequence[SentRows]) -> int:
@@ -67,8 +78,10 @@ def average_rows(shard: SyncedShard, own: Changed, peers: Sequence[SentRows]) ->
         base = tensor.index_select(0, rows)
         sent = [peer.values[index] for peer in peers]
         if _sends_change(shard, index, len(peers)):
-            changes = torch.cat([change.float() for change in sent])
-            total = by_row.of(changes.view(len(changes), -1)).view_as(base)
+            codec, dim = shard.codecs[index] or EXACT, shard.dims[index]
+            changes = torch.cat(sent)
+            changes = changes.view(len(changes), codec.columns(dim))
+            total = by_row.of(codec.decode(changes, dim)).view_as(base)
             average = (total.div_(len(peers)) + base).to(tensor.dtype)
         else:
             copies = [base.index_copy(0, *peer) for peer in zip(places, sent, strict=True)]

@@ -50,7 +50,7 @@ UNSYNCED_STATES = frozenset({"iter"})
 """States that are never averaged: they count forwards, of which all replicas run equally many."""
 
 
-def rule_for(state: str, table: str) -> StateRule:
+def state_rule_for(state: str, table: str) -> StateRule:
     """The rule for a state of a table; an unknown state is refused, never left out."""
     if state not in STATE_RULES:
         raise UnsupportedError(

@@ -9,7 +9,7 @@ from torch.profiler import record_function
 
 from torchrec_2dsp.replicas.sync_reason import SyncReason
 from torchrec_2dsp.replicas.sync_report import SyncReport
-from torchrec_2dsp.replicas.weight_sync import AverageReplicas
+from torchrec_2dsp.replicas.weight_sync import WeightSyncAction
 
 _LABEL = "## replica sync ##"
 """The name of syncs in profiles."""
@@ -90,8 +90,8 @@ class SyncPoint:
             action.num_steps = step
 
     @property
-    def _averages(self) -> list[AverageReplicas]:
-        return [action for action in self._actions if isinstance(action, AverageReplicas)]
+    def _averages(self) -> list[WeightSyncAction]:
+        return [action for action in self._actions if isinstance(action, WeightSyncAction)]
 
     def state_dict(self) -> list[dict[str, list[int]]]:
         """What the next syncs of this rank depend on beside the tables, one dict per action.

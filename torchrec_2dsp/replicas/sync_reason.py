@@ -6,9 +6,11 @@ import enum
 class SyncReason(enum.Enum):
     """Why a program reaches a sync point."""
 
-    STEP = "a backward is over"
-    """The rows aren't needed yet."""
+    BACKWARD_OVER = "a backward is over"
+    """What is captured is sent, and an average that is due is taken. Nobody needs the rows yet."""
 
     LOOKUP = "rows are about to be looked up in training"
+    """What was sent is applied, but for the steps that may be late."""
 
     READ = "someone looks at the replicas: a checkpoint, an evaluation, a user"
+    """Everything is applied, and all copies are equal."""

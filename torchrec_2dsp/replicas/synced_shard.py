@@ -1,9 +1,9 @@
 """`SyncedShard`: a table shard whose copies are averaged."""
 
+import math
 from dataclasses import dataclass
 
-import torch
-
+from torchrec_2dsp.codecs.rows import RowCodec
 from torchrec_2dsp.replicas.state_rules import StateRule
 from torchrec_2dsp.replicas.touched import TouchedRows
 
@@ -21,5 +21,11 @@ class SyncedShard:
     rules: tuple[StateRule, ...]
     """The rule for each tensor."""
 
-    sent_as: tuple[torch.dtype, ...]
-    """The type in which each tensor's rows are sent; a type shorter than theirs means changes."""
+    codecs: tuple[RowCodec | None, ...]
+    """How changes of each tensor's rows travel; `None` for a tensor whose numbers travel as they
+    are."""
+
+    @property
+    def dims(self) -> list[int]:
+        """How many numbers a row of each tensor has."""
+        return [math.prod(tensor.shape[1:]) for tensor in self.touched.tensors]

@@ -1,4 +1,4 @@
-"""`AverageReplicas`: average weights and optimizer state over the replica peers after updates."""
+"""`WeightSyncAction`: average weights and optimizer state over the replica peers after updates."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -12,7 +12,7 @@ from torchrec_2dsp.replicas.sync_report import SyncReport
 from torchrec_2dsp.replicas.whole_shard import ShardAverage
 
 
-class AverageReplicas:
+class WeightSyncAction:
     """The sync action of `WeightSync`: an average, and a count of steps that tells when it is due.
 
     A step has one backward and several sync points, of which the first counts the step.

@@ -8,14 +8,16 @@ from torchrec.distributed.types import ShardingEnv
 
 from torchrec_2dsp.plan.parameter_sharding import TableType
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
+from torchrec_2dsp.shard.base_types import ShowsBaseTypes
 from torchrec_2dsp.shard.batch.notes import SequenceContext
+from torchrec_2dsp.shard.codecs_of_plan import codecs_registry
 from torchrec_2dsp.shard.outputs import JoinSequences
-from torchrec_2dsp.shard.replication import Replication
-from torchrec_2dsp.shard.shardings import SEQUENCE
+from torchrec_2dsp.shard.shardings import sequence_sharding
+from torchrec_2dsp.shard.sync.replication import Replication
 from torchrec_2dsp.shard.tables import Tables2D
 
 
-class ShardedEmbeddingCollection2D(ShardedEmbeddingCollection):
+class ShardedEmbeddingCollection2D(ShowsBaseTypes, ShardedEmbeddingCollection):  # pyright: ignore[reportIncompatibleVariableOverride]
     """TorchRec's sharded collection, repeated over the groups of a mesh."""
 
     def __init__(
@@ -45,15 +47,16 @@ class ShardedEmbeddingCollection2D(ShardedEmbeddingCollection):
     ) -> Any:
         """TorchRec's sharding of the type, with the plugin's kernels."""
         kind = TableType.of_name(sharding_type)
-        if kind not in SEQUENCE:
+        sharding = sequence_sharding(kind)
+        if sharding is None:
             return super().create_embedding_sharding(
                 sharding_type, sharding_infos, env, device, qcomm_codecs_registry
             )
-        return SEQUENCE[kind](
+        return sharding(
             sharding_infos=sharding_infos,
             env=env,
             device=device,
-            qcomm_codecs_registry=qcomm_codecs_registry,
+            qcomm_codecs_registry=codecs_registry(kind, sharding_infos, qcomm_codecs_registry),
         )
 
     def create_context(self) -> SequenceContext:

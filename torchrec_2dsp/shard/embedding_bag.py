@@ -15,12 +15,15 @@ from torchrec.modules.embedding_modules import (
 )
 
 from torchrec_2dsp._compat.torchrec import CwPooledEmbeddingSharding
+from torchrec_2dsp.codecs.transport import Transport
 from torchrec_2dsp.plan.parameter_sharding import Exchange, ParameterSharding2D, TableType
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
+from torchrec_2dsp.shard.base_types import ShowsBaseTypes
 from torchrec_2dsp.shard.batch.notes import BagContext
+from torchrec_2dsp.shard.codecs_of_plan import codecs_registry
 from torchrec_2dsp.shard.outputs import JoinBags
-from torchrec_2dsp.shard.replication import Replication
-from torchrec_2dsp.shard.shardings import POOLED
+from torchrec_2dsp.shard.shardings import pooled_sharding
+from torchrec_2dsp.shard.sync.replication import Replication
 from torchrec_2dsp.shard.tables import Tables2D
 
 _AVERAGED_HERE = (
@@ -34,7 +37,7 @@ For the others it divides whole outputs, also those of tables of other types, by
 fails where a rank has no samples."""
 
 
-class ShardedEmbeddingBagCollection2D(ShardedEmbeddingBagCollection):
+class ShardedEmbeddingBagCollection2D(ShowsBaseTypes, ShardedEmbeddingBagCollection):  # pyright: ignore[reportIncompatibleVariableOverride]
     """TorchRec's sharded collection, repeated over the groups of a mesh."""
 
     def __init__(
@@ -56,18 +59,6 @@ class ShardedEmbeddingBagCollection2D(ShardedEmbeddingBagCollection):
         self.tables = Tables2D(self, module, configs, plan, replication, device, outputs)
         """What this package adds."""
 
-    @property
-    def module_sharding_plan(self) -> Any:
-        """What TorchRec makes state dicts by; it knows its own sharding types only."""
-        return self._module_sharding_plan
-
-    @module_sharding_plan.setter
-    def module_sharding_plan(self, plan: dict[str, ParameterSharding2D]) -> None:  # pyright: ignore
-        self._module_sharding_plan = {
-            name: replace(table, sharding_type=TableType.of_name(table.sharding_type).base.value)
-            for name, table in plan.items()
-        }
-
     @classmethod
     def create_embedding_bag_sharding(
         cls,
@@ -79,17 +70,16 @@ class ShardedEmbeddingBagCollection2D(ShardedEmbeddingBagCollection):
     ) -> Any:
         """TorchRec's sharding of the type, with the plugin's kernels."""
         kind = TableType.of_name(sharding_infos[0].param_sharding.sharding_type)
-        if kind not in POOLED:
+        sharding = pooled_sharding(kind)
+        if sharding is None:
             return super().create_embedding_bag_sharding(
                 sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry
             )
-        sharding = POOLED[kind]
         extra = {}
         if issubclass(sharding, CwPooledEmbeddingSharding):
             extra["permute_embeddings"] = permute_embeddings
-        return sharding(
-            sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry, **extra
-        )
+        registry = codecs_registry(kind, sharding_infos, qcomm_codecs_registry)
+        return sharding(sharding_infos, env, device, qcomm_codecs_registry=registry, **extra)
 
     def create_context(self) -> BagContext:
         """TorchRec's context of a batch, with a place for the stages' notes."""
@@ -117,9 +107,13 @@ def _averaged_here(configs: Iterable[EmbeddingBagConfig], plan: ModulePlan2D) ->
         if config.pooling is PoolingType.MEAN
         and (
             tables[config.name].hot_set is not None
-            or TableType.of_name(tables[config.name].sharding_type) in _AVERAGED_HERE
+            or _without_transport(tables[config.name]) in _AVERAGED_HERE
         )
     }
+
+
+def _without_transport(table: ParameterSharding2D) -> TableType:
+    return replace(TableType.of_name(table.sharding_type), transport=Transport.FP32)
 
 
 def _outputs_of(configs: Sequence[EmbeddingBagConfig], tables: set[str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torchrec.distributed.embedding_types import ShardedEmbeddingTable
 from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -21,12 +22,14 @@ from torchrec_2dsp._compat.fbgemm import (
     tbe_shape,
     tell_empty_tables_apart,
 )
+from torchrec_2dsp._compat.shardings import replace_optimizer
 from torchrec_2dsp._compat.torchrec import (
     BatchedFusedEmbedding,
     BatchedFusedEmbeddingBag,
     EmbeddingFusedOptimizer,
     GroupedEmbeddingConfig,
 )
+from torchrec_2dsp.codecs.rows import RowCodec
 from torchrec_2dsp.comms.peers import Peers
 from torchrec_2dsp.optim.moment_scaled import to_kernel_units
 from torchrec_2dsp.replicas.capture import RowCapture
@@ -38,8 +41,17 @@ MOMENT_SCALE = "moment_scale"
 class ScaledFusedOptimizer(EmbeddingFusedOptimizer):
     """TorchRec's fused optimizer with a moment scale: it shows and takes the user's units."""
 
-    def __init__(self, *args: Any, moment_scale: float, lr: float, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        config: GroupedEmbeddingConfig,
+        tbe: SplitTableBatchedEmbeddingBagsCodegen,
+        pg: dist.ProcessGroup | None,
+        *,
+        moment_scale: float,
+        lr: float,
+    ) -> None:
+        super().__init__(config, tbe, pg)
+        self._tbe = tbe
         self._moment_scale = moment_scale
         (self._group,) = cast(list[dict[str, Any]], self.param_groups)
         self._group["lr"] = lr
@@ -64,7 +76,7 @@ class ScaledFusedOptimizer(EmbeddingFusedOptimizer):
 
     def _set_learning_rate(self) -> None:
         lr = to_kernel_units(self._group["lr"], self._moment_scale)
-        set_learning_rate(self._emb_module, lr)
+        set_learning_rate(self._tbe, lr)
 
 
 @dataclass(frozen=True)
@@ -94,50 +106,48 @@ class TableShard:
 class _CapturingKernel:
     """What both kernels add: the moment scale, and a lookup whose backward is captured."""
 
-    _config: GroupedEmbeddingConfig
-    _emb_module: Any
-    _optim: EmbeddingFusedOptimizer
-
     def _init_capture(self, pg: dist.ProcessGroup | None, user_params: dict[str, Any]) -> None:
         self.moment_scale = float(user_params.get(MOMENT_SCALE, 1.0))
         self._capture: RowCapture | None = None
         self._update_watchers: list[Callable[[Callable[[], list[torch.Tensor]]], None]] = []
-        has_rows = [table.local_rows > 0 for table in self._config.embedding_tables]
+        has_rows = [table.local_rows > 0 for table in self.table_configs]
         self._has_no_rows = not any(has_rows)
         if not all(has_rows):
-            tell_empty_tables_apart(self._emb_module)
-        config = _with_grids_of_one_row(self._config)
-        if config is not self._config:
-            self._optim = EmbeddingFusedOptimizer(config, self._emb_module, pg)
+            tell_empty_tables_apart(self.tbe)
+        kernel = cast("Kernel", self)
+        config = _with_grids_of_one_row(kernel.config)
+        if config is not kernel.config:
+            replace_optimizer(kernel, EmbeddingFusedOptimizer(config, self.tbe, pg))
         if self.moment_scale != 1.0:
-            self._optim = ScaledFusedOptimizer(
-                config,
-                self._emb_module,
-                pg,
-                moment_scale=self.moment_scale,
-                lr=user_params["learning_rate"],
-            )
+            scale, lr = self.moment_scale, user_params["learning_rate"]
+            scaled = ScaledFusedOptimizer(config, self.tbe, pg, moment_scale=scale, lr=lr)
+            replace_optimizer(kernel, scaled)
 
-    def capture_rows(self, peers: Peers | None, transport: torch.dtype) -> RowCapture:
+    def capture_rows(self, peers: Peers | None, codec: RowCodec) -> RowCapture:
         """From now on backwards are captured, for a merge over ``peers``, or for this rank alone.
 
         Otherwise they update at once, as in TorchRec.
         """
-        tables = [table.name for table in self._config.embedding_tables]
-        self._capture = RowCapture(self._emb_module, tables, peers=peers, transport=transport)
+        tables = [table.name for table in self.table_configs]
+        self._capture = RowCapture(self.tbe, tables, peers=peers, codec=codec)
         return self._capture
 
     @property
     def tbe(self) -> SplitTableBatchedEmbeddingBagsCodegen:
         """FBGEMM's part of the kernel."""
-        return self._emb_module
+        return cast("Kernel", self).emb_module
+
+    @property
+    def table_configs(self) -> list[ShardedEmbeddingTable]:
+        """The configs of the table shards, in the order of the lookup."""
+        return cast("Kernel", self).config.embedding_tables
 
     def shards(self) -> list["TableShard"]:
         """The table shards that the kernel holds."""
-        tbe = self._emb_module
+        tbe = self.tbe
         tensors = zip(tbe.split_embedding_weights(), optimizer_states(tbe), strict=True)
         shards = []
-        for table, (weight, state) in zip(self._config.embedding_tables, tensors, strict=True):
+        for table, (weight, state) in zip(self.table_configs, tensors, strict=True):
             assert table.local_metadata is not None
             row, column = table.local_metadata.shard_offsets
             shards.append(TableShard(table.name, row, column, {"weight": weight, **state}))
@@ -146,7 +156,7 @@ class _CapturingKernel:
     @property
     def user_learning_rate(self) -> float:
         """The kernel's learning rate in the user's units."""
-        return learning_rate_of(self._emb_module) / to_kernel_units(1.0, self.moment_scale)
+        return learning_rate_of(self.tbe) / to_kernel_units(1.0, self.moment_scale)
 
     def _lookup(self, run: Callable[[], torch.Tensor], features: KeyedJaggedTensor) -> torch.Tensor:
         if self._has_no_rows:
@@ -173,7 +183,7 @@ class _CapturingKernel:
 
     def _zeros(self, features: KeyedJaggedTensor) -> torch.Tensor:
         """What shards without rows give, which FBGEMM's CPU kernels don't look up."""
-        shape = tbe_shape(self._emb_module)
+        shape = tbe_shape(self.tbe)
         dims = [shape.table_dims[table] for table in shape.feature_tables]
         size = (0, dims[0]) if shape.is_sequence else (features.stride(), sum(dims))
         needs_grad = torch.is_grad_enabled()
@@ -185,8 +195,8 @@ class _CapturingKernel:
         self._update_watchers.append(watcher)
 
     def _announce_update(self, output: torch.Tensor, features: KeyedJaggedTensor) -> None:
-        ids, _ = last_lookup(self._emb_module)
-        shape = tbe_shape(self._emb_module)
+        ids, _ = last_lookup(self.tbe)
+        shape = tbe_shape(self.tbe)
 
         def rows() -> list[torch.Tensor]:
             by_feature = ids.split(features.length_per_key())

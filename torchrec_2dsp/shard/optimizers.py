@@ -22,10 +22,10 @@ from torchrec_2dsp.optim.moment_scaled import (
     MomentScaledRowWiseAdaGrad,
     MomentScaledRowWiseAdaGradOptimizer,
 )
+from torchrec_2dsp.plan.checks.fits_module import check_rounding
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.plan.sync_config import GradientSync
 from torchrec_2dsp.shard.kernels import MOMENT_SCALE
-from torchrec_2dsp.shard.validate import check_rounding
 
 Optimizer = MomentScaledRowWiseAdaGrad | DelayedMomentRowWiseAdaGrad | EmbOptimType
 

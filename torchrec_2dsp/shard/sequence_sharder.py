@@ -7,6 +7,7 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
+from torchrec_2dsp._compat.shardings import dedups_ids
 from torchrec_2dsp.shard.bad_ids import BadIds
 from torchrec_2dsp.shard.embedding import ShardedEmbeddingCollection2D
 from torchrec_2dsp.shard.optimizers import Optimizer, sorted_out, stock_params
@@ -67,9 +68,7 @@ class EmbeddingCollectionSharder2D(Sharder2D, EmbeddingCollectionSharder):
         """
 
         def make(*args: Any, **kwargs: Any) -> ShardedEmbeddingCollection2D:
-            return ShardedEmbeddingCollection2D(
-                *args, use_index_dedup=self._use_index_dedup, **kwargs
-            )
+            return ShardedEmbeddingCollection2D(*args, use_index_dedup=dedups_ids(self), **kwargs)
 
         configs = module.embedding_configs()
         return self._shard_2d(module, params, configs, device, module_fqn, make)

@@ -15,10 +15,11 @@ from torchrec_2dsp.comms.agreement import agreeing
 from torchrec_2dsp.comms.mesh_groups import MeshGroups, world_group
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.optim.delayed_moment import DelayedMomentRowWiseAdaGrad
+from torchrec_2dsp.plan.checks.fits_module import check_module_plan, idle_hot_sets
+from torchrec_2dsp.plan.checks.table_configs import has_weights, table_text
 from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D
 from torchrec_2dsp.plan.remap import module_plan_for_rank
 from torchrec_2dsp.plan.serialize import to_json
-from torchrec_2dsp.plan.table_configs import has_weights, table_text
 from torchrec_2dsp.shard.bad_ids import BadIds
 from torchrec_2dsp.shard.embedding_bag import ShardedEmbeddingBagCollection2D
 from torchrec_2dsp.shard.initial_tables import checked_seed, configs_of, draw_tables_
@@ -32,8 +33,7 @@ from torchrec_2dsp.shard.optimizers import (
     stock_params,
 )
 from torchrec_2dsp.shard.parted import PartedModule, SomeTables
-from torchrec_2dsp.shard.replication import Replication
-from torchrec_2dsp.shard.validate import check_module_plan, idle_hot_sets
+from torchrec_2dsp.shard.sync.replication import Replication
 
 logger = logging.getLogger(__name__)
 

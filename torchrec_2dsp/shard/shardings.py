@@ -1,9 +1,11 @@
 """TorchRec's shardings with the plugin's kernels and exchanges.
 
 Each class overrides factory methods of TorchRec's and nothing else: what looks rows up, and where
-another exchange runs, what sends ids and outputs. `POOLED` and `SEQUENCE` list them by type.
+another exchange runs, what sends ids and outputs.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -31,6 +33,7 @@ from torchrec_2dsp._compat.torchrec import (
     TwRwPooledEmbeddingSharding,
     TwSequenceEmbeddingSharding,
 )
+from torchrec_2dsp.codecs.transport import Transport
 from torchrec_2dsp.plan.parameter_sharding import Exchange, TableType
 from torchrec_2dsp.shard.lookups import PooledLookup, pooled_lookup, sequence_lookup
 from torchrec_2dsp.shard.nonempty.exchange import NonEmptyBags
@@ -44,9 +47,23 @@ Device = torch.device | None
 class NotesBatches(Protocol):
     """A sharding whose output exchange has to know something of a batch that TorchRec forgets."""
 
-    def noted(self, context: EmbeddingShardingContext) -> EmbeddingShardingContext:
+    def widened_context(self, context: EmbeddingShardingContext) -> EmbeddingShardingContext:
         """The context of the batch whose ids were sent last, widened by what was noted of it."""
         ...
+
+
+def widen_contexts(contexts: list[Any], shardings: Sequence[Any]) -> None:
+    """Put wider contexts of a batch in the place of TorchRec's, for shardings that know more of it.
+
+    TorchRec hands them to the output exchanges, which learn so what the input exchanges did.
+
+    Args:
+        contexts: TorchRec's, one for each sharding; changed in place.
+        shardings: in the same order.
+    """
+    for index, sharding in enumerate(shardings):
+        if isinstance(sharding, NotesBatches):
+            contexts[index] = sharding.widened_context(contexts[index])
 
 
 class TwPooled(TwPooledEmbeddingSharding):
@@ -143,9 +160,9 @@ class _NonEmpty(EmbeddingSharding[Any, Any, Any, Any]):
         """What exchanges the bags."""
         return self.bags.output_dist(device, super().create_output_dist(device))
 
-    def noted(self, context: EmbeddingShardingContext) -> EmbeddingShardingContext:
+    def widened_context(self, context: EmbeddingShardingContext) -> EmbeddingShardingContext:
         """See `NotesBatches`."""
-        return self.bags.noted(context)
+        return self.bags.widened_context(context)
 
 
 class NonEmptyTw(_NonEmpty, TwPooledEmbeddingSharding):
@@ -192,9 +209,9 @@ class _ExchangesRows(EmbeddingSharding[Any, Any, Any, Any]):
         """What fetches rows."""
         return self.rows.output_dist(device)
 
-    def noted(self, context: EmbeddingShardingContext) -> EmbeddingShardingContext:
+    def widened_context(self, context: EmbeddingShardingContext) -> EmbeddingShardingContext:
         """See `NotesBatches`."""
-        return self.rows.noted(context)
+        return self.rows.widened_context(context)
 
 
 class RowExchangePooled(_ExchangesRows, RwPooledEmbeddingSharding):
@@ -243,7 +260,7 @@ class RwSequence(RwSequenceEmbeddingSharding):
         return sequence_lookup(facts_of(self), device)
 
 
-POOLED: dict[TableType, Any] = {
+_POOLED: dict[TableType, Any] = {
     TableType(ShardingType.TABLE_WISE): TwPooled,
     TableType(ShardingType.COLUMN_WISE): CwPooled,
     TableType(ShardingType.ROW_WISE): RwPooled,
@@ -255,13 +272,23 @@ POOLED: dict[TableType, Any] = {
     TableType(ShardingType.COLUMN_WISE, Exchange.NONEMPTY): NonEmptyCw,
     TableType(ShardingType.ROW_WISE, Exchange.NONEMPTY): NonEmptyRw,
 }
-"""The shardings of bags; data parallel is stock, and table-column-wise runs as column-wise."""
+"""The shardings of bags by type; data parallel is stock, and table-column-wise is column-wise."""
 
-SEQUENCE: dict[TableType, Any] = {
+_SEQUENCE: dict[TableType, Any] = {
     TableType(ShardingType.TABLE_WISE): TwSequence,
     TableType(ShardingType.COLUMN_WISE): CwSequence,
     TableType(ShardingType.ROW_WISE): RwSequence,
     TableType(ShardingType.ROW_WISE, Exchange.ROW): RowExchangeSequence,
     TableType(ShardingType.ROW_WISE, Exchange.ROW_PER_HOST): RowExchangeSequence,
 }
-"""The shardings of sequences; data parallel is stock."""
+"""The shardings of sequences by type; data parallel is stock."""
+
+
+def pooled_sharding(kind: TableType) -> Any:
+    """The class of a sharding of bags, whatever their transport; `None` where it is TorchRec's."""
+    return _POOLED.get(replace(kind, transport=Transport.FP32))
+
+
+def sequence_sharding(kind: TableType) -> Any:
+    """The class of a sharding of sequences; `None` where it is TorchRec's."""
+    return _SEQUENCE.get(replace(kind, transport=Transport.FP32))

@@ -32,13 +32,14 @@ from torchrec_2dsp.shard.hot_rows.sets import HotSets
 from torchrec_2dsp.shard.kernels import Kernel
 from torchrec_2dsp.shard.lookups import kernels_of
 from torchrec_2dsp.shard.prefetch.row_prefetch import RowPrefetch
-from torchrec_2dsp.shard.replica_sync import ReplicaSync
-from torchrec_2dsp.shard.replication import Replication
 from torchrec_2dsp.shard.row_exchange.arrangement import arrangement_of
-from torchrec_2dsp.shard.row_exchange.exchange import RowFetch, RowLookup
-from torchrec_2dsp.shard.shardings import NotesBatches
+from torchrec_2dsp.shard.row_exchange.exchange import RowFetch
+from torchrec_2dsp.shard.row_exchange.lookup import RowLookup
+from torchrec_2dsp.shard.shardings import widen_contexts
 from torchrec_2dsp.shard.stages import Output, Stage
-from torchrec_2dsp.shard.synced_optimizer import SyncedOptimizer
+from torchrec_2dsp.shard.sync.replica_sync import ReplicaSync
+from torchrec_2dsp.shard.sync.replication import Replication
+from torchrec_2dsp.shard.sync.synced_optimizer import SyncedOptimizer
 
 Module = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
 Context = TypeVar("Context", BagContext, SequenceContext)
@@ -129,7 +130,7 @@ class Tables2D:
             self.module,
             lambda optimizer: SyncedOptimizer(
                 optimizer,
-                before_step=lambda: self._replicas.reach(SyncReason.STEP),
+                after_backward=lambda: self._replicas.reach(SyncReason.BACKWARD_OVER),
                 before_change=lambda: self._replicas.reach(SyncReason.READ),
                 before_read=self.complete_state,
                 after_load=self._after_write,
@@ -184,9 +185,7 @@ class Tables2D:
             )
         notes.asked = send(ctx, features)
         notes.shardings = cast(list[Any], ctx.sharding_contexts)
-        for index, sharding in enumerate(shardings_of(self.module)):
-            if isinstance(sharding, NotesBatches):
-                notes.shardings[index] = sharding.noted(cast(Any, notes.shardings[index]))
+        widen_contexts(notes.shardings, shardings_of(self.module))
         return notes.asked
 
     def look_up(self, ctx: Context, arrived: Any, look_up: Callable[[Context, Any], Any]) -> Any:

@@ -1,34 +1,42 @@
-"""A reduce-scatter for ranks with batches of different size, on backends that have none."""
+"""A reduce-scatter for what backends can't add: uneven batches, and numbers in 8 or 4 bits."""
 
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed.types import NoWait, QuantizedCommCodecs
+from torchrec.distributed.types import NoWait, QuantizedCommCodec, QuantizedCommCodecs
 
+from torchrec_2dsp._compat.shardings import parts_of_reduce_scatter
 from torchrec_2dsp._compat.torchrec import (
     PooledEmbeddingsAwaitable,
     PooledEmbeddingsReduceScatter,
     get_gradient_division,
 )
 from torchrec_2dsp.comms.collectives import all_gather_ragged
+from torchrec_2dsp.comms.stock_codec import StockCodec
 
 
 class UnevenReduceScatter(PooledEmbeddingsReduceScatter):
     """TorchRec's output exchange of row-wise tables, also for uneven batches on gloo.
 
     TorchRec's backward of an uneven reduce-scatter needs an uneven all-gather, which only NCCL
-    has. Even batches take TorchRec's own path.
+    has. No backend adds encoded rows. So parts of bags are sent to whom they are for, and added
+    there. All else takes TorchRec's own path.
     """
 
     def forward(
         self, local_embs: torch.Tensor, input_splits: list[int] | None = None
     ) -> PooledEmbeddingsAwaitable:
         """The sum over ranks of their partial bags, each rank getting its own batch."""
-        even = input_splits is None or len(set(input_splits)) == 1
-        if even or dist.get_backend(self._pg) == "nccl":
+        group, codecs = parts_of_reduce_scatter(self)
+        num_ranks = dist.get_world_size(group)
+        is_even = input_splits is None or len(set(input_splits)) == 1
+        is_encoded = codecs is not None and isinstance(codecs.forward, StockCodec)
+        if not is_encoded and (is_even or dist.get_backend(group) == "nccl"):
             return super().forward(local_embs, input_splits)
-        pooled = _ReduceScatterRagged.apply(local_embs, input_splits, self._pg, self._codecs)
+        if input_splits is None:
+            input_splits = [len(local_embs) // num_ranks] * num_ranks
+        pooled = _ReduceScatterRagged.apply(local_embs, input_splits, group, codecs)
         return PooledEmbeddingsAwaitable(tensor_awaitable=NoWait(pooled))
 
 
@@ -45,7 +53,8 @@ class _ReduceScatterRagged(torch.autograd.Function):
         world_size, dim = dist.get_world_size(group), partial.shape[1]
         own = splits[dist.get_rank(group)]
         sent = partial if codecs is None else codecs.forward.encode(partial)
-        received = sent.new_empty((world_size * own, dim))
+        sent = sent.view(len(partial), _width(dim, codecs and codecs.forward))
+        received = sent.new_empty((world_size * own, sent.shape[1]))
         dist.all_to_all_single(
             received,
             sent.contiguous(),
@@ -59,9 +68,17 @@ class _ReduceScatterRagged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         grad = grad_outputs[0].contiguous()
+        num_bags, dim = grad.shape
         grad = grad if ctx.codecs is None else ctx.codecs.backward.encode(grad)
+        grad = grad.view(num_bags, _width(dim, ctx.codecs and ctx.codecs.backward))
         gathered = torch.cat(all_gather_ragged(grad, ctx.splits, ctx.group))
         gathered = gathered if ctx.codecs is None else ctx.codecs.backward.decode(gathered)
+        gathered = gathered.view(sum(ctx.splits), dim)
         if get_gradient_division():
             gathered = gathered / dist.get_world_size(ctx.group)
         return gathered, None, None, None
+
+
+def _width(dim: int, codec: QuantizedCommCodec[Any] | None) -> int:
+    """How many numbers travel for each row of ``dim``; TorchRec's codecs keep them one for one."""
+    return codec.calc_quantized_size(dim) if isinstance(codec, StockCodec) else dim

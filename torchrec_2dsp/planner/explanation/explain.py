@@ -10,8 +10,7 @@ from torchrec_2dsp.cost.sent import sent_weights
 from torchrec_2dsp.planner.explanation.explanation import Explanation
 from torchrec_2dsp.planner.explanation.table_line import TableLine
 from torchrec_2dsp.planner.search.descent import Descent
-from torchrec_2dsp.planner.search.meshes import SearchResult, Tried
-from torchrec_2dsp.planner.search.result import Found
+from torchrec_2dsp.planner.search.result import Found, SearchResult, Tried
 from torchrec_2dsp.planner.search.space import Space
 
 _MAX_COMPARED = 500
@@ -63,7 +62,7 @@ def pareto_front(tried: Sequence[Tried]) -> list[Tried]:
     Example:
         >>> from torchrec_2dsp import Mesh2D
         >>> from torchrec_2dsp.planner.explanation.explain import pareto_front
-        >>> from torchrec_2dsp.planner.search.meshes import Tried
+        >>> from torchrec_2dsp.planner.search.result import Tried
         >>> some = [Tried(Mesh2D(1, 4), *pair) for pair in ((2.0, 5.0), (3.0, 4.0), (3.5, 6.0))]
         >>> [(one.seconds, one.bytes_of_rank) for one in pareto_front(some)]
         [(2.0, 5.0), (3.0, 4.0)]

@@ -21,7 +21,7 @@ from torchrec_2dsp.planner.explanation.table_line import (
     TableLine,
     milliseconds,
 )
-from torchrec_2dsp.planner.search.meshes import Tried
+from torchrec_2dsp.planner.search.result import Tried
 from torchrec_2dsp.report.page import Page
 from torchrec_2dsp.report.table import Table
 

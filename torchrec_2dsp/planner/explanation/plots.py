@@ -6,7 +6,7 @@ from itertools import accumulate
 from torchrec_2dsp.cost.loads import Ranks
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.planner.explanation.table_line import TableLine
-from torchrec_2dsp.planner.search.meshes import Tried
+from torchrec_2dsp.planner.search.result import Tried
 from torchrec_2dsp.report.charts import PALETTE, Axis, BarChart, Bars, Line, LineChart
 
 MAX_BARS = 50

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torchrec_2dsp.codecs.transport import Transport
 from torchrec_2dsp.planner.search.choices import Choice
 
 HEADINGS = (
@@ -53,8 +54,7 @@ class TableLine:
     def way(self) -> str:
         """How it is sharded, and how its rows travel, in words."""
         kind = self._kind
-        exchange = self.choice.exchange.value
-        return f"{kind}, {exchange} exchange" if self.choice.message_type else kind
+        return f"{kind}, {_exchange(self.choice)} exchange" if self.choice.message_type else kind
 
     @property
     def _kind(self) -> str:
@@ -68,7 +68,7 @@ class TableLine:
             f"{self.num_rows:,}",
             str(self.dim),
             self._kind,
-            choice.exchange.value if choice.message_type else "-",
+            _exchange(choice) if choice.message_type else "-",
             f"{choice.num_hot:,} ({self.hot_share:.0%})" if choice.num_hot else "-",
             f"{self.sent_bytes / 1e6:.3f}",
             milliseconds(self.seconds),
@@ -82,6 +82,11 @@ def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:,.2f}"
 
 
+def _exchange(choice: Choice) -> str:
+    is_exact = choice.transport is Transport.FP32
+    return choice.exchange.value + ("" if is_exact else f" {choice.transport.value}")
+
+
 def _kind(choice: Choice) -> str:
     parts = f" / {choice.column_shards}" if choice.column_shards > 1 else ""
     return choice.kind.value.replace("_", " ") + parts
@@ -89,7 +94,7 @@ def _kind(choice: Choice) -> str:
 
 def _in_place(chosen: Choice, other: Choice) -> str:
     """The differences of another choice, in words."""
+    exchange = _exchange(other)
     if other.kind is chosen.kind:
-        return other.exchange.value
-    exchange = other.exchange.value
+        return exchange
     return _kind(other) + ("" if exchange == "pooled" else f", {exchange}")

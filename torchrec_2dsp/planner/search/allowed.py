@@ -1,11 +1,13 @@
 """The ways to shard a table that the search may choose: those it knows and the user allows."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ShardingType
 
 from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel
+from torchrec_2dsp.codecs.transport import Transport
 from torchrec_2dsp.cost.workload import TableWork
 from torchrec_2dsp.plan.parameter_sharding import Exchange, base_type, kinds_of
 from torchrec_2dsp.planner.constraints import ParameterConstraints2D
@@ -44,11 +46,33 @@ def allowed_kernels(
 
 
 def choices_of(
-    kinds: Iterable[ShardingType], constraint: ParameterConstraints | None, work: TableWork
+    kinds: Iterable[ShardingType],
+    constraint: ParameterConstraints | None,
+    work: TableWork,
+    transports: Sequence[Transport] = (Transport.FP32,),
 ) -> list[Choice]:
-    """Every way that is allowed. Of what costs the same, the search takes what comes first."""
-    choices = [choice for kind in kinds for choice in _choices(kind, constraint, work)]
-    return sorted(choices, key=lambda choice: list(Exchange).index(choice.exchange))
+    """Every way that is allowed. Of what costs the same, the search takes what comes first.
+
+    Args:
+        kinds: the sharding types that may be had.
+        constraint: what the user demands of the table.
+        work: of a step with it.
+        transports: how rows may travel, unless the user says so for this table.
+    """
+    demanded = getattr(constraint, "transport", None) or transports
+    choices = [
+        replace(choice, transport=transport)
+        for kind in kinds
+        for choice in _choices(kind, constraint, work)
+        for transport in ((Transport.FP32,) if kind is ShardingType.DATA_PARALLEL else demanded)
+    ]
+    return sorted(
+        choices,
+        key=lambda choice: (
+            list(Exchange).index(choice.exchange),
+            list(Transport).index(choice.transport),
+        ),
+    )
 
 
 def nothing_text(
@@ -57,7 +81,7 @@ def nothing_text(
     """The error text for a table whose demands can't be met."""
     kinds = ", ".join(kind.value for kind in _KNOWN)
     demanded = []
-    for what in ("sharding_types", "compute_kernels", "exchange", "hot_rows"):
+    for what in ("sharding_types", "compute_kernels", "exchange", "transport", "hot_rows"):
         if getattr(constraint, what, None):
             demanded.append(f"{what}={getattr(constraint, what)}")
     return (

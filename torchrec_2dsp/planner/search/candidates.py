@@ -13,6 +13,7 @@ from torchrec.modules.embedding_modules import (
     EmbeddingCollectionInterface,
 )
 
+from torchrec_2dsp.codecs.transport import Transport
 from torchrec_2dsp.cost.optimizer_state import optimizer_of, state_bytes_per_row
 from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.errors import PlanError
@@ -27,6 +28,7 @@ def candidates_of(
     constraints: Mapping[str, ParameterConstraints] | None,
     workload: Workload,
     device: str,
+    transports: Sequence[Transport] = (Transport.FP32,),
 ) -> list[Candidate]:
     """Every table of every module that has a sharder.
 
@@ -36,12 +38,13 @@ def candidates_of(
         constraints: per table.
         workload: what a step does with each.
         device: "cpu" or "cuda".
+        transports: how rows may travel, where the constraints don't say it.
 
     Raises:
         PlanError: nothing is allowed for a table, or two tables share a name.
     """
     sharder_of = {sharder.module_type: sharder for sharder in sharders}
-    tables = _Tables(constraints or {}, workload, device)
+    tables = _Tables(constraints or {}, workload, device, transports)
     for path, part, sharder in _sharded_parts(module, sharder_of):
         params = cast(Any, sharder).fused_params or {}
         there = {
@@ -92,6 +95,7 @@ class _Tables:
     constraints: Mapping[str, ParameterConstraints]
     workload: Workload
     device: str
+    transports: Sequence[Transport] = (Transport.FP32,)
     candidates: dict[str, Candidate] = field(default_factory=dict)
     _cold: dict[int, set[str]] = field(default_factory=dict)
     """The tables of each module that can't have hot rows, by the module's id."""
@@ -120,7 +124,7 @@ class _Tables:
             for kind, kernel in allowed_kernels(constraint, work, self.device).items()
             if (kind.value, kernel) in there
         }
-        choices = choices_of(kernels, constraint, work)
+        choices = choices_of(kernels, constraint, work, self.transports)
         if not choices:
             raise PlanError(nothing_text(name, constraint, sharded_by, self.device))
         is_said = getattr(constraint, "hot_rows", None) is not None

@@ -12,14 +12,16 @@ from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import ShardingType
 
 from torchrec_2dsp.access.hot_set import HotSet
+from torchrec_2dsp.codecs.transport import Transport
 from torchrec_2dsp.cost.placed import Placed, Shards
 from torchrec_2dsp.cost.span import Span
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import message_type
 from torchrec_2dsp.cost.workload import TableWork
-from torchrec_2dsp.plan.parameter_sharding import ROW_EXCHANGES, Exchange, RowOwners
+from torchrec_2dsp.plan.parameter_sharding import ROW_EXCHANGES, Exchange
+from torchrec_2dsp.plan.row_owners import RowOwners
 
-Family = tuple[ShardingType, Exchange]
+Family = tuple[ShardingType, Exchange, Transport]
 """Tables of one family share lookups and messages, so the first one costs more than the others."""
 
 
@@ -36,15 +38,18 @@ class Choice:
     num_hot: int = 0
     """How many of its hottest rows are on every rank besides."""
 
+    transport: Transport = Transport.FP32
+    """How its rows or vectors look on the wire."""
+
     @property
     def family(self) -> Family:
         """The tables with which a table of this choice shares messages."""
-        return self.kind, self.exchange
+        return self.kind, self.exchange, self.transport
 
     @cached_property
     def message_type(self) -> str:
         """The name of its messages in `Loads.types`; empty without any."""
-        return message_type(self.kind, self.exchange)
+        return message_type(*self.family)
 
     @property
     def is_free(self) -> bool:
@@ -164,6 +169,7 @@ class Candidate:
             choice.exchange,
             self.owners(choice, group),
             choice.num_hot,
+            choice.transport,
         )
 
     def _shards(self, choice: Choice, ranks: Sequence[int]) -> Shards:

@@ -12,14 +12,8 @@ from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.errors import PlanError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.planner.search.choices import Candidate, rated_beside
-from torchrec_2dsp.planner.search.meshes import (
-    SearchResult,
-    Tried,
-    chosen_on_each,
-    is_searched_closely,
-    search,
-)
-from torchrec_2dsp.planner.search.result import Found
+from torchrec_2dsp.planner.search.meshes import chosen_on_each, is_searched_closely, search
+from torchrec_2dsp.planner.search.result import Found, SearchResult, Tried
 
 _MESHES = 3
 """How many of the best meshes are looked at for tables with one copy."""

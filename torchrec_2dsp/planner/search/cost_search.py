@@ -10,6 +10,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec.distributed.types import CommOp, ModuleSharder
 
 from torchrec_2dsp.access.stats import AccessStats
+from torchrec_2dsp.codecs.transport import Transport
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.memory import table_bytes
 from torchrec_2dsp.cost.model import CostSetting
@@ -21,7 +22,8 @@ from torchrec_2dsp.planner.infeasible import Shortfall, no_plan_text
 from torchrec_2dsp.planner.search.candidates import candidates_of
 from torchrec_2dsp.planner.search.choices import Candidate
 from torchrec_2dsp.planner.search.copies import search_copies
-from torchrec_2dsp.planner.search.meshes import SearchResult, meshes_of
+from torchrec_2dsp.planner.search.meshes import meshes_of
+from torchrec_2dsp.planner.search.result import SearchResult
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,9 @@ class CostSearch:
     workload: Workload | None = None
     """The work of a step; `None` for what model, constraints and statistics say."""
 
+    transports: Sequence[Transport] = (Transport.FP32,)
+    """How rows may travel, where the constraints don't say it."""
+
     def __post_init__(self) -> None:
         if self.workload is not None and self.access is not None:
             raise ConfigError(
@@ -76,7 +81,9 @@ class CostSearch:
         """
         workload = self.workload_of(module, _sharders_wire_bytes(sharders))
         device = available.compute_device
-        candidates = candidates_of(module, sharders, self.constraints, workload, device)
+        candidates = candidates_of(
+            module, sharders, self.constraints, workload, device, self.transports
+        )
         settings, room = self.settings(workload, available), room_of(available)
         result = search_copies(candidates, settings, room)
         if not result.found:

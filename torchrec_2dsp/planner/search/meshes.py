@@ -12,7 +12,7 @@ from torchrec_2dsp.planner.search.choices import Candidate
 from torchrec_2dsp.planner.search.descent import Descent, Placement
 from torchrec_2dsp.planner.search.hot_rows import with_hot_rows
 from torchrec_2dsp.planner.search.place import place
-from torchrec_2dsp.planner.search.result import Found
+from torchrec_2dsp.planner.search.result import Found, SearchResult, Tried
 from torchrec_2dsp.planner.search.select import Selected, selections, smallest
 from torchrec_2dsp.planner.search.space import Space
 
@@ -57,33 +57,6 @@ def meshes_of(world_size: int, local_world_size: int, max_group_size: int) -> It
         # In one host, all groups are alike but for the order of ranks.
         if 1 < group_size < world_size and world_size > local_world_size:
             yield replace(mesh, layout=RankLayout.CONTIGUOUS)
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A choice for all tables on a mesh, as if their shards were dealt evenly."""
-
-    mesh: Mesh2D
-    seconds: float
-    """Seconds of a step."""
-    bytes_of_rank: float
-    """Bytes of a rank, buffers included."""
-    ways: str = ""
-    """How many tables are sharded in which way, in words."""
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """The placements that a search has found, and all that it has tried."""
-
-    found: Sequence[Found]
-    """The placements, the best first; empty if nothing fits."""
-
-    tried: Sequence[Tried]
-    """All choices that fit, as if shards were dealt evenly."""
-
-    room: float
-    """Bytes that a rank has for tables and buffers."""
 
 
 def search(

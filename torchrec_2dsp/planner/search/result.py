@@ -1,4 +1,4 @@
-"""`Found`: a placement that the search found, and the plan that TorchRec's objects make of it."""
+"""`Found`: a placement, which becomes a plan; `SearchResult`: all that a search has found."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +17,7 @@ from torchrec_2dsp.cost.placed import Placed
 from torchrec_2dsp.cost.span import Span
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import exchanges_rows
+from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D, type_2d
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.planner.search.choices import Candidate, Choice, rated_beside
@@ -128,7 +129,35 @@ class Found:
             exchange=choice.exchange,
             owners=candidate.owners(choice, group),
             hot_set=candidate.hot_set(choice),
+            transport=choice.transport,
         )
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A choice for all tables on a mesh, as if their shards were dealt evenly."""
+
+    mesh: Mesh2D
+    seconds: float
+    """Seconds of a step."""
+    bytes_of_rank: float
+    """Bytes of a rank, buffers included."""
+    ways: str = ""
+    """How many tables are sharded in which way, in words."""
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The placements that a search has found, and all that it has tried."""
+
+    found: Sequence[Found]
+    """The placements, the best first; empty if nothing fits."""
+
+    tried: Sequence[Tried]
+    """All choices that fit, as if shards were dealt evenly."""
+
+    room: float
+    """Bytes that a rank has for tables and buffers."""
 
 
 def _spec(

@@ -7,6 +7,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from torchrec_2dsp.codecs.transport import Transport
 from torchrec_2dsp.cost.loads import LOADS, Loads
 from torchrec_2dsp.cost.memory import table_bytes
 from torchrec_2dsp.cost.model import CostSetting
@@ -124,9 +125,10 @@ class Space:
         numbers, counts = np.unique(chosen, return_counts=True)
         ways = []
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-            kind, exchange = self.families[number]
+            kind, exchange, transport = self.families[number]
             rows = "" if exchange is Exchange.POOLED else f", {exchange.value} exchange"
-            ways.append(f"{count:,} {kind.value.replace('_', '-')}{rows}")
+            short = "" if transport is Transport.FP32 else f" in {transport.value}"
+            ways.append(f"{count:,} {kind.value.replace('_', '-')}{rows}{short}")
         return "; ".join(ways)
 
     def step_cost(self, of_rank: Floats, choices: Iterable[Choice]) -> StepCost:

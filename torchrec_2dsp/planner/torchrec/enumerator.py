@@ -12,6 +12,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ModuleSharder
 
+from torchrec_2dsp._compat.torchrec import sharder_data_of
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.plan.sync_config import EXACT_SYNC, SyncConfig
@@ -98,7 +99,7 @@ class Enumerator2D(EmbeddingEnumerator):
         """Storage and time of each shard, its replica sync included, in place."""
         with base_types(sharding_options):
             super().populate_estimates(sharding_options)
-            self._sync_estimator.estimate(sharding_options, self._sharder_data_map)
+            self._sync_estimator.estimate(sharding_options, sharder_data_of(self))
 
 
 def _named_and_ordered(options: list[ShardingOption]) -> list[ShardingOption]:

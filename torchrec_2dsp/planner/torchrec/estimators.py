@@ -76,7 +76,7 @@ class ReplicaSyncEstimator(ShardEstimator):
             return row_sync_ms(
                 num_groups=self._mesh.num_groups,
                 touched_rows=self._touched_rows(option, rows),
-                row_bytes=dim * self._sync.transport.dtype.itemsize,
+                row_bytes=self._sync.transport.codec.num_bytes(dim),
                 bandwidth_bytes_per_ms=self._bandwidth,
             )
         data = sharder_data_map.get(option.module_type_key)
@@ -107,7 +107,7 @@ class ReplicaSyncEstimator(ShardEstimator):
         touched_ms = row_sync_ms(
             num_groups=self._mesh.num_groups,
             touched_rows=self._touched_rows(option, rows, num_steps),
-            row_bytes=row_bytes * sync.transport.dtype.itemsize // 4,
+            row_bytes=sync.transport.codec.num_bytes(row_bytes // 4),
             bandwidth_bytes_per_ms=self._bandwidth,
         )
         return min(whole_ms, touched_ms) / num_steps

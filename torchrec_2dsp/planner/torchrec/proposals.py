@@ -137,6 +137,7 @@ class Draft:
             choice.exchange,
             candidate.owners(choice, group),
             candidate.hot_set(choice),
+            choice.transport,
         )
         option.partition_by = get_partition_by_type(choice.kind.value)
         sizes, offsets = candidate.shapes(choice, group)

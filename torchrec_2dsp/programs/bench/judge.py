@@ -69,6 +69,6 @@ def loss_bound(
     by_columns = any("column" in name or "grid" in name for name in sharding)
     rounded = [contestant.qcomms]
     if not isinstance(contestant, StockContestant):
-        rounded.append(contestant.transport.value)
+        rounded += [contestant.transport.value, contestant.row_transport.value]
     by_arithmetic = max(config.loss.bound_of(arithmetic) for arithmetic in rounded)
     return max(by_arithmetic, config.loss.nearly_bound) if averages or by_columns else by_arithmetic

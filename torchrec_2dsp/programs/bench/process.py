@@ -166,8 +166,8 @@ def _serve(make: Callable[[], Any], connection: Connection, stacks: Path, parent
             method, arguments = connection.recv()
             try:
                 reply = (False, getattr(subject, method)(*arguments))
-            except Exception:
-                reply = (True, traceback.format_exc())
+            except Exception as error:
+                reply = (True, "".join(traceback.format_exception(error)))
             connection.send(reply)
 
 

@@ -68,15 +68,19 @@ class LossConfig(Section):
     int8_bound: float = Field(default=1e-2, gt=0)
     """The bound of communication in int8: 8 bits, scaled by the largest number of a row."""
 
+    int4_bound: float = Field(default=5e-2, gt=0)
+    """The bound of communication in int4: 4 bits, scaled by the largest number of a row."""
+
     nearly_bound: float = Field(default=5e-2, gt=0)
     """The bound of another algorithm: averaged replicas, and optimizer state by column shard."""
 
     def bound_of(self, arithmetic: str) -> float:
-        """The bound of communication in ``fp32`` (exact), ``fp16``, ``bf16`` or ``int8``."""
+        """The bound of communication in a transport; ``fp32`` is exact."""
         bounds = {
             "fp32": self.exact_bound,
             "fp16": self.fp16_bound,
             "bf16": self.bf16_bound,
             "int8": self.int8_bound,
+            "int4": self.int4_bound,
         }
         return bounds[arithmetic]

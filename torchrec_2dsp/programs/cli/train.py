@@ -180,13 +180,17 @@ def plan_to_show(name: str, plan: "Plan2D", config: "TrainConfig") -> Table:
 
 def _exchange(sharding: "ParameterSharding2D") -> str:
     """How rows travel, who owns them, and how many are hot, where that isn't as in TorchRec."""
-    from torchrec_2dsp.plan.parameter_sharding import Exchange, RowOwners
+    from torchrec_2dsp.codecs.transport import Transport
+    from torchrec_2dsp.plan.parameter_sharding import Exchange
+    from torchrec_2dsp.plan.row_owners import RowOwners
 
     parts = []
     if sharding.exchange is not Exchange.POOLED:
         parts.append(sharding.exchange.value)
     if sharding.owners is not RowOwners.BLOCK:
         parts.append(sharding.owners.value)
+    if sharding.transport is not Transport.FP32:
+        parts.append(sharding.transport.value)
     if sharding.hot_set is not None:
         parts.append(f"{len(sharding.hot_set):,} hot")
     return ", ".join(parts)

@@ -4,12 +4,13 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from torchrec_2dsp.plan.parameter_sharding import ROW_EXCHANGES, Exchange, RowOwners
+from torchrec_2dsp.codecs.transport import Transport
+from torchrec_2dsp.plan.parameter_sharding import ROW_EXCHANGES, Exchange
+from torchrec_2dsp.plan.row_owners import RowOwners
 from torchrec_2dsp.plan.sync_config import (
     GradientSync,
     SyncConfig,
     SyncedRows,
-    Transport,
     WeightSync,
 )
 from torchrec_2dsp.plan.sync_policy import every, parse_policy
@@ -61,6 +62,10 @@ class ExchangeConfig(Section):
     owners: RowOwners = RowOwners.BLOCK
     """The owners of rows, with an exchange of rows: block or hash."""
 
+    row_transport: Transport = Transport.FP32
+    """How rows, or pooled vectors, and their gradients look on the wire: fp32, bf16, fp16, int8 or
+    int4."""
+
     hot_rows: int = Field(default=0, ge=0)
     """How many of each table's most frequent rows are replicated on every rank."""
 
@@ -83,6 +88,8 @@ class ExchangeConfig(Section):
             parts.append(f"{self.exchange.value.replace('_', ' ')} exchange")
         if self.owners is RowOwners.HASH:
             parts.append("rows spread over owners")
+        if self.row_transport is not Transport.FP32:
+            parts.append(f"rows in {self.row_transport.value}")
         if self.hot_rows:
             parts.append(f"{self.hot_rows:,} hot rows per table")
         return ", ".join(parts)
@@ -101,7 +108,7 @@ class ReplicationConfig(Section):
     """The rows that WeightSync sends: changed ones, or "all", which is TorchRec's arithmetic."""
 
     transport: Transport = Transport.FP32
-    """The type in which gradients or changed rows travel: fp32, bf16 or fp16."""
+    """How gradients or changed rows travel between copies: fp32, bf16, fp16, int8 or int4."""
 
     delay: int = Field(default=0, ge=0, le=1)
     """How many steps GradientSync's updates may be late."""

@@ -1,4 +1,4 @@
-"""The exchange, the owners and the hot rows of a config, pinned in a plan."""
+"""The exchange, the owners, the transport and the hot rows of a config, pinned in a plan."""
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.programs.config.sections import ExchangeConfig
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.models.model import table_name
+
+_DATA_PARALLEL = ShardingType2D.DATA_PARALLEL.base.value
 
 
 def pinned(plan: Plan2D, config: ExchangeConfig, data: SyntheticConfig) -> Plan2D:
@@ -39,10 +41,17 @@ def pinned(plan: Plan2D, config: ExchangeConfig, data: SyntheticConfig) -> Plan2
             f"{', '.join(kinds_of(config.exchange))}, and the plan has none: set sharding_types"
         )
     for name in fitting:
-        plan = pin(plan, name, exchange=config.exchange, owners=config.owners)
+        travels = types[name] != _DATA_PARALLEL
+        plan = pin(
+            plan,
+            name,
+            exchange=config.exchange,
+            owners=config.owners,
+            transport=config.row_transport if travels else None,
+        )
     for feature in data.features if config.hot_rows else ():
         name = table_name(feature.name)
-        if types[name] == ShardingType2D.DATA_PARALLEL.base.value:
+        if types[name] == _DATA_PARALLEL:
             continue  # All its rows are on every rank already.
         ranks = np.arange(1, min(config.hot_rows, feature.num_rows) + 1)
         hottest = data.distribution(feature).row_of_rank(ranks)

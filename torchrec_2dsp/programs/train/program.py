@@ -17,7 +17,7 @@ from torchrec_2dsp.programs.models.model import build_model, rank_device
 from torchrec_2dsp.programs.models.pipeline import make_pipeline
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.meter import Measured, Meter
-from torchrec_2dsp.programs.train.model import (
+from torchrec_2dsp.programs.train.parts import (
     make_optimizer,
     make_plan,
     make_sharder,

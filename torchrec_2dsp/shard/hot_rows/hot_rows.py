@@ -70,7 +70,7 @@ class HotRows(Stage):
                 data_type,
                 device,
                 peers=groups.hot_rows,
-                transport=gradients.transport.dtype,
+                codec=gradients.transport.codec,
                 learning_rate=self._home_learning_rate,
             )
             for (params, data_type), slices in _by_kernel(

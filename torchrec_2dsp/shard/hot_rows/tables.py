@@ -14,6 +14,7 @@ from torchrec_2dsp._compat.fbgemm import (
     SplitTableBatchedEmbeddingBagsCodegen,
     optimizer_states,
 )
+from torchrec_2dsp.codecs.rows import RowCodec
 from torchrec_2dsp.comms.peers import Peers
 from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D
 from torchrec_2dsp.replicas.capture import RowCapture
@@ -80,7 +81,7 @@ class HotTbe:
         device: torch.device,
         *,
         peers: Peers,
-        transport: torch.dtype,
+        codec: RowCodec,
         learning_rate: Callable[[Sequence[HotSlice]], float],
     ) -> None:
         self.slices = list(slices)
@@ -108,7 +109,7 @@ class HotTbe:
             [hot.table for hot in slices],
             lambda: learning_rate(self.slices),
             peers,
-            transport,
+            codec,
         )
         """The kernel, and the gradients that wait for their merge."""
 

@@ -117,7 +117,7 @@ class FilledBagsFinder:
         # A hook, because TorchRec's pipelines replace `forward` by one that fuses exchanges.
         exchange.register_forward_pre_hook(lambda _, arguments: self._look_at(arguments[0]))
 
-    def noted(self, context: EmbeddingShardingContext) -> NonEmptyContext:
+    def widened_context(self, context: EmbeddingShardingContext) -> NonEmptyContext:
         """The context of the batch that was exchanged last, with its filled bags."""
         filled, self._filled = self._filled, []
         return widened(context, NonEmptyContext, {"filled": filled})

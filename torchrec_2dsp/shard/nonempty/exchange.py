@@ -258,6 +258,6 @@ class NonEmptyBags:
         kind = ShardingType.ROW_WISE if self._is_summed else None
         return pooled_lookup(self._facts, device, feature_processor, kind, NonEmptyLookup)
 
-    def noted(self, context: EmbeddingShardingContext) -> NonEmptyContext:
+    def widened_context(self, context: EmbeddingShardingContext) -> NonEmptyContext:
         """The context of the batch whose ids were sent last, with its filled bags."""
-        return self._finder.noted(context)
+        return self._finder.widened_context(context)

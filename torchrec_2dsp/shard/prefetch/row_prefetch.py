@@ -12,7 +12,8 @@ from torchrec_2dsp.shard.batch.notes import BatchNotes
 from torchrec_2dsp.shard.hot_rows.split import HotIds
 from torchrec_2dsp.shard.prefetch.journey import RowJourney
 from torchrec_2dsp.shard.row_exchange.context import RowContext, SequenceRowContext
-from torchrec_2dsp.shard.row_exchange.exchange import RowFetch, RowLookup
+from torchrec_2dsp.shard.row_exchange.exchange import RowFetch
+from torchrec_2dsp.shard.row_exchange.lookup import RowLookup
 from torchrec_2dsp.shard.stages import Output, Stage
 
 _LABEL = "## rows beside computing ##"

@@ -1,26 +1,23 @@
-"""Row exchange: each distinct row of a batch travels once, whatever the number of samples.
+"""`RowExchange`: the parts of a sharding, and among them the lookup and the fetch of rows.
 
-Tables are sharded by rows. TorchRec's row-wise sharding sends partial sums of every bag to every
-sample's rank; here a rank asks the owners for the distinct rows of its batch (`requests.py`),
-they are fetched, and bags are summed where the samples are (`row_pooling.py`). In the backward, one
-gradient per distinct row goes to its owner. Ranks of a host may ask together (`rows_per_host.py`).
+TorchRec's row-wise sharding sends partial sums of every bag to every sample's rank. Here owners
+look up the rows that ranks have asked for, rows travel to those ranks, and there they are pooled.
+In the backward, one gradient per distinct row goes to its owner.
 """
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
-from torchrec.distributed.types import Awaitable, CommOp
+from torchrec.distributed.types import Awaitable, QuantizedCommCodecs
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp._compat.shardings import ShardingFacts, facts_of, regroup
 from torchrec_2dsp._compat.torchrec import (
-    BaseEmbedding,
     EmbeddingShardingContext,
     GroupedEmbeddingConfig,
-    GroupedEmbeddingsLookup,
     RwPooledEmbeddingSharding,
     RwSequenceEmbeddingSharding,
     SequenceEmbeddingsAllToAll,
@@ -28,63 +25,44 @@ from torchrec_2dsp._compat.torchrec import (
 )
 from torchrec_2dsp.comms.peers import Peers
 from torchrec_2dsp.comms.row_wire import RowWire
-from torchrec_2dsp.plan.parameter_sharding import Exchange, RowOwners, TableType
+from torchrec_2dsp.plan.parameter_sharding import Exchange, TableType
+from torchrec_2dsp.plan.row_owners import RowOwners
+from torchrec_2dsp.shard.codecs_of_plan import codecs_by_dim
 from torchrec_2dsp.shard.prefetch.journey import AskedRows, RowJourney
 from torchrec_2dsp.shard.row_exchange.context import RowContext, SequenceRowContext, with_rows
-from torchrec_2dsp.shard.row_exchange.kernel import RowKernel
+from torchrec_2dsp.shard.row_exchange.lookup import OwnedRows, RowLookup, config_by_row
 from torchrec_2dsp.shard.row_exchange.needed_rows import RowBlock
 from torchrec_2dsp.shard.row_exchange.per_host import HostHandover
 from torchrec_2dsp.shard.row_exchange.pooling import pool_rows
 from torchrec_2dsp.shard.row_exchange.requests import Requested, RowRequests
 
 
-class OwnedRows(list[torch.Tensor]):
-    """The rows that ranks have asked this one for, block by block: `[rows, dim]`, table by table,
-    in a table rank by rank."""
-
-    counts: list[torch.Tensor]
-    """How many rows of each table each rank gets, block by block: `[tables, ranks]`."""
-
-    def view(self, *shape: int) -> "OwnedRows":
-        """Itself: TorchRec's sequences are tensors that are put into shape here."""
-        return self
-
-
-class RowLookup(GroupedEmbeddingsLookup):
-    """Looks up the rows that other ranks ask for, one output row for each."""
-
-    def _create_embedding_kernel(
-        self, config: GroupedEmbeddingConfig, pg: Any, device: Any, env: Any = None
-    ) -> BaseEmbedding:
-        return RowKernel(config, pg, device)
-
-    def forward(self, sparse_features: KeyedJaggedTensor) -> OwnedRows:  # type: ignore[override]
-        """The rows of one batch of all ranks."""
-        parts = self.parts(sparse_features)
-        owned = OwnedRows(kernel(ids) for kernel, ids in parts)
-        owned.counts = [ids.lengths().view(len(ids.keys()), -1) for _, ids in parts]
-        return owned
-
-    def parts(
-        self, sparse_features: KeyedJaggedTensor
-    ) -> list[tuple[RowKernel, KeyedJaggedTensor]]:
-        """The kernels, and what each is asked for."""
-        by_kernel = sparse_features.split(self._feature_splits)
-        return list(zip(cast(Any, self._emb_modules), by_kernel, strict=True))
-
-
 class RowFetch(nn.Module):
     """TorchRec's output exchange of a row-exchange sharding: rows to the ranks that need them."""
 
     def __init__(
-        self, blocks: Sequence[RowBlock], owners: Peers, device: torch.device, codecs: Any
+        self,
+        blocks: Sequence[RowBlock],
+        owners: Peers,
+        device: torch.device,
+        codecs: Sequence[QuantizedCommCodecs | None],
     ) -> None:
+        """
+        Args:
+            blocks: kernel by kernel.
+            owners: the ranks that have a part of the tables.
+            device: of the rows.
+            codecs: how the rows of each block look on the wire, if not as they are.
+        """
         super().__init__()
         asking = owners.everyone if owners.across is None else owners.across
-        self._wire = RowWire(asking, codecs)
+        self._asking = asking
+        self._wires = [RowWire(asking, of_block) for of_block in codecs]
         self._exchanges = nn.ModuleList(
-            SequenceEmbeddingsAllToAll(asking, [len(block.tables)] * asking.size(), device, codecs)
-            for block in blocks
+            SequenceEmbeddingsAllToAll(
+                asking, [len(block.tables)] * asking.size(), device, of_block
+            )
+            for block, of_block in zip(blocks, codecs, strict=True)
         )
         self._in_host = owners.in_host and HostHandover(owners.in_host, device)
 
@@ -139,7 +117,7 @@ class RowFetch(nn.Module):
         Collectives:
             Those of `RowJourney` and of `RowJourney.let_lag`, for each block.
         """
-        if self._wire.group.size() == 1:
+        if self._asking.size() == 1:
             return []
         journeys = []
         pairs = zip(lookup.parts(asked_ids), lookup.parts(running), strict=True)
@@ -150,7 +128,8 @@ class RowFetch(nn.Module):
                 # These gradients may lag until the early rows of this batch have set out.
                 changed = torch.cat([changed, running_ctx.before[block].numbers])
             num_wanted = requested.from_owners[block].counts.sum(dim=1).tolist()
-            journeys.append(RowJourney(kernel, rows, changed, num_wanted, self._wire, expect))
+            wire = self._wires[block]
+            journeys.append(RowJourney(kernel, rows, changed, num_wanted, wire, expect))
             if running_ctx.journeys:
                 running_ctx.journeys[block].let_lag(rows.numbers)
         return journeys
@@ -188,16 +167,22 @@ class RowExchange:
     """What a sharding with row exchange makes: its requests, its lookup and its fetch."""
 
     def __init__(
-        self, facts: ShardingFacts, spread: Container[str], codecs: Any, *, per_host: bool
+        self,
+        facts: ShardingFacts,
+        spread: Container[str],
+        codecs: Callable[[int], QuantizedCommCodecs | None],
+        *,
+        per_host: bool,
     ) -> None:
         """
         Args:
             facts: of the sharding, whose kernels have tables of one dimension each.
             spread: the tables whose rows are spread over their owners.
-            codecs: how rows look on the wire, if not as they are.
+            codecs: how rows of a dimension look on the wire, if not as they are.
             per_host: whether the ranks of a host ask together.
         """
-        self._facts, self._codecs = facts, codecs
+        self._facts = facts
+        self._codecs = [codecs(config.embedding_tables[0].local_cols) for config in facts.configs]
         self._blocks = [RowBlock.of(config, spread) for config in facts.configs]
         self._owners = Peers(facts.group)
         # TorchRec's groups for node-wise sharding: one rank per host, or one host, has none.
@@ -227,8 +212,7 @@ class RowExchange:
         }
         # One row per id comes out of a kernel, so a kernel has tables of one dimension.
         regroup(sharding, [_by_dim(groups) for groups in facts_of(sharding).configs_per_rank])
-        registry = sharding.qcomm_codecs_registry or {}
-        codecs = registry.get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name)
+        codecs = codecs_by_dim(kind, sharding.qcomm_codecs_registry)
         per_host = kind.exchange is Exchange.ROW_PER_HOST
         return cls(facts_of(sharding), spread, codecs, per_host=per_host)
 
@@ -244,13 +228,13 @@ class RowExchange:
     def lookup(self, device: torch.device | None) -> RowLookup:
         """What looks up the rows of this rank's shards."""
         return RowLookup(
-            grouped_configs=[_by_row(config) for config in self._facts.configs],
+            grouped_configs=[config_by_row(config) for config in self._facts.configs],
             pg=self._facts.group,
             device=device or self._facts.device,
             env=self._facts.env,
         )
 
-    def noted(self, context: EmbeddingShardingContext) -> RowContext | SequenceRowContext:
+    def widened_context(self, context: EmbeddingShardingContext) -> RowContext | SequenceRowContext:
         """The context of the batch that was asked for last, with its rows."""
         assert self._requests is not None
         assert self._requests.requested is not None
@@ -266,12 +250,3 @@ def _by_dim(groups: Sequence[GroupedEmbeddingConfig]) -> list[GroupedEmbeddingCo
             tables = [table for table in group.embedding_tables if table.local_cols == dim]
             by_dim.append(replace(group, embedding_tables=tables))
     return by_dim
-
-
-def _by_row(config: GroupedEmbeddingConfig) -> GroupedEmbeddingConfig:
-    """The config of a kernel that looks up rows: unweighted, with one feature for each table."""
-    tables = [
-        replace(table, feature_names=[table.name], embedding_names=[table.name], is_weighted=False)
-        for table in config.embedding_tables
-    ]
-    return replace(config, embedding_tables=tables, is_weighted=False)

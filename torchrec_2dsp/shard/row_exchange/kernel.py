@@ -33,7 +33,7 @@ class RowKernel(EmbeddingKernel):
 
     def read_rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """Rows as they are now, without a gradient, in the type of the lookup."""
-        return read_rows(self._runs, numbers).detach().to(output_dtype(self._emb_module))
+        return read_rows(self._runs, numbers).detach().to(output_dtype(self.tbe))
 
     def is_among(self, numbers: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
         """Which rows are among others."""
@@ -74,28 +74,28 @@ class RowKernel(EmbeddingKernel):
     @cached_property
     @torch.inference_mode(mode=False)
     def _direct(self) -> DirectLookup | None:
-        rule = rule_for(self._emb_module)
-        return None if rule is None else DirectLookup(self._emb_module, rule)
+        rule = rule_for(self.tbe)
+        return None if rule is None else DirectLookup(self.tbe, rule)
 
     @cached_property
     @torch.inference_mode(mode=False)
     def _runs(self) -> list[TableRun]:
-        (block,) = blocks_of(tbe_shape(self._emb_module))
-        return runs_of(block, [(weight,) for weight in self._emb_module.split_embedding_weights()])
+        (block,) = blocks_of(tbe_shape(self.tbe))
+        return runs_of(block, [(weight,) for weight in self.tbe.split_embedding_weights()])
 
     @cached_property
     @torch.inference_mode(mode=False)
     def _first_rows(self) -> torch.Tensor:
-        rows = [table.local_rows for table in self._config.embedding_tables]
-        device = self._emb_module.current_device
+        rows = [table.local_rows for table in self.table_configs]
+        device = self.tbe.current_device
         return torch.tensor([0, *rows[:-1]], device=device).cumsum(0)
 
     @cached_property
     @torch.inference_mode(mode=False)
     def _flags(self) -> torch.Tensor:
         """One for each row, all false between calls; it saves sorting."""
-        num_rows = sum(table.local_rows for table in self._config.embedding_tables)
-        return torch.zeros(num_rows, dtype=torch.bool, device=self._emb_module.current_device)
+        num_rows = sum(table.local_rows for table in self.table_configs)
+        return torch.zeros(num_rows, dtype=torch.bool, device=self.tbe.current_device)
 
     def _updating(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
         return run() if self._direct is None else self._direct.lookup(run)

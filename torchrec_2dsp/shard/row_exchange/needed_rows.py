@@ -1,4 +1,4 @@
-"""Row exchange, first step: the distinct rows that a batch needs, and who owns them.
+"""`NeededRows`: the distinct rows that a batch needs, and who owns them.
 
 Every id becomes a *key*, the number of its row in the order of owners. One sort of the keys of a
 kernel's features finds the distinct rows, by owner and by table, and where each one goes.
@@ -184,18 +184,18 @@ class RowNumbering:
         return torch.searchsorted(sums.keys, self._bounds).diff().view(self._num_owners, -1)
 
     def _keys(self, ids: torch.Tensor, ids_per_feature: torch.Tensor) -> torch.Tensor:
-        def spread(by_feature: torch.Tensor) -> torch.Tensor:
+        def per_id(by_feature: torch.Tensor) -> torch.Tensor:
             return by_feature.repeat_interleave(ids_per_feature, output_size=ids.numel())
 
         if self._spread is not None:
-            steps, num_rows = (spread(column) for column in self._spread.unbind(1))
+            steps, num_rows = (per_id(column) for column in self._spread.unbind(1))
             ids = ids * steps % num_rows
-        rows = spread(self._feature_rows)
+        rows = per_id(self._feature_rows)
         owners = torch.div(ids, rows, rounding_mode="floor")
         in_shard = ids - owners * rows
         if self._positions is not None:
             owners = self._positions[owners]
-        return owners * self._block.stride + in_shard + spread(self._feature_bases)
+        return owners * self._block.stride + in_shard + per_id(self._feature_bases)
 
 
 def _in_bags(

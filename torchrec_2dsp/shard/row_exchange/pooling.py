@@ -1,4 +1,4 @@
-"""Row exchange, third step: from rows that have come to bags, or to sequences."""
+"""`pool_rows`: bags, or sequences, of the rows that have come."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Row exchange, first step: asking owners for the distinct rows of a batch."""
+"""`RowRequests`: a rank asks owners for the distinct rows of its batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

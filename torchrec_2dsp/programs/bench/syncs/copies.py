@@ -20,8 +20,8 @@ from torchrec_2dsp.replicas.capture import RowCapture
 from torchrec_2dsp.replicas.gradient_sync import GradientSyncAction
 from torchrec_2dsp.replicas.row_average import RowAverage
 from torchrec_2dsp.replicas.whole_shard import ShardAverage
-from torchrec_2dsp.shard.averaging import synced_shard
 from torchrec_2dsp.shard.kernels import TableShard
+from torchrec_2dsp.shard.sync.averaging import synced_shard
 
 
 class TimedSync(NamedTuple):
@@ -100,7 +100,7 @@ class Copies:
     def _merge(self, sync: GradientSync, rows: torch.Tensor, seed: int) -> TimedSync:
         """The lookup comes before; the sums of the backward and the update are part of the time."""
         peers = self._groups.replica_rows
-        capture = RowCapture(self._tbe, ["table"], peers=peers, transport=sync.transport.dtype)
+        capture = RowCapture(self._tbe, ["table"], peers=peers, codec=sync.transport.codec)
         action = GradientSyncAction([capture], self._groups.alarm, is_layered=peers.is_layered)
         offsets = torch.arange(rows.numel() + 1)
         grads = torch.rand((rows.numel(), self._dim), generator=_generator(seed))

@@ -20,7 +20,7 @@ class SyncedOptimizer(CombinedOptimizer):
         self,
         stock: CombinedOptimizer,
         *,
-        before_step: Callable[[], None],
+        after_backward: Callable[[], None],
         before_change: Callable[[], None],
         before_read: Callable[[], None],
         after_load: Callable[[], None],
@@ -29,13 +29,13 @@ class SyncedOptimizer(CombinedOptimizer):
         """
         Args:
             stock: the optimizer to wrap.
-            before_step: a step is over.
+            after_backward: called by a step, before the kernels get their learning rate.
             before_change: applies what is pending.
             before_read: the same, and completes the state that a reader sees.
             after_load: the state has been overwritten.
             beside: kernels that follow those of ``stock``.
         """
-        self._before_step = before_step
+        self._after_backward = after_backward
         self._before_change = before_change
         self._before_read = before_read
         self._after_load = after_load
@@ -44,12 +44,12 @@ class SyncedOptimizer(CombinedOptimizer):
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Sync what is due, then TorchRec's, which sets the kernels' learning rate."""
-        self._before_step()
+        self._after_backward()
         super().zero_grad(set_to_none)
 
     def step(self, closure: Any = None) -> None:
         """Sync what is due, then TorchRec's, which sets the kernels' learning rate."""
-        self._before_step()
+        self._after_backward()
         super().step(closure)
 
     @property

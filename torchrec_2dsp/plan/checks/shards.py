@@ -50,7 +50,7 @@ def names_each_rank(ranks: Sequence[int], group_size: int) -> bool:
     """Whether these are all ranks of a group, in their order.
 
     Example:
-        >>> from torchrec_2dsp.plan.shards import names_each_rank
+        >>> from torchrec_2dsp.plan.checks.shards import names_each_rank
         >>> names_each_rank([0, 1], 2), names_each_rank([1, 0], 2)
         (True, False)
     """

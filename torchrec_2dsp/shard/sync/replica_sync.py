@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.types import ShardingType
 
+from torchrec_2dsp.codecs.rows import EXACT
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
 from torchrec_2dsp.comms.naming_faults import naming_faults
 from torchrec_2dsp.plan.parameter_sharding import base_type
@@ -16,11 +17,11 @@ from torchrec_2dsp.replicas.drift import DriftCheck, fingerprint
 from torchrec_2dsp.replicas.gradient_sync import GradientSyncAction
 from torchrec_2dsp.replicas.sync_point import SyncAction, SyncPoint
 from torchrec_2dsp.replicas.sync_reason import SyncReason
-from torchrec_2dsp.shard.averaging import averages, copied_shards
 from torchrec_2dsp.shard.batch.notes import BatchNotes
 from torchrec_2dsp.shard.kernels import Kernel
-from torchrec_2dsp.shard.replication import Replication
 from torchrec_2dsp.shard.stages import Stage
+from torchrec_2dsp.shard.sync.averaging import averages, copied_shards
+from torchrec_2dsp.shard.sync.replication import Replication
 
 logger = logging.getLogger(__name__)
 
@@ -124,21 +125,23 @@ def replica_actions(
     if isinstance(sync, GradientSync):
         if groups.mesh.num_groups == 1 and not replication.captures:
             return []
-        peers, transport = groups.replica_rows, sync.transport.dtype
+        peers, codec = groups.replica_rows, sync.transport.codec
         copied = copied_shards(kernels)
-        exchange = GradientSyncAction(
-            [kernel.capture_rows(peers, transport) for kernel in kernels],
+        # From here on, backwards no longer update these kernels.
+        captures = [kernel.capture_rows(peers, codec) for kernel in kernels]
+        action = GradientSyncAction(
+            captures,
             groups.alarm,
             DriftCheck(copied, groups.replica_peers, groups.alarm, sync.drift_every),
             delay=sync.delay,
             is_layered=peers.is_layered,
             make_updater=replication.make_updater,
         )
-        return [exchange]
+        return [action]
     actions: list[SyncAction] = []
     if replication.delays_moment:
         updates = GradientSyncAction(
-            [kernel.capture_rows(None, torch.float32) for kernel in kernels],
+            [kernel.capture_rows(None, EXACT) for kernel in kernels],
             groups.alarm,
             make_updater=replication.make_updater,
             precedes_average=True,

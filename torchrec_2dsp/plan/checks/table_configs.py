@@ -36,7 +36,7 @@ def check_table_configs(path: str, configs: Iterable[Any], *, is_weighted: bool 
 
     Example:
         >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
-        >>> from torchrec_2dsp.plan.table_configs import check_table_configs
+        >>> from torchrec_2dsp.plan.checks.table_configs import check_table_configs
         >>> table = EmbeddingBagConfig(
         ...     name="t", num_embeddings=9, embedding_dim=6, feature_names=["f"]
         ... )
@@ -68,7 +68,7 @@ def table_text(config: Any) -> str:
 
     Example:
         >>> from torchrec.modules.embedding_configs import EmbeddingConfig
-        >>> from torchrec_2dsp.plan.table_configs import table_text
+        >>> from torchrec_2dsp.plan.checks.table_configs import table_text
         >>> table_text(
         ...     EmbeddingConfig(name="t", num_embeddings=9, embedding_dim=8, feature_names=["f"])
         ... )

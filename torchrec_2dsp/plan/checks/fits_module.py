@@ -13,6 +13,7 @@ from torchrec.distributed.types import (
 from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.plan.checks.table_configs import check_table_configs
 from torchrec_2dsp.plan.parameter_sharding import (
     Exchange,
     ParameterSharding2D,
@@ -20,7 +21,6 @@ from torchrec_2dsp.plan.parameter_sharding import (
 )
 from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D, is_proposed
 from torchrec_2dsp.plan.sync_config import GradientSync
-from torchrec_2dsp.plan.table_configs import check_table_configs
 
 
 def check_module_plan(

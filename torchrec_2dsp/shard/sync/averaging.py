@@ -1,26 +1,29 @@
 """What `WeightSync` averages: from kernels to sync actions."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 
+from torchrec_2dsp.codecs.rows import RowCodec
+from torchrec_2dsp.codecs.transport import Transport
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
 from torchrec_2dsp.errors import ConfigError, UnsupportedError
-from torchrec_2dsp.plan.sync_config import SyncedRows, Transport, WeightSync
+from torchrec_2dsp.plan.sync_config import SyncedRows, WeightSync
 from torchrec_2dsp.plan.sync_policy import SyncPolicy
 from torchrec_2dsp.replicas.drift import CopiedShard, DriftCheck
 from torchrec_2dsp.replicas.row_average import RowAverage
-from torchrec_2dsp.replicas.state_rules import UNSYNCED_STATES, StateRule, rule_for
+from torchrec_2dsp.replicas.state_rules import UNSYNCED_STATES, StateRule, state_rule_for
 from torchrec_2dsp.replicas.synced_shard import SyncedShard
 from torchrec_2dsp.replicas.touched import TouchedRows, break_even_share
-from torchrec_2dsp.replicas.weight_sync import AverageReplicas
+from torchrec_2dsp.replicas.weight_sync import WeightSyncAction
 from torchrec_2dsp.replicas.whole_shard import ShardAverage
 from torchrec_2dsp.shard.kernels import Kernel, TableShard
 
 
 def averages(
     kernels: Sequence[Kernel], sync: WeightSync, groups: MeshGroups
-) -> list[AverageReplicas]:
+) -> list[WeightSyncAction]:
     """The sync actions of these kernels, which tell them what they update."""
     if sync.moments_policy is None:
         return [_average(kernels, sync, sync.policy, groups, lambda name: True)]
@@ -43,7 +46,7 @@ def _average(
     policy: SyncPolicy,
     groups: MeshGroups,
     is_synced: Callable[[str], bool],
-) -> AverageReplicas:
+) -> WeightSyncAction:
     """The action for some of each shard's tensors."""
     num_peers, peers = groups.mesh.num_groups, groups.replica_peers
     by_kernel = [
@@ -57,7 +60,7 @@ def _average(
         average = ShardAverage(shards, peers)
     copied = copied_shards(kernels, is_synced)
     drift = DriftCheck(copied, peers, groups.alarm, sync.drift_every)
-    action = AverageReplicas(average, policy, drift)
+    action = WeightSyncAction(average, policy, drift)
     for kernel, shards in zip(kernels, by_kernel, strict=True):
         kernel.tell_updates(lambda rows, shards=shards: action.before_update(shards, rows))
     return action
@@ -95,23 +98,25 @@ def synced_shard(
     """
     names = [name for name in shard.tensors if name not in UNSYNCED_STATES and is_synced(name)]
     tensors = [shard.tensors[name] for name in names]
-    rules = tuple(rule_for(name, shard.table) for name in names)
-    types = tuple(
-        tensor.dtype if rule is StateRule.MAX else _sent_as(tensor, sync.transport, shard.table)
+    rules = tuple(state_rule_for(name, shard.table) for name in names)
+    codecs = tuple(
+        None if rule is StateRule.MAX else _codec_of(tensor, sync.transport, shard.table)
         for tensor, rule in zip(tensors, rules, strict=True)
     )
     share = sync.dense_above
     if share is None:
         share = break_even_share(sum(tensor[:1].nbytes for tensor in tensors), num_peers)
-    return SyncedShard(shard.table, TouchedRows(tensors, share), rules, types)
+    return SyncedShard(shard.table, TouchedRows(tensors, share), rules, codecs)
 
 
-def _sent_as(tensor: torch.Tensor, transport: Transport, table: str) -> torch.dtype:
+def _codec_of(tensor: torch.Tensor, transport: Transport, table: str) -> RowCodec | None:
     if transport is Transport.FP32:
-        return tensor.dtype
-    if transport.dtype.itemsize >= tensor.dtype.itemsize:
+        return None
+    dim = math.prod(tensor.shape[1:])
+    codec = transport.codec_for(dim)
+    if codec.num_bytes(dim) >= dim * tensor.element_size():
         raise UnsupportedError(
             f"table {table!r} has {tensor.dtype} values, which transport={transport.value!r} "
             "wouldn't make smaller; leave the transport out"
         )
-    return transport.dtype
+    return codec

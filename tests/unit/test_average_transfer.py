@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from torchrec_2dsp.replicas import row_transfer
-from torchrec_2dsp.replicas.row_transfer import messages, range_ends
+from torchrec_2dsp.replicas import average_transfer
+from torchrec_2dsp.replicas.average_transfer import messages, range_ends
 from torchrec_2dsp.replicas.state_rules import StateRule
 from torchrec_2dsp.replicas.synced_shard import SyncedShard
 from torchrec_2dsp.replicas.touched import TouchedRows
@@ -36,7 +36,7 @@ def test_a_message_is_worth_it(counts: list[list[list[int]]]) -> None:
         shards = [piece.shard for piece in message]
         assert len(set(shards)) == len(shards)
     for message in found[:-1]:
-        assert sum(sum(piece.counts) for piece in message) * 256 >= row_transfer._MESSAGE_BYTES
+        assert sum(sum(piece.counts) for piece in message) * 256 >= average_transfer._MESSAGE_BYTES
 
 
 @pytest.mark.parametrize(
@@ -46,9 +46,9 @@ def test_a_message_is_worth_it(counts: list[list[list[int]]]) -> None:
 def test_ranges_have_all_rows(
     num_rows: int, range_bytes: int, ends: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_transfer, "_RANGE_BYTES", range_bytes)
-    monkeypatch.setattr(row_transfer, "_MAX_RANGES", num_rows)
+    monkeypatch.setattr(average_transfer, "_RANGE_BYTES", range_bytes)
+    monkeypatch.setattr(average_transfer, "_MAX_RANGES", num_rows)
     touched = TouchedRows([torch.zeros(num_rows, 8)], 1.0)
-    shard = SyncedShard("t", touched, (StateRule.AVERAGE,), (torch.float32,))
+    shard = SyncedShard("t", touched, (StateRule.AVERAGE,), (None,))
 
     assert range_ends(shard).tolist() == ends

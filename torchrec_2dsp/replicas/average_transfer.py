@@ -1,4 +1,4 @@
-"""`RowTransfer`: changed rows are sent to peers in pieces, so that the first can be used early.
+"""`AverageTransfer`: changed rows are sent to peers in pieces, so that the first can be used early.
 
 Where a link takes as long as the arithmetic, sending everything and then adding it up takes twice
 as long as it must. So a shard's rows are cut into ranges, and ranges with few changes are sent
@@ -57,7 +57,7 @@ def messages(
     Example:
         Two shards and two peers. A range with many changes travels alone, others go together.
 
-        >>> from torchrec_2dsp.replicas.row_transfer import messages
+        >>> from torchrec_2dsp.replicas.average_transfer import messages
         >>> for pieces in messages([[[9000, 8000], [5, 7], [6, 8]], [[1, 0]]], [256, 128]):
         ...     print(*pieces)
         Piece(shard=0, counts=(9000, 8000))
@@ -82,7 +82,7 @@ def messages(
     return by_message
 
 
-class RowTransfer:
+class AverageTransfer:
     """One message from each peer to all others, on its way."""
 
     def __init__(
@@ -137,7 +137,9 @@ class RowTransfer:
 def _layout(shard: SyncedShard, num_rows: int) -> list[Packed]:
     """How rows are packed: their ids, then each tensor's rows."""
     values = [
-        Packed((num_rows, *tensor.shape[1:]), sent_as)
-        for tensor, sent_as in zip(shard.touched.tensors, shard.sent_as, strict=True)
+        Packed((num_rows, *tensor.shape[1:]), tensor.dtype)
+        if codec is None
+        else Packed((num_rows, codec.columns(dim)), codec.dtype)
+        for tensor, codec, dim in zip(shard.touched.tensors, shard.codecs, shard.dims, strict=True)
     ]
     return [Packed((num_rows,), torch.int32), *values]

@@ -1,0 +1,180 @@
+"""Checks what code does with names, attributes and errors, from the source alone."""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeGuard
+
+from tests.support.import_rules import ADAPTERS, Module, read_package
+
+PUBLIC_IN_SPITE = ("_replace", "_asdict", "_fields", "_Unpickler")
+"""Names that begin with an underscore so as not to be fields, and the one unpickler in Python."""
+EFFECTS = ("register", "register_backend", "register_module_forward_hook")
+"""Functions that change what others see: exit handlers, backends, global hooks."""
+BROAD = ("Exception", "BaseException")
+"""What a handler catches that catches everything."""
+
+
+def private_violations(package: Path) -> list[str]:
+    """Private attributes of objects that the file doesn't define itself, outside the adapters.
+
+    What a class inherits is reached through ``self``, and isn't seen here.
+    """
+    violations = []
+    for module in read_package(package).values():
+        if module.part == ADAPTERS:
+            continue
+        own_names = _assigned_names(module.tree)
+        violations += [
+            f"{module.path}:{node.lineno}: {ast.unparse(node)} is private; reach it by a function "
+            f"of {ADAPTERS}, or make it public where it is ours"
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.Attribute)
+            and node.attr.startswith("_")
+            and not node.attr.startswith("__")
+            and node.attr not in PUBLIC_IN_SPITE
+            and node.attr not in own_names
+            and not _is_own_object(node.value)
+        ]
+    return violations
+
+
+def _is_own_object(value: ast.expr) -> bool:
+    """Whether an expression is ``self``, ``cls`` or ``super()``."""
+    if isinstance(value, ast.Call):
+        return isinstance(value.func, ast.Name) and value.func.id == "super"
+    return isinstance(value, ast.Name) and value.id in ("self", "cls")
+
+
+def _assigned_names(tree: ast.Module) -> set[str]:
+    """Names of attributes that a file's own classes have: by assignment to ``self`` and by ``def``.
+
+    A name that the file also gives to an object of another library's can't be told apart.
+    """
+    names = {
+        node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if _is_own_object(node.value):
+                names.add(node.attr)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+    return names
+
+
+def inherited_violations(package: Path) -> list[str]:
+    """Private attributes that a class reaches through ``self`` and that none of ours gives it."""
+    modules = read_package(package)
+    classes: dict[str, list[ast.ClassDef]] = defaultdict(list)
+    for module in modules.values():
+        for kind in _classes(module):
+            classes[kind.name].append(kind)
+    return [
+        f"{module.path}:{node.lineno}: {kind.name} inherits {ast.unparse(node)}, which is private; "
+        f"give it a public name in {ADAPTERS}"
+        for module in modules.values()
+        if module.part != ADAPTERS
+        for kind in _classes(module)
+        for node in ast.walk(kind)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in ("self", "cls")
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        and node.attr not in PUBLIC_IN_SPITE
+        and not any(node.attr in _given_names(base) for base in _own_bases(kind, classes))
+    ]
+
+
+def _classes(module: Module) -> list[ast.ClassDef]:
+    return [node for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
+
+
+def _own_bases(
+    kind: ast.ClassDef, classes: dict[str, list[ast.ClassDef]]
+) -> Iterator[ast.ClassDef]:
+    """A class and those of ours that it inherits from, by their names."""
+    yield kind
+    for base in kind.bases:
+        called = base.value if isinstance(base, ast.Subscript) else base
+        for other in classes[ast.unparse(called).rpartition(".")[2]]:
+            yield from _own_bases(other, classes)
+
+
+def _given_names(kind: ast.ClassDef) -> set[str]:
+    """The names that a class gives a value, in its body or by an assignment to ``self``.
+
+    Outside a dataclass an annotation alone gives none: it may be of what another class sets.
+    """
+    names = set()
+    for node in ast.walk(kind):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif _is_stored_in_self(node):
+            names.add(node.attr)
+    if not kind.decorator_list:
+        names -= {
+            node.target.id
+            for node in kind.body
+            if isinstance(node, ast.AnnAssign)
+            and isinstance(node.target, ast.Name)
+            and node.value is None
+        }
+    return names
+
+
+def _is_stored_in_self(node: ast.AST) -> TypeGuard[ast.Attribute]:
+    if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store):
+        return False
+    return _is_own_object(node.value)
+
+
+def swallowed_errors(package: Path) -> list[str]:
+    """Handlers of all errors that neither raise one nor say which it was."""
+    return [
+        f"{module.path}:{handler.lineno}: catches all errors and drops them; raise an error of "
+        "ours, or name those that may be ignored"
+        for module in read_package(package).values()
+        for handler in ast.walk(module.tree)
+        if isinstance(handler, ast.ExceptHandler)
+        and (handler.type is None or _is_broad(handler.type))
+        and not any(_keeps(node, handler.name) for node in ast.walk(handler))
+    ]
+
+
+def _is_broad(caught: ast.expr) -> bool:
+    kinds = caught.elts if isinstance(caught, ast.Tuple) else [caught]
+    return any(isinstance(kind, ast.Name) and kind.id in BROAD for kind in kinds)
+
+
+def _keeps(node: ast.AST, name: str | None) -> bool:
+    """Whether a part of a handler raises, or uses the error."""
+    return isinstance(node, ast.Raise) or (isinstance(node, ast.Name) and node.id == name)
+
+
+def import_effects(package: Path) -> list[str]:
+    """Registrations and exit handlers at the top level of files: an import must have no effect."""
+    return [
+        f"{module.path}:{node.lineno}: {ast.unparse(node)[:60]} runs when the file is imported; "
+        "do it where it is first needed"
+        for module in read_package(package).values()
+        for statement in module.tree.body
+        for node in _run_at_import(statement)
+        if isinstance(node, ast.Attribute) and node.attr in EFFECTS
+    ]
+
+
+def _run_at_import(statement: ast.stmt) -> Iterator[ast.AST]:
+    """What an import runs of a statement: decorators of functions, but not their bodies."""
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+        for decorator in statement.decorator_list:
+            yield from ast.walk(decorator)
+    elif isinstance(statement, ast.ClassDef):
+        for inner in statement.body:
+            yield from _run_at_import(inner)
+    else:
+        yield from ast.walk(statement)

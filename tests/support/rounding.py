@@ -1,0 +1,148 @@
+"""The oracle of rounded exchanges: the unsharded model, with numbers rounded where they travel."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch.func import functional_call
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import torchrec_2dsp as tdsp
+from tests.support.cells import Cell
+from tests.support.models import tables_of
+from tests.support.oracle import Oracle, local_loss
+from torchrec_2dsp.codecs.rows import RowCodec
+from torchrec_2dsp.plan.parameter_sharding import ROW_EXCHANGES, Exchange
+
+
+class Rounded(torch.autograd.Function):
+    """Rows as they come after they have travelled, and their gradients on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, codec: RowCodec, width: int) -> torch.Tensor:
+        ctx.codec, ctx.width = codec, width
+        return round_trip(values, codec, width)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return round_trip(grads[0], ctx.codec, ctx.width), None, None
+
+
+def round_trip(values: torch.Tensor, codec: RowCodec, width: int) -> torch.Tensor:
+    """Values in rows of ``width`` numbers, encoded and decoded."""
+    rows = values.detach().reshape(-1, width)
+    return codec.decode(codec.encode(rows), width).view(values.shape)
+
+
+class RoundingOracle(Oracle):
+    """Trains on the global batch, as ranks do whose rows, bags and gradients are rounded.
+
+    With an exchange of rows each rank sees rounded rows, and sends one rounded gradient for each.
+    Otherwise bags or vectors of sequences are rounded, of row-wise tables in parts, a part for
+    each owner.
+    """
+
+    def __init__(self, cell: Cell, plan: tdsp.Plan2D, **kwargs: Any) -> None:
+        """
+        Args:
+            cell: what is trained, for bags summed.
+            plan: of it.
+            kwargs: of `Oracle`.
+        """
+        super().__init__(cell.spec, **kwargs)
+        (module,) = (part for _, part in plan.modules())
+        self._tables = dict(module.tables())
+        self._codec = tdsp.Transport(cell.transport).codec
+        self._by_row = Exchange(cell.exchange) in ROW_EXCHANGES
+        widths = [shard.shard_sizes[1] for name in self._tables for shard in self._shards(name)]
+        self._width = math.gcd(*widths)
+        self._hot = {name: list(rows) for name, rows in cell.hot_rows}
+
+    def step(self, batches: Sequence[KeyedJaggedTensor]) -> list[float]:
+        """One update on the batches of all ranks; each rank's loss before it."""
+        self.model.zero_grad()
+        losses = [
+            local_loss(self.scores(batch)) if batch.stride() else torch.zeros(())
+            for batch in batches
+        ]
+        (sum(losses, torch.zeros(())) / len(batches)).backward()
+        with torch.no_grad():
+            for param in self.model.over.parameters():
+                param -= self.lr * param.grad  # type: ignore[operator]
+            for name, table in tables_of(self.model).items():
+                self._update_(name, cast(torch.Tensor, cast(torch.Tensor, table.weight).grad))
+        return [loss.item() for loss in losses]
+
+    def scores(self, batch: KeyedJaggedTensor) -> torch.Tensor:
+        """What one rank's model says of its batch."""
+        weights = {name: cast(Any, table).weight for name, table in tables_of(self.model).items()}
+        if self._by_row:
+            rounded = {name: self._rounded_rows(name, weight) for name, weight in weights.items()}
+            outputs = self._looked_up(rounded, batch)
+        else:
+            parts = [
+                {
+                    name: self._rounded(part)
+                    for name, part in self._looked_up(of_owner, batch).items()
+                }
+                for of_owner in self._by_owner(weights)
+            ]
+            outputs = {name: sum(part[name] for part in parts) for name in parts[0]}
+        return self._over(outputs, batch)
+
+    def _rounded_rows(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        rounded: torch.Tensor = Rounded.apply(weight, self._codec, weight.shape[1])  # pyright: ignore
+        is_hot = torch.zeros(len(weight), 1, dtype=torch.bool)
+        is_hot[self._hot.get(name, [])] = True
+        return torch.where(is_hot, weight, rounded)
+
+    def _rounded(self, values: torch.Tensor) -> torch.Tensor:
+        return Rounded.apply(values, self._codec, self._width)  # pyright: ignore
+
+    def _shards(self, name: str) -> list[Any]:
+        return cast(Any, self._tables[name].sharding_spec).shards
+
+    def _by_owner(self, weights: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """The tables as each owner of rows sees them, with zeros for the rows of others."""
+        if any("row_wise" not in table.sharding_type for table in self._tables.values()):
+            return [weights]
+        num_owners = max(len(self._shards(name)) for name in weights)
+        by_owner = []
+        for owner in range(num_owners):
+            part = {}
+            for name, weight in weights.items():
+                shard = self._shards(name)[owner]
+                start, size = shard.shard_offsets[0], shard.shard_sizes[0]
+                is_own = torch.zeros(len(weight), 1, dtype=torch.bool)
+                is_own[start : start + size] = True
+                part[name] = torch.where(is_own, weight, 0.0)
+            by_owner.append(part)
+        return by_owner
+
+    def _looked_up(
+        self, weights: dict[str, torch.Tensor], batch: KeyedJaggedTensor
+    ) -> dict[str, torch.Tensor]:
+        """The output of each feature: bags, or the vectors of its sequences."""
+        is_bags = hasattr(self.model, "ebc")
+        module = cast(Any, self.model.ebc if is_bags else cast(Any, self.model).ec)
+        path = "embedding_bags" if is_bags else "embeddings"
+        named = {f"{path}.{name}.weight": weight for name, weight in weights.items()}
+        outputs = functional_call(module, named, (batch,))
+        return {
+            name: outputs[name] if is_bags else outputs[name].values()
+            for name in self.model.features
+        }
+
+    def _over(self, outputs: dict[str, Any], batch: KeyedJaggedTensor) -> torch.Tensor:
+        """The dense part of the model, over outputs by feature."""
+        if hasattr(self.model, "ebc"):
+            joined = torch.cat([outputs[name] for name in self.model.features], dim=1)
+            return self.model.over(joined).squeeze(1)
+        parts = []
+        for name in self.model.features:
+            lengths = batch[name].lengths()
+            sample = torch.arange(lengths.numel()).repeat_interleave(lengths)
+            total = outputs[name].new_zeros(lengths.numel(), outputs[name].shape[1])
+            parts.append(total.index_add(0, sample, outputs[name].tanh()))
+        return self.model.over(torch.cat(parts, dim=1)).squeeze(1)

@@ -1,0 +1,219 @@
+"""`RowCodec`: rows of numbers in fewer bytes, each row by itself.
+
+    a row of dim numbers   --encode-->   codec.columns(dim) numbers of codec.dtype   --decode-->
+
+Nothing is sent besides, so both ends know every size, and no row's error depends on another row.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+_SCALE_BYTES = 2
+"""A scale is a bfloat16, which has the range of float32: no gradient is too small for it."""
+_SMALLEST_SCALE = torch.finfo(torch.bfloat16).smallest_normal
+_SCALE_MARGIN = 1 + 2**-7
+"""Scales grow by this before they are rounded, so that none comes out too small for its row."""
+
+
+class RowCodec(ABC):
+    """Encodes and decodes rows.
+
+    Example:
+        >>> import torch
+        >>> from torchrec_2dsp.codecs.rows import IntegerRows
+        >>> codec, rows = IntegerRows(bits=4), torch.tensor([[0.7, -0.1, 0.0, 0.3]])
+        >>> sent = codec.encode(rows)
+        >>> sent.shape, sent.dtype
+        (torch.Size([1, 4]), torch.uint8)
+        >>> bool((codec.decode(sent, dim=4) - rows).abs().max() <= codec.error_bound(rows))
+        True
+    """
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """The type of encoded numbers."""
+
+    @abstractmethod
+    def columns(self, dim: int) -> int:
+        """How many encoded numbers a row of ``dim`` numbers becomes."""
+
+    @abstractmethod
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows as they travel: from `[rows, dim]`, float32, to `[rows, columns]`.
+
+        A row with a number that isn't finite becomes one that isn't finite either.
+        """
+
+    @abstractmethod
+    def decode(self, encoded: torch.Tensor, dim: int) -> torch.Tensor:
+        """Rows as they have come, `[rows, dim]`, float32."""
+
+    @abstractmethod
+    def error_bound(self, rows: torch.Tensor) -> torch.Tensor:
+        """For each row, the most by which one of its numbers may change, `[rows]`."""
+
+    def num_bytes(self, dim: int) -> int:
+        """The bytes of an encoded row."""
+        return self.columns(dim) * self.dtype.itemsize
+
+    @abstractmethod
+    def all_finite(self, encoded: torch.Tensor) -> bool:
+        """Whether all numbers will be finite when they have come."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether rows come as they were."""
+        return False
+
+
+@dataclass(frozen=True)
+class FloatRows(RowCodec):
+    """Numbers as floats, of fewer bits or of all 32."""
+
+    float_dtype: torch.dtype = torch.float32
+    """The type in which numbers travel."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type in which numbers travel."""
+        return self.float_dtype
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether rows come as they were."""
+        return self.float_dtype is torch.float32
+
+    def columns(self, dim: int) -> int:
+        """As many as before."""
+        return dim
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows in the other type, rounded to its nearest numbers."""
+        return rows.to(self.float_dtype)
+
+    def decode(self, encoded: torch.Tensor, dim: int) -> torch.Tensor:
+        """Rows in float32."""
+        return encoded.float()
+
+    def all_finite(self, encoded: torch.Tensor) -> bool:
+        """Seen by their sum, in one pass."""
+        return bool(encoded.sum(dtype=torch.float32).isfinite())
+
+    def error_bound(self, rows: torch.Tensor) -> torch.Tensor:
+        """Half the distance of neighbouring floats at a row's largest number; infinite where that
+        is beyond the type's range."""
+        info = torch.finfo(self.float_dtype)
+        largest = _largest(rows)
+        if self.is_exact:
+            return torch.zeros_like(largest)
+        bound = torch.clamp(largest * info.eps / 2, min=info.smallest_normal * info.eps / 2)
+        return torch.where(largest > info.max, torch.inf, bound)
+
+
+EXACT = FloatRows(torch.float32)
+"""Numbers as they are."""
+
+
+@dataclass(frozen=True)
+class IntegerRows(RowCodec):
+    """Numbers as integers of 8 or 4 bits, in units of a scale for each row.
+
+    The integers are as many on either side of zero, which stays zero.
+    """
+
+    bits: int
+    """8, or 4: two numbers in a byte."""
+    generator: torch.Generator | None = None
+    """Where it is given, numbers are rounded up or down at random, so that they are right on
+    average; else to the nearest."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Bytes."""
+        return torch.uint8
+
+    @property
+    def _largest_integer(self) -> int:
+        return 2 ** (self.bits - 1) - 1
+
+    def columns(self, dim: int) -> int:
+        """The bytes of the integers, and two for the scale."""
+        return -(-dim * self.bits // 8) + _SCALE_BYTES
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """Integers, then the scale."""
+        num_rows, dim = rows.shape
+        scales = self._scales(rows)
+        # Of smaller scales the reciprocal would be infinite.
+        units = torch.where(scales >= _SMALLEST_SCALE, scales.float().reciprocal(), 0.0)
+        integers = rows * units[:, None]
+        if self.generator is None:
+            integers.round_()
+        else:
+            draws = torch.rand(rows.shape, generator=self.generator, device=rows.device)
+            integers.add_(draws).floor_().clamp_(-self._largest_integer, self._largest_integer)
+        encoded = torch.empty((num_rows, self.columns(dim)), dtype=torch.uint8, device=rows.device)
+        numbers, scale_bytes = encoded.split([encoded.shape[1] - _SCALE_BYTES, _SCALE_BYTES], 1)
+        if self.bits == 8:
+            numbers.view(torch.int8).copy_(integers)
+        else:
+            _pack(integers, numbers)
+        scale_bytes.copy_(scales.view(torch.uint8).view(num_rows, _SCALE_BYTES))
+        return encoded
+
+    def decode(self, encoded: torch.Tensor, dim: int) -> torch.Tensor:
+        """The integers times their scales."""
+        numbers, scales = encoded[:, :-_SCALE_BYTES], self._scales_of(encoded)
+        if self.bits == 8:
+            return numbers.view(torch.int8).float().mul_(scales)
+        return _unpack(numbers, dim).mul_(scales)
+
+    def all_finite(self, encoded: torch.Tensor) -> bool:
+        """Seen by the scales."""
+        return bool(self._scales_of(encoded).sum().isfinite())
+
+    def error_bound(self, rows: torch.Tensor) -> torch.Tensor:
+        """Half a scale, or a whole one where numbers are rounded at random."""
+        scales, largest = self._scales(rows).float(), _largest(rows)
+        unit = 0.5 if self.generator is None else 1.0
+        # The quotient of a number and its scale is rounded as well.
+        bound = scales * unit + largest * torch.finfo(torch.float32).eps
+        return torch.where(scales >= _SMALLEST_SCALE, bound, largest)
+
+    def _scales_of(self, encoded: torch.Tensor) -> torch.Tensor:
+        """The scales of encoded rows, `[rows, 1]`, float32."""
+        # A copy, because views of wider types have to begin at multiples of their size.
+        scale_bytes = encoded[:, -_SCALE_BYTES:].clone(memory_format=torch.contiguous_format)
+        return scale_bytes.view(torch.bfloat16).float()
+
+    def _scales(self, rows: torch.Tensor) -> torch.Tensor:
+        scales = _largest(rows) * (_SCALE_MARGIN / self._largest_integer)
+        return scales.to(torch.bfloat16)
+
+
+def _largest(rows: torch.Tensor) -> torch.Tensor:
+    """The largest number of each row, regardless of its sign; 0 where rows have none."""
+    if not rows.shape[1]:
+        return rows.new_zeros(rows.shape[0])
+    return torch.maximum(rows.amax(dim=1), rows.amin(dim=1).neg_())
+
+
+def _pack(integers: torch.Tensor, pairs: torch.Tensor) -> None:
+    """Write integers of -7 to 7 as pairs: those of the first half of a row, and of the second."""
+    width = pairs.shape[1]
+    low, high = integers[:, :width], integers[:, width:]
+    both = low + 8
+    both[:, : high.shape[1]].add_(high, alpha=16).add_(128)
+    pairs.copy_(both)
+
+
+def _unpack(pairs: torch.Tensor, dim: int) -> torch.Tensor:
+    """The integers of `_pack`, as float32."""
+    integers = torch.empty((pairs.shape[0], dim), device=pairs.device)
+    width = pairs.shape[1]
+    integers[:, :width] = pairs & 15
+    integers[:, width:] = (pairs >> 4)[:, : dim - width]
+    return integers.sub_(8)

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from torchrec_2dsp.access.stats import AccessStats as AccessStats
     from torchrec_2dsp.codecs.transport import Transport as Transport
     from torchrec_2dsp.cost.calibration import Calibration as Calibration
+    from torchrec_2dsp.dense.hooked_data_parallel import HookedDataParallel as HookedDataParallel
+    from torchrec_2dsp.dense.thresholded_data_parallel import (
+        ThresholdedDataParallel as ThresholdedDataParallel,
+    )
     from torchrec_2dsp.errors import TwoDError as TwoDError
     from torchrec_2dsp.mesh.mesh2d import Mesh2D as Mesh2D, RankLayout as RankLayout
     from torchrec_2dsp.optim.delayed_moment import (
@@ -78,6 +82,8 @@ _ROOMS = {
     "access.stats": ("AccessStats",),
     "codecs.transport": ("Transport",),
     "cost.calibration": ("Calibration",),
+    "dense.hooked_data_parallel": ("HookedDataParallel",),
+    "dense.thresholded_data_parallel": ("ThresholdedDataParallel",),
     "errors": ("TwoDError",),
     "mesh.mesh2d": (
         "Mesh2D",

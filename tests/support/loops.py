@@ -51,7 +51,12 @@ def make_stream(cell: Cell, steps: int) -> Stream:
 
 
 def shard(
-    cell: Cell, sharder: Any = None, model: nn.Module | None = None, *, load: bool = True
+    cell: Cell,
+    sharder: Any = None,
+    model: nn.Module | None = None,
+    *,
+    load: bool = True,
+    data_parallel_wrapper: Any = None,
 ) -> DistributedModelParallel:
     """``model``, or that of seed 0, as the cell says; with its weights if ``load``."""
     model = build(cell.spec, seed=0) if model is None else model
@@ -63,6 +68,7 @@ def shard(
         device=torch.device("cpu"),
         plan=group_plan(cell, model, sharder, local_world_size()),
         sharders=[sharder],
+        data_parallel_wrapper=data_parallel_wrapper,
     )
     if load:
         parallel.load_state_dict(cast(Any, weights))

@@ -1,6 +1,6 @@
 """A run that can be stopped after any step and go on in another process, in many variants."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -33,10 +33,16 @@ class Variant:
     """"sparse" for TorchRec's pipeline, "rows" for `TrainPipelineRowPrefetch`."""
     draws: bool = True
     """Whether the model draws random numbers."""
+    dense: Callable[[], Any] | None = None
+    """Makes the data-parallel wrapper, if it isn't TorchRec's."""
 
 
 def _weight(policy: Any, **options: Any) -> tdsp.WeightSync:
     return tdsp.WeightSync(policy=policy, **options)
+
+
+def _thresholded(**options: Any) -> tdsp.ThresholdedDataParallel:
+    return tdsp.ThresholdedDataParallel(0.1, dense_below=30, **options)
 
 
 _ROWS = Cell(M14, exchange="row", owners="hash")
@@ -64,6 +70,12 @@ VARIANTS = {
         replace(_ROWS, hot_rows=HOT), refresh_every=4, pipeline="rows"
     ),
     "data parallel": Variant(Cell(M22, "data_parallel", optimizer="sgd")),
+    "thresholded": Variant(Cell(M22), dense=lambda: _thresholded(warm_up=2)),
+    "thresholded rarely": Variant(Cell(M14), dense=lambda: _thresholded(refresh=3, values="int8")),
+    "thresholded owners": Variant(Cell(M14), dense=lambda: _thresholded(route="owners")),
+    "powersgd": Variant(
+        Cell(M14), dense=lambda: tdsp.HookedDataParallel("powersgd", rank=1, warm_up=3)
+    ),
 }
 
 
@@ -127,7 +139,9 @@ class Run:
         model = TowerModel(cell.spec, variant.draws)
         self.variant = variant
         self.counter = tdsp.RowCounter.for_model(model, half_life=6)
-        self.model = cast(tdsp.ModelParallel2D, shard(cell, make_sharder(cell), model))
+        wrapper = variant.dense() if variant.dense else None
+        sharded = shard(cell, make_sharder(cell), model, data_parallel_wrapper=wrapper)
+        self.model = cast(tdsp.ModelParallel2D, sharded)
         dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
         adam = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adam(params, lr=0.01))
         self.optimizer = CombinedOptimizer([self.model.fused_optimizer, adam])

@@ -34,6 +34,9 @@ class Summable(Protocol):
 
 Member = Stateful | dict[str, Any]
 
+DENSE_GRADIENTS = "dense_gradients"
+"""The name of the state of the model's data-parallel wrapper, if it has one."""
+
 
 def check_member(name: str, member: object) -> None:
     """Raise unless ``member`` can be stored under ``name``."""
@@ -74,6 +77,16 @@ def check_states(name: str, member: Member, states: Sequence[Mapping[str, Any]])
                 check(state)
             except ConfigError as error:
                 raise CheckpointError(f"{name} doesn't fit: {error}") from error
+
+
+def check_left_out(states: Sequence[Mapping[str, Any]]) -> None:
+    """Raise if dense gradients would be lost in a model that takes over no residuals."""
+    if any(state for state in states):
+        raise CheckpointError(
+            "the train state holds dense gradients that weren't sent before the save, and this "
+            "model has no wrapper that sends them; make it with the data_parallel_wrapper of the "
+            "save, or save after a step that follows flush()"
+        )
 
 
 def load_states(name: str, member: Member, states: Sequence[dict[str, Any]]) -> None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer
 
+from torchrec_2dsp._compat.data_parallel import data_parallel_wrapper
 from torchrec_2dsp.comms.agreement import agreeing
 from torchrec_2dsp.errors import CheckpointError, ConfigError
 from torchrec_2dsp.parallel.checkpoint.group import coordination_group
@@ -19,8 +20,11 @@ from torchrec_2dsp.parallel.train_state.hyper_parameters import (
     restore_hyper_parameters,
 )
 from torchrec_2dsp.parallel.train_state.members import (
+    DENSE_GRADIENTS,
     Member,
+    Stateful,
     Summable,
+    check_left_out,
     check_member,
     check_states,
     digest,
@@ -41,10 +45,10 @@ class TrainState:
     """Everything that a run needs to go on, beside the weights and the optimizer state.
 
     It holds the steps of sync policies, the hot rows in use, the routes of gradients, learning
-    rates and other hyper-parameters, the iterations of fused optimizers, the random number
-    generators of each rank, and what you give it by name: objects with ``state_dict()`` and
-    ``load_state_dict()``, such as a `HotSetRefresh`, a `RowCounter` or a scheduler, and dicts of
-    plain values, which are loaded in place.
+    rates and other hyper-parameters, the iterations of fused optimizers, the residuals of a
+    `ThresholdedDataParallel`, the random number generators of each rank, and what you give it by
+    name: objects with ``state_dict()`` and ``load_state_dict()``, such as a `HotSetRefresh`, a
+    `RowCounter` or a scheduler, and dicts of plain values, which are loaded in place.
 
     A run that saves a checkpoint with its train state and one that loads it go on with the same
     losses, bit for bit, on as many ranks and under the same plan.
@@ -90,6 +94,14 @@ class TrainState:
         self.step = 0
         """How many steps are done, which the training loop counts."""
         self._members = dict(members)
+        dense_gradients = data_parallel_wrapper(model)
+        if isinstance(dense_gradients, Stateful):
+            if DENSE_GRADIENTS in members:
+                raise ConfigError(
+                    f"{DENSE_GRADIENTS} is the name of the state of the model's "
+                    f"{type(dense_gradients).__name__}; give your member another name"
+                )
+            self._members[DENSE_GRADIENTS] = dense_gradients
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The state as flat tensors; call it on all ranks, between two steps.
@@ -211,13 +223,17 @@ class TrainState:
     def _check(self, saved: Saved) -> None:
         """Raise if the state isn't one of a run like this."""
         for name in sorted(saved.members.keys() ^ self._members.keys()):
+            if name == DENSE_GRADIENTS:
+                check_left_out(saved.members.get(name, ()))
+                continue
             raise CheckpointError(
                 f"the train state was saved with {name!r}; make the TrainState with {name}=..."
                 if name in saved.members
                 else f"the train state was saved without {name!r}; make the TrainState without it"
             )
-        for name, states in saved.members.items():
-            member, is_whole = self._members[name], saved.header["is_whole"][name]
+        for name in saved.members.keys() & self._members.keys():
+            member, states = self._members[name], saved.members[name]
+            is_whole = saved.header["is_whole"][name]
             if not (is_whole or saved.is_same_world or isinstance(member, Summable)):
                 raise CheckpointError(
                     f"{name!r} was another on each of {saved.header['num_ranks']} ranks and can't "
@@ -235,8 +251,8 @@ class TrainState:
     def _restore(self, saved: Saved, *, is_same_plan: bool) -> None:
         model, header = self.model, saved.header
         self.step = header["step"]
-        for name, states in saved.members.items():
-            load_states(name, self._members[name], states)
+        for name, member in self._members.items():
+            load_states(name, member, saved.members.get(name, [{}]))
         fused, saved_parameters = model.fused_optimizer, header["hyper_parameters"]
         restore_hyper_parameters(saved_parameters["fused"], fused)
         # Hands learning rates to the kernels.

@@ -1,0 +1,414 @@
+"""Dense gradients of which the largest elements are sent: against sorting, DDP and themselves."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+import torchrec_2dsp as tdsp
+from tests.support.loops import shard
+from tests.support.models import BagModel, make_batch
+from tests.support.parity import Cell, make_sharder
+from tests.support.ranks import RankPool, RanksFailed
+from tests.support.thresholding import ThresholdOracle
+from torchrec_2dsp.comms.counting import count_collectives
+from torchrec_2dsp.errors import ConfigError, SyncError
+
+LR = 0.05
+WIDTH = 48
+NUM_STEPS = 5
+ROUNDING = 2e-6
+"""A few float32 roundings of weights below 1: the reference adds in float64."""
+
+
+class TowerModel(BagModel):
+    """Bags under three dense layers, the first two of which are large enough for thresholds."""
+
+    def __init__(self, spec: Any) -> None:
+        super().__init__(spec)
+        width = sum(table.dim for _, table in spec.features)
+        self.over = nn.Identity()
+        self.tower = nn.Sequential(
+            nn.Linear(width, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()
+        )
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, features: Any) -> torch.Tensor:
+        pooled = self.ebc(features)
+        joined = torch.cat([pooled[name] for name in self.features], dim=1)
+        return (self.last(self.tower(joined)).squeeze(1) - 1.0).pow(2).mean()
+
+
+@dataclass
+class Trained:
+    """A rank's dense weights after each step, and what was sent."""
+
+    weights: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    reports: list[Any] = field(default_factory=list)
+    counts: list[dict[str, int]] = field(default_factory=list)
+    residual_norm: float = 0.0
+
+    @property
+    def digest(self) -> str:
+        """A text that is equal for equal weights of all steps."""
+        parts = [value.numpy().tobytes() for step in self.weights for value in step.values()]
+        return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def cell_of(world_size: int, *, groups: int = 1, stock: bool = False) -> Cell:
+    return Cell(tdsp.Mesh2D(groups, world_size // groups), stock_wrapper=stock)
+
+
+def model_of(cell: Cell, wrapper: Any) -> DistributedModelParallel:
+    """The tower with seed 0; its tables learn nothing, so that dense gradients say everything."""
+    torch.manual_seed(0)
+    model = shard(cell, make_sharder(cell), TowerModel(cell.spec), data_parallel_wrapper=wrapper)
+    for group in cast(Any, model.fused_optimizer.param_groups):
+        group["lr"] = 0.0
+    model.fused_optimizer.step()
+    return model
+
+
+def dense_of(model: Any) -> dict[str, torch.Tensor]:
+    return dict(in_backward_optimizer_filter(model.named_parameters()))
+
+
+def batch_of(cell: Cell, step: int, rank: int) -> Any:
+    return make_batch(cell.spec, seed=100 * step + rank, batch_size=8)
+
+
+def train(
+    rank: int,
+    world_size: int,
+    cell: Cell,
+    options: dict[str, Any] | None,
+    num_steps: int = NUM_STEPS,
+    flush_at: int = -1,
+) -> Trained:
+    """Train with these options of the wrapper, or with TorchRec's own one."""
+    wrapper = None if options is None else tdsp.ThresholdedDataParallel(**options)
+    model = model_of(cell, wrapper)
+    dense = dense_of(model)
+    optimizer = torch.optim.SGD(dense.values(), lr=LR)
+    trained = Trained()
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        loss = model(batch_of(cell, step, rank))
+        if wrapper is not None and step == flush_at and rank == 1:
+            wrapper.flush()
+        with count_collectives() as seen:
+            loss.backward()
+        trained.counts.append(seen.counts())
+        optimizer.step()
+        named = {name.removeprefix("module."): value for name, value in dense.items()}
+        trained.weights.append({name: value.detach().clone() for name, value in named.items()})
+        if wrapper is not None:
+            trained.reports.append(wrapper.total)
+    if wrapper is not None:
+        trained.residual_norm = wrapper.residual_norm()
+    return trained
+
+
+def expected_weights(
+    world_size: int,
+    cell: Cell,
+    oracle: ThresholdOracle,
+    flush_at: int = -1,
+) -> list[dict[str, torch.Tensor]]:
+    """The weights by the reference, trained on one process."""
+    torch.manual_seed(0)
+    model = TowerModel(cell.spec)
+    dense = {name: value for name, value in model.named_parameters() if "ebc" not in name}
+    weights = []
+    for step in range(NUM_STEPS):
+        gradients = []
+        for rank in range(world_size):
+            model.zero_grad()
+            model(batch_of(cell, step, rank)).backward()
+            gradients.append({name: _gradient(value) for name, value in dense.items()})
+        mean = oracle.mean(gradients, flush=step == flush_at)
+        with torch.no_grad():
+            for name, value in dense.items():
+                value -= LR * mean[name]
+        weights.append({name: value.detach().clone() for name, value in dense.items()})
+    return weights
+
+
+def _gradient(value: torch.Tensor) -> torch.Tensor:
+    assert value.grad is not None
+    return value.grad.clone()
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "exact thresholds": {"density": 0.05, "exact_thresholds": True},
+    "sampled": {"density": 0.1},
+    "fp32 values": {"density": 0.02, "values": "fp32"},
+    "fp16 values": {"density": 0.1, "values": "fp16"},
+    "warm-up": {"density": 0.05, "warm_up": 2},
+    "all large": {"density": 0.05, "dense_below": 0},
+    "small buckets": {"density": 0.05, "bucket_cap_mb": 0.005},
+}
+
+
+def check_against_oracle(
+    pool: RankPool, cell: Cell, options: dict[str, Any], flush_at: int = -1
+) -> list[Trained]:
+    world_size = cell.mesh.world_size
+    trained = pool.run(train, cell, {"route": "gather", **options}, NUM_STEPS, flush_at)
+    oracle = ThresholdOracle(
+        options["density"],
+        tdsp.Transport(options.get("values", "bf16")),
+        options.get("dense_below", 1024),
+        options.get("warm_up", 0),
+    )
+    expected = expected_weights(world_size, cell, oracle, flush_at)
+    assert len({rank.digest for rank in trained}) == 1
+    for actual, wanted in zip(trained[0].weights, expected, strict=True):
+        assert actual.keys() == wanted.keys()
+        for name, value in wanted.items():
+            torch.testing.assert_close(actual[name], value, rtol=0, atol=ROUNDING)
+    for rank, result in enumerate(trained):
+        squares = [
+            float(residual.square().sum())
+            for (owner, _), residual in oracle.residuals.items()
+            if owner == rank
+        ]
+        assert result.residual_norm == pytest.approx(sum(squares) ** 0.5, rel=1e-3, abs=1e-6)
+    return trained
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_are_those_of_sorting(ranks4: RankPool, name: str) -> None:
+    trained = check_against_oracle(ranks4, cell_of(4), CASES[name])
+    report = trained[0].reports[-1]
+    warm_up = CASES[name].get("warm_up", 0)
+    assert report.num_steps == NUM_STEPS
+    assert report.num_thresholded_steps == NUM_STEPS - warm_up
+    assert 0.8 <= report.density / CASES[name]["density"] <= 1.1
+    assert trained[0].residual_norm > 0
+
+
+def test_groups_and_the_stock_wrapper_take_it(ranks4: RankPool) -> None:
+    alone = check_against_oracle(ranks4, cell_of(4), CASES["sampled"])
+    in_groups = check_against_oracle(ranks4, cell_of(4, groups=2), CASES["sampled"])
+    stock = check_against_oracle(ranks4, cell_of(4, stock=True), CASES["sampled"])
+    assert alone[0].digest == stock[0].digest
+    assert alone[0].reports == in_groups[0].reports == stock[0].reports
+
+
+def test_a_flush_of_one_rank_empties_the_residuals_of_all(ranks2: RankPool) -> None:
+    trained = check_against_oracle(ranks2, cell_of(2), CASES["sampled"], flush_at=4)
+    assert [rank.residual_norm for rank in trained] == [0.0, 0.0]
+    assert trained[0].reports[-1].num_thresholded_steps == 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"density": 1.0},
+        {"density": 0.01, "warm_up": 100},
+        {"density": 0.01, "dense_below": 1_000_000},
+        {"density": 0.01, "route": "dense"},
+    ],
+    ids=str,
+)
+def test_dense_steps_are_those_of_ddp_bit_for_bit(
+    ranks4: RankPool, options: dict[str, Any]
+) -> None:
+    stock = ranks4.run(train, cell_of(4), None)
+    dense = ranks4.run(train, cell_of(4), options)
+    assert dense[0].digest == stock[0].digest
+    assert dense[0].reports[-1].num_thresholded_steps == 0
+
+
+@pytest.mark.parametrize("density", [0.02, 0.3])
+def test_owners_lose_nothing_and_keep_ranks_equal(ranks4: RankPool, density: float) -> None:
+    """With SGD, the weights and what is left on all ranks are what DDP's weights would be, as long
+    as gradients don't depend on weights; here a flush shows that nothing was lost."""
+    options = {"density": density, "route": "owners", "values": "fp32"}
+    trained = ranks4.run(train, cell_of(4), options, NUM_STEPS, 4)
+    assert len({rank.digest for rank in trained}) == 1
+    assert [rank.residual_norm for rank in trained] == [0.0] * 4
+    assert trained[0].reports[-1].num_thresholded_steps == 4
+
+
+def conserve(rank: int, world_size: int, route: str, values: str, num_steps: int) -> list[float]:
+    """How far what was applied and what is left are from the sum of all gradients.
+
+    The loss is linear in the weights, so that gradients don't depend on them.
+    """
+    wrapper = tdsp.ThresholdedDataParallel(0.03, route=route, values=values, dense_below=100)
+    cell = cell_of(world_size)
+    model = model_of(cell, wrapper)
+    layer = dict(model.named_parameters())["tower.2.weight"]
+    bias = dict(model.named_parameters())["tower.2.bias"]
+    before, total = layer.detach().clone(), torch.zeros_like(layer)
+    optimizer = torch.optim.SGD([layer, bias], lr=1.0)
+    for step in range(num_steps):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        gradient = torch.randn(layer.shape, generator=generator)
+        optimizer.zero_grad()
+        # Backward through all of DDP, with the gradient of this layer replaced by another one.
+        handle = layer.register_hook(lambda _, given=gradient: given.clone())
+        model(batch_of(cell, step, rank)).backward()
+        handle.remove()
+        optimizer.step()
+        total += gradient
+    name = "tower.2.weight"
+    residual = wrapper.state_dict()["residuals"][name].view_as(layer)
+    both = torch.stack([total, residual])
+    dist.all_reduce(both)
+    applied = (before - layer.detach()) * world_size
+    return [
+        float((applied + both[1] - both[0]).abs().max()),
+        float(both[1].abs().max()),
+        float(applied.abs().max()),
+    ]
+
+
+@pytest.mark.parametrize("route", ["gather", "owners"])
+@pytest.mark.parametrize("values", ["fp32", "bf16", "int4"])
+def test_what_was_applied_and_what_is_left_are_the_sum_of_all_gradients(
+    ranks4: RankPool, route: str, values: str
+) -> None:
+    for gap, left, applied in ranks4.run(conserve, route, values, 6):
+        assert left > 0.5
+        assert applied > 0.5
+        # Six steps of four numbers below 5, added in float32.
+        assert gap < 3e-5
+
+
+def test_a_step_has_the_collectives_that_are_documented(ranks4: RankPool) -> None:
+    stock = ranks4.run(train, cell_of(4), None)[0].counts[-1]
+    extra = {}
+    for route in ("gather", "owners"):
+        counts = ranks4.run(train, cell_of(4), {"density": 0.05, "route": route})[0].counts[-1]
+        extra[route] = Counter(counts) - Counter(stock)
+    # DDP's own all-reduce is left to what is sent as a whole.
+    assert extra["gather"] == {"all_reduce": 1, "all_gather_into_tensor": 1}
+    assert extra["owners"] == {**extra["gather"], "all_to_all_single": 1}
+
+
+def test_reports_count_bytes(ranks4: RankPool) -> None:
+    options = {"density": 0.05, "route": "gather", "dense_below": 1024}
+    report = ranks4.run(train, cell_of(4), options)[0].reports[-1]
+    width = sum(table.dim for _, table in cell_of(4).spec.features)
+    large, small = [width * WIDTH, WIDTH * WIDTH], [WIDTH, WIDTH, WIDTH, 1]
+    entries = sum(-int(-0.05 * size // 1) for size in large)
+    message = 4 + 2 * (entries + entries % 2) + 2 * 128 * -(-entries // 128)
+    assert report.num_bytes == 5 * (3 * message + 1.5 * 4 * sum(small))
+    assert report.dense_bytes == 5 * 1.5 * 4 * (sum(large) + sum(small))
+
+
+def fail_with_nan(rank: int, world_size: int) -> str:
+    wrapper = tdsp.ThresholdedDataParallel(0.05)
+    cell = cell_of(world_size)
+    model = model_of(cell, wrapper)
+    model(batch_of(cell, 0, rank)).backward()
+    before = {name: value.detach().clone() for name, value in dense_of(model).items()}
+    residuals = wrapper.state_dict()["residuals"]
+    layer = dict(model.named_parameters())["tower.0.weight"]
+    if rank == 1:
+        layer.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([3]), torch.nan))
+    try:
+        model(batch_of(cell, 1, rank)).backward()
+    except SyncError as error:
+        for name, value in dense_of(model).items():
+            assert torch.equal(value, before[name])
+        for name, residual in wrapper.state_dict()["residuals"].items():
+            assert torch.equal(residual, residuals[name])
+        return str(error)
+    return "no error"
+
+
+def test_a_nan_of_one_rank_stops_all(ranks4: RankPool) -> None:
+    (message,) = set(ranks4.run(fail_with_nan))
+    assert message == (
+        "gradients of 'tower.0.weight' are not finite in step 1; nothing of the bucket was sent, "
+        "and no dense weight has changed. Lower the learning rate, or clip gradients (found on "
+        "rank 1)"
+    )
+
+
+def differ(rank: int, world_size: int) -> str:
+    wrapper = tdsp.ThresholdedDataParallel(0.05 if rank else 0.06)
+    with pytest.raises(ConfigError) as raised:
+        model_of(cell_of(world_size), wrapper)
+    return str(raised.value)
+
+
+def test_ranks_with_other_settings_are_told_at_construction(ranks2: RankPool) -> None:
+    (message,) = set(ranks2.run(differ))
+    assert "the settings of ThresholdedDataParallel differs between ranks" in message
+    assert "density=0.05" in message
+    assert "density=0.06" in message
+
+
+def use_twice(rank: int, world_size: int) -> None:
+    wrapper = tdsp.ThresholdedDataParallel(0.05)
+    model_of(cell_of(world_size), wrapper)
+    model_of(cell_of(world_size), wrapper)
+
+
+def test_a_wrapper_keeps_to_its_model(ranks2: RankPool) -> None:
+    with pytest.raises(RanksFailed, match="has a model already; make another one"):
+        ranks2.run(use_twice)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: tdsp.ThresholdedDataParallel(0.0), "density=0.0 is no share; use one above 0"),
+        (lambda: tdsp.ThresholdedDataParallel(1.5), "density=1.5 is no share"),
+        (lambda: tdsp.ThresholdedDataParallel(float("nan")), "density=nan is no share"),
+        (lambda: tdsp.ThresholdedDataParallel(warm_up=-1), "warm_up=-1 is no count; use 0 or more"),
+        (lambda: tdsp.ThresholdedDataParallel(refresh=0), "refresh=0 is no count; use 1 or more"),
+        (
+            lambda: tdsp.ThresholdedDataParallel(values="fp64"),
+            "values='fp64' is no transport; use one of fp32, bf16, fp16, int8, int4",
+        ),
+        (
+            lambda: tdsp.ThresholdedDataParallel(route="ring"),
+            "route='ring' is unknown; use one of auto, dense, gather, owners",
+        ),
+        (lambda: tdsp.HookedDataParallel("int8"), "hook='int8'.*use one of fp16, powersgd"),
+        (lambda: tdsp.HookedDataParallel("powersgd", warm_up=1), "warm_up of 2 or more"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def train_hooked(rank: int, world_size: int, hook: str) -> Trained:
+    cell = cell_of(world_size)
+    model = model_of(cell, tdsp.HookedDataParallel(hook, rank=4, warm_up=2))
+    dense = dense_of(model)
+    optimizer = torch.optim.SGD(dense.values(), lr=LR)
+    trained = Trained()
+    for step in range(4):
+        optimizer.zero_grad()
+        model(batch_of(cell, step, rank)).backward()
+        optimizer.step()
+        trained.weights.append({name: value.detach().clone() for name, value in dense.items()})
+    return trained
+
+
+@pytest.mark.parametrize(("hook", "bound"), [("fp16", 1e-3), ("powersgd", 5e-2)])
+def test_stock_hooks_train_nearly_as_ddp(ranks4: RankPool, hook: str, bound: float) -> None:
+    stock = ranks4.run(train, cell_of(4), None, 4)[0].weights
+    hooked = ranks4.run(train_hooked, hook)
+    assert len({rank.digest for rank in hooked}) == 1
+    for name, value in hooked[0].weights[-1].items():
+        moved = (stock[-1][name] - stock[0][name]).norm()
+        gap = (value - stock[-1][name]).norm()
+        assert gap > 0
+        assert gap <= bound * 4 * (moved + LR)

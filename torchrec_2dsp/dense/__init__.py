@@ -1,0 +1,9 @@
+"""Ways to run the dense part of a model, beside sharded tables.
+
+What takes the place of TorchRec's data-parallel wrapper lives here: `DataParallelWrapper`s that
+a stock `DistributedModelParallel` and `ModelParallel2D` take alike. Tables live in `shard`.
+
+    gradients of a rank   --threshold-->   entries   --gather, or owners-->   the sum on all ranks
+            ^                  |
+            +---- residual ----+   what wasn't sent is added to the next step's gradients
+"""

@@ -1,0 +1,148 @@
+"""`HookedDataParallel`: dense gradients through one of torch's own hooks."""
+
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+    PowerSGDState,
+    powerSGD_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.types import ShardingEnv
+
+from torchrec_2dsp._compat.data_parallel import (
+    DataParallelWrapper,
+    DefaultDataParallelWrapper,
+    DistributedModelParallel,
+    data_parallel_module,
+)
+from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.errors import ConfigError
+
+_MEMORIES = ("error_dict", "p_memory_dict", "q_memory_dict")
+"""What PowerSGD keeps of each bucket, by the bucket's number."""
+
+
+class GradientHook(enum.StrEnum):
+    """The hooks of torch that this package gives a name."""
+
+    FP16 = "fp16"
+    """Gradients are added up in half precision."""
+
+    POWER_SGD = "powersgd"
+    """Matrices of low rank are sent instead of gradients, with error feedback."""
+
+
+class HookedDataParallel(DataParallelWrapper):
+    """Runs what isn't sharded in DDP with one of torch's own hooks.
+
+    Example::
+
+        dense = tdsp.HookedDataParallel("powersgd", rank=4, warm_up=500)
+        model = tdsp.ModelParallel2D(
+            model, plan=plan, sharders=sharders, data_parallel_wrapper=dense
+        )
+    """
+
+    def __init__(
+        self,
+        hook: GradientHook | str,
+        *,
+        rank: int = 2,
+        warm_up: int = 10,
+        bucket_cap_mb: int = 25,
+        static_graph: bool = True,
+        find_unused_parameters: bool = False,
+    ) -> None:
+        """
+        Args:
+            hook: fp16 or powersgd.
+            rank: the rank of PowerSGD's matrices.
+            warm_up: how many first steps PowerSGD leaves dense, at least 2, after which DDP's
+                buckets stay as they are.
+            bucket_cap_mb: the size of DDP's buckets.
+            static_graph: as in DDP.
+            find_unused_parameters: as in DDP.
+        """
+        hooks = [known_hook.value for known_hook in GradientHook]
+        if hook not in hooks:
+            raise ConfigError(
+                f"HookedDataParallel(hook={hook!r}) is unknown; use one of {', '.join(hooks)}"
+            )
+        if rank < 1 or warm_up < 2:
+            raise ConfigError(
+                f"HookedDataParallel(rank={rank}, warm_up={warm_up}) can't be; use a rank of 1 or "
+                "more and a warm_up of 2 or more"
+            )
+        self._hook, self._rank, self._warm_up = GradientHook(hook), rank, warm_up
+        self._wrapper = DefaultDataParallelWrapper(
+            bucket_cap_mb=bucket_cap_mb,
+            static_graph=static_graph,
+            find_unused_parameters=find_unused_parameters,
+        )
+        self._power_sgd: PowerSGDState | None = None
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        """Wrap what isn't sharded; TorchRec calls it.
+
+        Collectives:
+            An agreement of all ranks on the settings, and DDP's broadcast of parameters.
+        """
+        group = env.process_group
+        if group is None:
+            raise ConfigError("the model has no process group; give its environment one")
+        with agreeing(group) as facts:
+            facts["the settings of HookedDataParallel"] = (
+                f"{self._hook}, rank {self._rank}, warm_up {self._warm_up}"
+            )
+        self._wrapper.wrap(dmp, env, device)
+        ddp = data_parallel_module(dmp)
+        if ddp is not None:
+            self._register(ddp, group)
+
+    def _register(self, ddp: DistributedDataParallel, group: dist.ProcessGroup) -> None:
+        if self._hook is GradientHook.POWER_SGD:
+            self._power_sgd = PowerSGDState(
+                group,
+                matrix_approximation_rank=self._rank,
+                start_powerSGD_iter=self._warm_up,
+            )
+            ddp.register_comm_hook(self._power_sgd, _power_sgd_in_order)
+        else:
+            ddp.register_comm_hook(group, fp16_compress_hook)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What PowerSGD keeps on this rank; a `TrainState` stores it by itself."""
+        if self._power_sgd is None:
+            return {}
+        memories = {
+            name: {str(bucket): memory for bucket, memory in getattr(self._power_sgd, name).items()}
+            for name in _MEMORIES
+        }
+        return {"iteration": self._power_sgd.iter, **memories}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what PowerSGD has kept, which fits the same ranks and buckets."""
+        if self._power_sgd is None or not state:
+            return
+        self._power_sgd.iter = int(state["iteration"])
+        for name in _MEMORIES:
+            memories = {int(bucket): memory for bucket, memory in state[name].items()}
+            setattr(self._power_sgd, name, memories)
+
+
+def _power_sgd_in_order(
+    state: PowerSGDState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """torch's hook, waited for.
+
+    It starts collectives when earlier ones are over, in threads of gloo. Ranks that go on meanwhile
+    would start other ones before or after, each in its own order, and wait for each other forever.
+    """
+    future = powerSGD_hook(state, bucket)
+    future.wait()
+    return future

@@ -1,120 +1,30 @@
 """Dense gradients of which the largest elements are sent: against sorting, DDP and themselves."""
 
-import hashlib
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_2dsp as tdsp
-from tests.support.loops import shard
-from tests.support.models import BagModel, make_batch
-from tests.support.parity import Cell, make_sharder
-from tests.support.ranks import RankPool, RanksFailed
+from tests.support.dense_training import (
+    LR,
+    NUM_STEPS,
+    WIDTH,
+    TowerModel,
+    Trained,
+    batch_of,
+    cell_of,
+    model_of,
+    train,
+)
+from tests.support.parity import Cell
+from tests.support.ranks import RankPool
 from tests.support.thresholding import ThresholdOracle
-from torchrec_2dsp.comms.counting import count_collectives
-from torchrec_2dsp.errors import ConfigError, SyncError
 
-LR = 0.05
-WIDTH = 48
-NUM_STEPS = 5
 ROUNDING = 2e-6
 """A few float32 roundings of weights below 1: the reference adds in float64."""
-
-
-class TowerModel(BagModel):
-    """Bags under three dense layers, the first two of which are large enough for thresholds."""
-
-    def __init__(self, spec: Any) -> None:
-        super().__init__(spec)
-        width = sum(table.dim for _, table in spec.features)
-        self.over = nn.Identity()
-        self.tower = nn.Sequential(
-            nn.Linear(width, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()
-        )
-        self.last = nn.Linear(WIDTH, 1)
-
-    def forward(self, features: Any) -> torch.Tensor:
-        pooled = self.ebc(features)
-        joined = torch.cat([pooled[name] for name in self.features], dim=1)
-        return (self.last(self.tower(joined)).squeeze(1) - 1.0).pow(2).mean()
-
-
-@dataclass
-class Trained:
-    """A rank's dense weights after each step, and what was sent."""
-
-    weights: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    reports: list[Any] = field(default_factory=list)
-    counts: list[dict[str, int]] = field(default_factory=list)
-    residual_norm: float = 0.0
-
-    @property
-    def digest(self) -> str:
-        """A text that is equal for equal weights of all steps."""
-        parts = [value.numpy().tobytes() for step in self.weights for value in step.values()]
-        return hashlib.sha256(b"".join(parts)).hexdigest()
-
-
-def cell_of(world_size: int, *, groups: int = 1, stock: bool = False) -> Cell:
-    return Cell(tdsp.Mesh2D(groups, world_size // groups), stock_wrapper=stock)
-
-
-def model_of(cell: Cell, wrapper: Any) -> DistributedModelParallel:
-    """The tower with seed 0; its tables learn nothing, so that dense gradients say everything."""
-    torch.manual_seed(0)
-    model = shard(cell, make_sharder(cell), TowerModel(cell.spec), data_parallel_wrapper=wrapper)
-    for group in cast(Any, model.fused_optimizer.param_groups):
-        group["lr"] = 0.0
-    model.fused_optimizer.step()
-    return model
-
-
-def dense_of(model: Any) -> dict[str, torch.Tensor]:
-    return dict(in_backward_optimizer_filter(model.named_parameters()))
-
-
-def batch_of(cell: Cell, step: int, rank: int) -> Any:
-    return make_batch(cell.spec, seed=100 * step + rank, batch_size=8)
-
-
-def train(
-    rank: int,
-    world_size: int,
-    cell: Cell,
-    options: dict[str, Any] | None,
-    num_steps: int = NUM_STEPS,
-    flush_at: int = -1,
-) -> Trained:
-    """Train with these options of the wrapper, or with TorchRec's own one."""
-    wrapper = None if options is None else tdsp.ThresholdedDataParallel(**options)
-    model = model_of(cell, wrapper)
-    dense = dense_of(model)
-    optimizer = torch.optim.SGD(dense.values(), lr=LR)
-    trained = Trained()
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        loss = model(batch_of(cell, step, rank))
-        if wrapper is not None and step == flush_at and rank == 1:
-            wrapper.flush()
-        with count_collectives() as seen:
-            loss.backward()
-        trained.counts.append(seen.counts())
-        optimizer.step()
-        named = {name.removeprefix("module."): value for name, value in dense.items()}
-        trained.weights.append({name: value.detach().clone() for name, value in named.items()})
-        if wrapper is not None:
-            trained.reports.append(wrapper.total)
-    if wrapper is not None:
-        trained.residual_norm = wrapper.residual_norm()
-    return trained
 
 
 def expected_weights(
@@ -306,109 +216,3 @@ def test_reports_count_bytes(ranks4: RankPool) -> None:
     message = 4 + 2 * (entries + entries % 2) + 2 * 128 * -(-entries // 128)
     assert report.num_bytes == 5 * (3 * message + 1.5 * 4 * sum(small))
     assert report.dense_bytes == 5 * 1.5 * 4 * (sum(large) + sum(small))
-
-
-def fail_with_nan(rank: int, world_size: int) -> str:
-    wrapper = tdsp.ThresholdedDataParallel(0.05)
-    cell = cell_of(world_size)
-    model = model_of(cell, wrapper)
-    model(batch_of(cell, 0, rank)).backward()
-    before = {name: value.detach().clone() for name, value in dense_of(model).items()}
-    residuals = wrapper.state_dict()["residuals"]
-    layer = dict(model.named_parameters())["tower.0.weight"]
-    if rank == 1:
-        layer.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([3]), torch.nan))
-    try:
-        model(batch_of(cell, 1, rank)).backward()
-    except SyncError as error:
-        for name, value in dense_of(model).items():
-            assert torch.equal(value, before[name])
-        for name, residual in wrapper.state_dict()["residuals"].items():
-            assert torch.equal(residual, residuals[name])
-        return str(error)
-    return "no error"
-
-
-def test_a_nan_of_one_rank_stops_all(ranks4: RankPool) -> None:
-    (message,) = set(ranks4.run(fail_with_nan))
-    assert message == (
-        "gradients of 'tower.0.weight' are not finite in step 1; nothing of the bucket was sent, "
-        "and no dense weight has changed. Lower the learning rate, or clip gradients (found on "
-        "rank 1)"
-    )
-
-
-def differ(rank: int, world_size: int) -> str:
-    wrapper = tdsp.ThresholdedDataParallel(0.05 if rank else 0.06)
-    with pytest.raises(ConfigError) as raised:
-        model_of(cell_of(world_size), wrapper)
-    return str(raised.value)
-
-
-def test_ranks_with_other_settings_are_told_at_construction(ranks2: RankPool) -> None:
-    (message,) = set(ranks2.run(differ))
-    assert "the settings of ThresholdedDataParallel differs between ranks" in message
-    assert "density=0.05" in message
-    assert "density=0.06" in message
-
-
-def use_twice(rank: int, world_size: int) -> None:
-    wrapper = tdsp.ThresholdedDataParallel(0.05)
-    model_of(cell_of(world_size), wrapper)
-    model_of(cell_of(world_size), wrapper)
-
-
-def test_a_wrapper_keeps_to_its_model(ranks2: RankPool) -> None:
-    with pytest.raises(RanksFailed, match="has a model already; make another one"):
-        ranks2.run(use_twice)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: tdsp.ThresholdedDataParallel(0.0), "density=0.0 is no share; use one above 0"),
-        (lambda: tdsp.ThresholdedDataParallel(1.5), "density=1.5 is no share"),
-        (lambda: tdsp.ThresholdedDataParallel(float("nan")), "density=nan is no share"),
-        (lambda: tdsp.ThresholdedDataParallel(warm_up=-1), "warm_up=-1 is no count; use 0 or more"),
-        (lambda: tdsp.ThresholdedDataParallel(refresh=0), "refresh=0 is no count; use 1 or more"),
-        (
-            lambda: tdsp.ThresholdedDataParallel(values="fp64"),
-            "values='fp64' is no transport; use one of fp32, bf16, fp16, int8, int4",
-        ),
-        (
-            lambda: tdsp.ThresholdedDataParallel(route="ring"),
-            "route='ring' is unknown; use one of auto, dense, gather, owners",
-        ),
-        (lambda: tdsp.HookedDataParallel("int8"), "hook='int8'.*use one of fp16, powersgd"),
-        (lambda: tdsp.HookedDataParallel("powersgd", warm_up=1), "warm_up of 2 or more"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make()
-
-
-def train_hooked(rank: int, world_size: int, hook: str) -> Trained:
-    cell = cell_of(world_size)
-    model = model_of(cell, tdsp.HookedDataParallel(hook, rank=4, warm_up=2))
-    dense = dense_of(model)
-    optimizer = torch.optim.SGD(dense.values(), lr=LR)
-    trained = Trained()
-    for step in range(4):
-        optimizer.zero_grad()
-        model(batch_of(cell, step, rank)).backward()
-        optimizer.step()
-        trained.weights.append({name: value.detach().clone() for name, value in dense.items()})
-    return trained
-
-
-@pytest.mark.parametrize(("hook", "bound"), [("fp16", 1e-3), ("powersgd", 5e-2)])
-def test_stock_hooks_train_nearly_as_ddp(ranks4: RankPool, hook: str, bound: float) -> None:
-    stock = ranks4.run(train, cell_of(4), None, 4)[0].weights
-    hooked = ranks4.run(train_hooked, hook)
-    assert len({rank.digest for rank in hooked}) == 1
-    for name, value in hooked[0].weights[-1].items():
-        moved = (stock[-1][name] - stock[0][name]).norm()
-        gap = (value - stock[-1][name]).norm()
-        assert gap > 0
-        assert gap <= bound * 4 * (moved + LR)

@@ -7,3 +7,7 @@ a stock `DistributedModelParallel` and `ModelParallel2D` take alike. Tables live
             ^                  |
             +---- residual ----+   what wasn't sent is added to the next step's gradients
 """
+
+from torchrec_2dsp._compat.upstream_names import require_upstream
+
+require_upstream()

@@ -25,7 +25,7 @@ class GradientRoute(enum.StrEnum):
     """How the sum over all ranks is made."""
 
     DENSE = "dense"
-    """By an all-reduce of all elements."""
+    """All elements are added up by an all-reduce."""
 
     GATHER = "gather"
     """Each rank gets the entries of all others."""

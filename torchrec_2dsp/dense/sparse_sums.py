@@ -115,7 +115,7 @@ class OwnedSum:
         reply = codec.encode(chosen)
         arriving = _gather(reply, self._group)
         sums.index_add_(0, chosen.positions, codec.rounded(chosen.values), alpha=-1)
-        kept = sums.nonzero().view(-1)
+        rest = sums.nonzero().view(-1)
 
         def spread(future: torch.futures.Future[object]) -> torch.Tensor:
             future.wait()
@@ -131,7 +131,7 @@ class OwnedSum:
         ]
         return StartedSum(
             sent=_joined(sent),
-            left_out=Entries(kept * num_ranks + self._rank, sums[kept]),
+            left_out=Entries(rest * num_ranks + self._rank, sums[rest]),
             total=arriving.future.then(spread),
         )
 

@@ -1,0 +1,108 @@
+"""A model with a dense part large enough for thresholds, trained by one wrapper or another."""
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+import torchrec_2dsp as tdsp
+from tests.support.loops import shard
+from tests.support.models import BagModel, make_batch
+from tests.support.parity import Cell, make_sharder
+from torchrec_2dsp.comms.counting import count_collectives
+
+LR = 0.05
+WIDTH = 48
+NUM_STEPS = 5
+
+
+class TowerModel(BagModel):
+    """Bags under three dense layers, the first two of which are large enough for thresholds."""
+
+    def __init__(self, spec: Any) -> None:
+        super().__init__(spec)
+        width = sum(table.dim for _, table in spec.features)
+        self.over = nn.Identity()
+        self.tower = nn.Sequential(
+            nn.Linear(width, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()
+        )
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, features: Any) -> torch.Tensor:
+        pooled = self.ebc(features)
+        joined = torch.cat([pooled[name] for name in self.features], dim=1)
+        return (self.last(self.tower(joined)).squeeze(1) - 1.0).pow(2).mean()
+
+
+@dataclass
+class Trained:
+    """A rank's dense weights after each step, and what was sent."""
+
+    weights: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    reports: list[Any] = field(default_factory=list)
+    counts: list[dict[str, int]] = field(default_factory=list)
+    residual_norm: float = 0.0
+
+    @property
+    def digest(self) -> str:
+        """A text that is equal for equal weights of all steps."""
+        parts = [value.numpy().tobytes() for step in self.weights for value in step.values()]
+        return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def cell_of(world_size: int, *, groups: int = 1, stock: bool = False) -> Cell:
+    return Cell(tdsp.Mesh2D(groups, world_size // groups), stock_wrapper=stock)
+
+
+def model_of(cell: Cell, wrapper: Any) -> DistributedModelParallel:
+    """The tower with seed 0; its tables learn nothing, so that dense gradients say everything."""
+    torch.manual_seed(0)
+    model = shard(cell, make_sharder(cell), TowerModel(cell.spec), data_parallel_wrapper=wrapper)
+    for group in cast(Any, model.fused_optimizer.param_groups):
+        group["lr"] = 0.0
+    model.fused_optimizer.step()
+    return model
+
+
+def dense_of(model: Any) -> dict[str, torch.Tensor]:
+    return dict(in_backward_optimizer_filter(model.named_parameters()))
+
+
+def batch_of(cell: Cell, step: int, rank: int) -> Any:
+    return make_batch(cell.spec, seed=100 * step + rank, batch_size=8)
+
+
+def train(
+    rank: int,
+    world_size: int,
+    cell: Cell,
+    options: dict[str, Any] | None,
+    num_steps: int = NUM_STEPS,
+    flush_at: int = -1,
+) -> Trained:
+    """Train with these options of the wrapper, or with TorchRec's own one."""
+    wrapper = None if options is None else tdsp.ThresholdedDataParallel(**options)
+    model = model_of(cell, wrapper)
+    dense = dense_of(model)
+    optimizer = torch.optim.SGD(dense.values(), lr=LR)
+    trained = Trained()
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        loss = model(batch_of(cell, step, rank))
+        if wrapper is not None and step == flush_at and rank == 1:
+            wrapper.flush()
+        with count_collectives() as seen:
+            loss.backward()
+        trained.counts.append(seen.counts())
+        optimizer.step()
+        named = {name.removeprefix("module."): value for name, value in dense.items()}
+        trained.weights.append({name: value.detach().clone() for name, value in named.items()})
+        if wrapper is not None:
+            trained.reports.append(wrapper.total)
+    if wrapper is not None:
+        trained.residual_norm = wrapper.residual_norm()
+    return trained

@@ -9,6 +9,7 @@ from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.programs.bench.sections import LossConfig, NetworkConfig, ScheduleConfig
 from torchrec_2dsp.programs.config.config_file import CalibrationPath
+from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
 from torchrec_2dsp.programs.config.sections import (
     ExchangeConfig,
     ModelConfig,
@@ -36,6 +37,9 @@ class _Planned(_Contestant):
     full_duplex: bool = False
     """Whether all-to-alls receive and send at once (gloo alone; see `FullDuplexGroup`)."""
 
+    dense: DenseGradientsConfig = DenseGradientsConfig()
+    """How ranks add up the gradients of what isn't sharded."""
+
     @field_validator("sharding_types")
     @classmethod
     def _check_types(cls, types: tuple[str, ...]) -> tuple[str, ...]:
@@ -46,8 +50,9 @@ class _Planned(_Contestant):
         bandwidths = "measured" if self.bandwidths == "measured" else "default"
         return f"{types} (planner told {bandwidths} bandwidths)"
 
-    def _duplex(self) -> str:
-        return ", full-duplex all-to-all" if self.full_duplex else ""
+    def _others(self) -> str:
+        duplex = ", full-duplex all-to-all" if self.full_duplex else ""
+        return duplex + (f", {self.dense.text}" if self.dense.text else "")
 
 
 class StockContestant(_Planned):
@@ -61,7 +66,7 @@ class StockContestant(_Planned):
     def describe(self) -> str:
         """The contestant in words."""
         qcomms = "" if self.qcomms == "fp32" else f", {self.qcomms} communication"
-        return f"TorchRec, {self._choice()}{qcomms}{self._duplex()}"
+        return f"TorchRec, {self._choice()}{qcomms}{self._others()}"
 
 
 class TwoDContestant(_Planned, ReplicationConfig, ExchangeConfig):
@@ -97,7 +102,7 @@ class TwoDContestant(_Planned, ReplicationConfig, ExchangeConfig):
         dealt = f"{self.layout.value} groups (as many as {str(self.num_groups).replace('_', ' ')})"
         mesh = "any groups" if self.num_groups == "any" else dealt
         chosen = "by predicted cost" if self.by_cost else self._choice()
-        return f"2D, {mesh}, {self.sync_config}, {chosen}{rows}{self._duplex()}"
+        return f"2D, {mesh}, {self.sync_config}, {chosen}{rows}{self._others()}"
 
 
 class CeilingContestant(_Contestant):

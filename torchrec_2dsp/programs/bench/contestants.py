@@ -41,6 +41,7 @@ from torchrec_2dsp.programs.bench.config import BenchConfig, PlannedContestant, 
 from torchrec_2dsp.programs.bench.weights import fill_tables_
 from torchrec_2dsp.programs.bench.workload import tables_work, workload_of
 from torchrec_2dsp.programs.calibrate.link_speed import LinkSpeeds
+from torchrec_2dsp.programs.models.dense import dense_wrapper
 from torchrec_2dsp.programs.models.model import build_model, rank_device, table_name
 from torchrec_2dsp.programs.models.optimizer import table_optimizer
 from torchrec_2dsp.programs.models.pipeline import make_pipeline
@@ -116,7 +117,13 @@ def _stock(
     world = dist.group.WORLD
     assert world is not None
     plan = planner.collective_plan(model, sharders, world)
-    parallel_model = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
+    parallel_model = DistributedModelParallel(
+        model,
+        device=device,
+        plan=plan,
+        sharders=sharders,
+        data_parallel_wrapper=dense_wrapper(contestant.dense),
+    )
     return parallel_model, plan
 
 
@@ -161,7 +168,14 @@ def _two_d(
     pins = None if contestant.by_cost else contestant
     plan = collective_plan(planner, model, sharder, pins=pins, data=config.data)
     sharders = cast(list[ModuleSharder[nn.Module]], [sharder])
-    return ModelParallel2D(model, device=device, plan=plan, sharders=sharders), plan
+    parallel_model = ModelParallel2D(
+        model,
+        device=device,
+        plan=plan,
+        sharders=sharders,
+        data_parallel_wrapper=dense_wrapper(contestant.dense),
+    )
+    return parallel_model, plan
 
 
 def _planner_arguments(

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
 from torchrec_2dsp.plan.parameter_sharding import type_2d
+from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
 from torchrec_2dsp.programs.config.sections import (
     ExchangeConfig,
     ModelConfig,
@@ -80,6 +81,9 @@ class RunConfig(ReplicationConfig, ExchangeConfig):
 
     sharding_types: ShardingTypes = ()
     """The types that the planner may choose from, if not those of the model."""
+
+    dense: DenseGradientsConfig = DenseGradientsConfig()
+    """How ranks add up the gradients of what isn't sharded."""
 
 
 class TrainConfig(Section):

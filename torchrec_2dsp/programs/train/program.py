@@ -13,6 +13,7 @@ from torchrec_2dsp.parallel.failing_together import failing_together
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.programs.data.synthetic import Split, click_probability, make_batch
+from torchrec_2dsp.programs.models.dense import dense_wrapper
 from torchrec_2dsp.programs.models.model import build_model, rank_device
 from torchrec_2dsp.programs.models.pipeline import make_pipeline
 from torchrec_2dsp.programs.train.config import TrainConfig
@@ -85,7 +86,11 @@ class _Trainer:
         mesh = config.mesh(name, dist.get_world_size(self._world))
         self.plan: Plan2D = make_plan(config, run, mesh, unsharded, sharder)
         self._model = ModelParallel2D(
-            unsharded, device=self._device, plan=self.plan, sharders=[sharder]
+            unsharded,
+            device=self._device,
+            plan=self.plan,
+            sharders=[sharder],
+            data_parallel_wrapper=dense_wrapper(run.dense),
         )
         optimizer = make_optimizer(self._model, config)
         self._pipeline = make_pipeline(

@@ -1,0 +1,40 @@
+"""`DenseGradientsConfig`: how ranks add up the gradients of what isn't sharded."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from torchrec_2dsp.codecs.transport import Transport
+from torchrec_2dsp.programs.config.sections import Section
+
+
+class DenseGradientsConfig(Section):
+    """How ranks add up the gradients of what isn't sharded."""
+
+    kind: Literal["ddp", "fp16", "powersgd", "thresholded"] = "ddp"
+    """DDP as it is, torch's fp16 hook, PowerSGD, or only the largest elements."""
+
+    density: float = Field(default=0.005, gt=0, le=1)
+    """The share of elements that "thresholded" sends in a step."""
+
+    values: Transport = Transport.BF16
+    """How the elements of "thresholded" travel: fp32, bf16, fp16, int8 or int4."""
+
+    route: Literal["auto", "gather", "owners", "dense"] = "auto"
+    """How "thresholded" makes sums; "auto" takes what sends least."""
+
+    rank: int = Field(default=2, ge=1)
+    """The rank of the matrices of "powersgd"."""
+
+    warm_up: int = Field(default=10, ge=2)
+    """How many first steps "powersgd" and "thresholded" leave dense."""
+
+    @property
+    def text(self) -> str:
+        """The difference from DDP, in words; empty if there is none."""
+        return {
+            "ddp": "",
+            "fp16": "dense gradients in fp16",
+            "powersgd": f"dense gradients by PowerSGD of rank {self.rank}",
+            "thresholded": f"{self.density:.3%} of dense gradients, in {self.values.value}",
+        }[self.kind]

@@ -43,7 +43,7 @@ from torchrec_2dsp.programs.bench.workload import tables_work, workload_of
 from torchrec_2dsp.programs.calibrate.link_speed import LinkSpeeds
 from torchrec_2dsp.programs.models.dense import dense_wrapper
 from torchrec_2dsp.programs.models.model import build_model, rank_device, table_name
-from torchrec_2dsp.programs.models.optimizer import table_optimizer
+from torchrec_2dsp.programs.models.optimizer import dense_optimizer, table_optimizer
 from torchrec_2dsp.programs.models.pipeline import make_pipeline
 from torchrec_2dsp.programs.models.planned import collective_plan, planner_arguments
 from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
@@ -220,7 +220,7 @@ def _codecs(qcomms: str, device: torch.device) -> Any:
 
 
 def _optimizer(config: BenchConfig, model: DistributedModelParallel) -> CombinedOptimizer:
-    """The fused optimizers, their rule again for data-parallel tables, SGD for the rest."""
+    """The fused optimizers, their rule again for data-parallel tables, another for the rest."""
     tables = {f"{table_name(feature.name)}.weight" for feature in config.data.features}
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     is_table = {name: ".".join(name.split(".")[-2:]) in tables for name in dense}
@@ -235,8 +235,7 @@ def _optimizer(config: BenchConfig, model: DistributedModelParallel) -> Combined
             )
         )
     others = {name: param for name, param in dense.items() if not is_table[name]}
-    lr = config.optimizer.dense_lr
-    parts.append(KeyedOptimizerWrapper(others, lambda params: torch.optim.SGD(params, lr=lr)))
+    parts.append(dense_optimizer(config.optimizer, others))
     return CombinedOptimizer(parts)
 
 

@@ -240,7 +240,7 @@ def _workload(config: BenchConfig) -> str:
     rows = [feature.num_rows for feature in features]
     ids = [count for feature in features for count in (feature.min_ids, feature.max_ids)]
     return (
-        f"DLRM with {len(features):,} tables of {_span(rows)} rows "
+        f"{config.model.kind.upper()} with {len(features):,} tables of {_span(rows)} rows "
         f"({sum(rows):,} in all, {sum(rows) * dim * 4 / 1e6:,.0f} MB in fp32), "
         f"Zipf exponent {_span([feature.skew for feature in features])}, "
         f"{_span(ids)} ids per sample and table "

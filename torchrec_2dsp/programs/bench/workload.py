@@ -12,6 +12,7 @@ from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.programs.bench.config import BenchConfig, PlannedContestant, TwoDContestant
 from torchrec_2dsp.programs.calibrate.timing import repeated_seconds
 from torchrec_2dsp.programs.models.model import build_model, rank_device
+from torchrec_2dsp.programs.models.optimizer import plain_dense_optimizer
 from torchrec_2dsp.programs.models.true_access import true_access
 
 
@@ -58,7 +59,7 @@ def measure_dense(config: BenchConfig, world: dist.ProcessGroup) -> DenseWork:
     vectors = torch.rand(batch_size, num_tables, config.model.dim, device=device)
     vectors.requires_grad_()
     clicks = torch.randint(0, 2, (batch_size,), device=device).float()
-    optimizer = torch.optim.SGD(parts.parameters(), lr=config.optimizer.dense_lr)
+    optimizer = plain_dense_optimizer(config.optimizer, parts.parameters())
 
     def forward() -> torch.Tensor:
         scores = model.over_arch(model.inter_arch(model.dense_arch(numbers), vectors))

@@ -25,7 +25,10 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """TorchRec's DLRM over one table per sparse feature."""
+    """TorchRec's DLRM, or its DCN, over one table per sparse feature."""
+
+    kind: Literal["dlrm", "dcn"] = "dlrm"
+    """How features interact: by dot products, or by the low-rank cross layers of DCN v2."""
 
     dim: int = Field(default=16, ge=4, multiple_of=4)
     """The embedding dimension of all tables."""
@@ -36,12 +39,30 @@ class ModelConfig(Section):
     over_layers: tuple[int, ...] = (64,)
     """Sizes of the hidden layers over the interaction; a last one of size 1 is added."""
 
+    dcn_layers: int = Field(default=3, ge=1)
+    """How many cross layers a "dcn" has."""
+
+    dcn_low_rank: int = Field(default=32, ge=1)
+    """The rank of the cross layers of a "dcn"."""
+
     seed: int = Field(default=0, ge=0)
     """The seed of the initial weights."""
 
+    @model_validator(mode="after")
+    def _check_interaction(self) -> Self:
+        fields = type(self).model_fields
+        for name in ("dcn_layers", "dcn_low_rank"):
+            value = getattr(self, name)
+            if self.kind != "dcn" and value != fields[name].default:
+                raise ValueError(
+                    f"{name}={value} is for cross layers, which kind={self.kind!r} has none of; "
+                    f"set kind='dcn', or leave {name} out"
+                )
+        return self
+
 
 class OptimizerConfig(Section):
-    """Row-wise AdaGrad for the tables, SGD for everything else."""
+    """Row-wise AdaGrad for the tables, an optimizer of torch for everything else."""
 
     lr: float = Field(default=0.02, ge=0, allow_inf_nan=False)
     """Learning rate of the tables."""
@@ -49,8 +70,12 @@ class OptimizerConfig(Section):
     eps: float = Field(default=1e-8, ge=0, allow_inf_nan=False)
     """Added to the root of the moment."""
 
+    dense_optimizer: Literal["sgd", "adagrad", "adam"] = "sgd"
+    """The optimizer of the other parameters, with torch's defaults for all but its rate."""
+
     dense_lr: float = Field(default=0.1, ge=0, allow_inf_nan=False)
-    """Learning rate of the other parameters."""
+    """Learning rate of the other parameters. The default suits "sgd"; "adagrad" wants about 0.02
+    and "adam" about 0.001."""
 
 
 class ExchangeConfig(Section):

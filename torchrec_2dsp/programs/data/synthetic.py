@@ -18,6 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.data.counters import normals, uniforms
+from torchrec_2dsp.programs.data.interactions import LatentVectors, PlantedInteractions
 from torchrec_2dsp.programs.data.zipf import Zipf
 
 
@@ -62,12 +63,19 @@ class SparseFeature(BaseModel):
         """The mean number of ids of a sample."""
         return (self.min_ids + self.max_ids) / 2
 
+    @property
+    def mean_inverse_ids(self) -> float:
+        """The mean of one over a sample's number of ids; samples without ids count as 0."""
+        lengths = range(self.min_ids, self.max_ids + 1)
+        return sum(1 / length for length in lengths if length) / len(lengths)
+
 
 class SyntheticConfig(BaseModel):
     """The shape of the stream, and how its labels come about.
 
     A sample is clicked with probability ``sigmoid(bias + dense @ w + sum of row effects)``,
-    where the weights ``w`` and one effect per row of each table are fixed normal numbers.
+    where the weights ``w`` and one effect per row of each table are fixed normal numbers. With an
+    ``interaction_share``, the logit has the `PlantedInteractions` of the features besides.
 
     Example:
         >>> from torchrec_2dsp.programs.data import synthetic
@@ -103,6 +111,13 @@ class SyntheticConfig(BaseModel):
     dense_share: float = Field(default=0.2, ge=0, le=1)
     """The part of the logit's variance that the dense features explain."""
 
+    interaction_share: float = Field(default=0.0, ge=0, le=1)
+    """The part of the logit's variance that pairs of sparse features explain; what neither this
+    nor the dense features explain belongs to the rows. With 0, a sum of effects explains all."""
+
+    interaction_rank: int = Field(default=8, ge=1, le=256)
+    """How many numbers the latent vectors of the interactions have."""
+
     def distribution(self, feature: SparseFeature) -> Zipf:
         """The distribution of a feature's ids."""
         return Zipf(feature.num_rows, feature.skew, self.sorted_ids)
@@ -122,6 +137,21 @@ class SyntheticConfig(BaseModel):
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise ValueError(f"the feature name {repeated[0]!r} is used twice; rename one")
+        return self
+
+    @model_validator(mode="after")
+    def _check_shares(self) -> "SyntheticConfig":
+        if self.dense_share + self.interaction_share > 1 + 1e-9:
+            raise ValueError(
+                f"dense_share={self.dense_share} and interaction_share={self.interaction_share} "
+                "are parts of one variance; let them add up to at most 1"
+            )
+        num_varying = sum(feature.num_rows > 1 for feature in self.features)
+        if self.interaction_share and num_varying < 2:
+            raise ValueError(
+                f"interaction_share={self.interaction_share} needs two features with several rows "
+                f"each, and there are {num_varying}; add one, or set interaction_share=0"
+            )
         return self
 
 
@@ -205,6 +235,12 @@ def click_probability(config: SyntheticConfig, batch: Batch) -> torch.Tensor:
         effects = row_effects(config, index, bags.values().numpy())
         sample = np.repeat(np.arange(logit.size), bags.lengths().numpy())
         logit += np.bincount(sample, weights=effects, minlength=logit.size)
+    if config.interaction_share:
+        bags = [batch.sparse_features[feature.name] for feature in config.features]
+        interactions = _interactions(config).logits(
+            [(jagged.values().numpy(), jagged.lengths().numpy()) for jagged in bags]
+        )
+        logit += config.signal * math.sqrt(config.interaction_share) * interactions
     return torch.from_numpy(1.0 / (1.0 + np.exp(-logit)))
 
 
@@ -213,9 +249,22 @@ def row_effects(
 ) -> NDArray[np.float64]:
     """The part of each row in the planted logit."""
     feature = config.features[feature_index]
-    variance = (1.0 - config.dense_share) / (len(config.features) * max(feature.mean_ids, 1.0))
+    share = max(0.0, 1.0 - config.dense_share - config.interaction_share)
+    variance = share / (len(config.features) * max(feature.mean_ids, 1.0))
     seed = _seed(config, _Purpose.ROW_EFFECT)
     return config.signal * math.sqrt(variance) * normals(seed, feature_index, rows)
+
+
+def _interactions(config: SyntheticConfig) -> PlantedInteractions:
+    # These seeds count down from zero, so that those of a `_Purpose` stay what they are.
+    seed = -1 - config.seed
+    return PlantedInteractions(
+        features=tuple(
+            LatentVectors(config.distribution(feature), index, config.interaction_rank, seed)
+            for index, feature in enumerate(config.features)
+        ),
+        mean_inverse_lengths=tuple(feature.mean_inverse_ids for feature in config.features),
+    )
 
 
 def _sparse(

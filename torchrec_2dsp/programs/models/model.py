@@ -1,8 +1,10 @@
-"""TorchRec's DLRM over synthetic clicks."""
+"""TorchRec's DLRM and its DCN over synthetic clicks."""
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchrec.models.dlrm import DLRM, DLRMTrain
+from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRMTrain
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -36,14 +38,20 @@ def build_model(
         )
         # Not what the tables' weights left of the stream: their device must not matter.
         torch.manual_seed(model.seed + 1)
-        return DLRMTrain(
-            DLRM(
-                embedding_bag_collection=tables,
-                dense_in_features=data.num_dense,
-                dense_arch_layer_sizes=[*model.dense_layers, model.dim],
-                over_arch_layer_sizes=[*model.over_layers, 1],
-            )
+        sizes: dict[str, Any] = {
+            "dense_in_features": data.num_dense,
+            "dense_arch_layer_sizes": [*model.dense_layers, model.dim],
+            "over_arch_layer_sizes": [*model.over_layers, 1],
+        }
+        if model.kind == "dlrm":
+            return DLRMTrain(DLRM(tables, **sizes))
+        cross_layers = DLRM_DCN(
+            tables,
+            **sizes,
+            dcn_num_layers=model.dcn_layers,
+            dcn_low_rank_dim=model.dcn_low_rank,
         )
+        return DLRMTrain(cross_layers)
 
 
 def table_name(feature: str) -> str:

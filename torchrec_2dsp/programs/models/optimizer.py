@@ -1,8 +1,11 @@
-"""The optimizer of the tables."""
+"""The optimizer of the tables, and that of everything else."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
+import torch
+from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from torchrec_2dsp.optim.delayed_moment import DelayedMomentRowWiseAdaGrad
 from torchrec_2dsp.optim.inflation import expected_moment_scale
@@ -41,6 +44,27 @@ def table_optimizer(
     else:
         scale = replication.moment_scale
     return MomentScaledRowWiseAdaGrad(lr, eps, moment_scale=scale)
+
+
+def dense_optimizer(
+    optimizer: OptimizerConfig, parameters: Mapping[str, Any]
+) -> KeyedOptimizerWrapper:
+    """The optimizer of the parameters that no sharder updates, by name, as checkpoints need it."""
+    return KeyedOptimizerWrapper(
+        dict(parameters), lambda unnamed: plain_dense_optimizer(optimizer, unnamed)
+    )
+
+
+def plain_dense_optimizer(
+    optimizer: OptimizerConfig, parameters: Iterable[Any]
+) -> torch.optim.Optimizer:
+    """The optimizer of such parameters as torch has it, which knows no names."""
+    lr = optimizer.dense_lr
+    if optimizer.dense_optimizer == "adam":
+        return torch.optim.Adam(parameters, lr=lr)
+    if optimizer.dense_optimizer == "adagrad":
+        return torch.optim.Adagrad(parameters, lr=lr)
+    return torch.optim.SGD(parameters, lr=lr)
 
 
 def _expected_scales(

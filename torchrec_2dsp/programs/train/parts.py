@@ -1,9 +1,8 @@
 """A run's sharder, plan and optimizer."""
 
-import torch
 from torch import nn
 from torchrec.distributed.planner.types import KernelConfig, TopologyFactory, TrainerConfig
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_2dsp._compat.torchrec import get_local_size
@@ -11,7 +10,7 @@ from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.planner.planner2d import Planner2D
-from torchrec_2dsp.programs.models.optimizer import table_optimizer
+from torchrec_2dsp.programs.models.optimizer import dense_optimizer, table_optimizer
 from torchrec_2dsp.programs.models.planned import collective_plan, planner_arguments
 from torchrec_2dsp.programs.train.config import RunConfig, TrainConfig
 from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
@@ -56,8 +55,6 @@ def make_plan(
 
 
 def make_optimizer(model: ModelParallel2D, config: TrainConfig) -> CombinedOptimizer:
-    """The tables' fused optimizers and SGD for everything else."""
+    """The tables' fused optimizers, and the optimizer of everything else."""
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
-    lr = config.optimizer.dense_lr
-    wrapped = KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=lr))
-    return CombinedOptimizer([model.fused_optimizer, wrapped])
+    return CombinedOptimizer([model.fused_optimizer, dense_optimizer(config.optimizer, dense)])

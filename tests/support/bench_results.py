@@ -158,6 +158,8 @@ def _contestant(config: BenchConfig, name: str, **found: Any) -> ContestantResul
         losses=(0.69, 0.68),
         loss_gap=1.5e-7 if trains else None,
         loss_bound=1e-4 if trains else None,
+        ne_gap=2.5e-5 if trains else None,
+        ne_bound=1e-3 if trains else None,
         **found,
     )
 

@@ -70,7 +70,7 @@ def test_groups_that_do_not_divide_the_world_are_refused() -> None:
         ({"plain": {"kind": "stock", "sharding_types": ["by_hand"]}}, "'by_hand' has no 2D form"),
         (
             {"plain": {"kind": "stock", "hot_rows": 3}},
-            "contestants.plain.hot_rows is unknown; use one of loss_bound",
+            "contestants.plain.hot_rows is unknown; use one of ne_bound",
         ),
         ({"plain": {"kind": "magic"}}, "does not match any of the expected tags"),
         (

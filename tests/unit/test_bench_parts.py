@@ -1,18 +1,9 @@
-"""The small parts of a benchmark: phases, judgement, weights."""
+"""The small parts of a benchmark: phases and weights."""
 
 import pytest
 import torch
 
-import torchrec_2dsp as tdsp
-from tests.unit.test_bench_config import config_of
-from torchrec_2dsp.programs.bench.judge import judged, loss_bound
-from torchrec_2dsp.programs.bench.results import (
-    BenchResult,
-    BenchSetting,
-    ContestantResult,
-    Outcome,
-    Phase,
-)
+from torchrec_2dsp.programs.bench.results import Phase
 from torchrec_2dsp.programs.bench.trace import (
     Trace,
     TracedSpan,
@@ -122,91 +113,6 @@ def test_what_steps_left_under_way_ends_inside_the_profile() -> None:
 
     (settled,) = [span for span in trace.operators if span.name == "aten::mm"]
     assert all(span.end_us <= settled.start_us for span in trace.labels)
-
-
-def result_of(**losses: list[float]) -> BenchResult:
-    setting = BenchSetting(
-        title="t",
-        when="now",
-        command="c",
-        hosts=1,
-        ranks_per_host=2,
-        network="n",
-        machine={},
-        versions={},
-        link_speeds={},
-        config={},
-    )
-    contestants = tuple(
-        ContestantResult(
-            name=name, description="", kind="stock", outcome=Outcome.MEASURED, losses=tuple(some)
-        )
-        for name, some in losses.items()
-    )
-    return BenchResult(setting=setting, reference="plain", contestants=contestants)
-
-
-def test_another_loss_curve_disqualifies() -> None:
-    config = config_of({"plain": {"kind": "stock"}, "other": {"kind": "two_d"}})
-    result = judged(result_of(plain=[0.7, 0.6, 0.5], other=[0.7, 0.601]), config)
-
-    plain, other = result.contestants
-    assert plain.outcome is Outcome.MEASURED
-    assert plain.loss_gap == 0.0
-    assert other.outcome is Outcome.DISQUALIFIED
-    assert other.loss_gap == pytest.approx(1e-3)
-    assert "0.001 from that of plain in 2 steps; at most 0.0001 would be" in other.reason
-
-
-def test_losses_are_compared_before_rounding_has_grown() -> None:
-    config = config_of({"plain": {"kind": "stock"}, "other": {"kind": "two_d"}})
-    apart = {"plain": [0.5] * 31, "other": [0.5] * 30 + [0.6]}
-
-    assert judged(result_of(**apart), config).contestants[1].outcome is Outcome.DISQUALIFIED
-    fewer = config.model_copy(update={"loss": config.loss.model_copy(update={"num_steps": 30})})
-    assert judged(result_of(**apart), fewer).contestants[1].loss_gap == 0.0
-
-
-def test_a_loss_that_is_no_number_disqualifies() -> None:
-    config = config_of({"plain": {"kind": "stock"}, "other": {"kind": "two_d"}})
-    result = judged(result_of(plain=[0.7, 0.6], other=[0.7, float("nan")]), config)
-
-    assert result.contestants[1].outcome is Outcome.DISQUALIFIED
-
-
-def test_without_a_reference_nothing_counts() -> None:
-    config = config_of({"plain": {"kind": "stock"}})
-    result = result_of(plain=[0.7])
-    crashed = result.contestants[0].model_copy(update={"outcome": Outcome.CRASHED})
-
-    with pytest.raises(
-        tdsp.errors.ConfigError, match="no stock contestant in fp32 was measured: plain"
-    ):
-        judged(result.model_copy(update={"contestants": (crashed,)}), config)
-
-
-@pytest.mark.parametrize(
-    ("contestant", "sharding", "bound"),
-    [
-        ({"kind": "stock"}, {"row_wise": 2}, 1e-4),
-        ({"kind": "stock", "qcomms": "int8"}, {"table_wise": 2}, 1e-2),
-        ({"kind": "stock", "qcomms": "bf16"}, {"table_wise": 2}, 1e-2),
-        ({"kind": "stock", "qcomms": "fp16"}, {"column_wise": 2}, 5e-2),
-        ({"kind": "stock"}, {"table_wise": 1, "column_wise": 1}, 5e-2),
-        ({"kind": "two_d"}, {"2d_row_wise": 2}, 1e-4),
-        ({"kind": "two_d"}, {"2d_grid_shard": 2}, 5e-2),
-        ({"kind": "two_d", "qcomms": "fp16"}, {"2d_row_wise": 2}, 5e-3),
-        ({"kind": "two_d", "transport": "bf16"}, {"2d_row_wise": 2}, 1e-2),
-        ({"kind": "two_d", "sync": "WeightSync"}, {"2d_row_wise": 2}, 5e-2),
-        ({"kind": "stock", "loss_bound": 0.5}, {"row_wise": 2}, 0.5),
-    ],
-)
-def test_who_must_train_the_same(
-    contestant: dict[str, object], sharding: dict[str, int], bound: float
-) -> None:
-    config = config_of({"plain": {"kind": "stock"}, "one": contestant})
-
-    assert loss_bound(config.planned["one"], sharding, config) == bound
 
 
 def test_rows_do_not_depend_on_where_they_are_made() -> None:

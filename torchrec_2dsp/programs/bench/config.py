@@ -21,10 +21,11 @@ from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 
 
 class _Contestant(Section):
-    loss_bound: float | Literal["by_kind"] = "by_kind"
-    """How far a step's loss may be from the reference's, before the contestant is disqualified.
-    "by_kind": `LossConfig.exact_bound` for what must train the same, the bound of its arithmetic
-    for what rounds, and `nearly_bound` for what averages."""
+    ne_bound: float | Literal["by_kind"] = "by_kind"
+    """How far its normalized entropy over all trained steps may be from the reference's, relative
+    to that, before the contestant is disqualified; then its losses aren't compared step by step.
+    "by_kind": the bounds of `LossConfig` for what must train the same, for what rounds, and for
+    other algorithms."""
 
 
 class _Planned(_Contestant):

@@ -1,11 +1,22 @@
-"""Who trained what the reference trained."""
+"""The judgement of who trained what the reference trained.
+
+All contestants train on the same batches, so that two means of losses over the same steps can be
+compared without the noise of the data: their relative difference is that of normalized entropies.
+Two gaps are held against bounds:
+
+    loss gap   the first steps, step by step: of contestants with exact arithmetic, whose losses
+               differ by rounding alone, which has had no time to grow
+    NE gap     all steps, on average: of everyone; it tells drift from rounding, however far the
+               losses of single steps are apart
+"""
 
 import math
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.bench.config import (
     BenchConfig,
-    CeilingContestant,
     PlannedContestant,
     StockContestant,
     is_reference,
@@ -13,62 +24,213 @@ from torchrec_2dsp.programs.bench.config import (
 from torchrec_2dsp.programs.bench.results import BenchResult, ContestantResult, Outcome
 
 
+class LossBounds(NamedTuple):
+    """The gaps that a contestant may have."""
+
+    loss: float | None
+    """The largest difference of a first step's loss; None of those whose arithmetic differs."""
+    ne: float
+    """The largest relative difference of the normalized entropy, in either direction."""
+
+
+class LossGaps(NamedTuple):
+    """The gaps that a contestant has."""
+
+    loss: float
+    """The largest difference of a first step's loss; infinite where a loss is no number."""
+    ne: float
+    """The normalized entropy of all steps relative to the reference's, minus 1: above 0 is worse.
+    Infinite where a loss is no number."""
+    num_steps: int
+    """How many steps both have trained."""
+
+
 def judged(result: BenchResult, config: BenchConfig) -> BenchResult:
-    """The result with loss gaps; contestants with too large a gap are disqualified.
+    """The result with the gaps of all contestants; those with too large a gap are disqualified.
 
     Raises:
         ConfigError: no contestant is left to hold the others against.
     """
-    reference = next(
-        (
-            contestant
-            for contestant in result.measured()
-            if is_reference(config.contestants[contestant.name])
-        ),
-        None,
+    reference = _reference(result, config)
+    gaps = {
+        measured.name: gaps_between(measured.losses, reference.losses, config.loss.num_steps)
+        for measured in result.measured()
+        if measured.name in config.planned
+    }
+    bounds = {
+        measured.name: loss_bounds(config.planned[measured.name], measured.sharding, config)
+        for measured in result.measured()
+        if measured.name in gaps
+    }
+    bounds = _widened(bounds, gaps, reference.name, config)
+    contestants = tuple(
+        _judged(contestant, reference, gaps[contestant.name], bounds[contestant.name], config)
+        if contestant.name in gaps
+        else contestant
+        for contestant in result.contestants
     )
-    if reference is None:
+    return result.model_copy(update={"contestants": contestants, "reference": reference.name})
+
+
+def gaps_between(
+    losses: tuple[float, ...], reference_losses: tuple[float, ...], num_first_steps: int
+) -> LossGaps:
+    """The gaps of a contestant whose reference's losses are finite, over the steps of both.
+
+    Example:
+        The second step is 0.01 apart, and the mean of both is 1 % higher.
+
+        >>> from torchrec_2dsp.programs.bench.judge import gaps_between
+        >>> gaps = gaps_between((0.505, 0.505), (0.505, 0.495), num_first_steps=10)
+        >>> print(f"{gaps.loss:.3f} {gaps.ne:.1%} {gaps.num_steps}")
+        0.010 1.0% 2
+    """
+    pairs = list(zip(losses, reference_losses, strict=False))
+    if not all(map(math.isfinite, losses)):
+        return LossGaps(math.inf, math.inf, len(pairs))
+    differences = [loss - reference_loss for loss, reference_loss in pairs]
+    total = math.fsum(reference_loss for _, reference_loss in pairs)
+    return LossGaps(
+        loss=max(map(abs, differences[:num_first_steps])),
+        ne=math.fsum(differences) / total if total else 0.0,
+        num_steps=len(pairs),
+    )
+
+
+def loss_bounds(
+    contestant: PlannedContestant, sharding: Mapping[str, int], config: BenchConfig
+) -> LossBounds:
+    """The bounds of a contestant that the config states.
+
+    Args:
+        contestant: what is trained.
+        sharding: its sharding types.
+        config: where the bounds are.
+    """
+    if contestant.ne_bound != "by_kind":
+        return LossBounds(None, contestant.ne_bound)
+    rounded = {contestant.qcomms}
+    is_other_algorithm = _has_moments_by_column(sharding)
+    if not isinstance(contestant, StockContestant):
+        rounded |= {contestant.transport.value, contestant.row_transport.value}
+        is_other_algorithm |= contestant.sync == "WeightSync" or contestant.delay > 0
+    is_exact = rounded == {"fp32"} and not is_other_algorithm
+    ne_bound = max(config.loss.ne_bound_of(arithmetic) for arithmetic in rounded)
+    if is_other_algorithm:
+        ne_bound = max(ne_bound, config.loss.nearly_ne_bound)
+    return LossBounds(config.loss.exact_bound if is_exact else None, ne_bound)
+
+
+def _reference(result: BenchResult, config: BenchConfig) -> ContestantResult:
+    """The contestant that the others are held against."""
+    candidates = [
+        measured
+        for measured in result.measured()
+        if is_reference(config.contestants[measured.name])
+    ]
+    if not candidates:
         failed = "; ".join(
             f"{contestant.name} {contestant.outcome}" for contestant in result.contestants
         )
         raise ConfigError(f"no stock contestant in fp32 was measured: {failed}")
-    judged_ones = tuple(_judged(contestant, reference, config) for contestant in result.contestants)
-    return result.model_copy(update={"contestants": judged_ones, "reference": reference.name})
+    for candidate in candidates:
+        if all(map(math.isfinite, candidate.losses)):
+            return candidate
+    step = _first_without_number(candidates[0].losses)
+    raise ConfigError(
+        f"the loss of {candidates[0].name} is {candidates[0].losses[step]} at step {step + 1}, so "
+        "there is nothing to hold the others against; lower optimizer.lr and optimizer.dense_lr"
+    )
+
+
+def _has_moments_by_column(sharding: Mapping[str, int]) -> bool:
+    """Whether rows have a row-wise moment for each of their column shards, as TorchRec keeps it."""
+    return any("column" in name or "grid" in name for name in sharding)
+
+
+def _widened(
+    bounds: Mapping[str, LossBounds],
+    gaps: Mapping[str, LossGaps],
+    reference: str,
+    config: BenchConfig,
+) -> dict[str, LossBounds]:
+    """The bounds, where TorchRec's own exact contestants are farther apart than the config says.
+
+    Each of these is judged by the others alone, and counts for everyone else only if it passed:
+    so none of them excuses itself. What a contestant's own `ne_bound` says is left as it is.
+    """
+    repeats = [
+        name
+        for name, bound in bounds.items()
+        if name != reference
+        and isinstance(config.contestants[name], StockContestant)
+        and bound.loss is not None
+        and gaps[name].loss <= bound.loss
+    ]
+
+    def widened(name: str, witnesses: list[str]) -> LossBounds:
+        spread = max((abs(gaps[witness].ne) for witness in witnesses), default=0.0)
+        bound = bounds[name]
+        if config.planned[name].ne_bound != "by_kind":
+            return bound
+        return bound._replace(ne=max(bound.ne, config.loss.spread_factor * spread))
+
+    by_others = {
+        name: widened(name, [other for other in repeats if other != name]) for name in repeats
+    }
+    passed = [name for name in repeats if abs(gaps[name].ne) <= by_others[name].ne]
+    return {name: by_others.get(name) or widened(name, passed) for name in bounds}
 
 
 def _judged(
-    measured: ContestantResult, reference: ContestantResult, config: BenchConfig
+    measured: ContestantResult,
+    reference: ContestantResult,
+    gaps: LossGaps,
+    bounds: LossBounds,
+    config: BenchConfig,
 ) -> ContestantResult:
-    contestant = config.contestants[measured.name]
-    if isinstance(contestant, CeilingContestant) or measured.outcome is not Outcome.MEASURED:
-        return measured
-    pairs = list(zip(measured.losses, reference.losses, strict=False))[: config.loss.num_steps]
-    gap = max(
-        abs(loss - reference_loss) if math.isfinite(loss) else math.inf
-        for loss, reference_loss in pairs
-    )
-    bound = loss_bound(contestant, measured.sharding, config)
-    update: dict[str, object] = {"loss_gap": gap, "loss_bound": bound}
-    if not gap <= bound:
-        update |= {
-            "outcome": Outcome.DISQUALIFIED,
-            "reason": f"its loss is up to {gap:.2g} from that of {reference.name} in {len(pairs)} "
-            f"steps; at most {bound:.2g} would be the same training",
-        }
+    update: dict[str, object] = {
+        "loss_gap": gaps.loss,
+        "loss_bound": bounds.loss,
+        "ne_gap": gaps.ne,
+        "ne_bound": bounds.ne,
+    }
+    if reason := _reason(measured, reference, gaps, bounds, config.loss.num_steps):
+        update |= {"outcome": Outcome.DISQUALIFIED, "reason": reason}
     return measured.model_copy(update=update)
 
 
-def loss_bound(
-    contestant: PlannedContestant, sharding: dict[str, int], config: BenchConfig
-) -> float:
-    """How far the losses of a contestant may be from the reference's."""
-    if contestant.loss_bound != "by_kind":
-        return contestant.loss_bound
-    averages = not isinstance(contestant, StockContestant) and contestant.sync == "WeightSync"
-    # TorchRec keeps a row-wise moment for each column shard of a row.
-    by_columns = any("column" in name or "grid" in name for name in sharding)
-    rounded = [contestant.qcomms]
-    if not isinstance(contestant, StockContestant):
-        rounded += [contestant.transport.value, contestant.row_transport.value]
-    by_arithmetic = max(config.loss.bound_of(arithmetic) for arithmetic in rounded)
-    return max(by_arithmetic, config.loss.nearly_bound) if averages or by_columns else by_arithmetic
+def _reason(
+    measured: ContestantResult,
+    reference: ContestantResult,
+    gaps: LossGaps,
+    bounds: LossBounds,
+    num_first_steps: int,
+) -> str:
+    """The reason why a contestant is disqualified; empty if it isn't."""
+    if math.isinf(gaps.ne):
+        step = _first_without_number(measured.losses)
+        return (
+            f"its loss is {measured.losses[step]} at step {step + 1}; all losses of "
+            f"{reference.name} are finite"
+        )
+    if bounds.loss is not None and gaps.loss > bounds.loss:
+        num_steps = min(num_first_steps, gaps.num_steps)
+        return (
+            f"its loss is up to {gaps.loss:.2g} from that of {reference.name} in the first "
+            f"{num_steps} steps; at most {bounds.loss:.2g} would be rounding, so it trains "
+            "something else"
+        )
+    if abs(gaps.ne) > bounds.ne:
+        direction = "above" if gaps.ne > 0 else "below"
+        return (
+            f"its normalized entropy over {gaps.num_steps} steps is {100 * abs(gaps.ne):.2g} % "
+            f"{direction} that of {reference.name}; at most {100 * bounds.ne:.2g} % would be the "
+            "same quality"
+        )
+    return ""
+
+
+def _first_without_number(losses: tuple[float, ...]) -> int:
+    """The place of the first loss that isn't finite."""
+    return next(step for step, loss in enumerate(losses) if not math.isfinite(loss))

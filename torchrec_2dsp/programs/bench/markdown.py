@@ -167,7 +167,11 @@ def _columns(summaries: Sequence[Summary]) -> str:
             "the calls"
         ),
         "peak MB": "the most memory of a rank beyond what it started with",
-        "loss gap": "the largest difference of a compared step's loss to the reference",
+        "loss gap": "the largest difference of a first step's loss to the reference",
+        "NE gap": (
+            "the difference of the normalized entropy of all trained steps to the reference's, "
+            "relative to that; above 0 is worse"
+        ),
         "phases": (
             "ms per step of the traced block alone, mean over ranks (tracing takes time itself); "
             "one that waits is time in which a rank waited for a collective"

@@ -109,6 +109,7 @@ def step_table(result: BenchResult, summary: Summary) -> str:
         "link MB" if is_counted else "sent MB",
         "peak MB",
         "loss gap",
+        "NE gap",
     ]
 
     def row(contestant: ContestantResult) -> list[str]:
@@ -129,6 +130,7 @@ def step_table(result: BenchResult, summary: Summary) -> str:
             megabytes(sent),
             megabytes(contestant.peak_memory_bytes, 0),
             loss_gap(contestant, result.reference),
+            ne_gap(contestant, result.reference),
         ]
 
     return table(headings, [row(contestant) for contestant in result.contestants])
@@ -272,7 +274,14 @@ def factor(over: Speedup | None) -> str:
 
 
 def loss_gap(contestant: ContestantResult, reference: str) -> str:
-    """How far its losses are from the reference's."""
+    """How far its first losses are from the reference's."""
     if contestant.name == reference:
         return "reference"
     return MISSING if contestant.loss_gap is None else f"{contestant.loss_gap:.1e}"
+
+
+def ne_gap(contestant: ContestantResult, reference: str) -> str:
+    """How far its normalized entropy is from the reference's, relative to that."""
+    if contestant.name == reference:
+        return "reference"
+    return MISSING if contestant.ne_gap is None else f"{contestant.ne_gap:+.3%}"

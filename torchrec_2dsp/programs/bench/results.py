@@ -4,12 +4,12 @@ import enum
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from torchrec_2dsp.programs.config.json_file import JsonFile
 from torchrec_2dsp.programs.config.sections import Section
 
-BENCH_RESULT_FORMAT = 1
+BENCH_RESULT_FORMAT = 2
 
 
 class Outcome(enum.StrEnum):
@@ -138,10 +138,19 @@ class ContestantResult(Section):
     """The losses of the global batch, step by step from the first one."""
 
     loss_gap: float | None = None
-    """The largest difference to the reference, over the steps that both did."""
+    """The largest difference of a loss to the reference's, over the first steps
+    (`LossConfig.num_steps`); in files of format 1, over all steps. None for a ceiling, which
+    trains nothing."""
 
     loss_bound: float | None = None
-    """The largest `loss_gap` that counts; None for a ceiling, which trains nothing."""
+    """The largest `loss_gap` that counts; None for those that aren't judged by it."""
+
+    ne_gap: float | None = None
+    """The normalized entropy over the steps that both did, relative to the reference's, minus 1:
+    above 0 is worse. None for a ceiling, and in files of format 1."""
+
+    ne_bound: float | None = None
+    """The largest `ne_gap` that counts, in either direction; None where there is no gap."""
 
 
 class BenchSetting(Section):
@@ -186,8 +195,8 @@ class BenchResult(JsonFile):
 
     what_it_is: ClassVar[str] = "the JSON of a benchmark"
 
-    format: int = BENCH_RESULT_FORMAT
-    """The format of this file."""
+    format: int = Field(default=BENCH_RESULT_FORMAT, ge=1, le=BENCH_RESULT_FORMAT)
+    """The format of this file. In format 1 losses were judged step by step, over all steps."""
 
     setting: BenchSetting
     """The place and the circumstances of the benchmark."""
@@ -201,6 +210,20 @@ class BenchResult(JsonFile):
     dense_from: tuple[str, ...] = ()
     """The ceilings that predictions take from what a step does beside its tables; without any, the
     model without its tables was timed."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_format_1(cls, tree: Any) -> Any:
+        """Leave out a config's bounds of losses where they were bounds of something else."""
+        if not isinstance(tree, dict) or tree.get("format") != 1:
+            return tree
+        setting = dict(tree.get("setting") or {})
+        config = {key: part for key, part in (setting.get("config") or {}).items() if key != "loss"}
+        config["contestants"] = {
+            name: {key: value for key, value in contestant.items() if key != "loss_bound"}
+            for name, contestant in (config.get("contestants") or {}).items()
+        }
+        return {**tree, "setting": {**setting, "config": config}}
 
     def measured(self) -> tuple[ContestantResult, ...]:
         """The contestants whose numbers count, ceilings included."""

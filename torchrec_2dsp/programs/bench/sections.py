@@ -50,37 +50,50 @@ class NetworkConfig(Section):
 
 
 class LossConfig(Section):
-    """Which contestants must train the same, and how closely."""
+    """Which contestants must train the same, and how closely.
 
-    num_steps: int | None = Field(default=None, ge=1)
-    """So many first losses are compared, by default all. For models in which rounding grows so
-    fast that later losses say nothing."""
+    Bounds of NE are relative differences of the normalized entropy of all trained steps, which are
+    those of mean losses, because all contestants train on the same batches.
+    """
+
+    num_steps: int = Field(default=10, ge=1)
+    """So many first losses are compared step by step. Rounding differences grow with the steps, and
+    later losses say nothing one by one."""
 
     exact_bound: float = Field(default=1e-4, gt=0)
-    """The bound of contestants whose arithmetic is that of one table on the global batch."""
+    """The largest difference of a first step's loss, for contestants whose arithmetic is that of
+    one table on the global batch. Others aren't compared step by step."""
 
-    fp16_bound: float = Field(default=5e-3, gt=0)
-    """The bound of communication in fp16, which keeps 11 bits of each number."""
+    exact_ne_bound: float = Field(default=1e-3, gt=0)
+    """The bound of NE for contestants whose arithmetic is that of one table."""
 
-    bf16_bound: float = Field(default=1e-2, gt=0)
-    """The bound of communication in bf16, which keeps 8 bits of each number."""
+    fp16_ne_bound: float = Field(default=2e-3, gt=0)
+    """The bound of NE for communication in fp16, which keeps 11 bits of each number."""
 
-    int8_bound: float = Field(default=1e-2, gt=0)
-    """The bound of communication in int8: 8 bits, scaled by the largest number of a row."""
+    bf16_ne_bound: float = Field(default=3e-3, gt=0)
+    """The bound of NE for communication in bf16, which keeps 8 bits of each number."""
 
-    int4_bound: float = Field(default=5e-2, gt=0)
-    """The bound of communication in int4: 4 bits, scaled by the largest number of a row."""
+    int8_ne_bound: float = Field(default=3e-3, gt=0)
+    """The bound of NE for communication in int8: 8 bits, scaled by the largest number of a row."""
 
-    nearly_bound: float = Field(default=5e-2, gt=0)
-    """The bound of another algorithm: averaged replicas, and optimizer state by column shard."""
+    int4_ne_bound: float = Field(default=1e-2, gt=0)
+    """The bound of NE for communication in int4: 4 bits, scaled by the largest number of a row."""
 
-    def bound_of(self, arithmetic: str) -> float:
-        """The bound of communication in a transport; ``fp32`` is exact."""
+    nearly_ne_bound: float = Field(default=5e-2, gt=0)
+    """The bound of NE for another algorithm: averaged replicas, late updates, and optimizer state
+    by column shard."""
+
+    spread_factor: float = Field(default=3.0, ge=0)
+    """So many times the largest NE difference among TorchRec's own exact contestants is allowed to
+    everyone, where that is more than the bound; 0 for never."""
+
+    def ne_bound_of(self, arithmetic: str) -> float:
+        """The bound of NE for communication in a transport; ``fp32`` is exact."""
         bounds = {
-            "fp32": self.exact_bound,
-            "fp16": self.fp16_bound,
-            "bf16": self.bf16_bound,
-            "int8": self.int8_bound,
-            "int4": self.int4_bound,
+            "fp32": self.exact_ne_bound,
+            "fp16": self.fp16_ne_bound,
+            "bf16": self.bf16_ne_bound,
+            "int8": self.int8_ne_bound,
+            "int4": self.int4_ne_bound,
         }
         return bounds[arithmetic]

@@ -18,9 +18,9 @@ def show_bench(result: "BenchResult", console: Console) -> None:
     from torchrec_2dsp.programs.bench.markdown_tables import (
         counts_link,
         factor,
-        loss_gap,
         megabytes,
         ms,
+        ne_gap,
     )
     from torchrec_2dsp.programs.bench.results import Outcome
     from torchrec_2dsp.programs.bench.statistics import summarize
@@ -34,7 +34,7 @@ def show_bench(result: "BenchResult", console: Console) -> None:
         "x best stock\n[low, high]",
         "of\nceiling",
         "MB per\nstep",
-        "loss\ngap",
+        "NE\ngap",
     ]
     table = _narrow_table("contestant", headings)
     for contestant in summary.contestants:
@@ -47,7 +47,7 @@ def show_bench(result: "BenchResult", console: Console) -> None:
             Text(factor(contestant.over_best_stock)),
             "-" if share is None else f"{share:.0%}",
             megabytes(contestant.link_bytes if is_counted else contestant.sent_bytes),
-            loss_gap(contestant.result, result.reference),
+            ne_gap(contestant.result, result.reference),
         )
     console.print()
     console.print(table)
@@ -127,5 +127,8 @@ def _meaning(summary: "Summary", is_counted: bool) -> str:
         parts.append(f"Of ceiling: {summary.ceiling} without communication is 100%.")
     how = "sent on the counted interface" if is_counted else "that the traced collectives send"
     parts.append(f"MB: {how}, per rank.")
-    parts.append("Loss gap: the largest difference of a step's loss to the reference.")
+    parts.append(
+        "NE gap: how much higher its normalized entropy over all trained steps is than the "
+        "reference's."
+    )
     return " ".join(parts)

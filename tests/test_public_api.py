@@ -36,6 +36,7 @@ PUBLIC_NAMES = [
     "RowOwners",
     "SyncReport",
     "SyncedRows",
+    "Thresholded",
     "TrainPipelineRowPrefetch",
     "TrainState",
     "Transport",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torchrec_2dsp.access.stats import AccessStats as AccessStats
     from torchrec_2dsp.codecs.transport import Transport as Transport
     from torchrec_2dsp.cost.calibration import Calibration as Calibration
+    from torchrec_2dsp.dense.thresholded import Thresholded as Thresholded
     from torchrec_2dsp.errors import TwoDError as TwoDError
     from torchrec_2dsp.mesh.mesh2d import Mesh2D as Mesh2D, RankLayout as RankLayout
     from torchrec_2dsp.optim.delayed_moment import (
@@ -78,6 +79,7 @@ _ROOMS = {
     "access.stats": ("AccessStats",),
     "codecs.transport": ("Transport",),
     "cost.calibration": ("Calibration",),
+    "dense.thresholded": ("Thresholded",),
     "errors": ("TwoDError",),
     "mesh.mesh2d": (
         "Mesh2D",

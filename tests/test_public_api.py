@@ -37,6 +37,7 @@ PUBLIC_NAMES = [
     "RowOwners",
     "SyncReport",
     "SyncedRows",
+    "Thresholded",
     "ThresholdedDataParallel",
     "TrainPipelineRowPrefetch",
     "TrainState",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torchrec_2dsp.codecs.transport import Transport as Transport
     from torchrec_2dsp.cost.calibration import Calibration as Calibration
     from torchrec_2dsp.dense.hooked_data_parallel import HookedDataParallel as HookedDataParallel
+    from torchrec_2dsp.dense.thresholded import Thresholded as Thresholded
     from torchrec_2dsp.dense.thresholded_data_parallel import (
         ThresholdedDataParallel as ThresholdedDataParallel,
     )
@@ -83,6 +84,7 @@ _ROOMS = {
     "codecs.transport": ("Transport",),
     "cost.calibration": ("Calibration",),
     "dense.hooked_data_parallel": ("HookedDataParallel",),
+    "dense.thresholded": ("Thresholded",),
     "dense.thresholded_data_parallel": ("ThresholdedDataParallel",),
     "errors": ("TwoDError",),
     "mesh.mesh2d": (

@@ -1,7 +1,8 @@
 """Ways to run the dense part of a model, beside sharded tables.
 
 What takes the place of TorchRec's data-parallel wrapper lives here: `DataParallelWrapper`s that
-a stock `DistributedModelParallel` and `ModelParallel2D` take alike. Tables live in `shard`.
+a stock `DistributedModelParallel` and `ModelParallel2D` take alike; and `Thresholded`, a module
+that leaves out the small numbers of an activation where a model is split. Tables live in `shard`.
 
     gradients of a rank   --threshold-->   entries   --gather, or owners-->   the sum on all ranks
             ^                  |

@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 
 import torchrec_2dsp as tdsp
-from torchrec_2dsp.programs.bench.config import BenchConfig
+from torchrec_2dsp.programs.bench.config import (
+    BenchConfig,
+    StockContestant,
+    is_reference,
+    is_stock,
+)
 from torchrec_2dsp.programs.config.config_file import load_config, make_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -161,3 +166,10 @@ def test_a_missing_include_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(tdsp.errors.ConfigError, match=r"nowhere\.toml can't be read"):
         load_config(BenchConfig, tmp_path / "run.toml")
+
+
+def test_thresholded_gradients_are_not_stock() -> None:
+    kinds = ("ddp", "fp16", "powersgd", "thresholded")
+    contestants = [make_config(StockContestant, {"dense": {"kind": kind}}) for kind in kinds]
+    assert [is_stock(contestant) for contestant in contestants] == [True, True, True, False]
+    assert [is_reference(contestant) for contestant in contestants] == [True, False, False, False]

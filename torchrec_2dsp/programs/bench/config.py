@@ -262,4 +262,10 @@ def is_reference(contestant: object) -> bool:
         isinstance(contestant, StockContestant)
         and contestant.qcomms == "fp32"
         and not contestant.full_duplex
+        and contestant.dense.kind == "ddp"
     )
+
+
+def is_stock(contestant: object) -> bool:
+    """Whether TorchRec and torch have all that a contestant uses, but for the full duplex."""
+    return isinstance(contestant, StockContestant) and contestant.dense.kind != "thresholded"

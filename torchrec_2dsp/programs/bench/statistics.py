@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.bench.config import BenchConfig, StockContestant
+from torchrec_2dsp.programs.bench.config import BenchConfig, is_stock
 from torchrec_2dsp.programs.bench.results import BenchResult, ContestantResult
 from torchrec_2dsp.programs.config.config_file import make_config
 
@@ -231,12 +231,13 @@ def summarize(result: BenchResult) -> Summary:
         ConfigError: a measured contestant has no blocks, or the config can't be read.
     """
     config = config_of(result)
-    best_stock = _fastest(
-        contestant for contestant in result.measured() if contestant.kind == "stock"
-    )
-    best_plain = _fastest(
-        contestant for contestant in result.measured() if _is_plain_stock(config, contestant)
-    )
+    stock = [
+        contestant
+        for contestant in result.measured()
+        if is_stock(config.contestants.get(contestant.name))
+    ]
+    best_stock = _fastest(stock)
+    best_plain = _fastest(contestant for contestant in stock if not _is_duplex(config, contestant))
     ceiling = _fastest(
         contestant for contestant in result.measured() if contestant.kind == "ceiling"
     )
@@ -291,6 +292,5 @@ def _median_s(contestant: ContestantResult) -> float:
     return step_time(contestant).median_s
 
 
-def _is_plain_stock(config: BenchConfig, contestant: ContestantResult) -> bool:
-    planned = config.contestants.get(contestant.name)
-    return isinstance(planned, StockContestant) and not planned.full_duplex
+def _is_duplex(config: BenchConfig, contestant: ContestantResult) -> bool:
+    return bool(getattr(config.contestants[contestant.name], "full_duplex", False))

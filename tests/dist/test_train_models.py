@@ -3,7 +3,6 @@
 from typing import Any, cast
 
 import pytest
-import torch
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from tests.support.ranks import RankPool
@@ -12,6 +11,7 @@ from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.synthetic import Split, make_batch
 from torchrec_2dsp.programs.models.model import build_model
 from torchrec_2dsp.programs.models.optimizer import dense_optimizer
+from torchrec_2dsp.programs.models.splits import split_
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
 
@@ -45,10 +45,13 @@ def config_of(model: dict[str, Any], optimizer: dict[str, Any]) -> TrainConfig:
     return make_config(TrainConfig, tree)
 
 
-def unsharded_losses(config: TrainConfig, *, is_trained: bool = True) -> list[float]:
+def unsharded_losses(
+    config: TrainConfig, *, is_trained: bool = True, is_split: bool = True
+) -> list[float]:
     """The losses of the plain model on the global batches, and of those that are held out."""
-    torch.manual_seed(0)
     model = build_model(config.data, config.model)
+    run = config.runs["rows"]
+    split_(model, run.splits if is_split else {}, run.split_threshold)
     named = dict(model.named_parameters())
     tables = {name: weight for name, weight in named.items() if "embedding_bags" in name}
     others = {name: weight for name, weight in named.items() if name not in tables}
@@ -108,3 +111,49 @@ def test_every_run_trains_as_the_unsharded_model(
     # The updates matter, so that the comparison can fail.
     gaps = zip(expected["trained"], expected["untrained"], strict=True)
     assert max(abs(left - right) for left, right in gaps) > 1e-3
+
+
+SPLITS = {"embeddings": 0.25, "dense": 0.5, "over": 0.5}
+
+
+def train_split(
+    rank: int, world_size: int, model: dict[str, Any]
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    runs = {name: run | {"splits": SPLITS} for name, run in TINY["runs"].items()}
+    config = make_config(TrainConfig, TINY | {"model": TINY["model"] | model, "runs": runs})
+    sharded = {run.name: [*run.losses, *run.evaluated.losses] for run in train(config).runs}
+    expected = {
+        "split": unsharded_losses(config),
+        "whole": unsharded_losses(config, is_split=False),
+    }
+    return sharded, expected
+
+
+@pytest.mark.parametrize("model", [{}, DCN], ids=["dlrm", "dcn"])
+def test_every_split_run_trains_as_the_unsharded_split_model(
+    ranks4: RankPool, model: dict[str, Any]
+) -> None:
+    sharded, expected = ranks4.run(train_split, model)[0]
+
+    assert list(sharded) == ["one_group", "exact", "rows"]
+    for losses in sharded.values():
+        # Sums are added in another order. No number is so near to another that they change places.
+        assert losses == pytest.approx(expected["split"], abs=1e-5)
+    # The splits matter, so that the comparison can fail.
+    gaps = zip(expected["split"], expected["whole"], strict=True)
+    assert max(abs(left - right) for left, right in gaps) > 3e-4
+
+
+def train_laplace(rank: int, world_size: int) -> list[float]:
+    run = {"splits": {"dense": 0.5, "over": 0.5}, "split_threshold": "laplace", "num_groups": 2}
+    (result,) = train(make_config(TrainConfig, TINY | {"runs": {"laplace": run}})).runs
+    return [*result.losses, *result.evaluated.losses]
+
+
+def test_thresholds_that_ranks_fit_train_nearly_alike(ranks4: RankPool) -> None:
+    losses = ranks4.run(train_laplace)
+    assert losses == [losses[0]] * 4
+    config = config_of({}, {})
+    expected = unsharded_losses(config)
+    assert losses[0] != pytest.approx(expected, abs=1e-5)
+    assert losses[0] == pytest.approx(expected, abs=0.1)

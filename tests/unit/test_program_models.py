@@ -7,10 +7,12 @@ import torch
 from pydantic import ValidationError
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 
-from torchrec_2dsp.programs.config.sections import ModelConfig, OptimizerConfig
+from torchrec_2dsp.dense.thresholded import Thresholded
+from torchrec_2dsp.programs.config.sections import ModelConfig, OptimizerConfig, SplitConfig
 from torchrec_2dsp.programs.data.synthetic import SparseFeature, SyntheticConfig, make_batch
 from torchrec_2dsp.programs.models.model import build_model
 from torchrec_2dsp.programs.models.optimizer import dense_optimizer
+from torchrec_2dsp.programs.models.splits import split_
 
 DATA = SyntheticConfig(
     num_dense=3,
@@ -65,3 +67,56 @@ def test_options_of_cross_layers_need_them(field: str) -> None:
     with pytest.raises(ValidationError, match=message):
         ModelConfig.model_validate({field: 7})
     assert getattr(ModelConfig.model_validate({"kind": "dcn", field: 7}), field) == 7
+
+
+@pytest.mark.parametrize("model", [ModelConfig(dim=8), DCN], ids=["dlrm", "dcn"])
+def test_what_leaves_a_split_is_thresholded(model: ModelConfig) -> None:
+    split: Any = build_model(DATA, model)
+    whole: Any = build_model(DATA, model)
+    split_(split, {"embeddings": 0.25, "dense": 0.1, "over": 0.2}, "exact")
+    batch = make_batch(DATA, step=0, global_batch_size=16)
+
+    vectors = split.model.sparse_arch(batch.sparse_features)
+    expected = Thresholded(0.25)(whole.model.sparse_arch(batch.sparse_features))
+    assert torch.equal(vectors, expected)
+    assert ((vectors != 0).sum(dim=2) == 2).all()
+
+    hidden = split.model.dense_arch.model._mlp[0](batch.dense_features)
+    # A tenth of 64; a sample may have fewer numbers that the ReLU lets through.
+    assert ((hidden != 0).sum(dim=1) <= 7).all()
+    assert (whole.model.dense_arch.model._mlp[0](batch.dense_features) != 0).sum() > 16 * 7
+
+    over: list[torch.Tensor] = []
+    split.model.over_arch.model[1].register_forward_pre_hook(
+        lambda module, inputs: over.append(inputs[0])
+    )
+    split(batch)
+    # The only hidden layer, so that its numbers go into the last one.
+    assert ((over[0] != 0).sum(dim=1) <= 13).all()
+    assert over[0].any()
+
+
+def test_splits_leave_the_names_of_a_checkpoint_alone() -> None:
+    whole, split, laplace = (build_model(DATA, DCN) for _ in range(3))
+    split_(split, {"embeddings": 0.25, "dense": 0.1, "over": 0.2}, "exact")
+    split_(laplace, {"dense": 0.1}, "laplace")
+
+    assert list(split.state_dict()) == list(whole.state_dict())
+    split.load_state_dict(whole.state_dict())
+    added = set(laplace.state_dict()) - set(whole.state_dict())
+    assert added == {"model.dense_arch.model._mlp.0.split.running_threshold"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"splits": {"dense": 0}}, "splits.dense"),
+        ({"splits": {"over": 1.5}}, "splits.over"),
+        ({"splits": {"inter": 0.5}}, "'embeddings', 'dense' or 'over'"),
+        ({"split_threshold": "laplace"}, "split_threshold='laplace' is for splits; name some, or"),
+    ],
+)
+def test_wrong_splits_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError) as raised:
+        SplitConfig.model_validate(changes)
+    assert message in str(raised.value)

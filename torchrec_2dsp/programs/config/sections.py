@@ -1,10 +1,11 @@
 """The parts of a config file that say what is trained."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from torchrec_2dsp.codecs.transport import Transport
+from torchrec_2dsp.dense.thresholded import ThresholdKind
 from torchrec_2dsp.plan.parameter_sharding import ROW_EXCHANGES, Exchange
 from torchrec_2dsp.plan.row_owners import RowOwners
 from torchrec_2dsp.plan.sync_config import (
@@ -14,6 +15,10 @@ from torchrec_2dsp.plan.sync_config import (
     WeightSync,
 )
 from torchrec_2dsp.plan.sync_policy import every, parse_policy
+
+SplitPlace = Literal["embeddings", "dense", "over"]
+"""Where a model may be split: after the lookup, and after the first layer and ReLU of the dense
+arch and of the over arch."""
 
 _SYNCS = (GradientSync.__name__, WeightSync.__name__)
 
@@ -76,6 +81,26 @@ class OptimizerConfig(Section):
     dense_lr: float = Field(default=0.1, ge=0, allow_inf_nan=False)
     """Learning rate of the other parameters. The default suits "sgd"; "adagrad" wants about 0.02
     and "adam" about 0.001."""
+
+
+class SplitConfig(Section):
+    """Where the dense part of a model is split, and how much goes over a split."""
+
+    splits: dict[SplitPlace, Annotated[float, Field(gt=0, le=1)]] = {}
+    """The share of the largest numbers that goes on, at each place of a split: embeddings, dense
+    or over. The others are set to zero, in the forward and in the backward."""
+
+    split_threshold: ThresholdKind = "exact"
+    """How the smallest number that goes on is found: exact, or laplace."""
+
+    @model_validator(mode="after")
+    def _check_splits(self) -> Self:
+        if self.split_threshold != "exact" and not self.splits:
+            raise ValueError(
+                f"split_threshold={self.split_threshold!r} is for splits; name some, or leave it "
+                "out"
+            )
+        return self
 
 
 class ExchangeConfig(Section):

@@ -15,6 +15,7 @@ from torchrec_2dsp.programs.config.sections import (
     OptimizerConfig,
     ReplicationConfig,
     Section,
+    SplitConfig,
 )
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 
@@ -70,8 +71,8 @@ class LoopConfig(Section):
     """The folder of TensorBoard scalars; empty for none."""
 
 
-class RunConfig(ReplicationConfig, ExchangeConfig):
-    """One training of the model: a mesh, a way to keep its replicas equal, and an exchange."""
+class RunConfig(SplitConfig, ReplicationConfig, ExchangeConfig):
+    """One training of the model: a mesh, a way to keep its replicas equal, an exchange, splits."""
 
     num_groups: int = Field(default=1, ge=1)
     """How many copies of the tables there are; 1 is plain TorchRec."""

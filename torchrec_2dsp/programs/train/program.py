@@ -16,6 +16,7 @@ from torchrec_2dsp.programs.data.synthetic import Split, click_probability, make
 from torchrec_2dsp.programs.models.dense import dense_wrapper
 from torchrec_2dsp.programs.models.model import build_model, rank_device
 from torchrec_2dsp.programs.models.pipeline import make_pipeline
+from torchrec_2dsp.programs.models.splits import split_
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.meter import Measured, Meter
 from torchrec_2dsp.programs.train.parts import (
@@ -82,6 +83,7 @@ class _Trainer:
         self._device = rank_device(config.loop.device)
         run = config.runs[name]
         unsharded = build_model(config.data, config.model)
+        split_(unsharded, run.splits, run.split_threshold)
         sharder = make_sharder(config, run)
         mesh = config.mesh(name, dist.get_world_size(self._world))
         self.plan: Plan2D = make_plan(config, run, mesh, unsharded, sharder)

@@ -134,6 +134,18 @@ def test_row_gradients_travel_only_where_replicas_merge_them(result: BenchResult
         assert 0 < travel.waited_s < longest_s
 
 
+def test_transports_say_what_they_save(result: BenchResult) -> None:
+    encoded = {one.name: one.encoded for one in result.measured() if one.encoded}
+
+    assert set(encoded) == {"rounded"}
+    rounded = encoded["rounded"]
+    # Rows of 8 numbers become 8 bytes and a scale of two.
+    assert rounded.rows_bytes == pytest.approx(rounded.rows_fp32_bytes * 10 / 32)
+    assert rounded.rows_bytes > 0
+    # Numbers of hot rows' gradients are halved, and not the numbers of the rows.
+    assert 1 < rounded.replicas_fp32_bytes / rounded.replicas_bytes < 2
+
+
 def test_the_interface_carries_what_the_collectives_send(result: BenchResult) -> None:
     """And more: the loopback carries what other programs send as well."""
     for name in ("planner", "row_wise", "data_parallel", "duplex"):

@@ -7,6 +7,9 @@ from torchrec.distributed.types import QuantizedCommCodec, QuantizedCommCodecs
 
 from torchrec_2dsp.codecs.rows import RowCodec
 from torchrec_2dsp.codecs.transport import Transport
+from torchrec_2dsp.comms.encoded_bytes import note_encoded
+
+_FLOAT_BYTES = torch.float32.itemsize
 
 
 class StockCodec(QuantizedCommCodec[None]):
@@ -31,7 +34,9 @@ class StockCodec(QuantizedCommCodec[None]):
 
     def encode(self, input_tensor: torch.Tensor, ctx: None = None) -> torch.Tensor:
         """The rows as they travel, flat."""
-        return self._codec.encode(input_tensor.reshape(-1, self._dim)).view(-1)
+        encoded = self._codec.encode(input_tensor.reshape(-1, self._dim)).view(-1)
+        note_encoded(_FLOAT_BYTES * input_tensor.numel(), encoded.nbytes)
+        return encoded
 
     def decode(self, input_grad: torch.Tensor, ctx: None = None) -> torch.Tensor:
         """The rows as they have come, flat."""

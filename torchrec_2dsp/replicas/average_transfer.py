@@ -108,6 +108,7 @@ class AverageTransfer:
             [part for piece in pieces for part in _layout(shards[piece.shard], piece.counts[peer])]
             for peer in range(dist.get_world_size(group))
         ]
+        self._rank = dist.get_rank(group)
         buffer = pack([part for sent in own for part in (sent.rows.int(), *sent.values)])
         sizes = [sum(part.num_bytes for part in layout) for layout in self._layouts]
         self._arriving: Arriving = start_all_gather_ragged(buffer, sizes, group)
@@ -116,6 +117,19 @@ class AverageTransfer:
     def num_bytes(self) -> int:
         """Bytes that this rank sends to others."""
         return self._arriving.sent.nbytes
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that this rank would send to others besides, were its rows not encoded."""
+        plain = sum(
+            part.num_bytes
+            for piece in self._pieces
+            for part in _layout(
+                self._shards[piece.shard], piece.counts[self._rank], is_encoded=False
+            )
+        )
+        encoded = sum(part.num_bytes for part in self._layouts[self._rank])
+        return (plain - encoded) * (len(self._layouts) - 1)
 
     def arrived(self) -> Iterator[tuple[Piece, list[SentRows]]]:
         """Each piece with what every peer has sent of it, after waiting for the message."""
@@ -134,11 +148,11 @@ class AverageTransfer:
             )
 
 
-def _layout(shard: SyncedShard, num_rows: int) -> list[Packed]:
-    """How rows are packed: their ids, then each tensor's rows."""
+def _layout(shard: SyncedShard, num_rows: int, *, is_encoded: bool = True) -> list[Packed]:
+    """How rows are packed: their ids, then each tensor's rows, as they are or encoded."""
     values = [
         Packed((num_rows, *tensor.shape[1:]), tensor.dtype)
-        if codec is None
+        if codec is None or not is_encoded
         else Packed((num_rows, codec.columns(dim)), codec.dtype)
         for tensor, codec, dim in zip(shard.touched.tensors, shard.codecs, shard.dims, strict=True)
     ]

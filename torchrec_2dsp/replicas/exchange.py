@@ -169,6 +169,8 @@ class PendingGradients:
         """The lookup that the gradients are of."""
         self.num_bytes = 0
         """Bytes that this rank has sent to others."""
+        self.saved_bytes = 0
+        """Bytes that this rank would have sent besides, had no codec encoded them."""
         self.learning_rate: float | None = None
         """The learning rate that all ranks have, known once the gradients are sent."""
         self.blocks = tuple(gradients)
@@ -278,3 +280,4 @@ class PendingGradients:
             )
         ]
         self.num_bytes += sum(arriving.num_bytes for arriving in self._arriving)
+        self.saved_bytes += sum(arriving.saved_bytes for arriving in self._arriving)

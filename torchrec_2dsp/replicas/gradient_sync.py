@@ -219,4 +219,9 @@ def _update(updater: Updater, pending: PendingGradients) -> SyncReport:
     gradients = pending.gradients()
     with record_function(_LABEL):
         updater.apply(gradients)
-    return SyncReport(updater.num_tables, gradients.num_rows, pending.num_bytes)
+    return SyncReport(
+        updater.num_tables,
+        gradients.num_rows,
+        pending.num_bytes,
+        saved_bytes=pending.saved_bytes,
+    )

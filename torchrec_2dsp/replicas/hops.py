@@ -95,6 +95,12 @@ class ArrivingRows:
         """Bytes that this rank sends to others."""
         return self.keys.sent.nbytes + self.grads.sent.nbytes
 
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that this rank would send besides, were its gradients not encoded."""
+        num_bytes = self.grads.sent.shape[0] * self.dim * torch.float32.itemsize
+        return num_bytes - self.grads.sent.nbytes
+
     def wait(self) -> None:
         """Wait until all rows have arrived."""
         self.keys.wait()

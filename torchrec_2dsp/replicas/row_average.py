@@ -170,7 +170,7 @@ class RowAverage:
             sent.append((transfer, [part.changed for part in parts]))
         report = SyncReport()
         for transfer, changes in sent:
-            report += SyncReport(num_bytes=transfer.num_bytes)
+            report += SyncReport(num_bytes=transfer.num_bytes, saved_bytes=transfer.saved_bytes)
             for (piece, peers), changed in zip(transfer.arrived(), changes, strict=True):
                 num_rows = average_rows(self._shards[piece.shard], changed, peers)
                 report += SyncReport(num_rows=num_rows)

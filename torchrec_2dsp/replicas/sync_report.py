@@ -9,8 +9,9 @@ class SyncReport:
 
     Example:
         >>> from torchrec_2dsp import SyncReport
-        >>> SyncReport(num_tensors=1, num_rows=3) + SyncReport(num_rows=2)
-        SyncReport(num_tensors=1, num_rows=5, num_bytes=0, seconds=0.0, window_s=0.0, waited_s=0.0)
+        >>> total = SyncReport(num_tensors=1, num_rows=3) + SyncReport(num_rows=2)
+        >>> total == SyncReport(num_tensors=1, num_rows=5)
+        True
     """
 
     num_tensors: int = 0
@@ -32,6 +33,10 @@ class SyncReport:
     waited_s: float = 0.0
     """How long this rank then still waited for row gradients; with NCCL, where a CUDA stream waits,
     only how long the thread did."""
+
+    saved_bytes: int = 0
+    """Bytes that this rank would have sent besides `num_bytes`, had its numbers travelled as they
+    are; 0 without a transport."""
 
     def __add__(self, other: "SyncReport") -> "SyncReport":
         return SyncReport(

@@ -17,6 +17,9 @@ from torchrec_2dsp.programs.bench.markdown_tables import (
     plan_table,
     shows_plain_stock,
     step_table,
+)
+from torchrec_2dsp.programs.bench.markdown_traffic import (
+    encoded_table,
     traffic_table,
     travel_table,
 )
@@ -98,6 +101,13 @@ _TRAVEL = (
 )
 
 
+_ENCODED = (
+    "What transports save, in million bytes per rank and step. *Rows*: rows, bags and their "
+    "gradients, each counted once, whoever gets it. *Replicas*: all that is sent to replica peers, "
+    "ids included."
+)
+
+
 def _section(result: BenchResult, summary: Summary, plot: str | None) -> list[str]:
     phases, traffic, plan = phase_table(summary), traffic_table(summary), plan_table(result)
     failed = failures(result)
@@ -111,6 +121,7 @@ def _section(result: BenchResult, summary: Summary, plot: str | None) -> list[st
         phases,
         f"{_TRAVEL}\n\n{travel}" if (travel := travel_table(summary)) else "",
         f"### Traffic\n\n{traffic}" if traffic else "",
+        f"{_ENCODED}\n\n{encoded}" if (encoded := encoded_table(summary)) else "",
         f"### Plans\n\n{plan}" if plan else "",
         f"### Predicted steps\n\n{predicted}" if (predicted := predicted_section(result)) else "",
         f"### Noise\n\n{noise_table(summary)}" if summary.contestants else "",

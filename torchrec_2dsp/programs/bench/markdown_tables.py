@@ -151,28 +151,6 @@ def phase_table(summary: Summary) -> str:
     return table(["contestant", *headings, "whole step"], rows)
 
 
-def travel_table(summary: Summary) -> str:
-    """How row gradients travel; empty if nobody sends any."""
-    rows = [
-        [contestant.name, ms(travel.window_s), ms(travel.waited_s)]
-        for contestant in summary.contestants
-        if (travel := contestant.result.row_travel)
-    ]
-    return table(["contestant", "window ms", "waited ms"], rows) if rows else ""
-
-
-def traffic_table(summary: Summary) -> str:
-    """The table of what each kind of collective carried; empty if nothing was traced."""
-    rows = [
-        [contestant.name, part.name, f"{part.calls:,.1f}", megabytes(part.sent_bytes)]
-        for contestant in summary.contestants
-        for part in contestant.result.traffic
-    ]
-    if not rows:
-        return ""
-    return table(["contestant", "collective", "calls", "sent MB"], rows, num_left=2)
-
-
 def plan_table(result: BenchResult) -> str:
     """How many tables have which sharding type; empty if no plan is known."""
     planned = [contestant for contestant in result.contestants if contestant.sharding]

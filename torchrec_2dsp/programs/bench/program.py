@@ -35,6 +35,7 @@ from torchrec_2dsp.programs.bench.results import (
     ContestantBlock,
     ContestantResult,
     Outcome,
+    mean_encoded,
     mean_traffic,
     mean_travel,
 )
@@ -238,6 +239,7 @@ class _Bench:
             "losses": losses[0],
             "phases": mean_phases([rank.phases for rank in traced]),
             "traffic": mean_traffic([rank.traffic for rank in traced]),
+            "encoded": mean_encoded([rank.encoded for rank in traced]),
             "row_travel": mean_travel([rank.row_travel for rank in traced]),
             "peak_memory_bytes": max(peaks, default=None),
         }

@@ -82,6 +82,23 @@ class MeasuredTraffic(Section):
     """Bytes that an ideal algorithm sends to other ranks, per rank and step."""
 
 
+class EncodedTraffic(Section):
+    """The bytes that a transport saves, per rank and step, mean over ranks."""
+
+    rows_fp32_bytes: float = 0.0
+    """Rows, bags and their gradients in fp32, before they were encoded; each counts once, whoever
+    gets it. 0 without a row transport."""
+
+    rows_bytes: float = 0.0
+    """Bytes of these rows, bags and gradients as they travelled."""
+
+    replicas_fp32_bytes: float = 0.0
+    """Bytes that a rank would have sent to its replica peers, had all numbers travelled in fp32."""
+
+    replicas_bytes: float = 0.0
+    """Bytes that it sent to them, ids included."""
+
+
 class RowTravel(Section):
     """How the row gradients of a step travel, mean over ranks."""
 
@@ -127,6 +144,10 @@ class ContestantResult(Section):
 
     traffic: tuple[MeasuredTraffic, ...] = ()
     """The traffic of each kind of collective in the traced step."""
+
+    encoded: EncodedTraffic | None = None
+    """The bytes before and after encoding; None if no transport encoded any, and in files from
+    before they were counted."""
 
     row_travel: RowTravel | None = None
     """The travel of a `GradientSync`'s row gradients; None of other syncs."""
@@ -246,6 +267,18 @@ def mean_traffic(ranks: Sequence[Sequence[MeasuredTraffic]]) -> tuple[MeasuredTr
         )
         for name, parts in rows.items()
     )
+
+
+def mean_encoded(ranks: Sequence[EncodedTraffic]) -> EncodedTraffic | None:
+    """The bytes of a mean rank; `None` if no rank's transport saves any."""
+    mean = EncodedTraffic(
+        **{
+            name: sum(getattr(encoded, name) for encoded in ranks) / len(ranks)
+            for name in EncodedTraffic.model_fields
+        }
+    )
+    saves = mean.rows_bytes > 0 or mean.replicas_bytes != mean.replicas_fp32_bytes
+    return mean if saves else None
 
 
 def mean_travel(ranks: Sequence[RowTravel | None]) -> RowTravel | None:

@@ -1,18 +1,16 @@
 """One contestant on one rank: what runs in its process."""
 
 import time
-from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torchrec.datasets.utils import Batch
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_2dsp.comms.counting import count_collectives
+from torchrec_2dsp.comms.encoded_bytes import EncodedBytes, count_encoded
 from torchrec_2dsp.comms.full_duplex import full_duplex_backend
 from torchrec_2dsp.comms.mesh_groups import world_group
 from torchrec_2dsp.cost.workload import DenseWork
@@ -21,13 +19,19 @@ from torchrec_2dsp.programs.bench import replay
 from torchrec_2dsp.programs.bench.config import BenchConfig, CeilingContestant
 from torchrec_2dsp.programs.bench.contestants import Trainer, build_trainer, sharding_of
 from torchrec_2dsp.programs.bench.control import contestant_store
+from torchrec_2dsp.programs.bench.feed import Feed
 from torchrec_2dsp.programs.bench.machine import give_back_memory, peak_bytes, resident_bytes
-from torchrec_2dsp.programs.bench.results import MeasuredTraffic, Phase, RowTravel
+from torchrec_2dsp.programs.bench.results import (
+    EncodedTraffic,
+    MeasuredTraffic,
+    Phase,
+    RowTravel,
+)
 from torchrec_2dsp.programs.bench.trace import split_by_phase, traced
 from torchrec_2dsp.programs.calibrate.link_speed import LinkSpeeds
-from torchrec_2dsp.programs.data.synthetic import make_batch
 from torchrec_2dsp.programs.launch.world import quiet_upstream
 from torchrec_2dsp.replicas.sync_reason import SyncReason
+from torchrec_2dsp.replicas.sync_report import SyncReport
 
 LEAD_IN_STEPS = 1
 """Untimed steps of a block: the caches hold what another contestant left there."""
@@ -60,6 +64,8 @@ class Traced:
     """The step, part by part."""
     traffic: tuple[MeasuredTraffic, ...]
     """The traffic of each kind of collective."""
+    encoded: EncodedTraffic
+    """The bytes of numbers before and after encoding."""
     row_travel: RowTravel | None
     """How long row gradients could travel, and were waited for."""
     peak_memory_bytes: int | None
@@ -99,7 +105,12 @@ class Worker:
         self._planned = config.planned[
             contestant.of if isinstance(contestant, CeilingContestant) else name
         ]
-        self._feed = _Feed(config, place, _RECORDED_STEPS if self._is_ceiling else 0)
+        self._feed = Feed(
+            config,
+            rank=place.rank,
+            world_size=place.world_size,
+            cycle=_RECORDED_STEPS if self._is_ceiling else 0,
+        )
         self._losses: list[torch.Tensor] = []
         self._trainer: Trainer | None = None
         self._start_bytes: int | None = None
@@ -189,15 +200,14 @@ class Worker:
         # What the last block has sent has travelled in other contestants' time.
         for _ in range(_LATE_STEPS):
             self._step()
-        window_s, waited_s = self._row_travel()
-        with count_collectives() as seen:
+        before = self._sync_total()
+        with count_collectives() as seen, count_encoded() as rows:
             for _ in range(num_steps):
                 self._step()
-        window_s, waited_s = (
-            (now - before) / num_steps
-            for now, before in zip(self._row_travel(), (window_s, waited_s), strict=True)
-        )
-        travel = RowTravel(window_s=window_s, waited_s=waited_s) if window_s else None
+        after = self._sync_total()
+        # A ceiling sends nothing, though it encodes.
+        encoded = EncodedTraffic() if self._is_ceiling else _encoded(rows, before, after, num_steps)
+        travel = _row_travel(before, after, num_steps)
         dist.barrier(world_group())
         phases = split_by_phase(traced(self._step, num_steps, self._settle))
         sums: dict[str, tuple[int, float]] = {}
@@ -209,7 +219,7 @@ class Worker:
             for op, (calls, num_bytes) in sorted(sums.items())
         )
         grown = None if peak is None or self._start_bytes is None else peak - self._start_bytes
-        return Traced(phases, traffic, travel, grown)
+        return Traced(phases, traffic, encoded, travel, grown)
 
     def _settle(self) -> None:
         """Wait for all collectives that steps have left under way."""
@@ -220,13 +230,11 @@ class Worker:
                 tables.sync_point.reach(SyncReason.READ)
         dist.barrier(world_group())
 
-    def _row_travel(self) -> tuple[float, float]:
-        """Since the start: how long row gradients had to travel, and were waited for."""
+    def _sync_total(self) -> SyncReport:
+        """The reports of all syncs since the start; an empty one without replicas."""
         assert self._trainer is not None
         model = self._trainer.model
-        if not isinstance(model, ModelParallel2D):
-            return 0.0, 0.0
-        return model.sync_total.window_s, model.sync_total.waited_s
+        return model.sync_total if isinstance(model, ModelParallel2D) else SyncReport()
 
     def losses(self) -> tuple[float, ...]:
         """The loss of the global batch, for each step so far; none of a ceiling.
@@ -253,33 +261,23 @@ class Worker:
         return full_duplex_backend() if self._planned.full_duplex else "gloo"
 
 
-class _Feed(Iterator[Batch]):
-    """Batches made ahead of time, so that making them takes none of the steps'."""
+def _encoded(
+    rows: EncodedBytes, before: SyncReport, after: SyncReport, num_steps: int
+) -> EncodedTraffic:
+    """The bytes per step of what was encoded between two totals of syncs."""
+    replicas_bytes = after.num_bytes - before.num_bytes
+    saved_bytes = after.saved_bytes - before.saved_bytes
+    return EncodedTraffic(
+        rows_fp32_bytes=rows.before / num_steps,
+        rows_bytes=rows.after / num_steps,
+        replicas_fp32_bytes=(replicas_bytes + saved_bytes) / num_steps,
+        replicas_bytes=replicas_bytes / num_steps,
+    )
 
-    def __init__(self, config: BenchConfig, place: Place, cycle: int) -> None:
-        self.cycle = cycle
-        """After so many batches the first one comes again; 0 for never."""
-        self._config = config
-        self._place = place
-        self._ready: deque[Batch] = deque()
-        self._made = 0
 
-    def prepare(self, num_steps: int) -> None:
-        """Have enough for some steps, and for what the pipeline takes ahead."""
-        while len(self._ready) < num_steps + 3:
-            self._ready.append(self._make())
-
-    def __next__(self) -> Batch:
-        return self._ready.popleft() if self._ready else self._make()
-
-    def _make(self) -> Batch:
-        size = self._config.schedule.batch_size * self._place.world_size
-        step = self._made % self.cycle if self.cycle else self._made
-        self._made += 1
-        return make_batch(
-            self._config.data,
-            step=step,
-            global_batch_size=size,
-            rank=self._place.rank,
-            world_size=self._place.world_size,
-        )
+def _row_travel(before: SyncReport, after: SyncReport, num_steps: int) -> RowTravel | None:
+    """How long row gradients had to travel between two totals, and were waited for, per step."""
+    window_s, waited_s = after.window_s - before.window_s, after.waited_s - before.waited_s
+    if not window_s:
+        return None
+    return RowTravel(window_s=window_s / num_steps, waited_s=waited_s / num_steps)

@@ -1,13 +1,14 @@
 """Train every run of a config, one after the other, on the ranks of this world."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import binary_cross_entropy
 from torchrec.datasets.utils import Batch
 
+from torchrec_2dsp.comms.encoded_bytes import count_encoded
 from torchrec_2dsp.comms.mesh_groups import MeshGroups, world_group
 from torchrec_2dsp.parallel.failing_together import failing_together
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
@@ -104,13 +105,21 @@ class _Trainer:
         loop = self._config.loop
         dist.barrier(self._world)
         start = time.perf_counter()
-        with failing_together(self._model):
+        with count_encoded() as encoded, failing_together(self._model):
             losses = self._train(watchers)
         self._model.sync_now()
         # The last steps end with a collective, so that no rank is ahead of the others.
         seconds = time.perf_counter() - start
         synced = self._model.sync_total
-        num_bytes, num_rows = self._mean_over_ranks(synced.num_bytes, synced.num_rows)
+        per_step = self._mean_per_step(
+            {
+                "sync_bytes_per_step": synced.num_bytes,
+                "sync_fp32_bytes_per_step": synced.num_bytes + synced.saved_bytes,
+                "synced_rows_per_step": synced.num_rows,
+                "rows_bytes_per_step": encoded.after,
+                "rows_fp32_bytes_per_step": encoded.before,
+            }
+        )
         last = losses[-loop.final_steps :]
         return RunResult(
             name=self._name,
@@ -119,8 +128,7 @@ class _Trainer:
             train_loss=sum(last) / len(last),
             evaluated=self._evaluate(),
             samples_per_s=loop.steps * loop.global_batch_size / seconds,
-            sync_bytes_per_step=num_bytes / loop.steps,
-            synced_rows_per_step=num_rows / loop.steps,
+            **per_step,
         )
 
     def _train(self, watchers: Sequence[TrainWatcher]) -> list[float]:
@@ -148,10 +156,12 @@ class _Trainer:
                 self._meter.add(loss, labels)
         return self._meter.gather()
 
-    def _mean_over_ranks(self, *values: float) -> list[float]:
-        total = torch.tensor(values, dtype=torch.float64, device=self._device)
-        dist.all_reduce(total, group=self._world)
-        return (total.cpu() / dist.get_world_size(self._world)).tolist()
+    def _mean_per_step(self, totals: Mapping[str, int]) -> dict[str, float]:
+        """Totals of this rank's whole run, averaged over steps and ranks."""
+        means = torch.tensor(list(totals.values()), dtype=torch.float64, device=self._device)
+        dist.all_reduce(means, group=self._world)
+        means = means.cpu() / (dist.get_world_size(self._world) * self._config.loop.steps)
+        return dict(zip(totals, means.tolist(), strict=True))
 
 
 def _batches(config: TrainConfig, split: Split, steps: int) -> Iterator[Batch]:

@@ -33,6 +33,16 @@ class RunResult:
     sync_bytes_per_step: float
     """Bytes that a rank sent to its replica peers per step, averaged over the ranks."""
 
+    sync_fp32_bytes_per_step: float
+    """Bytes like `sync_bytes_per_step`, had all numbers travelled as they are."""
+
+    rows_bytes_per_step: float
+    """Bytes of the rows, bags and gradients that a rank encoded per step, averaged over the ranks;
+    0 without a row transport."""
+
+    rows_fp32_bytes_per_step: float
+    """Bytes like `rows_bytes_per_step`, before they were encoded."""
+
     synced_rows_per_step: float
     """Rows that a rank's syncs wrote per step, averaged over the ranks."""
 

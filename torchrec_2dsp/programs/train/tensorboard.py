@@ -35,11 +35,19 @@ class TensorBoardWatcher:
     def run_finished(self, result: RunResult) -> None:
         """Write the figures of the whole run, at its last step."""
         writer = self._writers.pop(result.name)
-        for tag, value in {
+        figures = {
             "eval/loss": result.evaluated.loss,
             "eval/ne": result.evaluated.ne,
             "speed/samples_per_s": result.samples_per_s,
             "sync/bytes_per_step": result.sync_bytes_per_step,
-        }.items():
+        }
+        # Where nothing is encoded, nothing is counted.
+        if result.rows_bytes_per_step:
+            figures["bytes/rows_fp32"] = result.rows_fp32_bytes_per_step
+            figures["bytes/rows_sent"] = result.rows_bytes_per_step
+        if result.sync_fp32_bytes_per_step != result.sync_bytes_per_step:
+            figures["bytes/replicas_fp32"] = result.sync_fp32_bytes_per_step
+            figures["bytes/replicas_sent"] = result.sync_bytes_per_step
+        for tag, value in figures.items():
             writer.add_scalar(tag, value, len(result.losses))
         writer.close()

@@ -1,0 +1,52 @@
+"""What the training program writes for TensorBoard about transports."""
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.dist.test_train import TINY
+from tests.support.ranks import RankPool
+from torchrec_2dsp.programs.config.config_file import make_config
+from torchrec_2dsp.programs.train.config import TrainConfig
+from torchrec_2dsp.programs.train.program import train
+from torchrec_2dsp.programs.train.results import RunResult
+from torchrec_2dsp.programs.train.tensorboard import TensorBoardWatcher
+
+
+def train_rounded(rank: int, world_size: int, folder: str) -> RunResult:
+    """A run that rounds rows and row gradients, with its scalars; see `TensorBoardWatcher`."""
+    rounded = {
+        "num_groups": 2,
+        "sharding_types": ["row_wise"],
+        "exchange": "row",
+        "row_transport": "int8",
+        "transport": "bf16",
+    }
+    watchers = [TensorBoardWatcher(folder)] if rank == 0 else []
+    config = make_config(TrainConfig, TINY | {"runs": {"rounded": rounded, "plain": {}}})
+    result = train(config, watchers)
+    dist.barrier()
+    return result.runs[0]
+
+
+def test_scalars_tell_what_transports_save(ranks4: RankPool, tmp_path: Path) -> None:
+    run = ranks4.run(train_rounded, str(tmp_path))[0]
+
+    # Rows of 8 numbers become 8 bytes and a scale of two.
+    assert run.rows_bytes_per_step == pytest.approx(run.rows_fp32_bytes_per_step * 10 / 32)
+    # Of a row gradient the numbers are halved, and not the number of its row.
+    assert run.sync_bytes_per_step < run.sync_fp32_bytes_per_step < 2 * run.sync_bytes_per_step
+    scalars, of_plain = (
+        EventAccumulator(str(tmp_path / name)).Reload() for name in ("rounded", "plain")
+    )
+    for tag, value in {
+        "bytes/rows_fp32": run.rows_fp32_bytes_per_step,
+        "bytes/rows_sent": run.rows_bytes_per_step,
+        "bytes/replicas_fp32": run.sync_fp32_bytes_per_step,
+        "bytes/replicas_sent": run.sync_bytes_per_step,
+    }.items():
+        (event,) = scalars.Scalars(tag)
+        assert (event.step, event.value) == (7, pytest.approx(value))
+    assert not [tag for tag in of_plain.Tags()["scalars"] if tag.startswith("bytes/")]

@@ -24,6 +24,7 @@ from tests.support.ranks import RankPool
 from tests.support.rounding import RoundingOracle
 
 ONE, TWO = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2)
+CONTIGUOUS = tdsp.Mesh2D(2, 2, tdsp.RankLayout.CONTIGUOUS)
 SEQUENCE = ModelSpec(SEQUENCE_TABLES, sequence=True)
 WEIGHTED = ModelSpec(weighted=True)
 MEAN = ModelSpec(pooling="mean")
@@ -45,7 +46,14 @@ def gaps(rank: int, world_size: int, cells: Sequence[Cell]) -> list[tuple[float,
         stream = [batches_of(cell.spec, 0, sizes, cell.max_length, step) for step in range(2)]
         parallel = shard(cell)
         plan = group_plan(cell, build(cell.spec), make_sharder(cell), local_world_size())
-        oracle = RoundingOracle(cell, plan, optimizer=cell.optimizer, lr=LR, eps=cell.eps)
+        oracle = RoundingOracle(
+            cell,
+            plan,
+            local_world_size=local_world_size(),
+            optimizer=cell.optimizer,
+            lr=LR,
+            eps=cell.eps,
+        )
         exact, optimizer = make_oracle(cell), make_optimizer(parallel)
         loss_gaps = []
         for batches in stream:
@@ -75,8 +83,8 @@ def share_off(parallel: torch.nn.Module, expected: dict[str, torch.Tensor]) -> f
     return num_off / max(1, num_seen)
 
 
-def check(ranks4: RankPool, cells: Sequence[Cell]) -> None:
-    by_rank = ranks4.run(gaps, list(cells), timeout_s=200)
+def check(ranks: RankPool, cells: Sequence[Cell]) -> None:
+    by_rank = ranks.run(gaps, list(cells), timeout_s=200)
     for of_cell in zip(cells, *by_rank, strict=True):
         cell, *of_ranks = of_cell
         assert max(loss_gap for loss_gap, _, _ in of_ranks) <= TOLERANCE, str(cell)
@@ -120,7 +128,23 @@ def test_bags_are_rounded_once_each_way(ranks4: RankPool, transport: str) -> Non
             replace(table_wise, spec=WEIGHTED),
             replace(table_wise, spec=SEQUENCE),
             replace(table_wise, spec=SEQUENCE, sharding="row_wise"),
+            replace(table_wise, spec=SEQUENCE, sharding="column_wise"),
             replace(table_wise, batch_sizes=(5, 0, 2, 1)),
             replace(table_wise, sharding="row_wise", batch_sizes=(5, 0, 2, 1)),
         ],
+    )
+
+
+@pytest.mark.parametrize("transport", SHORT)
+def test_bags_are_rounded_again_between_hosts(two_hosts: RankPool, transport: str) -> None:
+    """A host's sums travel to the other one, and gradients from host to host, then inside."""
+    table_row_wise = Cell(ONE, "table_row_wise", optimizer="sgd", transport=transport)
+    check(
+        two_hosts,
+        [
+            replace(table_row_wise, mesh=mesh, sharding=sharding)
+            for mesh in (ONE, CONTIGUOUS)
+            for sharding in ("table_row_wise", "grid_shard", "table_column_wise")
+        ]
+        + [replace(table_row_wise, sharding="grid_shard", spec=WEIGHTED)],
     )

@@ -55,6 +55,7 @@ def make_plan(case: Case) -> tdsp.Plan2D:
             plan,
             name,
             exchange=table.exchange,
+            transport=table.transport,
             owners=table.owners,
             num_groups=1 if table.once else None,
         )

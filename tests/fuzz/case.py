@@ -27,6 +27,8 @@ class TableCase:
     place: int = 0
     """Where a table that not all ranks hold begins: counts ranks, or hosts."""
     exchange: str = "pooled"
+    transport: str = "fp32"
+    """How rows or bags, and their gradients, travel."""
     owners: str = "block"
     hot: str = "none"
     """How many rows are hot: ``"none"``, ``"some"`` or ``"all"``."""

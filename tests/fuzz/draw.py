@@ -34,7 +34,7 @@ CASE_CHOICES: dict[str, tuple[Any, ...]] = {
 }
 SYNC_CHOICES: dict[str, tuple[Any, ...]] = {
     "kind": ("gradient", "weight"),
-    "transport": ("fp32",) * 6 + ("bf16", "fp16"),
+    "transport": ("fp32",) * 12 + ("bf16", "fp16", "int8", "int4"),
     "delay": (0, 0, 1),
     "policy": ("every(1)", "every(1)", "every(2)", "after(1, every(2))", "never()"),
     "moments_policy": ("", "", "every(1)", "every(3)", "never()"),
@@ -57,6 +57,7 @@ TABLE_CHOICES: dict[str, tuple[Any, ...]] = {
     ),
     "place": (0, 1, 2, 3),
     "exchange": ("pooled", "pooled", "nonempty", "row", "row_per_host"),
+    "transport": ("fp32",) * 24 + ("bf16", "fp16", "int8", "int8", "int4", "int4"),
     "owners": ("block", "hash"),
     "hot": ("none", "none", "some", "all"),
     "once": (False, False, True),
@@ -65,7 +66,7 @@ BATCH_SIZES = (0, 1, 2, 3, 4, 6, 6)
 NUM_MODULES = (1, 1, 2, 3)
 NUM_TABLES = (1, 2, 2, 3)
 NUM_EVENTS = (0, 1, 1, 2, 3)
-ALIKE = ("sharding", "exchange", "owners", "dtype", "pooling", "once")
+ALIKE = ("sharding", "exchange", "transport", "owners", "dtype", "pooling", "once")
 """What tables of one kernel have in common."""
 ALIKE_SHARE = 0.5
 """How many modules have tables that share a kernel."""
@@ -155,6 +156,7 @@ def _settled_table(
     return replace(
         table,
         exchange=exchange,
+        transport="fp32" if table.sharding == "data_parallel" else table.transport,
         owners=table.owners if exchange in ("row", "row_per_host") else "block",
         hot=table.hot if may_be_hot else "none",
         once=table.once and table.sharding == "row_wise",

@@ -2,7 +2,6 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,17 +12,9 @@ from tests.fuzz.case import Case
 from tests.fuzz.oracle import expect
 from tests.fuzz.processes import RankReport
 from tests.fuzz.run import Piece, Seen
-from tests.fuzz.tables import SIGNS, Noise
+from tests.fuzz.tolerance import BASE, RoundedExactly, Tolerances
 from tests.fuzz.weights import initial_tables
 
-BASE = 4e-6
-"""What may differ anyway, relative to numbers of about 1: TorchRec averages row-wise bags by their
-length + 1e-6, and four ranks add float32 numbers in another order than the oracle."""
-NOISE_FACTOR = 8.0
-"""How many times the oracle's own rounding error the ranks' may be: they round in other places,
-and the largest of many errors is compared."""
-BLURRED = {"fp32": 2e-4, "half": 0.02}
-"""Tolerances from which on a case says little: its rounding errors grow too fast."""
 REFUSALS = ("ConfigError", "MeshError", "PlanError", "UnsupportedError")
 """Errors by which a configuration is refused; others of ours mean that a good one failed."""
 
@@ -41,6 +32,8 @@ class Counts:
     """Numbers that two ranks hold, compared bit for bit."""
     refused_batches: int = 0
     synced_rows: int = 0
+    rounded: int = 0
+    """Numbers that were rounded on their way, compared with an oracle that rounds alike."""
     blurred: int = 0
     """1 if the tolerance of the case is so large that it says little."""
 
@@ -119,58 +112,32 @@ class _Comparison:
     def __init__(self, case: Case) -> None:
         self._case, self._exact = case, expect(case)
         self.counts = Counts()
-        types = {case.sync.transport, case.qcomms, *(t.dtype for t in case.tables.values())}
-        has_halves = bool(types & {"fp16", "bf16"})
-        noisy = [
-            expect(case, Noise(torch.float32, signs))
-            for signs in (SIGNS if has_halves else (None,))
-        ]
-        exact = self._exact
-        self._noise = {
-            (kind, name): NOISE_FACTOR * gap
-            for kind in ("scores", "weights", "moments", "dense")
-            for name, gap in _gaps(vars(exact)[kind], [vars(each)[kind] for each in noisy]).items()
-        }
-        """What rounding may add to `BASE`, by kind of number and table."""
-        limit = BLURRED["half" if has_halves else "fp32"]
-        noises = [
-            noise / (1 + _largest_of(vars(exact)[kind], name))
-            for (kind, name), noise in self._noise.items()
-        ]
-        self.counts.blurred = int(not max(noises, default=0.0) <= limit)
+        self._tolerances = Tolerances(case, self._exact)
+        self._rounded = RoundedExactly(case)
+        self.counts.blurred = int(self._tolerances.is_blurred)
         self._initial = initial_tables(case)
 
     def check_rank(self, rank: int, seen: Seen) -> None:
         """What one rank saw against the oracle; lookups first, since what they miss shows first."""
         for index, scores in seen.scores.items():
-            wanted = self._exact.scores[index, rank]
-            self._compare(
-                "scores", "", scores, wanted, f"scores of rank {rank} in {self._at(index)}"
-            )
+            of_rank = ("scores", (index, rank))
+            self._compare(*of_rank, scores, f"scores of rank {rank} in {self._at(index)}")
             self.counts.scores += scores.numel()
         for index, state in seen.states.items():
             where = f"on rank {rank} in {self._at(index)}"
-            self._compare(
-                "dense", "", state.dense, self._exact.dense[index], f"dense layer {where}"
-            )
+            self._compare("dense", index, state.dense, f"dense layer {where}")
             for piece in state.weights:
-                wanted = _cut(self._exact.weights[index, piece.table], piece)
-                self._compare(
-                    "weights", piece.table, piece.values, wanted, f"{_name(piece)} {where}"
-                )
+                of_table = ("weights", (index, piece.table))
+                self._compare(*of_table, piece.values, f"{_name(piece)} {where}", piece)
                 before = _cut(self._initial[piece.table], piece).double()
+                wanted = _cut(self._exact.weights[index, piece.table], piece)
                 self.counts.weights += wanted.numel()
                 self.counts.moved_weights += int(((wanted - before).abs() > 1e-6).sum())
             for piece in state.moments:
-                wanted = _cut(self._exact.moments[index, piece.table], piece)
-                self._compare(
-                    "moments",
-                    piece.table,
-                    piece.values,
-                    wanted,
-                    f"moments of {_name(piece)} {where}",
-                )
-                self.counts.moments += wanted.numel()
+                of_table = ("moments", (index, piece.table))
+                what = f"moments of {_name(piece)} {where}"
+                self._compare(*of_table, piece.values, what, piece)
+                self.counts.moments += piece.values.numel()
         missing = self._exact.dense.keys() ^ seen.states.keys()
         looked_up = seen.scores.keys() | seen.refusals.keys()
         wanted_lookups = {index for index, of in self._exact.scores if of == rank}
@@ -236,23 +203,35 @@ class _Comparison:
         return range(1 if self._case.tables[table].once else self._case.groups)
 
     def _compare(
-        self, kind: str, table: str, values: torch.Tensor, wanted: torch.Tensor, what: str
+        self, kind: str, key: Any, values: torch.Tensor, what: str, piece: Piece | None = None
     ) -> None:
+        """Compare the numbers of a kind that the oracle has under a key, or a piece of them."""
+        index, table = (key, "") if kind == "dense" else key
+        is_rounded = self._rounded.covers(index)
+        expected = self._rounded.expected if is_rounded else self._exact
+        wanted = vars(expected)[kind][key]
+        noise = (
+            self._rounded.tolerance(kind, key)
+            if is_rounded
+            else torch.full_like(wanted, self._tolerances.of(kind, "" if piece is None else table))
+        )
+        if piece is not None:
+            wanted, noise = _cut(wanted, piece), _cut(noise, piece)
         if values.shape != wanted.shape:
             raise _Difference(f"wrong shape of {kind}", f"{what}: {values.shape}")
         if not values.numel():
             return
+        self.counts.rounded += is_rounded * values.numel()
         gaps = (values.double() - wanted).abs().nan_to_num(nan=torch.inf)
         excess = gaps - BASE * (1 + wanted.abs())
-        noise = self._noise[kind, table]
-        if not excess.max().item() <= noise:
-            place = int(excess.argmax())
+        if not bool((excess <= noise).all()):
+            place = int((excess - noise).argmax())
             raise _Difference(
                 "wrong numbers",
                 f"{what}: {values.flatten()[place].item():.8g} in place of "
                 f"{wanted.flatten()[place].item():.8g}, off by {gaps.flatten()[place].item():.3g} "
-                f"and by {excess.max().item():.3g} more than float32 is, where rounding explains "
-                f"{noise:.3g}",
+                f"and by {excess.flatten()[place].item():.3g} more than float32 is, where rounding "
+                f"explains {noise.flatten()[place].item():.3g}",
             )
 
     def _at(self, index: int) -> str:
@@ -266,23 +245,3 @@ def _cut(table: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 def _name(piece: Piece) -> str:
     return f"{piece.table} at row {piece.row}, column {piece.column}"
-
-
-def _largest(tensors: Iterable[torch.Tensor]) -> float:
-    return max((tensor.abs().max().item() for tensor in tensors if tensor.numel()), default=0.0)
-
-
-def _largest_of(tensors: dict[Any, torch.Tensor], table: str) -> float:
-    return _largest(tensor for key, tensor in tensors.items() if _table_of(key) == table)
-
-
-def _gaps(exact: dict[Any, torch.Tensor], noisy: list[dict[Any, torch.Tensor]]) -> dict[str, float]:
-    """The largest difference of the tensors of each table; under "" of those that are of none."""
-    differences: dict[str, list[torch.Tensor]] = defaultdict(list)
-    for key, tensor in exact.items():
-        differences[_table_of(key)] += [tensor - values[key].double() for values in noisy]
-    return {name: _largest(of_table) for name, of_table in differences.items()}
-
-
-def _table_of(key: Any) -> str:
-    return key[1] if isinstance(key, tuple) and isinstance(key[1], str) else ""

@@ -13,10 +13,12 @@ from torch import nn
 
 from tests.fuzz.actions import Action, actions_of
 from tests.fuzz.batches import LocalBatch, Lookups, corrected, local_batch
-from tests.fuzz.case import DTYPES, Case, ModuleCase, TableCase, feature_name, table_name
+from tests.fuzz.case import Case, ModuleCase, TableCase, feature_name, table_name
+from tests.fuzz.noise import Noise
 from tests.fuzz.parts import parts_of_case
-from tests.fuzz.tables import Noise, TableState
+from tests.fuzz.tables import TableState
 from tests.fuzz.weights import LR, initial_dense, initial_tables
+from tests.fuzz.wire import TableWire
 
 POSITION_WEIGHT = 0.25
 """What each further place in a sequence adds to the weight of its row."""
@@ -78,6 +80,7 @@ class _Simulation:
             )
             for name, weight in initial_tables(case).items()
         }
+        self._wires = {name: TableWire.of(case, name, noise) for name in case.tables}
         self._parts = parts_of_case(case, self._states)
         self._columns = list(_columns(case))
         self._saved: tuple[dict[str, TableState], torch.Tensor, torch.Tensor] | None = None
@@ -138,7 +141,8 @@ class _Simulation:
         looked_up = []
         for rank, batch in enumerate(self._batches(action)):
             group = self._case.mesh.group_of(rank)
-            inputs = torch.cat([self._pool(batch, column, group) for column in self._columns], 1)
+            bags = [self._pool(batch, column, group, action.hot) for column in self._columns]
+            inputs = torch.cat(bags, 1)
             inputs = inputs.tanh()
             scores = inputs @ self._dense + self._bias
             errors = scores - batch.targets.to(self._noise.dtype)
@@ -163,20 +167,34 @@ class _Simulation:
             for column in self._columns:
                 lookups = batch.features[column.module, column.feature]
                 bags = input_grads[:, column.start : column.start + column.width]
-                rows = self._on_wire(bags)[lookups.samples] * self._shares(column, lookups)
+                wire, hot = self._wires[column.table], self._is_hot(column.table, action.hot)
+                rows = wire.row_gradients(bags, lookups, self._shares(column, lookups), hot)
                 grads[column.table][rank].index_add_(0, lookups.ids, rows)
+            for name, wire in self._wires.items():
+                hot = self._is_hot(name, action.hot)
+                grads[name][rank] = wire.summed_gradients(grads[name][rank], hot)
         self._dense -= self._lr * dense_grad
         self._bias -= self._lr * bias_grad
         for part in self._parts:
             part.train(grads, self._lr)
 
-    def _pool(self, batch: LocalBatch, column: _Column, group: int) -> torch.Tensor:
+    def _pool(
+        self, batch: LocalBatch, column: _Column, group: int, hot_number: int
+    ) -> torch.Tensor:
         """A feature's bags of one rank."""
         lookups = batch.features[column.module, column.feature]
         weights = self._states[column.table].weights_of(group)
-        rows = self._on_wire(weights[lookups.ids]) * self._shares(column, lookups)
-        bags = torch.zeros(lookups.lengths.numel(), column.width, dtype=self._noise.dtype)
-        return self._on_wire(bags.index_add_(0, lookups.samples, rows))
+        is_hot = self._is_hot(column.table, hot_number)
+        shares = self._shares(column, lookups)
+        return self._wires[column.table].bags(weights, lookups, shares, is_hot)
+
+    def _is_hot(self, name: str, hot_number: int) -> torch.Tensor:
+        """For each row of a table, whether it is hot after so many refreshes."""
+        table = self._case.tables[name]
+        is_hot = torch.zeros(table.rows, dtype=torch.bool)
+        rows = table.refreshed_hot_rows if hot_number % 2 else table.hot_rows
+        is_hot[list(rows)] = True
+        return is_hot
 
     def _shares(self, column: _Column, lookups: Lookups) -> torch.Tensor:
         """What each id's row is multiplied by in its bag."""
@@ -189,11 +207,6 @@ class _Simulation:
         elif self._case.tables[column.table].pooling == "mean":
             shares = 1 / lookups.lengths.to(self._noise.dtype)[lookups.samples]
         return shares.to(self._noise.dtype)[:, None]
-
-    def _on_wire(self, values: torch.Tensor) -> torch.Tensor:
-        if self._case.qcomms == "none":
-            return values
-        return self._noise.rounded(values, DTYPES[self._case.qcomms])
 
 
 def _has_copies(table: TableCase) -> bool:

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -11,9 +12,12 @@ import torch
 import torch.distributed as dist
 
 import torchrec_2dsp as tdsp
+from torchrec_2dsp.codecs.rows import IntegerRows
+from torchrec_2dsp.replicas.hops import ArrivingRows, Hop
 from torchrec_2dsp.rows.direct_update import DirectUpdater
 
 _apply, _sync_now = DirectUpdater.apply, tdsp.ModelParallel2D.sync_now
+_start, _scales = Hop.start, IntegerRows._scales
 
 
 @contextmanager
@@ -52,6 +56,41 @@ def a_rank_that_rounds_otherwise() -> Iterator[None]:
                     state.copy_(torch.nextafter(state, torch.full_like(state, 9.0)))
 
     with mock.patch.object(DirectUpdater, "apply", apply_and_round):
+        yield
+
+
+@contextmanager
+def a_rank_that_keeps_its_own_numbers() -> Iterator[None]:
+    """Rank 1 adds its own gradients to those of its peers without rounding them."""
+
+    def start(hop: Hop, rows: Any, sizes: Any, key_dtype: Any, codec: Any) -> ArrivingRows:
+        arriving = _start(hop, rows, sizes, key_dtype, codec)
+        rank = dist.get_rank(hop.group)
+        if dist.get_rank() != 1 or hop.stride:
+            return arriving
+        first = sum(of_rank[0] for of_rank in sizes[:rank])
+        places = slice(first, first + len(rows.grads))
+
+        def decode(encoded: torch.Tensor, dim: int) -> torch.Tensor:
+            decoded = codec.decode(encoded, dim).clone()
+            decoded[places] = rows.grads
+            return decoded
+
+        return replace(arriving, codec=mock.Mock(decode=decode))
+
+    with mock.patch.object(Hop, "start", start):
+        yield
+
+
+@contextmanager
+def a_rank_with_coarser_scales() -> Iterator[None]:
+    """Rank 1 sends integers in units that are larger by a 64th, which all ranks read right."""
+
+    def scales(codec: IntegerRows, rows: torch.Tensor) -> torch.Tensor:
+        factor = 1 + 1 / 64 if dist.is_initialized() and dist.get_rank() == 1 else 1.0
+        return (_scales(codec, rows).float() * factor).to(torch.bfloat16)
+
+    with mock.patch.object(IntegerRows, "_scales", scales):
         yield
 
 

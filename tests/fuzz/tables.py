@@ -1,45 +1,16 @@
 """The weights and moments of one table in the oracle, in one copy or one for each group."""
 
 import copy
-from dataclasses import dataclass
 
 import torch
 
+import torchrec_2dsp as tdsp
 from tests.fuzz.case import DTYPES, Case, TableCase
+from tests.fuzz.noise import Noise
 from tests.fuzz.weights import EPS
 
 ROW_WISE = ("rowwise_adagrad", "moment_scaled", "delayed_moment")
 """Optimizers with one moment for each row of a column shard."""
-
-_SHARE_OF_ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-
-
-@dataclass(frozen=True)
-class Noise:
-    """How numbers are rounded on their way; nowhere by default."""
-
-    dtype: torch.dtype = torch.float64
-    """The type of all arithmetic."""
-    signs: tuple[int, int] | None = None
-    """How numbers in half precision are off: the signs of neighbouring rows (of ranks, or samples)
-    and of neighbouring columns. Each choice is the worst one somewhere, where others cancel."""
-
-    def rounded(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The values with errors of the size that rounding to a type has at worst.
-
-        Rounding itself may hit a number by chance and be no measure.
-        """
-        share = _SHARE_OF_ROUNDING[dtype]
-        if self.signs is None or not share:
-            return values
-        errors = torch.full_like(values, share)
-        errors[1::2] *= self.signs[0]
-        errors[..., 1::2] *= self.signs[1]
-        return values * (1 + errors)
-
-
-SIGNS = ((1, 1), (-1, 1), (1, -1))
-"""Those that are tried."""
 
 
 class TableState:
@@ -57,7 +28,10 @@ class TableState:
             noise: of the transport, and of the type of the table.
         """
         self._table, self._noise = table, noise
-        self._transport = DTYPES[case.sync.transport]
+        self._transport = tdsp.Transport(case.sync.transport)
+        is_still = table.sharding == "data_parallel"
+        self._is_sent = case.groups > 1 and not table.once and not is_still
+        self._is_sent_hot = case.world_size > 1
         self._groups = [case.mesh.group_of(rank) for rank in range(case.world_size)]
         self.is_copied = is_copied
         """Whether each group has a copy that it trains by itself."""
@@ -119,7 +93,16 @@ class TableState:
         self, grads: torch.Tensor, rows: torch.Tensor, lr: float, *, is_hot: bool = False
     ) -> None:
         """All copies by the gradients of all ranks, for some rows."""
-        grads = self._noise.rounded(grads, self._transport)
+        width = self._table.dim // self._table.num_blocks
+        if is_hot:
+            if self._is_sent_hot:
+                grads = self._noise.sent(grads, self._transport, width)
+        elif self._is_sent:
+            # Groups add their own gradients before they exchange them.
+            groups = torch.tensor(self._groups)
+            of_groups = grads.new_zeros(max(self._groups) + 1, *grads.shape[1:])
+            of_groups.index_add_(0, groups, grads)
+            grads = self._noise.sent(of_groups, self._transport, width)
         is_trained = torch.zeros(self._table.rows, 1, dtype=torch.bool)
         is_trained[rows] = True
         grad = grads.sum(dim=0) * is_trained
@@ -130,16 +113,18 @@ class TableState:
         """Make all copies their mean."""
         synced_weight, synced_moment = self._synced
         if weights:
-            synced_weight = self._in_type(self._mean(self.weights, synced_weight))
+            width = self._table.dim // self._table.num_blocks
+            synced_weight = self._in_type(self._mean(self.weights, synced_weight, width))
             self.weights = synced_weight.expand_as(self.weights).clone()
         if moments:
-            synced_moment = self._mean(self._moments, synced_moment)
+            width = max(1, self._moments.shape[2] // self._table.num_blocks)
+            synced_moment = self._mean(self._moments, synced_moment, width)
             self._moments = synced_moment.expand_as(self._moments).clone()
         self._synced = (synced_weight, synced_moment)
 
-    def _mean(self, copies: torch.Tensor, synced: torch.Tensor) -> torch.Tensor:
+    def _mean(self, copies: torch.Tensor, synced: torch.Tensor, width: int) -> torch.Tensor:
         """The mean of all copies, as the last synced values and the mean of the changes."""
-        changes = self._noise.rounded(copies - synced, self._transport)
+        changes = self._noise.sent(copies - synced, self._transport, width)
         return synced + changes.mean(dim=0)
 
     def _apply(self, number: int, grad: torch.Tensor, lr: float, scale: float) -> None:

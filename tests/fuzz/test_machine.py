@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import pytest
 
@@ -67,6 +68,36 @@ def test_what_one_rank_does_is_found(plant: Plant, kind: str, text: str) -> None
     assert verdict.outcome == "finding", verdict.text
     assert kind in verdict.kind, verdict.text
     assert text in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("plant", "case", "kind"),
+    [
+        (
+            plants.a_rank_that_keeps_its_own_numbers,
+            replace(REPLICAS, sync=SyncCase(transport="int8")),
+            "copies differ",
+        ),
+        (
+            plants.a_rank_with_coarser_scales,
+            Case(modules=(ModuleCase(tables=(TableCase(transport="int8"),)),)),
+            "wrong numbers",
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_one_rank_rounds_otherwise_is_found(plant: Plant, case: Case, kind: str) -> None:
+    faulty, healthy = Worker(plant), Worker()
+    try:
+        for worker in (faulty, healthy):
+            worker.ask(case.to_json(), 60)
+        verdict, right = faulty.answer(), healthy.answer()
+    finally:
+        for worker in (faulty, healthy):
+            worker.close()
+    assert (verdict.outcome, verdict.kind) == ("finding", kind), verdict.text
+    assert right.outcome == "ok", right.text
+    assert right.counts.rounded > 0
 
 
 def test_a_machine_that_compares_nothing_complains() -> None:

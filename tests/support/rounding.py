@@ -13,7 +13,7 @@ from tests.support.cells import Cell
 from tests.support.models import tables_of
 from tests.support.oracle import Oracle, local_loss
 from torchrec_2dsp.codecs.rows import RowCodec
-from torchrec_2dsp.plan.parameter_sharding import ROW_EXCHANGES, Exchange
+from torchrec_2dsp.plan.parameter_sharding import ROW_EXCHANGES, Exchange, base_type
 
 
 class Rounded(torch.autograd.Function):
@@ -40,14 +40,18 @@ class RoundingOracle(Oracle):
 
     With an exchange of rows each rank sees rounded rows, and sends one rounded gradient for each.
     Otherwise bags or vectors of sequences are rounded, of row-wise tables in parts, a part for
-    each owner.
+    each owner. Tables whose rows are dealt among the ranks of a host have their bags rounded once
+    more, as sums of a host. A rank that is alone in a group sends nothing, and rounds nothing.
     """
 
-    def __init__(self, cell: Cell, plan: tdsp.Plan2D, **kwargs: Any) -> None:
+    def __init__(
+        self, cell: Cell, plan: tdsp.Plan2D, *, local_world_size: int, **kwargs: Any
+    ) -> None:
         """
         Args:
             cell: what is trained, for bags summed.
             plan: of it.
+            local_world_size: how many ranks share a host.
             kwargs: of `Oracle`.
         """
         super().__init__(cell.spec, **kwargs)
@@ -58,6 +62,11 @@ class RoundingOracle(Oracle):
         widths = [shard.shard_sizes[1] for name in self._tables for shard in self._shards(name)]
         self._width = math.gcd(*widths)
         self._hot = {name: list(rows) for name, rows in cell.hot_rows}
+        self._sends, self._num_hosts = cell.mesh.group_size > 1, 1
+        if base_type(cell.sharding) in ("table_row_wise", "grid_shard"):
+            host_size = cell.mesh.node_group_size(local_world_size)
+            self._sends = host_size > 1
+            self._num_hosts = cell.mesh.group_size // host_size
 
     def step(self, batches: Sequence[KeyedJaggedTensor]) -> list[float]:
         """One update on the batches of all ranks; each rank's loss before it."""
@@ -83,12 +92,16 @@ class RoundingOracle(Oracle):
         else:
             parts = [
                 {
-                    name: self._rounded(part)
+                    name: self._rounded(part) if self._sends else part
                     for name, part in self._looked_up(of_owner, batch).items()
                 }
                 for of_owner in self._by_owner(weights)
             ]
-            outputs = {name: sum(part[name] for part in parts) for name in parts[0]}
+            outputs: dict[str, Any] = {
+                name: sum(part[name] for part in parts) for name in parts[0]
+            }
+            if self._num_hosts > 1:
+                outputs = {name: self._rounded(bags) for name, bags in outputs.items()}
         return self._over(outputs, batch)
 
     def _rounded_rows(self, name: str, weight: torch.Tensor) -> torch.Tensor:
@@ -105,20 +118,21 @@ class RoundingOracle(Oracle):
 
     def _by_owner(self, weights: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """The tables as each owner of rows sees them, with zeros for the rows of others."""
-        if any("row_wise" not in table.sharding_type for table in self._tables.values()):
-            return [weights]
-        num_owners = max(len(self._shards(name)) for name in weights)
+        starts = {name: self._starts(name) for name in weights}
         by_owner = []
-        for owner in range(num_owners):
+        for owner in range(max(map(len, starts.values()))):
             part = {}
             for name, weight in weights.items():
-                shard = self._shards(name)[owner]
-                start, size = shard.shard_offsets[0], shard.shard_sizes[0]
+                start, stop = [*starts[name], len(weight)][owner : owner + 2]
                 is_own = torch.zeros(len(weight), 1, dtype=torch.bool)
-                is_own[start : start + size] = True
+                is_own[start:stop] = True
                 part[name] = torch.where(is_own, weight, 0.0)
             by_owner.append(part)
         return by_owner
+
+    def _starts(self, name: str) -> list[int]:
+        """The first row of each part that the rows of a table are dealt in."""
+        return sorted({shard.shard_offsets[0] for shard in self._shards(name)})
 
     def _looked_up(
         self, weights: dict[str, torch.Tensor], batch: KeyedJaggedTensor

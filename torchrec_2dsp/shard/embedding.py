@@ -3,9 +3,9 @@
 from typing import Any
 
 import torch
-from torchrec.distributed.embedding import ShardedEmbeddingCollection
-from torchrec.distributed.types import ShardingEnv
+from torchrec.distributed.types import ShardingEnv, ShardingType
 
+from torchrec_2dsp._compat.column_wise import ColumnWiseSequences
 from torchrec_2dsp.plan.parameter_sharding import TableType
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.shard.base_types import ShowsBaseTypes
@@ -17,7 +17,7 @@ from torchrec_2dsp.shard.sync.replication import Replication
 from torchrec_2dsp.shard.tables import Tables2D
 
 
-class ShardedEmbeddingCollection2D(ShowsBaseTypes, ShardedEmbeddingCollection):  # pyright: ignore[reportIncompatibleVariableOverride]
+class ShardedEmbeddingCollection2D(ShowsBaseTypes, ColumnWiseSequences):  # pyright: ignore[reportIncompatibleVariableOverride]
     """TorchRec's sharded collection, repeated over the groups of a mesh."""
 
     def __init__(
@@ -33,6 +33,7 @@ class ShardedEmbeddingCollection2D(ShowsBaseTypes, ShardedEmbeddingCollection): 
         super().__init__(module, plan, **stock)
         configs = module.embedding_configs()
         device = stock["device"] or torch.device("cpu")
+        self.order_column_shards(configs, self.module_sharding_plan)
         self.tables = Tables2D(self, module, configs, plan, replication, device, JoinSequences())
         """What this package adds."""
 
@@ -58,6 +59,10 @@ class ShardedEmbeddingCollection2D(ShowsBaseTypes, ShardedEmbeddingCollection): 
             device=device,
             qcomm_codecs_registry=codecs_registry(kind, sharding_infos, qcomm_codecs_registry),
         )
+
+    def is_column_wise(self, sharding_type: str) -> bool:
+        """Whether tables of this type have shards of some of the columns, however they travel."""
+        return TableType.of_name(sharding_type).base is ShardingType.COLUMN_WISE
 
     def create_context(self) -> SequenceContext:
         """TorchRec's context of a batch, with a place for the stages' notes."""

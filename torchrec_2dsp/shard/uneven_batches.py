@@ -32,7 +32,9 @@ class UnevenReduceScatter(PooledEmbeddingsReduceScatter):
         num_ranks = dist.get_world_size(group)
         is_even = input_splits is None or len(set(input_splits)) == 1
         is_encoded = codecs is not None and isinstance(codecs.forward, StockCodec)
-        if not is_encoded and (is_even or dist.get_backend(group) == "nccl"):
+        is_known = is_even or dist.get_backend(group) == "nccl"
+        # To a rank that is alone nothing travels, so nothing is encoded.
+        if num_ranks == 1 or (is_known and not is_encoded):
             return super().forward(local_embs, input_splits)
         if input_splits is None:
             input_splits = [len(local_embs) // num_ranks] * num_ranks

@@ -1,0 +1,159 @@
+"""How far what ranks saw may be from what the oracle expects.
+
+Where numbers are rounded on their way, there are two answers: how far rounding may lead at worst,
+for all of a case, and what rounding really gives, as long as errors haven't grown.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from tests.fuzz.actions import actions_of
+from tests.fuzz.case import Case
+from tests.fuzz.noise import SIGNS, Noise
+from tests.fuzz.oracle import Expected, expect
+
+BASE = 4e-6
+"""What may differ anyway, relative to numbers of about 1: TorchRec averages row-wise bags by their
+length + 1e-6, and four ranks add float32 numbers in another order than the oracle."""
+NOISE_FACTOR = {"fp32": 8.0, "half": 8.0, "integers": 4.0}
+"""How many times the oracle's own rounding error the ranks' may be: they round in other places,
+and the largest of many errors is compared. Integers are as far off as their codec says at worst,
+everywhere, which no run is."""
+BLURRED = {"fp32": 2e-4, "half": 0.02, "integers": 0.2}
+"""Tolerances from which on a case says little: its rounding errors grow too fast."""
+_NUDGE = 1e-6
+"""By which share of its row's largest number a number may be off before it is rounded: what is half
+way between two may become either."""
+_KINDS = ("scores", "weights", "moments", "dense")
+
+
+class Tolerances:
+    """What rounding may add to `BASE`, at worst."""
+
+    def __init__(self, case: Case, exact: Expected) -> None:
+        """
+        Args:
+            case: which is run.
+            exact: what must come out if nothing is rounded.
+        """
+        precision = _precision(case)
+        noises = [
+            Noise(torch.float32, signs) for signs in ((None,) if precision == "fp32" else SIGNS)
+        ]
+        if precision == "integers":
+            # Signs that are worst for one number cancel in another.
+            noises.append(Noise(torch.float32, rounds=True))
+        noisy = [expect(case, noise) for noise in noises]
+        self._noise = {
+            (kind, name): NOISE_FACTOR[precision] * gap
+            for kind in _KINDS
+            for name, gap in _gaps(vars(exact)[kind], [vars(each)[kind] for each in noisy]).items()
+        }
+        shares = [
+            noise / (1 + _largest_of(vars(exact)[kind], name))
+            for (kind, name), noise in self._noise.items()
+        ]
+        self.is_blurred = not max(shares, default=0.0) <= BLURRED[precision]
+        """Whether the tolerances are so large that they say little."""
+
+    def of(self, kind: str, table: str) -> float:
+        """What rounding may add, for one kind of numbers of a table; of scores, without a name."""
+        return self._noise[kind, table]
+
+
+class RoundedExactly:
+    """What must come out early in a run if numbers are rounded just where they travel."""
+
+    def __init__(self, case: Case) -> None:
+        """
+        Args:
+            case: which is run.
+        """
+        transports = {table.transport for table in case.tables.values()} | {case.sync.transport}
+        self.is_known = transports != {"fp32"}
+        """Whether something is rounded, and it is known where."""
+        if not self.is_known:
+            return
+        self.expected = expect(case, Noise(rounds=True))
+        """What must come out."""
+        self._others = [
+            expect(case, Noise(torch.float32, rounds=True, nudge=nudge))
+            for nudge in (-_NUDGE, _NUDGE)
+        ]
+        gradients_too = _knows_gradients(case)
+        num_trained = 0
+        self._covered = set[int]()
+        for index, action in enumerate(actions_of(case)):
+            if num_trained == 0 or (num_trained == 1 and gradients_too):
+                self._covered.add(index)
+            num_trained += action.kind in ("train", "detach")
+
+    def covers(self, index: int) -> bool:
+        """Whether what an action sees is known to the bit, but for numbers half way between two."""
+        return self.is_known and index in self._covered
+
+    def tolerance(self, kind: str, key: Any) -> torch.Tensor:
+        """What may be added to `BASE`, for each number."""
+        wanted = vars(self.expected)[kind][key]
+        gaps = [(vars(other)[kind][key] - wanted).abs() for other in self._others]
+        return NOISE_FACTOR["fp32"] * torch.stack(gaps).amax(dim=0)
+
+
+def _precision(case: Case) -> str:
+    tables = case.tables.values()
+    transports = {case.sync.transport, case.qcomms, *(table.transport for table in tables)}
+    if transports & {"int8", "int4"}:
+        return "integers"
+    types = transports | {table.dtype for table in tables}
+    return "half" if types & {"fp16", "bf16"} else "fp32"
+
+
+def _knows_gradients(case: Case) -> bool:
+    """Whether the oracle rounds gradients where ranks do, and as often."""
+    tables = case.tables.values()
+    return (
+        _knows_sync(case)
+        and case.qcomms == "none"
+        and not case.variable
+        and all(table.dtype == "fp32" for table in tables)
+        # Gradients of rows are added on hosts before they travel between them.
+        and (
+            case.local_world_size in (1, case.world_size)
+            or all(table.exchange != "row_per_host" for table in tables)
+        )
+    )
+
+
+def _knows_sync(case: Case) -> bool:
+    """Whether the oracle rounds what replicas send where they do: once, in a single hop."""
+    sync = case.sync
+    if sync.transport == "fp32":
+        return True
+    if any(table.hot != "none" for table in case.tables.values()):
+        return False
+    if sync.kind == "gradient":
+        return case.groups <= 2
+    return sync.dense_above == 1.0
+
+
+def _largest(tensors: Iterable[torch.Tensor]) -> float:
+    return max((tensor.abs().max().item() for tensor in tensors if tensor.numel()), default=0.0)
+
+
+def _largest_of(tensors: dict[Any, torch.Tensor], table: str) -> float:
+    return _largest(tensor for key, tensor in tensors.items() if _table_of(key) == table)
+
+
+def _gaps(exact: dict[Any, torch.Tensor], noisy: list[dict[Any, torch.Tensor]]) -> dict[str, float]:
+    """The largest difference of the tensors of each table; under "" of those that are of none."""
+    differences: dict[str, list[torch.Tensor]] = defaultdict(list)
+    for key, tensor in exact.items():
+        differences[_table_of(key)] += [tensor - values[key].double() for values in noisy]
+    return {name: _largest(of_table) for name, of_table in differences.items()}
+
+
+def _table_of(key: Any) -> str:
+    return key[1] if isinstance(key, tuple) and isinstance(key[1], str) else ""

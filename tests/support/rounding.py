@@ -97,9 +97,7 @@ class RoundingOracle(Oracle):
                 }
                 for of_owner in self._by_owner(weights)
             ]
-            outputs: dict[str, Any] = {
-                name: sum(part[name] for part in parts) for name in parts[0]
-            }
+            outputs: dict[str, Any] = {name: sum(part[name] for part in parts) for name in parts[0]}
             if self._num_hosts > 1:
                 outputs = {name: self._rounded(bags) for name, bags in outputs.items()}
         return self._over(outputs, batch)

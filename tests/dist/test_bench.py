@@ -146,6 +146,15 @@ def test_transports_say_what_they_save(result: BenchResult) -> None:
     assert 1 < rounded.replicas_fp32_bytes / rounded.replicas_bytes < 2
 
 
+def test_dense_gradients_are_counted_where_they_are_thresholded(result: BenchResult) -> None:
+    dense = {one.name: one.dense for one in result.measured() if one.dense}
+
+    assert set(dense) == {"touched"}
+    # All layers are small enough to be sent as a whole; of tables the touched rows are.
+    assert dense["touched"].density == dense["touched"].residual_norm == 0
+    assert 0 < dense["touched"].sent_bytes < 0.9 * dense["touched"].fp32_bytes
+
+
 def test_the_interface_carries_what_the_collectives_send(result: BenchResult) -> None:
     """And more: the loopback carries what other programs send as well."""
     for name in ("planner", "row_wise", "data_parallel", "duplex"):

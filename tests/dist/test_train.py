@@ -21,7 +21,12 @@ from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.meter import Measured
 from torchrec_2dsp.programs.train.program import train
 from torchrec_2dsp.programs.train.record import TrainRecord
-from torchrec_2dsp.programs.train.results import RunResult, TrainResult, largest_loss_gap
+from torchrec_2dsp.programs.train.results import (
+    DenseProgress,
+    RunResult,
+    TrainResult,
+    largest_loss_gap,
+)
 
 ROOT = Path(__file__).parents[2]
 TINY = {
@@ -63,7 +68,9 @@ class Recorder:
     def run_planned(self, name: str, plan: Plan2D, config: TrainConfig) -> None:
         self.told.append(f"{name} planned for {plan.mesh}")
 
-    def steps_trained(self, name: str, last_step: int, measured: Measured) -> None:
+    def steps_trained(
+        self, name: str, last_step: int, measured: Measured, dense: DenseProgress | None
+    ) -> None:
         self.told.append(f"{name} step {last_step}: {len(measured.losses)} losses")
 
     def run_finished(self, result: RunResult) -> None:

@@ -1,4 +1,4 @@
-"""What the training program writes for TensorBoard about transports."""
+"""What the training program writes for TensorBoard about transports and thresholds."""
 
 from pathlib import Path
 
@@ -50,3 +50,28 @@ def test_scalars_tell_what_transports_save(ranks4: RankPool, tmp_path: Path) -> 
         (event,) = scalars.Scalars(tag)
         assert (event.step, event.value) == (7, pytest.approx(value))
     assert not [tag for tag in of_plain.Tags()["scalars"] if tag.startswith("bytes/")]
+
+
+def train_thresholded(rank: int, world_size: int, folder: str) -> None:
+    """A run that thresholds its dense gradients after three steps."""
+    thresholded = {"dense": {"kind": "thresholded", "density": 0.05, "warm_up": 3}}
+    tree = TINY | {
+        "model": {"dim": 8, "dense_layers": [64], "over_layers": [64, 64]},
+        "loop": TINY["loop"] | {"steps": 6, "report_every": 3},
+        "runs": {"thresholded": thresholded},
+    }
+    train(make_config(TrainConfig, tree), [TensorBoardWatcher(folder)] if rank == 0 else [])
+
+
+def test_scalars_tell_what_thresholds_leave_out(ranks2: RankPool, tmp_path: Path) -> None:
+    ranks2.run(train_thresholded, str(tmp_path))
+
+    scalars = EventAccumulator(str(tmp_path / "thresholded")).Reload()
+    by_step = {
+        tag: {event.step: event.value for event in scalars.Scalars(tag)}
+        for tag in scalars.Tags()["scalars"]
+    }
+    assert by_step["dense/density"] == {3: 0, 6: pytest.approx(0.05, rel=0.2)}
+    assert by_step["dense/residual_norm"][3] == 0 < by_step["dense/residual_norm"][6]
+    sent, fp32 = by_step["bytes/dense_sent"], by_step["bytes/dense_fp32"]
+    assert sent[3] == fp32[3] == fp32[6] > 3 * sent[6]

@@ -9,11 +9,10 @@ from torchrec_2dsp.programs.bench.results import (
     BenchSetting,
     ContestantBlock,
     ContestantResult,
-    MeasuredTraffic,
     Outcome,
     Phase,
-    RowTravel,
 )
+from torchrec_2dsp.programs.bench.traffic import MeasuredTraffic, RowTravel
 from torchrec_2dsp.programs.config.config_file import make_config
 
 CONTESTANTS: dict[str, dict[str, Any]] = {

@@ -42,6 +42,11 @@ CONFIG: dict[str, Any] = {
         "planner": {"kind": "stock", **EXCHANGED},
         "row_wise": {"kind": "stock", "sharding_types": ["row_wise"]},
         "data_parallel": {"kind": "stock", "sharding_types": ["data_parallel"]},
+        "touched": {
+            "kind": "stock",
+            "sharding_types": ["data_parallel"],
+            "dense": {"kind": "thresholded"},
+        },
         "int8": {"kind": "stock", "sharding_types": ["table_wise"], "qcomms": "int8"},
         "refused": {"kind": "stock", "sharding_types": ["row_wise"], "qcomms": "int8"},
         "dies": {"kind": "stock"},

@@ -1,9 +1,14 @@
-"""What transports save, on the page and as the mean over ranks."""
+"""What transports and thresholds save, on the page and as the mean over ranks."""
 
 from tests.support.bench_results import bench_result
 from tests.unit.test_bench_report import rows_of
 from torchrec_2dsp.programs.bench.markdown import markdown_report
-from torchrec_2dsp.programs.bench.results import EncodedTraffic, mean_encoded
+from torchrec_2dsp.programs.bench.traffic import (
+    DenseTraffic,
+    EncodedTraffic,
+    mean_dense,
+    mean_encoded,
+)
 
 
 def test_what_transports_save_is_shown_where_they_encode() -> None:
@@ -43,3 +48,24 @@ def test_a_mean_rank_has_encoded_the_mean() -> None:
         rows_fp32_bytes=150, rows_bytes=50, replicas_fp32_bytes=25, replicas_bytes=25
     )
     assert mean_encoded(ranks[1:]) is None, "replicas without a transport"
+
+
+def test_what_thresholds_save_is_shown() -> None:
+    result = bench_result()
+    ranks = [
+        DenseTraffic(fp32_bytes=8e6, sent_bytes=1e5, density=0.004, residual_norm=1.5),
+        DenseTraffic(fp32_bytes=8e6, sent_bytes=3e5, density=0.006, residual_norm=2.5),
+        None,
+    ]
+    contestants = tuple(
+        contestant.model_copy(
+            update={"dense": mean_dense(ranks) if contestant.name == "stock" else None}
+        )
+        for contestant in result.contestants
+    )
+    page = markdown_report([result.model_copy(update={"contestants": contestants})])
+
+    headings, *rows = rows_of(page, "What thresholds save")
+    assert headings == ["contestant", "fp32 MB", "sent MB", "fewer", "density", "residual norm"]
+    assert rows == [["stock", "8.00", "0.20", "40.0x", "0.500%", "2"]]
+    assert mean_dense(ranks[2:]) is None

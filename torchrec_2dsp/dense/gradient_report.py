@@ -41,3 +41,8 @@ class GradientReport:
         return GradientReport(
             **{name: value + getattr(other, name) for name, value in vars(self).items()}
         )
+
+    def __sub__(self, earlier: "GradientReport") -> "GradientReport":
+        return GradientReport(
+            **{name: value - getattr(earlier, name) for name, value in vars(self).items()}
+        )

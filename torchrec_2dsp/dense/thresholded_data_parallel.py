@@ -11,6 +11,7 @@ from torchrec_2dsp._compat.data_parallel import (
     DefaultDataParallelWrapper,
     DistributedModelParallel,
     data_parallel_module,
+    data_parallel_tables,
 )
 from torchrec_2dsp.codecs.flat import FlatCodec
 from torchrec_2dsp.codecs.threshold import ThresholdRule
@@ -19,6 +20,7 @@ from torchrec_2dsp.comms.agreement import agreeing
 from torchrec_2dsp.dense.gradient_report import GradientReport
 from torchrec_2dsp.dense.gradient_route import GradientRoute
 from torchrec_2dsp.dense.thresholded_gradients import ThresholdedGradients, ThresholdSettings
+from torchrec_2dsp.dense.touched_rows import TableSize, TouchedRows
 from torchrec_2dsp.errors import ConfigError
 
 _AUTO = "auto"
@@ -31,8 +33,8 @@ class ThresholdedDataParallel(DataParallelWrapper):
     is lost, and all of it comes late. Weights stay equal on all ranks, bit for bit. Training isn't
     exact: compare its quality with DDP's.
 
-    A stock `DistributedModelParallel` takes it as well as `ModelParallel2D`. Tables aren't
-    concerned, not even data-parallel ones.
+    A stock `DistributedModelParallel` takes it as well as `ModelParallel2D`. Of data-parallel
+    tables the rows that a batch touches are sent, all and exactly.
 
     Example::
 
@@ -100,6 +102,7 @@ class ThresholdedDataParallel(DataParallelWrapper):
             find_unused_parameters=find_unused_parameters,
         )
         self._gradients: ThresholdedGradients | None = None
+        self._tables: list[TouchedRows] = []
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         """Wrap what isn't sharded; TorchRec calls it.
@@ -118,6 +121,13 @@ class ThresholdedDataParallel(DataParallelWrapper):
             )
             facts["the settings of ThresholdedDataParallel"] = str(self._settings)
         self._wrapper.wrap(dmp, env, device)
+        for tables, sizes in data_parallel_tables(dmp):
+            by_parameter = {
+                parameter: [TableSize(*size) for size in of_parameter]
+                for parameter, of_parameter in sizes.items()
+            }
+            self._tables.append(TouchedRows(by_parameter, tables.process_group or group))
+            tables.register_comm_hook(None, self._tables[-1].reduce)
         ddp = data_parallel_module(dmp)
         if ddp is None:
             return
@@ -127,8 +137,9 @@ class ThresholdedDataParallel(DataParallelWrapper):
 
     @property
     def total(self) -> GradientReport:
-        """What this rank has sent so far."""
-        return self._gradients.total if self._gradients else GradientReport()
+        """What this rank has sent so far, rows of data-parallel tables included."""
+        parts = [*self._tables, *([self._gradients] if self._gradients else [])]
+        return sum((part.total for part in parts), GradientReport())
 
     def residual_norm(self) -> float:
         """The Euclidean norm of this rank's residuals."""

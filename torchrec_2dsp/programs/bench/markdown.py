@@ -19,6 +19,7 @@ from torchrec_2dsp.programs.bench.markdown_tables import (
     step_table,
 )
 from torchrec_2dsp.programs.bench.markdown_traffic import (
+    dense_table,
     encoded_table,
     traffic_table,
     travel_table,
@@ -106,6 +107,11 @@ _ENCODED = (
     "gradients, each counted once, whoever gets it. *Replicas*: all that is sent to replica peers, "
     "ids included."
 )
+_DENSE = (
+    "What thresholds save of dense gradients, in million bytes per rank and step, the places of "
+    "entries counted; an all-reduce is taken to be a ring. *Density*: the share of elements that "
+    "were chosen."
+)
 
 
 def _section(result: BenchResult, summary: Summary, plot: str | None) -> list[str]:
@@ -122,6 +128,7 @@ def _section(result: BenchResult, summary: Summary, plot: str | None) -> list[st
         f"{_TRAVEL}\n\n{travel}" if (travel := travel_table(summary)) else "",
         f"### Traffic\n\n{traffic}" if traffic else "",
         f"{_ENCODED}\n\n{encoded}" if (encoded := encoded_table(summary)) else "",
+        f"{_DENSE}\n\n{dense}" if (dense := dense_table(summary)) else "",
         f"### Plans\n\n{plan}" if plan else "",
         f"### Predicted steps\n\n{predicted}" if (predicted := predicted_section(result)) else "",
         f"### Noise\n\n{noise_table(summary)}" if summary.contestants else "",

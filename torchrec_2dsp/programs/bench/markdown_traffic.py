@@ -44,3 +44,21 @@ def encoded_table(summary: Summary) -> str:
         rows.append([contestant.name, *cells])
     headings = ["rows fp32 MB", "rows encoded MB", "replicas fp32 MB", "replicas encoded MB"]
     return table(["contestant", *headings], rows) if rows else ""
+
+
+def dense_table(summary: Summary) -> str:
+    """The bytes of thresholded dense gradients; empty if nobody thresholds any."""
+    rows = [
+        [
+            contestant.name,
+            megabytes(dense.fp32_bytes),
+            megabytes(dense.sent_bytes),
+            f"{dense.fp32_bytes / dense.sent_bytes:,.1f}x" if dense.sent_bytes else MISSING,
+            f"{dense.density:.3%}",
+            f"{dense.residual_norm:.3g}",
+        ]
+        for contestant in summary.contestants
+        if (dense := contestant.result.dense)
+    ]
+    headings = ["fp32 MB", "sent MB", "fewer", "density", "residual norm"]
+    return table(["contestant", *headings], rows) if rows else ""

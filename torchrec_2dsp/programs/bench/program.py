@@ -35,13 +35,16 @@ from torchrec_2dsp.programs.bench.results import (
     ContestantBlock,
     ContestantResult,
     Outcome,
-    mean_encoded,
-    mean_traffic,
-    mean_travel,
 )
 from torchrec_2dsp.programs.bench.setting import describe_setting
 from torchrec_2dsp.programs.bench.speeds import measured_place
 from torchrec_2dsp.programs.bench.trace import mean_phases
+from torchrec_2dsp.programs.bench.traffic import (
+    mean_dense,
+    mean_encoded,
+    mean_traffic,
+    mean_travel,
+)
 from torchrec_2dsp.programs.bench.watcher import BenchWatcher
 from torchrec_2dsp.programs.bench.worker import (
     LEAD_IN_STEPS,
@@ -240,6 +243,7 @@ class _Bench:
             "phases": mean_phases([rank.phases for rank in traced]),
             "traffic": mean_traffic([rank.traffic for rank in traced]),
             "encoded": mean_encoded([rank.encoded for rank in traced]),
+            "dense": mean_dense([rank.dense for rank in traced]),
             "row_travel": mean_travel([rank.row_travel for rank in traced]),
             "peak_memory_bytes": max(peaks, default=None),
         }

@@ -1,11 +1,16 @@
 """The results of a benchmark: the numbers as measured, written to JSON and read again."""
 
 import enum
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from pydantic import ConfigDict, Field, model_validator
 
+from torchrec_2dsp.programs.bench.traffic import (
+    DenseTraffic,
+    EncodedTraffic,
+    MeasuredTraffic,
+    RowTravel,
+)
 from torchrec_2dsp.programs.config.json_file import JsonFile
 from torchrec_2dsp.programs.config.sections import Section
 
@@ -69,46 +74,6 @@ class Phase(Section):
     """Whether it is time in which the rank waited for a collective."""
 
 
-class MeasuredTraffic(Section):
-    """The traffic of one kind of collective."""
-
-    name: str
-    """The operation, such as all_to_all_single."""
-
-    calls: float
-    """How many calls there were, per rank and step."""
-
-    sent_bytes: float
-    """Bytes that an ideal algorithm sends to other ranks, per rank and step."""
-
-
-class EncodedTraffic(Section):
-    """The bytes that a transport saves, per rank and step, mean over ranks."""
-
-    rows_fp32_bytes: float = 0.0
-    """Rows, bags and their gradients in fp32, before they were encoded; each counts once, whoever
-    gets it. 0 without a row transport."""
-
-    rows_bytes: float = 0.0
-    """Bytes of these rows, bags and gradients as they travelled."""
-
-    replicas_fp32_bytes: float = 0.0
-    """Bytes that a rank would have sent to its replica peers, had all numbers travelled in fp32."""
-
-    replicas_bytes: float = 0.0
-    """Bytes that it sent to them, ids included."""
-
-
-class RowTravel(Section):
-    """How the row gradients of a step travel, mean over ranks."""
-
-    window_s: float
-    """Seconds from sending gradients until their rows are needed: so long they cost nothing."""
-
-    waited_s: float
-    """Seconds for which the lookup then waits for them."""
-
-
 class ContestantResult(Section):
     """The measurements of one contestant."""
 
@@ -148,6 +113,10 @@ class ContestantResult(Section):
     encoded: EncodedTraffic | None = None
     """The bytes before and after encoding; None if no transport encoded any, and in files from
     before they were counted."""
+
+    dense: DenseTraffic | None = None
+    """The bytes of thresholded dense gradients; None without thresholds, and in files from before
+    they were counted."""
 
     row_travel: RowTravel | None = None
     """The travel of a `GradientSync`'s row gradients; None of other syncs."""
@@ -251,42 +220,3 @@ class BenchResult(JsonFile):
         return tuple(
             contestant for contestant in self.contestants if contestant.outcome is Outcome.MEASURED
         )
-
-
-def mean_traffic(ranks: Sequence[Sequence[MeasuredTraffic]]) -> tuple[MeasuredTraffic, ...]:
-    """The traffic of a mean rank, by name; what a rank doesn't have counts as none."""
-    names = sorted({part.name for traffic in ranks for part in traffic})
-    rows = {
-        name: [part for traffic in ranks for part in traffic if part.name == name] for name in names
-    }
-    return tuple(
-        MeasuredTraffic(
-            name=name,
-            calls=sum(part.calls for part in parts) / len(ranks),
-            sent_bytes=sum(part.sent_bytes for part in parts) / len(ranks),
-        )
-        for name, parts in rows.items()
-    )
-
-
-def mean_encoded(ranks: Sequence[EncodedTraffic]) -> EncodedTraffic | None:
-    """The bytes of a mean rank; `None` if no rank's transport saves any."""
-    mean = EncodedTraffic(
-        **{
-            name: sum(getattr(encoded, name) for encoded in ranks) / len(ranks)
-            for name in EncodedTraffic.model_fields
-        }
-    )
-    saves = mean.rows_bytes > 0 or mean.replicas_bytes != mean.replicas_fp32_bytes
-    return mean if saves else None
-
-
-def mean_travel(ranks: Sequence[RowTravel | None]) -> RowTravel | None:
-    """Over the ranks whose rows travel; `None` if no rank's do."""
-    measured = [travel for travel in ranks if travel is not None]
-    if not measured:
-        return None
-    return RowTravel(
-        window_s=sum(travel.window_s for travel in measured) / len(measured),
-        waited_s=sum(travel.waited_s for travel in measured) / len(measured),
-    )

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_2dsp.comms.counting import count_collectives
-from torchrec_2dsp.comms.encoded_bytes import EncodedBytes, count_encoded
+from torchrec_2dsp.comms.encoded_bytes import count_encoded
 from torchrec_2dsp.comms.full_duplex import full_duplex_backend
 from torchrec_2dsp.comms.mesh_groups import world_group
 from torchrec_2dsp.cost.workload import DenseWork
+from torchrec_2dsp.dense.gradient_report import GradientReport
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.programs.bench import replay
 from torchrec_2dsp.programs.bench.config import BenchConfig, CeilingContestant
@@ -21,15 +22,19 @@ from torchrec_2dsp.programs.bench.contestants import Trainer, build_trainer, sha
 from torchrec_2dsp.programs.bench.control import contestant_store
 from torchrec_2dsp.programs.bench.feed import Feed
 from torchrec_2dsp.programs.bench.machine import give_back_memory, peak_bytes, resident_bytes
-from torchrec_2dsp.programs.bench.results import (
+from torchrec_2dsp.programs.bench.results import Phase
+from torchrec_2dsp.programs.bench.trace import split_by_phase, traced
+from torchrec_2dsp.programs.bench.traffic import (
+    DenseTraffic,
     EncodedTraffic,
     MeasuredTraffic,
-    Phase,
     RowTravel,
+    encoded_between,
+    row_travel_between,
 )
-from torchrec_2dsp.programs.bench.trace import split_by_phase, traced
 from torchrec_2dsp.programs.calibrate.link_speed import LinkSpeeds
 from torchrec_2dsp.programs.launch.world import quiet_upstream
+from torchrec_2dsp.programs.models.dense import thresholded_gradients
 from torchrec_2dsp.replicas.sync_reason import SyncReason
 from torchrec_2dsp.replicas.sync_report import SyncReport
 
@@ -66,6 +71,8 @@ class Traced:
     """The traffic of each kind of collective."""
     encoded: EncodedTraffic
     """The bytes of numbers before and after encoding."""
+    dense: DenseTraffic | None
+    """The bytes of dense gradients, if these are thresholded."""
     row_travel: RowTravel | None
     """How long row gradients could travel, and were waited for."""
     peak_memory_bytes: int | None
@@ -200,14 +207,19 @@ class Worker:
         # What the last block has sent has travelled in other contestants' time.
         for _ in range(_LATE_STEPS):
             self._step()
-        before = self._sync_total()
+        before, dense_before = self._sync_total(), self._dense_total()
         with count_collectives() as seen, count_encoded() as rows:
             for _ in range(num_steps):
                 self._step()
         after = self._sync_total()
+        dense = self._dense_traffic(self._dense_total() - dense_before)
         # A ceiling sends nothing, though it encodes.
-        encoded = EncodedTraffic() if self._is_ceiling else _encoded(rows, before, after, num_steps)
-        travel = _row_travel(before, after, num_steps)
+        encoded = (
+            EncodedTraffic()
+            if self._is_ceiling
+            else encoded_between(rows, before, after, num_steps)
+        )
+        travel = row_travel_between(before, after, num_steps)
         dist.barrier(world_group())
         phases = split_by_phase(traced(self._step, num_steps, self._settle))
         sums: dict[str, tuple[int, float]] = {}
@@ -219,7 +231,7 @@ class Worker:
             for op, (calls, num_bytes) in sorted(sums.items())
         )
         grown = None if peak is None or self._start_bytes is None else peak - self._start_bytes
-        return Traced(phases, traffic, encoded, travel, grown)
+        return Traced(phases, traffic, encoded, dense, travel, grown)
 
     def _settle(self) -> None:
         """Wait for all collectives that steps have left under way."""
@@ -235,6 +247,26 @@ class Worker:
         assert self._trainer is not None
         model = self._trainer.model
         return model.sync_total if isinstance(model, ModelParallel2D) else SyncReport()
+
+    def _dense_total(self) -> GradientReport:
+        """What was sent of dense gradients since the start, if these are thresholded."""
+        assert self._trainer is not None
+        wrapper = thresholded_gradients(self._trainer.model)
+        return wrapper.total if wrapper else GradientReport()
+
+    def _dense_traffic(self, sent: GradientReport) -> DenseTraffic | None:
+        assert self._trainer is not None
+        wrapper = thresholded_gradients(self._trainer.model)
+        # A ceiling sends nothing, though it chooses.
+        if wrapper is None or self._is_ceiling:
+            return None
+        num_steps = self._config.schedule.traced_steps
+        return DenseTraffic(
+            fp32_bytes=sent.dense_bytes / num_steps,
+            sent_bytes=sent.num_bytes / num_steps,
+            density=sent.density,
+            residual_norm=wrapper.residual_norm(),
+        )
 
     def losses(self) -> tuple[float, ...]:
         """The loss of the global batch, for each step so far; none of a ceiling.
@@ -259,25 +291,3 @@ class Worker:
         if self._is_ceiling:
             return replay.replay_backend()
         return full_duplex_backend() if self._planned.full_duplex else "gloo"
-
-
-def _encoded(
-    rows: EncodedBytes, before: SyncReport, after: SyncReport, num_steps: int
-) -> EncodedTraffic:
-    """The bytes per step of what was encoded between two totals of syncs."""
-    replicas_bytes = after.num_bytes - before.num_bytes
-    saved_bytes = after.saved_bytes - before.saved_bytes
-    return EncodedTraffic(
-        rows_fp32_bytes=rows.before / num_steps,
-        rows_bytes=rows.after / num_steps,
-        replicas_fp32_bytes=(replicas_bytes + saved_bytes) / num_steps,
-        replicas_bytes=replicas_bytes / num_steps,
-    )
-
-
-def _row_travel(before: SyncReport, after: SyncReport, num_steps: int) -> RowTravel | None:
-    """How long row gradients had to travel between two totals, and were waited for, per step."""
-    window_s, waited_s = after.window_s - before.window_s, after.waited_s - before.waited_s
-    if not window_s:
-        return None
-    return RowTravel(window_s=window_s / num_steps, waited_s=waited_s / num_steps)

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
     from torchrec_2dsp.plan.plan2d import Plan2D
     from torchrec_2dsp.programs.train.config import TrainConfig
     from torchrec_2dsp.programs.train.meter import Measured
-    from torchrec_2dsp.programs.train.results import RunResult, TrainResult, TrainWatcher
+    from torchrec_2dsp.programs.train.results import (
+        DenseProgress,
+        RunResult,
+        TrainResult,
+        TrainWatcher,
+    )
 
 
 def train(
@@ -125,9 +130,13 @@ class Display:
             self._bar.add_task(name, total=self._steps, figures="")
             self._bar.start()
 
-    def steps_trained(self, name: str, last_step: int, measured: "Measured") -> None:
+    def steps_trained(
+        self, name: str, last_step: int, measured: "Measured", dense: "DenseProgress | None"
+    ) -> None:
         """Move the bar, or print a line."""
         figures = f"loss {measured.losses[-1]:.4f}  NE {measured.ne:.4f}"
+        if dense is not None:
+            figures += f"  dense {dense.density:.2%}"
         if self._bar is None:
             line = f"{name}: step {last_step}/{self._steps}  {figures}"
             self._console.print(line, markup=False, highlight=False)

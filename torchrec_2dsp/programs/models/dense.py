@@ -1,7 +1,9 @@
-"""The data-parallel wrapper of a config."""
+"""The data-parallel wrapper of a config, and of a model."""
 
+from torch import nn
 from torchrec.distributed.model_parallel import DataParallelWrapper
 
+from torchrec_2dsp._compat.data_parallel import data_parallel_wrapper
 from torchrec_2dsp.dense.hooked_data_parallel import HookedDataParallel
 from torchrec_2dsp.dense.thresholded_data_parallel import ThresholdedDataParallel
 from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
@@ -16,3 +18,9 @@ def dense_wrapper(config: DenseGradientsConfig) -> DataParallelWrapper | None:
             config.density, values=config.values, route=config.route, warm_up=config.warm_up
         )
     return HookedDataParallel(config.kind, rank=config.rank, warm_up=config.warm_up)
+
+
+def thresholded_gradients(model: nn.Module) -> ThresholdedDataParallel | None:
+    """The wrapper that thresholds a model's dense gradients, if one does."""
+    wrapper = data_parallel_wrapper(model)
+    return wrapper if isinstance(wrapper, ThresholdedDataParallel) else None

@@ -10,11 +10,12 @@ from torchrec.datasets.utils import Batch
 
 from torchrec_2dsp.comms.encoded_bytes import count_encoded
 from torchrec_2dsp.comms.mesh_groups import MeshGroups, world_group
+from torchrec_2dsp.dense.gradient_report import GradientReport
 from torchrec_2dsp.parallel.failing_together import failing_together
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.programs.data.synthetic import Split, click_probability, make_batch
-from torchrec_2dsp.programs.models.dense import dense_wrapper
+from torchrec_2dsp.programs.models.dense import dense_wrapper, thresholded_gradients
 from torchrec_2dsp.programs.models.model import build_model, rank_device
 from torchrec_2dsp.programs.models.pipeline import make_pipeline
 from torchrec_2dsp.programs.models.splits import split_
@@ -25,7 +26,12 @@ from torchrec_2dsp.programs.train.parts import (
     make_plan,
     make_sharder,
 )
-from torchrec_2dsp.programs.train.results import RunResult, TrainResult, TrainWatcher
+from torchrec_2dsp.programs.train.results import (
+    DenseProgress,
+    RunResult,
+    TrainResult,
+    TrainWatcher,
+)
 
 
 def train(config: TrainConfig, watchers: Sequence[TrainWatcher] = ()) -> TrainResult:
@@ -137,14 +143,36 @@ class _Trainer:
         losses: list[float] = []
         self._model.train()
         while len(losses) < loop.steps:
-            for _ in range(min(loop.report_every, loop.steps - len(losses))):
+            num_steps, before = (
+                min(loop.report_every, loop.steps - len(losses)),
+                self._dense_total(),
+            )
+            for _ in range(num_steps):
                 loss, _, labels = self._pipeline.progress(batches)
                 self._meter.add(loss, labels)
             measured = self._meter.gather()
             losses += measured.losses
+            dense = self._dense_since(before, num_steps)
             for watcher in watchers:
-                watcher.steps_trained(self._name, len(losses), measured)
+                watcher.steps_trained(self._name, len(losses), measured, dense)
         return losses
+
+    def _dense_total(self) -> GradientReport:
+        wrapper = thresholded_gradients(self._model)
+        return wrapper.total if wrapper else GradientReport()
+
+    def _dense_since(self, before: GradientReport, num_steps: int) -> DenseProgress | None:
+        """What became of dense gradients in the last steps."""
+        wrapper = thresholded_gradients(self._model)
+        if wrapper is None:
+            return None
+        sent = wrapper.total - before
+        return DenseProgress(
+            density=sent.density,
+            bytes_per_step=sent.num_bytes / num_steps,
+            fp32_bytes_per_step=sent.dense_bytes / num_steps,
+            residual_norm=wrapper.residual_norm(),
+        )
 
     def _evaluate(self) -> Measured:
         """Every rank looks up its own part of the batches, together with its group."""

@@ -11,7 +11,7 @@ from torchrec_2dsp.programs.config.json_file import JsonFile
 from torchrec_2dsp.programs.config.sections import Section
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.meter import Measured
-from torchrec_2dsp.programs.train.results import RunResult, TrainResult
+from torchrec_2dsp.programs.train.results import DenseProgress, RunResult, TrainResult
 
 TRAIN_RECORD_FORMAT = 1
 
@@ -159,7 +159,9 @@ class Recorder:
         """Begin the curve of a run."""
         self._curves[name] = []
 
-    def steps_trained(self, name: str, last_step: int, measured: Measured) -> None:
+    def steps_trained(
+        self, name: str, last_step: int, measured: Measured, dense: DenseProgress | None
+    ) -> None:
         """Add a point to the curve of a run."""
         self._curves[name].append(CurvePoint(step=last_step, ne=measured.ne))
 

@@ -9,6 +9,23 @@ from torchrec_2dsp.programs.train.meter import Measured
 
 
 @dataclass(frozen=True, kw_only=True)
+class DenseProgress:
+    """What became of this rank's dense gradients in some steps, if they are thresholded."""
+
+    density: float
+    """The share of elements that were chosen; 0 if all steps were dense."""
+
+    bytes_per_step: float
+    """Bytes that the rank sent to others."""
+
+    fp32_bytes_per_step: float
+    """Bytes like `bytes_per_step`, had all elements been added up in fp32 by a ring."""
+
+    residual_norm: float
+    """The Euclidean norm of what it hadn't sent yet after the last step."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunResult:
     """The result of one run."""
 
@@ -76,8 +93,17 @@ class TrainWatcher(Protocol):
         """A run is about to start."""
         ...
 
-    def steps_trained(self, name: str, last_step: int, measured: Measured) -> None:
-        """Some steps were trained, up to and with ``last_step`` (from 1)."""
+    def steps_trained(
+        self, name: str, last_step: int, measured: Measured, dense: DenseProgress | None
+    ) -> None:
+        """Some steps were trained, up to and with ``last_step`` (from 1).
+
+        Args:
+            name: the run's.
+            last_step: how many steps of it are over.
+            measured: the figures of the steps, on all ranks.
+            dense: what became of dense gradients, if they are thresholded.
+        """
         ...
 
     def run_finished(self, result: RunResult) -> None:

@@ -7,7 +7,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.meter import Measured
-from torchrec_2dsp.programs.train.results import RunResult
+from torchrec_2dsp.programs.train.results import DenseProgress, RunResult
 
 
 class TensorBoardWatcher:
@@ -24,13 +24,20 @@ class TensorBoardWatcher:
         writer.add_text("plan", f"```\n{plan}\n```")
         writer.add_text("config", f"```\n{config.model_dump_json(indent=1)}\n```")
 
-    def steps_trained(self, name: str, last_step: int, measured: Measured) -> None:
-        """The loss of every step, the normalized entropy of them all."""
+    def steps_trained(
+        self, name: str, last_step: int, measured: Measured, dense: DenseProgress | None
+    ) -> None:
+        """The loss of every step, the normalized entropy of them all, and what thresholds did."""
         writer = self._writers[name]
         first_step = last_step - len(measured.losses) + 1
         for step, loss in enumerate(measured.losses, first_step):
             writer.add_scalar("train/loss", loss, step)
         writer.add_scalar("train/ne", measured.ne, last_step)
+        if dense is not None:
+            writer.add_scalar("dense/density", dense.density, last_step)
+            writer.add_scalar("dense/residual_norm", dense.residual_norm, last_step)
+            writer.add_scalar("bytes/dense_fp32", dense.fp32_bytes_per_step, last_step)
+            writer.add_scalar("bytes/dense_sent", dense.bytes_per_step, last_step)
 
     def run_finished(self, result: RunResult) -> None:
         """Write the figures of the whole run, at its last step."""

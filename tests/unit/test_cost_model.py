@@ -25,6 +25,7 @@ from tests.support.costs import (
 )
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.coefficients import KernelCost
+from torchrec_2dsp.cost.placed import Placed
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.workload import Workload
 
@@ -182,6 +183,29 @@ def test_rows_are_found_pooled_and_added_where_the_samples_are() -> None:
         calibration = only_the_link(**{kernel: each})
         assert cost(ROW, calibration=calibration).rows_s == pytest.approx(seconds), kernel
         assert cost(TABLE_WISE, calibration=calibration).rows_s == 0.0, kernel
+
+
+@pytest.mark.parametrize("placed", [ROW, TABLE_WISE], ids=["rows", "vectors"])
+def test_encoding_is_counted_there_and_back_by_the_transport(placed: Placed) -> None:
+    """A rank gets a row, or a vector, of each of its ids, or owns as many of others."""
+    each = KernelCost(base_s=0, per_item_s=1e-6, per_byte_s=1e-9)
+    calibration = only_the_link(encode_int8=each)
+    times = {
+        transport: cost(replace(placed, transport=transport), calibration=calibration).rows_s
+        for transport in tdsp.Transport
+    }
+    rows = DISTINCT if placed is ROW else BATCH
+    in_int8 = times.pop(tdsp.Transport.INT8)
+    assert in_int8 == pytest.approx(2 * rows * (1e-6 + 4 * DIM * 1e-9))
+    assert set(times.values()) == {0.0}
+
+
+def test_calibrations_without_times_of_encoding_take_them_for_copies() -> None:
+    copied = KernelCost(base_s=1e-3, per_item_s=1e-6, per_byte_s=1e-9)
+    kernels = only_the_link(pool=copied, encode_int4=None, encode_bf16=copied).kernels
+    assert kernels.codec(tdsp.Transport.FP32).seconds(7, 100) == 0.0
+    assert kernels.codec(tdsp.Transport.BF16) == copied
+    assert kernels.codec(tdsp.Transport.INT4).seconds(7, 100) > 2 * 100e-9
 
 
 def test_parts_add_up_and_larger_batches_cost_more() -> None:

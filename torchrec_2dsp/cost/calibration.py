@@ -15,10 +15,21 @@ from torchrec.distributed.planner.types import (
     TrainerConfig,
 )
 
+from torchrec_2dsp.codecs.transport import Transport
 from torchrec_2dsp.cost.coefficients import BagCost, CollectiveCost, KernelCost
 from torchrec_2dsp.errors import CalibrationError
 
 CALIBRATION_FORMAT = 3
+
+_PASSES = {
+    Transport.FP32: 0.0,
+    Transport.BF16: 1.5,
+    Transport.FP16: 1.5,
+    Transport.INT8: 5.0,
+    Transport.INT4: 9.0,
+}
+"""How many times as long as a copy of rows their encoding and decoding take together, on CPUs where
+that wasn't measured."""
 
 
 class _CalibrationPart(BaseModel):
@@ -101,6 +112,33 @@ class Kernels(_CalibrationPart):
 
     dense_update: KernelCost
     """An optimizer's pass over all of a table."""
+
+    encode_bf16: KernelCost | None = None
+    """Encoding and decoding rows in bf16; like the next ones, `None` in files from before it was
+    measured."""
+
+    encode_fp16: KernelCost | None = None
+    """Encoding and decoding rows in fp16."""
+
+    encode_int8: KernelCost | None = None
+    """Encoding and decoding rows in 8 bits."""
+
+    encode_int4: KernelCost | None = None
+    """Encoding and decoding rows in 4 bits."""
+
+    def codec(self, transport: Transport) -> KernelCost:
+        """The time of encoding and decoding rows, of whose float32 bytes it counts each once."""
+        measured = getattr(self, encoding(transport), None)
+        if measured is not None:
+            return measured
+        return KernelCost(
+            base_s=0.0, per_item_s=0.0, per_byte_s=_PASSES[transport] * self.pool.per_byte_s
+        )
+
+
+def encoding(transport: Transport) -> str:
+    """The name that a calibration has for encoding and decoding rows."""
+    return f"encode_{transport.value}"
 
 
 class Calibration(_CalibrationPart):

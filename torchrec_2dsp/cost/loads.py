@@ -1,10 +1,14 @@
 """`Loads`: what each rank of a sharding group has to do in a step."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
+
+from torchrec_2dsp.codecs.transport import Transport
+from torchrec_2dsp.cost.coefficients import KernelCost
 
 Ranks = NDArray[np.float64]
 """A number for each rank of a sharding group, in the order of its ranks."""
@@ -58,6 +62,8 @@ class Loads:
     """Rows that are copied to where they are wanted."""
     moved_bytes = Load()
     """Bytes of the rows that are copied."""
+    encoding_s = Load()
+    """Seconds of encoding and decoding, forward and backward."""
     added_rows = Load()
     """Rows that are added up."""
     added_bytes = Load()
@@ -135,6 +141,9 @@ class Loads:
 
     types: set[str] = field(default_factory=set)
     """The types of messages, each of which is exchanged separately."""
+
+    codecs: Mapping[Transport, KernelCost] = field(default_factory=dict)
+    """The time of encoding and decoding rows; without any, it isn't counted."""
 
     is_even: bool = False
     """Whether all ranks are known to have the same to do."""

@@ -6,7 +6,9 @@ from functools import cached_property
 
 import numpy as np
 
+from torchrec_2dsp.codecs.transport import Transport
 from torchrec_2dsp.cost.calibration import Calibration
+from torchrec_2dsp.cost.coefficients import KernelCost
 from torchrec_2dsp.cost.loads import Loads, Ranks
 from torchrec_2dsp.cost.memory import MemoryCost, buffer_parts, memory_cost
 from torchrec_2dsp.cost.phases import Phases
@@ -117,6 +119,10 @@ class CostSetting:
         return Span.of_world(self.mesh.world_size, self.local_world_size)
 
     @cached_property
+    def _codecs(self) -> dict[Transport, KernelCost]:
+        return {transport: self.calibration.kernels.codec(transport) for transport in Transport}
+
+    @cached_property
     def _phases(self) -> Phases:
         return Phases(self.calibration, self.workload, self.group, self.world)
 
@@ -137,7 +143,7 @@ class CostSetting:
 
     def loads(self, tables: Iterable[Placed]) -> Loads:
         """The work and the messages of a group's ranks for tables."""
-        loads = Loads(self.group.num_ranks)
+        loads = Loads(self.group.num_ranks, codecs=self._codecs)
         for table in tables:
             add_table(loads, table, self._in_group, self.group)
             add_hot_rows(loads, table, self.workload, self.world)

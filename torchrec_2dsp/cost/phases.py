@@ -73,7 +73,7 @@ class Phases:
         add_s = kernels.add.seconds(loads.added_rows, loads.added_bytes)
         _, rows = _num_kernels(loads)
         calls_s = rows * (kernels.find.base_s + kernels.pool.base_s + kernels.add.base_s)
-        return float((find_s + pool_s + add_s).max()) + calls_s
+        return float((find_s + pool_s + add_s + loads.encoding_s).max()) + calls_s
 
     def _forward_s(self, loads: Loads) -> float:
         scatter = self.calibration.collectives.reduce_scatter

@@ -21,16 +21,6 @@ KEY_BYTES = 4
 FLOAT_BYTES = 4
 
 
-_PASSES = {
-    Transport.FP32: 0.0,
-    Transport.BF16: 1.5,
-    Transport.FP16: 1.5,
-    Transport.INT8: 5.0,
-    Transport.INT4: 9.0,
-}
-"""How many times as long as a copy of rows their encoding and decoding take together, on a CPU."""
-
-
 class Shards(NamedTuple):
     """Parts of a table, a number for each."""
 
@@ -177,7 +167,9 @@ def encode_and_decode(loads: Loads, table: Placed, numbers: float | Ranks) -> No
         table: whose numbers.
         numbers: how many a rank gets.
     """
-    loads.moved_bytes += 2 * _PASSES[table.transport] * numbers * FLOAT_BYTES
+    cost = loads.codecs.get(table.transport)
+    if cost is not None:
+        loads.encoding_s += 2 * cost.seconds(numbers / table.work.dim, numbers * FLOAT_BYTES)
 
 
 def move_and_add(loads: Loads, rows: float | Ranks, num_bytes: float | Ranks) -> None:

@@ -16,6 +16,9 @@ from torchrec_2dsp._compat.fbgemm import (
     PoolingMode,
     SplitTableBatchedEmbeddingBagsCodegen,
 )
+from torchrec_2dsp.codecs.rows import RowCodec
+from torchrec_2dsp.codecs.transport import Transport
+from torchrec_2dsp.cost.calibration import encoding
 from torchrec_2dsp.programs.calibrate.fit import KernelSample, Timed
 from torchrec_2dsp.programs.calibrate.timing import group_device, repeated_seconds
 from torchrec_2dsp.rows.direct_lookup import DirectLookup
@@ -63,7 +66,12 @@ def measure_kernels(
     samples: dict[str, list[KernelSample]] = {}
     device = group_device(world)
     for piece in chain(
-        _bags(device), _owned_rows(device), _needed_rows(device), _moves(device), _passes(device)
+        _bags(device),
+        _owned_rows(device),
+        _needed_rows(device),
+        _moves(device),
+        _passes(device),
+        _encodings(device),
     ):
         if piece.name not in samples:
             progress(f"{piece.name} of rows")
@@ -181,3 +189,18 @@ def _passes(device: torch.device) -> Iterator[_Piece]:
     for num_bytes in _TABLE_BYTES:
         table = torch.zeros(num_bytes // _FLOAT_BYTES, device=device)
         yield _Piece("dense_update", 0.0, num_bytes, lambda t=table: t.add_(t, alpha=-0.1))
+
+
+def _encodings(device: torch.device) -> Iterator[_Piece]:
+    """Rows to what travels, and back."""
+    for transport, dim, num_rows in product(Transport, _DIMS, _NUM_IDS):
+        if transport.codec.is_exact:
+            continue
+        rows = torch.rand(num_rows, dim, device=device)
+
+        def there_and_back(
+            codec: RowCodec = transport.codec, rows: torch.Tensor = rows
+        ) -> torch.Tensor:
+            return codec.decode(codec.encode(rows), rows.shape[1])
+
+        yield _Piece(encoding(transport), num_rows, float(rows.nbytes), there_and_back)

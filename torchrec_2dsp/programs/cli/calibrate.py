@@ -91,7 +91,8 @@ def show_calibration(calibration: "Calibration", console: Console) -> None:
     console.print(collectives)
     kernels = _table("work", "shortest", "ns per row", "bytes", "error", "largest")
     for name, cost in calibration.kernels:
-        kernels.add_row(Text(name), *_kernel_cells(cost))
+        if cost is not None:
+            kernels.add_row(Text(name), *_kernel_cells(cost))
     console.print(kernels)
     for name in ("lookup", "update"):
         cost = getattr(calibration.kernels, name)

@@ -50,7 +50,7 @@ class Slower(BaseModel):
                     update={what: self._collective(cost) for what, cost in collectives if cost}
                 ),
                 "kernels": kernels.model_copy(
-                    update={what: self._kernel(cost) for what, cost in kernels}
+                    update={what: self._kernel(cost) for what, cost in kernels if cost}
                 ),
                 "turn_s": calibration.turn_s * self.latency,
             }

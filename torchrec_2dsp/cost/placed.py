@@ -169,7 +169,8 @@ def encode_and_decode(loads: Loads, table: Placed, numbers: float | Ranks) -> No
     """
     cost = loads.codecs.get(table.transport)
     if cost is not None:
-        loads.encoding_s += 2 * cost.seconds(numbers / table.work.dim, numbers * FLOAT_BYTES)
+        of_ranks = np.asarray(numbers, dtype=np.float64)
+        loads.encoding_s += 2 * cost.seconds(of_ranks / table.work.dim, of_ranks * FLOAT_BYTES)
 
 
 def move_and_add(loads: Loads, rows: float | Ranks, num_bytes: float | Ranks) -> None:

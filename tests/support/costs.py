@@ -20,7 +20,7 @@ ONE, TWO = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2, tdsp.RankLayout.CONTIGUOUS)
 EXACT = tdsp.GradientSync()
 
 
-def only_the_link(**kernels: KernelCost) -> Calibration:
+def only_the_link(**kernels: KernelCost | None) -> Calibration:
     """Nothing costs anything but bytes between hosts, and what is named."""
     known = Calibration.load("configs/hardware/emulated_1gbit.toml")
     collectives = dict.fromkeys(type(known.collectives).model_fields, WIRE)

@@ -8,10 +8,12 @@ from typer.testing import CliRunner
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.bench.config import BenchConfig
+from torchrec_2dsp.programs.bench.syncs.config import SyncBenchConfig
 from torchrec_2dsp.programs.cli.app import app
 from torchrec_2dsp.programs.config.config_file import load_config
 from torchrec_2dsp.programs.config.shipped import find_config, shipped_configs
 from torchrec_2dsp.programs.plan.planning import PlanConfig
+from torchrec_2dsp.programs.train.config import TrainConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FOLDERS = ("hardware", "runs", "workloads")
@@ -30,6 +32,24 @@ def test_every_config_of_the_repository_ships(folder: str) -> None:
     for file in files:
         assert find_config(file.stem, folder).samefile(file)
         assert find_config(f"{folder}/{file.stem}").samefile(file)
+
+
+def test_every_run_is_a_config_of_a_program() -> None:
+    kinds = {
+        "bench": BenchConfig,
+        "bench_criteo": BenchConfig,
+        "bench_dense": BenchConfig,
+        "bench_sync": SyncBenchConfig,
+        "demo": TrainConfig,
+        "dense_quality": TrainConfig,
+        "fewer_bits_quality": TrainConfig,
+        "plan": PlanConfig,
+        "quality": TrainConfig,
+        "scale": PlanConfig,
+    }
+    assert list(shipped_configs("runs")) == list(kinds)
+    for name, kind in kinds.items():
+        load_config(kind, name)
 
 
 def test_no_folder_is_left_out() -> None:
@@ -98,4 +118,7 @@ def test_every_command_with_a_config_takes_names(
     result = CliRunner().invoke(app, [command, "--config", "dmo", *ranks])
     assert result.exit_code == 2
     assert "error: 'dmo' is no file, and no config of that name ships" in result.stderr
-    assert "bench_criteo, bench_dense, bench_sync, demo, dense_quality, fewer_bits_quality, plan" in result.stderr
+    assert (
+        "bench_criteo, bench_dense, bench_sync, demo, dense_quality, fewer_bits_quality, plan"
+        in result.stderr
+    )

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed.planner import ParameterConstraints
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -44,8 +45,8 @@ def read_ratings(folder: Path) -> list[Sample]:
     ]
 
 
-def made_up_ratings(num_ratings: int = 4_000) -> list[Sample]:
-    """Ratings that depend on whether the numbers of user and item are alike."""
+def made_up_ratings(num_ratings: int = 12_000) -> list[Sample]:
+    """Ratings of users who like the items with larger numbers than their own."""
     generator = torch.Generator().manual_seed(0)
     pairs = torch.randint(0, 40, (num_ratings, 2), generator=generator).tolist()
     return [
@@ -59,7 +60,7 @@ def made_up_ratings(num_ratings: int = 4_000) -> list[Sample]:
                 ["1995"],
                 ["Drama"],
             ],
-            float((user + item) % 2),
+            float(item > user),
         )
         for user, item in pairs
     ]
@@ -150,15 +151,15 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     model = Model([len(numbers) for numbers in log.numbers])
     sharders = [tdsp.EmbeddingBagCollectionSharder2D(tdsp.MomentScaledRowWiseAdaGrad(lr=0.05))]
-    demand = tdsp.ParameterConstraints2D(
-        sharding_types=["row_wise"], exchange=["row"], transport=[arguments.transport]
-    )
+    by_rows = ParameterConstraints(sharding_types=["row_wise"])
     planner = tdsp.Planner2D(
         mesh=tdsp.Mesh2D(1, dist.get_world_size()),
         batch_size=BATCH_SIZE,
-        constraints={f"t_{name}": demand for name in FEATURES},
+        constraints={f"t_{name}": by_rows for name in FEATURES},
     )
     plan = planner.collective_plan(model, sharders)
+    for name in FEATURES:
+        plan = tdsp.pin(plan, f"t_{name}", exchange="row", transport=arguments.transport)
     weights = model.state_dict()
     parallel = tdsp.ModelParallel2D(model, plan=plan, sharders=sharders)
     parallel.load_state_dict(weights)

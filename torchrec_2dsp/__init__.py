@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from torchrec_2dsp.access.stats import AccessStats as AccessStats
     from torchrec_2dsp.codecs.transport import Transport as Transport
     from torchrec_2dsp.cost.calibration import Calibration as Calibration
+    from torchrec_2dsp.dense.fully_sharded import FullyShardedDense as FullyShardedDense
     from torchrec_2dsp.dense.hooked_data_parallel import HookedDataParallel as HookedDataParallel
+    from torchrec_2dsp.dense.tensor_parallel import TensorParallelDense as TensorParallelDense
     from torchrec_2dsp.dense.thresholded import Thresholded as Thresholded
     from torchrec_2dsp.dense.thresholded_data_parallel import (
         ThresholdedDataParallel as ThresholdedDataParallel,
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from torchrec_2dsp.optim.moment_scaled import (
         MomentScaledRowWiseAdaGrad as MomentScaledRowWiseAdaGrad,
     )
+    from torchrec_2dsp.parallel.accumulate import accumulate as accumulate
     from torchrec_2dsp.parallel.checkpoint import (
         load_checkpoint as load_checkpoint,
         save_checkpoint as save_checkpoint,
@@ -83,7 +86,9 @@ _ROOMS = {
     "access.stats": ("AccessStats",),
     "codecs.transport": ("Transport",),
     "cost.calibration": ("Calibration",),
+    "dense.fully_sharded": ("FullyShardedDense",),
     "dense.hooked_data_parallel": ("HookedDataParallel",),
+    "dense.tensor_parallel": ("TensorParallelDense",),
     "dense.thresholded": ("Thresholded",),
     "dense.thresholded_data_parallel": ("ThresholdedDataParallel",),
     "errors": ("TwoDError",),
@@ -93,6 +98,7 @@ _ROOMS = {
     ),
     "optim.delayed_moment": ("DelayedMomentRowWiseAdaGrad",),
     "optim.moment_scaled": ("MomentScaledRowWiseAdaGrad",),
+    "parallel.accumulate": ("accumulate",),
     "parallel.checkpoint": (
         "load_checkpoint",
         "save_checkpoint",

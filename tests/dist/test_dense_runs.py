@@ -21,6 +21,7 @@ TREE = {
         "thresholded": {
             "dense": {"kind": "thresholded", "density": 0.05, "warm_up": NUM_DENSE_STEPS}
         },
+        "sharded": {"dense": {"kind": "fully_sharded", "num_copies": 1}},
         "fp16": {"num_groups": 2, "dense": {"kind": "fp16"}},
         "powersgd": {"dense": {"kind": "powersgd", "rank": 1, "warm_up": NUM_DENSE_STEPS}},
     },
@@ -36,6 +37,7 @@ def losses(rank: int, world_size: int) -> dict[str, tuple[tuple[float, ...], flo
 def test_runs_send_dense_gradients_as_they_say(ranks2: RankPool) -> None:
     by_run = ranks2.run(losses)[0]
     assert by_run["whole"][0] == by_run["ddp"][0]
+    assert by_run["sharded"][1] < 1e-6
     for name, bound in (("thresholded", 0.1), ("powersgd", 0.1), ("fp16", 1e-3)):
         assert 0 < by_run[name][1] < bound
     # A warm-up is DDP's arithmetic. The loss of the step after it doesn't know of it yet.

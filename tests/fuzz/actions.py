@@ -33,7 +33,7 @@ EVENTS = (
   rank; it may be refused on all ranks instead.
 """
 
-_EXTRA, _REFUSED = 100, 200
+_EXTRA, _REFUSED, _ACCUMULATED = 100, 200, 300
 """Numbers of batches that no stream has."""
 
 
@@ -52,6 +52,15 @@ class Action:
     def in_stream(self) -> bool:
         """Whether a pipeline takes the batch from its stream."""
         return 0 <= self.batch < _EXTRA
+
+
+def batches_of(case: Case, action: Action) -> list[int]:
+    """The numbers of the batches of an action, which make one update."""
+    is_accumulated = action.kind == "train" and case.loop == "plain"
+    return [
+        action.batch + _ACCUMULATED * number
+        for number in range(case.accumulated if is_accumulated else 1)
+    ]
 
 
 def actions_of(case: Case) -> list[Action]:

@@ -66,7 +66,7 @@ def make_plan(case: Case) -> tdsp.Plan2D:
 
 def make_sharders(case: Case) -> list[Any]:
     """One for each kind of module."""
-    known: dict[str, Any] = {"bad_ids": case.bad_ids}
+    known: dict[str, Any] = {"bad_ids": case.bad_ids, "accumulates": case.accumulated > 1}
     if case.qcomms != "none":
         kind = CommType(case.qcomms)
         known["qcomm_codecs_registry"] = get_qcomm_codecs_registry(

@@ -121,6 +121,8 @@ class Case:
     sync_call: str = "before"
     """Where a plain loop calls ``model.sync()``: ``"before"`` the optimizer's step, ``"after"`` it,
     or ``"none"``."""
+    accumulated: int = 1
+    """How many batches of a plain loop make one update."""
     steps: int = 2
     sizes: tuple[int, ...] = (3, 3)
     """Samples of each rank."""

@@ -23,6 +23,7 @@ CASE_CHOICES: dict[str, tuple[Any, ...]] = {
     "wrapper": ("2d", "2d", "2d", "stock"),
     "loop": ("plain", "plain", "sparse_dist", "row_prefetch", "row_prefetch"),
     "sync_call": ("before", "after", "none"),
+    "accumulated": (1, 1, 1, 1, 2, 3),
     "steps": (1, 2, 3, 4, 5),
     "rotated": (False, True),
     "variable": (False, False, False, True),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from tests.fuzz.actions import Action, actions_of
+from tests.fuzz.actions import Action, actions_of, batches_of
 from tests.fuzz.batches import LocalBatch, Lookups, corrected, local_batch
 from tests.fuzz.case import Case, ModuleCase, TableCase, feature_name, table_name
 from tests.fuzz.noise import Noise
@@ -93,7 +93,7 @@ class _Simulation:
                 self._train(index, action, expected)
             elif action.kind in ("evaluate", "detach_eval", "reordered"):
                 self._read_all()
-                self._look_up_all(index, action, expected)
+                self._look_up_all(index, action, expected, action.batch)
             elif action.kind == "lr":
                 self._lr /= 2
             elif action.kind not in ("refuse", "refresh_hot", "sync_now") or (
@@ -126,20 +126,20 @@ class _Simulation:
         for part in self._parts:
             part.read()
 
-    def _batches(self, action: Action) -> list[LocalBatch]:
+    def _batches(self, number: int) -> list[LocalBatch]:
         return [
-            corrected(self._case, local_batch(self._case, action.batch, rank))
+            corrected(self._case, local_batch(self._case, number, rank))
             for rank in range(self._world)
         ]
 
     def _look_up_all(
-        self, index: int, action: Action, expected: Expected
+        self, index: int, action: Action, expected: Expected, number: int
     ) -> list[tuple[LocalBatch, torch.Tensor, torch.Tensor]]:
         """Each rank's batch, what the dense layer gets, and the gradient of the mean loss."""
         for part in self._parts:
             part.hold(action.hot)
         looked_up = []
-        for rank, batch in enumerate(self._batches(action)):
+        for rank, batch in enumerate(self._batches(number)):
             group = self._case.mesh.group_of(rank)
             bags = [self._pool(batch, column, group, action.hot) for column in self._columns]
             inputs = torch.cat(bags, 1)
@@ -154,13 +154,44 @@ class _Simulation:
     def _train(self, index: int, action: Action, expected: Expected) -> None:
         for part in self._parts:
             part.before_lookup()
-        looked_up = self._look_up_all(index, action, expected)
+        totals = {
+            name: torch.zeros(self._world, *state.weights[0].shape, dtype=self._noise.dtype)
+            for name, state in self._states.items()
+        }
+        dense, bias = torch.zeros_like(self._dense), torch.zeros_like(self._bias)
+        numbers = batches_of(self._case, action)
+        for number in numbers:
+            looked_up = self._look_up_all(index, action, expected, number)
+            grads, dense_grad, bias_grad = self._gradients(action, looked_up, 1 / len(numbers))
+            for name, grad in grads.items():
+                totals[name] += grad
+            dense += dense_grad
+            bias += bias_grad
+        self._dense -= self._lr * dense
+        self._bias -= self._lr * bias
+        for part in self._parts:
+            part.train(totals, self._lr)
+
+    def _gradients(
+        self,
+        action: Action,
+        looked_up: list[tuple[LocalBatch, torch.Tensor, torch.Tensor]],
+        share: float,
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+        """Each rank's row gradients of each table, and those of the dense layer, of one batch.
+
+        Args:
+            action: that trains.
+            looked_up: what `_look_up_all` has given.
+            share: of the batch in the loss.
+        """
         grads = {
             name: torch.zeros(self._world, *state.weights[0].shape, dtype=self._noise.dtype)
             for name, state in self._states.items()
         }
         dense_grad, bias_grad = torch.zeros_like(self._dense), torch.zeros_like(self._bias)
-        for rank, (batch, inputs, score_grads) in enumerate(looked_up):
+        for rank, (batch, inputs, grads_of_mean) in enumerate(looked_up):
+            score_grads = grads_of_mean * share
             dense_grad += score_grads @ inputs
             bias_grad += score_grads.sum()
             input_grads = score_grads[:, None] * self._dense * (1 - inputs.square())
@@ -173,10 +204,7 @@ class _Simulation:
             for name, wire in self._wires.items():
                 hot = self._is_hot(name, action.hot)
                 grads[name][rank] = wire.summed_gradients(grads[name][rank], hot)
-        self._dense -= self._lr * dense_grad
-        self._bias -= self._lr * bias_grad
-        for part in self._parts:
-            part.train(grads, self._lr)
+        return grads, dense_grad, bias_grad
 
     def _pool(
         self, batch: LocalBatch, column: _Column, group: int, hot_number: int

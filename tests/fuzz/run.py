@@ -11,7 +11,7 @@ from torch import nn
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 import torchrec_2dsp as tdsp
-from tests.fuzz.actions import Action, actions_of
+from tests.fuzz.actions import Action, actions_of, batches_of
 from tests.fuzz.batches import local_batch
 from tests.fuzz.build import make_optimizer, make_parallel, set_learning_rate
 from tests.fuzz.case import Case
@@ -138,18 +138,21 @@ class _Run:
             with self._evaluating(), torch.no_grad():
                 result = self._parallel(batch)
         else:
-            result = self._train(batch)
+            result = self._train(action)
         if self._pipeline is not None and action.kind == "detach_eval":
             # After "detach" the pipeline attaches the model by itself.
             self._pipeline.attach(self._parallel)
         return result
 
-    def _train(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """A step of a plain loop."""
+    def _train(self, action: Action) -> tuple[torch.Tensor, torch.Tensor]:
+        """A step of a plain loop; the loss and the scores of its last batch."""
         has_sync = isinstance(self._parallel, tdsp.ModelParallel2D)
         self._optimizer.zero_grad()
-        loss, scores = self._parallel(batch)
-        loss.backward()
+        batches = [self._batch(action, number) for number in batches_of(self._case, action)]
+        loss, scores = torch.zeros(()), torch.zeros(0)
+        for batch in batches if len(batches) == 1 else tdsp.accumulate(self._parallel, batches):
+            loss, scores = self._parallel(batch)
+            (loss / len(batches)).backward()
         if has_sync and self._case.sync_call == "before":
             self._parallel.sync()
         self._optimizer.step()
@@ -157,9 +160,10 @@ class _Run:
             self._parallel.sync()
         return loss.detach(), scores
 
-    def _batch(self, action: Action) -> Batch:
+    def _batch(self, action: Action, number: int | None = None) -> Batch:
         is_refused = action.kind == "refuse"
-        local = local_batch(self._case, action.batch, self._rank, is_refused=is_refused)
+        number = action.batch if number is None else number
+        local = local_batch(self._case, number, self._rank, is_refused=is_refused)
         return to_batch(self._case, local)
 
     def _refused(self, action: Action) -> str:

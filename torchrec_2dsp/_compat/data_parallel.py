@@ -5,6 +5,7 @@ from typing import Any, cast
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import (
     DataParallelWrapper,
@@ -16,8 +17,11 @@ __all__ = [
     "DataParallelWrapper",
     "DefaultDataParallelWrapper",
     "data_parallel_module",
+    "data_parallel_parts",
     "data_parallel_tables",
     "data_parallel_wrapper",
+    "has_synced",
+    "wrapped_module",
 ]
 
 
@@ -27,9 +31,28 @@ def data_parallel_module(model: DistributedModelParallel) -> DistributedDataPara
     return wrapped if isinstance(wrapped, DistributedDataParallel) else None
 
 
+def wrapped_module(model: DistributedModelParallel) -> nn.Module:
+    """The model with its sharded tables, before anything data-parallel is around it."""
+    return model._dmp_wrapped_module
+
+
 def data_parallel_wrapper(model: nn.Module) -> DataParallelWrapper | None:
     """The wrapper that a model was given; `None` for a model that TorchRec doesn't wrap."""
     return getattr(model, "_data_parallel_wrapper", None)
+
+
+def data_parallel_parts(model: nn.Module) -> list[DistributedDataParallel]:
+    """All DDP modules of a model, those of ``data_parallel`` tables included."""
+    parts = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
+    for module in model.modules():
+        if isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
+            parts += [part for part in module._lookups if isinstance(part, DistributedDataParallel)]
+    return parts
+
+
+def has_synced(part: DistributedDataParallel) -> bool:
+    """Whether DDP has added up gradients once, and knows its graph if that is static."""
+    return not part.static_graph or part._static_graph_delay_allreduce_enqueued
 
 
 def data_parallel_tables(

@@ -19,8 +19,8 @@ from torchrec_2dsp.codecs.transport import Transport
 from torchrec_2dsp.comms.agreement import agreeing
 from torchrec_2dsp.dense.gradient_report import GradientReport
 from torchrec_2dsp.dense.gradient_route import GradientRoute
+from torchrec_2dsp.dense.table_gradients import TableGradients, TableSize
 from torchrec_2dsp.dense.thresholded_gradients import ThresholdedGradients, ThresholdSettings
-from torchrec_2dsp.dense.touched_rows import TableSize, TouchedRows
 from torchrec_2dsp.errors import ConfigError
 
 _AUTO = "auto"
@@ -102,7 +102,7 @@ class ThresholdedDataParallel(DataParallelWrapper):
             find_unused_parameters=find_unused_parameters,
         )
         self._gradients: ThresholdedGradients | None = None
-        self._tables: list[TouchedRows] = []
+        self._tables: list[TableGradients] = []
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         """Wrap what isn't sharded; TorchRec calls it.
@@ -126,7 +126,7 @@ class ThresholdedDataParallel(DataParallelWrapper):
                 parameter: [TableSize(*size) for size in of_parameter]
                 for parameter, of_parameter in sizes.items()
             }
-            self._tables.append(TouchedRows(by_parameter, tables.process_group or group))
+            self._tables.append(TableGradients(by_parameter, tables.process_group or group))
             tables.register_comm_hook(None, self._tables[-1].reduce)
         ddp = data_parallel_module(dmp)
         if ddp is None:

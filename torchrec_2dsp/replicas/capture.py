@@ -12,6 +12,7 @@ from torchrec_2dsp._compat.fbgemm import (
     last_lookup,
     learning_rate_of,
     max_gradient,
+    set_iteration,
     tbe_shape,
 )
 from torchrec_2dsp._compat.torchrec import get_gradient_division
@@ -19,12 +20,13 @@ from torchrec_2dsp.codecs.rows import EXACT, RowCodec
 from torchrec_2dsp.comms.peers import Peers
 from torchrec_2dsp.errors import SyncError, UnsupportedError
 from torchrec_2dsp.replicas.exchange import (
+    Announcement,
     GradientExchange,
     PendingGradients,
     TrackedLookup,
 )
 from torchrec_2dsp.rows.blocks import blocks_of
-from torchrec_2dsp.rows.gradients import BlockGradients, Lookup, LookupRows
+from torchrec_2dsp.rows.gradients import BlockGradients, Lookup, LookupRows, added_up
 
 _LABEL = "## capture rows ##"
 """The name of capturing in profiles."""
@@ -62,6 +64,7 @@ class RowCapture:
         self._exchange = GradientExchange(self._blocks, tbe.current_device, peers, codec)
         self._learning_rate = learning_rate or (lambda: learning_rate_of(tbe))
         self._pending: list[PendingGradients] = []
+        self._is_accumulating = False
         # Autograd only runs the backward of a function with an input that needs a gradient.
         self._anchor = torch.zeros(1, requires_grad=True)
 
@@ -73,6 +76,10 @@ class RowCapture:
     @by_owner.setter
     def by_owner(self, value: bool) -> None:
         self._exchange.by_owner = value
+
+    def accumulate(self) -> None:
+        """Let the next `take` make one of all backwards until then; peers learn of it there."""
+        self._is_accumulating = True
 
     def lookup(self, run: Callable[[], torch.Tensor], weights: torch.Tensor | None) -> torch.Tensor:
         """The output of ``run``, a forward of the TBE, with a capturing backward.
@@ -92,8 +99,9 @@ class RowCapture:
         with record_function(_LABEL):
             lookup = Lookup(*last_lookup(self.tbe), weights)
             rows = LookupRows(self._shape, self._blocks, lookup)
-            keys = [row_sum.keys for row_sum in rows.sums]
-            announcement = self._exchange.announce(keys, self._learning_rate())
+            announcement = None
+            if not self._is_accumulating:
+                announcement = self._announce([row_sum.keys for row_sum in rows.sums])
             return TrackedLookup(rows, iteration_of(self.tbe), announcement)
 
     def record(self, lookup: TrackedLookup, grad_output: torch.Tensor) -> None:
@@ -110,16 +118,35 @@ class RowCapture:
         """Send, hand over and forget the gradients of all captured backwards, in their order.
 
         Collectives:
+            After `accumulate`, a small all-gather over the peers.
             Per backward and block two all-to-alls over the peers, waited for by
             `PendingGradients.gradients`.
         """
         pending, self._pending = self._pending, []
+        if self._is_accumulating:
+            pending, self._is_accumulating = self._as_one_step(pending), False
         captured = [part.blocks for part in pending]
         for part in pending:
             self._exchange.send(part)
         for blocks in captured:
             self._check_finite(blocks)
         return pending
+
+    def _as_one_step(self, pending: Sequence[PendingGradients]) -> list[PendingGradients]:
+        """The sums of several backwards, as a step of the kernel, which has counted its lookups."""
+        if not pending:
+            return []
+        lookup = pending[0].lookup
+        set_iteration(self.tbe, lookup.iteration)
+        parts = zip(*(part.blocks for part in pending), strict=True)
+        blocks = [added_up(of_block) for of_block in parts]
+        announcement = self._announce([block.keys for block in blocks])
+        lookup = TrackedLookup(lookup.rows, lookup.iteration, announcement)
+        return [PendingGradients(blocks, lookup, self._divisor)]
+
+    def _announce(self, keys: Sequence[torch.Tensor]) -> Announcement:
+        """Tell the peers which rows have gradients."""
+        return self._exchange.announce(keys, self._learning_rate())
 
     def _check_finite(self, gradients: Sequence[BlockGradients]) -> None:
         for block, captured in zip(self._blocks, gradients, strict=True):

@@ -62,8 +62,8 @@ class TrackedLookup:
     """The rows that the lookup touched."""
     iteration: int
     """The optimizer's iteration at the lookup."""
-    announcement: Announcement
-    """What the peers were told of the lookup."""
+    announcement: Announcement | None
+    """What the peers were told of the lookup; `None` where they are told of several together."""
 
 
 class GradientState(enum.Enum):
@@ -141,7 +141,9 @@ class GradientExchange:
         Collectives:
             Per block two all-to-alls, of keys and of gradients, not waited for.
         """
-        announced, learning_rate = pending.lookup.announcement.arrived()
+        announcement = pending.lookup.announcement
+        assert announcement is not None, "peers are told before gradients are sent"
+        announced, learning_rate = announcement.arrived()
         if self._peers is None:
             pending.start(self, Route(()), [], learning_rate)
             return
@@ -149,7 +151,7 @@ class GradientExchange:
         sizes = [announced[place] for place in self._places]
         if not route.hops[0].stride:
             sizes = [[[sum(parts)] for parts in blocks] for blocks in sizes]
-        pending.num_bytes += pending.lookup.announcement.headers[0].nbytes * (self.num_ranks - 1)
+        pending.num_bytes += announcement.headers[0].nbytes * (self.num_ranks - 1)
         pending.start(self, route, sizes, learning_rate)
 
 

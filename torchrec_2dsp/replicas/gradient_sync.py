@@ -112,6 +112,11 @@ class GradientSyncAction:
         """Note that a backward has begun, on all ranks."""
         self._is_unsent = True
 
+    def accumulate(self) -> None:
+        """Make one update of all backwards until the next sync."""
+        for capture in self._captures:
+            capture.accumulate()
+
     def reach(self, reason: SyncReason) -> SyncReport:
         """Send or apply captured gradients, whichever ``reason`` asks for.
 

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch.profiler import record_function
 
+from torchrec_2dsp.errors import SyncError
 from torchrec_2dsp.replicas.sync_reason import SyncReason
 from torchrec_2dsp.replicas.sync_report import SyncReport
 from torchrec_2dsp.replicas.weight_sync import WeightSyncAction
@@ -31,6 +32,10 @@ class SyncAction(Protocol):
         """Sync what can't wait any longer; an empty report if that is nothing."""
         ...
 
+    def accumulate(self) -> None:
+        """Make one update of all backwards until the next sync."""
+        ...
+
     def state_dict(self) -> dict[str, list[int]]:
         """What the next sync depends on beside the tables, while nothing is pending."""
         ...
@@ -51,6 +56,7 @@ class SyncPoint:
 
     def __init__(self, actions: Sequence[SyncAction]) -> None:
         self._actions = list(actions)
+        self._is_held = False
         self.total = SyncReport()
         """The reports of all syncs so far, added up."""
 
@@ -58,6 +64,21 @@ class SyncPoint:
     def pending(self) -> bool:
         """Whether a backward hasn't been synced yet."""
         return any(action.pending for action in self._actions)
+
+    def hold(self) -> None:
+        """Let backwards wait until `release`, and make one update of all of them then.
+
+        Collectives:
+            Those of a sync before a lookup, for the backwards so far.
+        """
+        self.reach(SyncReason.LOOKUP)
+        self._is_held = True
+        for action in self._actions:
+            action.accumulate()
+
+    def release(self) -> None:
+        """Let the next sync take what has waited."""
+        self._is_held = False
 
     def backward_seen(self) -> None:
         """Note that a training backward has begun; all ranks do, also those without tables."""
@@ -68,9 +89,20 @@ class SyncPoint:
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     def reach(self, reason: SyncReason) -> SyncReport:
-        """Sync what is due; a no-op if nothing is."""
+        """Sync what is due; a no-op if nothing is.
+
+        Raises:
+            SyncError: the tables are read while backwards wait for others of their step.
+        """
         if not self.pending:
             return SyncReport()
+        if self._is_held:
+            if reason is not SyncReason.READ:
+                return SyncReport()
+            raise SyncError(
+                "tables are read or evaluated between the batches of accumulate(), when their "
+                "gradients aren't applied; do so after the last one"
+            )
         start = time.perf_counter()
         with record_function(_LABEL):
             report = sum((action.reach(reason) for action in self._actions), SyncReport())

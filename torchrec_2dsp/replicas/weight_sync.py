@@ -46,6 +46,9 @@ class WeightSyncAction:
         """Note that a backward has begun."""
         self._pending, self._is_counted = True, False
 
+    def accumulate(self) -> None:
+        """Do nothing: one update or several, rows have changed."""
+
     @property
     def pending(self) -> bool:
         """Whether the local replica has been updated since the last average."""

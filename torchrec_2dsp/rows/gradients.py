@@ -21,6 +21,12 @@ class BlockGradients:
     """One gradient per row, float32 `[n, dim]`."""
 
 
+def added_up(parts: Sequence[BlockGradients]) -> BlockGradients:
+    """The sums of the gradients that several backwards have for the rows of a block."""
+    rows = RowSum(torch.cat([part.keys for part in parts]))
+    return BlockGradients(rows.keys, rows.of(torch.cat([part.grads for part in parts])))
+
+
 @dataclass(frozen=True)
 class RowGradients:
     """The gradients of the touched rows of a TBE."""

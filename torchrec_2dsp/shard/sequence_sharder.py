@@ -27,6 +27,7 @@ class EmbeddingCollectionSharder2D(Sharder2D, EmbeddingCollectionSharder):
         fused_params: dict[str, Any] | None = None,
         bad_ids: BadIds | str = BadIds.RAISE,
         init_seed: int | None = None,
+        accumulates: bool = False,
     ) -> None:
         """
         Args:
@@ -36,6 +37,7 @@ class EmbeddingCollectionSharder2D(Sharder2D, EmbeddingCollectionSharder):
             fused_params: FBGEMM's parameters, as in TorchRec.
             bad_ids: as in `EmbeddingBagCollectionSharder2D`.
             init_seed: as in `EmbeddingBagCollectionSharder2D`; what the module holds is dropped.
+            accumulates: as in `EmbeddingBagCollectionSharder2D`.
         """
         optimizer, fused_params = sorted_out(optimizer, fused_params)
         EmbeddingCollectionSharder.__init__(
@@ -45,7 +47,7 @@ class EmbeddingCollectionSharder2D(Sharder2D, EmbeddingCollectionSharder):
             use_index_dedup,
         )
         # TorchRec keeps the weights of an EmbeddingCollection by itself.
-        self._init_2d(optimizer, False, bad_ids, init_seed)
+        self._init_2d(optimizer, False, bad_ids, init_seed, accumulates)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """TorchRec's types for sequences; none is looked up data parallel on a CPU."""

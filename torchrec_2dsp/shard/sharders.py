@@ -58,6 +58,7 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
         keep_weights: bool,
         bad_ids: BadIds | str,
         init_seed: int | None,
+        accumulates: bool,
     ) -> None:
         if keep_weights and init_seed is not None:
             raise ConfigError(
@@ -67,6 +68,7 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
         self.keep_weights = keep_weights
         self.init_seed = checked_seed(init_seed)
         self.bad_ids = BadIds.of(bad_ids)
+        self.accumulates = accumulates
         self._delays_moment = isinstance(optimizer, DelayedMomentRowWiseAdaGrad)
 
     def _shard_2d(
@@ -132,6 +134,7 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
             bad_ids=self.bad_ids,
             tables_beside=tables_beside,
             delays_moment=self._delays_moment,
+            accumulates=self.accumulates,
         )
         rank_plan = module_plan_for_rank(
             part.plan, groups.rank, device_type=device.type, local_world_size=local_world_size
@@ -170,6 +173,7 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
             ),
             "bad_ids": self.bad_ids.value,
             "init_seed": str(self.init_seed),
+            "accumulates": str(self.accumulates),
         }
 
 
@@ -203,6 +207,7 @@ class EmbeddingBagCollectionSharder2D(Sharder2D, EmbeddingBagCollectionSharder):
         keep_weights: bool = False,
         bad_ids: BadIds | str = BadIds.RAISE,
         init_seed: int | None = None,
+        accumulates: bool = False,
     ) -> None:
         """
         Args:
@@ -217,12 +222,14 @@ class EmbeddingBagCollectionSharder2D(Sharder2D, EmbeddingBagCollectionSharder):
                 all ranks, "drop" them, or "clamp" them to the first or last row.
             init_seed: draw initial tables from this seed in a way that no mesh and no sharding
                 type changes; without it, by the seeds of the ranks, as in TorchRec.
+            accumulates: let `accumulate` make one update of several batches, also where there is
+                one sharding group or a `WeightSync`, whose updates are part of the backward else.
         """
         optimizer, fused_params = sorted_out(optimizer, fused_params)
         EmbeddingBagCollectionSharder.__init__(
             self, stock_params(optimizer, fused_params), qcomm_codecs_registry
         )
-        self._init_2d(optimizer, keep_weights, bad_ids, init_seed)
+        self._init_2d(optimizer, keep_weights, bad_ids, init_seed, accumulates)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """All of TorchRec's types, on every device."""

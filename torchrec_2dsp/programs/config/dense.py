@@ -11,8 +11,9 @@ from torchrec_2dsp.programs.config.sections import Section
 class DenseGradientsConfig(Section):
     """How ranks add up the gradients of what isn't sharded."""
 
-    kind: Literal["ddp", "fp16", "powersgd", "thresholded"] = "ddp"
-    """DDP as it is, torch's fp16 hook, PowerSGD, or only the largest elements."""
+    kind: Literal["ddp", "fp16", "powersgd", "thresholded", "fully_sharded"] = "ddp"
+    """DDP as it is, torch's fp16 hook, PowerSGD, only the largest elements; or FSDP2, where each
+    rank holds a share."""
 
     density: float = Field(default=0.005, gt=0, le=1)
     """The share of elements that "thresholded" sends in a step."""
@@ -26,6 +27,9 @@ class DenseGradientsConfig(Section):
     rank: int = Field(default=2, ge=1)
     """The rank of the matrices of "powersgd"."""
 
+    num_copies: int = Field(default=1, ge=1)
+    """How many times the ranks hold the dense part, if it is "fully_sharded"."""
+
     warm_up: int = Field(default=10, ge=2)
     """How many first steps "powersgd" and "thresholded" leave dense."""
 
@@ -36,5 +40,6 @@ class DenseGradientsConfig(Section):
             "ddp": "",
             "fp16": "dense gradients in fp16",
             "powersgd": f"dense gradients by PowerSGD of rank {self.rank}",
+            "fully_sharded": f"dense part fully sharded, in {self.num_copies} copies",
             "thresholded": f"{self.density:.3%} of dense gradients, in {self.values.value}",
         }[self.kind]

@@ -4,6 +4,7 @@ from torch import nn
 from torchrec.distributed.model_parallel import DataParallelWrapper
 
 from torchrec_2dsp._compat.data_parallel import data_parallel_wrapper
+from torchrec_2dsp.dense.fully_sharded import FullyShardedDense
 from torchrec_2dsp.dense.hooked_data_parallel import HookedDataParallel
 from torchrec_2dsp.dense.thresholded_data_parallel import ThresholdedDataParallel
 from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
@@ -13,6 +14,8 @@ def dense_wrapper(config: DenseGradientsConfig) -> DataParallelWrapper | None:
     """What runs the dense part; `None` for TorchRec's own wrapper, which is DDP."""
     if config.kind == "ddp":
         return None
+    if config.kind == "fully_sharded":
+        return FullyShardedDense(num_copies=config.num_copies)
     if config.kind == "thresholded":
         return ThresholdedDataParallel(
             config.density, values=config.values, route=config.route, warm_up=config.warm_up

@@ -34,6 +34,9 @@ class LaggingGradients:
     def backward_seen(self) -> None:
         """Do nothing: journeys tell by `expect` which gradients a backward leaves behind."""
 
+    def accumulate(self) -> None:
+        """Do nothing: where updates can be accumulated, none lags."""
+
     def expect(self, journey: RowJourney) -> None:
         """Take note that a journey has gradients that lag."""
         self._journeys.append(journey)

@@ -139,7 +139,7 @@ def replica_actions(
         )
         return [action]
     actions: list[SyncAction] = []
-    if replication.delays_moment:
+    if replication.delays_moment or replication.accumulates:
         updates = GradientSyncAction(
             [kernel.capture_rows(None, EXACT) for kernel in kernels],
             groups.alarm,

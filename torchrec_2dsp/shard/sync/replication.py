@@ -7,7 +7,7 @@ from typing import Any
 from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
 from torchrec_2dsp.optim.steps import delayed_row_wise_adagrad_step
-from torchrec_2dsp.plan.sync_config import SyncConfig
+from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
 from torchrec_2dsp.replicas.gradient_sync import Updater, quickest_updater
 from torchrec_2dsp.rows.direct_update import DirectUpdater
 from torchrec_2dsp.rows.update import RowUpdater
@@ -33,10 +33,19 @@ class Replication:
     delays_moment: bool = False
     """Update rows by `DelayedMomentRowWiseAdaGrad`."""
 
+    accumulates: bool = False
+    """Capture rows so that those of several backwards can make one update."""
+
     @property
     def captures(self) -> bool:
         """Whether rows are captured even where nobody else has them."""
-        return self.always_capture or self.delays_moment
+        return self.always_capture or self.delays_moment or self.accumulates
+
+    @property
+    def can_accumulate(self) -> bool:
+        """Whether updates wait for a sync, so that it can make one of several backwards'."""
+        has_replicas = self.groups.mesh.num_groups > 1
+        return self.captures or (has_replicas and isinstance(self.sync, GradientSync))
 
     @property
     def make_updater(self) -> Callable[[SplitTableBatchedEmbeddingBagsCodegen], Updater]:

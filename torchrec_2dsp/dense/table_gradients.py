@@ -1,4 +1,4 @@
-"""`TouchedRows`: a hook of DDP's for data-parallel tables, of which a batch touches few rows.
+"""`TableGradients`: a hook of DDP's for data-parallel tables, of which a batch touches few rows.
 
 Every rank has the gradient of a whole table, and most of its rows are zero. For each bucket: all
 ranks tell each other how many rows they have touched; then each sends these, and all add up the
@@ -25,7 +25,7 @@ class TableSize(NamedTuple):
     dim: int
 
 
-class TouchedRows:
+class TableGradients:
     """Means of the gradients of data-parallel tables over all ranks, by the rows they touch.
 
     The numbers are those of an all-reduce, up to the order in which ranks are added.

@@ -1,0 +1,162 @@
+"""`accumulate`: several batches of each rank train what one large batch trains."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+import torchrec_2dsp as tdsp
+from tests.support.cell_plans import group_plan
+from tests.support.models import SEQUENCE_TABLES, ModelSpec, build
+from tests.support.oracle import batch_of, local_loss, trained_oracle
+from tests.support.parity import (
+    FUSED,
+    LR,
+    TOLERANCE,
+    Cell,
+    Gap,
+    compare,
+    make_optimizer,
+    oracle_of,
+)
+from tests.support.ranks import RankPool
+from torchrec_2dsp._compat.fbgemm import iteration_of
+from torchrec_2dsp.comms.counting import count_collectives
+from torchrec_2dsp.errors import ConfigError, SyncError
+from torchrec_2dsp.replicas.sync_reason import SyncReason
+from torchrec_2dsp.shard.parted import sharded_tables
+
+STEPS = 5
+FOUR, TWO_BY_TWO = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2)
+HOT = (("t0", (0, 1, 2)), ("t1", (3,)))
+CELLS = [
+    Cell(FOUR, "table_wise"),
+    Cell(FOUR, "row_wise", optimizer="adagrad"),
+    Cell(FOUR, "column_wise"),
+    Cell(FOUR, "row_wise", exchange="row"),
+    Cell(FOUR, "row_wise", exchange="row", owners="hash", hot_rows=HOT),
+    Cell(FOUR, "table_wise", exchange="nonempty", hot_rows=HOT),
+    Cell(FOUR, "row_wise", ModelSpec(SEQUENCE_TABLES, sequence=True), exchange="row"),
+    Cell(FOUR, "row_wise", variable=True),
+    Cell(FOUR, "data_parallel"),
+    Cell(TWO_BY_TWO, "table_wise"),
+    Cell(TWO_BY_TWO, "row_wise", exchange="row"),
+    Cell(TWO_BY_TWO, "row_wise", stock_wrapper=True),
+    Cell(TWO_BY_TWO, "table_wise", optimizer="sgd", sync=tdsp.WeightSync()),
+    Cell(TWO_BY_TWO, "table_wise", hot_rows=HOT, exchange="nonempty"),
+    Cell(tdsp.Mesh2D(4, 1), "table_wise", ModelSpec(SEQUENCE_TABLES, sequence=True)),
+]
+
+
+def make_model(cell: Cell, *, accumulates: bool = True) -> DistributedModelParallel:
+    model = build(cell.spec, seed=0)
+    weights: Any = {name: value.clone() for name, value in model.state_dict().items()}
+    kinds = (tdsp.EmbeddingBagCollectionSharder2D, tdsp.EmbeddingCollectionSharder2D)
+    sharder = kinds[cell.spec.sequence](
+        FUSED[cell.optimizer],
+        fused_params={"learning_rate": LR, "eps": cell.eps},
+        accumulates=accumulates,
+    )
+    wrapper = DistributedModelParallel if cell.stock_wrapper else tdsp.ModelParallel2D
+    plan = group_plan(cell, model, sharder, 4)
+    parallel = wrapper(
+        model,
+        device=torch.device("cpu"),
+        plan=plan,
+        sharders=[sharder],  # type: ignore[list-item]
+    )
+    parallel.load_state_dict(weights)
+    return parallel
+
+
+def train(rank: int, world_size: int, cell: Cell, num_batches: int) -> tuple[Gap, dict[str, int]]:
+    """The distance from the oracle, and the collectives of the last step's dense part."""
+    parallel = make_model(cell)
+    optimizer = make_optimizer(parallel)
+    sizes = (6,) * (world_size * num_batches)
+    drawn = (cell.seed, sizes, cell.max_length)
+    oracle, expected = trained_oracle(oracle_of(cell), *drawn, STEPS, cell.variable)
+    loss_gap, counts = 0.0, Counter[str]()
+    for step in range(STEPS):
+        batches = [
+            (place, batch_of(cell.spec, *drawn, step, cell.variable, rank=place))
+            for place in range(rank * num_batches, (rank + 1) * num_batches)
+        ]
+        optimizer.zero_grad()
+        with count_collectives() as seen:
+            for place, batch in tdsp.accumulate(parallel, batches):
+                loss = local_loss(parallel(batch))
+                (loss / num_batches).backward()
+                wanted = expected[step][place]
+                loss_gap = max(loss_gap, abs(loss.item() - wanted) / (1 + wanted))
+        optimizer.step()
+        counts = Counter(seen.counts())
+    for part in sharded_tables(parallel):
+        part.sync_point.reach(SyncReason.READ)
+        # FBGEMM counts steps for some optimizers only.
+        assert {iteration_of(tbe) for tbe in part.tbes()} <= {0, STEPS}
+    return compare(parallel, oracle, loss_gap), dict(counts)
+
+
+@pytest.mark.parametrize("num_batches", [1, 4])
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_the_weights_are_those_of_one_large_batch(
+    ranks4: RankPool, cell: Cell, num_batches: int
+) -> None:
+    for gap, counts in ranks4.run(train, cell, num_batches):
+        assert gap.num_values > 0 or cell.sharding == "table_wise"
+        assert gap.worst < 3 * TOLERANCE, gap
+        # Dense gradients are added up once.
+        dense = 1 + (cell.sharding == "data_parallel")
+        assert counts["all_reduce"] >= dense
+        if cell.exchange == "pooled" and cell.sync == tdsp.GradientSync():
+            assert counts["all_reduce"] < 2 * dense + num_batches
+
+
+@dataclass
+class Said:
+    """The errors of a rank."""
+
+    fused: str
+    unequal: str
+    none: str
+    read: str
+
+
+def misuse(rank: int, world_size: int) -> Said:
+    def error_of(call: Any, kind: type[Exception]) -> str:
+        with pytest.raises(kind) as raised:
+            call()
+        return str(raised.value)
+
+    cell = Cell(FOUR, "row_wise")
+    batch = batch_of(cell.spec, 0, (6,) * 4, 4, 0, rank=rank)
+    fused, model = make_model(cell, accumulates=False), make_model(cell)
+
+    def read_between() -> None:
+        for number, given in enumerate(tdsp.accumulate(model, [batch, batch])):
+            local_loss(model(given)).backward()
+            if number == 0:
+                model.state_dict()
+
+    said = Said(
+        error_of(lambda: list(tdsp.accumulate(fused, [batch])), ConfigError),
+        error_of(lambda: list(tdsp.accumulate(model, [batch] * (1 + rank % 2))), ConfigError),
+        error_of(lambda: list(tdsp.accumulate(model, [])), ConfigError),
+        error_of(read_between, SyncError),
+    )
+    # What an error has left behind can be trained by, and read.
+    local_loss(model(batch)).backward()
+    model.state_dict()
+    return said
+
+
+def test_what_cannot_be_is_said(ranks4: RankPool) -> None:
+    (said,) = {str(said): said for said in ranks4.run(misuse)}.values()
+    assert "make their sharder with accumulates=True" in said.fused
+    assert said.unequal.startswith("the number of batches of accumulate() differs between ranks")
+    assert said.none == "accumulate() got no batches, so there is nothing to update by"
+    assert "between the batches of accumulate()" in said.read

@@ -1,0 +1,152 @@
+"""Layers that several ranks compute together, against DDP."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
+
+import torchrec_2dsp as tdsp
+from tests.support.dense_training import (
+    LR,
+    NUM_STEPS,
+    Trained,
+    batch_of,
+    cell_of,
+    dense_of,
+    model_of,
+    train as train_by_ddp,
+)
+from tests.support.parity import Cell
+from tests.support.ranks import RankPool
+from torchrec_2dsp.dense.joint_batch import JointBatch
+from torchrec_2dsp.errors import ConfigError, MeshError, UnsupportedError
+
+ROUNDING = 1e-6
+PLAN = {"tower.0": ColwiseParallel(), "tower.2": RowwiseParallel()}
+
+
+def train(rank: int, world_size: int, cell: Cell, tp: int, kind: str) -> Trained:
+    model = model_of(cell, tdsp.TensorParallelDense(PLAN, tp=tp))
+    dense = dense_of(model)
+    assert isinstance(dense["tower.0.weight"], DTensor)
+    optimizer = getattr(torch.optim, kind)(dense.values(), lr=LR, foreach=False)
+    trained = Trained()
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        model(batch_of(cell, step, rank)).backward()
+        optimizer.step()
+        trained.weights.append({name: whole(value) for name, value in dense.items()})
+    return trained
+
+
+def whole(value: Any) -> torch.Tensor:
+    with warnings.catch_warnings():
+        # FSDP2 over tensor-parallel shards gathers twice, and says so.
+        warnings.simplefilter("ignore")
+        return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_weights_are_those_of_ddp(ranks4: RankPool, tp: int) -> None:
+    for cell in (cell_of(4), cell_of(4, groups=2), cell_of(4, stock=True)):
+        by_ddp = ranks4.run(train_by_ddp, cell, None)[0]
+        ours = ranks4.run(train, cell, tp, "SGD")
+        assert len({rank.digest for rank in ours}) == 1
+        for actual, wanted in zip(ours[0].weights, by_ddp.weights, strict=True):
+            assert actual.keys() == wanted.keys()
+            for param, value in wanted.items():
+                torch.testing.assert_close(actual[param], value, rtol=0, atol=ROUNDING)
+
+
+class Sums(nn.Module):
+    """Takes all that a joint batch can gather, and gives the sum for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([2.0]))
+
+    def forward(
+        self, rows: torch.Tensor, scale: float, *, more: dict[str, Any]
+    ) -> dict[str, list[torch.Tensor]]:
+        jagged, keyed = more["jagged"], more["keyed"]
+        samples = torch.arange(jagged.lengths().numel()).repeat_interleave(jagged.lengths())
+        sums = torch.zeros(rows.shape[0]).index_add(0, samples, jagged.values())
+        return {"sums": [scale * self.weight * (rows.sum(1) + sums + keyed["f"].sum(1))]}
+
+
+def gather_and_take_back(rank: int, world_size: int, sizes: list[int]) -> None:
+    """Outputs and gradients must be those of each rank alone; the parameter's the mean."""
+    size = sizes[rank]
+    generator = torch.Generator().manual_seed(rank)
+    rows = torch.rand(size, 3, generator=generator, requires_grad=True)
+    lengths = torch.randint(0, 4, (size,), generator=generator)
+    values = torch.rand(int(lengths.sum()), generator=generator, requires_grad=True)
+    keyed = torch.rand(size, 2, generator=generator, requires_grad=True)
+    given = {
+        "jagged": JaggedTensor(values, lengths=lengths),
+        "keyed": KeyedTensor(["f"], [2], keyed),
+    }
+    alone, joint = Sums(), Sums()
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    JointBatch("sums", joint, group)
+    gradients = []
+    for module in (alone, joint):
+        (found,) = module(rows, 3.0, more=given)["sums"]
+        inputs = (rows, values, keyed)
+        gradients.append(
+            [found, *torch.autograd.grad(found.square().sum(), (*inputs, module.weight))]
+        )
+    for by_itself, together in zip(gradients[0][:-1], gradients[1][:-1], strict=True):
+        torch.testing.assert_close(together, by_itself)
+    mean = gradients[0][-1].clone()
+    torch.distributed.all_reduce(mean)
+    torch.testing.assert_close(gradients[1][-1], mean / world_size)
+
+
+@pytest.mark.parametrize("sizes", [[3, 3, 3, 3], [5, 1, 2, 7], [4, 0, 1, 0]], ids=str)
+def test_ranks_get_what_they_would_alone(ranks4: RankPool, sizes: list[int]) -> None:
+    ranks4.run(gather_and_take_back, sizes)
+
+
+class Flat(nn.Linear):
+    """A layer that loses the batch."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).sum()
+
+
+def misuse(rank: int, world_size: int) -> tuple[str, ...]:
+    cell, said = cell_of(world_size), []
+    for plan, tp, kind in (
+        ({"tower.7": ColwiseParallel()}, 2, ConfigError),
+        (PLAN, 3, MeshError),
+        (PLAN, 2 + 2 * (rank % 2), ConfigError),
+        ({}, 2, ConfigError),
+    ):
+        with pytest.raises(kind) as raised:
+            model_of(cell, tdsp.TensorParallelDense(plan, tp=tp))
+        said.append(str(raised.value))
+    layer, group = Flat(2, 1), torch.distributed.group.WORLD
+    assert group is not None
+    JointBatch("flat", layer, group)
+    with pytest.raises(UnsupportedError) as unsupported:
+        layer(torch.ones(3, 2))
+    return (*said, str(unsupported.value))
+
+
+def test_what_cannot_be_is_said(ranks4: RankPool) -> None:
+    ((unknown, no_divisor, differs, nothing, flat),) = set(ranks4.run(misuse))
+    assert unknown == (
+        "TensorParallelDense: no module of the dense part is called 'tower.7'; the dense part has "
+        "tower, last"
+    )
+    assert no_divisor == "tp=3 does not divide 4 ranks; use one of 1, 2, 4"
+    assert differs.startswith("the settings of TensorParallelDense differs between ranks")
+    assert nothing == "TensorParallelDense(plan={}) splits nothing; name some modules"
+    assert flat.startswith("'flat' gives a Tensor () for 12 samples; give tensors whose first")

@@ -1,0 +1,47 @@
+"""The parts of a model that hold parameters and no tables, and equal weights for all ranks."""
+
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.types import ShardedModule
+
+from torchrec_2dsp.errors import ConfigError
+
+
+def dense_parts(model: nn.Module, wrapper: str, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The largest modules that hold parameters and no tables, by their names.
+
+    Args:
+        model: with sharded tables.
+        wrapper: the name of who asks, for errors.
+        name: of the model in a larger one.
+
+    Raises:
+        ConfigError: a module that holds tables also holds a parameter by itself.
+    """
+    if not any(isinstance(part, ShardedModule) for part in model.modules()):
+        if any(True for _ in model.parameters()):
+            yield name, model
+        return
+    if isinstance(model, ShardedModule):
+        return
+    for param, _ in model.named_parameters(recurse=False):
+        raise ConfigError(
+            f"{f'module {name!r}' if name else 'the model'} holds the parameter {param!r} beside "
+            f"tables, which {wrapper} can't shard; put it into a module of its own"
+        )
+    for child_name, child in model.named_children():
+        yield from dense_parts(child, wrapper, f"{name}.{child_name}" if name else child_name)
+
+
+def broadcast_weights(part: nn.Module, group: dist.ProcessGroup) -> None:
+    """Give all ranks the weights of the first one.
+
+    Shares of different weights would make a model that nobody has initialised.
+
+    Collectives:
+        A broadcast of each parameter and buffer.
+    """
+    for tensor in (*part.parameters(), *part.buffers()):
+        dist.broadcast(tensor.detach(), group_src=0, group=group)

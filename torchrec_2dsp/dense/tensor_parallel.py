@@ -1,0 +1,108 @@
+"""`TensorParallelDense`: layers of the dense part that several ranks compute together."""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torchrec.distributed.types import ShardingEnv
+
+from torchrec_2dsp._compat.data_parallel import (
+    DataParallelWrapper,
+    DistributedModelParallel,
+    wrapped_module,
+)
+from torchrec_2dsp._compat.torchrec import get_local_size
+from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.dense.dense_parts import broadcast_weights, dense_parts
+from torchrec_2dsp.dense.joint_batch import JointBatch
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.mesh.dense_mesh import DenseMesh
+
+
+class TensorParallelDense(DataParallelWrapper):
+    """Splits layers of the dense part over neighbouring ranks, and shards what is left by FSDP2.
+
+    Each rank looks up its own batch. The ranks of a tensor-parallel group gather what the split
+    part of the model is given, compute it together on all of their samples, and each takes its own
+    samples' results back. So a step is that of DDP, and nothing else of the model changes. A stock
+    `DistributedModelParallel` takes it as well as `ModelParallel2D`.
+
+    Example::
+
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        dense = tdsp.TensorParallelDense(
+            {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}, tp=2
+        )
+        model = tdsp.ModelParallel2D(
+            model, plan=plan, sharders=sharders, data_parallel_wrapper=dense
+        )
+    """
+
+    def __init__(self, plan: Mapping[str, ParallelStyle], *, tp: int) -> None:
+        """
+        Args:
+            plan: how each module is split, by its name in the model, with `*` for any part of a
+                name: torch's styles, such as `ColwiseParallel` and `RowwiseParallel`.
+            tp: how many ranks compute a layer together; they have to be on one host.
+        """
+        if not plan:
+            raise ConfigError("TensorParallelDense(plan={}) splits nothing; name some modules")
+        self._plan, self._tp = dict(plan), tp
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        """Split and shard what isn't in tables; TorchRec calls it.
+
+        Collectives:
+            An agreement of all ranks on the settings, process groups, and a broadcast of each
+            parameter and buffer of the dense part.
+        """
+        group = env.process_group
+        if group is None:
+            raise ConfigError("the model has no process group; give its environment one")
+        model = wrapped_module(dmp).to(device)
+        with agreeing(group) as facts:
+            parts = dict(dense_parts(model, "TensorParallelDense"))
+            num_ranks = dist.get_world_size(group)
+            mesh = DenseMesh.for_world(
+                num_ranks, tp=self._tp, local_world_size=get_local_size(num_ranks)
+            )
+            plans = self._by_part(parts)
+            names = {name: type(style).__name__ for name, style in self._plan.items()}
+            facts["the settings of TensorParallelDense"] = f"{names}, tp={self._tp}"
+        ranks = torch.tensor(dist.get_process_group_ranks(group)).view(mesh.dp, mesh.tp)
+        grid = DeviceMesh(device.type, ranks, mesh_dim_names=("dp", "tp"))
+        everyone = DeviceMesh(device.type, ranks.flatten(), mesh_dim_names=("dp_tp",))
+        for name, part in parts.items():
+            broadcast_weights(part, group)
+            if name not in plans:
+                fully_shard(part, mesh=everyone)
+                continue
+            parallelize_module(part, grid["tp"], plans[name])
+            if mesh.dp > 1:
+                fully_shard(part, mesh=grid["dp"])
+            JointBatch(name, part, grid["tp"].get_group())
+
+    def _by_part(self, parts: Mapping[str, nn.Module]) -> dict[str, dict[str, ParallelStyle]]:
+        """The plan of each dense part, with the names that modules have in it."""
+        plans: dict[str, dict[str, ParallelStyle]] = {}
+        for pattern, style in self._plan.items():
+            found = [
+                (part_name, name)
+                for part_name, part in parts.items()
+                for name, _ in part.named_modules()
+                if fnmatchcase(f"{part_name}.{name}" if name else part_name, pattern)
+            ]
+            if not found:
+                raise ConfigError(
+                    f"TensorParallelDense: no module of the dense part is called {pattern!r}; the "
+                    f"dense part has {', '.join(parts) or 'no modules'}"
+                )
+            for part_name, name in found:
+                plans.setdefault(part_name, {})[name] = style
+        return plans

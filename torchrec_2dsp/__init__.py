@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from torchrec_2dsp.access.stats import AccessStats as AccessStats
     from torchrec_2dsp.codecs.transport import Transport as Transport
     from torchrec_2dsp.cost.calibration import Calibration as Calibration
+    from torchrec_2dsp.dense.diloco import DiLoCo as DiLoCo
     from torchrec_2dsp.dense.fully_sharded import FullyShardedDense as FullyShardedDense
     from torchrec_2dsp.dense.hooked_data_parallel import HookedDataParallel as HookedDataParallel
+    from torchrec_2dsp.dense.local_dense import LocalDense as LocalDense
     from torchrec_2dsp.dense.tensor_parallel import TensorParallelDense as TensorParallelDense
     from torchrec_2dsp.dense.thresholded import Thresholded as Thresholded
     from torchrec_2dsp.dense.thresholded_data_parallel import (
@@ -86,8 +88,10 @@ _ROOMS = {
     "access.stats": ("AccessStats",),
     "codecs.transport": ("Transport",),
     "cost.calibration": ("Calibration",),
+    "dense.diloco": ("DiLoCo",),
     "dense.fully_sharded": ("FullyShardedDense",),
     "dense.hooked_data_parallel": ("HookedDataParallel",),
+    "dense.local_dense": ("LocalDense",),
     "dense.tensor_parallel": ("TensorParallelDense",),
     "dense.thresholded": ("Thresholded",),
     "dense.thresholded_data_parallel": ("ThresholdedDataParallel",),

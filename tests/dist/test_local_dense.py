@@ -1,0 +1,152 @@
+"""Ranks that train their dense parts alone for some steps, against one process that plays them."""
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torchrec.optim import SemisyncOptimizer
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+
+import torchrec_2dsp as tdsp
+from tests.support.dense_training import TowerModel, Trained, batch_of, cell_of, dense_of, model_of
+from tests.support.parity import Cell
+from tests.support.ranks import RankPool
+from torchrec_2dsp.errors import ConfigError, SyncError
+
+LR, OUTER_LR, MOMENTUM = 0.05, 0.7, 0.9
+NUM_LOCAL, NUM_STEPS = 3, 9
+
+
+def train(rank: int, world_size: int, cell: Cell, options: dict[str, Any]) -> Trained:
+    dense = tdsp.LocalDense(**options)
+    model = model_of(cell, dense)
+    params = dense_of(model)
+    local = KeyedOptimizerWrapper(params, lambda values: torch.optim.SGD(values, lr=LR))
+    outer = KeyedOptimizerWrapper(
+        params, lambda values: tdsp.DiLoCo(values, dense, OUTER_LR, momentum=MOMENTUM)
+    )
+    optimizer = SemisyncOptimizer(params.values(), local, outer, num_local_steps=NUM_LOCAL)
+    trained = Trained()
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        model(batch_of(cell, step, rank)).backward()
+        optimizer.step()
+        trained.weights.append({name: value.detach().clone() for name, value in params.items()})
+        trained.reports.append(dense.total)
+    trained.residual_norm = dense.residual_norm()
+    return trained
+
+
+def expected(world_size: int, cell: Cell, density: float) -> list[list[dict[str, torch.Tensor]]]:
+    """The weights of each rank after each step."""
+    torch.manual_seed(0)
+    models = [TowerModel(cell.spec) for _ in range(world_size)]
+    shared = {name: value.detach().clone() for name, value in dense_params(models[0]).items()}
+    momentum = {name: torch.zeros_like(value) for name, value in shared.items()}
+    left = [{name: torch.zeros_like(value) for name, value in shared.items()} for _ in models]
+    for model in models:
+        model.load_state_dict(models[0].state_dict())
+    steps = []
+    for step in range(NUM_STEPS):
+        for rank, model in enumerate(models):
+            model.zero_grad()
+            model(batch_of(cell, step, rank)).backward()
+            with torch.no_grad():
+                for value in dense_params(model).values():
+                    value -= LR * cast(torch.Tensor, value.grad)
+        if (step + 1) % NUM_LOCAL == 0:
+            for name in shared:
+                sent = []
+                for rank, model in enumerate(models):
+                    due = left[rank][name] + shared[name] - dense_params(model)[name].detach()
+                    part = largest(due, density)
+                    left[rank][name] = due - part
+                    sent.append(part)
+                change = torch.stack(sent).sum(0) / world_size
+                momentum[name] = MOMENTUM * momentum[name] + change
+                shared[name] = shared[name] - OUTER_LR * (change + MOMENTUM * momentum[name])
+                for model in models:
+                    with torch.no_grad():
+                        dense_params(model)[name].copy_(shared[name])
+        steps.append(
+            [
+                {name: value.detach().clone() for name, value in dense_params(model).items()}
+                for model in models
+            ]
+        )
+    return steps
+
+
+def dense_params(model: TowerModel) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in model.named_parameters() if "ebc" not in name}
+
+
+def largest(due: torch.Tensor, density: float) -> torch.Tensor:
+    count = max(1, round(density * due.numel()))
+    positions = due.abs().flatten().topk(count).indices
+    part = torch.zeros_like(due).flatten()
+    part[positions] = due.flatten()[positions]
+    return part.view_as(due)
+
+
+@pytest.mark.parametrize("density", [1.0, 0.1])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_weights_are_those_of_ranks_that_meet(
+    ranks4: RankPool, density: float, groups: int
+) -> None:
+    cell = cell_of(4, groups=groups)
+    wanted = expected(4, cell, density)
+    trained = ranks4.run(train, cell, {"density": density, "values": "fp32"})
+    for step in range(NUM_STEPS):
+        for rank, result in enumerate(trained):
+            for name, value in wanted[step][rank].items():
+                torch.testing.assert_close(result.weights[step][name], value, rtol=0, atol=2e-6)
+        weights = [rank.weights[step] for rank in trained]
+        are_equal = all(
+            torch.equal(of_rank[name], value)
+            for of_rank in weights
+            for name, value in weights[0].items()
+        )
+        assert are_equal == ((step + 1) % NUM_LOCAL == 0)
+    report = trained[0].reports[-1]
+    if density < 1:
+        assert 0.09 < report.density < 0.12
+        assert report.num_bytes < 0.4 * report.dense_bytes
+        assert trained[0].residual_norm > 0
+
+
+def misuse(rank: int, world_size: int) -> tuple[str, ...]:
+    said = []
+    for options in ({"density": 0.0}, {"values": "int3"}, {"residual_decay": 1.5}):
+        with pytest.raises(ConfigError) as raised:
+            tdsp.LocalDense(**options)
+        said.append(str(raised.value))
+    dense = tdsp.LocalDense(density=0.5)
+    with pytest.raises(SyncError) as no_model:
+        dense.mean([torch.ones(2)])
+    cell = cell_of(world_size)
+    model = model_of(cell, dense)
+    dense.state_dict()
+    model(batch_of(cell, 0, rank)).backward()
+    with pytest.raises(SyncError) as apart:
+        dense.state_dict()
+    outer = tdsp.DiLoCo(dense_of(model).values(), dense)
+    with pytest.raises(ConfigError) as step:
+        outer.step()
+    outer.global_step(torch.tensor(1))
+    dense.state_dict()
+    with pytest.raises(ConfigError) as rates:
+        tdsp.DiLoCo(dense_of(model).values(), dense, momentum=1.0)
+    return (*said, *(str(raised.value) for raised in (no_model, apart, step, rates)))
+
+
+def test_what_cannot_be_is_said(ranks2: RankPool) -> None:
+    (said,) = set(ranks2.run(misuse))
+    density, values, decay, no_model, apart, step, rates = said
+    assert density == "LocalDense(density=0.0) is no share; use one of 0 to 1"
+    assert "no transport" in values
+    assert "no factor" in decay
+    assert "no model yet" in no_model
+    assert "save after a multiple of num_local_steps" in apart
+    assert "outer optimizer" in step
+    assert "momentum" in rates

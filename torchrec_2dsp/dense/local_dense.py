@@ -1,0 +1,192 @@
+"""`LocalDense`: each rank trains its own dense part for some steps, then ranks meet."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.types import ShardingEnv
+
+from torchrec_2dsp._compat.data_parallel import (
+    DataParallelWrapper,
+    DistributedModelParallel,
+    wrapped_module,
+)
+from torchrec_2dsp.codecs.error_feedback import ErrorFeedback
+from torchrec_2dsp.codecs.flat import FlatCodec
+from torchrec_2dsp.codecs.sparse import Entries
+from torchrec_2dsp.codecs.threshold import Threshold, ThresholdRule
+from torchrec_2dsp.codecs.transport import Transport
+from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.dense.dense_parts import broadcast_weights, dense_parts
+from torchrec_2dsp.dense.gradient_report import GradientReport
+from torchrec_2dsp.dense.gradient_route import BucketSize, GradientRoute
+from torchrec_2dsp.dense.sparse_sums import GatheredSum
+from torchrec_2dsp.errors import ConfigError, SyncError
+
+
+class LocalDense(DataParallelWrapper):
+    """Runs what isn't in tables on each rank alone; `DiLoCo` brings the ranks together.
+
+    Tables are trained by all ranks in every step, as ever. Training isn't exact: compare its
+    quality with DDP's.
+
+    Example::
+
+        dense = tdsp.LocalDense(density=0.02)
+        model = tdsp.ModelParallel2D(
+            model, plan=plan, sharders=sharders, data_parallel_wrapper=dense
+        )
+        params = dict(in_backward_optimizer_filter(model.named_parameters()))
+        local = KeyedOptimizerWrapper(params, lambda values: torch.optim.AdamW(values))
+        outer = KeyedOptimizerWrapper(params, lambda values: tdsp.DiLoCo(values, dense))
+        optimizer = CombinedOptimizer(
+            [
+                model.fused_optimizer,
+                SemisyncOptimizer(params.values(), local, outer, num_local_steps=16),
+            ]
+        )
+    """
+
+    def __init__(
+        self,
+        *,
+        density: float = 1.0,
+        values: Transport | str = Transport.BF16,
+        residual_decay: float = 1.0,
+    ) -> None:
+        """
+        Args:
+            density: the share of each parameter's changes that ranks send when they meet, above 0;
+                with 1 all are sent, in float32. What isn't sent is added to the changes next time.
+            values: how changes travel where not all are sent: fp32, bf16, fp16, int8 or int4.
+            residual_decay: what is left of unsent changes until the next time, at most 1.
+        """
+        names = [way.value for way in Transport]
+        if not 0 < density <= 1:
+            raise ConfigError(f"LocalDense(density={density!r}) is no share; use one of 0 to 1")
+        if values not in names:
+            raise ConfigError(
+                f"LocalDense(values={values!r}) is no transport; use one of {', '.join(names)}"
+            )
+        if not 0 < residual_decay <= 1:
+            raise ConfigError(
+                f"LocalDense(residual_decay={residual_decay!r}) is no factor; use one above 0, at "
+                "most 1"
+            )
+        self._density, self._decay = density, residual_decay
+        self._codec = FlatCodec(Transport(values).codec)
+        self._settings = f"density={density}, values={values}, residual_decay={residual_decay}"
+        self._feedback = ErrorFeedback()
+        self._group: dist.ProcessGroup | None = None
+        self._is_apart = False
+        self.total = GradientReport()
+        """What this rank has sent so far."""
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        """Give all ranks the same weights; TorchRec calls it.
+
+        Collectives:
+            An agreement of all ranks on the settings, and a broadcast of each parameter and buffer
+            of the dense part.
+        """
+        group = env.process_group
+        if group is None:
+            raise ConfigError("the model has no process group; give its environment one")
+        with agreeing(group) as facts:
+            if self._group is not None:
+                raise ConfigError("this LocalDense has a model already; make another one")
+            facts["the settings of LocalDense"] = self._settings
+        self._group = group
+        model = wrapped_module(dmp).to(device)
+        for _, part in dense_parts(model, "LocalDense"):
+            broadcast_weights(part, group)
+        model.register_forward_pre_hook(self._before_forward)
+
+    def _before_forward(self, module: torch.nn.Module, _: tuple[Any, ...]) -> None:
+        self._is_apart |= module.training and torch.is_grad_enabled()
+
+    @torch.no_grad()
+    def mean(self, changes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The mean of all ranks' changes of each parameter, or of the largest ones; equal bits.
+
+        `DiLoCo` calls it. From then on ranks are together, until the next training forward.
+
+        Collectives:
+            One all-reduce of all changes, or one all-gather of the largest; waited for.
+        """
+        if self._group is None:
+            raise SyncError("LocalDense has no model yet; give it to one as data_parallel_wrapper")
+        flat = torch.cat([change.reshape(-1).float() for change in changes])
+        num_ranks = dist.get_world_size(self._group)
+        capacities = [max(1, round(self._density * change.numel())) for change in changes]
+        size = BucketSize(flat.numel(), sum(capacities), num_ranks, self._codec)
+        dense_bytes = size.sent_bytes(GradientRoute.DENSE)
+        if self._density == 1:
+            dist.all_reduce(flat, group=self._group)
+            self.total += GradientReport(num_bytes=dense_bytes, dense_bytes=dense_bytes)
+        else:
+            flat = self._sum_of_largest(flat, changes, capacities, size)
+            self.total += GradientReport(
+                num_steps=1,
+                num_thresholded_steps=1,
+                num_bytes=size.sent_bytes(GradientRoute.GATHER),
+                dense_bytes=dense_bytes,
+            )
+        self._is_apart = False
+        parts = flat.div_(num_ranks).split([change.numel() for change in changes])
+        return [part.view_as(change) for part, change in zip(parts, changes, strict=True)]
+
+    def _sum_of_largest(
+        self,
+        flat: torch.Tensor,
+        changes: Sequence[torch.Tensor],
+        capacities: Sequence[int],
+        size: BucketSize,
+    ) -> torch.Tensor:
+        assert self._group is not None
+        residual = self._feedback.drain("all")
+        if residual is not None:
+            flat += self._decay * residual
+        due = self._feedback.add("all", flat)
+        chosen, start = [], 0
+        for change, capacity in zip(changes, capacities, strict=True):
+            of_param = due[start : start + change.numel()]
+            threshold = Threshold(ThresholdRule(is_exact=True), capacity)
+            positions, values = threshold.choose(of_param)
+            chosen.append((positions + start, values))
+            start += change.numel()
+        entries = Entries(*(torch.cat(tensors) for tensors in zip(*chosen, strict=True)))
+        started = GatheredSum(size.gather_codec, self._group).start(entries, flat)
+        total = started.total.wait()
+        self._feedback.take_off("all", started.sent.positions, started.sent.values)
+        self.total += GradientReport(
+            num_entries=entries.positions.numel(), num_elements=flat.numel()
+        )
+        return total
+
+    def residual_norm(self) -> float:
+        """The Euclidean norm of this rank's changes that weren't sent."""
+        return self._feedback.square_norm() ** 0.5
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's changes that weren't sent; a `TrainState` stores them by itself.
+
+        Raises:
+            SyncError: ranks have different weights now, of which a checkpoint would keep one.
+        """
+        if self._is_apart:
+            raise SyncError(
+                "ranks have trained their own dense parts since they last met; save after a "
+                "multiple of num_local_steps"
+            )
+        return {"residuals": self._feedback.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the state of this rank."""
+        self.load_rank_states([state])
+
+    def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take over the sum of what several ranks haven't sent; there may be none."""
+        self._feedback.load_sum([state["residuals"] for state in states if state])
+        self._is_apart = False

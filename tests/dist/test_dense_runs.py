@@ -22,6 +22,10 @@ TREE = {
             "dense": {"kind": "thresholded", "density": 0.05, "warm_up": NUM_DENSE_STEPS}
         },
         "sharded": {"dense": {"kind": "fully_sharded", "num_copies": 1}},
+        "averaged": {
+            "dense": {"kind": "local", "local_steps": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
+        },
+        "meeting": {"dense": {"kind": "local", "local_steps": 4}},
         "fp16": {"num_groups": 2, "dense": {"kind": "fp16"}},
         "powersgd": {"dense": {"kind": "powersgd", "rank": 1, "warm_up": NUM_DENSE_STEPS}},
     },
@@ -38,6 +42,9 @@ def test_runs_send_dense_gradients_as_they_say(ranks2: RankPool) -> None:
     by_run = ranks2.run(losses)[0]
     assert by_run["whole"][0] == by_run["ddp"][0]
     assert by_run["sharded"][1] < 1e-6
+    # Weights that are averaged after each step of SGD are those of averaged gradients.
+    assert by_run["averaged"][1] < 1e-6
+    assert 0 < by_run["meeting"][1] < 0.1
     for name, bound in (("thresholded", 0.1), ("powersgd", 0.1), ("fp16", 1e-3)):
         assert 0 < by_run[name][1] < bound
     # A warm-up is DDP's arithmetic. The loss of the step after it doesn't know of it yet.

@@ -41,6 +41,7 @@ from torchrec_2dsp.programs.bench.config import BenchConfig, PlannedContestant, 
 from torchrec_2dsp.programs.bench.weights import fill_tables_
 from torchrec_2dsp.programs.bench.workload import tables_work, workload_of
 from torchrec_2dsp.programs.calibrate.link_speed import LinkSpeeds
+from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
 from torchrec_2dsp.programs.models.dense import dense_wrapper
 from torchrec_2dsp.programs.models.model import build_model, rank_device, table_name
 from torchrec_2dsp.programs.models.optimizer import dense_optimizer, table_optimizer
@@ -90,7 +91,7 @@ def build_trainer(
     else:
         model, plan = _stock(config, contestant, speeds, unsharded, device)
     fill_tables_(model, config.data, config.model.dim, config.model.seed)
-    optimizer = _optimizer(config, model)
+    optimizer = _optimizer(config, contestant.dense, model)
     prefetch_rows = isinstance(contestant, TwoDContestant) and contestant.prefetch_rows
     pipeline = make_pipeline(model, optimizer, device, prefetch_rows=prefetch_rows)
     return Trainer(model, pipeline, optimizer, plan)
@@ -219,7 +220,9 @@ def _codecs(qcomms: str, device: torch.device) -> Any:
     )
 
 
-def _optimizer(config: BenchConfig, model: DistributedModelParallel) -> CombinedOptimizer:
+def _optimizer(
+    config: BenchConfig, dense_config: DenseGradientsConfig, model: DistributedModelParallel
+) -> CombinedOptimizer:
     """The fused optimizers, their rule again for data-parallel tables, another for the rest."""
     tables = {f"{table_name(feature.name)}.weight" for feature in config.data.features}
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
@@ -235,7 +238,7 @@ def _optimizer(config: BenchConfig, model: DistributedModelParallel) -> Combined
             )
         )
     others = {name: param for name, param in dense.items() if not is_table[name]}
-    parts.append(dense_optimizer(config.optimizer, others))
+    parts.append(dense_optimizer(config.optimizer, dense_config, model, others))
     return CombinedOptimizer(parts)
 
 

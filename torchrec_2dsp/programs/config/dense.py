@@ -11,9 +11,9 @@ from torchrec_2dsp.programs.config.sections import Section
 class DenseGradientsConfig(Section):
     """How ranks add up the gradients of what isn't sharded."""
 
-    kind: Literal["ddp", "fp16", "powersgd", "thresholded", "fully_sharded"] = "ddp"
-    """DDP as it is, torch's fp16 hook, PowerSGD, only the largest elements; or FSDP2, where each
-    rank holds a share."""
+    kind: Literal["ddp", "fp16", "powersgd", "thresholded", "fully_sharded", "local"] = "ddp"
+    """DDP as it is, torch's fp16 hook, PowerSGD, only the largest elements; FSDP2, where each rank
+    holds a share; or ranks that train by themselves and meet every few steps."""
 
     density: float = Field(default=0.005, gt=0, le=1)
     """The share of elements that "thresholded" sends in a step."""
@@ -30,6 +30,18 @@ class DenseGradientsConfig(Section):
     num_copies: int = Field(default=1, ge=1)
     """How many times the ranks hold the dense part, if it is "fully_sharded"."""
 
+    local_steps: int = Field(default=16, ge=1)
+    """Every so many steps the ranks of "local" meet."""
+
+    meeting_density: float = Field(default=1.0, gt=0, le=1)
+    """The share of all changes that the ranks of "local" send when they meet."""
+
+    outer_lr: float = Field(default=0.7, gt=0)
+    """The learning rate of the mean change, when the ranks of "local" meet."""
+
+    outer_momentum: float = Field(default=0.9, ge=0, lt=1)
+    """The momentum of the mean changes."""
+
     warm_up: int = Field(default=10, ge=2)
     """How many first steps "powersgd" and "thresholded" leave dense."""
 
@@ -41,5 +53,6 @@ class DenseGradientsConfig(Section):
             "fp16": "dense gradients in fp16",
             "powersgd": f"dense gradients by PowerSGD of rank {self.rank}",
             "fully_sharded": f"dense part fully sharded, in {self.num_copies} copies",
+            "local": f"dense parts that meet every {self.local_steps} steps",
             "thresholded": f"{self.density:.3%} of dense gradients, in {self.values.value}",
         }[self.kind]

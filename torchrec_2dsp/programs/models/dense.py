@@ -6,6 +6,7 @@ from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec_2dsp._compat.data_parallel import data_parallel_wrapper
 from torchrec_2dsp.dense.fully_sharded import FullyShardedDense
 from torchrec_2dsp.dense.hooked_data_parallel import HookedDataParallel
+from torchrec_2dsp.dense.local_dense import LocalDense
 from torchrec_2dsp.dense.thresholded_data_parallel import ThresholdedDataParallel
 from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
 
@@ -16,6 +17,8 @@ def dense_wrapper(config: DenseGradientsConfig) -> DataParallelWrapper | None:
         return None
     if config.kind == "fully_sharded":
         return FullyShardedDense(num_copies=config.num_copies)
+    if config.kind == "local":
+        return LocalDense(density=config.meeting_density, values=config.values)
     if config.kind == "thresholded":
         return ThresholdedDataParallel(
             config.density, values=config.values, route=config.route, warm_up=config.warm_up

@@ -5,11 +5,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torchrec.optim.keyed import KeyedOptimizerWrapper
+from torch import nn
+from torchrec.optim import SemisyncOptimizer
+from torchrec.optim.keyed import KeyedOptimizer, KeyedOptimizerWrapper
 
+from torchrec_2dsp._compat.data_parallel import data_parallel_wrapper
+from torchrec_2dsp.dense.diloco import DiLoCo
+from torchrec_2dsp.dense.local_dense import LocalDense
 from torchrec_2dsp.optim.delayed_moment import DelayedMomentRowWiseAdaGrad
 from torchrec_2dsp.optim.inflation import expected_moment_scale
 from torchrec_2dsp.optim.moment_scaled import FROM_MESH, FromMesh, MomentScaledRowWiseAdaGrad
+from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
 from torchrec_2dsp.programs.config.sections import OptimizerConfig, ReplicationConfig
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.data.zipf import Zipf
@@ -47,12 +53,30 @@ def table_optimizer(
 
 
 def dense_optimizer(
-    optimizer: OptimizerConfig, parameters: Mapping[str, Any]
-) -> KeyedOptimizerWrapper:
-    """The optimizer of the parameters that no sharder updates, by name, as checkpoints need it."""
-    return KeyedOptimizerWrapper(
+    optimizer: OptimizerConfig,
+    dense: DenseGradientsConfig,
+    model: nn.Module,
+    parameters: Mapping[str, Any],
+) -> KeyedOptimizer:
+    """The optimizer of the parameters that no sharder updates, by name, as checkpoints need it.
+
+    Args:
+        optimizer: its rule and its rates.
+        dense: how ranks come to the same weights.
+        model: the sharded model.
+        parameters: of the model, by name.
+    """
+    local = KeyedOptimizerWrapper(
         dict(parameters), lambda unnamed: plain_dense_optimizer(optimizer, unnamed)
     )
+    wrapper = data_parallel_wrapper(model)
+    if not isinstance(wrapper, LocalDense):
+        return local
+    outer = KeyedOptimizerWrapper(
+        dict(parameters),
+        lambda unnamed: DiLoCo(unnamed, wrapper, dense.outer_lr, momentum=dense.outer_momentum),
+    )
+    return SemisyncOptimizer(parameters.values(), local, outer, num_local_steps=dense.local_steps)
 
 
 def plain_dense_optimizer(

@@ -124,6 +124,16 @@ class TrainConfig(Section):
             raise ValueError(f"runs: the name {unusable[0]!r} has a dot, a slash or a space")
         return self
 
+    @model_validator(mode="after")
+    def _check_meetings(self) -> "TrainConfig":
+        for name, run in self.runs.items():
+            if run.dense.kind == "local" and self.loop.steps % run.dense.local_steps:
+                raise ValueError(
+                    f"runs.{name}.dense.local_steps={run.dense.local_steps} doesn't divide "
+                    f"loop.steps={self.loop.steps}, so ranks would end with different weights"
+                )
+        return self
+
     def mesh(self, run: str, world_size: int) -> Mesh2D:
         """The mesh of a run in a world of ``world_size`` ranks."""
         num_groups = self.runs[run].num_groups

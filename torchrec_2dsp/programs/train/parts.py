@@ -54,7 +54,10 @@ def make_plan(
     return collective_plan(planner, model, sharder, pins=run, data=config.data)
 
 
-def make_optimizer(model: ModelParallel2D, config: TrainConfig) -> CombinedOptimizer:
+def make_optimizer(
+    model: ModelParallel2D, config: TrainConfig, run: RunConfig
+) -> CombinedOptimizer:
     """The tables' fused optimizers, and the optimizer of everything else."""
-    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
-    return CombinedOptimizer([model.fused_optimizer, dense_optimizer(config.optimizer, dense)])
+    params = dict(in_backward_optimizer_filter(model.named_parameters()))
+    dense = dense_optimizer(config.optimizer, run.dense, model, params)
+    return CombinedOptimizer([model.fused_optimizer, dense])

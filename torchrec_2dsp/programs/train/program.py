@@ -101,7 +101,7 @@ class _Trainer:
             sharders=[sharder],
             data_parallel_wrapper=dense_wrapper(run.dense),
         )
-        optimizer = make_optimizer(self._model, config)
+        optimizer = make_optimizer(self._model, config, run)
         self._pipeline = make_pipeline(
             self._model, optimizer, self._device, prefetch_rows=run.prefetch_rows
         )

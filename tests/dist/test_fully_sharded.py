@@ -1,11 +1,13 @@
 """A dense part whose parameters are shared out, against DDP."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import torchrec_2dsp as tdsp
 from tests.support.dense_training import (
@@ -17,6 +19,7 @@ from tests.support.dense_training import (
     dense_of,
     model_of,
     train as train_by_ddp,
+    whole,
 )
 from tests.support.loops import shard
 from tests.support.models import BagModel
@@ -51,10 +54,6 @@ def train(rank: int, world_size: int, cell: Cell, options: dict[str, Any], kind:
     return trained
 
 
-def whole(value: Any) -> torch.Tensor:
-    return value.full_tensor().detach().clone()
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 def test_weights_are_those_of_ddp(ranks4: RankPool, name: str) -> None:
     for cell in (cell_of(4), cell_of(4, groups=2), cell_of(4, stock=True)):
@@ -65,6 +64,39 @@ def test_weights_are_those_of_ddp(ranks4: RankPool, name: str) -> None:
             assert actual.keys() == wanted.keys()
             for param, value in wanted.items():
                 torch.testing.assert_close(actual[param], value, rtol=0, atol=ROUNDING)
+
+
+def accumulate(rank: int, world_size: int, kind: str) -> list[dict[str, torch.Tensor]]:
+    """The dense weights after each step of two batches."""
+    plan = {"tower.0": ColwiseParallel(), "tower.2": RowwiseParallel()}
+    wrappers: dict[str, Any] = {
+        "ddp": lambda: None,
+        "sharded": tdsp.FullyShardedDense,
+        "split": lambda: tdsp.TensorParallelDense(plan, tp=2),
+    }
+    cell = replace(cell_of(world_size), always_capture=True)
+    model = model_of(cell, wrappers[kind]())
+    dense = dense_of(model)
+    optimizer = torch.optim.SGD(dense.values(), lr=LR, foreach=False)
+    weights = []
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        for batch in tdsp.accumulate(
+            model, [batch_of(cell, 2 * step + part, rank) for part in (0, 1)]
+        ):
+            (model(batch) / 2).backward()
+        optimizer.step()
+        named = {name.removeprefix("module."): value for name, value in dense.items()}
+        weights.append({name: whole(value) for name, value in named.items()})
+    return weights
+
+
+def test_several_batches_make_one_update(ranks4: RankPool) -> None:
+    by_ddp = ranks4.run(accumulate, "ddp")[0]
+    for kind in ("sharded", "split"):
+        for actual, wanted in zip(ranks4.run(accumulate, kind)[0], by_ddp, strict=True):
+            for name, value in wanted.items():
+                torch.testing.assert_close(actual[name], value, rtol=0, atol=ROUNDING)
 
 
 class WithParameter(BagModel):

@@ -1,6 +1,5 @@
 """Layers that several ranks compute together, against DDP."""
 
-import warnings
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from tests.support.dense_training import (
     dense_of,
     model_of,
     train as train_by_ddp,
+    whole,
 )
 from tests.support.parity import Cell
 from tests.support.ranks import RankPool
@@ -42,13 +42,6 @@ def train(rank: int, world_size: int, cell: Cell, tp: int, kind: str) -> Trained
         optimizer.step()
         trained.weights.append({name: whole(value) for name, value in dense.items()})
     return trained
-
-
-def whole(value: Any) -> torch.Tensor:
-    with warnings.catch_warnings():
-        # FSDP2 over tensor-parallel shards gathers twice, and says so.
-        warnings.simplefilter("ignore")
-        return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

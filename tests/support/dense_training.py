@@ -1,11 +1,13 @@
 """A model with a dense part large enough for thresholds, trained by one wrapper or another."""
 
 import hashlib
+import warnings
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -106,3 +108,11 @@ def train(
     if wrapper is not None:
         trained.residual_norm = wrapper.residual_norm()
     return trained
+
+
+def whole(value: Any) -> torch.Tensor:
+    """A copy of a parameter, on all ranks, if each has a part of it."""
+    with warnings.catch_warnings():
+        # FSDP2 over tensor-parallel shards gathers twice, and says so.
+        warnings.simplefilter("ignore")
+        return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()

@@ -117,7 +117,8 @@ def test_weights_are_those_of_ranks_that_meet(
 
 def misuse(rank: int, world_size: int) -> tuple[str, ...]:
     said = []
-    for options in ({"density": 0.0}, {"values": "int3"}, {"residual_decay": 1.5}):
+    wrong: list[dict[str, Any]] = [{"density": 0.0}, {"values": "int3"}, {"residual_decay": 1.5}]
+    for options in wrong:
         with pytest.raises(ConfigError) as raised:
             tdsp.LocalDense(**options)
         said.append(str(raised.value))

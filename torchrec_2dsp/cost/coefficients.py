@@ -11,8 +11,8 @@ from torchrec_2dsp.cost.traffic import Traffic
 from torchrec_2dsp.errors import CalibrationError
 
 
-class Coefficients(BaseModel):
-    """Seconds for each unit of some kinds of work, none below zero, all finite."""
+class CalibrationPart(BaseModel):
+    """A part of a calibration, as strict as its file has to be."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -21,6 +21,10 @@ class Coefficients(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+
+
+class Coefficients(CalibrationPart):
+    """Seconds for each unit of some kinds of work, none below zero, all finite."""
 
     base_s: float = Field(ge=0)
     """Seconds that a call takes, whatever the work."""

@@ -152,7 +152,7 @@ def _is_result(given: Any) -> bool:
 def _mapped(
     given: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool] = _is_leaf
 ) -> Any:
-    """The same lists, tuples and dicts with other leaves."""
+    """Lists, tuples and dicts like those given, with other leaves."""
     if is_leaf(given):
         return function(given)
     if isinstance(given, dict):

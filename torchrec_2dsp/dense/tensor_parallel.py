@@ -92,17 +92,17 @@ class TensorParallelDense(DataParallelWrapper):
         """The plan of each dense part, with the names that modules have in it."""
         plans: dict[str, dict[str, ParallelStyle]] = {}
         for pattern, style in self._plan.items():
-            found = [
+            modules = [
                 (part_name, name)
                 for part_name, part in parts.items()
                 for name, _ in part.named_modules()
                 if fnmatchcase(f"{part_name}.{name}" if name else part_name, pattern)
             ]
-            if not found:
+            if not modules:
                 raise ConfigError(
                     f"TensorParallelDense: no module of the dense part is called {pattern!r}; the "
                     f"dense part has {', '.join(parts) or 'no modules'}"
                 )
-            for part_name, name in found:
+            for part_name, name in modules:
                 plans.setdefault(part_name, {})[name] = style
         return plans

@@ -49,7 +49,7 @@ def accumulate(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
     with agreeing(world_group()) as facts:
         if not batches:
             raise ConfigError("accumulate() got no batches, so there is nothing to update by")
-        if not all(part.can_accumulate for part in tables):
+        if not all(part.sync_point.can_hold for part in tables):
             raise ConfigError(
                 "tables are updated in the backward of each batch; make their sharder with "
                 "accumulates=True, or replicas with GradientSync()"

@@ -54,8 +54,15 @@ class SyncPoint:
     first because they run the same program.
     """
 
-    def __init__(self, actions: Sequence[SyncAction]) -> None:
+    def __init__(self, actions: Sequence[SyncAction], *, can_hold: bool = True) -> None:
+        """
+        Args:
+            actions: run one after the other.
+            can_hold: whether updates wait for them, so that several backwards can make one.
+        """
         self._actions = list(actions)
+        self.can_hold = can_hold
+        """Whether `hold` can make one update of several backwards."""
         self._is_held = False
         self.total = SyncReport()
         """The reports of all syncs so far, added up."""

@@ -97,8 +97,6 @@ class Tables2D:
             before_use=self._before_use,
         )
         """How rows come before their step."""
-        self.can_accumulate = replication.can_accumulate
-        """Whether `accumulate` can make one update of several batches."""
         actions = [] if self.hot_rows is None else [self.hot_rows.action()]
         self._replicas = ReplicaSync(
             self._kernels,

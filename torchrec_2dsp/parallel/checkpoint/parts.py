@@ -79,10 +79,8 @@ def _with_rows(states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, A
 
 
 def _has_no_row(value: Any) -> bool:
-    with torch.no_grad():
-        return isinstance(value, DTensor) and not any(
-            shard.numel() for shard in cast(Any, value.to_local()).local_shards()
-        )
+    shards = _shards_of_table(value)
+    return shards is not None and not any(shard.numel() for shard in shards)
 
 
 def _is_empty(value: Any) -> bool:
@@ -93,5 +91,16 @@ def _is_empty(value: Any) -> bool:
     """
     if isinstance(value, ShardedTensor):
         return not value.local_shards()
+    return _shards_of_table(value) == []
+
+
+def _shards_of_table(value: Any) -> list[torch.Tensor] | None:
+    """This rank's shards of a table that is a DTensor; `None` for what isn't one.
+
+    A DTensor of the dense part holds a plain tensor, which DCP knows by itself.
+    """
+    if not isinstance(value, DTensor):
+        return None
     with torch.no_grad():
-        return isinstance(value, DTensor) and not cast(Any, value.to_local()).local_shards()
+        local: Any = value.to_local()
+    return list(local.local_shards()) if hasattr(local, "local_shards") else None

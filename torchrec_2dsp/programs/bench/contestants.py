@@ -44,7 +44,7 @@ from torchrec_2dsp.programs.calibrate.link_speed import LinkSpeeds
 from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
 from torchrec_2dsp.programs.models.dense import dense_wrapper
 from torchrec_2dsp.programs.models.model import build_model, rank_device, table_name
-from torchrec_2dsp.programs.models.optimizer import dense_optimizer, table_optimizer
+from torchrec_2dsp.programs.models.optimizer import dense_optimizer, table_optimizer, with_meetings
 from torchrec_2dsp.programs.models.pipeline import make_pipeline
 from torchrec_2dsp.programs.models.planned import collective_plan, planner_arguments
 from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
@@ -238,7 +238,7 @@ def _optimizer(
             )
         )
     others = {name: param for name, param in dense.items() if not is_table[name]}
-    parts.append(dense_optimizer(config.optimizer, dense_config, model, others))
+    parts.append(with_meetings(dense_optimizer(config.optimizer, others), dense_config, model))
     return CombinedOptimizer(parts)
 
 

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from torchrec_2dsp.comms.agreement import agree
-from torchrec_2dsp.cost.calibration import Calibration, CollectiveTimes, Hardware, Kernels
+from torchrec_2dsp.cost.calibration import Calibration, CollectiveTimes, Hardware
+from torchrec_2dsp.cost.kernels import Kernels
 from torchrec_2dsp.errors import CalibrationError
 from torchrec_2dsp.programs.calibrate.beside import Beside
 from torchrec_2dsp.programs.calibrate.collectives import measure_collectives

@@ -53,30 +53,33 @@ def table_optimizer(
 
 
 def dense_optimizer(
-    optimizer: OptimizerConfig,
-    dense: DenseGradientsConfig,
-    model: nn.Module,
-    parameters: Mapping[str, Any],
-) -> KeyedOptimizer:
-    """The optimizer of the parameters that no sharder updates, by name, as checkpoints need it.
-
-    Args:
-        optimizer: its rule and its rates.
-        dense: how ranks come to the same weights.
-        model: the sharded model.
-        parameters: of the model, by name.
-    """
-    local = KeyedOptimizerWrapper(
+    optimizer: OptimizerConfig, parameters: Mapping[str, Any]
+) -> KeyedOptimizerWrapper:
+    """The optimizer of the parameters that no sharder updates, by name, as checkpoints need it."""
+    return KeyedOptimizerWrapper(
         dict(parameters), lambda unnamed: plain_dense_optimizer(optimizer, unnamed)
     )
+
+
+def with_meetings(
+    local: KeyedOptimizerWrapper, dense: DenseGradientsConfig, model: nn.Module
+) -> KeyedOptimizer:
+    """The optimizer of ranks that meet now and then; the given one if they are never apart.
+
+    Args:
+        local: the optimizer of a rank's own steps.
+        dense: how often ranks meet.
+        model: the sharded model.
+    """
     wrapper = data_parallel_wrapper(model)
     if not isinstance(wrapper, LocalDense):
         return local
+    params: dict[str, Any] = dict(local.params)
     outer = KeyedOptimizerWrapper(
-        dict(parameters),
+        params,
         lambda unnamed: DiLoCo(unnamed, wrapper, dense.outer_lr, momentum=dense.outer_momentum),
     )
-    return SemisyncOptimizer(parameters.values(), local, outer, num_local_steps=dense.local_steps)
+    return SemisyncOptimizer(params.values(), local, outer, num_local_steps=dense.local_steps)
 
 
 def plain_dense_optimizer(

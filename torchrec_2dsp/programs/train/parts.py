@@ -10,7 +10,7 @@ from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.planner.planner2d import Planner2D
-from torchrec_2dsp.programs.models.optimizer import dense_optimizer, table_optimizer
+from torchrec_2dsp.programs.models.optimizer import dense_optimizer, table_optimizer, with_meetings
 from torchrec_2dsp.programs.models.planned import collective_plan, planner_arguments
 from torchrec_2dsp.programs.train.config import RunConfig, TrainConfig
 from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
@@ -59,5 +59,5 @@ def make_optimizer(
 ) -> CombinedOptimizer:
     """The tables' fused optimizers, and the optimizer of everything else."""
     params = dict(in_backward_optimizer_filter(model.named_parameters()))
-    dense = dense_optimizer(config.optimizer, run.dense, model, params)
+    dense = with_meetings(dense_optimizer(config.optimizer, params), run.dense, model)
     return CombinedOptimizer([model.fused_optimizer, dense])

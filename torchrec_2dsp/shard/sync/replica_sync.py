@@ -45,7 +45,10 @@ class ReplicaSync(Stage):
             actions_beside: what is synced besides the replicas.
             broadcast: gives every sharding group the tables of the first one.
         """
-        self.sync_point = SyncPoint([*replica_actions(kernels, plan, replication), *actions_beside])
+        self.sync_point = SyncPoint(
+            [*replica_actions(kernels, plan, replication), *actions_beside],
+            can_hold=replication.can_accumulate,
+        )
         """Where this module's replicas are made equal."""
         self._kernels = list(kernels)
         self._groups: MeshGroups = replication.groups

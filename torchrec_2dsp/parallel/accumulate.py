@@ -9,6 +9,7 @@ from torch import nn
 from torchrec_2dsp._compat.data_parallel import data_parallel_parts, has_synced
 from torchrec_2dsp.comms.agreement import agreeing
 from torchrec_2dsp.comms.mesh_groups import world_group
+from torchrec_2dsp.comms.naming_faults import naming_faults
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.shard.parted import sharded_tables
 
@@ -58,7 +59,8 @@ def accumulate(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
     *waiting, last = batches
     with ExitStack() as tables_held:
         for part in tables if waiting else []:
-            part.sync_point.hold()
+            with naming_faults(part.groups.board, "accumulate()"):
+                part.sync_point.hold()
             tables_held.callback(part.sync_point.release)
         with ExitStack() as dense_held:
             for ddp in data_parallel_parts(model):

@@ -96,7 +96,11 @@ def draw_case(seed: int) -> Case:
         seed=rng.randrange(1_000),
         **chosen,
     )
-    return case if rng.random() < UNSETTLED_SHARE else settled(case)
+    settled_case = settled(case)
+    # TorchRec itself fails without samples, and names nothing.
+    return (
+        replace(case, sizes=settled_case.sizes) if rng.random() < UNSETTLED_SHARE else settled_case
+    )
 
 
 def settled(case: Case) -> Case:

@@ -136,8 +136,7 @@ def replica_actions(
             captures,
             groups.alarm,
             DriftCheck(copied, groups.replica_peers, groups.alarm, sync.drift_every),
-            # Without replicas nothing travels that an update could wait for.
-            delay=sync.delay if groups.mesh.num_groups > 1 else 0,
+            delay=sync.delay if replication.may_delay else 0,
             is_layered=peers.is_layered,
             make_updater=replication.make_updater,
         )

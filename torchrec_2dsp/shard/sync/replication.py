@@ -42,6 +42,12 @@ class Replication:
         return self.always_capture or self.delays_moment or self.accumulates
 
     @property
+    def may_delay(self) -> bool:
+        """Whether updates may be late; not where nothing but accumulation captures rows, which
+        trains what a kernel does."""
+        return self.groups.mesh.num_groups > 1 or self.always_capture or self.delays_moment
+
+    @property
     def can_accumulate(self) -> bool:
         """Whether updates wait for a sync, so that it can make one of several backwards'."""
         has_replicas = self.groups.mesh.num_groups > 1

@@ -121,6 +121,7 @@ def misuse(rank: int, world_size: int) -> tuple[str, ...]:
         (PLAN, 3, MeshError),
         (PLAN, 2 + 2 * (rank % 2), ConfigError),
         ({}, 2, ConfigError),
+        ({"last": ColwiseParallel()}, 2, ConfigError),
     ):
         with pytest.raises(kind) as raised:
             model_of(cell, tdsp.TensorParallelDense(plan, tp=tp))
@@ -134,7 +135,7 @@ def misuse(rank: int, world_size: int) -> tuple[str, ...]:
 
 
 def test_what_cannot_be_is_said(ranks4: RankPool) -> None:
-    ((unknown, no_divisor, differs, nothing, flat),) = set(ranks4.run(misuse))
+    ((unknown, no_divisor, differs, nothing, alone, flat),) = set(ranks4.run(misuse))
     assert unknown == (
         "TensorParallelDense: no module of the dense part is called 'tower.7'; the dense part has "
         "tower, last"
@@ -142,4 +143,7 @@ def test_what_cannot_be_is_said(ranks4: RankPool) -> None:
     assert no_divisor == "tp=3 does not divide 4 ranks; use one of 1, 2, 4"
     assert differs.startswith("the settings of TensorParallelDense differs between ranks")
     assert nothing == "TensorParallelDense(plan={}) splits nothing; name some modules"
+    assert alone.startswith(
+        "TensorParallelDense: 'last' is a part of the model that holds no tables"
+    )
     assert flat.startswith("'flat' gives a Tensor () for 12 samples; give tensors whose first")

@@ -104,5 +104,11 @@ class TensorParallelDense(DataParallelWrapper):
                     f"dense part has {', '.join(parts) or 'no modules'}"
                 )
             for part_name, name in modules:
+                if not name:
+                    raise ConfigError(
+                        f"TensorParallelDense: {part_name!r} is a part of the model that holds no "
+                        "tables, and runs on the batches of several ranks as a whole; put it into "
+                        "a module, and name it there"
+                    )
                 plans.setdefault(part_name, {})[name] = style
         return plans

@@ -6,12 +6,15 @@ from typing import Any, cast
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import (
     DataParallelWrapper,
     DefaultDataParallelWrapper,
     DistributedModelParallel,
 )
+
+from torchrec_2dsp._compat.shardings import lookups_of
 
 __all__ = [
     "DataParallelWrapper",
@@ -46,7 +49,9 @@ def data_parallel_parts(model: nn.Module) -> list[DistributedDataParallel]:
     parts = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
     for module in model.modules():
         if isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
-            parts += [part for part in module._lookups if isinstance(part, DistributedDataParallel)]
+            parts += [
+                part for part in lookups_of(module) if isinstance(part, DistributedDataParallel)
+            ]
     return parts
 
 
@@ -65,16 +70,17 @@ def data_parallel_tables(
     for module in model.modules():
         if not isinstance(module, ShardedEmbeddingBagCollection):
             continue
-        for lookup in module._lookups:
+        for lookup in lookups_of(module):
             if isinstance(lookup, DistributedDataParallel):
-                kernels = cast(Any, lookup.module)._emb_modules
-                yield (
-                    lookup,
-                    {
-                        id(kernel.emb_module.weights): [
-                            (table.local_rows, table.local_cols)
-                            for table in kernel.config.embedding_tables
-                        ]
-                        for kernel in kernels
-                    },
-                )
+                yield lookup, _table_sizes(cast(GroupedPooledEmbeddingsLookup, lookup.module))
+
+
+def _table_sizes(lookup: GroupedPooledEmbeddingsLookup) -> dict[int, list[tuple[int, int]]]:
+    """The rows and columns of the tables of each parameter of a lookup, by the parameter's id."""
+    kernels = cast(list[Any], lookup._emb_modules)
+    return {
+        id(kernel.emb_module.weights): [
+            (table.local_rows, table.local_cols) for table in kernel.config.embedding_tables
+        ]
+        for kernel in kernels
+    }

@@ -268,4 +268,4 @@ def is_reference(contestant: object) -> bool:
 
 def is_stock(contestant: object) -> bool:
     """Whether TorchRec and torch have all that a contestant uses, but for the full duplex."""
-    return isinstance(contestant, StockContestant) and contestant.dense.kind != "thresholded"
+    return isinstance(contestant, StockContestant) and contestant.dense.is_stock

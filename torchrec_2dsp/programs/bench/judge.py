@@ -111,7 +111,7 @@ def loss_bounds(
         return LossBounds(None, contestant.ne_bound)
     rounded = {contestant.qcomms, "fp16" if contestant.dense.kind == "fp16" else "fp32"}
     is_other_algorithm = _has_moments_by_column(sharding)
-    is_other_algorithm |= contestant.dense.kind in ("powersgd", "thresholded", "local")
+    is_other_algorithm |= contestant.dense.is_other_algorithm
     if not isinstance(contestant, StockContestant):
         rounded |= {contestant.transport.value, contestant.row_transport.value}
         is_other_algorithm |= contestant.sync == "WeightSync" or contestant.delay > 0

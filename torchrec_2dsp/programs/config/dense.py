@@ -46,6 +46,16 @@ class DenseGradientsConfig(Section):
     """How many first steps "powersgd" and "thresholded" leave dense."""
 
     @property
+    def is_stock(self) -> bool:
+        """Whether torch and TorchRec have all that it takes."""
+        return self.kind in ("ddp", "fp16", "powersgd")
+
+    @property
+    def is_other_algorithm(self) -> bool:
+        """Whether it trains something else than DDP, more than rounding."""
+        return self.kind in ("powersgd", "thresholded", "local")
+
+    @property
     def text(self) -> str:
         """The difference from DDP, in words; empty if there is none."""
         return {

@@ -17,7 +17,10 @@ LR, OUTER_LR, MOMENTUM = 0.05, 0.7, 0.9
 NUM_LOCAL, NUM_STEPS = 3, 9
 
 
-def train(rank: int, world_size: int, cell: Cell, options: dict[str, Any]) -> Trained:
+def train(
+    rank: int, world_size: int, cell: Cell, options: dict[str, Any], factor: float = 1.0
+) -> Trained:
+    """Train from the weights of seed 0, multiplied when all optimizers are there."""
     dense = tdsp.LocalDense(**options)
     model = model_of(cell, dense)
     params = dense_of(model)
@@ -26,6 +29,9 @@ def train(rank: int, world_size: int, cell: Cell, options: dict[str, Any]) -> Tr
         params, lambda values: tdsp.DiLoCo(values, dense, OUTER_LR, momentum=MOMENTUM)
     )
     optimizer = SemisyncOptimizer(params.values(), local, outer, num_local_steps=NUM_LOCAL)
+    with torch.no_grad():
+        for value in params.values():
+            value.mul_(factor)
     trained = Trained()
     for step in range(NUM_STEPS):
         optimizer.zero_grad()
@@ -37,10 +43,15 @@ def train(rank: int, world_size: int, cell: Cell, options: dict[str, Any]) -> Tr
     return trained
 
 
-def expected(world_size: int, cell: Cell, density: float) -> list[list[dict[str, torch.Tensor]]]:
+def expected(
+    world_size: int, cell: Cell, density: float, factor: float = 1.0
+) -> list[list[dict[str, torch.Tensor]]]:
     """The weights of each rank after each step."""
     torch.manual_seed(0)
     models = [TowerModel(cell.spec) for _ in range(world_size)]
+    with torch.no_grad():
+        for value in dense_params(models[0]).values():
+            value.mul_(factor)
     shared = {name: value.detach().clone() for name, value in dense_params(models[0]).items()}
     momentum = {name: torch.zeros_like(value) for name, value in shared.items()}
     left = [{name: torch.zeros_like(value) for name, value in shared.items()} for _ in models]
@@ -113,6 +124,35 @@ def test_weights_are_those_of_ranks_that_meet(
         assert 0.09 < report.density < 0.12
         assert report.num_bytes < 0.4 * report.dense_bytes
         assert trained[0].residual_norm > 0
+
+
+def test_weights_may_be_loaded_after_the_optimizers_were_made(ranks4: RankPool) -> None:
+    cell = cell_of(4)
+    wanted = expected(4, cell, 1.0, 0.5)
+    trained = ranks4.run(train, cell, {}, 0.5)
+    for name, value in wanted[-1][0].items():
+        torch.testing.assert_close(trained[0].weights[-1][name], value, rtol=0, atol=2e-6)
+
+
+def meet_with_nan(rank: int, world_size: int) -> str:
+    dense = tdsp.LocalDense()
+    model = model_of(cell_of(world_size), dense)
+    params = list(dense_of(model).values())
+    outer = tdsp.DiLoCo(params, dense)
+    before = [param.detach().clone() for param in params]
+    if rank == 1:
+        with torch.no_grad():
+            params[2].view(-1)[0] = torch.nan
+    with pytest.raises(SyncError) as raised:
+        outer.global_step(torch.tensor(1))
+    assert all(torch.equal(param, old) for param, old in zip(params, before, strict=True)) or rank
+    return str(raised.value)
+
+
+def test_a_nan_of_one_rank_stops_all(ranks2: RankPool) -> None:
+    (message,) = set(ranks2.run(meet_with_nan))
+    assert message.startswith("parameter 2 of the outer optimizer has changed by numbers that")
+    assert message.endswith("(found on rank 1)")
 
 
 def misuse(rank: int, world_size: int) -> tuple[str, ...]:

@@ -14,8 +14,7 @@ class DiLoCo(Optimizer):
     """Moves the weights that all ranks share by the mean of what each rank's own steps changed.
 
     The mean change takes the place of a gradient, in SGD with Nesterov momentum. It is the global
-    optimizer that TorchRec's `SemisyncOptimizer` asks for: see `LocalDense` for an example. Make it
-    when the model has its initial weights.
+    optimizer that TorchRec's `SemisyncOptimizer` asks for: see `LocalDense` for an example.
 
     Reference: A. Douillard et al., DiLoCo: distributed low-communication training of language
     models, 2023 (arXiv 2311.08105); with a density below 1, A. Sarfi et al., SparseLoCo, 2025
@@ -47,6 +46,13 @@ class DiLoCo(Optimizer):
         for param in self._params():
             self.state[param]["shared"] = param.detach().clone()
             self.state[param]["momentum"] = torch.zeros_like(param)
+        dense.before_apart(self._note_shared)
+
+    @torch.no_grad()
+    def _note_shared(self) -> None:
+        """Keep the weights that all ranks have, as they are about to train by themselves."""
+        for param in self._params():
+            self.state[param]["shared"].copy_(param)
 
     def _params(self) -> list[torch.Tensor]:
         return [param for group in self.param_groups for param in group["params"]]

@@ -1,6 +1,6 @@
 """`LocalDense`: each rank trains its own dense part for some steps, then ranks meet."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torchrec_2dsp.codecs.flat import FlatCodec
 from torchrec_2dsp.codecs.sparse import Entries
 from torchrec_2dsp.codecs.threshold import Threshold, ThresholdRule
 from torchrec_2dsp.codecs.transport import Transport
-from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.comms.agreement import agree, agreeing
 from torchrec_2dsp.dense.dense_parts import broadcast_weights, dense_parts
 from torchrec_2dsp.dense.gradient_report import GradientReport
 from torchrec_2dsp.dense.gradient_route import BucketSize, GradientRoute
@@ -80,6 +80,7 @@ class LocalDense(DataParallelWrapper):
         self._feedback = ErrorFeedback()
         self._group: dist.ProcessGroup | None = None
         self._is_apart = False
+        self._before_apart: list[Callable[[], None]] = []
         self.total = GradientReport()
         """What this rank has sent so far."""
 
@@ -104,7 +105,17 @@ class LocalDense(DataParallelWrapper):
         model.register_forward_pre_hook(self._before_forward)
 
     def _before_forward(self, module: torch.nn.Module, _: tuple[Any, ...]) -> None:
-        self._is_apart |= module.training and torch.is_grad_enabled()
+        if module.training and torch.is_grad_enabled() and not self._is_apart:
+            for note in self._before_apart:
+                note()
+            self._is_apart = True
+
+    def before_apart(self, note: Callable[[], None]) -> None:
+        """Have something called whenever ranks are about to train by themselves.
+
+        All of them have the same weights then, whatever has been loaded since they last met.
+        """
+        self._before_apart.append(note)
 
     @torch.no_grad()
     def mean(self, changes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -112,11 +123,16 @@ class LocalDense(DataParallelWrapper):
 
         `DiLoCo` calls it. From then on ranks are together, until the next training forward.
 
+        Raises:
+            SyncError: on all ranks, if changes of one aren't finite. Nothing was sent then.
+
         Collectives:
-            One all-reduce of all changes, or one all-gather of the largest; waited for.
+            An agreement of all ranks; then one all-reduce of all changes, or one all-gather of the
+            largest, waited for.
         """
         if self._group is None:
             raise SyncError("LocalDense has no model yet; give it to one as data_parallel_wrapper")
+        agree(self._group, error=_not_finite(changes))
         flat = torch.cat([change.reshape(-1).float() for change in changes])
         num_ranks = dist.get_world_size(self._group)
         capacities = [max(1, round(self._density * change.numel())) for change in changes]
@@ -190,3 +206,15 @@ class LocalDense(DataParallelWrapper):
         """Take over the sum of what several ranks haven't sent; there may be none."""
         self._feedback.load_sum([state["residuals"] for state in states if state])
         self._is_apart = False
+
+
+def _not_finite(changes: Sequence[torch.Tensor]) -> SyncError | None:
+    """The error of changes that can't be averaged; `None` if all can."""
+    for number, change in enumerate(changes):
+        if not change.isfinite().all():
+            return SyncError(
+                f"parameter {number} of the outer optimizer has changed by numbers that are not "
+                "finite since the ranks last met; nothing was sent. Lower the learning rate, or "
+                "clip gradients"
+            )
+    return None

@@ -123,6 +123,7 @@ class Said:
     fused: str
     unequal: str
     none: str
+    unfinished: str
     read: str
 
 
@@ -142,10 +143,18 @@ def misuse(rank: int, world_size: int) -> Said:
             if number == 0:
                 model.state_dict()
 
+    def leave_and_begin() -> str:
+        left = iter(tdsp.accumulate(model, [batch, batch]))
+        local_loss(model(next(left))).backward()
+        said = error_of(lambda: list(tdsp.accumulate(model, [batch])), ConfigError)
+        left.close()  # type: ignore[attr-defined]
+        return said
+
     said = Said(
         error_of(lambda: list(tdsp.accumulate(fused, [batch])), ConfigError),
         error_of(lambda: list(tdsp.accumulate(model, [batch] * (1 + rank % 2))), ConfigError),
         error_of(lambda: list(tdsp.accumulate(model, [])), ConfigError),
+        leave_and_begin(),
         error_of(read_between, SyncError),
     )
     # What an error has left behind can be trained by, and read.
@@ -159,4 +168,5 @@ def test_what_cannot_be_is_said(ranks4: RankPool) -> None:
     assert "make their sharder with accumulates=True" in said.fused
     assert said.unequal.startswith("the number of batches of accumulate() differs between ranks")
     assert said.none == "accumulate() got no batches, so there is nothing to update by"
+    assert said.unfinished.startswith("another accumulate() of this model isn't over")
     assert "between the batches of accumulate()" in said.read

@@ -39,8 +39,8 @@ def accumulate(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
         batches: of one step, as many on each rank.
 
     Raises:
-        ConfigError: there are no batches, other ranks have more or fewer, or the tables are updated
-            in the backward.
+        ConfigError: there are no batches, other ranks have more or fewer, the tables are updated in
+            the backward, or another call isn't over.
 
     Collectives:
         An agreement of all ranks.
@@ -50,6 +50,11 @@ def accumulate(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
     with agreeing(world_group()) as facts:
         if not batches:
             raise ConfigError("accumulate() got no batches, so there is nothing to update by")
+        if any(part.sync_point.is_held for part in tables):
+            raise ConfigError(
+                "another accumulate() of this model isn't over, so its tables would never be "
+                "updated; let its loop end, or close() it"
+            )
         if not all(part.sync_point.can_hold for part in tables):
             raise ConfigError(
                 "tables are updated in the backward of each batch; make their sharder with "

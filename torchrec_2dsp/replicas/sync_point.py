@@ -63,7 +63,8 @@ class SyncPoint:
         self._actions = list(actions)
         self.can_hold = can_hold
         """Whether `hold` can make one update of several backwards."""
-        self._is_held = False
+        self.is_held = False
+        """Whether backwards wait for others of their step."""
         self.total = SyncReport()
         """The reports of all syncs so far, added up."""
 
@@ -79,13 +80,13 @@ class SyncPoint:
             Those of a sync before a lookup, for the backwards so far.
         """
         self.reach(SyncReason.LOOKUP)
-        self._is_held = True
+        self.is_held = True
         for action in self._actions:
             action.accumulate()
 
     def release(self) -> None:
         """Let the next sync take what has waited."""
-        self._is_held = False
+        self.is_held = False
 
     def backward_seen(self) -> None:
         """Note that a training backward has begun; all ranks do, also those without tables."""
@@ -103,7 +104,7 @@ class SyncPoint:
         """
         if not self.pending:
             return SyncReport()
-        if self._is_held:
+        if self.is_held:
             if reason is not SyncReason.READ:
                 return SyncReport()
             raise SyncError(

@@ -19,6 +19,7 @@ from torchrec_2dsp._compat.shardings import lookups_of
 __all__ = [
     "DataParallelWrapper",
     "DefaultDataParallelWrapper",
+    "data_parallel_lookups",
     "data_parallel_module",
     "data_parallel_parts",
     "data_parallel_tables",
@@ -44,14 +45,19 @@ def data_parallel_wrapper(model: nn.Module) -> DataParallelWrapper | None:
     return getattr(model, "_data_parallel_wrapper", None)
 
 
+def data_parallel_lookups(
+    module: ShardedEmbeddingBagCollection | ShardedEmbeddingCollection,
+) -> list[DistributedDataParallel]:
+    """The lookups of tables that TorchRec's ``data_parallel`` repeats on every rank."""
+    return [part for part in lookups_of(module) if isinstance(part, DistributedDataParallel)]
+
+
 def data_parallel_parts(model: nn.Module) -> list[DistributedDataParallel]:
     """All DDP modules of a model, those of ``data_parallel`` tables included."""
     parts = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
     for module in model.modules():
         if isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
-            parts += [
-                part for part in lookups_of(module) if isinstance(part, DistributedDataParallel)
-            ]
+            parts += data_parallel_lookups(module)
     return parts
 
 
@@ -68,10 +74,8 @@ def data_parallel_tables(
     With each come the rows and columns of the tables that its parameters hold, by a parameter's id.
     """
     for module in model.modules():
-        if not isinstance(module, ShardedEmbeddingBagCollection):
-            continue
-        for lookup in lookups_of(module):
-            if isinstance(lookup, DistributedDataParallel):
+        if isinstance(module, ShardedEmbeddingBagCollection):
+            for lookup in data_parallel_lookups(module):
                 yield lookup, _table_sizes(cast(GroupedPooledEmbeddingsLookup, lookup.module))
 
 

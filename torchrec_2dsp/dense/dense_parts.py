@@ -1,10 +1,10 @@
-"""The parts of a model that hold parameters and no tables, and equal weights for all ranks."""
+"""What wrappers have in common: their ranks, the parts without tables, and equal weights."""
 
 from collections.abc import Iterator
 
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.types import ShardedModule
+from torchrec.distributed.types import ShardedModule, ShardingEnv
 
 from torchrec_2dsp.errors import ConfigError
 
@@ -33,6 +33,13 @@ def dense_parts(model: nn.Module, wrapper: str, name: str = "") -> Iterator[tupl
         )
     for child_name, child in model.named_children():
         yield from dense_parts(child, wrapper, f"{name}.{child_name}" if name else child_name)
+
+
+def group_of(env: ShardingEnv) -> dist.ProcessGroup:
+    """The ranks over which a wrapper runs the dense part."""
+    if env.process_group is None:
+        raise ConfigError("the model has no process group; give its environment one")
+    return env.process_group
 
 
 def broadcast_weights(part: nn.Module, group: dist.ProcessGroup) -> None:

@@ -15,7 +15,7 @@ from torchrec_2dsp._compat.data_parallel import (
     wrapped_module,
 )
 from torchrec_2dsp.comms.agreement import agreeing
-from torchrec_2dsp.dense.dense_parts import broadcast_weights, dense_parts
+from torchrec_2dsp.dense.dense_parts import broadcast_weights, dense_parts, group_of
 from torchrec_2dsp.errors import ConfigError
 
 
@@ -68,9 +68,7 @@ class FullyShardedDense(DataParallelWrapper):
             An agreement of all ranks on the settings, process groups, and a broadcast of each
             parameter and buffer of the dense part.
         """
-        group = env.process_group
-        if group is None:
-            raise ConfigError("the model has no process group; give its environment one")
+        group = group_of(env)
         model = wrapped_module(dmp).to(device)
         with agreeing(group) as facts:
             parts = list(dense_parts(model, "FullyShardedDense"))

@@ -21,6 +21,7 @@ from torchrec_2dsp._compat.data_parallel import (
     data_parallel_module,
 )
 from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.dense.dense_parts import group_of
 from torchrec_2dsp.errors import ConfigError
 
 _MEMORIES = ("error_dict", "p_memory_dict", "q_memory_dict")
@@ -92,9 +93,7 @@ class HookedDataParallel(DataParallelWrapper):
         Collectives:
             An agreement of all ranks on the settings, and DDP's broadcast of parameters.
         """
-        group = env.process_group
-        if group is None:
-            raise ConfigError("the model has no process group; give its environment one")
+        group = group_of(env)
         with agreeing(group) as facts:
             facts["the settings of HookedDataParallel"] = (
                 f"{self._hook}, rank {self._rank}, warm_up {self._warm_up}"

@@ -18,7 +18,7 @@ from torchrec_2dsp.codecs.sparse import Entries
 from torchrec_2dsp.codecs.threshold import Threshold, ThresholdRule
 from torchrec_2dsp.codecs.transport import Transport
 from torchrec_2dsp.comms.agreement import agree, agreeing
-from torchrec_2dsp.dense.dense_parts import broadcast_weights, dense_parts
+from torchrec_2dsp.dense.dense_parts import broadcast_weights, dense_parts, group_of
 from torchrec_2dsp.dense.gradient_report import GradientReport
 from torchrec_2dsp.dense.gradient_route import BucketSize, GradientRoute
 from torchrec_2dsp.dense.sparse_sums import GatheredSum
@@ -91,9 +91,7 @@ class LocalDense(DataParallelWrapper):
             An agreement of all ranks on the settings, and a broadcast of each parameter and buffer
             of the dense part.
         """
-        group = env.process_group
-        if group is None:
-            raise ConfigError("the model has no process group; give its environment one")
+        group = group_of(env)
         with agreeing(group) as facts:
             if self._group is not None:
                 raise ConfigError("this LocalDense has a model already; make another one")

@@ -18,7 +18,7 @@ from torchrec_2dsp._compat.data_parallel import (
 )
 from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.comms.agreement import agreeing
-from torchrec_2dsp.dense.dense_parts import broadcast_weights, dense_parts
+from torchrec_2dsp.dense.dense_parts import broadcast_weights, dense_parts, group_of
 from torchrec_2dsp.dense.joint_batch import JointBatch
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.dense_mesh import DenseMesh
@@ -62,9 +62,7 @@ class TensorParallelDense(DataParallelWrapper):
             An agreement of all ranks on the settings, process groups, and a broadcast of each
             parameter and buffer of the dense part.
         """
-        group = env.process_group
-        if group is None:
-            raise ConfigError("the model has no process group; give its environment one")
+        group = group_of(env)
         model = wrapped_module(dmp).to(device)
         with agreeing(group) as facts:
             parts = dict(dense_parts(model, "TensorParallelDense"))

@@ -17,6 +17,7 @@ from torchrec_2dsp.codecs.flat import FlatCodec
 from torchrec_2dsp.codecs.threshold import ThresholdRule
 from torchrec_2dsp.codecs.transport import Transport
 from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.dense.dense_parts import group_of
 from torchrec_2dsp.dense.gradient_report import GradientReport
 from torchrec_2dsp.dense.gradient_route import GradientRoute
 from torchrec_2dsp.dense.table_gradients import TableGradients, TableSize
@@ -110,9 +111,7 @@ class ThresholdedDataParallel(DataParallelWrapper):
         Collectives:
             An agreement of all ranks on the settings, and DDP's broadcast of parameters.
         """
-        group = env.process_group
-        if group is None:
-            raise ConfigError("the model has no process group; give its environment one")
+        group = group_of(env)
         with agreeing(group) as facts:
             _check(
                 self._gradients is None,

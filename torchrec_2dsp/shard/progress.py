@@ -2,15 +2,12 @@
 
 from typing import Any
 
-from torch.nn.parallel import DistributedDataParallel
-
 from torchrec_2dsp._compat.fbgemm import (
     iteration_of,
     learning_rate_of,
     set_iteration,
     set_learning_rate,
 )
-from torchrec_2dsp._compat.shardings import lookups_of
 from torchrec_2dsp.shard.tables import Tables2D
 
 
@@ -45,12 +42,3 @@ def count_iterations_from(tables: Tables2D, iteration: int) -> None:
     """Let all kernels of this rank go on as after so many forwards."""
     for tbe in tables.tbes():
         set_iteration(tbe, iteration)
-
-
-def data_parallel_lookups(tables: Tables2D) -> list[DistributedDataParallel]:
-    """The lookups of tables that TorchRec's ``data_parallel`` repeats on every rank."""
-    return [
-        lookup
-        for lookup in lookups_of(tables.module)
-        if isinstance(lookup, DistributedDataParallel)
-    ]

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from torchrec_2dsp._compat.data_parallel import data_parallel_lookups
 from torchrec_2dsp._compat.ddp import gradient_order, start_in_order
 from torchrec_2dsp.access.hot_set import HotSet
 from torchrec_2dsp.errors import CheckpointError, PlanError
@@ -16,7 +17,6 @@ from torchrec_2dsp.plan.serialize import to_json
 from torchrec_2dsp.shard.parted import sharded_tables
 from torchrec_2dsp.shard.progress import (
     count_iterations_from,
-    data_parallel_lookups,
     max_iteration,
     progress_of,
     restore_progress,
@@ -170,5 +170,5 @@ def _ddps(model: nn.Module) -> Iterator[tuple[str, DistributedDataParallel]]:
         if isinstance(module, DistributedDataParallel):
             yield name, module
     for tables in sharded_tables(model):
-        for number, lookup in enumerate(data_parallel_lookups(tables)):
+        for number, lookup in enumerate(data_parallel_lookups(tables.module)):
             yield f"{tables.table_names[0]} {number}", lookup

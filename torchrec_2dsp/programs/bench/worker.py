@@ -34,7 +34,7 @@ from torchrec_2dsp.programs.bench.traffic import (
 )
 from torchrec_2dsp.programs.calibrate.link_speed import LinkSpeeds
 from torchrec_2dsp.programs.launch.world import quiet_upstream
-from torchrec_2dsp.programs.models.dense import thresholded_gradients
+from torchrec_2dsp.programs.models.dense import dense_total, thresholded_gradients
 from torchrec_2dsp.replicas.sync_reason import SyncReason
 from torchrec_2dsp.replicas.sync_report import SyncReport
 
@@ -207,12 +207,14 @@ class Worker:
         # What the last block has sent has travelled in other contestants' time.
         for _ in range(_LATE_STEPS):
             self._step()
-        before, dense_before = self._sync_total(), self._dense_total()
+        assert self._trainer is not None
+        model = self._trainer.model
+        before, dense_before = self._sync_total(), dense_total(model)
         with count_collectives() as seen, count_encoded() as rows:
             for _ in range(num_steps):
                 self._step()
         after = self._sync_total()
-        dense = self._dense_traffic(self._dense_total() - dense_before)
+        dense = self._dense_traffic(dense_total(model) - dense_before)
         # A ceiling sends nothing, though it encodes.
         encoded = (
             EncodedTraffic()
@@ -247,12 +249,6 @@ class Worker:
         assert self._trainer is not None
         model = self._trainer.model
         return model.sync_total if isinstance(model, ModelParallel2D) else SyncReport()
-
-    def _dense_total(self) -> GradientReport:
-        """What was sent of dense gradients since the start, if these are thresholded."""
-        assert self._trainer is not None
-        wrapper = thresholded_gradients(self._trainer.model)
-        return wrapper.total if wrapper else GradientReport()
 
     def _dense_traffic(self, sent: GradientReport) -> DenseTraffic | None:
         assert self._trainer is not None

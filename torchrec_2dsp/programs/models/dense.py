@@ -5,6 +5,7 @@ from torchrec.distributed.model_parallel import DataParallelWrapper
 
 from torchrec_2dsp._compat.data_parallel import data_parallel_wrapper
 from torchrec_2dsp.dense.fully_sharded import FullyShardedDense
+from torchrec_2dsp.dense.gradient_report import GradientReport
 from torchrec_2dsp.dense.hooked_data_parallel import HookedDataParallel
 from torchrec_2dsp.dense.local_dense import LocalDense
 from torchrec_2dsp.dense.thresholded_data_parallel import ThresholdedDataParallel
@@ -30,3 +31,9 @@ def thresholded_gradients(model: nn.Module) -> ThresholdedDataParallel | None:
     """The wrapper that thresholds a model's dense gradients, if one does."""
     wrapper = data_parallel_wrapper(model)
     return wrapper if isinstance(wrapper, ThresholdedDataParallel) else None
+
+
+def dense_total(model: nn.Module) -> GradientReport:
+    """What was sent of a model's dense gradients since the start, if they are thresholded."""
+    wrapper = thresholded_gradients(model)
+    return wrapper.total if wrapper else GradientReport()

@@ -15,7 +15,7 @@ from torchrec_2dsp.parallel.failing_together import failing_together
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.programs.data.synthetic import Split, click_probability, make_batch
-from torchrec_2dsp.programs.models.dense import dense_wrapper, thresholded_gradients
+from torchrec_2dsp.programs.models.dense import dense_total, dense_wrapper, thresholded_gradients
 from torchrec_2dsp.programs.models.model import build_model, rank_device
 from torchrec_2dsp.programs.models.pipeline import make_pipeline
 from torchrec_2dsp.programs.models.splits import split_
@@ -145,7 +145,7 @@ class _Trainer:
         while len(losses) < loop.steps:
             num_steps, before = (
                 min(loop.report_every, loop.steps - len(losses)),
-                self._dense_total(),
+                dense_total(self._model),
             )
             for _ in range(num_steps):
                 loss, _, labels = self._pipeline.progress(batches)
@@ -156,10 +156,6 @@ class _Trainer:
             for watcher in watchers:
                 watcher.steps_trained(self._name, len(losses), measured, dense)
         return losses
-
-    def _dense_total(self) -> GradientReport:
-        wrapper = thresholded_gradients(self._model)
-        return wrapper.total if wrapper else GradientReport()
 
     def _dense_since(self, before: GradientReport, num_steps: int) -> DenseProgress | None:
         """What became of dense gradients in the last steps."""

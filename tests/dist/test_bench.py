@@ -135,7 +135,11 @@ def test_row_gradients_travel_only_where_replicas_merge_them(result: BenchResult
 
 
 def test_transports_say_what_they_save(result: BenchResult) -> None:
-    encoded = {one.name: one.encoded for one in result.measured() if one.encoded}
+    encoded = {
+        contestant.name: contestant.encoded
+        for contestant in result.measured()
+        if contestant.encoded
+    }
 
     assert set(encoded) == {"rounded"}
     rounded = encoded["rounded"]
@@ -147,7 +151,9 @@ def test_transports_say_what_they_save(result: BenchResult) -> None:
 
 
 def test_dense_gradients_are_counted_where_they_are_thresholded(result: BenchResult) -> None:
-    dense = {one.name: one.dense for one in result.measured() if one.dense}
+    dense = {
+        contestant.name: contestant.dense for contestant in result.measured() if contestant.dense
+    }
 
     assert set(dense) == {"touched"}
     # All layers are small enough to be sent as a whole; of tables the touched rows are.

@@ -117,7 +117,7 @@ def test_replicas_say_what_they_save(
     transport: str,
     encoded_bytes: tuple[int, int],
 ) -> None:
-    """The same rows are sent with and without a transport; the saved bytes are the difference."""
+    """Rows are sent with a transport and without; the saved bytes are the difference."""
     rounded, exact = (
         ranks2.run(
             trained,

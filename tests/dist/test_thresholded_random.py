@@ -94,7 +94,7 @@ class Outcome:
 
     seed: int
     gaps: list[float] = field(default_factory=list)
-    """Of each step: how far what was applied and all residuals are from the sum of all gradients,
+    """The distance of what was applied and all residuals from the sum of all gradients, by step,
     in units of rounding."""
     applied: list[list[bytes]] = field(default_factory=list)
     """The means of each step, bit for bit."""

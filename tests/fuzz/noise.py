@@ -22,7 +22,7 @@ class Noise:
     rounds: bool = False
     """Whether numbers that travel are really rounded, as the ranks do it."""
     nudge: float = 0.0
-    """By which share of its row's largest number a number is larger before it is rounded."""
+    """The share of its row's largest number by which a number is larger before it is rounded."""
 
     def rounded(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The values with errors of the size that rounding to a type has at worst.

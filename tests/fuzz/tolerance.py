@@ -25,7 +25,7 @@ everywhere, which no run is."""
 BLURRED = {"fp32": 2e-4, "half": 0.02, "integers": 0.2}
 """Tolerances from which on a case says little: its rounding errors grow too fast."""
 _NUDGE = 1e-6
-"""By which share of its row's largest number a number may be off before it is rounded: what is half
+"""The share of its row's largest number by which one may be off before it is rounded: what is half
 way between two may become either."""
 _KINDS = ("scores", "weights", "moments", "dense")
 

@@ -18,7 +18,7 @@ class ThresholdOracle:
     dense_below: int
     warm_up: int
     residuals: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
-    """By rank and parameter."""
+    """What each rank hasn't sent of each parameter."""
     num_steps: int = 0
 
     def mean(

@@ -6,24 +6,23 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import torchrec_2dsp as tdsp
 from tests.support.dense_training import (
     LR,
     NUM_STEPS,
-    Trained,
     batch_of,
     cell_of,
     dense_of,
     model_of,
     train as train_by_ddp,
+    train_dtensors,
     whole,
 )
 from tests.support.loops import shard
 from tests.support.models import BagModel
-from tests.support.parity import Cell, make_sharder
+from tests.support.parity import make_sharder
 from tests.support.ranks import RankPool
 from torchrec_2dsp.errors import ConfigError
 
@@ -36,30 +35,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(rank: int, world_size: int, cell: Cell, options: dict[str, Any], kind: str) -> Trained:
-    model = model_of(cell, tdsp.FullyShardedDense(**options))
-    dense = dense_of(model)
-    assert all(isinstance(value, DTensor) for value in dense.values())
-    optimizer = getattr(torch.optim, kind)(dense.values(), lr=LR, foreach=False)
-    trained = Trained()
-    for step in range(NUM_STEPS):
-        optimizer.zero_grad()
-        model(batch_of(cell, step, rank)).backward()
-        optimizer.step()
-        trained.weights.append({name: whole(value) for name, value in dense.items()})
-    held = sum(value.to_local().numel() for value in dense.values() if isinstance(value, DTensor))
-    assert held < 1.1 * options.get("num_copies", 1) / world_size * sum(
-        value.numel() for value in dense.values()
-    )
-    return trained
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 def test_weights_are_those_of_ddp(ranks4: RankPool, name: str) -> None:
     for cell in (cell_of(4), cell_of(4, groups=2), cell_of(4, stock=True)):
         by_ddp = ranks4.run(train_by_ddp, cell, None)[0]
-        ours = ranks4.run(train, cell, OPTIONS[name], "SGD")
+        ours = ranks4.run(train_dtensors, cell, tdsp.FullyShardedDense(**OPTIONS[name]))
         assert len({rank.digest for rank in ours}) == 1
+        assert ours[0].held_share < 1.1 * OPTIONS[name].get("num_copies", 1) / 4
         for actual, wanted in zip(ours[0].weights, by_ddp.weights, strict=True):
             assert actual.keys() == wanted.keys()
             for param, value in wanted.items():

@@ -15,6 +15,7 @@ from tests.support.exits import NUM_RANKS, WAYS
 from tests.support.patience import patient
 from tests.support.rank_worker import GLOO_TIMEOUT, REPOSITORY
 from tests.support.ranks import RankPool
+from tests.support.threads import count_threads
 from torchrec_2dsp import Mesh2D, RankLayout
 from torchrec_2dsp._compat.c10d import timeout_of
 from torchrec_2dsp._compat.torchrec import intra_and_cross_node_pg_2D
@@ -261,21 +262,16 @@ def test_a_new_world_gets_new_groups(tmp_path: Path, close_old: bool) -> None:
             assert found == expected_ranks_and_sums(rank, Mesh2D(2, 1))
 
 
-def gloo_threads() -> int:
-    names = [task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir()]
-    return sum("gloo" in name for name in names)
-
-
 def leave(rank: int, world_size: int) -> list[int]:
     """Threads of gloo's before and after the world is left, though the groups are still known."""
     groups = MeshGroups.for_mesh(Mesh2D(2, 1), "cpu")
     found = ranks_and_sums(rank, groups)
     assert len(found) == len(AXES)
-    before = gloo_threads()
+    before = count_threads("gloo")
     groups.close()
     del groups
     leave_world()
-    return [before, gloo_threads()]
+    return [before, count_threads("gloo")]
 
 
 def test_no_thread_of_a_group_outlives_the_world() -> None:

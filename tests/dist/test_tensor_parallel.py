@@ -5,23 +5,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.dense_training import (
-    LR,
-    NUM_STEPS,
-    Trained,
-    batch_of,
     cell_of,
-    dense_of,
     model_of,
     train as train_by_ddp,
-    whole,
+    train_dtensors,
 )
-from tests.support.parity import Cell
 from tests.support.ranks import RankPool
 from torchrec_2dsp.dense.joint_batch import JointBatch
 from torchrec_2dsp.errors import ConfigError, MeshError, UnsupportedError
@@ -30,25 +23,11 @@ ROUNDING = 1e-6
 PLAN = {"tower.0": ColwiseParallel(), "tower.2": RowwiseParallel()}
 
 
-def train(rank: int, world_size: int, cell: Cell, tp: int, kind: str) -> Trained:
-    model = model_of(cell, tdsp.TensorParallelDense(PLAN, tp=tp))
-    dense = dense_of(model)
-    assert isinstance(dense["tower.0.weight"], DTensor)
-    optimizer = getattr(torch.optim, kind)(dense.values(), lr=LR, foreach=False)
-    trained = Trained()
-    for step in range(NUM_STEPS):
-        optimizer.zero_grad()
-        model(batch_of(cell, step, rank)).backward()
-        optimizer.step()
-        trained.weights.append({name: whole(value) for name, value in dense.items()})
-    return trained
-
-
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_weights_are_those_of_ddp(ranks4: RankPool, tp: int) -> None:
     for cell in (cell_of(4), cell_of(4, groups=2), cell_of(4, stock=True)):
         by_ddp = ranks4.run(train_by_ddp, cell, None)[0]
-        ours = ranks4.run(train, cell, tp, "SGD")
+        ours = ranks4.run(train_dtensors, cell, tdsp.TensorParallelDense(PLAN, tp=tp))
         assert len({rank.digest for rank in ours}) == 1
         for actual, wanted in zip(ours[0].weights, by_ddp.weights, strict=True):
             assert actual.keys() == wanted.keys()

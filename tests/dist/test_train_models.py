@@ -8,7 +8,8 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from tests.support.ranks import RankPool
 from torchrec_2dsp.optim.moment_scaled import MomentScaledRowWiseAdaGradOptimizer
 from torchrec_2dsp.programs.config.config_file import make_config
-from torchrec_2dsp.programs.data.synthetic import Split, make_batch
+from torchrec_2dsp.programs.data.dataset import Split
+from torchrec_2dsp.programs.data.synthetic import make_batch
 from torchrec_2dsp.programs.models.model import build_model
 from torchrec_2dsp.programs.models.optimizer import dense_optimizer
 from torchrec_2dsp.programs.models.splits import split_

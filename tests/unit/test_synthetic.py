@@ -12,9 +12,9 @@ from torchrec.datasets.utils import Batch
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.data.counters import normals, uniforms
+from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.synthetic import (
     SparseFeature,
-    Split,
     SyntheticConfig,
     click_probability,
     make_batch,

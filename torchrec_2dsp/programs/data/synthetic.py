@@ -18,18 +18,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.data.counters import normals, uniforms
+from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.interactions import LatentVectors, PlantedInteractions
 from torchrec_2dsp.programs.data.zipf import Zipf
-
-
-class Split(enum.Enum):
-    """Streams of the same distribution that share no sample."""
-
-    TRAIN = 0
-    """The batches to train on."""
-
-    EVAL = 1
-    """The batches that are held out."""
 
 
 class SparseFeature(BaseModel):

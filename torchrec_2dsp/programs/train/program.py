@@ -14,7 +14,8 @@ from torchrec_2dsp.dense.gradient_report import GradientReport
 from torchrec_2dsp.parallel.failing_together import failing_together
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.plan.plan2d import Plan2D
-from torchrec_2dsp.programs.data.synthetic import Split, click_probability, make_batch
+from torchrec_2dsp.programs.data.dataset import Split
+from torchrec_2dsp.programs.data.synthetic import click_probability, make_batch
 from torchrec_2dsp.programs.models.dense import dense_total, dense_wrapper, thresholded_gradients
 from torchrec_2dsp.programs.models.model import build_model, rank_device
 from torchrec_2dsp.programs.models.pipeline import make_pipeline

@@ -1,0 +1,69 @@
+"""`Dataset`: what a training program is told of its data, wherever the data comes from."""
+
+import enum
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from torchrec.datasets.utils import Batch
+
+
+class Split(enum.Enum):
+    """Streams of the same distribution that share no sample."""
+
+    TRAIN = 0
+    """The batches to train on."""
+
+    EVAL = 1
+    """The batches that are held out."""
+
+
+class DatasetFeature(Protocol):
+    """One sparse feature, which has a table of its own."""
+
+    @property
+    def name(self) -> str:
+        """The feature's name in the batch."""
+        ...
+
+    @property
+    def num_rows(self) -> int:
+        """How many different ids there are."""
+        ...
+
+    @property
+    def mean_ids(self) -> float:
+        """The mean number of ids of a sample."""
+        ...
+
+
+class Dataset(Protocol):
+    """Batches of samples, equal on all ranks and for every number of ranks.
+
+    A sample has dense features, ids of sparse features, and a label. Global batch ``n`` of a split
+    holds the same samples whatever the number of ranks; each rank reads its own part of it.
+    """
+
+    @property
+    def features(self) -> Sequence[DatasetFeature]:
+        """The sparse features, in the order of the batch."""
+        ...
+
+    @property
+    def num_dense(self) -> int:
+        """How many dense features there are."""
+        ...
+
+    def batches(
+        self, split: Split, *, global_batch_size: int, rank: int, world_size: int, start: int = 0
+    ) -> Iterator[Batch]:
+        """This rank's part of the global batches of a split, from number ``start`` on.
+
+        Args:
+            split: which samples.
+            global_batch_size: samples of all ranks together; a multiple of ``world_size``.
+            rank: which part of each batch.
+            world_size: how many parts there are.
+            start: how many global batches were read before, by this run or by the one that it
+                continues. Batches are numbered through all epochs.
+        """
+        ...

@@ -38,6 +38,8 @@ PUBLIC_NAMES = [
     "RankLayout",
     "RowCounter",
     "RowOwners",
+    "SettledAdagrad",
+    "SettledAdam",
     "SyncReport",
     "SyncedRows",
     "TensorParallelDense",

@@ -1,0 +1,86 @@
+"""`DensePlan`: how the ranks run the dense part of a model, as plain data."""
+
+import enum
+from dataclasses import dataclass, field
+
+from torchrec_2dsp.errors import PlanError
+from torchrec_2dsp.mesh.dense_mesh import DenseMesh
+
+
+class DenseKind(enum.Enum):
+    """The wrappers that can run a dense part exactly."""
+
+    DDP = "ddp"
+    """A copy on each rank: torch's and TorchRec's own."""
+
+    FULLY_SHARDED = "fully_sharded"
+    """`FullyShardedDense`: each rank keeps a share of a copy."""
+
+    TENSOR_PARALLEL = "tensor_parallel"
+    """`TensorParallelDense`: ranks compute layers together."""
+
+    PIPELINED = "pipelined"
+    """`PipelinedDense`: ranks compute some of the layers each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DensePlan:
+    """A wrapper and its settings.
+
+    Example:
+        >>> from torchrec_2dsp.mesh.dense_mesh import DenseMesh
+        >>> from torchrec_2dsp.plan.dense_plan import DenseKind, DensePlan
+        >>> mesh = DenseMesh.for_world(8, pp=4)
+        >>> str(DensePlan(kind=DenseKind.PIPELINED, mesh=mesh, num_micro_batches=8, cuts=(2, 4, 7)))
+        'dp 2, pp 4, 8 micro-batches, cut before layers 2, 4, 7'
+        >>> str(DensePlan(kind=DenseKind.DDP, mesh=DenseMesh.for_world(8)))
+        'DDP'
+    """
+
+    kind: DenseKind
+    """The wrapper."""
+
+    mesh: DenseMesh
+    """How the ranks share the layers."""
+
+    num_copies: int = 1
+    """How many copies fully sharded ranks have together."""
+
+    num_micro_batches: int = 1
+    """How many parts the batch of a pipeline is cut into."""
+
+    cuts: tuple[int, ...] = field(default=())
+    """The layers with which the second and all later stages of a pipeline begin."""
+
+    def __post_init__(self) -> None:
+        if len(self.cuts) != self.mesh.pp - 1:
+            raise PlanError(
+                f"{self.mesh.pp} stages are divided by {self.mesh.pp - 1} cuts, not by "
+                f"{len(self.cuts)}: {self.cuts}"
+            )
+        if self.kind is not DenseKind.PIPELINED and self.mesh.pp > 1:
+            raise PlanError(
+                f"pp={self.mesh.pp} is for a pipelined dense part, not {self.kind.value!r}"
+            )
+        if self.mesh.dp * self.mesh.tp * self.mesh.pp % self.num_copies:
+            raise PlanError(
+                f"num_copies={self.num_copies} doesn't divide {self.mesh.world_size} ranks"
+            )
+
+    def __str__(self) -> str:
+        """The plan in words."""
+        mesh = self.mesh
+        if self.kind is DenseKind.DDP:
+            return "DDP"
+        if self.kind is DenseKind.FULLY_SHARDED:
+            copies = f", {self.num_copies} copies" if self.num_copies > 1 else ""
+            return f"fully sharded{copies}"
+        sizes = ", ".join(
+            f"{name} {size}"
+            for name, size in (("dp", mesh.dp), ("tp", mesh.tp), ("pp", mesh.pp))
+            if size > 1
+        )
+        if self.kind is DenseKind.TENSOR_PARALLEL:
+            return sizes
+        cuts = ", ".join(map(str, self.cuts))
+        return f"{sizes}, {self.num_micro_batches} micro-batches, cut before layers {cuts}"

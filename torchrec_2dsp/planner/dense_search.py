@@ -1,0 +1,200 @@
+"""`search_dense`: how the dense part of a model would be run best, by predicted cost. Pure."""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from torchrec_2dsp.cost.calibration import Calibration
+from torchrec_2dsp.cost.dense.dense_cost import DenseCost
+from torchrec_2dsp.cost.dense.dense_model import DenseCostModel
+from torchrec_2dsp.cost.dense.layers import DenseLayers
+from torchrec_2dsp.errors import PlanError
+from torchrec_2dsp.mesh.dense_mesh import DenseMesh
+from torchrec_2dsp.plan.dense_plan import DenseKind, DensePlan
+from torchrec_2dsp.plan.stage_cuts import cut_layers
+from torchrec_2dsp.report.table import Table
+
+_MICRO_BATCHES_PER_RANK = (1, 2, 4)
+"""Into how many parts the batch of each rank of a pipeline may be cut."""
+_SHOWN = 12
+_GB, _MS = 1e9, 1e3
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseCandidate:
+    """A way to run the dense part, and what it is predicted to take."""
+
+    plan: DensePlan
+    """The way."""
+
+    cost: DenseCost
+    """The seconds of a step."""
+
+    memory_bytes: float
+    """The bytes that the fullest rank takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseChoices:
+    """All ways that were looked at; printed, the best of them and what each would take.
+
+    Example:
+        >>> import torchrec_2dsp as tdsp
+        >>> from torchrec_2dsp.cost.dense.layers import DenseLayers, LayerWork
+        >>> from torchrec_2dsp.planner.dense_search import search_dense
+        >>> block = LayerWork(name="block", forward_s=1e-5, backward_s=2e-5, parameter_bytes=4e7)
+        >>> work = DenseLayers(layers=(block,) * 4, input_bytes=256, target_bytes=4)
+        >>> choices = search_dense(
+        ...     work,
+        ...     calibration=tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml"),
+        ...     world_size=4,
+        ...     local_world_size=2,
+        ...     batch_size=1_024,
+        ... )
+        >>> choices.best.plan.kind.value
+        'pipelined'
+    """
+
+    candidates: Sequence[DenseCandidate]
+    """The ways that fit, the fastest first."""
+
+    num_too_large: int
+    """How many ways take more memory than there is."""
+
+    batch_size: int
+    """Samples per rank."""
+
+    @property
+    def best(self) -> DenseCandidate:
+        """The fastest."""
+        return self.candidates[0]
+
+    def table(self) -> Table:
+        """A row for each way, the fastest first: the fastest ones of all, and of each kind."""
+        shown = list(self.candidates[:_SHOWN])
+        kinds = {candidate.plan.kind for candidate in shown}
+        for candidate in self.candidates[_SHOWN:]:
+            if candidate.plan.kind not in kinds:
+                kinds.add(candidate.plan.kind)
+                shown.append(candidate)
+        parts = [name for name, _ in DenseCost().parts()]
+        return Table(
+            ("dense part", "ms", *(name.replace("_", " ") for name in parts), "busy", "GB"),
+            [
+                (
+                    str(candidate.plan),
+                    f"{candidate.cost.total_s * _MS:.1f}",
+                    *(f"{seconds * _MS:.1f}" for _, seconds in candidate.cost.parts()),
+                    f"{candidate.cost.busy_share:.0%}",
+                    f"{candidate.memory_bytes / _GB:.2f}",
+                )
+                for candidate in shown
+            ],
+            words={"dense part"},
+        )
+
+    def __str__(self) -> str:
+        """The table, and what was left out."""
+        rest = len(self.candidates) - len(self.table().rows)
+        lines = [self.table().text(120)]
+        if rest > 0:
+            lines.append(f"{rest} slower ways more.")
+        if self.num_too_large:
+            lines.append(f"{self.num_too_large} ways take more memory than there is.")
+        return "\n".join(lines)
+
+
+def search_dense(
+    work: DenseLayers,
+    *,
+    calibration: Calibration,
+    world_size: int,
+    local_world_size: int,
+    batch_size: int,
+    memory_bytes: float = inf,
+    kinds: Collection[DenseKind] = tuple(DenseKind),
+) -> DenseChoices:
+    """Predict all ways to run a dense part, and sort them by time.
+
+    Args:
+        work: the layers, measured or computed.
+        calibration: the constants of the machines.
+        world_size: how many ranks there are.
+        local_world_size: how many of them a host has; layers are split inside hosts alone.
+        batch_size: samples per rank.
+        memory_bytes: what a rank has for the dense part.
+        kinds: the wrappers to choose from.
+
+    Raises:
+        PlanError: nothing fits into the memory.
+    """
+    model = DenseCostModel(calibration, local_world_size)
+    candidates = [
+        DenseCandidate(
+            plan=plan,
+            cost=model.step_cost(work, plan, batch_size),
+            memory_bytes=model.memory_bytes(work, plan, batch_size),
+        )
+        for plan in _plans(work, calibration, world_size, local_world_size, batch_size)
+        if plan.kind in kinds
+    ]
+    fitting = [candidate for candidate in candidates if candidate.memory_bytes <= memory_bytes]
+    if not fitting:
+        smallest = min(candidates, key=lambda candidate: candidate.memory_bytes)
+        raise PlanError(
+            f"no way to run the dense part fits into {memory_bytes:,.0f} bytes per rank; the "
+            f"smallest, {smallest.plan}, takes {smallest.memory_bytes:,.0f}: use more ranks, a "
+            "smaller batch or smaller layers"
+        )
+    return DenseChoices(
+        # Of equal times, the one that needs less.
+        candidates=sorted(fitting, key=lambda way: (way.cost.total_s, way.memory_bytes)),
+        num_too_large=len(candidates) - len(fitting),
+        batch_size=batch_size,
+    )
+
+
+def _plans(
+    work: DenseLayers,
+    calibration: Calibration,
+    world_size: int,
+    local_world_size: int,
+    batch_size: int,
+) -> Iterator[DensePlan]:
+    """All plans of a world, each once."""
+    whole = DenseMesh.for_world(world_size)
+    yield DensePlan(kind=DenseKind.DDP, mesh=whole)
+    for num_copies in _divisors(world_size):
+        if num_copies < world_size:
+            yield DensePlan(kind=DenseKind.FULLY_SHARDED, mesh=whole, num_copies=num_copies)
+    link = calibration.collectives.all_to_all
+    for tp in _divisors(min(world_size, local_world_size)):
+        if world_size % tp or (tp > 1 and not work.can_be_split):
+            continue
+        if tp > 1:
+            mesh = DenseMesh.for_world(world_size, tp=tp)
+            yield DensePlan(kind=DenseKind.TENSOR_PARALLEL, mesh=mesh)
+        for pp in _divisors(world_size // tp):
+            if not 1 < pp <= len(work.layers):
+                continue
+            mesh = DenseMesh.for_world(world_size, tp=tp, pp=pp)
+            for per_rank in _MICRO_BATCHES_PER_RANK:
+                if per_rank > batch_size:
+                    continue
+                samples = batch_size / per_rank
+                s_per_byte = link.link_s_per_byte or link.local_s_per_byte or 0.0
+                yield DensePlan(
+                    kind=DenseKind.PIPELINED,
+                    mesh=mesh,
+                    num_micro_batches=per_rank * mesh.pipeline_size,
+                    cuts=cut_layers(
+                        [layer.seconds(samples, tp=tp) for layer in work.layers],
+                        [samples * layer.output_bytes for layer in work.layers],
+                        pp,
+                        s_per_byte,
+                    ),
+                )
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

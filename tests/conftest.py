@@ -4,13 +4,14 @@ A pool starts at its first use. Each lane, a worker of xdist, has its own.
 """
 
 import gc
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
 from tests.support.ranks import RankPool
-from tests.support.slices import parse_slice, slice_of
+from tests.support.slices import Deal, hand_of, parse_slice, slice_of
 
 # The same examples in every run, however slow the machine is.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -43,7 +44,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--slow-slice",
         metavar="K/N",
-        help="of the tests marked `slow` run one slice only; `commit/N`: that of the commit",
+        help="of the tests marked `slow` run one slice only, and a third of the cells of long "
+        "matrices; `commit/N`: those of the commit",
     )
 
 
@@ -62,9 +64,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(ranks)))
     if text := config.getoption("--slow-slice"):
         slow = [item.nodeid for item in items if item.get_closest_marker("slow")]
-        left_out = set(slow) - slice_of(slow, *parse_slice(text))
+        number, count = parse_slice(text)
+        left_out = set(slow) - slice_of(slow, number, count)
+        matrices: dict[str, list[str]] = defaultdict(list)
+        for item in items:
+            if item.get_closest_marker("dealt"):
+                matrices[item.nodeid.partition("[")[0]].append(item.nodeid)
+        for cells in matrices.values():
+            left_out |= set(cells) - set(hand_of(cells, number))
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
         items[:] = [item for item in items if item.nodeid not in left_out]
+
+
+@pytest.fixture(scope="session")
+def dealt(pytestconfig: pytest.Config) -> Deal:
+    """Deals the cells of a long matrix: a third of them where slow tests run in slices."""
+    text = pytestconfig.getoption("--slow-slice")
+    if not text:
+        return list
+    number, _ = parse_slice(text)
+    return lambda cells: hand_of(cells, number)
 
 
 @pytest.fixture(scope="session")

@@ -101,6 +101,7 @@ def train(rank: int, world_size: int, cell: Cell, num_batches: int) -> tuple[Gap
     return compare(parallel, oracle, loss_gap), dict(counts)
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("num_batches", [1, 4])
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_the_weights_are_those_of_one_large_batch(

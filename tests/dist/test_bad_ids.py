@@ -86,6 +86,7 @@ def raising(rank: int, world_size: int, cell: Cell, bad: int) -> tuple[str, int,
     return said, found, states[0], states[1]
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_all_ranks_raise_and_may_go_on(ranks4: RankPool, cell: Cell, bad: int) -> None:
@@ -120,6 +121,7 @@ def correcting(rank: int, world_size: int, cell: Cell, policy: str, bad: int) ->
     return largest_gap(*states), found
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("policy", ["drop", "clamp"])
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_bad_ids_are_corrected(ranks4: RankPool, cell: Cell, policy: str) -> None:

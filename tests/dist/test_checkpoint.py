@@ -17,6 +17,7 @@ from tests.dist.test_checkpoint_harness import (
 from tests.support.models import ModelSpec, TableSpec
 from tests.support.parity import Cell
 from tests.support.ranks import RankPool
+from tests.support.slices import Deal
 
 M22, M14, M41 = tdsp.Mesh2D(2, 2), tdsp.Mesh2D(1, 4), tdsp.Mesh2D(4, 1)
 M22_CONTIGUOUS = tdsp.Mesh2D(2, 2, tdsp.RankLayout.CONTIGUOUS)
@@ -83,8 +84,8 @@ TRIPS = [
 ]
 
 
-def test_a_model_travels_between_meshes(ranks4: RankPool, tmp_path: Path) -> None:
-    check_arrivals(ranks4, TRIPS, tmp_path)
+def test_a_model_travels_between_meshes(ranks4: RankPool, tmp_path: Path, dealt: Deal) -> None:
+    check_arrivals(ranks4, dealt(TRIPS), tmp_path)
 
 
 TWO_RANK_TRIPS = [
@@ -136,8 +137,10 @@ def test_a_model_travels_over_hosts(ranks8: RankPool, tmp_path: Path) -> None:
     check_arrivals(ranks8, trips, tmp_path)
 
 
-def test_a_model_travels_to_stock_torchrec_and_back(ranks4: RankPool, tmp_path: Path) -> None:
-    check_arrivals(ranks4, STOCK_TRIPS, tmp_path)
+def test_a_model_travels_to_stock_torchrec_and_back(
+    ranks4: RankPool, tmp_path: Path, dealt: Deal
+) -> None:
+    check_arrivals(ranks4, dealt(STOCK_TRIPS), tmp_path)
 
 
 MESHES = (M22, M22_CONTIGUOUS, M14, M41)

@@ -25,6 +25,7 @@ from tests.support.loops import (
 from tests.support.models import BagModel
 from tests.support.parity import FUSED, LR, Cell, compare, make_optimizer
 from tests.support.ranks import RankPool
+from tests.support.slices import Deal
 
 MESH = tdsp.Mesh2D(2, 2)
 EXACT = Cell(MESH)
@@ -55,9 +56,9 @@ def all_loops(rank: int, world_size: int, cells: list[Cell]) -> list[list[float]
     return gaps
 
 
-def test_every_loop_trains_the_same_bit_for_bit(ranks4: RankPool) -> None:
+def test_every_loop_trains_the_same_bit_for_bit(ranks4: RankPool, dealt: Deal) -> None:
     """And the same again from the same seed, and to the end of the stream."""
-    cells = [EXACT, AVERAGED, HOT, BOTH, PARTED]
+    cells = dealt([EXACT, AVERAGED, HOT, BOTH, PARTED])
     assert ranks4.run(all_loops, cells) == [[[0.0] * (len(PIPELINES) + 2)] * len(cells)] * 4
 
 

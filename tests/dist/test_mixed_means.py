@@ -18,6 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import torchrec_2dsp as tdsp
 from tests.support.parity import LR, TOLERANCE
 from tests.support.ranks import RankPool
+from tests.support.slices import Deal
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 
 ROWS = 8
@@ -155,7 +156,7 @@ def check(ranks: RankPool, cases: list[Any]) -> None:
             assert gap <= TOLERANCE, f"{case}: {gap}"
 
 
-def test_tables_average_whatever_types_stand_beside_them(ranks4: RankPool) -> None:
+def test_tables_average_whatever_types_stand_beside_them(ranks4: RankPool, dealt: Deal) -> None:
     mesh, even = tdsp.Mesh2D(1, 4), (6,) * 4
     pairs = [(first, second) for first, second in product(TYPES, TYPES) if first < second]
     cases: list[Any] = [
@@ -173,17 +174,17 @@ def test_tables_average_whatever_types_stand_beside_them(ranks4: RankPool) -> No
         for pooling, rest in (("sum", (mesh, even)), ("mean", (tdsp.Mesh2D(2, 2), even)))
     ]
     cases += [(tuple(MixedTable("mean", kind) for kind in TYPES), tdsp.Mesh2D(2, 2), even)]
-    check(ranks4, cases)
+    check(ranks4, dealt(cases))
 
 
-def test_ranks_without_samples_average_too(ranks4: RankPool) -> None:
+def test_ranks_without_samples_average_too(ranks4: RankPool, dealt: Deal) -> None:
     uneven = [(0, 6, 6, 3), (5, 0, 0, 1)]
     meshes = [tdsp.Mesh2D(2, 2), tdsp.Mesh2D(1, 4)]
     cases = [
         ((MixedTable("mean", kind), MixedTable("sum", "row_wise")), mesh, sizes)
         for kind, mesh, sizes in product(TYPES, meshes, uneven)
     ]
-    check(ranks4, cases)
+    check(ranks4, dealt(cases))
 
 
 def refusals(rank: int, world_size: int) -> list[str]:

@@ -30,6 +30,7 @@ from tests.support.parity import (
     make_sharder,
 )
 from tests.support.ranks import RankPool
+from tests.support.slices import Deal
 from torchrec_2dsp.plan.remap import plan_for_rank
 
 ONE_GROUP = tdsp.Mesh2D(1, 4)
@@ -100,11 +101,11 @@ def differing_entries(rank: int, world_size: int, cells: list[Cell]) -> list[str
     return found
 
 
-def test_one_group_with_the_fused_backward(ranks4: RankPool) -> None:
-    assert ranks4.run(differing_entries, CELLS) == [[]] * 4
+def test_one_group_with_the_fused_backward(ranks4: RankPool, dealt: Deal) -> None:
+    assert ranks4.run(differing_entries, dealt(CELLS)) == [[]] * 4
 
 
-def test_one_group_with_captured_rows(ranks4: RankPool) -> None:
+def test_one_group_with_captured_rows(ranks4: RankPool, dealt: Deal) -> None:
     """Capturing and applying rows gives the bits of the fused update, where TorchRec's own
     order of additions is defined: one feature per table, unweighted sums, sequences."""
     one_feature = tuple(replace(table, features=table.features[:1]) for table in ModelSpec().tables)
@@ -117,4 +118,4 @@ def test_one_group_with_captured_rows(ranks4: RankPool) -> None:
         for cell in CELLS
         if cell.sharding != "data_parallel"
     ]
-    assert ranks4.run(differing_entries, cells) == [[]] * 4
+    assert ranks4.run(differing_entries, dealt(cells)) == [[]] * 4

@@ -91,6 +91,7 @@ CASES = {
 }
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("case", CASES)
 def test_the_algorithm(ranks4: RankPool, case: str) -> None:
     assert max(ranks4.run(train_scaled, *CASES[case])) < ROUNDING

@@ -11,6 +11,7 @@ from torchrec.modules.embedding_configs import DataType
 from tests.support.models import SEQUENCE_TABLES, ModelSpec
 from tests.support.parity import STEPS, TOLERANCE, Cell, Gap, run_cells
 from tests.support.ranks import RankPool
+from tests.support.slices import Deal
 from torchrec_2dsp import GradientSync, Mesh2D, RankLayout, WeightSync
 
 MESHES = (Mesh2D(1, 4), Mesh2D(2, 2), Mesh2D(2, 2, RankLayout.CONTIGUOUS), Mesh2D(4, 1))
@@ -82,8 +83,8 @@ def check(cells: list[Cell], per_rank: list[list[Gap]]) -> None:
 
 
 @pytest.mark.parametrize("sharding", BAG_TYPES)
-def test_bags_equal_the_unsharded_model(ranks4: RankPool, sharding: str) -> None:
-    cells = every_triple(matrix(sharding, MESHES))
+def test_bags_equal_the_unsharded_model(ranks4: RankPool, sharding: str, dealt: Deal) -> None:
+    cells = dealt(every_triple(matrix(sharding, MESHES)))
     # The other types repeat what happens in this one; fewer steps show that they do.
     steps = STEPS if sharding == "row_wise" else 4
     check(cells, ranks4.run(run_cells, cells, steps, timeout_s=200))
@@ -110,21 +111,25 @@ def test_a_table_may_be_hot_from_end_to_end(ranks4: RankPool) -> None:
 
 
 @pytest.mark.parametrize("sharding", ["table_wise", "column_wise", "row_wise"])
-def test_sequences_equal_the_unsharded_model(ranks4: RankPool, sharding: str) -> None:
-    cells = [
-        Cell(mesh, sharding, SEQUENCES, optimizer, sync)
-        for mesh, (optimizer, sync) in product(MESHES, METHODS)
-    ]
+def test_sequences_equal_the_unsharded_model(ranks4: RankPool, sharding: str, dealt: Deal) -> None:
+    cells = dealt(
+        [
+            Cell(mesh, sharding, SEQUENCES, optimizer, sync)
+            for mesh, (optimizer, sync) in product(MESHES, METHODS)
+        ]
+    )
     check(cells, ranks4.run(run_cells, cells, timeout_s=120))
 
 
-def test_element_wise_adagrad_is_exact_too(ranks4: RankPool) -> None:
-    cells = [
-        Cell(mesh, sharding, optimizer="adagrad", hot_rows=hot_rows)
-        for mesh in MESHES
-        for sharding in ("table_wise", "row_wise", "column_wise")
-        for hot_rows in ((), HOT_ROWS)
-    ]
+def test_element_wise_adagrad_is_exact_too(ranks4: RankPool, dealt: Deal) -> None:
+    cells = dealt(
+        [
+            Cell(mesh, sharding, optimizer="adagrad", hot_rows=hot_rows)
+            for mesh in MESHES
+            for sharding in ("table_wise", "row_wise", "column_wise")
+            for hot_rows in ((), HOT_ROWS)
+        ]
+    )
     check(cells, ranks4.run(run_cells, cells, 5, timeout_s=120))
 
 

@@ -17,6 +17,7 @@ from tests.support.models import make_batch
 from tests.support.oracle import local_loss
 from tests.support.parity import Cell, make_parallel, run_cells
 from tests.support.ranks import RankPool
+from tests.support.slices import Deal
 from torchrec_2dsp.shard.parted import sharded_tables
 
 MESHES = (
@@ -29,7 +30,7 @@ EXACT = {"optimizer": "rowwise_adagrad", "sync": tdsp.GradientSync()}
 AVERAGED = {"optimizer": "sgd", "sync": tdsp.WeightSync(dense_above=1.0)}
 
 
-def test_bags(ranks4: RankPool) -> None:
+def test_bags(ranks4: RankPool, dealt: Deal) -> None:
     """Every pair of exchange, mesh, and pooling with a sync; not all three with all."""
     kinds = ((SUM, HOT_ROWS, EXACT), (MEAN, (), AVERAGED), (WEIGHTED, HOT_ROWS, EXACT))
     cells = []
@@ -44,15 +45,17 @@ def test_bags(ranks4: RankPool) -> None:
         Cell(MESHES[0], in_world=("t0", "t2")),
         Cell(MESHES[0], in_world=("t1",), owners="hash", exchange="row", hot_rows=HOT_ROWS),
     ]
+    cells = dealt(cells)
     check(cells, ranks4.run(run_cells, cells, 4, timeout_s=200))
 
 
-def test_sequences(ranks4: RankPool) -> None:
+def test_sequences(ranks4: RankPool, dealt: Deal) -> None:
     cells = [
         Cell(mesh, spec=SEQUENCES, exchange=exchange, in_world=("t1",), **method)
         for mesh in MESHES
         for exchange, method in (("pooled", EXACT), ("row", EXACT), ("row", AVERAGED))
     ]
+    cells = dealt(cells)
     check(cells, ranks4.run(run_cells, cells, 4, timeout_s=120))
 
 

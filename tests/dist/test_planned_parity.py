@@ -9,6 +9,7 @@ import pytest
 from tests.support.models import build
 from tests.support.parity import Cell, make_sharder, plan_by_cost, run_cells, tolerance_of
 from tests.support.ranks import RankPool
+from tests.support.slices import Deal
 from torchrec_2dsp import (
     GradientSync,
     Mesh2D,
@@ -95,9 +96,9 @@ def test_planned_is_what_was_demanded(mix: str, proposed: bool) -> None:
     ],
 )
 def test_what_is_planned_equals_the_unsharded_model(
-    ranks4: RankPool, mix: str, proposed: bool, stock_wrapper: bool
+    ranks4: RankPool, mix: str, proposed: bool, stock_wrapper: bool, dealt: Deal
 ) -> None:
-    check(ranks4, cells_of(mix, proposed=proposed, stock_wrapper=stock_wrapper))
+    check(ranks4, dealt(cells_of(mix, proposed=proposed, stock_wrapper=stock_wrapper)))
 
 
 @pytest.mark.parametrize("stock_wrapper", [False, True])

@@ -37,6 +37,7 @@ from tests.support.parity import (
     run_cells,
 )
 from tests.support.ranks import RankPool, RanksFailed
+from tests.support.slices import Deal
 from torchrec_2dsp.comms.counting import count_collectives
 
 LONG_BAGS_TOLERANCE = 1e-5
@@ -58,7 +59,7 @@ def check(cells: Sequence[Cell], ranks: RankPool, steps: int = 4) -> None:
 
 
 @pytest.mark.parametrize("mesh", [ONE, TWO], ids=str)
-def test_bags_equal_the_unsharded_model(ranks4: RankPool, mesh: tdsp.Mesh2D) -> None:
+def test_bags_equal_the_unsharded_model(ranks4: RankPool, mesh: tdsp.Mesh2D, dealt: Deal) -> None:
     cells = [
         replace(NONEMPTY, mesh=mesh, sharding=kind, spec=spec, hot_rows=hot_rows)
         for kind, spec, hot_rows in product(KINDS, BAGS, ((), HOT_ROWS))
@@ -68,10 +69,10 @@ def test_bags_equal_the_unsharded_model(ranks4: RankPool, mesh: tdsp.Mesh2D) -> 
         for kind, optimizer in product(KINDS, ("sgd", "adagrad"))
     ]
     cells.append(replace(NONEMPTY, mesh=mesh, sharding="table_column_wise", hot_rows=HOT_ROWS))
-    check(cells, ranks4)
+    check(dealt(cells), ranks4)
 
 
-def test_unusual_batches_equal_the_unsharded_model(ranks4: RankPool) -> None:
+def test_unusual_batches_equal_the_unsharded_model(ranks4: RankPool, dealt: Deal) -> None:
     """Ranks without samples, or with hot rows alone; ids many times in a bag."""
     cells = [
         replace(
@@ -89,7 +90,7 @@ def test_unusual_batches_equal_the_unsharded_model(ranks4: RankPool) -> None:
             (((3, 0, 5, 2), 4), ((0, 0, 1, 0), 4), ((2, 2, 2, 2), 60)),
         )
     ]
-    check(cells, ranks4, 3)
+    check(dealt(cells), ranks4, 3)
 
 
 def test_several_dimensions_equal_the_unsharded_model(ranks2: RankPool) -> None:

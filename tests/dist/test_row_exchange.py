@@ -36,6 +36,7 @@ from tests.support.parity import (
     tolerance_of,
 )
 from tests.support.ranks import RankPool
+from tests.support.slices import Deal
 from torchrec_2dsp.comms.counting import count_collectives
 
 LONG_BAGS_TOLERANCE = 4e-6
@@ -59,17 +60,17 @@ def check(cells: Sequence[Cell], ranks: RankPool, steps: int = 4) -> None:
 
 
 @pytest.mark.parametrize("mesh", [ONE, TWO, pytest.param(INSIDE, marks=pytest.mark.slow)], ids=str)
-def test_bags_equal_the_unsharded_model(ranks4: RankPool, mesh: tdsp.Mesh2D) -> None:
+def test_bags_equal_the_unsharded_model(ranks4: RankPool, mesh: tdsp.Mesh2D, dealt: Deal) -> None:
     cells = [
         replace(ROWS, mesh=mesh, spec=spec, optimizer=optimizer, hot_rows=hot_rows)
         for spec, optimizer, hot_rows in product(
             BAGS, ("sgd", "adagrad", "rowwise_adagrad"), ((), HOT_ROWS)
         )
     ]
-    check(cells, ranks4)
+    check(dealt(cells), ranks4)
 
 
-def test_unusual_batches_equal_the_unsharded_model(ranks4: RankPool) -> None:
+def test_unusual_batches_equal_the_unsharded_model(ranks4: RankPool, dealt: Deal) -> None:
     """Ranks without samples, or with hot rows alone; ids many times in a bag."""
     cells = [
         replace(ROWS, mesh=mesh, hot_rows=hot_rows, batch_sizes=sizes, max_length=length)
@@ -79,7 +80,7 @@ def test_unusual_batches_equal_the_unsharded_model(ranks4: RankPool) -> None:
             (((3, 0, 5, 2), 4), ((0, 0, 1, 0), 4), ((2, 2, 2, 2), 60)),
         )
     ]
-    check(cells, ranks4, 3)
+    check(dealt(cells), ranks4, 3)
 
 
 def test_sequences_equal_the_unsharded_model(ranks4: RankPool) -> None:

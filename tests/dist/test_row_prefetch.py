@@ -18,6 +18,7 @@ from tests.support.models import MIXED, SEQUENCE_TABLES, ModelSpec, TableSpec
 from tests.support.parity import Cell, make_optimizer
 from tests.support.prefetching import STEPS, Counts, compare, drain, run, sharded
 from tests.support.ranks import RankPool
+from tests.support.slices import Deal
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.rows.direct_update import DirectUpdater
 from torchrec_2dsp.rows.gradients import RowGradients
@@ -41,13 +42,13 @@ def check(ranks: RankPool, cells: list[Cell]) -> None:
             assert min(counts) > 0, f"{cell}: {counts}"
 
 
-def test_bags_train_as_without(ranks4: RankPool) -> None:
+def test_bags_train_as_without(ranks4: RankPool, dealt: Deal) -> None:
     specs = (ModelSpec(), ModelSpec(pooling="mean"), ModelSpec(weighted=True), MIXED)
     cells = [replace(ROWS, spec=spec) for spec in specs]
     cells += [replace(ROWS, optimizer=one, hot_rows=HOT_ROWS) for one in ("sgd", "adagrad")]
     cells += [replace(ROWS, owners="hash"), replace(ROWS, sync=tdsp.WeightSync())]
     cells += [replace(ROWS, stock_wrapper=True)]
-    check(ranks4, cells)
+    check(ranks4, dealt(cells))
 
 
 def test_sequences_train_as_without(ranks4: RankPool) -> None:
@@ -138,11 +139,12 @@ def interrupted(
 
 
 @pytest.mark.parametrize("owners", ["block", "hash"])
-def test_what_is_done_between_steps_is_seen(ranks4: RankPool, owners: str) -> None:
+def test_what_is_done_between_steps_is_seen(ranks4: RankPool, owners: str, dealt: Deal) -> None:
     """Weights are loaded, hot sets renewed, other loops train, tables are read. With hashed owners
     a read moves the rows, and the late rows of the next batch leave before its lookup."""
-    for answers in ranks4.run(interrupted, list(BETWEEN), owners, timeout_s=200):
-        for name, (gap, counts) in zip(BETWEEN, answers, strict=True):
+    names = dealt(list(BETWEEN))
+    for answers in ranks4.run(interrupted, names, owners, timeout_s=200):
+        for name, (gap, counts) in zip(names, answers, strict=True):
             # Batches that are on their way keep the old hot rows, and here one more is.
             assert gap <= (1e-6 if name == "refresh" else 0.0), f"{name}: {gap}"
             assert min(counts.early, counts.late) > 0, f"{name}: {counts}"

@@ -12,6 +12,7 @@ from tests.dist.test_transport import HOT_ROWS, ROUNDING, train_late
 from tests.support.models import SEQUENCE_TABLES, ModelSpec
 from tests.support.parity import TOLERANCE, Cell, run_cells
 from tests.support.ranks import RankPool
+from tests.support.slices import Deal
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
 from torchrec_2dsp.replicas.exchange import (
@@ -182,22 +183,22 @@ EXACT = [
 SEQUENCE = Cell(tdsp.Mesh2D(4, 1), spec=ModelSpec(SEQUENCE_TABLES, sequence=True))
 
 
-def test_training_over_hosts_equals_the_unsharded_model(two_hosts: RankPool) -> None:
-    cells = [*EXACT, replace(EXACT[1], batch_sizes=(3, 0, 5, 2)), SEQUENCE]
+def test_training_over_hosts_equals_the_unsharded_model(two_hosts: RankPool, dealt: Deal) -> None:
+    cells = dealt([*EXACT, replace(EXACT[1], batch_sizes=(3, 0, 5, 2)), SEQUENCE])
     for gaps in two_hosts.run(run_cells, cells):
         for cell, gap in zip(cells, gaps, strict=True):
             assert gap.worst <= TOLERANCE, cell
             assert gap.synced_rows > 0, cell
 
 
-def test_training_on_four_hosts_equals_the_unsharded_model(ranks8: RankPool) -> None:
+def test_training_on_four_hosts_equals_the_unsharded_model(ranks8: RankPool, dealt: Deal) -> None:
     """With peers in one host, on all hosts, and hot rows on all ranks."""
     cells = [
         Cell(mesh, "row_wise", hot_rows=hot_rows)
         for mesh in (tdsp.Mesh2D(8, 1), tdsp.Mesh2D(4, 2), tdsp.Mesh2D(2, 4))
         for hot_rows in ((), HOT_ROWS)
     ]
-    for gaps in ranks8.run(run_cells, cells, 6):
+    for gaps in ranks8.run(run_cells, dealt(cells), 6):
         assert max(gap.worst for gap in gaps) <= TOLERANCE
 
 

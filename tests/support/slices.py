@@ -1,10 +1,27 @@
-"""Which of the tests marked `slow` run: all, or a slice of them, another one for each commit."""
+"""Which long tests run: all, or a slice of those marked `slow` and a third of others' cells.
+
+A commit chooses the slice and the third, so that none rots.
+"""
 
 from collections.abc import Sequence
+from random import Random
+from typing import Protocol, TypeVar
 
 import pytest
 
 from tests.support.commit import seed_of_commit
+
+Item = TypeVar("Item")
+NUM_HANDS = 3
+"""How many commits it takes at the least until every cell of a dealt matrix has run."""
+
+
+class Deal(Protocol):
+    """Deals the cells of a matrix, see the fixture `dealt`."""
+
+    def __call__(self, cells: Sequence[Item]) -> list[Item]:
+        """The cells that are to run."""
+        ...
 
 
 def parse_slice(text: str) -> tuple[int, int]:
@@ -25,3 +42,14 @@ def parse_slice(text: str) -> tuple[int, int]:
 def slice_of(names: Sequence[str], number: int, count: int) -> set[str]:
     """Every so many-th name, so that neighbours, which take alike long, are in other slices."""
     return set(sorted(names)[number::count])
+
+
+def hand_of(cells: Sequence[Item], number: int) -> list[Item]:
+    """A third of the cells in their order, at least one; each belongs to one third.
+
+    Neighbours have most in common, and every third of a product may lack a factor: cells are
+    shuffled before they are dealt, always alike.
+    """
+    places = Random(0).sample(range(len(cells)), len(cells))
+    hand = places[number % min(NUM_HANDS, len(cells)) :: NUM_HANDS] if cells else []
+    return [cells[place] for place in sorted(hand)]

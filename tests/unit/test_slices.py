@@ -1,10 +1,10 @@
-"""Slices of the slow tests hold each of them once."""
+"""Slices of the slow tests, and hands of long matrices, hold each part of them once."""
 
 import pytest
 
 from tests.support.commit import seed_of_commit
 from tests.support.patience import NUM_LANES, patient
-from tests.support.slices import parse_slice, slice_of
+from tests.support.slices import NUM_HANDS, hand_of, parse_slice, slice_of
 
 
 @pytest.mark.parametrize("count", [1, 3, 24, 100])
@@ -13,6 +13,28 @@ def test_each_test_is_in_one_slice(count: int) -> None:
     slices = [slice_of(names, number, count) for number in range(count)]
     assert sorted(name for part in slices for name in part) == sorted(names)
     assert max(map(len, slices)) - min(map(len, slices)) <= 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 36])
+def test_each_cell_is_in_a_hand(count: int) -> None:
+    cells = list(range(count))
+    hands = [hand_of(cells, number) for number in range(NUM_HANDS)]
+    assert all(hands), "no test runs without a cell"
+    assert {cell for hand in hands for cell in hand} == set(cells)
+    if count >= NUM_HANDS:
+        assert sorted(cell for hand in hands for cell in hand) == cells
+        assert hand_of(cells, NUM_HANDS) == hands[0], "the fourth slice has the first hand again"
+
+
+def test_a_hand_has_some_of_every_factor() -> None:
+    """Of the parity matrix each third has every mesh, kind of bag, and method."""
+    cells = [(mesh, bags, method) for mesh in range(4) for bags in range(3) for method in range(3)]
+    for number in range(NUM_HANDS):
+        assert [len({cell[place] for cell in hand_of(cells, number)}) for place in range(3)] == [
+            4,
+            3,
+            3,
+        ]
 
 
 def test_the_commit_chooses_a_slice() -> None:

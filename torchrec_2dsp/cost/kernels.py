@@ -41,6 +41,10 @@ class Kernels(CalibrationPart):
     dense_update: KernelCost
     """An optimizer's pass over all of a table."""
 
+    matmul: KernelCost | None = None
+    """Multiplying matrices, by floating-point operations, and by the bytes of what goes in and out;
+    `None` in files from before it was measured."""
+
     encode_bf16: KernelCost | None = None
     """Encoding and decoding rows in bf16; like the next ones, `None` in files from before it was
     measured."""

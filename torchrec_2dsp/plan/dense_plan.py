@@ -32,7 +32,7 @@ class DensePlan:
         >>> from torchrec_2dsp.plan.dense_plan import DenseKind, DensePlan
         >>> mesh = DenseMesh.for_world(8, pp=4)
         >>> str(DensePlan(kind=DenseKind.PIPELINED, mesh=mesh, num_micro_batches=8, cuts=(2, 4, 7)))
-        'dp 2, pp 4, 8 micro-batches, cut before layers 2, 4, 7'
+        'dp 2, pp 4, 8 micro-batches, cuts 2 4 7'
         >>> str(DensePlan(kind=DenseKind.DDP, mesh=DenseMesh.for_world(8)))
         'DDP'
     """
@@ -82,5 +82,5 @@ class DensePlan:
         )
         if self.kind is DenseKind.TENSOR_PARALLEL:
             return sizes
-        cuts = ", ".join(map(str, self.cuts))
-        return f"{sizes}, {self.num_micro_batches} micro-batches, cut before layers {cuts}"
+        cuts = " ".join(map(str, self.cuts))
+        return f"{sizes}, {self.num_micro_batches} micro-batches, cuts {cuts}"

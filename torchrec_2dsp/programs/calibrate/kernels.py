@@ -36,6 +36,8 @@ _NUM_IDS = (2**11, 2**13, 2**15)
 _BAG_SIZES = (1, 16)
 _ROWS_OF_A_TABLE = (64, _NUM_ROWS // _NUM_TABLES)
 """The numbers of rows that ids are drawn from: so few that all repeat, in caches, or any."""
+_TOKENS = (2**8, 2**10, 2**12)
+_WIDTHS = (64, 256, 1024)
 _TABLE_BYTES = (2**24, 2**25, 2**26)
 """Beyond what caches hold, as tables are."""
 
@@ -71,6 +73,7 @@ def measure_kernels(
         _needed_rows(device),
         _moves(device),
         _passes(device),
+        _matmuls(device),
         _encodings(device),
     ):
         if piece.name not in samples:
@@ -189,6 +192,16 @@ def _passes(device: torch.device) -> Iterator[_Piece]:
     for num_bytes in _TABLE_BYTES:
         table = torch.zeros(num_bytes // _FLOAT_BYTES, device=device)
         yield _Piece("dense_update", 0.0, num_bytes, lambda t=table: t.add_(t, alpha=-0.1))
+
+
+def _matmuls(device: torch.device) -> Iterator[_Piece]:
+    """Layers of a dense part, narrow and wide, over few samples and over many."""
+    for num_rows, width in product(_TOKENS, _WIDTHS):
+        rows = torch.rand(num_rows, width, device=device)
+        weight = torch.rand(width, width, device=device)
+        operations = 2.0 * num_rows * width * width
+        num_bytes = float(2 * rows.nbytes + weight.nbytes)
+        yield _Piece("matmul", operations, num_bytes, lambda r=rows, w=weight: r @ w)
 
 
 def _encodings(device: torch.device) -> Iterator[_Piece]:

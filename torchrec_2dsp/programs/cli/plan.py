@@ -12,6 +12,7 @@ from torchrec_2dsp.programs.cli.errors import shown_errors
 from torchrec_2dsp.programs.cli.outputs import check_writable
 
 if TYPE_CHECKING:
+    from torchrec_2dsp.planner.dense_search import DenseChoices
     from torchrec_2dsp.planner.explanation.explanation import Explanation
 
 _Config = Annotated[
@@ -69,6 +70,8 @@ def _plan(name: str, overrides: list[str], json: Path | None, html: Path | None)
     # As it is: a log file is as wide as a terminal.
     explained = work.explained()
     typer.echo(str(explained))
+    if work.dense is not None:
+        typer.echo(f"\nThe dense part, by predicted time; the first is best.\n\n{work.dense}")
     if json is not None:
         save(plan, json)
     if html is not None:
@@ -99,24 +102,26 @@ def _simulate(name: str, ranks: str, overrides: list[str]) -> None:
     if not all(size.isdecimal() and int(size) for size in sizes):
         raise ConfigError(f"--ranks {ranks}: give sizes of worlds, such as 256,512")
     console = Console()
-    simulated: list[tuple[int, Explanation]] = []
+    simulated: list[tuple[int, Explanation, DenseChoices | None]] = []
     for size in sorted(map(int, sizes)):
         with console.status(f"searching for {size:,} ranks"):
             work = planning(
                 load_config(PlanConfig, name, [*overrides, f"machines.num_ranks={size}"])
             )
             work.planner.search(work.model, work.sharders)
-        simulated.append((size, work.planner.explain()))
+        simulated.append((size, work.planner.explain(), work.dense))
     show_simulated(simulated, console)
 
 
-def show_simulated(simulated: "list[tuple[int, Explanation]]", console: Console) -> None:
-    """Print step, efficiency, memory and mesh of each world."""
+def show_simulated(
+    simulated: "list[tuple[int, Explanation, DenseChoices | None]]", console: Console
+) -> None:
+    """Print step, efficiency, memory and mesh of each world, and how to run its dense part."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("ranks", "step ms", "samples/s", "efficiency", "GB per rank", "mesh"):
         table.add_column(heading, justify="left" if heading == "mesh" else "right")
     first_s = simulated[0][1].cost.total_s
-    for size, explanation in simulated:
+    for size, explanation, _ in simulated:
         seconds = explanation.cost.total_s
         samples = size * explanation.setting.workload.batch_size
         table.add_row(
@@ -128,8 +133,34 @@ def show_simulated(simulated: "list[tuple[int, Explanation]]", console: Console)
             explanation.where,
         )
     console.print(table)
+    if any(dense is not None for _, _, dense in simulated):
+        _show_dense(simulated, console)
     hardware = simulated[0][1].setting.calibration.hardware
     console.print(
         f"Predicted, not measured, from {hardware.name} (measured: {hardware.measured}). "
         f"Efficiency: samples per second and rank, compared with {simulated[0][0]:,} ranks."
     )
+
+
+def _show_dense(
+    simulated: "list[tuple[int, Explanation, DenseChoices | None]]", console: Console
+) -> None:
+    """Print the best way to run the dense part of each world."""
+    console.print(
+        "The steps above have the computing of the dense part, but not what it sends. By itself it "
+        "is run best so:"
+    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("ranks", "ms", "busy", "GB per rank", "dense part"):
+        table.add_column(heading, justify="left" if heading == "dense part" else "right")
+    for size, _, dense in simulated:
+        if dense is not None:
+            best = dense.best
+            table.add_row(
+                f"{size:,}",
+                f"{1e3 * best.cost.total_s:,.2f}",
+                f"{best.cost.busy_share:.0%}",
+                f"{best.memory_bytes / 1e9:,.2f}",
+                str(best.plan),
+            )
+    console.print(table)

@@ -12,11 +12,12 @@ from torchrec.distributed.types import ModuleSharder
 
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.cost.calibration import Calibration
-from torchrec_2dsp.cost.workload import DenseWork, Workload
+from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
 from torchrec_2dsp.optim.moment_scaled import MomentScaledRowWiseAdaGrad
 from torchrec_2dsp.planner.constraints import ParameterConstraints2D
+from torchrec_2dsp.planner.dense_search import DenseChoices, search_dense
 from torchrec_2dsp.planner.explanation.explanation import Explanation
 from torchrec_2dsp.planner.planner2d import Planner2D
 from torchrec_2dsp.programs.config.config_file import CalibrationPath, PathBesideConfig
@@ -24,6 +25,7 @@ from torchrec_2dsp.programs.config.sections import ModelConfig, ReplicationConfi
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.models.model import build_model, table_name
 from torchrec_2dsp.programs.models.true_access import true_access
+from torchrec_2dsp.programs.plan.dense_config import DenseConfig
 from torchrec_2dsp.programs.plan.slower import Slower
 from torchrec_2dsp.programs.plan.torchrec_cost import torchrec_cost
 from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
@@ -66,15 +68,6 @@ class MachinesConfig(Section):
                 "ranks_per_host"
             )
         return self
-
-
-class DenseConfig(Section):
-    """The work of a step beside its tables, on one rank."""
-
-    forward_ms: float = Field(default=0.0, ge=0)
-    backward_ms: float = Field(default=0.0, ge=0)
-    gradient_mb: float = Field(default=0.0, ge=0)
-    """Megabytes that are all-reduced over the world in each step."""
 
 
 class PlanConfig(Section):
@@ -144,6 +137,8 @@ class Planning:
     """The machines as the planner knows them."""
     constraints: Mapping[str, ParameterConstraints2D]
     """The demands of the config on each table."""
+    dense: DenseChoices | None
+    """The ways to run the dense part, if the config says what layers it has."""
 
     def explained(self) -> Explanation:
         """Why the plan is as it is, and how it compares with TorchRec's where that is quick."""
@@ -168,11 +163,7 @@ def planning(config: PlanConfig) -> Planning:
         Workload.of_model(
             model, batch_size=config.batch_size, constraints=constraints, access=access
         ),
-        dense=DenseWork(
-            forward_s=config.dense.forward_ms / 1e3,
-            backward_s=config.dense.backward_ms / 1e3,
-            gradient_bytes=config.dense.gradient_mb * 1e6,
-        ),
+        dense=config.dense.work(calibration.kernels, config.batch_size),
         prefetches_rows=config.prefetch_rows,
         full_duplex=config.full_duplex,
     )
@@ -193,7 +184,24 @@ def planning(config: PlanConfig) -> Planning:
     # Its learning rate doesn't matter here; that there is one moment per row does.
     sharder = EmbeddingBagCollectionSharder2D(MomentScaledRowWiseAdaGrad(lr=1.0))
     sharders = cast(list[ModuleSharder[nn.Module]], [sharder])
-    return Planning(planner, model, sharders, topology, constraints)
+    dense = _dense_choices(config, calibration)
+    return Planning(planner, model, sharders, topology, constraints, dense)
+
+
+def _dense_choices(config: PlanConfig, calibration: Calibration) -> DenseChoices | None:
+    """The ways to run the dense part, in what the tables leave of the memory."""
+    if config.dense.transformer is None:
+        return None
+    machines = config.machines
+    (num_bytes,) = _memory(machines, calibration).values()
+    return search_dense(
+        config.dense.transformer.layers(calibration.kernels),
+        calibration=calibration,
+        world_size=machines.num_ranks,
+        local_world_size=min(machines.ranks_per_host, machines.num_ranks),
+        batch_size=config.batch_size,
+        memory_bytes=machines.reserved * num_bytes,
+    )
 
 
 def _constraints(config: PlanConfig) -> dict[str, ParameterConstraints2D]:

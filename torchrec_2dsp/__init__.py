@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from torchrec_2dsp.dense.diloco import DiLoCo as DiLoCo
     from torchrec_2dsp.dense.fully_sharded import FullyShardedDense as FullyShardedDense
     from torchrec_2dsp.dense.hooked_data_parallel import HookedDataParallel as HookedDataParallel
+    from torchrec_2dsp.dense.layer_stack import LayerStack as LayerStack
     from torchrec_2dsp.dense.local_dense import LocalDense as LocalDense
+    from torchrec_2dsp.dense.pipelined.pipelined_dense import PipelinedDense as PipelinedDense
+    from torchrec_2dsp.dense.pipelined.stage_layers import MeasuredCuts as MeasuredCuts
     from torchrec_2dsp.dense.tensor_parallel import TensorParallelDense as TensorParallelDense
     from torchrec_2dsp.dense.thresholded import Thresholded as Thresholded
     from torchrec_2dsp.dense.thresholded_data_parallel import (
@@ -95,7 +98,10 @@ _ROOMS = {
     "dense.diloco": ("DiLoCo",),
     "dense.fully_sharded": ("FullyShardedDense",),
     "dense.hooked_data_parallel": ("HookedDataParallel",),
+    "dense.layer_stack": ("LayerStack",),
     "dense.local_dense": ("LocalDense",),
+    "dense.pipelined.pipelined_dense": ("PipelinedDense",),
+    "dense.pipelined.stage_layers": ("MeasuredCuts",),
     "dense.tensor_parallel": ("TensorParallelDense",),
     "dense.thresholded": ("Thresholded",),
     "dense.thresholded_data_parallel": ("ThresholdedDataParallel",),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
@@ -157,7 +158,8 @@ def compare(parallel: DistributedModelParallel, oracle: Oracle, loss_gap: float 
         table = name.split(".")[-2] if name.startswith(("ebc", "ec")) else None
         if table is None:
             expected = oracle.model.state_dict()[name]
-            weight_gap = max(weight_gap, _gap(value, expected))
+            dense = value.full_tensor() if isinstance(value, DTensor) else value
+            weight_gap = max(weight_gap, _gap(dense, expected))
             continue
         for shard, (row, column) in local_shards(value):
             expected = oracle.weights[table][

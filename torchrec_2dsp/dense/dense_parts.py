@@ -9,30 +9,37 @@ from torchrec.distributed.types import ShardedModule, ShardingEnv
 from torchrec_2dsp.errors import ConfigError
 
 
-def dense_parts(model: nn.Module, wrapper: str, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+def dense_parts(
+    model: nn.Module, wrapper: str, name: str = "", *, apart: tuple[type[nn.Module], ...] = ()
+) -> Iterator[tuple[str, nn.Module]]:
     """The largest modules that hold parameters and no tables, by their names.
 
     Args:
         model: with sharded tables.
         wrapper: the name of who asks, for errors.
         name: of the model in a larger one.
+        apart: modules that are parts by themselves, and never in a larger one.
 
     Raises:
-        ConfigError: a module that holds tables also holds a parameter by itself.
+        ConfigError: a module that holds tables, or a part to keep apart, also holds a parameter by
+            itself.
     """
-    if not any(isinstance(part, ShardedModule) for part in model.modules()):
+    is_part = isinstance(model, apart)
+    if is_part or not any(isinstance(part, (ShardedModule, *apart)) for part in model.modules()):
         if any(True for _ in model.parameters()):
             yield name, model
         return
     if isinstance(model, ShardedModule):
         return
     for param, _ in model.named_parameters(recurse=False):
+        beside = " or ".join(["tables", *(f"a {kind.__name__}" for kind in apart)])
         raise ConfigError(
             f"{f'module {name!r}' if name else 'the model'} holds the parameter {param!r} beside "
-            f"tables, which {wrapper} can't shard; put it into a module of its own"
+            f"{beside}, which {wrapper} can't shard; put it into a module of its own"
         )
     for child_name, child in model.named_children():
-        yield from dense_parts(child, wrapper, f"{name}.{child_name}" if name else child_name)
+        child_path = f"{name}.{child_name}" if name else child_name
+        yield from dense_parts(child, wrapper, child_path, apart=apart)
 
 
 def group_of(env: ShardingEnv) -> dist.ProcessGroup:

@@ -1,0 +1,203 @@
+"""A model with layers that can be cut, trained by one wrapper or another beside its oracle."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import torchrec_2dsp as tdsp
+from tests.support.cells import Cell
+from tests.support.loops import shard
+from tests.support.models import BagModel, ModelSpec, make_batch, tables_of
+from tests.support.oracle import Oracle
+from tests.support.parity import LR, Gap, compare, make_sharder
+
+WIDTH = 12
+NUM_STEPS = 3
+BATCH_SIZES = (7, 7, 7, 7)
+"""No number of micro-batches divides the samples of a pipeline."""
+
+
+class Residual(nn.Module):
+    """A layer with two paths, one of which holds parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs + torch.tanh(self.inner(self.norm(inputs)))
+
+
+class ItemLoss(nn.Module):
+    """A squared error for each sample, with a parameter, and a target that needs gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(
+        self, outputs: torch.Tensor, labels: torch.Tensor, items: torch.Tensor
+    ) -> torch.Tensor:
+        return (self.scale * (outputs * items).sum(dim=1) + outputs.sum(dim=1) - labels).square()
+
+
+def layers_of(item_dim: int) -> list[nn.Module]:
+    """Eight layers, some of which have no parameters, and of which one gives a view."""
+    return [
+        nn.Linear(WIDTH, WIDTH),
+        nn.Tanh(),
+        Residual(),
+        nn.Linear(WIDTH, 2 * WIDTH),
+        nn.Unflatten(1, (2, WIDTH)),
+        nn.Linear(WIDTH, WIDTH // 2),
+        nn.Flatten(),
+        nn.Linear(WIDTH, item_dim),
+    ]
+
+
+class StackModel(BagModel):
+    """Bags under a layer, under a `LayerStack`; it gives the loss of each sample."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        self.over = nn.Identity()
+        self.bottom = nn.Linear(sum(table.dim for _, table in spec.features), WIDTH)
+        self.item, table = spec.features[-1]
+        self.stack = tdsp.LayerStack(layers_of(table.dim), ItemLoss())
+
+    def forward(self, features: KeyedJaggedTensor, *, with_targets: bool = True) -> torch.Tensor:
+        pooled = self.ebc(features)
+        joined = torch.cat([pooled[name] for name in self.features], dim=1)
+        inputs = torch.tanh(self.bottom(joined))
+        if not with_targets:
+            return self.stack(inputs)
+        labels = features.lengths().view(len(self.features), -1).float().mean(dim=0)
+        return self.stack(inputs, labels, pooled[self.item])
+
+
+def stack_model(spec: ModelSpec) -> StackModel:
+    """The model with seed 0."""
+    torch.manual_seed(0)
+    return StackModel(spec)
+
+
+class StackOracle(Oracle):
+    """The unsharded model, uncut, trained on the batches of all ranks at once."""
+
+    def __init__(self, cell: Cell, *, reduction: str = "mean") -> None:
+        super().__init__(cell.spec, optimizer=cell.optimizer, lr=LR, eps=cell.eps)
+        self.model = cast(Any, stack_model(cell.spec))
+        self.weights = {
+            name: cast(torch.Tensor, table.weight).detach()
+            for name, table in tables_of(self.model).items()
+        }
+        self._reduction = reduction
+
+    def step_on(self, batches: Sequence[Sequence[KeyedJaggedTensor]]) -> list[float]:
+        """One update on some batches of each rank; the mean loss of each rank's batches."""
+        self.model.zero_grad()
+        losses = [
+            sum(
+                (reduced(self.model(batch), self._reduction) / len(of_rank) for batch in of_rank),
+                torch.zeros(()),
+            )
+            for of_rank in batches
+        ]
+        (sum(losses, torch.zeros(())) / len(batches)).backward()
+        with torch.no_grad():
+            for part in (self.model.bottom, self.model.stack):
+                for param in part.parameters():
+                    param -= self.lr * param.grad  # type: ignore[operator]
+            for name, table in tables_of(self.model).items():
+                self._update_(name, cast(torch.Tensor, cast(torch.Tensor, table.weight).grad))
+        return [loss.item() for loss in losses]
+
+
+def reduced(losses: torch.Tensor, reduction: str) -> torch.Tensor:
+    """A rank's loss."""
+    return losses.sum() if reduction == "sum" else losses.mean()
+
+
+@dataclass(frozen=True)
+class PipelineCell:
+    """How to train the model."""
+
+    cell: Cell
+    """The tables, and the mesh."""
+
+    options: tuple[tuple[str, Any], ...]
+    """The options of `PipelinedDense`."""
+
+    num_batches: int = 1
+    """How many batches make one update."""
+
+    sizes: tuple[int, ...] = BATCH_SIZES
+    """How many samples each rank has."""
+
+
+@contextmanager
+def pipelined(
+    cell: Cell, wrapper: Any
+) -> Iterator[tuple[DistributedModelParallel, dict[str, nn.Parameter]]]:
+    """The model in a wrapper, and its dense parameters; its process groups end afterwards."""
+    model = shard(cell, make_sharder(cell), stack_model(cell.spec), data_parallel_wrapper=wrapper)
+    try:
+        yield model, dict(in_backward_optimizer_filter(model.named_parameters()))
+    finally:
+        close_groups(wrapper)
+
+
+def close_groups(wrapper: Any) -> None:
+    """Gloo's threads would wake as long as there are groups."""
+    groups = getattr(wrapper, "_groups", None)
+    if groups is not None:
+        for group in (groups.agreements, groups.forward, groups.backward, groups.copies):
+            dist.destroy_process_group(group)
+
+
+def batch_for(cell: PipelineCell, step: int, part: int, rank: int) -> KeyedJaggedTensor:
+    """A rank's batch."""
+    seed = 1000 * step + 100 * part + rank
+    return make_batch(cell.cell.spec, seed=seed, batch_size=cell.sizes[rank])
+
+
+def batches_for(cell: PipelineCell, step: int) -> list[list[KeyedJaggedTensor]]:
+    """The batches of all ranks, by rank."""
+    return [
+        [batch_for(cell, step, part, rank) for part in range(cell.num_batches)]
+        for rank in range(len(cell.sizes))
+    ]
+
+
+def run_pipeline(rank: int, world_size: int, cell: PipelineCell) -> Gap:
+    """Train beside the oracle, and compare losses, all dense weights, tables and moments."""
+    wrapper = tdsp.PipelinedDense(**dict(cell.options))
+    reduction = dict(cell.options).get("reduction", "mean")
+    oracle, loss_gap = StackOracle(cell.cell, reduction=reduction), 0.0
+    with pipelined(cell.cell, wrapper) as (model, params):
+        optimizer = torch.optim.SGD(params.values(), lr=LR, foreach=False)
+        for step in range(NUM_STEPS):
+            expected = oracle.step_on(batches_for(cell, step))[rank]
+            optimizer.zero_grad()
+            total = 0.0
+            batches = [batch_for(cell, step, part, rank) for part in range(cell.num_batches)]
+            for batch in tdsp.accumulate(model, batches) if len(batches) > 1 else batches:
+                loss = reduced(model(batch), reduction) / len(batches)
+                loss.backward()
+                total += loss.item()
+            optimizer.step()
+            loss_gap = max(loss_gap, abs(total - expected) / (1 + abs(expected)))
+        return compare(model, oracle, loss_gap)
+
+
+def run_pipelines(rank: int, world_size: int, cells: list[PipelineCell]) -> list[Gap]:
+    """Several cells in one call."""
+    return [run_pipeline(rank, world_size, cell) for cell in cells]

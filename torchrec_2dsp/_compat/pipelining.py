@@ -1,0 +1,85 @@
+"""Adapters to torch.distributed.pipelining: its orders of work, and its split of a backward."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+__all__ = ["input_gradients", "order_of_work", "weight_gradients"]
+
+
+class _StageNumber:
+    """What the schedules ask of a stage when they make their orders: numbers alone."""
+
+    submod = None
+    group = None
+    device = torch.device("cpu")
+
+    def __init__(self, number: int, num_stages: int, num_ranks: int) -> None:
+        self.stage_index, self.num_stages = number, num_stages
+        self.group_rank, self.group_size = 0, num_ranks
+        self.is_first, self.is_last = number == 0, number == num_stages - 1
+        self.stage_index_to_group_rank: dict[int, int] = {}
+
+
+def order_of_work(
+    name: str, num_ranks: int, stages_per_rank: int, num_micro_batches: int
+) -> list[list[tuple[str, int, int]]]:
+    """The order in which each rank works by one of torch's schedules of several stages per rank.
+
+    Args:
+        name: the schedule's name in torch.
+        num_ranks: how many ranks run the stages.
+        stages_per_rank: how many stages each of them has.
+        num_micro_batches: how many parts the batch is cut into.
+
+    Returns:
+        For each rank the kind ("F", "B", "I" or "W"), stage and micro-batch of each piece of work.
+    """
+    num_stages = num_ranks * stages_per_rank
+    stages = [_StageNumber(number, num_stages, num_ranks) for number in range(stages_per_rank)]
+    schedule: Any = get_schedule_class(name)(
+        stages,  # type: ignore[arg-type]
+        num_micro_batches,
+        loss_fn=lambda *_: None,  # type: ignore[arg-type,return-value]
+    )
+    by_rank = schedule.pipeline_order
+    return [list(_pieces(by_rank[rank])) for rank in range(num_ranks)]
+
+
+def _pieces(actions: Any) -> Iterator[tuple[str, int, int]]:
+    for action in actions:
+        if action is None:
+            continue
+        if action.sub_actions is not None:
+            yield from _pieces(action.sub_actions)
+        elif action.computation_type.value in ("F", "B", "I", "W"):
+            yield action.computation_type.value, action.stage_index, action.microbatch_index
+
+
+def input_gradients(
+    output: torch.Tensor,
+    gradient: torch.Tensor,
+    inputs: list[torch.Tensor],
+    params: list[torch.nn.Parameter],
+) -> Any:
+    """Compute the gradients of inputs alone, and leave them in their ``grad``.
+
+    Args:
+        output: what was computed; it is cut off from its graph, so it must not be a view.
+        gradient: of the output.
+        inputs: leaves.
+        params: whose gradients `weight_gradients` computes later.
+
+    Returns:
+        What `weight_gradients` needs.
+    """
+    _, groups = stage_backward_input([output], [gradient], list(inputs), iter(params))
+    return groups
+
+
+def weight_gradients(params: list[torch.nn.Parameter], groups: Any) -> None:
+    """Compute what `input_gradients` has left out, and add it to the parameters' ``grad``."""
+    stage_backward_weight(iter(params), groups)

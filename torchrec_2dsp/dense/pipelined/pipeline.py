@@ -1,0 +1,256 @@
+"""`Pipeline`: runs a `LayerStack` of which each rank has some layers, forward and backward."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torchrec.distributed.types import LazyAwaitable
+
+from torchrec_2dsp.dense.pipelined.copied_layers import CopiedLayers
+from torchrec_2dsp.dense.pipelined.engine import Batch, BusyTime, Computed, Engine, Place
+from torchrec_2dsp.dense.pipelined.failing import Together
+from torchrec_2dsp.dense.pipelined.given import Given, GivenTogether, exchange
+from torchrec_2dsp.dense.pipelined.groups import PipelineGroups
+from torchrec_2dsp.dense.pipelined.hand_over import send_back, send_together
+from torchrec_2dsp.dense.pipelined.links import Links, TensorKind, joined
+from torchrec_2dsp.dense.pipelined.loss_gradient import common_factors
+from torchrec_2dsp.dense.pipelined.schedule import Schedule
+from torchrec_2dsp.dense.pipelined.stage import Stage
+
+Reduction = Literal["mean", "sum"]
+"""What a program makes of the losses of a rank's samples."""
+
+_RESULT = -1
+"""The key of what comes out of the last stage, among the kinds of tensors between stages."""
+
+
+class Pipeline:
+    """Runs the layers of a `LayerStack` on the ranks of a pipeline, on the batches of all of them.
+
+    In training all forwards and backwards happen inside the forward of one autograd function. It
+    gives each rank the losses of its own samples and keeps gradients; its backward multiplies them
+    by the gradient that the losses got, which has to be one number for all samples.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Sequence[tuple[int, Stage]],
+        groups: PipelineGroups,
+        *,
+        reduction: Reduction,
+        wire: torch.dtype | None,
+    ) -> None:
+        """
+        Args:
+            schedule: of the stages.
+            stages: of this rank, with their numbers.
+            groups: the process groups.
+            reduction: by what the loss of a sample counts: by 1, or by one in as many samples as
+                the rank's batch has.
+            wire: how numbers travel between stages; `None` for how they are.
+        """
+        self._schedule, self._groups, self._reduction = schedule, groups, reduction
+        self._last = schedule.rank_of(schedule.num_stages - 1)
+        device = groups.device
+        self._forward = Links(groups.forward, device)
+        self._backward = Links(groups.backward, device)
+        ranks = [groups.rank_at(position) for position in range(groups.mesh.pp)]
+        self._engine = Engine(
+            schedule,
+            stages,
+            Place(groups.position, ranks),
+            self._forward,
+            self._backward,
+            wire,
+            device,
+        )
+        self.layers = CopiedLayers([stage for _, stage in stages], groups)
+        """The layers of this rank, of which other pipelines have copies."""
+        self._kinds: dict[Any, dict[int, TensorKind]] = {}
+        self._together = Together(groups.agreements, (self._forward, self._backward))
+
+    @property
+    def busy(self) -> BusyTime:
+        """How long this rank has worked on its stages."""
+        return self._engine.busy
+
+    def run(self, inputs: Any, *targets: Any) -> torch.Tensor:
+        """The losses of this rank's samples; without targets, what comes out of the last stage.
+
+        Collectives:
+            An all-gather of objects in the pipeline; the samples' way to the first and the last
+            stage; those of the schedule; then results and gradients on their way back.
+        """
+        inputs, *targets = [_arrived(tensor) for tensor in (inputs, *targets)]
+        trains = torch.is_grad_enabled() and bool(targets)
+        self._together.raise_failure()
+        own = Given.of([inputs, *targets], trains=torch.is_grad_enabled())
+        given = exchange(own, self._groups.agreements)
+        if not trains:
+            with self._together:
+                return self._evaluate(inputs, targets, given)
+        # Without it, autograd wouldn't ask for the gradients of weights where no input has one.
+        anchor = torch.zeros((), requires_grad=True)
+        return _Trained.apply(self, given, anchor, inputs, *targets)  # type: ignore[return-value]
+
+    def _evaluate(
+        self, inputs: torch.Tensor, targets: Sequence[torch.Tensor], given: GivenTogether
+    ) -> torch.Tensor:
+        computed = self._compute(inputs, targets, given, trains=False)
+        return self._outputs(computed, given)
+
+    def train(
+        self, inputs: torch.Tensor, targets: Sequence[torch.Tensor], given: GivenTogether
+    ) -> "TrainedBatch":
+        """Run forwards and backwards of a batch; gradients of weights are left with the result."""
+        with self._together:
+            with self.layers.gradients_set_aside() as weight_gradients:
+                computed = self._compute(inputs, targets, given, trains=True)
+            losses = self._outputs(computed, given)
+            gradients = self._gradients(computed, given)
+            self.layers.broadcast_buffers()
+        return TrainedBatch(losses, gradients, weight_gradients, given)
+
+    def _compute(
+        self,
+        inputs: torch.Tensor,
+        targets: Sequence[torch.Tensor],
+        given: GivenTogether,
+        *,
+        trains: bool,
+    ) -> Computed:
+        groups, kinds = self._groups, given.first.kinds
+        to_first = send_together([inputs], kinds[:1], given, 0, groups, self._forward)
+        to_last = send_together(targets, kinds[1:], given, self._last, groups, self._forward)
+        needs = given.need_gradients
+        batch = Batch(
+            _even_sizes(given.num_samples, self._schedule.num_micro_batches),
+            inputs=None if to_first is None else to_first[0],
+            input_needs_gradient=needs[0],
+            targets=to_last if targets else None,
+            targets_need_gradient=needs[1:],
+            weights=self._weights(given) if to_last is not None else None,
+        )
+        try:
+            return self._engine.run(batch, self._known_kinds(given), trains=trains)
+        finally:
+            self._engine.forget()
+
+    def _known_kinds(self, given: GivenTogether) -> dict[int, TensorKind]:
+        return self._kinds.setdefault(given.first.signature, {})
+
+    def _weights(self, given: GivenTogether) -> torch.Tensor:
+        """By what the loss of each sample counts."""
+        by_rank = [
+            torch.full((size,), 1.0 if self._reduction == "sum" or not size else 1.0 / size)
+            for size in given.sizes
+        ]
+        return torch.cat(by_rank).to(self._groups.device)
+
+    def _outputs(self, computed: Computed, given: GivenTogether) -> torch.Tensor:
+        """This rank's rows of what the last stage gives."""
+        kinds = self._known_kinds(given)
+        if not given.num_samples:
+            kind = kinds.get(_RESULT, TensorKind((), torch.float32))
+            return kind.zeros(0, self._groups.device)
+        is_last = self._groups.position == self._last
+        together = (
+            torch.cat([part for _, part in sorted(computed.outputs.items())]) if is_last else None
+        )
+        rows, kinds[_RESULT] = send_back(
+            together, kinds.get(_RESULT), given, self._last, self._groups, self._backward
+        )
+        self._backward.finish()
+        return rows
+
+    def _gradients(self, computed: Computed, given: GivenTogether) -> list[torch.Tensor | None]:
+        """This rank's rows of the gradients of the inputs, then of the targets."""
+        gradients: list[torch.Tensor | None] = []
+        column = 0
+        for number, (kind, needs) in enumerate(
+            zip(given.first.kinds, given.need_gradients, strict=True)
+        ):
+            if not needs:
+                gradients.append(None)
+                continue
+            if number == 0:
+                position, parts = 0, list(computed.input_gradients.values())
+            else:
+                position = self._last
+                parts = [rows[column] for rows in computed.target_gradients.values()]
+                column += 1
+            is_here = self._groups.position == position
+            together = joined(parts, kind, self._groups.device) if is_here else None
+            rows, _ = send_back(together, kind, given, position, self._groups, self._backward)
+            gradients.append(rows)
+        self._backward.finish()
+        return gradients
+
+    def apply_factors(self, batch: "TrainedBatch", gradient: torch.Tensor) -> list[Any]:
+        """Add up the gradients of weights over copies; return this rank's other ones.
+
+        Args:
+            batch: what `train` gave.
+            gradient: of the losses.
+
+        Collectives:
+            An all-gather of 24 bytes over all ranks, and an all-reduce of the gradients of this
+            rank's weights over its copies, waited for.
+        """
+        expected = 1.0 if self._reduction == "sum" else 1.0 / max(1, gradient.numel())
+        factor, pipeline_factor = common_factors(
+            gradient.double() / expected, self._groups, self._reduction
+        )
+        self.layers.add_mean(batch.weight_gradients, pipeline_factor / self._groups.size)
+        needs = batch.given.ranks[self._groups.rank].need_gradients
+        return [
+            None if rows is None or not is_needed else rows * factor
+            for rows, is_needed in zip(batch.gradients, needs, strict=True)
+        ]
+
+
+class TrainedBatch:
+    """What the schedule has computed of a batch."""
+
+    def __init__(
+        self,
+        losses: torch.Tensor,
+        gradients: list[torch.Tensor | None],
+        weight_gradients: list[torch.Tensor],
+        given: GivenTogether,
+    ) -> None:
+        self.losses, self.gradients = losses, gradients
+        self.weight_gradients, self.given = weight_gradients, given
+
+
+class _Trained(torch.autograd.Function):
+    """The losses of a batch, whose backward has run already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        pipeline: Pipeline,
+        given: GivenTogether,
+        _: torch.Tensor,
+        inputs: torch.Tensor,
+        *targets: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.pipeline, ctx.batch = pipeline, pipeline.train(inputs, targets, given)
+        return ctx.batch.losses
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return None, None, None, *ctx.pipeline.apply_factors(ctx.batch, gradients[0])
+
+
+def _arrived(tensor: Any) -> torch.Tensor:
+    """A tensor, which TorchRec's tables may not have waited for yet."""
+    return tensor.wait() if isinstance(tensor, LazyAwaitable) else tensor
+
+
+def _even_sizes(num_samples: int, num_parts: int) -> list[int]:
+    """Sizes that differ by one at most."""
+    size, rest = divmod(num_samples, num_parts)
+    return [size + (part < rest) for part in range(num_parts)]

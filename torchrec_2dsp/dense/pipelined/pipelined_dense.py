@@ -1,0 +1,272 @@
+"""`PipelinedDense`: layers of the dense part that run on one rank after the other."""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torchrec.distributed.types import ShardingEnv
+
+from torchrec_2dsp._compat.data_parallel import (
+    DataParallelWrapper,
+    DistributedModelParallel,
+    wrapped_module,
+)
+from torchrec_2dsp._compat.torchrec import get_local_size
+from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.dense.dense_parts import broadcast_weights, dense_parts, group_of
+from torchrec_2dsp.dense.layer_stack import LayerStack
+from torchrec_2dsp.dense.pipelined.groups import PipelineGroups
+from torchrec_2dsp.dense.pipelined.pipeline import Pipeline, Reduction
+from torchrec_2dsp.dense.pipelined.pipeline_times import PipelineTimes, gather_times
+from torchrec_2dsp.dense.pipelined.schedule import Schedule
+from torchrec_2dsp.dense.pipelined.stage import Stage
+from torchrec_2dsp.dense.pipelined.stage_layers import (
+    MeasuredCuts,
+    StageLayers,
+    agreed_cuts,
+    layers_of_stages,
+    planned_modules,
+)
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.mesh.dense_mesh import DenseMesh
+
+_WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class PipelinedDense(DataParallelWrapper):
+    """Runs the layers of each `LayerStack` of a model on one rank after the other.
+
+    Each rank looks up its own batch. The ranks of a pipeline hand what they looked up to the first
+    stage of the layers, and their targets to the last one; each gets the losses of its own samples
+    back, and the gradients of what it looked up. Tables get one backward and one update for the
+    whole batch, whatever the schedule: training is that of DDP. What isn't in tables or a
+    `LayerStack` is sharded over all ranks by FSDP2. A stock `DistributedModelParallel` takes it as
+    well as `ModelParallel2D`.
+
+    Example::
+
+        class Tower(nn.Module):
+            def __init__(self, ...):
+                self.stack = tdsp.LayerStack(blocks, nn.BCEWithLogitsLoss(reduction="none"))
+
+            def forward(self, features, labels):
+                return self.stack(self.joined(self.tables(features)), labels).mean()
+
+        dense = tdsp.PipelinedDense(4, num_micro_batches=16)
+        model = tdsp.ModelParallel2D(
+            model, plan=plan, sharders=sharders, data_parallel_wrapper=dense
+        )
+    """
+
+    def __init__(
+        self,
+        num_stages: int,
+        *,
+        num_micro_batches: int,
+        schedule: str = "1F1B",
+        stages_per_rank: int = 1,
+        cuts: Sequence[int] | MeasuredCuts | Literal["even"] = "even",
+        reduction: Reduction = "mean",
+        values: str = "fp32",
+        plan: Mapping[str, ParallelStyle] | None = None,
+        tp: int = 1,
+    ) -> None:
+        """
+        Args:
+            num_stages: into how many parts the layers are cut.
+            num_micro_batches: into how many parts the batches of a pipeline's ranks are cut
+                together; the more, the less time ranks wait.
+            schedule: in which order ranks work: "GPipe", "1F1B", "Interleaved1F1B",
+                "InterleavedZeroBubble", "ZBVZeroBubble" or "DualPipeV".
+            stages_per_rank: how many stages a rank runs; a pipeline has ``num_stages /
+                stages_per_rank`` ranks, times ``tp``.
+            cuts: the first layer of each stage but the first; "even" for equally many layers; or
+                by the time that layers take.
+            reduction: what the program makes of a rank's losses: their "mean" or their "sum", times
+                one number for all ranks. It matters where ranks have different numbers of samples.
+            values: how numbers travel between stages: "fp32" for how they are, "bf16" or "fp16",
+                which are rounded.
+            plan: how modules are split inside tensor-parallel groups, as in `TensorParallelDense`.
+            tp: how many ranks compute a layer together; they have to be on one host.
+        """
+        self._schedule = Schedule(schedule, num_stages, num_micro_batches, stages_per_rank)
+        for name, value, choices in (
+            ("reduction", reduction, get_args(Reduction)),
+            ("values", values, tuple(_WIRES)),
+        ):
+            if value not in choices:
+                raise ConfigError(
+                    f"PipelinedDense({name}={value!r}) is unknown; use one of "
+                    f"{', '.join(map(repr, choices))}"
+                )
+        if bool(plan) != (tp != 1):
+            raise ConfigError(
+                f"PipelinedDense(tp={tp}) with a plan of {len(plan or {})} modules splits nothing; "
+                "give both, or neither"
+            )
+        self._cuts, self._plan, self._tp = cuts, dict(plan or {}), tp
+        self._reduction: Reduction = reduction
+        self._values = values
+        self._groups: PipelineGroups | None = None
+        self._pipelines: dict[str, Pipeline] = {}
+        self._others: list[nn.Module] = []
+        self.cuts: dict[str, tuple[int, ...]] = {}
+        """The first layer of each stage but the first, by the name of the `LayerStack`."""
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        """Cut the layers, and shard what isn't in tables or in them; TorchRec calls it.
+
+        Collectives:
+            Agreements of all ranks on the settings, process groups, and a broadcast of each
+            parameter and buffer of the dense part; for `MeasuredCuts` an all-reduce of the times.
+        """
+        group = group_of(env)
+        model = wrapped_module(dmp).to(device)
+        with agreeing(group) as facts:
+            if self._groups is not None:
+                raise ConfigError("this PipelinedDense has a model already; make another one")
+            parts = dict(dense_parts(model, "PipelinedDense", apart=(LayerStack,)))
+            stacks = {name: part for name, part in parts.items() if isinstance(part, LayerStack)}
+            if not stacks:
+                raise ConfigError(
+                    "PipelinedDense found no LayerStack with parameters in the model; put the "
+                    "layers that are to be cut, and their loss, into a tdsp.LayerStack"
+                )
+            num_ranks = dist.get_world_size(group)
+            mesh = DenseMesh.for_world(
+                num_ranks,
+                tp=self._tp,
+                pp=self._schedule.num_ranks,
+                local_world_size=get_local_size(num_ranks),
+            )
+            plans = planned_modules(self._plan, stacks)
+            facts["the settings of PipelinedDense"] = self._settings()
+        for part in parts.values():
+            broadcast_weights(part, group)
+        cuts = agreed_cuts(self._cuts, stacks, self._schedule.num_stages, group)
+        with agreeing(group):
+            layers = {
+                name: layers_of_stages(name, stack, cuts[name], model)
+                for name, stack in stacks.items()
+            }
+        self.cuts, self._groups = cuts, PipelineGroups(mesh, group, device)
+        tp_mesh = self._groups.tensor_parallel_mesh() if mesh.tp > 1 else None
+        for name, stack in stacks.items():
+            self._cut(name, stack, layers[name], plans[name], tp_mesh)
+        everyone = DeviceMesh(
+            device.type, dist.get_process_group_ranks(group), mesh_dim_names=("dp_pp_tp",)
+        )
+        self._others = [part for part in parts.values() if not isinstance(part, LayerStack)]
+        for part in self._others:
+            fully_shard(part, mesh=everyone)
+
+    def _settings(self) -> str:
+        styles = {name: type(style).__name__ for name, style in self._plan.items()}
+        cuts = "measured" if isinstance(self._cuts, MeasuredCuts) else self._cuts
+        return (
+            f"{self._schedule}, cuts={cuts}, reduction={self._reduction}, values={self._values}, "
+            f"{styles}, tp={self._tp}"
+        )
+
+    def _cut(
+        self,
+        name: str,
+        stack: LayerStack,
+        layers: Sequence[StageLayers],
+        plan: Mapping[str, ParallelStyle],
+        tp_mesh: DeviceMesh | None,
+    ) -> None:
+        """Leave a stack with the layers of this rank, and let a pipeline run it."""
+        groups, schedule = self._groups, self._schedule
+        assert groups is not None
+        own = schedule.stages_of(groups.position)
+        numbers = [number for stage in own for number in layers[stage].numbers]
+        stack.keep_layers(
+            numbers,
+            keeps_loss=schedule.num_stages - 1 in own,
+            run=lambda *given: self._pipelines[name].run(*given),
+        )
+        if tp_mesh is not None:
+            here = {f"layers.{number}" for number in numbers}
+            held = {
+                module: style
+                for module, style in plan.items()
+                if ".".join(module.split(".")[:2]) in here
+                or (module.split(".")[0] == "loss" and schedule.num_stages - 1 in own)
+            }
+            parallelize_module(stack, tp_mesh, held)
+        stages = [
+            (
+                stage,
+                Stage(
+                    layers[stage].name,
+                    [stack.layers[number] for number in layers[stage].numbers],
+                    stack.loss if stage == schedule.num_stages - 1 else None,
+                    splits_backward=schedule.splits_backward,
+                ),
+            )
+            for stage in own
+        ]
+        self._pipelines[name] = Pipeline(
+            schedule, stages, groups, reduction=self._reduction, wire=_WIRES[self._values]
+        )
+
+    def stage_times(self) -> dict[str, PipelineTimes]:
+        """How long each stage worked for a batch, by the name of the `LayerStack`; on all ranks.
+
+        Only times of a CPU are those of the work: an accelerator goes on after a call returns.
+
+        Collectives:
+            An all-gather of objects over all ranks.
+        """
+        groups = self._model_groups()
+        return {
+            name: gather_times(pipeline.busy, self._schedule.num_stages, groups)
+            for name, pipeline in self._pipelines.items()
+        }
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale all dense gradients so that their norm is at most ``max_norm``; return the norm.
+
+        torch's function of that name sees the layers of one rank alone, and each rank would scale
+        by another factor. Call it on all ranks, after the backward.
+
+        Args:
+            max_norm: the largest Euclidean norm of the gradients of all dense parameters together.
+
+        Collectives:
+            An all-reduce of 8 bytes over all ranks, waited for.
+        """
+        groups = self._model_groups()
+        gradients = [
+            param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+            for part in self._others
+            for param in part.parameters()
+            if param.grad is not None
+        ]
+        square = torch.zeros((), dtype=torch.float64, device=groups.device)
+        for gradient in gradients:
+            square += gradient.double().square().sum()
+        for pipeline in self._pipelines.values():
+            square += pipeline.layers.square_norm() / groups.mesh.dp
+            gradients += pipeline.layers.gradients()
+        dist.all_reduce(square, group=groups.everyone)
+        norm = float(square.sqrt())
+        if norm > max_norm:
+            for gradient in gradients:
+                gradient.mul_(max_norm / norm)
+        return norm
+
+    def _model_groups(self) -> PipelineGroups:
+        if self._groups is None:
+            raise ConfigError(
+                "PipelinedDense has no model yet; give it to one as data_parallel_wrapper"
+            )
+        return self._groups

@@ -1,0 +1,201 @@
+"""`Schedule`: in which order the ranks of a pipeline work on stages and micro-batches. Pure."""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+
+from torchrec_2dsp._compat.pipelining import order_of_work
+from torchrec_2dsp.errors import ConfigError
+
+
+class WorkKind(enum.Enum):
+    """What a rank does with a micro-batch in a stage."""
+
+    FORWARD = "F"
+    """The forward."""
+
+    BACKWARD = "B"
+    """The whole backward."""
+
+    INPUT_GRADIENT = "I"
+    """The part of the backward for which the stage before is waiting."""
+
+    WEIGHT_GRADIENT = "W"
+    """The part of the backward for which nobody waits."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One piece of work of a rank."""
+
+    kind: WorkKind
+    """What is done."""
+
+    stage: int
+    """In which stage."""
+
+    micro_batch: int
+    """With which micro-batch."""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a schedule needs, and what it is called in torch."""
+
+    stages_per_rank: tuple[int, ...]
+    """How many stages a rank may have; any number of 1 or more, if this is empty."""
+
+    torch_name: str = ""
+    """The name of torch's class that makes its order; empty if it is made here."""
+
+    is_v_shaped: bool = False
+    """Whether the stages go through the ranks and back again."""
+
+
+SCHEDULES: Mapping[str, _Kind] = MappingProxyType(
+    {
+        "GPipe": _Kind((1,)),
+        "1F1B": _Kind((1,)),
+        "Interleaved1F1B": _Kind((), "Interleaved1F1B"),
+        "InterleavedZeroBubble": _Kind((), "InterleavedZeroBubble"),
+        "ZBVZeroBubble": _Kind((2,), "ZBVZeroBubble", is_v_shaped=True),
+        "DualPipeV": _Kind((2,), "DualPipeV", is_v_shaped=True),
+    }
+)
+"""The schedules, by their names in torch."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Stages, the ranks that run them, and the order in which each rank works.
+
+    Example:
+        >>> from torchrec_2dsp.dense.pipelined.schedule import Schedule
+        >>> schedule = Schedule("1F1B", num_stages=2, num_micro_batches=3)
+        >>> [f"{work.kind.value}{work.micro_batch}" for work in schedule.work[0]]
+        ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
+        >>> [f"{work.kind.value}{work.micro_batch}" for work in schedule.work[1]]
+        ['F0', 'B0', 'F1', 'B1', 'F2', 'B2']
+        >>> Schedule("ZBVZeroBubble", 4, num_micro_batches=4, stages_per_rank=2).stages_of(0)
+        (0, 3)
+
+    Raises:
+        ConfigError: there is no such schedule, or it doesn't take these numbers.
+    """
+
+    name: str
+    """The name, one of `SCHEDULES`."""
+
+    num_stages: int
+    """How many stages there are."""
+
+    num_micro_batches: int
+    """How many parts the batches of a pipeline's ranks are cut into together."""
+
+    stages_per_rank: int = 1
+    """How many of the stages a rank runs."""
+
+    def __post_init__(self) -> None:
+        if self.name not in SCHEDULES:
+            raise ConfigError(
+                f"schedule={self.name!r} is unknown; use one of {', '.join(map(repr, SCHEDULES))}"
+            )
+        for name in ("num_stages", "num_micro_batches", "stages_per_rank"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}={value!r} is no count; use 1 or more")
+        kind = SCHEDULES[self.name]
+        if kind.stages_per_rank and self.stages_per_rank not in kind.stages_per_rank:
+            counts = " or ".join(map(str, kind.stages_per_rank))
+            raise ConfigError(
+                f"{self.name} doesn't run {self.stages_per_rank} stages on a rank; use "
+                f"stages_per_rank={counts}, or another schedule"
+            )
+        if self.num_stages % self.stages_per_rank:
+            raise ConfigError(
+                f"num_stages={self.num_stages} isn't a multiple of "
+                f"stages_per_rank={self.stages_per_rank}; give each rank as many stages"
+            )
+        try:
+            _ = self.work
+        except ValueError as error:
+            takes = [count for count in range(1, 4 * self.num_stages + 1) if self._takes(count)]
+            raise ConfigError(
+                f"{self.name} can't run {self.num_stages} stages, {self.stages_per_rank} on each "
+                f"rank, with num_micro_batches={self.num_micro_batches}; use one of "
+                f"{', '.join(map(str, takes))}"
+            ) from error
+
+    def _takes(self, num_micro_batches: int) -> bool:
+        try:
+            self._order(num_micro_batches)
+        except ValueError:
+            return False
+        return True
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks run the stages."""
+        return self.num_stages // self.stages_per_rank
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of inputs and of weights are computed at different times."""
+        kinds = {work.kind for of_rank in self.work for work in of_rank}
+        return WorkKind.WEIGHT_GRADIENT in kinds
+
+    def rank_of(self, stage: int) -> int:
+        """The rank of the pipeline that runs a stage."""
+        turn, place = divmod(stage, self.num_ranks)
+        if SCHEDULES[self.name].is_v_shaped and turn % 2:
+            return self.num_ranks - 1 - place
+        return place
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank of the pipeline runs."""
+        return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
+
+    @cached_property
+    def work(self) -> tuple[tuple[Work, ...], ...]:
+        """What each rank of the pipeline does, in its order."""
+        return self._order(self.num_micro_batches)
+
+    @cached_property
+    def forwards(self) -> tuple[tuple[Work, ...], ...]:
+        """What each rank does where there is no backward."""
+        return tuple(
+            tuple(work for work in of_rank if work.kind is WorkKind.FORWARD)
+            for of_rank in self.work
+        )
+
+    def _order(self, num_micro_batches: int) -> tuple[tuple[Work, ...], ...]:
+        kind = SCHEDULES[self.name]
+        if kind.torch_name:
+            by_rank = order_of_work(
+                kind.torch_name, self.num_ranks, self.stages_per_rank, num_micro_batches
+            )
+            return tuple(
+                tuple(Work(WorkKind(letter), stage, number) for letter, stage, number in of_rank)
+                for of_rank in by_rank
+            )
+        return tuple(
+            _forwards_ahead(stage, self._num_ahead(stage, num_micro_batches), num_micro_batches)
+            for stage in range(self.num_stages)
+        )
+
+    def _num_ahead(self, stage: int, num_micro_batches: int) -> int:
+        """How many forwards a stage does before its first backward."""
+        ahead = self.num_stages - stage if self.name == "1F1B" else num_micro_batches
+        return min(ahead, num_micro_batches)
+
+
+def _forwards_ahead(stage: int, num_ahead: int, num_micro_batches: int) -> tuple[Work, ...]:
+    """Forwards and backwards in turn, the former ahead of the latter."""
+    work = [Work(WorkKind.FORWARD, stage, number) for number in range(num_ahead)]
+    for number in range(num_micro_batches):
+        work.append(Work(WorkKind.BACKWARD, stage, number))
+        if number + num_ahead < num_micro_batches:
+            work.append(Work(WorkKind.FORWARD, stage, number + num_ahead))
+    return tuple(work)

@@ -56,9 +56,7 @@ class NextItemExamples(nn.Module):
         self._num_positions, self._num_negatives = max_length - 1, num_negatives
         self._is_by_token = loss_mean == "tokens"
 
-    def forward(
-        self, vectors: Mapping[str, JaggedTensor], features: KeyedJaggedTensor
-    ) -> Examples:
+    def forward(self, vectors: Mapping[str, JaggedTensor], features: KeyedJaggedTensor) -> Examples:
         """The examples of a batch.
 
         Args:

@@ -80,14 +80,7 @@ WAYS: dict[str, Way] = {
 
 def train_all_ways(rank: int, world_size: int, names: list[str]) -> dict[str, TrainedModel]:
     return {
-        name: train_sharded(
-            model_of(),
-            data_of(),
-            WAYS[name],
-            tdsp.EmbeddingCollectionSharder2D,
-            table_and_places,
-        )
-        for name in names
+        name: train_sharded(model_of(), data_of(), WAYS[name], table_and_places) for name in names
     }
 
 

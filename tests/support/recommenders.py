@@ -56,7 +56,6 @@ def train_sharded(
     model: nn.Module,
     dataset: Dataset,
     way: Way,
-    sharder: type[Any],
     at_end: Callable[[Any], Any] = lambda model: None,
 ) -> TrainedModel:
     """Train on all ranks.
@@ -65,11 +64,10 @@ def train_sharded(
         model: unsharded.
         dataset: the batches.
         way: how to train.
-        sharder: the class of the sharder.
         at_end: called with the model without wrappers, in evaluation mode.
     """
     world_size = dist.get_world_size()
-    parallel = shard_model(model, way, sharder)
+    parallel = shard_model(model, way)
     optimizer = optimizer_of(parallel, way)
     trained = TrainedModel()
     batches = batches_of(dataset, dist.get_rank(), world_size, Split.TRAIN)
@@ -94,11 +92,14 @@ def train_sharded(
     return trained
 
 
-def shard_model(model: nn.Module, way: Way, sharder: type[Any]) -> tdsp.ModelParallel2D:
+def shard_model(model: nn.Module, way: Way) -> tdsp.ModelParallel2D:
     """The model on all ranks, with the weights that it has."""
     mesh = tdsp.Mesh2D(way.num_groups, dist.get_world_size() // way.num_groups)
-    keeps = {} if sharder is tdsp.EmbeddingCollectionSharder2D else {"keep_weights": True}
-    sharders: Any = [sharder(tdsp.MomentScaledRowWiseAdaGrad(LR), **keeps)]
+    rule = tdsp.MomentScaledRowWiseAdaGrad(LR)
+    sharders: Any = [
+        tdsp.EmbeddingBagCollectionSharder2D(rule, keep_weights=True),
+        tdsp.EmbeddingCollectionSharder2D(rule),
+    ]
     tables = [table for part in model.modules() for table in _configs_of(part)]
     constraints = {
         table: ParameterConstraints(sharding_types=[way.sharding_type]) for table in tables

@@ -4,11 +4,11 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from torchrec_2dsp.programs.config.sections import Section
 from torchrec_2dsp.programs.data.negatives import NegativeKind
+from torchrec_2dsp.programs.models.planned_section import PlannedSection
 
 
-class SequenceModelConfig(Section):
+class SequenceModelConfig(PlannedSection):
     """A transformer that predicts each next item of a sequence.
 
     Example:

@@ -63,7 +63,7 @@ class NextItemExamples(nn.Module):
             vectors: what the lookup gave, by feature.
             features: the ids of the batch.
         """
-        if self._negatives not in features.keys():
+        if self._negatives not in list(features.keys()):
             raise InputError(
                 f"the batch has no feature {self._negatives!r}; give the model the batches of "
                 f"WithNegatives(dataset, {self._feature!r}, ...)"

@@ -4,11 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 import torchrec_2dsp as tdsp
 from tests.support.ranks import RankPool
 from tests.support.recommenders import (
+    GLOBAL_BATCH,
+    STEPS,
     TrainedModel,
     Way,
     batches_of,
@@ -43,15 +46,15 @@ def data_of(kind: NegativeKind = NegativeKind.UNIFORM) -> Dataset:
     return WithNegatives(data.dataset(), "item", num_negatives=5, kind=kind, seed=3)
 
 
-def table_and_places(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole table, and the places of this rank's held-out targets."""
+def table_and_quality(model: Any) -> tuple[torch.Tensor, RankingQuality]:
+    """The whole table, and where the held-out targets of all ranks are among all items."""
     table = torch.cat([chunk.vectors for chunk in model.item_chunks(17)])
-    if torch.distributed.is_initialized():
-        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    else:
-        rank, world_size = 0, 1
-    batches = batches_of(data_of(), rank, world_size, Split.EVAL)
-    return table.clone(), rank_all_items(model, batches, chunk_size=17)
+    group = dist.group.WORLD if dist.is_initialized() else None
+    rank, world_size = (group.rank(), group.size()) if group else (0, 1)
+    places = rank_all_items(
+        model, batches_of(data_of(), rank, world_size, Split.EVAL), chunk_size=17
+    )
+    return table.clone(), RankingQuality.over_ranks(places, NUM_ITEMS, group)
 
 
 WAYS: dict[str, Way] = {
@@ -80,13 +83,15 @@ WAYS: dict[str, Way] = {
 
 def train_all_ways(rank: int, world_size: int, names: list[str]) -> dict[str, TrainedModel]:
     return {
-        name: train_sharded(model_of(), data_of(), WAYS[name], table_and_places) for name in names
+        name: train_sharded(model_of(), data_of(), WAYS[name], table_and_quality) for name in names
     }
 
 
 def test_every_way_trains_as_one_process(ranks4: RankPool) -> None:
-    expected = train_unsharded(model_of(), data_of(), 4, table_and_places)
-    table, places = expected.at_end
+    expected = train_unsharded(model_of(), data_of(), 4, table_and_quality)
+    table, quality = expected.at_end
+    assert 20 < quality.num_targets < STEPS * GLOBAL_BATCH
+    assert quality.recall(1) < quality.recall(10) < quality.recall(NUM_ITEMS) == 1
     start = model_of()
     assert (table - next(start.embeddings.parameters())).abs().max() > 1e-2
     assert (
@@ -104,3 +109,24 @@ def test_every_way_trains_as_one_process(ranks4: RankPool) -> None:
         for trained in of_ranks:
             assert largest_gap(trained.weights, expected.weights) < ROUNDING, name
             assert (trained.at_end[0] - table).abs().max() < ROUNDING, name
+            # No two items are so near to each other that rounding changes their order.
+            assert trained.at_end[1] == quality, name
+
+
+def train_on_few_ranks(rank: int, world_size: int) -> TrainedModel:
+    way = Way(exchange="row", pipeline=TrainPipelineSparseDist)
+    return train_sharded(model_of(loss_mean="samples"), data_of(NegativeKind.LOG_UNIFORM), way)
+
+
+def test_the_mean_over_samples_is_the_same_for_every_number_of_ranks(
+    ranks2: RankPool, ranks4: RankPool
+) -> None:
+    data = data_of(NegativeKind.LOG_UNIFORM)
+    expected = train_unsharded(model_of(loss_mean="samples"), data, 1)
+    by_token = train_unsharded(model_of(), data, 1)
+    assert largest_gap(expected.weights, by_token.weights) > 1e-3
+    for pool in (ranks2, ranks4):
+        of_ranks = pool.run(train_on_few_ranks)
+        losses = torch.tensor([trained.losses for trained in of_ranks]).mean(0)
+        assert losses.tolist() == pytest.approx(expected.losses, abs=1e-5)
+        assert largest_gap(of_ranks[0].weights, expected.weights) < ROUNDING

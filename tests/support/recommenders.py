@@ -174,5 +174,6 @@ def train_unsharded(
 
 def largest_gap(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> float:
     """The largest difference of two sets of weights."""
-    assert left.keys() == right.keys() and left
+    assert left.keys() == right.keys()
+    assert left
     return max((left[name] - right[name]).abs().max().item() for name in left)

@@ -11,7 +11,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.mlp import MLP
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.programs.data.dataset import DatasetFeature
@@ -55,10 +55,10 @@ class TwoTowerConfig(PlannedSection):
     other items of the rank's batch, by a softmax."""
 
     temperature: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """What dot products are divided by."""
+    """The number by which dot products are divided."""
 
     normalized: bool = False
-    """Whether vectors have a length of 1, so that dot products are cosines."""
+    """Whether vectors have the same length, so that dot products are cosines."""
 
     seed: int = Field(default=0, ge=0)
     """The seed of the initial weights."""
@@ -75,7 +75,10 @@ class TwoTowerConfig(PlannedSection):
 
 
 class Tower(nn.Module):
-    """A perceptron over vectors side by side, whose last layer is linear."""
+    """A perceptron over vectors side by side, whose last layer is linear.
+
+    What it gives is scaled so that a dot product of two is divided by the temperature.
+    """
 
     def __init__(self, in_dim: int, config: TwoTowerConfig) -> None:
         """
@@ -86,12 +89,12 @@ class Tower(nn.Module):
         super().__init__()
         self.hidden = MLP(in_dim, list(config.layers)) if config.layers else nn.Identity()
         self.out = nn.Linear([in_dim, *config.layers][-1], config.out_dim)
-        self._is_normalized = config.normalized
+        self._is_normalized, self._scale = config.normalized, config.temperature**-0.5
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """One vector for each row."""
         vectors = self.out(self.hidden(inputs))
-        return normalize(vectors, dim=1) if self._is_normalized else vectors
+        return self._scale * (normalize(vectors, dim=1) if self._is_normalized else vectors)
 
 
 class TwoTowerModel(nn.Module):
@@ -135,7 +138,8 @@ class TwoTowerModel(nn.Module):
         self.item_tower = Tower(len(config.item_features) * config.dim, config)
         self.user_inputs = _Joined(config.user_features)
         self.item_inputs = _Joined(config.item_features)
-        self.head = _InBatchSoftmax(config) if config.loss == "in_batch" else _Clicks(config)
+        is_in_batch = config.loss == "in_batch"
+        self.head = _InBatchSoftmax(config.item_features) if is_in_batch else _Clicks()
 
     def forward(self, batch: Batch) -> Output:
         """The loss, and what there is to look at, as TorchRec's `DLRMTrain` gives them.
@@ -214,10 +218,6 @@ class _Joined(nn.Module):
 class _Clicks(nn.Module):
     """The logistic loss of labels."""
 
-    def __init__(self, config: TwoTowerConfig) -> None:
-        super().__init__()
-        self._temperature = config.temperature
-
     def forward(
         self,
         users: torch.Tensor,
@@ -225,16 +225,16 @@ class _Clicks(nn.Module):
         labels: torch.Tensor,
         features: KeyedJaggedTensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = (users * items).sum(dim=1) / self._temperature
+        logits = (users * items).sum(dim=1)
         return binary_cross_entropy_with_logits(logits, labels.to(logits)), logits
 
 
 class _InBatchSoftmax(nn.Module):
     """The softmax of each clicked item among the items of the batch, each different one once."""
 
-    def __init__(self, config: TwoTowerConfig) -> None:
+    def __init__(self, features: Sequence[str]) -> None:
         super().__init__()
-        self._temperature, self._features = config.temperature, config.item_features
+        self._features = features
 
     def forward(
         self,
@@ -243,8 +243,8 @@ class _InBatchSoftmax(nn.Module):
         labels: torch.Tensor,
         features: KeyedJaggedTensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = users @ items.t() / self._temperature
-        numbers = _numbers_of_items([features[name].to_padded_dense() for name in self._features])
+        logits = users @ items.t()
+        numbers = _numbers_of_items([features[name] for name in self._features])
         own = torch.eye(len(numbers), dtype=torch.bool, device=logits.device)
         order = torch.arange(len(numbers), device=numbers.device)
         first = order.clone().scatter_reduce_(0, numbers, order, "amin", include_self=False)
@@ -258,6 +258,7 @@ class _InBatchSoftmax(nn.Module):
         return loss, places_of(logits.diagonal(), logits, counts).where(labels > 0, 0)
 
 
-def _numbers_of_items(padded: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A number for each sample's item, equal for items whose features are equal."""
-    return torch.cat(list(padded), dim=1).unique(dim=0, return_inverse=True)[1]
+def _numbers_of_items(bags: Sequence[JaggedTensor]) -> torch.Tensor:
+    """A number for each sample's item, equal for items that have equal ids in all features."""
+    padded = [ids.to_padded_dense(padding_value=-1).sort(dim=1).values for ids in bags]
+    return torch.cat(padded, dim=1).unique(dim=0, return_inverse=True)[1]

@@ -1,0 +1,132 @@
+"""The sequence recommender trains in every mode as in one process, and ranks all items alike."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+import torchrec_2dsp as tdsp
+from tests.support.ranks import RankPool
+from tests.support.recommenders import (
+    GLOBAL_BATCH,
+    STEPS,
+    TrainedModel,
+    Way,
+    batches_of,
+    largest_gap,
+    train_sharded,
+    train_unsharded,
+)
+from torchrec_2dsp.programs.data.dataset import Dataset, Split
+from torchrec_2dsp.programs.data.negatives import NegativeKind, WithNegatives
+from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesConfig
+from torchrec_2dsp.programs.models.ranking import RankingQuality, rank_all_items
+from torchrec_2dsp.programs.models.sequence.config import SequenceModelConfig
+from torchrec_2dsp.programs.models.sequence.layers import SEQUENCE_TENSOR_PLAN, TransformerBlock
+from torchrec_2dsp.programs.models.sequence.model import NextItemModel
+
+NUM_ITEMS = 50
+ROUNDING = 2e-6
+"""Ranks add float32 numbers in another order; weights are below 1, and four steps carry it on."""
+
+
+def model_of(**options: Any) -> NextItemModel:
+    settings = {"dim": 8, "max_length": 6, "num_negatives": 5, "hidden_factor": 2} | options
+    torch.manual_seed(0)
+    return NextItemModel(SequenceModelConfig.model_validate(settings), NUM_ITEMS)
+
+
+def data_of(kind: NegativeKind = NegativeKind.UNIFORM) -> Dataset:
+    # Some sequences are longer than what the model uses, and some have nothing to predict.
+    data = SyntheticSequencesConfig(
+        num_items=NUM_ITEMS, min_length=1, max_length=9, length_skew=0.3, num_clusters=5
+    )
+    return WithNegatives(data.dataset(), "item", num_negatives=5, kind=kind, seed=3)
+
+
+def table_and_quality(model: Any) -> tuple[torch.Tensor, RankingQuality]:
+    """The whole table, and where the held-out targets of all ranks are among all items."""
+    table = torch.cat([chunk.vectors for chunk in model.item_chunks(17)])
+    group = dist.group.WORLD if dist.is_initialized() else None
+    rank, world_size = (group.rank(), group.size()) if group else (0, 1)
+    places = rank_all_items(
+        model, batches_of(data_of(), rank, world_size, Split.EVAL), chunk_size=17
+    )
+    return table.clone(), RankingQuality.over_ranks(places, NUM_ITEMS, group)
+
+
+WAYS: dict[str, Way] = {
+    "ddp": Way(),
+    "two groups": Way(num_groups=2),
+    "table-wise": Way("table_wise", pipeline=TrainPipelineSparseDist),
+    "column-wise": Way("column_wise", num_groups=2),
+    "row exchange": Way(exchange="row", pipeline=tdsp.TrainPipelineRowPrefetch),
+    "hot rows": Way(exchange="row", num_groups=2, hot_rows=4, pipeline=TrainPipelineSparseDist),
+    "fully sharded": Way(dense=lambda: tdsp.FullyShardedDense(units=[TransformerBlock])),
+    "fully sharded, pipelined": Way(
+        dense=lambda: tdsp.FullyShardedDense(units=[TransformerBlock], num_copies=2),
+        exchange="row",
+        pipeline=TrainPipelineSparseDist,
+    ),
+    "split over 2": Way(dense=lambda: tdsp.TensorParallelDense(SEQUENCE_TENSOR_PLAN, tp=2)),
+    "split, pipelined": Way(
+        dense=lambda: tdsp.TensorParallelDense(SEQUENCE_TENSOR_PLAN, tp=2),
+        num_groups=2,
+        pipeline=TrainPipelineSparseDist,
+    ),
+    "thresholds of 1": Way(dense=lambda: tdsp.ThresholdedDataParallel(1.0)),
+    "meetings": Way(dense=tdsp.LocalDense),
+}
+
+
+def train_all_ways(rank: int, world_size: int, names: list[str]) -> dict[str, TrainedModel]:
+    return {
+        name: train_sharded(model_of(), data_of(), WAYS[name], table_and_quality) for name in names
+    }
+
+
+def test_every_way_trains_as_one_process(ranks4: RankPool) -> None:
+    expected = train_unsharded(model_of(), data_of(), 4, table_and_quality)
+    table, quality = expected.at_end
+    assert 20 < quality.num_targets < STEPS * GLOBAL_BATCH
+    assert quality.recall(1) < quality.recall(10) < quality.recall(NUM_ITEMS) == 1
+    start = model_of()
+    assert (table - next(start.embeddings.parameters())).abs().max() > 1e-2
+    assert (
+        largest_gap(
+            expected.weights,
+            {name: value for name, value in start.named_parameters() if name.startswith("dense")},
+        )
+        > 1e-2
+    )
+    by_rank = ranks4.run(train_all_ways, list(WAYS))
+    for name in WAYS:
+        of_ranks = [trained[name] for trained in by_rank]
+        losses = torch.tensor([trained.losses for trained in of_ranks]).mean(0)
+        assert losses.tolist() == pytest.approx(expected.losses, abs=1e-5), name
+        for trained in of_ranks:
+            assert largest_gap(trained.weights, expected.weights) < ROUNDING, name
+            assert (trained.at_end[0] - table).abs().max() < ROUNDING, name
+            # No two items are so near to each other that rounding changes their order.
+            assert trained.at_end[1] == quality, name
+
+
+def train_on_few_ranks(rank: int, world_size: int) -> TrainedModel:
+    way = Way(exchange="row", pipeline=TrainPipelineSparseDist)
+    return train_sharded(model_of(loss_mean="samples"), data_of(NegativeKind.LOG_UNIFORM), way)
+
+
+def test_the_mean_over_samples_is_the_same_for_every_number_of_ranks(
+    ranks2: RankPool, ranks4: RankPool
+) -> None:
+    data = data_of(NegativeKind.LOG_UNIFORM)
+    expected = train_unsharded(model_of(loss_mean="samples"), data, 1)
+    by_token = train_unsharded(model_of(), data, 1)
+    assert largest_gap(expected.weights, by_token.weights) > 1e-3
+    for pool in (ranks2, ranks4):
+        of_ranks = pool.run(train_on_few_ranks)
+        losses = torch.tensor([trained.losses for trained in of_ranks]).mean(0)
+        assert losses.tolist() == pytest.approx(expected.losses, abs=1e-5)
+        assert largest_gap(of_ranks[0].weights, expected.weights) < ROUNDING

@@ -1,0 +1,150 @@
+"""Every kind of model is built from its section, the same on every rank; so is a user's own."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchrec.models.dlrm import DLRMTrain
+
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.config.sections import ModelConfig
+from torchrec_2dsp.programs.data.dataset import DatasetFeature, Split
+from torchrec_2dsp.programs.data.negatives import WithNegatives
+from torchrec_2dsp.programs.data.synthetic import SparseFeature, SyntheticConfig
+from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesConfig
+from torchrec_2dsp.programs.models.kinds import (
+    ModelSection,
+    build_any_model,
+    dataset_for,
+    scores_are_places,
+)
+from torchrec_2dsp.programs.models.own_model import OwnModelConfig
+from torchrec_2dsp.programs.models.sequence.config import SequenceModelConfig
+from torchrec_2dsp.programs.models.sequence.model import NextItemModel
+from torchrec_2dsp.programs.models.splits import split_
+from torchrec_2dsp.programs.models.two_tower import TwoTowerConfig, TwoTowerModel
+
+DATA = SyntheticConfig(
+    num_dense=3,
+    features=(SparseFeature(name="user", num_rows=20), SparseFeature(name="item", num_rows=30)),
+)
+NO_MODEL = "a text"
+
+
+class OwnModel(nn.Module):
+    """A linear layer as wide as the options say."""
+
+    def __init__(self, num_features: int, num_dense: int, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(num_features + num_dense, width)
+
+
+def make_model(
+    features: Sequence[DatasetFeature], num_dense: int, options: Mapping[str, Any]
+) -> nn.Module:
+    return OwnModel(len(features), num_dense, options["width"])
+
+
+def make_nothing(features: Any, num_dense: int, options: Any) -> str:
+    return NO_MODEL
+
+
+def make_of_two(features: Any, num_dense: int) -> nn.Module:
+    return nn.Identity()
+
+
+OWN = OwnModelConfig(factory=f"{__name__}:make_model", options={"width": 7})
+KINDS: dict[str, tuple[ModelSection, type[nn.Module], bool]] = {
+    "dlrm": (ModelConfig(), DLRMTrain, False),
+    "sequence": (SequenceModelConfig(dim=8), NextItemModel, True),
+    "two towers": (
+        TwoTowerConfig(user_features=("user",), item_features=("item",)),
+        TwoTowerModel,
+        False,
+    ),
+    "own": (OWN, OwnModel, False),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_equal_configs_give_equal_weights(name: str) -> None:
+    section, kind, has_places = KINDS[name]
+    before = torch.random.get_rng_state()
+    first, second = (build_any_model(DATA, section) for _ in range(2))
+    assert type(first) is kind
+    weights, again = first.state_dict(), second.state_dict()
+    assert weights
+    assert all(torch.equal(weights[key], again[key]) for key in weights)
+    other = build_any_model(DATA, section.model_copy(update={"seed": 1})).state_dict()
+    assert not any(
+        torch.equal(weights[key], other[key])
+        for key in weights
+        if "weight" in key and "norm" not in key and "layers.3" not in key
+    )
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert scores_are_places(section) == has_places
+
+
+@pytest.mark.parametrize("name", ["sequence", "two towers"])
+def test_dense_weights_are_equal_wherever_tables_are(name: str) -> None:
+    section = KINDS[name][0]
+    weights = build_any_model(DATA, section).state_dict()
+    without = build_any_model(DATA, section, tables_device="meta").state_dict()
+    dense = [key for key in weights if not key.startswith("embeddings")]
+    assert len(dense) > 6
+    assert all(torch.equal(weights[key], without[key]) for key in dense)
+    assert [key for key in weights if without[key].is_meta] == [
+        key for key in weights if key not in dense
+    ]
+
+
+def test_only_sequences_need_negatives() -> None:
+    data = SyntheticSequencesConfig(num_items=50).dataset()
+    for section in (ModelConfig(), OWN):
+        assert dataset_for(section, data) is data
+    fitting = dataset_for(SequenceModelConfig(num_negatives=6), data)
+    assert isinstance(fitting, WithNegatives)
+    batch = next(fitting.batches(Split.TRAIN, global_batch_size=2, rank=0, world_size=1))
+    assert batch.sparse_features["item_negatives"].lengths().tolist() == [6, 6]
+
+
+def test_places_are_scores_of_a_softmax_in_the_batch() -> None:
+    section = TwoTowerConfig(user_features=("user",), item_features=("item",), loss="in_batch")
+    assert scores_are_places(section)
+
+
+def test_splits_are_for_clicks() -> None:
+    with pytest.raises(ConfigError, match="are places of a DLRM or a DCN, and the model is a Own"):
+        split_(build_any_model(DATA, OWN), {"over": 0.5}, "exact")
+    split_(build_any_model(DATA, OWN), {}, "exact")
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("make_model", "is not of the form 'package.module:function'"),
+        (":make_model", "is not of the form"),
+        ("no_such_package.models:make_model", "'no_such_package.models' can't be imported: No mod"),
+        (f"{__name__}:make_no_model", f"'{__name__}' has no 'make_no_model'"),
+        (f"{__name__}:NO_MODEL", "is a str, which can't be called; name a function"),
+        (f"{__name__}:make_nothing", "gives a str, which is no torch.nn.Module; return the model"),
+        (f"{__name__}:make_of_two", r"doesn't take \(features, num_dense, options\): too many"),
+    ],
+)
+def test_factories_that_make_no_model_are_refused(factory: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        build_any_model(DATA, OwnModelConfig(factory=factory))
+    assert f"factory={factory!r}" in str(raised.value)
+
+
+def test_a_module_that_fails_while_it_is_imported_is_named(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_models.py").write_text("import no_such_package\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="'broken_models' can't be imported: No module named 'no"):
+        build_any_model(DATA, OwnModelConfig(factory="broken_models:make"))
+    assert "broken_models" not in sys.modules

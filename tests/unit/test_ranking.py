@@ -1,0 +1,108 @@
+"""Places of true items, and what is computed from them, against plain loops."""
+
+import math
+
+import pytest
+import torch
+
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.models.ranking import (
+    ItemChunk,
+    Queries,
+    RankingQuality,
+    places_of,
+    rank_all_items,
+)
+
+
+def test_places_are_those_of_sorting() -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(40, 25, generator=generator)
+    targets = torch.randint(0, 25, (40,), generator=generator)
+    others = torch.arange(25) != targets.unsqueeze(1)
+    places = places_of(scores.gather(1, targets.unsqueeze(1)).squeeze(1), scores, others)
+    for place, row, target in zip(places.tolist(), scores.tolist(), targets.tolist(), strict=True):
+        assert sorted(range(25), key=lambda item: -row[item]).index(target) == place - 1
+    assert places.unique().numel() > 10
+
+
+def test_what_knows_nothing_ends_last() -> None:
+    nan = math.nan
+    constant = places_of(torch.zeros(2), torch.zeros(2, 9))
+    assert constant.tolist() == [10, 10]
+    # A target without a number, and competitors without one.
+    assert places_of(torch.tensor([nan, 1.0]), torch.tensor([[0.0, 1.0], [nan, 0.0]])).tolist() == [
+        3,
+        2,
+    ]
+
+
+@pytest.mark.parametrize("k", [1, 3, 10])
+def test_metrics_are_those_of_plain_loops(k: int) -> None:
+    places = torch.tensor([1, 4, 0, 2, 11, 10, 3, 1, 0, 500])
+    quality = RankingQuality.of(places, up_to=10)
+    real = [place for place in places.tolist() if place]
+    assert quality.num_targets == 8
+    assert quality.recall(k) == pytest.approx(sum(place <= k for place in real) / 8)
+    gains = [1 / math.log2(place + 1) if place <= k else 0.0 for place in real]
+    assert quality.ndcg(k) == pytest.approx(sum(gains) / 8)
+
+
+def test_no_target_has_no_quality() -> None:
+    quality = RankingQuality.of(torch.zeros(3, dtype=torch.int64), up_to=5)
+    assert math.isnan(quality.recall(5))
+    assert math.isnan(quality.ndcg(1))
+
+
+def test_wrong_places_are_refused() -> None:
+    with pytest.raises(ConfigError, match="up_to=0 is no place; use 1 or more"):
+        RankingQuality.of(torch.tensor([1]), up_to=0)
+    quality = RankingQuality.of(torch.tensor([1]), up_to=5)
+    for k in (0, 6):
+        with pytest.raises(ConfigError, match=rf"k={k} is not in 1\.\.5"):
+            quality.recall(k)
+
+
+class Ranker:
+    """Items and samples with vectors of their own."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.items = torch.rand(30, 4, generator=generator)
+        self.samples = torch.rand(12, 4, generator=generator)
+        self.targets = torch.randint(0, 30, (12,), generator=generator)
+        self.targets[5] = -1
+        self.seen = torch.randint(-1, 30, (12, 6), generator=generator)
+        # A target that the sample has had before still counts as itself.
+        self.seen[0, 0] = self.targets[0]
+
+    def queries(self, batch: torch.Tensor) -> Queries:
+        vectors, targets = self.samples[batch], self.targets[batch]
+        return Queries.of(vectors, self.items[targets], targets, self.seen[batch])
+
+    def item_chunks(self, chunk_size: int):  # noqa: ANN201
+        for first in range(0, 30, chunk_size):
+            yield ItemChunk(first, self.items[first : first + chunk_size])
+
+
+@pytest.mark.parametrize("excludes", [False, True])
+@pytest.mark.parametrize("chunk_size", [1, 7, 30, 100])
+def test_all_items_are_ranked_in_chunks_of_any_size(chunk_size: int, excludes: bool) -> None:
+    ranker = Ranker()
+    batches = torch.arange(12).split(5)
+    places = rank_all_items(
+        ranker,  # pyright: ignore[reportArgumentType]
+        batches,  # pyright: ignore[reportArgumentType]
+        chunk_size=chunk_size,
+        exclude_seen=excludes,
+    )
+    for sample, place in enumerate(places.tolist()):
+        target = int(ranker.targets[sample])
+        if target < 0:
+            assert place == 0
+            continue
+        scores = (ranker.items @ ranker.samples[sample]).tolist()
+        seen = ranker.seen[sample].tolist() if excludes else []
+        rivals = [item for item in range(30) if item != target and item not in seen]
+        assert place == 1 + sum(scores[item] >= scores[target] for item in rivals)
+    assert rank_all_items(ranker, []).numel() == 0  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,166 @@
+"""`WithNegatives`: a dataset whose samples come with items that they are to be told from.
+
+The negatives are drawn before a batch reaches the model, so their ids travel with those of the
+batch, in any pipeline. They follow from the number of a sample among all samples of the run: they
+are the same for every number of ranks, and others in each epoch.
+"""
+
+import enum
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torchrec.datasets.utils import Batch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.data.counters import uniforms
+from torchrec_2dsp.programs.data.dataset import Dataset, DatasetFeature, Split
+
+_SEED_OFFSET = 0x4E65_6761
+"""Set apart from the seeds of what else is drawn from a run's seed."""
+
+
+def negatives_name(feature: str) -> str:
+    """The name of the feature that holds the negatives of another one."""
+    return f"{feature}_negatives"
+
+
+class NegativeKind(enum.Enum):
+    """How often an item is drawn as a negative."""
+
+    UNIFORM = "uniform"
+    """All items alike."""
+
+    LOG_UNIFORM = "log_uniform"
+    """Item ``k`` in proportion to ``log((k + 2) / (k + 1))``, about as often as items that are
+    numbered by their frequency are looked up."""
+
+
+@dataclass(frozen=True)
+class NegativeItems:
+    """The distribution of the negatives of one table.
+
+    Example:
+        >>> import torch
+        >>> from torchrec_2dsp.programs.data.negatives import NegativeItems, NegativeKind
+        >>> items = NegativeItems(num_items=9, kind=NegativeKind.LOG_UNIFORM)
+        >>> round(items.log_probability(torch.arange(9)).exp().sum().item(), 5)
+        1.0
+    """
+
+    num_items: int
+    """Items are ``0..num_items - 1``."""
+
+    kind: NegativeKind = NegativeKind.UNIFORM
+    """How often each is drawn."""
+
+    def draw(self, draws: NDArray[np.float64]) -> NDArray[np.int64]:
+        """One item for each number between 0 and 1."""
+        if self.kind is NegativeKind.UNIFORM:
+            items = draws * self.num_items
+        else:
+            items = np.exp(draws * math.log1p(self.num_items)) - 1.0
+        return np.minimum(items.astype(np.int64), self.num_items - 1)
+
+    def log_probability(self, items: torch.Tensor) -> torch.Tensor:
+        """The logarithm of each item's probability, in float32."""
+        if self.kind is NegativeKind.UNIFORM:
+            return torch.full(items.shape, -math.log(self.num_items), device=items.device)
+        # Not log((k + 2) / (k + 1)), which is log(1) in float32 for large k.
+        share = torch.log1p(1.0 / (items.double() + 1.0)) / math.log1p(self.num_items)
+        return share.log().float()
+
+
+class WithNegatives:
+    """A `Dataset` whose batches have one more feature: the negatives of each sample.
+
+    Example:
+        >>> from torchrec_2dsp.programs.data.dataset import Split
+        >>> from torchrec_2dsp.programs.data.negatives import WithNegatives
+        >>> from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesConfig
+        >>> data = WithNegatives(
+        ...     SyntheticSequencesConfig(num_items=100).dataset(), "item", num_negatives=3, seed=0
+        ... )
+        >>> batches = data.batches(Split.TRAIN, global_batch_size=4, rank=0, world_size=2)
+        >>> next(batches).sparse_features["item_negatives"].lengths()
+        tensor([3, 3], dtype=torch.int32)
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        feature: str,
+        *,
+        num_negatives: int,
+        kind: NegativeKind = NegativeKind.UNIFORM,
+        seed: int,
+    ) -> None:
+        """
+        Args:
+            dataset: the samples.
+            feature: whose ids are drawn.
+            num_negatives: how many each sample gets; an item may be drawn more than once.
+            kind: how often each item is drawn.
+            seed: another seed draws other negatives.
+        """
+        if num_negatives < 1:
+            raise ConfigError(f"num_negatives={num_negatives} is no count; use 1 or more")
+        self._dataset, self._feature, self._num = dataset, feature, num_negatives
+        self._items = NegativeItems(feature_of(dataset.features, feature).num_rows, kind)
+        self._seed = seed
+
+    @property
+    def features(self) -> Sequence[DatasetFeature]:
+        """The sparse features that have a table of their own, which the negatives haven't."""
+        return self._dataset.features
+
+    @property
+    def num_dense(self) -> int:
+        """How many dense features there are."""
+        return self._dataset.num_dense
+
+    def batches(
+        self, split: Split, *, global_batch_size: int, rank: int, world_size: int, start: int = 0
+    ) -> Iterator[Batch]:
+        """This rank's part of the global batches, with negatives; see `Dataset.batches`."""
+        batches = self._dataset.batches(
+            split,
+            global_batch_size=global_batch_size,
+            rank=rank,
+            world_size=world_size,
+            start=start,
+        )
+        share = global_batch_size // world_size
+        for number, batch in zip(count(start), batches, strict=False):
+            yield self._with_negatives(batch, split, number * global_batch_size + rank * share)
+
+    def _with_negatives(self, batch: Batch, split: Split, first_sample: int) -> Batch:
+        sparse = batch.sparse_features
+        samples = first_sample + np.arange(sparse.stride())
+        seed = (self._seed + _SEED_OFFSET) * len(Split) + split.value
+        draws = uniforms(seed, samples[:, None], np.arange(self._num))
+        negatives = KeyedJaggedTensor(
+            keys=[negatives_name(self._feature)],
+            values=torch.from_numpy(self._items.draw(draws).ravel()).to(sparse.values()),
+            lengths=torch.full((samples.size,), self._num).to(sparse.lengths()),
+        )
+        both = KeyedJaggedTensor.concat([sparse, negatives])
+        return Batch(batch.dense_features, both, batch.labels)
+
+
+def feature_of(features: Sequence[DatasetFeature], name: str) -> DatasetFeature:
+    """The feature of a name.
+
+    Raises:
+        ConfigError: the data has none of this name.
+    """
+    for feature in features:
+        if feature.name == name:
+            return feature
+    names = ", ".join(feature.name for feature in features) or "none"
+    raise ConfigError(f"the data has no sparse feature {name!r}; the model may use {names}")

@@ -1,0 +1,198 @@
+"""Synthetic sequences of items, with a planted rule for what comes next.
+
+Items belong to clusters. With the probability `order`, the next item's cluster follows from those
+of the last two items, and the item is drawn from that cluster by its popularity; otherwise it is
+any item, by its popularity. As with the clicks, everything is a pure function of (config, step,
+rank, world size), and the global batch of a step is the same for every world size.
+"""
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Literal, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torchrec.datasets.utils import Batch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.data.counters import uniforms
+from torchrec_2dsp.programs.data.dataset import DatasetFeature, Split
+from torchrec_2dsp.programs.data.zipf import Zipf
+
+_Ids = NDArray[np.int64]
+
+
+class SyntheticSequencesConfig(BaseModel):
+    """The shape of the sequences, and how much of them can be learned.
+
+    Example:
+        >>> from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesConfig
+        >>> config = SyntheticSequencesConfig(num_items=1_000, num_clusters=10)
+        >>> config.dataset().features[0].name
+        'item'
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    kind: Literal["synthetic_sequences"] = "synthetic_sequences"
+    """The kind of data."""
+
+    num_items: int = Field(ge=2, le=2**31)
+    """How many different items there are."""
+
+    skew: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """The Zipf exponent of the items' popularity."""
+
+    sorted_ids: bool = False
+    """Whether items are numbered by popularity: the most popular is 0."""
+
+    min_length: int = Field(default=2, ge=1)
+    """The fewest items of a sequence."""
+
+    max_length: int = Field(default=50, ge=1)
+    """The most items of a sequence."""
+
+    length_skew: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """The Zipf exponent of the lengths: the shortest are the most frequent, and the tail is long.
+    With 0, all lengths are equally frequent."""
+
+    num_clusters: int = Field(default=20, ge=1)
+    """How many clusters the items belong to."""
+
+    order: float = Field(default=0.8, ge=0, le=1)
+    """The share of items that follow from the last two; 0 leaves nothing but popularity to
+    learn."""
+
+    seed: int = Field(default=0, ge=0)
+    """Another seed is another stream with another planted rule."""
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Self:
+        if self.min_length > self.max_length:
+            raise ValueError(f"min_length={self.min_length} is above max_length={self.max_length}")
+        if self.num_clusters > self.num_items:
+            raise ValueError(
+                f"num_clusters={self.num_clusters} is above num_items={self.num_items}, so some "
+                "would have no item; use fewer"
+            )
+        return self
+
+    @property
+    def mean_length(self) -> float:
+        """The mean number of items of a sequence."""
+        ranks = np.arange(1, self.lengths.num_rows + 1)
+        return float((self.lengths.probability(ranks) * (self.min_length + ranks - 1)).sum())
+
+    @property
+    def lengths(self) -> Zipf:
+        """The distribution of the lengths above the shortest."""
+        return Zipf(self.max_length - self.min_length + 1, self.length_skew, is_sorted=True)
+
+    def dataset(self) -> "SyntheticSequences":
+        """The batches that the section describes."""
+        return SyntheticSequences(self)
+
+
+@dataclass(frozen=True)
+class SequenceFeature:
+    """The items of a sequence, as a feature of a batch."""
+
+    name: str
+    """The feature's name in the batch."""
+
+    num_rows: int
+    """How many different items there are."""
+
+    mean_ids: float
+    """The mean number of items of a sequence."""
+
+
+class _Purpose(enum.Enum):
+    """The purposes of random numbers: numbers for different ones are independent."""
+
+    LENGTH, IS_PLANTED, ITEM, RULE = range(4)
+
+
+class SyntheticSequences:
+    """Sequences without an end, as a `Dataset` with the feature "item".
+
+    All labels are 1: the sequences have happened.
+    """
+
+    def __init__(self, config: SyntheticSequencesConfig) -> None:
+        self._config = config
+        self._items = Zipf(config.num_items, config.skew, config.sorted_ids)
+        self._in_cluster = Zipf(config.num_items // config.num_clusters, config.skew, True)
+
+    @property
+    def features(self) -> Sequence[DatasetFeature]:
+        """The one feature, which holds the items in their order."""
+        config = self._config
+        return (SequenceFeature("item", config.num_items, config.mean_length),)
+
+    @property
+    def num_dense(self) -> int:
+        """How many dense features there are: none."""
+        return 0
+
+    def batches(
+        self, split: Split, *, global_batch_size: int, rank: int, world_size: int, start: int = 0
+    ) -> Iterator[Batch]:
+        """This rank's part of the global batches of a split, endlessly; see `Dataset.batches`."""
+        if global_batch_size < 1 or global_batch_size % world_size:
+            raise ConfigError(
+                f"global_batch_size={global_batch_size} must be a positive multiple of the "
+                f"{world_size} ranks, so that each gets as many samples"
+            )
+        size = global_batch_size // world_size
+        for number in count(start):
+            yield self.batch(split, number * global_batch_size + rank * size + np.arange(size))
+
+    def batch(self, split: Split, samples: _Ids) -> Batch:
+        """The sequences with these numbers."""
+        config = self._config
+        seed = self._seed(_Purpose.LENGTH, split)
+        lengths = config.min_length + config.lengths.sample_ranks(seed, samples) - 1
+        ranks = self._ranks(split, samples, int(lengths.max(initial=0)))
+        is_inside = np.arange(ranks.shape[1]) < lengths[:, None]
+        sparse = KeyedJaggedTensor(
+            keys=["item"],
+            values=torch.from_numpy(self._items.row_of_rank(ranks[is_inside])),
+            lengths=torch.from_numpy(lengths.astype(np.int32)),
+        )
+        return Batch(torch.empty(samples.size, 0), sparse, torch.ones(samples.size))
+
+    def next_cluster(self, before_last: _Ids, last: _Ids) -> _Ids:
+        """The cluster that follows two others by the planted rule."""
+        draws = uniforms(self._seed(_Purpose.RULE), before_last, last)
+        return (draws * self._config.num_clusters).astype(np.int64)
+
+    def cluster_of_rank(self, ranks: _Ids) -> _Ids:
+        """The cluster of the item with a popularity rank; each cluster has as popular items."""
+        return (ranks - 1) % self._config.num_clusters
+
+    def _ranks(self, split: Split, samples: _Ids, length: int) -> _Ids:
+        """Popularity ranks of items: a row for each sample, a column for each position."""
+        seed = self._seed(_Purpose.ITEM, split)
+        is_planted = self._seed(_Purpose.IS_PLANTED, split)
+        ranks = np.empty((samples.size, length), dtype=np.int64)
+        before_last = last = np.zeros(samples.size, dtype=np.int64)
+        for position in range(length):
+            place = np.array([position])
+            free = self._items.sample_ranks(seed, samples, place, np.array([0]))
+            # The popularity rank in the cluster, and from that the one among all items.
+            inner = self._in_cluster.sample_ranks(seed, samples, place, np.array([1]))
+            cluster = self.next_cluster(before_last, last)
+            planted = (inner - 1) * self._config.num_clusters + cluster + 1
+            follows = uniforms(is_planted, samples, place) < self._config.order
+            ranks[:, position] = np.where(follows, planted, free)
+            before_last, last = last, self.cluster_of_rank(ranks[:, position])
+        return ranks
+
+    def _seed(self, purpose: _Purpose, split: Split = Split.TRAIN) -> int:
+        return (self._config.seed * len(Split) + split.value) * len(_Purpose) + purpose.value

@@ -1,0 +1,78 @@
+"""All kinds of models that a config may name: how each is built, fed and evaluated."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+
+from torchrec_2dsp.programs.config.sections import ModelConfig
+from torchrec_2dsp.programs.data.dataset import Dataset, DatasetFeature
+from torchrec_2dsp.programs.data.negatives import WithNegatives, feature_of
+from torchrec_2dsp.programs.models.model import build_model
+from torchrec_2dsp.programs.models.own_model import OwnModelConfig, build_own_model
+from torchrec_2dsp.programs.models.sequence.config import SequenceModelConfig
+from torchrec_2dsp.programs.models.sequence.model import NextItemModel
+from torchrec_2dsp.programs.models.two_tower import TwoTowerConfig, TwoTowerModel
+
+ModelSection = ModelConfig | SequenceModelConfig | TwoTowerConfig | OwnModelConfig
+"""The section ``[model]`` of a config; `kind` says which of these it is."""
+
+
+class FeatureShape(Protocol):
+    """What a model has to know of its data: a `Dataset` is one."""
+
+    @property
+    def features(self) -> Sequence[DatasetFeature]:
+        """The sparse features, in the order of the batch."""
+        ...
+
+    @property
+    def num_dense(self) -> int:
+        """How many dense features there are."""
+        ...
+
+
+def build_any_model(
+    data: FeatureShape, model: ModelSection, *, tables_device: str = "cpu"
+) -> nn.Module:
+    """The unsharded model; equal configs give equal weights on every rank.
+
+    Args:
+        data: the features.
+        model: kind, sizes and seed.
+        tables_device: "meta" leaves tables without weights, for models that no rank can hold; a
+            user's own model has them wherever it puts them.
+
+    Raises:
+        ConfigError: the data lacks a feature that the model names, or a factory can't be called.
+    """
+    if isinstance(model, ModelConfig):
+        return build_model(cast(Any, data), model, tables_device=tables_device)
+    if isinstance(model, OwnModelConfig):
+        return build_own_model(model, data.features, data.num_dense)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(model.seed)
+        if isinstance(model, SequenceModelConfig):
+            num_items = feature_of(data.features, model.feature).num_rows
+            return NextItemModel(model, num_items, tables_device)
+        return TwoTowerModel(model, data.features, data.num_dense, tables_device)
+
+
+def dataset_for(model: ModelSection, dataset: Dataset) -> Dataset:
+    """The dataset as a model takes its batches: with negatives, where it needs them."""
+    if not isinstance(model, SequenceModelConfig):
+        return dataset
+    return WithNegatives(
+        dataset,
+        model.feature,
+        num_negatives=model.num_negatives,
+        kind=model.negatives,
+        seed=model.seed,
+    )
+
+
+def scores_are_places(model: ModelSection) -> bool:
+    """Whether an evaluation's scores are places of true items, not logits of clicks."""
+    is_in_batch = isinstance(model, TwoTowerConfig) and model.loss == "in_batch"
+    return is_in_batch or isinstance(model, SequenceModelConfig)

@@ -1,0 +1,101 @@
+"""A user's own model in the training program: a factory, named in the config."""
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, cast
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.data.dataset import DatasetFeature
+from torchrec_2dsp.programs.models.planned_section import PlannedSection
+
+ModelFactory = Callable[[Sequence[DatasetFeature], int, Mapping[str, Any]], nn.Module]
+"""What makes a model: given the sparse features, the number of dense ones, and the options."""
+
+
+class OwnModelConfig(PlannedSection):
+    """A model that a function of the user's makes.
+
+    Example:
+        >>> from torchrec_2dsp.programs.models.own_model import OwnModelConfig
+        >>> OwnModelConfig(factory="my_package.models:make_model", options={"width": 64}).seed
+        0
+    """
+
+    kind: Literal["module:factory"] = "module:factory"
+    """The kind of model."""
+
+    factory: str = Field(min_length=1)
+    """Where the function is: ``"my_package.my_module:make_model"``."""
+
+    options: dict[str, Any] = Field(default={})
+    """What the function is given as its third argument: any values that a config file can hold."""
+
+    seed: int = Field(default=0, ge=0)
+    """What torch's random numbers begin with when the function is called."""
+
+
+def factory_of(name: str) -> ModelFactory:
+    """The function of a name such as ``"package.module:function"``.
+
+    Raises:
+        ConfigError: the name isn't of this form, or there is nothing to call under it.
+    """
+    module_name, colon, path = name.partition(":")
+    if not (module_name and colon and path):
+        raise ConfigError(
+            f"factory={name!r} is not of the form 'package.module:function'; name a function that "
+            "makes the model"
+        )
+    try:
+        factory: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(
+            f"factory={name!r}: {module_name!r} can't be imported: {error}; install it, or put its "
+            "folder into PYTHONPATH"
+        ) from error
+    for part in path.split("."):
+        if not hasattr(factory, part):
+            raise ConfigError(f"factory={name!r}: {module_name!r} has no {path!r}")
+        factory = getattr(factory, part)
+    if not callable(factory):
+        raise ConfigError(
+            f"factory={name!r} is a {type(factory).__name__}, which can't be called; name a "
+            "function"
+        )
+    return cast(ModelFactory, factory)
+
+
+def build_own_model(
+    config: OwnModelConfig, features: Sequence[DatasetFeature], num_dense: int
+) -> nn.Module:
+    """The model that the user's function makes; equal configs give equal weights on every rank.
+
+    Args:
+        config: names the function.
+        features: the sparse features of the data.
+        num_dense: how many dense features there are.
+
+    Raises:
+        ConfigError: the function isn't there, or it gives something else than a module.
+    """
+    factory = factory_of(config.factory)
+    try:
+        inspect.signature(factory).bind(features, num_dense, config.options)
+    except TypeError as error:
+        raise ConfigError(
+            f"factory={config.factory!r} doesn't take (features, num_dense, options): {error}"
+        ) from error
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = factory(features, num_dense, dict(config.options))
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"factory={config.factory!r} gives a {type(model).__name__}, which is no "
+            "torch.nn.Module; return the model"
+        )
+    return model

@@ -1,0 +1,199 @@
+"""How well a model ranks items: the place of each true item, and recall and NDCG of places.
+
+The *place* of a target is 1 plus the number of other items that score at least as high. Ties count
+against the model, and so do scores that aren't numbers: one that knows nothing ends last, not
+first. A place of 0 means that a sample has no target.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torchrec.datasets.utils import Batch
+
+from torchrec_2dsp.errors import ConfigError
+
+
+def places_of(
+    targets: torch.Tensor, scores: torch.Tensor, counts: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The place of each sample's target, from 1 on.
+
+    Args:
+        targets: the scores of the targets, ``[batch]``.
+        scores: those of other items, ``[batch, num_items]``.
+        counts: which of these are in the competition; all by default.
+
+    Example:
+        >>> import torch
+        >>> from torchrec_2dsp.programs.models.ranking import places_of
+        >>> places_of(torch.tensor([2.0, 2.0]), torch.tensor([[1.0, 3.0], [2.0, 1.0]]))
+        tensor([2, 2])
+    """
+    # Not >=, of which no number that isn't one would be true.
+    ahead = ~(scores < targets.unsqueeze(1))
+    return 1 + (ahead if counts is None else ahead & counts).sum(dim=1)
+
+
+@dataclass(frozen=True)
+class RankingQuality:
+    """Where the targets of samples ended, as counts; counts of ranks can be added up.
+
+    Example:
+        >>> import torch
+        >>> from torchrec_2dsp.programs.models.ranking import RankingQuality
+        >>> quality = RankingQuality.of(torch.tensor([1, 3, 12]), up_to=10)
+        >>> quality.recall(1), quality.recall(10), quality.ndcg(3)
+        (0.3333333333333333, 0.6666666666666666, 0.5)
+    """
+
+    num_targets: int
+    """How many samples have a target."""
+
+    counts: tuple[int, ...]
+    """How many targets are at place 1, at place 2, and so on, up to the last place that matters."""
+
+    @classmethod
+    def of(cls, places: torch.Tensor, up_to: int) -> "RankingQuality":
+        """The quality of these places; those after ``up_to`` are one."""
+        return cls.over_ranks(places, up_to, group=None)
+
+    @classmethod
+    def over_ranks(
+        cls, places: torch.Tensor, up_to: int, group: dist.ProcessGroup | None
+    ) -> "RankingQuality":
+        """The quality of the places of all ranks of a group; of one rank without a group.
+
+        Collectives:
+            One all-reduce of ``up_to + 1`` counts.
+        """
+        if up_to < 1:
+            raise ConfigError(f"up_to={up_to} is no place; use 1 or more")
+        real = places[places > 0].long()
+        counts = torch.bincount(real.clamp(max=up_to + 1), minlength=up_to + 2)
+        counts[0] = real.numel()
+        counts = counts[: up_to + 1].contiguous()
+        if group is not None:
+            dist.all_reduce(counts, group=group)
+        num_targets, *by_place = counts.tolist()
+        return cls(num_targets, tuple(by_place))
+
+    def recall(self, k: int) -> float:
+        """The share of the targets at the first ``k`` places; `nan` without targets."""
+        return self._mean(1.0 for _ in self._until(k))
+
+    def ndcg(self, k: int) -> float:
+        """The mean of ``1 / log2(place + 1)`` over the targets, 0 after ``k`` places.
+
+        Each sample has one true item, so that the best sum of gains is 1.
+        """
+        return self._mean(1.0 / math.log2(place + 1) for place in self._until(k))
+
+    def _until(self, k: int) -> range:
+        if not 1 <= k <= len(self.counts):
+            raise ConfigError(f"k={k} is not in 1..{len(self.counts)}, the places that are counted")
+        return range(1, k + 1)
+
+    def _mean(self, gains: Iterable[float]) -> float:
+        total = math.fsum(
+            gain * count for gain, count in zip(gains, self.counts, strict=False) if count
+        )
+        return total / self.num_targets if self.num_targets else math.nan
+
+
+class Queries(NamedTuple):
+    """The samples of a batch, as a model ranks items for them."""
+
+    vectors: torch.Tensor
+    """What items are multiplied with, ``[batch, dim]``."""
+
+    scores: torch.Tensor
+    """The scores of the true items, ``[batch]``."""
+
+    targets: torch.Tensor
+    """The true items, ``[batch]``; -1 for a sample without."""
+
+    seen: torch.Tensor
+    """Items that the sample has had before, ``[batch, any number]``, with -1 for none."""
+
+    @classmethod
+    def of(
+        cls,
+        vectors: torch.Tensor,
+        target_vectors: torch.Tensor,
+        targets: torch.Tensor,
+        seen: torch.Tensor,
+    ) -> "Queries":
+        """The queries whose scores are dot products."""
+        return cls(vectors, (vectors * target_vectors).sum(dim=1), targets, seen)
+
+
+class ItemChunk(NamedTuple):
+    """The vectors of some neighbouring items."""
+
+    first: int
+    """The first item."""
+
+    vectors: torch.Tensor
+    """The vectors of this item and the next ones, ``[num_items, dim]``."""
+
+
+class RanksItems(Protocol):
+    """A model that ranks all items for a sample by dot products."""
+
+    def queries(self, batch: Batch) -> Queries:
+        """The samples of a batch."""
+        ...
+
+    def item_chunks(self, chunk_size: int) -> Iterator[ItemChunk]:
+        """The vectors of all items, in their order, some at a time."""
+        ...
+
+
+def rank_all_items(
+    model: RanksItems,
+    batches: Iterable[Batch],
+    *,
+    chunk_size: int = 4_096,
+    exclude_seen: bool = False,
+) -> torch.Tensor:
+    """The place of each sample's true item among all items.
+
+    The samples' vectors stay in memory; items are looked up once for all of them, a chunk at a
+    time, through the model's own lookup. So a table may be of any size and sharded in any way.
+
+    Args:
+        model: in evaluation mode: that of a `ModelParallel2D` is its ``module``. Detach a pipeline
+            first, which would take the lookups for those of its own batches.
+        batches: of this rank; all ranks give as many.
+        chunk_size: how many items are looked up together.
+        exclude_seen: whether items that the sample has had before are left out of the competition.
+
+    Collectives:
+        Those of a lookup for each batch, and of one for each chunk of items.
+    """
+    queries = [model.queries(batch) for batch in batches]
+    ahead = [torch.zeros_like(query.targets) for query in queries]
+    for chunk in model.item_chunks(chunk_size):
+        items = chunk.first + torch.arange(len(chunk.vectors), device=chunk.vectors.device)
+        for query, num_ahead in zip(queries, ahead, strict=True):
+            counts = items != query.targets.unsqueeze(1)
+            if exclude_seen:
+                counts &= ~_among(query.seen - chunk.first, len(items))
+            scores = query.vectors @ chunk.vectors.t()
+            num_ahead += places_of(query.scores, scores, counts) - 1
+    places = [
+        (1 + num_ahead).where(query.targets >= 0, 0)
+        for query, num_ahead in zip(queries, ahead, strict=True)
+    ]
+    return torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
+
+
+def _among(places: torch.Tensor, num_items: int) -> torch.Tensor:
+    """Which of ``num_items`` items are among these, for each sample."""
+    outside = (places < 0) | (places >= num_items)
+    marks = torch.zeros(len(places), num_items + 1, dtype=torch.bool, device=places.device)
+    return marks.scatter_(1, places.where(~outside, num_items), True)[:, :num_items]

@@ -1,0 +1,264 @@
+"""A two-tower recommender: users and items are vectors of towers that never see each other."""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits, normalize
+from torchrec.datasets.utils import Batch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.mlp import MLP
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from torchrec_2dsp.errors import UnsupportedError
+from torchrec_2dsp.programs.data.dataset import DatasetFeature
+from torchrec_2dsp.programs.data.negatives import feature_of
+from torchrec_2dsp.programs.models.model import table_name
+from torchrec_2dsp.programs.models.planned_section import PlannedSection
+from torchrec_2dsp.programs.models.ranking import ItemChunk, Queries, places_of
+
+Output = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+class TwoTowerConfig(PlannedSection):
+    """Two perceptrons, over the features of users and over those of items, and their dot product.
+
+    Example:
+        >>> from torchrec_2dsp.programs.models.two_tower import TwoTowerConfig
+        >>> TwoTowerConfig(user_features=("user",), item_features=("item", "genre")).loss
+        'bce'
+    """
+
+    kind: Literal["two_tower"] = "two_tower"
+    """The kind of model."""
+
+    user_features: tuple[str, ...] = Field(min_length=1)
+    """The sparse features of users; the dense ones are theirs as well."""
+
+    item_features: tuple[str, ...] = Field(min_length=1)
+    """The sparse features of items."""
+
+    dim: int = Field(default=32, ge=4, multiple_of=4)
+    """The embedding dimension of all tables."""
+
+    layers: tuple[int, ...] = (64,)
+    """Sizes of the hidden layers of each tower; a last one of size `out_dim` is added."""
+
+    out_dim: int = Field(default=32, ge=1)
+    """How many numbers the vectors of users and items have."""
+
+    loss: Literal["bce", "in_batch"] = "bce"
+    """What is learned: the labels, by the logistic loss; or to tell each clicked item from the
+    other items of the rank's batch, by a softmax."""
+
+    temperature: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """The number by which dot products are divided."""
+
+    normalized: bool = False
+    """Whether vectors have the same length, so that dot products are cosines."""
+
+    seed: int = Field(default=0, ge=0)
+    """The seed of the initial weights."""
+
+    @model_validator(mode="after")
+    def _check_features(self) -> Self:
+        names = [*self.user_features, *self.item_features]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise ValueError(
+                f"the feature {repeated[0]!r} is named twice; a feature belongs to one tower, once"
+            )
+        return self
+
+
+class Tower(nn.Module):
+    """A perceptron over vectors side by side, whose last layer is linear.
+
+    What it gives is scaled so that a dot product of two is divided by the temperature.
+    """
+
+    def __init__(self, in_dim: int, config: TwoTowerConfig) -> None:
+        """
+        Args:
+            in_dim: how many numbers go in.
+            config: the sizes of layers.
+        """
+        super().__init__()
+        self.hidden = MLP(in_dim, list(config.layers)) if config.layers else nn.Identity()
+        self.out = nn.Linear([in_dim, *config.layers][-1], config.out_dim)
+        self._is_normalized, self._scale = config.normalized, config.temperature**-0.5
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """One vector for each row."""
+        vectors = self.out(self.hidden(inputs))
+        return self._scale * (normalize(vectors, dim=1) if self._is_normalized else vectors)
+
+
+class TwoTowerModel(nn.Module):
+    """Scores a user and an item by the dot product of the towers' vectors."""
+
+    def __init__(
+        self,
+        config: TwoTowerConfig,
+        features: Sequence[DatasetFeature],
+        num_dense: int,
+        tables_device: str = "cpu",
+    ) -> None:
+        """
+        Args:
+            config: which features, sizes and loss.
+            features: of the data, which has those that the config names.
+            num_dense: how many dense features there are.
+            tables_device: of the tables; "meta" leaves them without weights.
+        """
+        super().__init__()
+        self._config = config
+        used = [
+            feature_of(features, name) for name in (*config.user_features, *config.item_features)
+        ]
+        self._num_items = feature_of(features, config.item_features[0]).num_rows
+        self.embeddings = EmbeddingBagCollection(
+            tables=[
+                EmbeddingBagConfig(
+                    name=table_name(feature.name),
+                    num_embeddings=feature.num_rows,
+                    embedding_dim=config.dim,
+                    feature_names=[feature.name],
+                )
+                for feature in used
+            ],
+            device=torch.device(tables_device),
+        )
+        # Not what the tables' weights left of the stream: their device must not matter.
+        torch.manual_seed(config.seed + 1)
+        self.user_tower = Tower(len(config.user_features) * config.dim + num_dense, config)
+        self.item_tower = Tower(len(config.item_features) * config.dim, config)
+        self.user_inputs = _Joined(config.user_features)
+        self.item_inputs = _Joined(config.item_features)
+        is_in_batch = config.loss == "in_batch"
+        self.head = _InBatchSoftmax(config.item_features) if is_in_batch else _Clicks()
+
+    def forward(self, batch: Batch) -> Output:
+        """The loss, and what there is to look at, as TorchRec's `DLRMTrain` gives them.
+
+        Returns:
+            The loss; and with it the loss without its graph, a score of each sample, and its
+            label. The score is the logit; with "in_batch" and in evaluation, it is the place of
+            the sample's item among those of the batch, 0 for a sample without a click.
+        """
+        pooled = self.embeddings(batch.sparse_features)
+        users = self.user_tower(self.user_inputs(pooled, batch.dense_features))
+        items = self.item_tower(self.item_inputs(pooled))
+        loss, scores = self.head(users, items, batch.labels, batch.sparse_features)
+        return loss, (loss.detach(), scores.detach(), batch.labels.detach())
+
+    @torch.no_grad()
+    def queries(self, batch: Batch) -> Queries:
+        """The users of the batch; the item of a click is its target.
+
+        Collectives:
+            Those of a lookup of the batch.
+        """
+        item_feature = self._only_item_feature()
+        pooled = self.embeddings(batch.sparse_features)
+        users = self.user_tower(self.user_inputs(pooled, batch.dense_features))
+        items = self.item_tower(self.item_inputs(pooled))
+        ids = batch.sparse_features[item_feature]
+        if not bool((ids.lengths() == 1).all()):
+            raise UnsupportedError(
+                f"samples have between {int(ids.lengths().min())} and {int(ids.lengths().max())} "
+                f"ids of {item_feature!r}; to rank all items, give each sample one"
+            )
+        targets = ids.values().long().where(batch.labels > 0, -1)
+        # What users have had before isn't in a sample.
+        return Queries.of(users, items, targets, seen=targets.new_empty(len(targets), 0))
+
+    @torch.no_grad()
+    def item_chunks(self, chunk_size: int) -> Iterator[ItemChunk]:
+        """The vectors of all items, some at a time, looked up by all ranks together.
+
+        Collectives:
+            Those of a lookup for each chunk.
+        """
+        item_feature = self._only_item_feature()
+        device = next(self.item_tower.parameters()).device
+        names = [*self._config.user_features, item_feature]
+        for start in range(0, self._num_items, chunk_size):
+            ids = torch.arange(start, min(start + chunk_size, self._num_items), device=device)
+            lengths = torch.zeros(len(names), ids.numel(), device=device, dtype=torch.int32)
+            lengths[-1] = 1
+            features = KeyedJaggedTensor(keys=names, values=ids, lengths=lengths.flatten())
+            pooled = self.embeddings(features)
+            yield ItemChunk(start, self.item_tower(self.item_inputs(pooled)))
+
+    def _only_item_feature(self) -> str:
+        name, *others = self._config.item_features
+        if others:
+            raise UnsupportedError(
+                f"items with the features {', '.join(self._config.item_features)} can't be listed "
+                "from one table; all items are ranked where item_features has one name"
+            )
+        return name
+
+
+class _Joined(nn.Module):
+    """Pooled vectors of some features side by side, and whatever else is given."""
+
+    def __init__(self, features: Sequence[str]) -> None:
+        super().__init__()
+        self._features = features
+
+    def forward(self, pooled: KeyedTensor, *others: torch.Tensor) -> torch.Tensor:
+        return torch.cat([*(pooled[name] for name in self._features), *others], dim=1)
+
+
+class _Clicks(nn.Module):
+    """The logistic loss of labels."""
+
+    def forward(
+        self,
+        users: torch.Tensor,
+        items: torch.Tensor,
+        labels: torch.Tensor,
+        features: KeyedJaggedTensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = (users * items).sum(dim=1)
+        return binary_cross_entropy_with_logits(logits, labels.to(logits)), logits
+
+
+class _InBatchSoftmax(nn.Module):
+    """The softmax of each clicked item among the items of the batch, each different one once."""
+
+    def __init__(self, features: Sequence[str]) -> None:
+        super().__init__()
+        self._features = features
+
+    def forward(
+        self,
+        users: torch.Tensor,
+        items: torch.Tensor,
+        labels: torch.Tensor,
+        features: KeyedJaggedTensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = users @ items.t()
+        numbers = _numbers_of_items([features[name] for name in self._features])
+        own = torch.eye(len(numbers), dtype=torch.bool, device=logits.device)
+        order = torch.arange(len(numbers), device=numbers.device)
+        first = order.clone().scatter_reduce_(0, numbers, order, "amin", include_self=False)
+        # Each other item once, and the sample's own item as itself.
+        counts = (first[numbers] == order) & (numbers.unsqueeze(1) != numbers)
+        entropy = logits.masked_fill(~(counts | own), -torch.inf).logsumexp(dim=1)
+        weights = (labels > 0) / (labels > 0).sum().clamp(min=1)
+        loss = (weights * (entropy - logits.diagonal())).sum()
+        if self.training:
+            return loss, logits.diagonal()
+        return loss, places_of(logits.diagonal(), logits, counts).where(labels > 0, 0)
+
+
+def _numbers_of_items(bags: Sequence[JaggedTensor]) -> torch.Tensor:
+    """A number for each sample's item, equal for items that have equal ids in all features."""
+    padded = [ids.to_padded_dense(padding_value=-1).sort(dim=1).values for ids in bags]
+    return torch.cat(padded, dim=1).unique(dim=0, return_inverse=True)[1]

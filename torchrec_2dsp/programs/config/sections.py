@@ -75,12 +75,16 @@ class OptimizerConfig(Section):
     eps: float = Field(default=1e-8, ge=0, allow_inf_nan=False)
     """Added to the root of the moment."""
 
-    dense_optimizer: Literal["sgd", "adagrad", "adam"] = "sgd"
-    """The optimizer of the other parameters, with torch's defaults for all but its rate."""
+    dense_optimizer: Literal["sgd", "adagrad", "adam", "adamw"] = "sgd"
+    """The optimizer of the other parameters, with torch's defaults for all but its rate and the
+    decay of weights."""
 
     dense_lr: float = Field(default=0.1, ge=0, allow_inf_nan=False)
-    """Learning rate of the other parameters. The default suits "sgd"; "adagrad" wants about 0.02
-    and "adam" about 0.001."""
+    """Learning rate of the other parameters. The default suits "sgd"; "adagrad" wants about 0.02,
+    "adam" and "adamw" about 0.001."""
+
+    dense_weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """The decay of the other parameters, as torch's optimizer understands it."""
 
 
 class SplitConfig(Section):

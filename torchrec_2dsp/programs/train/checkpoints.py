@@ -144,9 +144,11 @@ class Checkpoints:
         drop_old_checkpoints(folder, keep=keep)
 
     def finish(self) -> None:
-        """Wait for a save that is still being written."""
-        if self._pending is not None:
+        """Wait for a save that is still being written, and drop the checkpoints that it replaces."""
+        if self._folder is not None and self._pending is not None:
             self._pending.result()
+            drop_old_checkpoints(self._folder / _LAST, keep=self._config.keep_last)
+            drop_old_checkpoints(self._folder / _BEST, keep=max(1, self._config.keep_best))
 
 
 def _model_of(state: TrainState) -> ModelParallel2D:

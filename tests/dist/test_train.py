@@ -13,17 +13,19 @@ from tests.support.programs import torchrun
 from tests.support.ranks import RankPool
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.parameter_sharding import Exchange
-from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.row_owners import RowOwners
-from torchrec_2dsp.programs.cli.train import Display, show_result
+from torchrec_2dsp.programs.cli.train_display import Display
+from torchrec_2dsp.programs.cli.train_result import show_result
 from torchrec_2dsp.programs.config.config_file import load_config, make_config
 from torchrec_2dsp.programs.train.config import TrainConfig
-from torchrec_2dsp.programs.train.meter import Measured
+from torchrec_2dsp.programs.train.evaluation import Evaluation
+from torchrec_2dsp.programs.train.parts import PlannedRun
 from torchrec_2dsp.programs.train.program import train
 from torchrec_2dsp.programs.train.record import TrainRecord
 from torchrec_2dsp.programs.train.results import (
-    DenseProgress,
+    QuietWatcher,
     RunResult,
+    StepsTrained,
     TrainResult,
     largest_loss_gap,
 )
@@ -59,19 +61,21 @@ TINY = {
 }
 
 
-class Recorder:
+class Recorder(QuietWatcher):
     """A watcher that remembers what it was told."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
 
-    def run_planned(self, name: str, plan: Plan2D, config: TrainConfig) -> None:
-        self.told.append(f"{name} planned for {plan.mesh}")
+    def run_planned(self, name: str, planned: PlannedRun, config: TrainConfig) -> None:
+        self.told.append(f"{name} planned for {planned.plan.mesh}")
 
-    def steps_trained(
-        self, name: str, last_step: int, measured: Measured, dense: DenseProgress | None
-    ) -> None:
-        self.told.append(f"{name} step {last_step}: {len(measured.losses)} losses")
+    def steps_trained(self, name: str, progress: StepsTrained) -> None:
+        num_losses = len(progress.measured.losses)
+        self.told.append(f"{name} step {progress.step}: {num_losses} losses")
+
+    def evaluated(self, name: str, evaluation: Evaluation, *, is_best: bool) -> None:
+        self.told.append(f"{name} evaluated after {evaluation.step}")
 
     def run_finished(self, result: RunResult) -> None:
         self.told.append(f"{result.name} finished")
@@ -114,7 +118,7 @@ def test_exact_2d_trains_as_one_group_and_averaging_nearly(trained: Trained) -> 
     # Float rounding: sums of 32 losses are added in another order.
     for run in (exact, rows):
         assert largest_loss_gap(run, one_group) < 1e-5
-        assert abs(run.evaluated.loss - one_group.evaluated.loss) < 1e-5
+        assert run.evaluated.losses == pytest.approx(one_group.evaluated.losses, abs=1e-5)
     # The averages are other numbers, so the comparison can fail.
     assert 1e-5 < largest_loss_gap(averaged, one_group) < 0.1
 
@@ -146,14 +150,15 @@ def test_results_are_measured(trained: Trained) -> None:
 
 
 def test_watchers_are_told_in_order(trained: Trained) -> None:
-    assert trained[0][1][:5] == [
+    assert trained[0][1][:6] == [
         "one_group planned for Mesh2D(1x4, strided)",
         "one_group step 3: 3 losses",
         "one_group step 6: 3 losses",
         "one_group step 7: 1 losses",
+        "one_group evaluated after 7",
         "one_group finished",
     ]
-    assert trained[0][1][5] == "exact planned for Mesh2D(2x2, strided)"
+    assert trained[0][1][6] == "exact planned for Mesh2D(2x2, strided)"
 
 
 def test_plans_progress_and_figures_are_shown_in_80_columns(trained: Trained) -> None:

@@ -114,7 +114,13 @@ def test_overrides_that_lead_nowhere_are_refused(override: str, message: str) ->
     [
         ("loop.steps=0", "loop.steps=0: input should be greater than or equal to 1"),
         ("loop.stepps=3", "loop.stepps is unknown; use one of steps, global_batch_size, "),
-        ("lop.steps=3", "lop is unknown; use one of data, model, optimizer, loop, runs"),
+        ("loop.stepps=3", "tensorboard_dir (the nearest is 'steps')"),
+        ("lop.steps=3", "lop is unknown; use one of data, model, optimizer, loop, checkpoint, "),
+        ("lop.steps=3", "output, runs (the nearest is 'loop')"),
+        (
+            "zzz=3",
+            "zzz is unknown; use one of data, model, optimizer, loop, checkpoint, output, runs",
+        ),
         (
             "runs.one.groups=3",
             "runs.one.groups is unknown; use one of exchange, owners, row_transport, hot_rows",

@@ -1,5 +1,6 @@
 """State of dense optimizers, which most of them create at their first step."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -51,13 +52,16 @@ def dense_state_made(
 def _params_without_state(
     model: DistributedModelParallel, optimizer: KeyedOptimizer, saved: Entries
 ) -> dict[str, Any]:
-    """The dense parameters of which the checkpoint has a state, and the optimizer has none yet."""
+    """The dense parameters whose state has entries in the checkpoint that the optimizer's lacks."""
     existing = optimizer.state
-    saved_keys = {name.rpartition(".")[0].removeprefix(f"{DENSE}.state.") for name in saved}
+    saved_entries: dict[str, set[str]] = defaultdict(set)
+    for name in saved:
+        key, _, entry = name.removeprefix(f"{DENSE}.state.").rpartition(".")
+        saved_entries[key].add(entry)
     return {
         key: param
         for key, param in dense_params(model, optimizer).items()
-        if key in saved_keys and param not in existing
+        if saved_entries[key] - existing.get(param, {}).keys()
     }
 
 

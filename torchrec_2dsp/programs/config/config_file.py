@@ -3,8 +3,9 @@
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ValidationError
 
@@ -78,13 +79,25 @@ def _with_paths(kind: type[BaseModel], tree: Mapping[str, Any], folder: Path) ->
     resolved = dict(tree)
     for name, field in kind.model_fields.items():
         value, section = tree.get(name), field.annotation
-        if isinstance(value, Mapping) and isinstance(section, type):
-            if issubclass(section, BaseModel):
-                resolved[name] = _with_paths(section, value, folder)
+        if isinstance(value, Mapping):
+            resolved[name] = _section_with_paths(section, value, folder)
         elif isinstance(value, str) and value and _BESIDE_CONFIG in field.metadata:
             is_name = _MAY_BE_SHIPPED in field.metadata and shipped_config(value, _HARDWARE)
             resolved[name] = value if is_name else os.path.normpath(folder / value)
     return resolved
+
+
+def _section_with_paths(section: Any, value: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """`_with_paths` of a section, or of each section that a mapping names; others stay the same."""
+    if isinstance(section, type) and issubclass(section, BaseModel):
+        return _with_paths(section, value, folder)
+    (*_, of_each) = get_args(section) or (None,)
+    if isinstance(of_each, type) and issubclass(of_each, BaseModel):
+        return {
+            key: _with_paths(of_each, item, folder) if isinstance(item, Mapping) else item
+            for key, item in value.items()
+        }
+    return dict(value)
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,7 +163,9 @@ def _explain(kind: type[BaseModel], details: Mapping[str, Any]) -> str:
     rule = str(details["msg"]).removeprefix("Value error, ")
     rule = rule[:1].lower() + rule[1:]
     if details["type"] == "extra_forbidden":
-        return f"{key} is unknown; use one of {', '.join(allowed_keys)}"
+        nearest = get_close_matches(parts[-1], allowed_keys, n=1)
+        hint = f" (the nearest is {nearest[0]!r})" if nearest else ""
+        return f"{key} is unknown; use one of {', '.join(allowed_keys)}{hint}"
     if details["type"] == "missing":
         return f"{key} is missing"
     if isinstance(details["input"], Mapping):

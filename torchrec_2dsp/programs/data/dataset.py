@@ -36,12 +36,8 @@ class DatasetFeature(Protocol):
         ...
 
 
-class Dataset(Protocol):
-    """Batches of samples, equal on all ranks and for every number of ranks.
-
-    A sample has dense features, ids of sparse features, and a label. Global batch ``n`` of a split
-    holds the same samples whatever the number of ranks; each rank reads its own part of it.
-    """
+class BatchShape(Protocol):
+    """The features of a batch, which say what tables and dense layers a model needs."""
 
     @property
     def features(self) -> Sequence[DatasetFeature]:
@@ -52,6 +48,14 @@ class Dataset(Protocol):
     def num_dense(self) -> int:
         """How many dense features there are."""
         ...
+
+
+class Dataset(BatchShape, Protocol):
+    """Batches of samples, equal on all ranks and for every number of ranks.
+
+    A sample has dense features, ids of sparse features, and a label. Global batch ``n`` of a split
+    holds the same samples whatever the number of ranks; each rank reads its own part of it.
+    """
 
     def batches(
         self, split: Split, *, global_batch_size: int, rank: int, world_size: int, start: int = 0

@@ -1,7 +1,10 @@
 """The exchange, the owners, the transport and the hot rows of a config, pinned in a plan."""
 
+from typing import Any
+
 import numpy as np
 
+from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.parameter_sharding import (
     ROW_EXCHANGES,
@@ -13,19 +16,23 @@ from torchrec_2dsp.plan.parameter_sharding import (
 from torchrec_2dsp.plan.pin import pin
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.programs.config.sections import ExchangeConfig
+from torchrec_2dsp.programs.data.dataset import BatchShape
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.models.model import table_name
 
 _DATA_PARALLEL = ShardingType2D.DATA_PARALLEL.base.value
 
 
-def pinned(plan: Plan2D, config: ExchangeConfig, data: SyntheticConfig) -> Plan2D:
+def pinned(
+    plan: Plan2D, config: ExchangeConfig, data: BatchShape, access: AccessStats | None = None
+) -> Plan2D:
     """The plan with what a config says of its tables, as far as their sharding types allow it.
 
     Args:
         plan: of the model over ``data``.
         config: what to pin.
-        data: which rows are used most.
+        data: the features; synthetic ones know which of their rows are used most.
+        access: says which rows are used most, if the data doesn't.
     """
     if config.prefetch_rows and config.exchange not in ROW_EXCHANGES:
         raise ConfigError("prefetch_rows is for an exchange of rows; set exchange='row'")
@@ -53,7 +60,19 @@ def pinned(plan: Plan2D, config: ExchangeConfig, data: SyntheticConfig) -> Plan2
         name = table_name(feature.name)
         if types[name] == _DATA_PARALLEL:
             continue  # All its rows are on every rank already.
-        ranks = np.arange(1, min(config.hot_rows, feature.num_rows) + 1)
-        hottest = data.distribution(feature).row_of_rank(ranks)
-        plan = pin(plan, name, hot_rows=hottest.tolist())
+        plan = pin(plan, name, hot_rows=_hottest(feature, config.hot_rows, data, access))
     return plan
+
+
+def _hottest(
+    feature: Any, num_rows: int, data: BatchShape, access: AccessStats | None
+) -> list[int]:
+    """The rows of a feature's table that are used most."""
+    if access is not None:
+        return access[table_name(feature.name)].rows[:num_rows].tolist()
+    if not isinstance(data, SyntheticConfig):
+        raise ConfigError(
+            f"hot_rows={num_rows} needs to know which rows are used most; give access statistics"
+        )
+    ranks = np.arange(1, min(num_rows, feature.num_rows) + 1)
+    return data.distribution(feature).row_of_rank(ranks).tolist()

@@ -1,4 +1,4 @@
-"""TorchRec's DLRM and its DCN over synthetic clicks."""
+"""TorchRec's DLRM and its DCN, with a table for each feature of a dataset."""
 
 from typing import Any
 
@@ -9,12 +9,10 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from torchrec_2dsp.programs.config.sections import ModelConfig
-from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
+from torchrec_2dsp.programs.data.dataset import BatchShape
 
 
-def build_model(
-    data: SyntheticConfig, model: ModelConfig, *, tables_device: str = "cpu"
-) -> DLRMTrain:
+def build_model(data: BatchShape, model: ModelConfig, *, tables_device: str = "cpu") -> DLRMTrain:
     """The unsharded model; equal configs give equal weights on every rank.
 
     Args:

@@ -12,21 +12,24 @@ from torchrec.optim.keyed import KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec_2dsp._compat.data_parallel import data_parallel_wrapper
 from torchrec_2dsp.dense.diloco import DiLoCo
 from torchrec_2dsp.dense.local_dense import LocalDense
+from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.optim.delayed_moment import DelayedMomentRowWiseAdaGrad
 from torchrec_2dsp.optim.inflation import expected_moment_scale
 from torchrec_2dsp.optim.moment_scaled import FROM_MESH, FromMesh, MomentScaledRowWiseAdaGrad
 from torchrec_2dsp.optim.settled_moments import SettledAdagrad, SettledAdam
 from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
 from torchrec_2dsp.programs.config.sections import OptimizerConfig, ReplicationConfig
+from torchrec_2dsp.programs.data.dataset import BatchShape
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.data.zipf import Zipf
+from torchrec_2dsp.programs.models.clipping import clip_before_steps
 from torchrec_2dsp.programs.models.model import table_name
 
 
 def table_optimizer(
     optimizer: OptimizerConfig,
     replication: ReplicationConfig,
-    data: SyntheticConfig,
+    data: BatchShape,
     *,
     num_groups: int,
     global_batch_size: int,
@@ -36,7 +39,7 @@ def table_optimizer(
     Args:
         optimizer: its rates.
         replication: what to do about the moments.
-        data: which rows are looked up how often.
+        data: says which rows are looked up how often, if a moment scale is to be "expected".
         num_groups: copies of the tables.
         global_batch_size: samples of all ranks in a step.
     """
@@ -47,6 +50,11 @@ def table_optimizer(
     if replication.moment_scale == "from_mesh":
         scale = FROM_MESH
     elif replication.moment_scale == "expected":
+        if not isinstance(data, SyntheticConfig):
+            raise ConfigError(
+                "moment_scale='expected' is for synthetic data, whose rows have a known frequency; "
+                "give a number, or leave it out"
+            )
         scale = _expected_scales(data, num_groups, global_batch_size, replication.moment_rho)
     else:
         scale = replication.moment_scale
@@ -54,12 +62,23 @@ def table_optimizer(
 
 
 def dense_optimizer(
-    optimizer: OptimizerConfig, parameters: Mapping[str, Any]
+    optimizer: OptimizerConfig, parameters: Mapping[str, Any], *, clip_norm: float = 0.0
 ) -> KeyedOptimizerWrapper:
-    """The optimizer of the parameters that no sharder updates, by name, as checkpoints need it."""
-    return KeyedOptimizerWrapper(
-        dict(parameters), lambda unnamed: plain_dense_optimizer(optimizer, unnamed)
-    )
+    """The optimizer of the parameters that no sharder updates, by name, as checkpoints need it.
+
+    Args:
+        optimizer: its kind and its rate.
+        parameters: by name.
+        clip_norm: the largest norm of all gradients together, before each step; 0 for no bound.
+    """
+
+    def made_for(unnamed: list[Any]) -> torch.optim.Optimizer:
+        plain = plain_dense_optimizer(optimizer, unnamed)
+        if clip_norm:
+            clip_before_steps(plain, clip_norm)
+        return plain
+
+    return KeyedOptimizerWrapper(dict(parameters), made_for)
 
 
 def with_meetings(
@@ -87,16 +106,17 @@ def plain_dense_optimizer(
     optimizer: OptimizerConfig, parameters: Iterable[Any]
 ) -> torch.optim.Optimizer:
     """The optimizer of such parameters as torch has it, which knows no names."""
-    lr, settle_after = optimizer.dense_lr, optimizer.dense_settle_after
-    if settle_after and optimizer.dense_optimizer == "adam":
-        return SettledAdam(parameters, lr, settle_after=settle_after)
-    if settle_after:
-        return SettledAdagrad(parameters, lr, settle_after=settle_after)
-    if optimizer.dense_optimizer == "adam":
-        return torch.optim.Adam(parameters, lr=lr)
-    if optimizer.dense_optimizer == "adagrad":
-        return torch.optim.Adagrad(parameters, lr=lr)
-    return torch.optim.SGD(parameters, lr=lr)
+    rates = {"lr": optimizer.dense_lr, "weight_decay": optimizer.dense_weight_decay}
+    if optimizer.dense_settle_after:
+        settled = SettledAdam if optimizer.dense_optimizer == "adam" else SettledAdagrad
+        return settled(parameters, settle_after=optimizer.dense_settle_after, **rates)
+    kinds: dict[str, Any] = {
+        "sgd": torch.optim.SGD,
+        "adagrad": torch.optim.Adagrad,
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+    }
+    return kinds[optimizer.dense_optimizer](parameters, **rates)
 
 
 def _expected_scales(

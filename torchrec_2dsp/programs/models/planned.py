@@ -1,4 +1,4 @@
-"""How programs plan a model over synthetic data: alike, whoever trains it."""
+"""How programs plan a model over a dataset: alike, whoever trains it."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -9,10 +9,11 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 from torchrec.distributed.planner.types import Topology
 from torchrec.distributed.types import ModuleSharder
 
+from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.planner.planner2d import Planner2D
 from torchrec_2dsp.programs.config.sections import ExchangeConfig
-from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
+from torchrec_2dsp.programs.data.dataset import BatchShape
 from torchrec_2dsp.programs.models.exchange import pinned
 from torchrec_2dsp.programs.models.model import table_name
 
@@ -21,7 +22,7 @@ _RESERVATION = 0.15
 
 
 def planner_arguments(
-    data: SyntheticConfig, sharding_types: Sequence[str], topology: Topology, batch_size: int
+    data: BatchShape, sharding_types: Sequence[str], topology: Topology, batch_size: int
 ) -> dict[str, Any]:
     """The arguments that TorchRec's planner and this package's are given alike.
 
@@ -52,19 +53,22 @@ def collective_plan(
     sharder: object,
     *,
     pins: ExchangeConfig | None,
-    data: SyntheticConfig,
+    data: BatchShape,
+    access: AccessStats | None = None,
 ) -> Plan2D:
     """The plan of a model on all ranks.
 
     Args:
         planner: makes the plan.
         model: the unsharded model over ``data``.
-        sharder: the sharder of its tables.
+        sharder: the sharder of its tables, or a list of sharders.
         pins: the exchange, the owners and the hot rows that tables get; none for the planner's.
-        data: which rows are used most.
+        data: the features; synthetic ones know which of their rows are used most.
+        access: says which rows are used most, if the data doesn't.
 
     Collectives:
         One broadcast of a pickled object from rank 0 of the world.
     """
-    plan = planner.collective_plan(model, cast(list[ModuleSharder[nn.Module]], [sharder]))
-    return plan if pins is None else pinned(plan, pins, data)
+    sharders = sharder if isinstance(sharder, list) else [sharder]
+    plan = planner.collective_plan(model, cast(list[ModuleSharder[nn.Module]], sharders))
+    return plan if pins is None else pinned(plan, pins, data, access)

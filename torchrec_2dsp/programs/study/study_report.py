@@ -41,8 +41,9 @@ def study_report(
         f"{first.num_samples:,} samples in {first.config['loop']['steps']:,} steps, "
         f"{first.world_size} ranks",
         f"{len(records)} seeds of data and initial weights: {seeds}",
-        f"The model behind the labels has a normalized entropy of {_planted(records):.5f}",
     ]
+    if (planted := _planted(records)) is not None:
+        facts.append(f"The model behind the labels has a normalized entropy of {planted:.5f}")
     if data:
         facts.append("Numbers: " + ", ".join(f"[{name}]({name})" for name in data))
     parts = [f"# {title}", "\n".join(f"- {fact}" for fact in facts)]
@@ -157,5 +158,7 @@ def _curves(
     return samples, [list(values) for values in zip(*by_seed, strict=True)]
 
 
-def _planted(records: Sequence[TrainRecord]) -> float:
-    return statistics.fmean(record.planted_ne for record in records)
+def _planted(records: Sequence[TrainRecord]) -> float | None:
+    """The mean entropy of the model behind the labels; `None` if there is no such model."""
+    entropies = [record.planted_ne for record in records if record.planted_ne is not None]
+    return statistics.fmean(entropies) if entropies else None

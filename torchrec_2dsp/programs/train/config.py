@@ -1,23 +1,25 @@
 """`TrainConfig`: what a training program does."""
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
 from torchrec_2dsp.plan.parameter_sharding import type_2d
+from torchrec_2dsp.programs.config.config_file import CalibrationPath, PathBesideConfig
 from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
+from torchrec_2dsp.programs.config.schedule import ScheduledOptimizerConfig
 from torchrec_2dsp.programs.config.sections import (
     ExchangeConfig,
     ModelConfig,
-    OptimizerConfig,
     ReplicationConfig,
     Section,
     SplitConfig,
 )
-from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
+from torchrec_2dsp.programs.train.datasets import ENDLESS, DataConfig
+from torchrec_2dsp.programs.train.sections import CheckpointConfig, LoopConfig, OutputConfig
 
 
 def _check_known(types: tuple[str, ...]) -> tuple[str, ...]:
@@ -46,36 +48,12 @@ class PlannedModelConfig(ModelConfig):
         return types
 
 
-class LoopConfig(Section):
-    """How long to train, and what to tell meanwhile."""
-
-    steps: int = Field(default=200, ge=1)
-    """How many batches to train on."""
-
-    global_batch_size: int = Field(default=1024, ge=1)
-    """Samples of all ranks together in a step."""
-
-    eval_steps: int = Field(default=20, ge=1)
-    """Held-out batches to evaluate on afterwards."""
-
-    report_every: int = Field(default=10, ge=1)
-    """Steps between two reports of the progress."""
-
-    final_steps: int = Field(default=20, ge=1)
-    """The final train loss is the mean over so many last steps."""
-
-    device: Literal["cpu", "cuda"] = "cpu"
-    """The device on which each rank computes."""
-
-    tensorboard_dir: str = ""
-    """The folder of TensorBoard scalars; empty for none."""
-
-
 class RunConfig(SplitConfig, ReplicationConfig, ExchangeConfig):
     """One training of the model: a mesh, a way to keep its replicas equal, an exchange, splits."""
 
-    num_groups: int = Field(default=1, ge=1)
-    """How many copies of the tables there are; 1 is plain TorchRec."""
+    num_groups: int = Field(default=1, ge=0)
+    """How many copies of the tables there are; 1 is plain TorchRec. 0 leaves it to the planner, as
+    does a run that says nothing but has a calibration, access statistics or a plan."""
 
     layout: RankLayout = RankLayout.STRIDED
     """How ranks are dealt to groups."""
@@ -85,6 +63,61 @@ class RunConfig(SplitConfig, ReplicationConfig, ExchangeConfig):
 
     dense: DenseGradientsConfig = DenseGradientsConfig()
     """How ranks add up the gradients of what isn't sharded."""
+
+    calibration: CalibrationPath = ""
+    """What the network and the machines take, for a plan by predicted cost: a file, or the name of
+    a calibration that ships. Empty for TorchRec's search."""
+
+    access: PathBesideConfig = ""
+    """A file or a folder of access statistics, for a plan by cost and for hot rows."""
+
+    plan: PathBesideConfig = ""
+    """A file with the plan to train by; empty for a planner."""
+
+    @property
+    def is_planned_by_cost(self) -> bool:
+        """Whether the planner predicts steps, and chooses what this config leaves open."""
+        return not self.plan and bool(self.calibration or not self.num_groups)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_mesh_open(cls, tree: Any) -> Any:
+        if not isinstance(tree, dict) or "num_groups" in tree:
+            return tree
+        is_open = any(tree.get(name) for name in ("calibration", "access", "plan"))
+        return {**tree, "num_groups": 0} if is_open else tree
+
+    @model_validator(mode="after")
+    def _check_plan(self) -> Self:
+        if self.plan:
+            self._check_left_out(
+                ("calibration", "access", "sharding_types", "num_groups", "layout", *_EXCHANGE),
+                f"plan={self.plan!r} says it already",
+            )
+        elif self.is_planned_by_cost:
+            self._check_left_out(
+                _EXCHANGE,
+                "the planner chooses it by predicted cost; to choose it yourself give num_groups "
+                "and no calibration",
+            )
+        elif self.access and not self.hot_rows:
+            raise ValueError(
+                f"access={self.access!r} is for a plan by cost and for hot rows; give a "
+                "calibration, leave num_groups out, or set hot_rows"
+            )
+        if not self.num_groups and self.moment_scale == "expected":
+            raise ValueError("moment_scale='expected' needs num_groups; give it")
+        return self
+
+    def _check_left_out(self, names: Sequence[str], why: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value and value != type(self).model_fields[name].default:
+                raise ValueError(f"{name}={value!r} can't be given as well: {why}; leave it out")
+
+
+_EXCHANGE = ("exchange", "owners", "row_transport", "hot_rows")
+"""The keys of a run that say how rows travel."""
 
 
 class TrainConfig(Section):
@@ -96,27 +129,33 @@ class TrainConfig(Section):
         >>> data = {"features": [{"name": "user", "num_rows": 1_000}]}
         >>> tree = {"data": data, "runs": {"exact": {"num_groups": 2}}}
         >>> config = make_config(TrainConfig, tree)
-        >>> config.mesh("exact", world_size=4).group_size
-        2
+        >>> config.mesh("exact", world_size=4)
+        Mesh2D(num_groups=2, group_size=2, layout=<RankLayout.STRIDED: 'strided'>)
     """
 
-    data: SyntheticConfig
-    """The data to train on."""
+    data: DataConfig
+    """The data to train on: synthetic clicks, if it doesn't name another kind."""
 
     model: PlannedModelConfig = PlannedModelConfig()
     """The model to train."""
 
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: ScheduledOptimizerConfig = ScheduledOptimizerConfig()
     """The rules by which weights are updated."""
 
     loop: LoopConfig = LoopConfig()
     """How long to train, and what to report."""
 
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Which checkpoints to leave."""
+
+    output: OutputConfig = OutputConfig()
+    """What else to leave."""
+
     runs: dict[str, RunConfig]
     """The runs by name, in the order in which they are trained."""
 
     @model_validator(mode="after")
-    def _check_names(self) -> "TrainConfig":
+    def _check_names(self) -> Self:
         if not self.runs:
             raise ValueError("runs is empty; describe at least one")
         unusable = [name for name in self.runs if not name or set(name) & set("./\\ ")]
@@ -124,19 +163,54 @@ class TrainConfig(Section):
             raise ValueError(f"runs: the name {unusable[0]!r} has a dot, a slash or a space")
         return self
 
+    @model_validator(mode="before")
+    @classmethod
+    def _name_kind(cls, tree: Any) -> Any:
+        """A section of data that doesn't say its kind is synthetic."""
+        if not isinstance(tree, dict) or not isinstance(tree.get("data"), dict):
+            return tree
+        return {**tree, "data": {"kind": "synthetic", **tree["data"]}}
+
     @model_validator(mode="after")
-    def _check_meetings(self) -> "TrainConfig":
+    def _check_meetings(self) -> Self:
+        stops = {"loop.steps": self.loop.steps, "loop.eval_every": self.loop.eval_every}
+        if self.checkpoint.folder:
+            stops["checkpoint.every"] = self.checkpoint.every
         for name, run in self.runs.items():
-            if run.dense.kind == "local" and self.loop.steps % run.dense.local_steps:
+            for key, steps in stops.items() if run.dense.kind == "local" else ():
+                if steps % run.dense.local_steps:
+                    raise ValueError(
+                        f"runs.{name}.dense.local_steps={run.dense.local_steps} doesn't divide "
+                        f"{key}={steps}, so ranks would have different weights then"
+                    )
+        return self
+
+    @model_validator(mode="after")
+    def _check_loop(self) -> Self:
+        if self.data.kind in ENDLESS and not self.loop.eval_steps:
+            raise ValueError(
+                f"loop.eval_steps=0 evaluates on all held-out batches, and data of the kind "
+                f"{self.data.kind!r} has no end; give a number"
+            )
+        for name, run in self.runs.items():
+            if self.loop.accumulate > 1 and run.prefetch_rows:
                 raise ValueError(
-                    f"runs.{name}.dense.local_steps={run.dense.local_steps} doesn't divide "
-                    f"loop.steps={self.loop.steps}, so ranks would end with different weights"
+                    f"runs.{name}.prefetch_rows is for a pipeline, and a step of "
+                    f"loop.accumulate={self.loop.accumulate} batches is trained without one; leave "
+                    "one out"
+                )
+            if run.hot_rows and self.data.kind != "synthetic" and not run.access:
+                raise ValueError(
+                    f"runs.{name}.hot_rows={run.hot_rows} needs to know which rows are used most; "
+                    "give access=, a folder of access statistics"
                 )
         return self
 
-    def mesh(self, run: str, world_size: int) -> Mesh2D:
-        """The mesh of a run in a world of ``world_size`` ranks."""
+    def mesh(self, run: str, world_size: int) -> Mesh2D | None:
+        """The mesh of a run in a world of ``world_size`` ranks; `None` if it is planned."""
         num_groups = self.runs[run].num_groups
+        if not num_groups:
+            return None
         if world_size % num_groups:
             fitting = [n for n in range(1, world_size + 1) if world_size % n == 0]
             raise ConfigError(
@@ -149,11 +223,13 @@ class TrainConfig(Section):
         """Raise `ConfigError` at the first value that ``world_size`` ranks can't run."""
         for run in self.runs:
             self.mesh(run, world_size)
-        size = self.loop.global_batch_size
-        if size % world_size:
+        size, batch_size = self.loop.global_batch_size, self.loop.batch_size
+        if batch_size % world_size:
+            parts = world_size * self.loop.accumulate
+            cut = "" if self.loop.accumulate == 1 else f" and accumulate={self.loop.accumulate}"
             raise ConfigError(
-                f"loop.global_batch_size={size} is not a multiple of the {world_size} ranks; use "
-                f"{(size // world_size + 1) * world_size}"
+                f"loop.global_batch_size={size} is not a multiple of the {world_size} ranks{cut}; "
+                f"use {(size // parts + 1) * parts}"
             )
 
     def only(self, names: Sequence[str]) -> "TrainConfig":

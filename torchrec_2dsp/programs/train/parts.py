@@ -1,63 +1,164 @@
-"""A run's sharder, plan and optimizer."""
+"""A run's sharders, plan and optimizers."""
 
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch.distributed as dist
 from torch import nn
+from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.distributed.planner.types import KernelConfig, TopologyFactory, TrainerConfig
-from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.distributed.types import ModuleSharder
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from torchrec_2dsp._compat.data_parallel import DefaultDataParallelWrapper
 from torchrec_2dsp._compat.torchrec import get_local_size
-from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.access.stats import AccessStats
+from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.comms.mesh_groups import world_group
+from torchrec_2dsp.cost.calibration import Calibration
+from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
+from torchrec_2dsp.plan import serialize
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.planner.planner2d import Planner2D
+from torchrec_2dsp.programs.data.dataset import BatchShape
+from torchrec_2dsp.programs.models.dense import dense_wrapper
 from torchrec_2dsp.programs.models.optimizer import dense_optimizer, table_optimizer, with_meetings
 from torchrec_2dsp.programs.models.planned import collective_plan, planner_arguments
 from torchrec_2dsp.programs.train.config import RunConfig, TrainConfig
+from torchrec_2dsp.shard.sequence_sharder import EmbeddingCollectionSharder2D
 from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
 
 
-def make_sharder(config: TrainConfig, run: RunConfig) -> EmbeddingBagCollectionSharder2D:
-    """The sharder of a run, which keeps the weights that `build_model` made."""
+def make_sharders(
+    config: TrainConfig, run: RunConfig, shape: BatchShape
+) -> list[ModuleSharder[Any]]:
+    """The sharders of a run's bags and sequences, which keep the weights of the unsharded model."""
     optimizer = table_optimizer(
         config.optimizer,
         run,
-        config.data,
+        shape,
         num_groups=run.num_groups,
         global_batch_size=config.loop.global_batch_size,
     )
-    return EmbeddingBagCollectionSharder2D(optimizer, keep_weights=True)
+    accumulates = config.loop.accumulate > 1
+    bags = EmbeddingBagCollectionSharder2D(optimizer, keep_weights=True, accumulates=accumulates)
+    # TorchRec keeps the weights of sequences by itself.
+    sequences = EmbeddingCollectionSharder2D(optimizer, accumulates=accumulates)
+    return cast(list[ModuleSharder[Any]], [bags, sequences])
 
 
-def make_plan(
+@dataclass(frozen=True)
+class PlannedRun:
+    """The plan of a run."""
+
+    plan: Plan2D
+    """The plan, equal on all ranks."""
+
+    explanation: str
+    """Why the plan is as it is, in words, on the rank that searched it by cost; else empty."""
+
+
+def plan_run(
     config: TrainConfig,
-    run: RunConfig,
-    mesh: Mesh2D,
+    name: str,
+    shape: BatchShape,
     model: nn.Module,
-    sharder: EmbeddingBagCollectionSharder2D,
-) -> Plan2D:
-    """The plan that `Planner2D` finds for a run, with what the run pins besides.
+    sharders: list[ModuleSharder[Any]],
+) -> PlannedRun:
+    """The plan of a run: from a file, or what `Planner2D` finds, with what the run pins besides.
 
     Collectives:
-        One broadcast of a pickled object from rank 0 of the world.
+        An agreement of all ranks on the files that are read, and one broadcast of a pickled object
+        from rank 0 of the world.
     """
-    topology = TopologyFactory.create_topology(
-        TrainerConfig(world_size=mesh.world_size, local_world_size=get_local_size(mesh.world_size)),
-        kernel_config=KernelConfig(compute_device=config.loop.device),
-    )
-    arguments = planner_arguments(
-        config.data,
-        run.sharding_types or config.model.sharding_types,
-        topology,
-        batch_size=config.loop.global_batch_size // mesh.world_size,
-    )
-    planner = Planner2D(**arguments, mesh=mesh, sync=run.sync_config)
-    return collective_plan(planner, model, sharder, pins=run, data=config.data)
+    run, world_size = config.runs[name], dist.get_world_size(world_group())
+    with agreeing(world_group()):
+        mesh = config.mesh(name, world_size)
+        access = AccessStats.load(run.access) if run.access else None
+        calibration = Calibration.load(run.calibration) if run.calibration else None
+        if run.plan:
+            return PlannedRun(_plan_of_file(name, run, world_size), "")
+        local_size = get_local_size(world_size)
+        if calibration is not None:
+            topology = calibration.topology(world_size, local_size)
+        else:
+            topology = TopologyFactory.create_topology(
+                TrainerConfig(world_size=world_size, local_world_size=local_size),
+                kernel_config=KernelConfig(compute_device=config.loop.device),
+            )
+        arguments = planner_arguments(
+            shape,
+            run.sharding_types or config.model.sharding_types,
+            topology,
+            batch_size=config.loop.batch_size // world_size,
+        )
+        if run.is_planned_by_cost:
+            arguments |= {"calibration": calibration, "access": access}
+        planner = Planner2D(**arguments, mesh=mesh, sync=run.sync_config)
+    pins = None if run.is_planned_by_cost else run
+    plan = collective_plan(planner, model, sharders, pins=pins, data=shape, access=access)
+    is_searched_here = run.is_planned_by_cost and dist.get_rank(world_group()) == 0
+    return PlannedRun(plan, str(planner.explain()) if is_searched_here else "")
 
 
-def make_optimizer(
-    model: ModelParallel2D, config: TrainConfig, run: RunConfig
-) -> CombinedOptimizer:
+def _plan_of_file(name: str, run: RunConfig, world_size: int) -> Plan2D:
+    plan = serialize.load(run.plan)
+    plan.mesh.check_world(world_size)
+    if plan.sync != run.sync_config:
+        raise ConfigError(
+            f"runs.{name} has {run.sync_config}, and the plan {run.plan} has {plan.sync}; let the "
+            "run say what the plan says"
+        )
+    return plan
+
+
+def make_dense_wrapper(config: TrainConfig, run: RunConfig) -> DataParallelWrapper | None:
+    """What runs the dense part; `None` for TorchRec's own wrapper."""
+    wrapper = dense_wrapper(run.dense)
+    if wrapper is None and config.loop.accumulate > 1:
+        # A DDP that is told that its graph is static learns it in its first backward, in which it
+        # adds up the gradients of each batch. That would be other bits after a resume.
+        return DefaultDataParallelWrapper(static_graph=False)
+    return wrapper
+
+
+@dataclass(frozen=True)
+class RunOptimizers:
+    """The optimizers of a run."""
+
+    whole: CombinedOptimizer
+    """The optimizer of all parameters."""
+
+    tables: KeyedOptimizer
+    """The fused optimizers of the tables."""
+
+    dense: KeyedOptimizer
+    """The optimizer of everything else, as each rank steps it."""
+
+    def rates(self) -> tuple[float, float]:
+        """The learning rates now, of the tables and of everything else."""
+        return _rate(self.tables), _rate(self.dense)
+
+    def set_rates(self, of_tables: float, of_dense: float) -> None:
+        """Set the learning rates of the next step; kernels get theirs as its gradients are
+        cleared."""
+        for optimizer, rate in ((self.tables, of_tables), (self.dense, of_dense)):
+            groups: Any = optimizer.param_groups
+            for group in groups:
+                group["lr"] = rate
+
+
+def _rate(optimizer: KeyedOptimizer) -> float:
+    groups: Any = optimizer.param_groups
+    return float(groups[0]["lr"]) if groups else 0.0
+
+
+def make_optimizers(model: ModelParallel2D, config: TrainConfig, run: RunConfig) -> RunOptimizers:
     """The tables' fused optimizers, and the optimizer of everything else."""
     params = dict(in_backward_optimizer_filter(model.named_parameters()))
-    dense = with_meetings(dense_optimizer(config.optimizer, params), run.dense, model)
-    return CombinedOptimizer([model.fused_optimizer, dense])
+    dense = dense_optimizer(config.optimizer, params, clip_norm=config.optimizer.dense_clip_norm)
+    fused: Any = model.fused_optimizer
+    whole = CombinedOptimizer([fused, with_meetings(dense, run.dense, model)])
+    return RunOptimizers(whole, fused, dense)

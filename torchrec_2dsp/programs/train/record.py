@@ -1,29 +1,58 @@
 """`TrainRecord`: what `train` found, in a file, so that runs with other seeds can join it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.programs.config.json_file import JsonFile
 from torchrec_2dsp.programs.config.sections import Section
 from torchrec_2dsp.programs.train.config import TrainConfig
-from torchrec_2dsp.programs.train.meter import Measured
-from torchrec_2dsp.programs.train.results import DenseProgress, RunResult, TrainResult
+from torchrec_2dsp.programs.train.environment import environment
+from torchrec_2dsp.programs.train.results import RunResult, StepsTrained, TrainResult
 
-TRAIN_RECORD_FORMAT = 1
+TRAIN_RECORD_FORMAT = 2
 
 
 class CurvePoint(Section):
     """Some steps of a run."""
+
+    # A run that diverges has figures for which JSON has no numbers.
+    model_config = ConfigDict(ser_json_inf_nan="strings")
 
     step: int
     """The last of the steps, from 1."""
 
     ne: float
     """The normalized entropy of the steps, on batches before the model had learned from them."""
+
+    loss: float | None = None
+    """The mean loss of the steps; `None` in files of format 1, as the others."""
+
+    table_lr: float | None = None
+    """The learning rate of the tables in the last of the steps."""
+
+    dense_lr: float | None = None
+    """The learning rate of everything else in the last of the steps."""
+
+    samples_per_s: float | None = None
+    """Samples of all ranks per second."""
+
+    memory_bytes: int | None = None
+    """The most memory that a rank has used so far."""
+
+
+class EvaluationRecord(Section):
+    """The figures of an evaluation."""
+
+    model_config = ConfigDict(ser_json_inf_nan="strings")
+
+    step: int
+    """How many steps were trained before."""
+
+    metrics: dict[str, float]
+    """The metrics by name: loss, ne, auc and calibration."""
 
 
 class RunRecord(Section):
@@ -59,6 +88,24 @@ class RunRecord(Section):
     sync_bytes_per_step: float
     """Bytes that a rank sent to its replica peers per step."""
 
+    evaluations: tuple[EvaluationRecord, ...] = ()
+    """All evaluations, the one at the end included."""
+
+    ending: str = ""
+    """Why the run ended, in words."""
+
+    plan: str = ""
+    """The plan, in words."""
+
+    explanation: str = ""
+    """Why the plan is as it is, in words, if it was searched by cost."""
+
+    memory_bytes: tuple[int, ...] = ()
+    """The most memory that each rank has used."""
+
+    resumed_from: str = ""
+    """The checkpoint that the run went on from, in its last life."""
+
 
 class TrainRecord(JsonFile):
     """All runs of one call."""
@@ -74,8 +121,12 @@ class TrainRecord(JsonFile):
     world_size: int
     """How many ranks trained."""
 
-    planted_ne: float
-    """The entropy of the held-out batches, as the model behind the labels predicts them."""
+    planted_ne: float | None = None
+    """The entropy of the held-out batches, as the model behind the labels predicts them; `None` for
+    data without such a model."""
+
+    environment: dict[str, str] = Field(default_factory=dict)
+    """The versions of the packages that matter, and what computed."""
 
     runs: tuple[RunRecord, ...]
     """The runs, in the order of the config."""
@@ -89,7 +140,7 @@ class TrainRecord(JsonFile):
     @property
     def seeds(self) -> tuple[int, int]:
         """The seeds of the data and of the initial weights."""
-        return self.config["data"]["seed"], self.config["model"]["seed"]
+        return self.config["data"].get("seed", 0), self.config["model"].get("seed", 0)
 
     def only(self, names: Sequence[str]) -> "TrainRecord":
         """The record with these runs alone; all of them for no name.
@@ -149,43 +200,58 @@ def _without_runs(record: TrainRecord) -> tuple[dict[str, Any], int]:
     return {name: part for name, part in record.config.items() if name != "runs"}, record.world_size
 
 
-class Recorder:
-    """A watcher that keeps the curves for a `TrainRecord`."""
+def run_record(result: RunResult, resumed_from: str = "") -> RunRecord:
+    """The figures of a run that is over."""
+    last = result.steps_trained[-1]
+    return RunRecord(
+        name=result.name,
+        mesh=str(result.plan.mesh),
+        sync=str(result.plan.sync),
+        num_groups=result.plan.mesh.num_groups,
+        curve=tuple(map(_point, result.steps_trained)),
+        eval_loss=result.evaluated.metrics["loss"],
+        eval_ne=result.evaluated.metrics["ne"],
+        samples_per_s=result.samples_per_s,
+        sync_bytes_per_step=result.sync_bytes_per_step,
+        evaluations=tuple(
+            EvaluationRecord(step=evaluation.step, metrics=evaluation.metrics)
+            for evaluation in result.evaluations
+        ),
+        ending=result.ending.value,
+        plan=str(result.plan),
+        explanation=result.explanation,
+        memory_bytes=last.window.memory_bytes,
+        resumed_from=resumed_from,
+    )
 
-    def __init__(self) -> None:
-        self._curves: dict[str, list[CurvePoint]] = {}
 
-    def run_planned(self, name: str, plan: Plan2D, config: TrainConfig) -> None:
-        """Begin the curve of a run."""
-        self._curves[name] = []
+def _point(progress: StepsTrained) -> CurvePoint:
+    return CurvePoint(
+        step=progress.step,
+        ne=progress.measured.ne,
+        loss=progress.measured.loss,
+        table_lr=progress.table_lr,
+        dense_lr=progress.dense_lr,
+        samples_per_s=progress.samples_per_s,
+        memory_bytes=max(progress.window.memory_bytes),
+    )
 
-    def steps_trained(
-        self, name: str, last_step: int, measured: Measured, dense: DenseProgress | None
-    ) -> None:
-        """Add a point to the curve of a run."""
-        self._curves[name].append(CurvePoint(step=last_step, ne=measured.ne))
 
-    def run_finished(self, result: RunResult) -> None:
-        """Nothing to do: its figures are in the result."""
+def train_record(
+    config: TrainConfig, result: TrainResult, resumed_from: Mapping[str, str] | None = None
+) -> TrainRecord:
+    """The record of a program whose runs are over.
 
-    def record(self, config: TrainConfig, result: TrainResult) -> TrainRecord:
-        """Everything, once all runs are over."""
-        return TrainRecord(
-            config=config.model_dump(mode="json"),
-            world_size=result.runs[0].plan.mesh.world_size,
-            planted_ne=result.planted.ne,
-            runs=tuple(
-                RunRecord(
-                    name=run.name,
-                    mesh=str(run.plan.mesh),
-                    sync=str(run.plan.sync),
-                    num_groups=run.plan.mesh.num_groups,
-                    curve=tuple(self._curves[run.name]),
-                    eval_loss=run.evaluated.loss,
-                    eval_ne=run.evaluated.ne,
-                    samples_per_s=run.samples_per_s,
-                    sync_bytes_per_step=run.sync_bytes_per_step,
-                )
-                for run in result.runs
-            ),
-        )
+    Args:
+        config: the config of the program.
+        result: what came out.
+        resumed_from: the checkpoints that runs went on from, by the names of the runs.
+    """
+    resumed = resumed_from or {}
+    return TrainRecord(
+        config=config.model_dump(mode="json"),
+        world_size=result.runs[0].plan.mesh.world_size,
+        planted_ne=None if result.planted is None else result.planted.ne,
+        environment=environment(),
+        runs=tuple(run_record(run, resumed.get(run.name, "")) for run in result.runs),
+    )

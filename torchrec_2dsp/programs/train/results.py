@@ -1,28 +1,57 @@
 """The results of a run: while it trains, and at its end."""
 
 from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
 from typing import Protocol
 
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.programs.train.config import TrainConfig
-from torchrec_2dsp.programs.train.meter import Measured
+from torchrec_2dsp.programs.train.dense_progress import DenseProgress
+from torchrec_2dsp.programs.train.evaluation import Evaluation
+from torchrec_2dsp.programs.train.meter import Measured, Window
+from torchrec_2dsp.programs.train.parts import PlannedRun
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenseProgress:
-    """What became of this rank's dense gradients in some steps, if they are thresholded."""
+class StepsTrained:
+    """Some steps of a run, which all ranks have trained."""
 
-    density: float
-    """The share of elements that were chosen; 0 if all steps were dense."""
+    step: int
+    """How many steps of the run are over."""
 
-    bytes_per_step: float
-    """Bytes that the rank sent to others."""
+    window: Window
+    """The losses of the steps, the time that they took and the memory of the ranks."""
 
-    fp32_bytes_per_step: float
-    """Bytes like `bytes_per_step`, had all elements been added up in fp32 by a ring."""
+    table_lr: float
+    """The learning rate of the tables in the last of the steps."""
 
-    residual_norm: float
-    """The Euclidean norm of what it hadn't sent yet after the last step."""
+    dense_lr: float
+    """The learning rate of everything else in the last of the steps."""
+
+    samples_per_s: float
+    """Samples of all ranks per second, over the steps."""
+
+    dense: DenseProgress | None = None
+    """What became of dense gradients, if they are thresholded."""
+
+    @property
+    def measured(self) -> Measured:
+        """The losses and the labels of the steps."""
+        return self.window.measured
+
+
+class Ending(StrEnum):
+    """Why a run has ended."""
+
+    STEPS = "all steps are trained"
+    """It has trained as many steps as the config says."""
+
+    PATIENCE = "evaluations don't get better"
+    """So many evaluations as the config's patience were no better than the best."""
+
+    DATA = "there are no more batches"
+    """The data has ended before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +70,21 @@ class RunResult:
     train_loss: float
     """The mean of the last losses (`LoopConfig.final_steps`)."""
 
-    evaluated: Measured
-    """The figures of the held-out batches."""
+    evaluated: Evaluation
+    """The evaluation at the end."""
+
+    evaluations: tuple[Evaluation, ...]
+    """All evaluations, in their order; the last one is that of the end."""
+
+    steps_trained: tuple[StepsTrained, ...]
+    """The curve of the run: all its steps, some at a time, also those before a resume."""
+
+    ending: Ending
+    """Why the run ended."""
+
+    explanation: str
+    """Why the plan is as it is, in words; empty on other ranks than 0, and without a search by
+    cost."""
 
     samples_per_s: float
     """Samples of all ranks trained per second, evaluation and set-up left out."""
@@ -71,8 +113,9 @@ class TrainResult:
     runs: tuple[RunResult, ...]
     """The runs, in the order of the config."""
 
-    planted: Measured
-    """The figures of the held-out batches as the model behind the labels predicts them."""
+    planted: Measured | None
+    """The figures of the held-out batches as the model behind the labels predicts them; `None` for
+    data without such a model."""
 
     @property
     def reference(self) -> RunResult | None:
@@ -81,31 +124,50 @@ class TrainResult:
 
 
 def largest_loss_gap(run: RunResult, reference: RunResult) -> float:
-    """How far two runs were apart in the step in which they were farthest apart."""
-    pairs = zip(run.losses, reference.losses, strict=True)
+    """How far two runs were apart in the step in which they were farthest apart, as long as both
+    trained."""
+    pairs = zip(run.losses, reference.losses, strict=False)
     return max(abs(loss - theirs) for loss, theirs in pairs)
 
 
 class TrainWatcher(Protocol):
     """Someone who is told what happens on this rank."""
 
-    def run_planned(self, name: str, plan: Plan2D, config: TrainConfig) -> None:
+    def run_planned(self, name: str, planned: PlannedRun, config: TrainConfig) -> None:
         """A run is about to start."""
         ...
 
-    def steps_trained(
-        self, name: str, last_step: int, measured: Measured, dense: DenseProgress | None
-    ) -> None:
-        """Some steps were trained, up to and with ``last_step`` (from 1).
+    def run_resumed(self, name: str, path: Path, step: int) -> None:
+        """A run goes on from a checkpoint, after ``step`` steps."""
+        ...
 
-        Args:
-            name: the run's.
-            last_step: how many steps of it are over.
-            measured: the figures of the steps, on all ranks.
-            dense: what became of dense gradients, if they are thresholded.
-        """
+    def steps_trained(self, name: str, progress: StepsTrained) -> None:
+        """Some steps of a run were trained."""
+        ...
+
+    def evaluated(self, name: str, evaluation: Evaluation, *, is_best: bool) -> None:
+        """A run was evaluated; ``is_best`` if it was never better before."""
         ...
 
     def run_finished(self, result: RunResult) -> None:
-        """A run has been evaluated."""
+        """A run is over."""
         ...
+
+
+class QuietWatcher:
+    """A watcher that does nothing, for others to build on."""
+
+    def run_planned(self, name: str, planned: PlannedRun, config: TrainConfig) -> None:
+        """Do nothing."""
+
+    def run_resumed(self, name: str, path: Path, step: int) -> None:
+        """Do nothing."""
+
+    def steps_trained(self, name: str, progress: StepsTrained) -> None:
+        """Do nothing."""
+
+    def evaluated(self, name: str, evaluation: Evaluation, *, is_best: bool) -> None:
+        """Do nothing."""
+
+    def run_finished(self, result: RunResult) -> None:
+        """Do nothing."""

@@ -4,47 +4,64 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.programs.train.config import TrainConfig
-from torchrec_2dsp.programs.train.meter import Measured
-from torchrec_2dsp.programs.train.results import DenseProgress, RunResult
+from torchrec_2dsp.programs.train.evaluation import Evaluation
+from torchrec_2dsp.programs.train.parts import PlannedRun
+from torchrec_2dsp.programs.train.results import QuietWatcher, RunResult, StepsTrained
 
 
-class TensorBoardWatcher:
-    """Writes losses by step, and a run's other figures at its end."""
+class TensorBoardWatcher(QuietWatcher):
+    """Writes losses by step, evaluations, and a run's other figures at its end."""
 
     def __init__(self, folder: str | Path) -> None:
         """Each run writes to ``folder/<name of the run>``."""
         self._folder = Path(folder)
         self._writers: dict[str, SummaryWriter] = {}
 
-    def run_planned(self, name: str, plan: Plan2D, config: TrainConfig) -> None:
+    def run_planned(self, name: str, planned: PlannedRun, config: TrainConfig) -> None:
         """Start the run's folder with its plan and config as texts."""
         writer = self._writers[name] = SummaryWriter(str(self._folder / name))
-        writer.add_text("plan", f"```\n{plan}\n```")
+        writer.add_text("plan", f"```\n{planned.plan}\n```")
         writer.add_text("config", f"```\n{config.model_dump_json(indent=1)}\n```")
 
-    def steps_trained(
-        self, name: str, last_step: int, measured: Measured, dense: DenseProgress | None
-    ) -> None:
-        """The loss of every step, the normalized entropy of them all, and what thresholds did."""
-        writer = self._writers[name]
-        first_step = last_step - len(measured.losses) + 1
-        for step, loss in enumerate(measured.losses, first_step):
-            writer.add_scalar("train/loss", loss, step)
-        writer.add_scalar("train/ne", measured.ne, last_step)
-        if dense is not None:
-            writer.add_scalar("dense/density", dense.density, last_step)
-            writer.add_scalar("dense/residual_norm", dense.residual_norm, last_step)
-            writer.add_scalar("bytes/dense_fp32", dense.fp32_bytes_per_step, last_step)
-            writer.add_scalar("bytes/dense_sent", dense.bytes_per_step, last_step)
+    def run_resumed(self, name: str, path: Path, step: int) -> None:
+        """Let the curves of the new life cover what an earlier one wrote after ``step``."""
+        self._writers[name].close()
+        self._writers[name] = SummaryWriter(str(self._folder / name), purge_step=step + 1)
+
+    def steps_trained(self, name: str, progress: StepsTrained) -> None:
+        """The loss of every step; and of them all the entropy, the rates, the speed, the memory,
+        and what thresholds did."""
+        writer, step = self._writers[name], progress.step
+        losses = progress.measured.losses
+        for number, loss in enumerate(losses, step - len(losses) + 1):
+            writer.add_scalar("train/loss", loss, number)
+        figures = {
+            "train/ne": progress.measured.ne,
+            "lr/tables": progress.table_lr,
+            "lr/dense": progress.dense_lr,
+            "speed/samples_per_s_now": progress.samples_per_s,
+            "memory/largest_gb": max(progress.window.memory_bytes) / 1e9,
+        }
+        if (dense := progress.dense) is not None:
+            figures |= {
+                "dense/density": dense.density,
+                "dense/residual_norm": dense.residual_norm,
+                "bytes/dense_fp32": dense.fp32_bytes_per_step,
+                "bytes/dense_sent": dense.bytes_per_step,
+            }
+        for tag, value in figures.items():
+            writer.add_scalar(tag, value, step)
+
+    def evaluated(self, name: str, evaluation: Evaluation, *, is_best: bool) -> None:
+        """The metrics of an evaluation."""
+        for metric, value in evaluation.metrics.items():
+            self._writers[name].add_scalar(f"eval/{metric}", value, evaluation.step)
 
     def run_finished(self, result: RunResult) -> None:
         """Write the figures of the whole run, at its last step."""
         writer = self._writers.pop(result.name)
         figures = {
-            "eval/loss": result.evaluated.loss,
-            "eval/ne": result.evaluated.ne,
             "speed/samples_per_s": result.samples_per_s,
             "sync/bytes_per_step": result.sync_bytes_per_step,
         }

@@ -1,0 +1,203 @@
+"""The training loop: schedules, clipping and accumulation train as torch does; how runs end."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torchrec.datasets.utils import Batch
+
+from tests.support.ranks import RankPool
+from tests.support.train_runs import TREE, PlainRun, config_with, plain_metrics
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.data.dataset import Split
+from torchrec_2dsp.programs.data.synthetic_dataset import SyntheticDataset
+from torchrec_2dsp.programs.train.config import TrainConfig
+from torchrec_2dsp.programs.train.program import train, train_run
+from torchrec_2dsp.programs.train.results import Ending, QuietWatcher, RunResult, StepsTrained
+
+COSINE = {"kind": "cosine", "warm_up": 3, "final": 0.1}
+STEPWISE = {"kind": "step", "warm_up": 2, "step_every": 2, "factor": 0.5}
+CLIP = 0.05
+OPTIMIZER = {
+    "lr": 0.1,
+    "dense_optimizer": "adamw",
+    "dense_lr": 0.02,
+    "schedule": COSINE,
+    "dense_schedule": STEPWISE,
+    "dense_clip_norm": CLIP,
+}
+RUNS = {
+    "one_group": {},
+    "exact": {"num_groups": 2},
+    "sharded": {"dense": {"kind": "fully_sharded"}},
+    "copies": {"dense": {"kind": "fully_sharded", "num_copies": 2}},
+}
+ROWS = {"sharding_types": ["row_wise"], "exchange": "row", "hot_rows": 4}
+
+
+def plain_adamw(params: list[Any], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=lr, weight_decay=0.0)
+
+
+def train_beside(rank: int, world_size: int) -> dict[str, Any]:
+    """The tiny program in one batch and in four, and the plain model."""
+    pipelined = config_with(
+        optimizer=OPTIMIZER,
+        loop={"eval_every": 4},
+        runs=RUNS | {"rows": ROWS, "prefetch": ROWS | {"prefetch_rows": True}},
+    )
+    accumulated = config_with(optimizer=OPTIMIZER, loop={"accumulate": 4}, runs=RUNS)
+    plain = PlainRun(pipelined, plain_adamw)  # type: ignore[arg-type]
+    expected = plain.train(COSINE, STEPWISE, CLIP)
+    unscheduled = PlainRun(pipelined, plain_adamw)  # type: ignore[arg-type]
+    flat = {"kind": "linear", "final": 1.0}
+    return {
+        "pipelined": train(pipelined).runs,
+        "accumulated": train(accumulated).runs,
+        "expected": expected,
+        "metrics": plain_metrics(*plain.held_out(3)),
+        "clipped": plain.clipped_steps,
+        "without clipping": unscheduled.train(COSINE, STEPWISE, 1e9),
+        "without schedules": PlainRun(pipelined, plain_adamw).train(flat, flat, CLIP),  # type: ignore[arg-type]
+    }
+
+
+@pytest.fixture(scope="module")
+def trained(ranks2: RankPool) -> list[dict[str, Any]]:
+    return ranks2.run(train_beside, timeout_s=280)
+
+
+def test_schedules_clipping_and_accumulation_train_as_the_plain_loop(
+    trained: list[dict[str, Any]],
+) -> None:
+    seen = trained[0]
+    runs: list[RunResult] = [*seen["pipelined"], *seen["accumulated"]]
+    assert len(runs) == len(RUNS) * 2 + 2
+    for run in runs:
+        # Sums of 32 losses are added in another order; AdamW divides rounding by its own size.
+        assert run.losses == pytest.approx(seen["expected"], abs=2e-5), run.name
+    # Clipping and schedules matter, so that the comparison can fail.
+    assert seen["clipped"] > 2
+    for other in ("without clipping", "without schedules"):
+        gaps = zip(seen["expected"], seen[other], strict=True)
+        assert max(abs(left - right) for left, right in gaps) > 1e-3, other
+
+
+def test_evaluations_are_those_of_all_samples(trained: list[dict[str, Any]]) -> None:
+    seen = trained[0]
+    for run in seen["pipelined"]:
+        assert [evaluation.step for evaluation in run.evaluations] == [4, 8]
+        assert run.evaluated is run.evaluations[-1]
+        # Scores differ by rounding, which moves no pair of this many samples.
+        assert run.evaluated.metrics == pytest.approx(seen["metrics"], abs=3e-5), run.name
+        assert run.evaluations[0].metrics != run.evaluated.metrics
+        assert len(run.evaluated.losses) == 3
+    for others in trained[1:]:
+        for run, first in zip(others["pipelined"], seen["pipelined"], strict=True):
+            assert run.evaluations == first.evaluations
+
+
+def test_progress_tells_rates_speed_and_memory(trained: list[dict[str, Any]]) -> None:
+    (run, *_) = trained[0]["pipelined"]
+    assert [progress.step for progress in run.steps_trained] == [3, 4, 6, 8]
+    last = run.steps_trained[-1]
+    # The cosine's end is that of a step that doesn't come any more.
+    assert 0.1 * 0.1 < last.table_lr < 0.02
+    assert last.dense_lr == pytest.approx(0.02 * 0.25)
+    assert last.samples_per_s == pytest.approx(2 * 32 / last.window.seconds)
+    assert len(last.window.memory_bytes) == 2
+    assert all(size > 50e6 for size in last.window.memory_bytes)
+
+
+class Short(SyntheticDataset):
+    """Data that ends: a few batches to train on, and a few that are held out."""
+
+    def batches(self, split: Split, **options: Any) -> Iterator[Batch]:
+        num_left = 5 - options["start"] if split is Split.TRAIN else 2
+        for _, batch in zip(range(num_left), super().batches(split, **options), strict=False):
+            yield batch
+
+
+class Told(QuietWatcher):
+    def __init__(self) -> None:
+        self.best: list[bool] = []
+        self.steps: list[int] = []
+
+    def steps_trained(self, name: str, progress: StepsTrained) -> None:
+        self.steps.append(progress.step)
+
+    def evaluated(self, name: str, evaluation: Any, *, is_best: bool) -> None:
+        self.best.append(is_best)
+
+
+def ends(rank: int, world_size: int) -> dict[str, Any]:
+    """Runs that end before their last step."""
+    # A rate of 0 learns nothing, so no evaluation is better than the first.
+    idle = {"lr": 0.0, "dense_lr": 0.0}
+    loop = {"steps": 40, "eval_every": 2, "patience": 3, "report_every": 5, "metric": "auc"}
+    told = Told()
+    (impatient,) = train(config_with(optimizer=idle, loop=loop), [told]).runs
+    config = config_with(loop={"eval_steps": 9})
+    by_data = train_run(config, "one_group", Short(config.data))
+    cut = config_with(loop={"accumulate": 2, "global_batch_size": 64, "eval_steps": 9})
+    by_step = train_run(cut, "one_group", Short(cut.data))
+    empty = config_with(loop={"accumulate": 8, "global_batch_size": 64})
+    with pytest.raises(ConfigError) as raised:
+        train_run(empty, "one_group", Short(empty.data))
+    return {
+        "impatient": (impatient, told.best, told.steps),
+        "data": by_data,
+        "cut": by_step,
+        "empty": str(raised.value),
+    }
+
+
+def test_runs_end_by_patience_or_with_their_data(ranks2: RankPool) -> None:
+    seen = ranks2.run(ends, timeout_s=120)[0]
+
+    impatient, best, steps = seen["impatient"]
+    assert impatient.ending is Ending.PATIENCE
+    assert (len(impatient.losses), best) == (8, [True, False, False, False])
+    assert steps == [2, 4, 5, 6, 8]
+    assert (seen["data"].ending, len(seen["data"].losses)) == (Ending.DATA, 5)
+    assert len(seen["data"].evaluated.losses) == 2
+    # Five batches make two steps of two; what is left makes none.
+    assert (seen["cut"].ending, len(seen["cut"].losses)) == (Ending.DATA, 2)
+    assert seen["empty"] == "the data has too few samples for a single step"
+
+
+@pytest.mark.parametrize(
+    ("sections", "text"),
+    [
+        ({"loop": {"accumulate": 3}}, "accumulate=3 does not divide global_batch_size=32"),
+        ({"loop": {"patience": 2}}, "patience=2 counts evaluations; set eval_every"),
+        ({"loop": {"eval_steps": 0}}, "loop.eval_steps=0 evaluates on all held-out batches"),
+        ({"optimizer": {"schedule": {"final": 0.5}}}, "final=0.5 is for kind='linear' or 'cosine'"),
+        ({"optimizer": {"schedule": {"kind": "step"}}}, "kind='step' needs step_every"),
+        (
+            {"loop": {"accumulate": 2}, "runs": {"a": ROWS | {"prefetch_rows": True}}},
+            "runs.a.prefetch_rows is for a pipeline",
+        ),
+        (
+            {
+                "loop": {"eval_every": 3},
+                "runs": {"a": {"dense": {"kind": "local", "local_steps": 4}}},
+            },
+            "runs.a.dense.local_steps=4 doesn't divide loop.eval_every=3",
+        ),
+        ({"data": {"kind": "tabel"}}, "data.kind='tabel': input should be 'synthetic'"),
+    ],
+)
+def test_loops_that_make_no_sense_are_refused(sections: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config_with(**sections)
+    assert text in str(raised.value)
+
+
+def test_a_batch_is_cut_over_ranks_and_parts() -> None:
+    config: TrainConfig = config_with(loop={"accumulate": 4})
+    config.check_world(8)
+    with pytest.raises(ConfigError, match="multiple of the 3 ranks and accumulate=4; use 36"):
+        config.check_world(3)
+    assert TREE["loop"]["global_batch_size"] == 32

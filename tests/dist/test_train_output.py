@@ -1,0 +1,215 @@
+"""What a training program plans, and what it leaves: the folder of a run, traces and scalars."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.support.ranks import RankPool
+from tests.support.train_runs import TREE, config_with
+from torchrec_2dsp.errors import ConfigError, TwoDError
+from torchrec_2dsp.programs.config.config_file import load_config, make_config
+from torchrec_2dsp.programs.data.synthetic_dataset import SyntheticData
+from torchrec_2dsp.programs.models.true_access import true_access
+from torchrec_2dsp.programs.train.config import TrainConfig
+from torchrec_2dsp.programs.train.profile import ProfiledSteps
+from torchrec_2dsp.programs.train.program import train
+from torchrec_2dsp.programs.train.record import TrainRecord
+from torchrec_2dsp.programs.train.results import TrainResult
+from torchrec_2dsp.programs.train.run_folder import RunFolder
+from torchrec_2dsp.programs.train.tensorboard import TensorBoardWatcher
+
+OPTIMIZER = {"schedule": {"kind": "linear"}}
+
+
+def in_folder(folder: Path, runs: dict[str, Any]) -> TrainConfig:
+    return config_with(
+        loop={"eval_every": 4},
+        optimizer=OPTIMIZER,
+        output={"folder": str(folder)},
+        runs=runs,
+    )
+
+
+def plan_and_repeat(rank: int, world_size: int, folder: Path) -> tuple[TrainResult, TrainResult]:
+    """A run that is planned by cost, and one that trains by the plan which it has left."""
+    if rank == 0:
+        true_access(make_config(SyntheticData, TREE["data"])).save(folder / "access.parquet")
+    planned = in_folder(
+        folder / "planned",
+        {
+            "planned": {"calibration": "emulated_1gbit", "access": str(folder / "access.parquet")},
+            "stated": {"num_groups": 2},
+        },
+    )
+    first = train(planned, _watchers(rank, planned, folder / "scalars"))
+    plan = folder / "planned" / "planned" / "plan.json"
+    repeated = in_folder(folder / "repeated", {"repeated": {"plan": str(plan)}})
+    watchers = _watchers(rank, repeated, folder / "more_scalars")
+    return first, train(repeated, watchers, profiled=ProfiledSteps(2, 3))
+
+
+def _watchers(rank: int, config: TrainConfig, scalars: Path) -> list[Any]:
+    if rank:
+        return []
+    return [RunFolder(config.output.folder, config), TensorBoardWatcher(scalars)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("train")
+
+
+@pytest.fixture(scope="module")
+def trained(ranks2: RankPool, folder: Path) -> tuple[TrainResult, TrainResult]:
+    return ranks2.run(plan_and_repeat, folder, timeout_s=200)[0]
+
+
+def test_a_plan_by_cost_is_explained_and_can_be_repeated(
+    trained: tuple[TrainResult, TrainResult], folder: Path
+) -> None:
+    first, repeated = trained
+    planned, stated = first.runs
+    assert repeated.runs[0].plan == planned.plan
+    assert repeated.runs[0].losses == planned.losses
+    # Float rounding: sums of 32 losses are added in another order.
+    assert stated.losses == pytest.approx(planned.losses, abs=1e-5)
+    assert "ms" in planned.explanation
+    assert "t_user" in planned.explanation
+    assert not stated.explanation
+    assert planned.explanation in (folder / "planned/planned/explanation.txt").read_text()
+    assert not (folder / "planned/stated/explanation.txt").exists()
+
+
+def test_the_folder_has_the_config_and_a_record_of_everything(
+    trained: tuple[TrainResult, TrainResult], folder: Path
+) -> None:
+    record = TrainRecord.load(folder / "planned" / "record.json")
+    planned = trained[0].runs[0]
+    assert [run.name for run in record.runs] == ["planned", "stated"]
+    run = record.runs[0]
+    assert [point.step for point in run.curve] == [3, 4, 6, 8]
+    rates = [point.table_lr for point in run.curve]
+    assert rates == sorted(rates, reverse=True)  # type: ignore[type-var]
+    assert all(point.samples_per_s and point.memory_bytes for point in run.curve)
+    losses = [point.loss for point in run.curve]
+    assert losses[0] == pytest.approx(sum(planned.losses[:3]) / 3)
+    assert [evaluation.step for evaluation in run.evaluations] == [4, 8]
+    assert run.evaluations[-1].metrics == planned.evaluated.metrics
+    assert run.evaluations[-1].metrics.keys() == {"loss", "ne", "auc", "calibration"}
+    assert run.plan == str(planned.plan)
+    assert run.explanation == planned.explanation
+    assert len(run.memory_bytes) == 2
+    assert record.environment["torch"].startswith("2.")
+    # What was trained can be trained again.
+    again = load_config(TrainConfig, folder / "planned" / "config.toml")
+    assert again.model_dump(mode="json") == record.config
+    assert tomllib.loads((folder / "planned" / "config.toml").read_text())["loop"]["steps"] == 8
+
+
+def test_each_rank_writes_a_trace_of_the_steps(
+    trained: tuple[TrainResult, TrainResult], folder: Path
+) -> None:
+    for rank in range(2):
+        trace = json.loads((folder / f"repeated/repeated/trace_rank{rank}.json").read_text())
+        names = [event.get("name", "") for event in trace["traceEvents"]]
+        # Pools of ranks leave out what TorchRec's pipelines mark; dense gradients are added up
+        # once in each step.
+        assert names.count("torch::distributed::reducer::mul_out") > 0
+        assert names.count("autograd::engine::evaluate_function: NllBackward") == 0
+        losses = [name for name in names if name == "aten::binary_cross_entropy_with_logits"]
+        assert len(losses) == 2
+
+
+def test_scalars_follow_rates_evaluations_speed_and_memory(
+    trained: tuple[TrainResult, TrainResult], folder: Path
+) -> None:
+    scalars = EventAccumulator(str(folder / "scalars" / "planned")).Reload()
+    planned = trained[0].runs[0]
+    by_tag = {
+        tag: {event.step: event.value for event in scalars.Scalars(tag)}
+        for tag in scalars.Tags()["scalars"]
+    }
+    assert list(by_tag["train/loss"].values()) == pytest.approx(planned.losses)
+    for tag in ("lr/tables", "lr/dense", "speed/samples_per_s_now", "memory/largest_gb"):
+        assert list(by_tag[tag]) == [3, 4, 6, 8], tag
+        assert all(value > 0 for value in by_tag[tag].values())
+    for name, value in planned.evaluated.metrics.items():
+        assert by_tag[f"eval/{name}"] == {
+            4: pytest.approx(planned.evaluations[0].metrics[name]),
+            8: pytest.approx(value),
+        }
+
+
+def refused(rank: int, world_size: int, folder: Path) -> dict[str, str]:
+    plan = str(folder / "planned" / "planned" / "plan.json")
+    cases = {
+        "no stats": {"access": str(folder / "nowhere"), "num_groups": 2, "hot_rows": 4},
+        "no calibration": {"calibration": str(folder / "nowhere.toml")},
+        "no plan": {"plan": str(folder / "nowhere.json")},
+        "other sync": {"plan": plan, "sync": "WeightSync"},
+    }
+    said = {}
+    for name, run in cases.items():
+        with pytest.raises(TwoDError) as raised:
+            train(config_with(runs={"odd": run}))
+        said[name] = str(raised.value)
+    with pytest.raises(ConfigError) as refusal:
+        train(config_with(), profiled=ProfiledSteps(1, 2))
+    return said | {"no folder": str(refusal.value)}
+
+
+def test_files_that_do_not_fit_are_refused_on_all_ranks(
+    ranks2: RankPool, trained: Any, folder: Path
+) -> None:
+    first, second = ranks2.run(refused, folder)
+    assert first == second
+    assert "nowhere" in first["no stats"]
+    assert "nowhere.toml" in first["no calibration"]
+    assert "nowhere.json" in first["no plan"]
+    assert "runs.odd has WeightSync" in first["other sync"]
+    assert "let the run say what the plan says" in first["other sync"]
+    assert first["no folder"] == "--profile writes to the folder of the output; set output.folder"
+
+
+@pytest.mark.parametrize(
+    ("run", "text"),
+    [
+        ({"calibration": "emulated_1gbit", "hot_rows": 3}, "hot_rows=3 can't be given as well"),
+        ({"plan": "p.json", "num_groups": 2}, "num_groups=2 can't be given as well: plan='p.json'"),
+        ({"access": "stats", "num_groups": 2}, "access='stats' is for a plan by cost and for hot"),
+        ({"access": "stats", "sync": "WeightSync", "moment_scale": "expected"}, "needs num_groups"),
+    ],
+)
+def test_plans_that_are_said_twice_are_refused(run: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config_with(runs={"odd": run})
+    assert text in str(raised.value)
+
+
+def test_runs_leave_their_mesh_to_the_planner() -> None:
+    config = config_with(runs={"open": {"access": "stats"}, "stated": {}})
+    assert config.mesh("open", 4) is None
+    assert config.runs["open"].is_planned_by_cost
+    assert not config.runs["stated"].is_planned_by_cost
+
+
+def test_paths_of_runs_are_beside_their_config(tmp_path: Path) -> None:
+    path = tmp_path / "mine" / "run.toml"
+    path.parent.mkdir()
+    path.write_text(
+        "[data]\nfeatures = [{ name = 'user', num_rows = 10 }]\n"
+        "[runs.one]\naccess = '../stats'\ncalibration = 'emulated_1gbit'\n"
+    )
+    run = load_config(TrainConfig, path).runs["one"]
+    assert run.access == str(tmp_path / "stats")
+    assert Path(run.calibration).name == "emulated_1gbit.toml"
+
+
+@pytest.mark.parametrize("text", ["20", "3:2", "0:4", "a:b"])
+def test_steps_to_profile_are_two_numbers(text: str) -> None:
+    with pytest.raises(ConfigError, match="names no steps; give the first and the last, such as"):
+        ProfiledSteps.of(text)

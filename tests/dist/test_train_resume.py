@@ -1,0 +1,215 @@
+"""Stopped training programs go on with the same bits, also after a kill in the middle of a save."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import RankPool, RanksFailed
+from tests.support.train_runs import config_with
+from torchrec_2dsp.errors import CheckpointError, ConfigError
+from torchrec_2dsp.parallel.checkpoint.writer import ChecksumWriter
+from torchrec_2dsp.programs.train.checkpoints import Resume
+from torchrec_2dsp.programs.train.config import TrainConfig
+from torchrec_2dsp.programs.train.program import train
+from torchrec_2dsp.programs.train.results import QuietWatcher, RunResult, StepsTrained, TrainResult
+
+ROWS = {"sharding_types": ["row_wise"], "exchange": "row", "hot_rows": 4}
+RUNS: dict[str, Any] = {
+    "plain": {},
+    "prefetch": ROWS | {"prefetch_rows": True},
+    "averaged": {"num_groups": 2, "sync": "WeightSync", "sync_policy": "every(3)"},
+    "late": {"num_groups": 2, "delay": 1},
+    "thresholded": {"dense": {"kind": "thresholded", "density": 0.2, "warm_up": 2}},
+    "sharded": {"dense": {"kind": "fully_sharded"}},
+    "local": {"dense": {"kind": "local", "local_steps": 2, "meeting_density": 0.5}},
+}
+SCHEDULED = {
+    "dense_optimizer": "adam",
+    "dense_lr": 0.01,
+    "dense_clip_norm": 0.1,
+    "schedule": {"kind": "cosine", "warm_up": 2},
+}
+LOOP = {"steps": 10, "eval_every": 2, "report_every": 3, "eval_steps": 2}
+CHECKPOINT = {"every": 4, "keep_last": 3, "keep_best": 2}
+
+
+def config_in(folder: Path, *, runs: Any = None, **sections: Any) -> TrainConfig:
+    """A config whose runs leave checkpoints in a folder."""
+    loop, checkpoint = sections.pop("loop", {}), sections.pop("checkpoint", {})
+    return config_with(
+        optimizer=sections.pop("optimizer", SCHEDULED),
+        loop=LOOP | loop,
+        checkpoint=CHECKPOINT | {"folder": str(folder)} | checkpoint,
+        runs=RUNS if runs is None else runs,
+        **sections,
+    )
+
+
+def through(rank: int, world_size: int, config: TrainConfig) -> TrainResult:
+    return train(config)
+
+
+def on_from(
+    rank: int, world_size: int, config: TrainConfig, resume: str = "auto"
+) -> tuple[TrainResult, dict[str, int]]:
+    """The result of a program that goes on, and the steps at which its runs did."""
+    resumed: dict[str, int] = {}
+
+    class Seen(QuietWatcher):
+        def run_resumed(self, name: str, path: Path, step: int) -> None:
+            resumed[name] = step
+
+    return train(config, [Seen()], resume=Resume.of(resume)), resumed
+
+
+def forget(folder: Path, *, after: int) -> int:
+    """Remove all checkpoints after a step; how many there were."""
+    newer = [path for path in folder.glob("*/*/*") if int(path.name) > after]
+    for path in newer:
+        shutil.rmtree(path)
+    return len(newer)
+
+
+def what_counts(run: RunResult) -> tuple[Any, ...]:
+    """Everything of a run that a stop must not change."""
+    curve = [(point.step, point.measured, point.table_lr) for point in run.steps_trained]
+    return run.losses, run.evaluations, curve, run.train_loss, run.ending
+
+
+def check_same(first: TrainResult, other: TrainResult) -> None:
+    for run, expected in zip(other.runs, first.runs, strict=True):
+        assert what_counts(run) == what_counts(expected), run.name
+        assert len(run.losses) == LOOP["steps"]
+
+
+@pytest.mark.parametrize("is_cut", [False, True], ids=["pipelined", "accumulated"])
+def test_stopped_runs_go_on_with_the_same_bits(
+    ranks2: RankPool, tmp_path: Path, is_cut: bool
+) -> None:
+    """Evaluations at the end are those of the weights at the end, in float64."""
+    whole = config_in(tmp_path)
+    if is_cut:
+        some = {name: RUNS[name] for name in ("plain", "late", "thresholded", "sharded")}
+        whole = config_in(
+            tmp_path, runs=some, loop={"accumulate": 2}, checkpoint={"asynchronous": True}
+        )
+    expected = ranks2.run(through, whole, timeout_s=280)
+    assert forget(tmp_path, after=4) >= 2 * len(whole.runs)
+
+    for (result, resumed), first in zip(
+        ranks2.run(on_from, whole, timeout_s=280), expected, strict=True
+    ):
+        assert resumed == dict.fromkeys(whole.runs, 4)
+        check_same(first, result)
+    kept = sorted(int(path.name) for path in (tmp_path / "plain" / "last").iterdir())
+    assert kept == [4, 8, 10]
+    assert len(list((tmp_path / "plain" / "best").iterdir())) <= 2
+
+
+class Killer(QuietWatcher):
+    """Kills its rank after a step."""
+
+    def steps_trained(self, name: str, progress: StepsTrained) -> None:
+        if progress.step == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(rank: int, world_size: int, config: TrainConfig, victim: int, moment: str) -> None:
+    """Train until a rank is killed, between two steps or while it writes its share of step 8."""
+    watchers = [Killer()] if rank == victim and moment == "step" else []
+    if rank == victim and moment == "save":
+        write = ChecksumWriter.write_data
+
+        def write_and_die(self: Any, *args: Any) -> Any:
+            written = write(self, *args)
+            if self._folder.name == "8":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return written
+
+        ChecksumWriter.write_data = write_and_die  # type: ignore[method-assign]
+    train(config, watchers, resume=Resume.of("auto"))
+
+
+def test_a_killed_run_goes_on_with_the_same_bits(ranks2: RankPool, tmp_path: Path) -> None:
+    runs = {"plain": {"num_groups": 2}}
+    through_config, config = (
+        config_in(tmp_path / name, runs=runs, loop={"eval_every": 5}) for name in ("through", "cut")
+    )
+    expected = ranks2.run(through, through_config)
+    for victim, moment in ((1, "step"), (0, "save")):
+        with pytest.raises(RanksFailed, match=r"SIGKILL|killed|-9"):
+            ranks2.run(killed, config, victim, moment, grace_s=2)
+    folder = tmp_path / "cut" / "plain" / "last"
+    assert sorted(path.name for path in folder.iterdir()) == ["4", "8"]
+    assert not (folder / "8" / ".metadata").exists()
+
+    for (result, resumed), first in zip(ranks2.run(on_from, config), expected, strict=True):
+        # The evaluation of step 5 was the best so far, and saved.
+        assert resumed == {"plain": 5}
+        check_same(first, result)
+
+
+def test_other_meshes_and_worlds_go_on_within_rounding(
+    ranks2: RankPool, ranks4: RankPool, tmp_path: Path
+) -> None:
+    runs = {"plain": {}, "sharded": RUNS["sharded"]}
+    expected = ranks2.run(through, config_in(tmp_path, runs=runs))[0]
+    forget(tmp_path, after=4)
+    other = {name: run | {"num_groups": 2} | ROWS for name, run in runs.items()}
+    result, resumed = ranks4.run(on_from, config_in(tmp_path, runs=other))[0]
+    assert resumed == {"plain": 4, "sharded": 4}
+    for run, first in zip(result.runs, expected.runs, strict=True):
+        assert str(run.plan.mesh) == "Mesh2D(2x2, strided)"
+        assert run.losses[:4] == first.losses[:4]
+        # Sums of 32 losses are added in another order; Adam divides rounding by its own size.
+        assert run.losses == pytest.approx(first.losses, abs=2e-5)
+        assert run.losses != first.losses
+
+
+def refusals(rank: int, world_size: int, folder: Path) -> dict[str, str]:
+    """What is said of runs that can't go on from a folder."""
+    runs = {"plain": {}}
+    cases: dict[str, tuple[TrainConfig, str]] = {
+        "never": (config_in(folder, runs=runs), "never"),
+        "older": (config_in(folder, runs=runs), str(folder / "plain/last/4")),
+        "batch": (config_in(folder, runs=runs, loop={"global_batch_size": 64}), "auto"),
+        "rate": (config_in(folder, runs=runs, optimizer=SCHEDULED | {"lr": 0.5}), "auto"),
+        "length": (config_in(folder, runs=runs, loop={"steps": 20}), "auto"),
+        "model": (config_in(folder, runs=runs, model={"dim": 4}), "auto"),
+        "two runs": (config_in(folder, runs=runs | {"other": {}}), str(folder / "plain/last/4")),
+        "no folder": (config_in(folder, runs=runs, checkpoint={"folder": ""}), "auto"),
+        "no checkpoint": (
+            config_in(folder / "empty", runs=runs),
+            str(folder / "plain"),
+        ),
+    }
+    told = {}
+    for name, (config, resume) in cases.items():
+        with pytest.raises((CheckpointError, ConfigError)) as raised:
+            train(config, resume=Resume.of(resume))
+        told[name] = str(raised.value)
+    return told
+
+
+def test_runs_that_cannot_go_on_are_refused_by_name(ranks2: RankPool, tmp_path: Path) -> None:
+    ranks2.run(through, config_in(tmp_path, runs={"plain": {}}))
+    texts = {
+        "never": "is newer than step 0, at which this run would begin, and the run would save over",
+        "older": "plain/last/10 is newer than step 4",
+        "batch": "loop.global_batch_size was 32 when the checkpoint was saved, and is 64 now",
+        "rate": "optimizer.lr was 0.02 when the checkpoint was saved, and is 0.5 now",
+        "length": "loop.steps was 10 when the checkpoint was saved, and is 20 now",
+        "model": "model.dim was 8 when the checkpoint was saved, and is 4 now",
+        "two runs": "is a checkpoint of one run, and the config has plain, other; choose a run",
+        "no folder": "--resume auto needs a folder of checkpoints; set checkpoint.folder",
+        "no checkpoint": "has no .metadata; give the folder of a finished save",
+    }
+    first, *others = ranks2.run(refusals, tmp_path)
+    assert others == [first]
+    assert first.keys() == texts.keys()
+    for name, text in texts.items():
+        assert text in first[name], name

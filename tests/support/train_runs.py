@@ -1,0 +1,122 @@
+"""A tiny training config, and what the plain model makes of it on the global batches."""
+
+import math
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torchrec.datasets.utils import Batch
+
+from torchrec_2dsp.optim.moment_scaled import MomentScaledRowWiseAdaGradOptimizer
+from torchrec_2dsp.programs.config.config_file import make_config
+from torchrec_2dsp.programs.data.dataset import Split
+from torchrec_2dsp.programs.data.synthetic import make_batch
+from torchrec_2dsp.programs.models.model import build_model
+from torchrec_2dsp.programs.train.config import TrainConfig
+
+TREE: dict[str, Any] = {
+    "data": {
+        "num_dense": 3,
+        "features": [
+            {"name": "user", "num_rows": 100},
+            {"name": "page", "num_rows": 33, "min_ids": 0, "max_ids": 3},
+        ],
+    },
+    "model": {"dim": 8, "dense_layers": [4], "over_layers": [4]},
+    "loop": {"steps": 8, "global_batch_size": 32, "eval_steps": 3, "report_every": 3},
+    "runs": {"one_group": {}},
+}
+
+
+def config_with(**sections: Any) -> TrainConfig:
+    """The tiny config, with other values in some sections and other runs."""
+    runs = sections.pop("runs", TREE["runs"])
+    tree = {name: TREE.get(name, {}) | values for name, values in sections.items()}
+    return make_config(TrainConfig, TREE | tree | {"runs": runs})
+
+
+def share_of_rate(schedule: dict[str, Any], step: int, num_steps: int) -> float:
+    """The share of a learning rate in a step, written down once more."""
+    warm_up = schedule.get("warm_up", 0)
+    if step < warm_up:
+        return (step + 1) / warm_up
+    done = (step - warm_up) / (num_steps - warm_up)
+    final = schedule.get("final", 0.0)
+    match schedule["kind"]:
+        case "cosine":
+            return final + (1 - final) * (1 + math.cos(math.pi * done)) / 2
+        case "linear":
+            return final + (1 - final) * (1 - done)
+        case "step":
+            return schedule["factor"] ** int((step - warm_up) / schedule["step_every"])
+        case kind:
+            raise AssertionError(kind)
+
+
+class PlainRun:
+    """The unsharded model, trained by torch's optimizers on the global batches."""
+
+    def __init__(self, config: TrainConfig, make_dense: type[torch.optim.Optimizer]) -> None:
+        self.config = config
+        self.model = build_model(config.data, config.model)
+        named = dict(self.model.named_parameters())
+        tables = [weight for name, weight in named.items() if "embedding_bags" in name]
+        self.others = [weight for name, weight in named.items() if "embedding_bags" not in name]
+        rule = config.optimizer
+        self.tables = MomentScaledRowWiseAdaGradOptimizer(
+            cast(Any, tables), lr=rule.lr, eps=rule.eps, moment_scale=1.0
+        )
+        self.dense = make_dense(self.others, lr=rule.dense_lr)  # type: ignore[call-arg]
+        self.clipped_steps = 0
+
+    def batch(self, number: int, split: Split = Split.TRAIN) -> Batch:
+        """A global batch."""
+        size = self.config.loop.global_batch_size
+        return make_batch(self.config.data, step=number, global_batch_size=size, split=split)
+
+    def train(
+        self, schedule: dict[str, Any], dense_schedule: dict[str, Any], clip_norm: float
+    ) -> list[float]:
+        """Train all steps; their losses."""
+        losses, num_steps = [], self.config.loop.steps
+        for step in range(num_steps):
+            share = share_of_rate(schedule, step, num_steps)
+            dense_share = share_of_rate(dense_schedule, step, num_steps)
+            self.tables.param_groups[0]["lr"] = self.config.optimizer.lr * share
+            self.dense.param_groups[0]["lr"] = self.config.optimizer.dense_lr * dense_share
+            loss, _ = self.model(self.batch(step))
+            losses.append(loss.item())
+            self.model.zero_grad()
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(self.others, clip_norm)
+            self.clipped_steps += int(norm > clip_norm)
+            self.tables.step()
+            self.dense.step()
+        return losses
+
+    def held_out(self, num_batches: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits and the labels of held-out samples."""
+        self.model.eval()
+        with torch.no_grad():
+            outputs = [
+                self.model(self.batch(number, Split.EVAL))[1] for number in range(num_batches)
+            ]
+        self.model.train()
+        logits, labels = zip(*(output[1:] for output in outputs), strict=True)
+        return torch.cat(logits), torch.cat(labels)
+
+
+def plain_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+    """The metrics of held-out samples, by their definitions."""
+    predicted, labels = torch.sigmoid(logits.double()), labels.double()
+    loss = nn.functional.binary_cross_entropy(predicted, labels).item()
+    rate = labels.mean().item()
+    entropy = -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
+    clicks, others = logits[labels == 1], logits[labels == 0]
+    above = (clicks[:, None] > others[None]).double() + 0.5 * (clicks[:, None] == others[None])
+    return {
+        "loss": loss,
+        "ne": loss / entropy,
+        "auc": above.mean().item(),
+        "calibration": (predicted.sum() / labels.sum()).item(),
+    }

@@ -1,0 +1,153 @@
+"""`Display`: a training program as it runs, on a terminal or in a log."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from torchrec_2dsp.mesh.mesh2d import Mesh2D
+    from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D
+    from torchrec_2dsp.plan.plan2d import Plan2D
+    from torchrec_2dsp.programs.train.config import TrainConfig
+    from torchrec_2dsp.programs.train.evaluation import Evaluation
+    from torchrec_2dsp.programs.train.parts import PlannedRun
+    from torchrec_2dsp.programs.train.results import RunResult, StepsTrained
+
+
+class Display:
+    """Shows each run's plan and progress: a bar on a terminal, lines elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._steps = 0
+        self._bar: Progress | None = None
+
+    def run_planned(self, name: str, planned: "PlannedRun", config: "TrainConfig") -> None:
+        """Print the plan and start the bar."""
+        self._steps = config.loop.steps
+        self._console.print()
+        self._console.print(plan_to_show(name, planned.plan, config))
+        if self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=20),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[figures]}", markup=False),
+                console=self._console,
+            )
+            self._bar.add_task(name, total=self._steps, figures="")
+            self._bar.start()
+
+    def run_resumed(self, name: str, path: Path, step: int) -> None:
+        """Say where the run goes on."""
+        self._say(f"{name}: going on at step {step}, from {path}")
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step)
+
+    def steps_trained(self, name: str, progress: "StepsTrained") -> None:
+        """Move the bar, or print a line."""
+        figures = progress_text(progress, self._steps)
+        if self._bar is None:
+            self._say(f"{name}: step {progress.step}/{self._steps}  {figures}")
+        else:
+            self._bar.update(self._bar.task_ids[0], completed=progress.step, figures=figures)
+
+    def evaluated(self, name: str, evaluation: "Evaluation", *, is_best: bool) -> None:
+        """Print the metrics of an evaluation."""
+        metrics = "  ".join(f"{key} {value:.5f}" for key, value in evaluation.metrics.items())
+        best = "  best so far" if is_best else ""
+        self._say(f"{name}: held out, after step {evaluation.step}:  {metrics}{best}")
+
+    def run_finished(self, result: "RunResult") -> None:
+        """Stop the bar, which stays visible; say so if the run ended before its last step."""
+        self.close()
+        if len(result.losses) < self._steps:
+            self._say(f"{result.name}: ended after step {len(result.losses)}: {result.ending}")
+
+    def close(self) -> None:
+        """Give the terminal back, also after an error."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def progress_text(progress: "StepsTrained", num_steps: int) -> str:
+    """The figures of some steps, in one line."""
+    measured, window = progress.measured, progress.window
+    per_step = window.seconds / len(measured.losses)
+    minutes, seconds = divmod(round(per_step * (num_steps - progress.step)), 60)
+    parts = [
+        f"loss {measured.losses[-1]:.4f}",
+        f"NE {measured.ne:.4f}",
+        f"lr {progress.table_lr:.3g}",
+        f"{progress.samples_per_s:,.0f}/s",
+        f"{minutes}:{seconds:02d} left",
+        f"{max(window.memory_bytes) / 1e9:.2f} GB",
+    ]
+    if progress.dense is not None:
+        parts.append(f"dense {progress.dense.density:.2%}")
+    return "  ".join(parts)
+
+
+def plan_to_show(name: str, plan: "Plan2D", config: "TrainConfig") -> Table:
+    """One row per table; ranks that hold the same shard are joined by a plus."""
+    from torchrec_2dsp.programs.models.model import table_name
+
+    how = f", kept equal by {type(plan.sync).__name__}" if plan.mesh.num_groups > 1 else ""
+    table = Table(
+        "table",
+        title=Text(f"{name}: {plan.mesh}{how}", style="bold"),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("rows", justify="right")
+    table.add_column("dim", justify="right")
+    table.add_column("2D type")
+    table.add_column("ranks" if plan.mesh.num_groups == 1 else "ranks (a+b: replica peers)")
+    rows = {table_name(feature.name): feature.num_rows for feature in config.data.features}
+    tables = [table for _, module in plan.modules() for table in module.tables()]
+    exchanges = [_exchange(sharding) for _, sharding in tables]
+    if any(exchanges):
+        table.add_column("exchange")
+    for (key, sharding), exchange in zip(tables, exchanges, strict=True):
+        table.add_row(
+            Text(key),
+            f"{rows[key]:,}",
+            str(config.model.dim),
+            sharding.sharding_type,
+            _ranks(plan.mesh, sharding.ranks),
+            *([exchange] if any(exchanges) else []),
+        )
+    return table
+
+
+def _exchange(sharding: "ParameterSharding2D") -> str:
+    """How rows travel, who owns them, and how many are hot, where that isn't as in TorchRec."""
+    from torchrec_2dsp.codecs.transport import Transport
+    from torchrec_2dsp.plan.parameter_sharding import Exchange
+    from torchrec_2dsp.plan.row_owners import RowOwners
+
+    parts = []
+    if sharding.exchange is not Exchange.POOLED:
+        parts.append(sharding.exchange.value)
+    if sharding.owners is not RowOwners.BLOCK:
+        parts.append(sharding.owners.value)
+    if sharding.transport is not Transport.FP32:
+        parts.append(sharding.transport.value)
+    if sharding.hot_set is not None:
+        parts.append(f"{len(sharding.hot_set):,} hot")
+    return ", ".join(parts)
+
+
+def _ranks(mesh: "Mesh2D", shard_indices: list[int] | None) -> str:
+    peers = [mesh.replica_peers(mesh.rank_at(0, index)) for index in shard_indices or []]
+    return "  ".join("+".join(str(rank) for rank in group) for group in peers)

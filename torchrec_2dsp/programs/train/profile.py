@@ -1,0 +1,78 @@
+"""`StepProfiler`: a trace of some steps of each rank, for Perfetto or Chrome."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from torchrec_2dsp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ProfiledSteps:
+    """The steps that are profiled, counted from 1.
+
+    Example:
+        >>> from torchrec_2dsp.programs.train.profile import ProfiledSteps
+        >>> ProfiledSteps.of("20:30")
+        ProfiledSteps(first=20, last=30)
+    """
+
+    first: int
+    """The first step of the trace."""
+
+    last: int
+    """The last step of the trace."""
+
+    @classmethod
+    def of(cls, text: str) -> "ProfiledSteps":
+        """The steps of a text such as ``20:30``.
+
+        Raises:
+            ConfigError: it says something else.
+        """
+        numbers = re.fullmatch(r"(\d+):(\d+)", text)
+        if numbers is None or not 1 <= int(numbers[1]) <= int(numbers[2]):
+            raise ConfigError(
+                f"--profile {text!r} names no steps; give the first and the last, such as 20:30"
+            )
+        return cls(int(numbers[1]), int(numbers[2]))
+
+
+class StepProfiler:
+    """Records what a rank does in some steps, and writes it when they are over."""
+
+    def __init__(self, steps: ProfiledSteps, path: Path, device: torch.device) -> None:
+        """
+        Args:
+            steps: the steps to record.
+            path: the file to write, of this rank.
+            device: the device whose work is recorded beside that of the host.
+        """
+        self._steps, self._path = steps, path
+        activities = [ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(activities=activities)
+        self._is_running = False
+
+    def before_step(self, step: int) -> None:
+        """Begin if ``step``, counted from 1, is the first to record."""
+        if self._steps.first <= step <= self._steps.last and not self._is_running:
+            self._profile.start()
+            self._is_running = True
+
+    def after_step(self, step: int) -> None:
+        """Write the trace if ``step``, counted from 1, is the last to record."""
+        if step == self._steps.last:
+            self.finish()
+
+    def finish(self) -> None:
+        """Write what was recorded, if the run ends before the last step to record."""
+        if self._is_running:
+            self._is_running = False
+            self._profile.stop()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._profile.export_chrome_trace(str(self._path))

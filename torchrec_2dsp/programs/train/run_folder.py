@@ -1,0 +1,83 @@
+"""`RunFolder`: the folder that a training program leaves, with all that a report needs."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.plan import serialize
+from torchrec_2dsp.programs.train.config import TrainConfig
+from torchrec_2dsp.programs.train.parts import PlannedRun
+from torchrec_2dsp.programs.train.record import train_record
+from torchrec_2dsp.programs.train.results import QuietWatcher, RunResult, TrainResult
+
+
+class RunFolder(QuietWatcher):
+    """Writes, on one rank, the config, each run's plan, and a record that grows run by run.
+
+    - ``config.toml``: the config as it was resolved;
+    - ``record.json``: a `TrainRecord` of the runs that are over;
+    - ``<run>/plan.json`` and, after a search by cost, ``<run>/explanation.txt``.
+    """
+
+    def __init__(self, folder: str | Path, config: TrainConfig) -> None:
+        """
+        Args:
+            folder: it is made if it doesn't exist.
+            config: the config of the program.
+
+        Raises:
+            ConfigError: the folder can't be written to.
+        """
+        self._folder, self._config = Path(folder), config
+        self._results: list[RunResult] = []
+        self._resumed_from: dict[str, str] = {}
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            content = tomli_w.dumps(_without_none(config.model_dump(mode="json")))
+            _write(self._folder / "config.toml", content)
+        except OSError as error:
+            raise ConfigError(
+                f"output.folder={str(folder)!r} can't be written to: {error.strerror}; use another"
+            ) from error
+
+    def run_planned(self, name: str, planned: PlannedRun, config: TrainConfig) -> None:
+        """Write the run's plan."""
+        folder = self._folder / name
+        folder.mkdir(exist_ok=True)
+        serialize.save(planned.plan, folder / "plan.json")
+        if planned.explanation:
+            _write(folder / "explanation.txt", planned.explanation + "\n")
+
+    def run_resumed(self, name: str, path: Path, step: int) -> None:
+        """Remember the checkpoint for the record."""
+        self._resumed_from[name] = str(path)
+
+    def run_finished(self, result: RunResult) -> None:
+        """Write the record of the runs so far, so that a stop loses none of them."""
+        self._results.append(result)
+        self.write(TrainResult(runs=tuple(self._results), planted=None))
+
+    def write(self, result: TrainResult) -> None:
+        """Write the record."""
+        record = train_record(self._config, result, self._resumed_from)
+        _write(self._folder / "record.json", record.model_dump_json(indent=1) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file as a whole or not at all."""
+    draft = path.with_name(f"{path.name}.draft")
+    draft.write_text(text)
+    os.replace(draft, path)
+
+
+def _without_none(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree without the values for which TOML has no word."""
+    return {
+        key: _without_none(value) if isinstance(value, Mapping) else value
+        for key, value in tree.items()
+        if value is not None
+    }

@@ -1,0 +1,93 @@
+"""The parts of a training config that say how long a run trains, and what it leaves behind."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from torchrec_2dsp.programs.config.sections import Section
+
+Metric = Literal["loss", "ne", "auc"]
+"""The metrics by which evaluations are compared: the log loss and the normalized entropy, of which
+less is better, and the area under the ROC curve."""
+
+
+class LoopConfig(Section):
+    """How long to train, how often to evaluate, and what to tell meanwhile."""
+
+    steps: int = Field(default=200, ge=1)
+    """How many steps to train, if the data has as many batches."""
+
+    global_batch_size: int = Field(default=1024, ge=1)
+    """Samples of all ranks together in a step."""
+
+    accumulate: int = Field(default=1, ge=1)
+    """How many batches a step is cut into: they are trained one after the other, and make one
+    update, that of the whole."""
+
+    eval_every: int = Field(default=0, ge=0)
+    """After how many steps to evaluate; 0 for the end alone."""
+
+    eval_steps: int = Field(default=20, ge=0)
+    """How many held-out batches to evaluate on; 0 for all there are."""
+
+    metric: Metric = "ne"
+    """The metric by which evaluations are compared: loss, ne or auc."""
+
+    patience: int = Field(default=0, ge=0)
+    """After how many evaluations in a row that are no better than the best to stop; 0 for never."""
+
+    report_every: int = Field(default=10, ge=1)
+    """Steps between two reports of the progress."""
+
+    final_steps: int = Field(default=20, ge=1)
+    """The final train loss is the mean over so many last steps."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    """The device on which each rank computes."""
+
+    tensorboard_dir: str = ""
+    """The folder of TensorBoard scalars; empty for none."""
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of all ranks together in a batch, of which a step has `accumulate`."""
+        return self.global_batch_size // self.accumulate
+
+    @model_validator(mode="after")
+    def _check_batches(self) -> Self:
+        if self.global_batch_size % self.accumulate:
+            raise ValueError(
+                f"accumulate={self.accumulate} does not divide "
+                f"global_batch_size={self.global_batch_size}; a step is cut into equal batches"
+            )
+        if self.patience and not self.eval_every:
+            raise ValueError(
+                f"patience={self.patience} counts evaluations; set eval_every, or leave it out"
+            )
+        return self
+
+
+class CheckpointConfig(Section):
+    """Which checkpoints a run leaves, and how it saves them."""
+
+    folder: str = ""
+    """The folder of the checkpoints, with a folder for each run; empty for none."""
+
+    every: int = Field(default=1000, ge=1)
+    """Steps between two checkpoints; a run saves at its end as well."""
+
+    keep_last: int = Field(default=2, ge=1)
+    """How many of the newest checkpoints stay."""
+
+    keep_best: int = Field(default=1, ge=0)
+    """How many checkpoints stay of evaluations that were the best so far; 0 saves none of them."""
+
+    asynchronous: bool = False
+    """Whether a run trains on while a checkpoint is written, which takes memory for a copy."""
+
+
+class OutputConfig(Section):
+    """What a program leaves behind, beside checkpoints."""
+
+    folder: str = ""
+    """The folder of the config, the record and each run's plan and traces; empty for none."""

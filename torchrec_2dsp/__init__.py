@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torchrec_2dsp.access.stats import AccessStats as AccessStats
     from torchrec_2dsp.codecs.transport import Transport as Transport
     from torchrec_2dsp.cost.calibration import Calibration as Calibration
+    from torchrec_2dsp.dense.delayed_dense import DelayedDense as DelayedDense
     from torchrec_2dsp.dense.diloco import DiLoCo as DiLoCo
     from torchrec_2dsp.dense.fully_sharded import FullyShardedDense as FullyShardedDense
     from torchrec_2dsp.dense.hooked_data_parallel import HookedDataParallel as HookedDataParallel
@@ -88,6 +89,7 @@ _ROOMS = {
     "access.stats": ("AccessStats",),
     "codecs.transport": ("Transport",),
     "cost.calibration": ("Calibration",),
+    "dense.delayed_dense": ("DelayedDense",),
     "dense.diloco": ("DiLoCo",),
     "dense.fully_sharded": ("FullyShardedDense",),
     "dense.hooked_data_parallel": ("HookedDataParallel",),

@@ -11,9 +11,12 @@ from torchrec_2dsp.programs.config.sections import Section
 class DenseGradientsConfig(Section):
     """How ranks add up the gradients of what isn't sharded."""
 
-    kind: Literal["ddp", "fp16", "powersgd", "thresholded", "fully_sharded", "local"] = "ddp"
-    """DDP as it is, torch's fp16 hook, PowerSGD, only the largest elements; FSDP2, where each rank
-    holds a share; or ranks that train by themselves and meet every few steps."""
+    kind: Literal[
+        "ddp", "fp16", "powersgd", "thresholded", "delayed", "fully_sharded", "local"
+    ] = "ddp"
+    """DDP as it is, torch's fp16 hook, PowerSGD, only the largest elements; gradients of the step
+    before; FSDP2, where each rank holds a share; or ranks that train by themselves and meet every
+    few steps."""
 
     density: float = Field(default=0.005, gt=0, le=1)
     """The share of elements that "thresholded" sends in a step."""
@@ -43,7 +46,7 @@ class DenseGradientsConfig(Section):
     """The momentum of the mean changes."""
 
     warm_up: int = Field(default=10, ge=2)
-    """How many first steps "powersgd" and "thresholded" leave dense."""
+    """How many first steps "powersgd" and "thresholded" leave dense, and "delayed" punctual."""
 
     @property
     def is_stock(self) -> bool:
@@ -53,7 +56,7 @@ class DenseGradientsConfig(Section):
     @property
     def is_other_algorithm(self) -> bool:
         """Whether it trains something else than DDP, more than rounding."""
-        return self.kind in ("powersgd", "thresholded", "local")
+        return self.kind in ("powersgd", "thresholded", "delayed", "local")
 
     @property
     def text(self) -> str:
@@ -62,6 +65,7 @@ class DenseGradientsConfig(Section):
             "ddp": "",
             "fp16": "dense gradients in fp16",
             "powersgd": f"dense gradients by PowerSGD of rank {self.rank}",
+            "delayed": "dense gradients one step late",
             "fully_sharded": f"dense part fully sharded, in {self.num_copies} copies",
             "local": f"dense parts that meet every {self.local_steps} steps",
             "thresholded": f"{self.density:.3%} of dense gradients, in {self.values.value}",

@@ -16,7 +16,12 @@ from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.synthetic import click_probability, make_batch
-from torchrec_2dsp.programs.models.dense import dense_total, dense_wrapper, thresholded_gradients
+from torchrec_2dsp.programs.models.dense import (
+    apply_late_gradients,
+    dense_total,
+    dense_wrapper,
+    thresholded_gradients,
+)
 from torchrec_2dsp.programs.models.model import build_model, rank_device
 from torchrec_2dsp.programs.models.pipeline import make_pipeline
 from torchrec_2dsp.programs.models.splits import split_
@@ -102,9 +107,9 @@ class _Trainer:
             sharders=[sharder],
             data_parallel_wrapper=dense_wrapper(run.dense),
         )
-        optimizer = make_optimizer(self._model, config, run)
+        self._optimizer = make_optimizer(self._model, config, run)
         self._pipeline = make_pipeline(
-            self._model, optimizer, self._device, prefetch_rows=run.prefetch_rows
+            self._model, self._optimizer, self._device, prefetch_rows=run.prefetch_rows
         )
         self._meter = Meter(self._world, self._device)
 
@@ -114,6 +119,7 @@ class _Trainer:
         start = time.perf_counter()
         with count_encoded() as encoded, failing_together(self._model):
             losses = self._train(watchers)
+        apply_late_gradients(self._model, self._optimizer)
         self._model.sync_now()
         # The last steps end with a collective, so that no rank is ahead of the others.
         seconds = time.perf_counter() - start

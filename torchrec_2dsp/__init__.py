@@ -75,6 +75,8 @@ if TYPE_CHECKING:
         HotRowProposer as HotRowProposer,
     )
     from torchrec_2dsp.replicas.sync_report import SyncReport as SyncReport
+    from torchrec_2dsp.samples.balanced_batches import BalancedBatches as BalancedBatches
+    from torchrec_2dsp.samples.cost import SampleCost as SampleCost
     from torchrec_2dsp.shard.default_sharders import get_default_sharders as get_default_sharders
     from torchrec_2dsp.shard.sequence_sharder import (
         EmbeddingCollectionSharder2D as EmbeddingCollectionSharder2D,
@@ -144,6 +146,8 @@ _ROOMS = {
         "HotRowProposer",
     ),
     "replicas.sync_report": ("SyncReport",),
+    "samples.balanced_batches": ("BalancedBatches",),
+    "samples.cost": ("SampleCost",),
     "shard.default_sharders": ("get_default_sharders",),
     "shard.sequence_sharder": ("EmbeddingCollectionSharder2D",),
     "shard.sharders": ("EmbeddingBagCollectionSharder2D",),

@@ -150,7 +150,9 @@ def test_weights_are_those_of_late_updates(ranks4: RankPool) -> None:
         for step, wanted in enumerate(expected(4, way)):
             for key, value in wanted.items():
                 actual = late[0].weights[step][key]
-                torch.testing.assert_close(actual, value, rtol=0, atol=ROUNDING, msg=f"{name} {key}")
+                torch.testing.assert_close(
+                    actual, value, rtol=0, atol=ROUNDING, msg=f"{name} {key}"
+                )
                 for other in late[1:]:
                     assert torch.equal(other.weights[step][key], actual), name
         assert late[0].num_late_steps == NUM_STEPS - way.warm_up, name

@@ -1,7 +1,7 @@
 """`LateGradients`: a hook of DDP's that gives each step the gradients of the step before.
 
-    step t          own gradients  --all-reduce-->  ...travels...
-    step t + 1      own gradients  --all-reduce-->  ...travels...     the mean of step t  --> optimizer
+step t          own gradients  --all-reduce-->  ...travels...
+step t + 1      own gradients  --all-reduce-->  ...travels...     the mean of step t  --> optimizer
 """
 
 from collections.abc import Iterator, Mapping

@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ T = TypeVar("T")
 class Ahead(Generic[T]):
     """A call that runs on a thread, and its result or error."""
 
-    def __init__(self, call: Callable[[], T], after: "Ahead[object] | None") -> None:
+    def __init__(self, call: Callable[[], T], after: "Ahead[Any] | None") -> None:
         """
         Args:
             call: what to do.
@@ -62,7 +62,7 @@ class SampleGroup:
         device = torch.device("cpu") if is_gloo or accelerator is None else accelerator
         self.group = own_group(group, device, "samples", backend="gloo")
         """The ranks, over gloo, since batches are on the CPU."""
-        self._last: Ahead[object] | None = None
+        self._last: Ahead[Any] | None = None
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> "SampleGroup":
@@ -78,7 +78,7 @@ class SampleGroup:
     def start(self, call: Callable[[], T]) -> Ahead[T]:
         """Run a call on a thread, when those that were started before are over."""
         ahead = Ahead(call, self._last)
-        self._last = ahead  # type: ignore[assignment]
+        self._last = ahead
         return ahead
 
 

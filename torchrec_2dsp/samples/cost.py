@@ -4,10 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from scipy.optimize import nnls
 
 from torchrec_2dsp.errors import ConfigError
+
+Lengths = torch.Tensor | npt.NDArray[np.int64] | Sequence[int]
+"""The length of each sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +41,13 @@ class SampleCost:
                 "numbers of 0 or more, at least one of them above 0"
             )
 
-    def of(self, lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
+    def of(self, lengths: Lengths) -> torch.Tensor:
         """The cost of each sample, in float64."""
         exact = torch.as_tensor(lengths).double()
         return self.linear * exact + self.quadratic * exact.square()
 
     @classmethod
-    def fit(
-        cls, lengths_per_step: Sequence[torch.Tensor | Sequence[int]], seconds: Sequence[float]
-    ) -> "SampleCost":
+    def fit(cls, lengths_per_step: Sequence[Lengths], seconds: Sequence[float]) -> "SampleCost":
         """The cost that explains measured steps best, by non-negative least squares.
 
         What every step takes, whatever its samples, is fitted beside it and left out.

@@ -179,7 +179,7 @@ def _mapped(given: Any, function: Callable[[Any], Any]) -> Any:
     """A copy of nested containers with other leaves."""
     if _is_leaf(given):
         return function(given)
-    if isinstance(given, _CONSTANTS) or isinstance(given, torch.Tensor):
+    if isinstance(given, (*_CONSTANTS, torch.Tensor)):
         return given
     if isinstance(given, dict):
         return {name: _mapped(part, function) for name, part in given.items()}
@@ -229,23 +229,22 @@ def _jagged_of(leaf: KeyedJaggedTensor | JaggedTensor) -> Jagged:
 def _jagged_like(leaf: KeyedJaggedTensor | JaggedTensor, part: Jagged) -> Any:
     """A keyed or jagged tensor of other samples."""
     if isinstance(leaf, JaggedTensor):
-        weights = part.contents[1] if len(part.contents) > 1 else None
-        return JaggedTensor(part.contents[0], weights=weights, lengths=part.lengths.view(-1))
+        values, *weights = part.contents
+        lengths = part.lengths.view(-1)
+        return JaggedTensor(values, weights=weights[0] if weights else None, lengths=lengths)
     starts = starts_of(part.lengths.reshape(-1)).view_as(part.lengths).t().reshape(-1)
     lengths = part.lengths.t().reshape(-1)
-    contents = [take_segments(content, starts, lengths) for content in part.contents]
+    values, *weights = [take_segments(content, starts, lengths) for content in part.contents]
     return KeyedJaggedTensor(
         keys=list(part.keys),
-        values=contents[0],
-        weights=contents[1] if len(contents) > 1 else None,
+        values=values,
+        weights=weights[0] if weights else None,
         lengths=lengths,
         stride=len(part.lengths),
     )
 
 
-def _all_tensors(
-    fixed: Sequence[torch.Tensor], jagged: Sequence[Jagged]
-) -> Iterator[torch.Tensor]:
+def _all_tensors(fixed: Sequence[torch.Tensor], jagged: Sequence[Jagged]) -> Iterator[torch.Tensor]:
     yield from fixed
     for part in jagged:
         yield part.lengths

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -64,18 +65,18 @@ def bring_together(
     together, num_ids = ranks.copy(), int(shared.ids.max(initial=-1)) + 1
     counts = np.zeros((num_ids, num_ranks), dtype=np.int32)
     np.add.at(counts, (shared.ids, np.repeat(together, shared.lengths)), 1)
-    ids_of = [
-        shared.ids[start:end] for start, end in zip(starts[:-1], starts[1:], strict=True)
-    ]
+    ids_of = [shared.ids[start:end] for start, end in pairwise(starts)]
     for _ in range(_NUM_PASSES):
         for block in _blocks(costs, tolerance):
             movable = [sample for sample in block.tolist() if len(ids_of[sample])]
+            # Samples that share ids follow each other, so that they find each other's rank.
+            movable.sort(key=lambda sample: int(ids_of[sample].min()))
             _place_(movable, together, counts, ids_of)
     return together if samples.num_distinct(together) < samples.num_distinct(ranks) else ranks
 
 
 def _useful(samples: SampleIds, num_ranks: int) -> SampleIds:
-    """The ids that several samples share, numbered through.
+    """The ids that several samples share, numbered through, the rarest first.
 
     An id that occurs once is needed by one rank in any case, and one that occurs in very many
     samples is needed by all.
@@ -88,13 +89,12 @@ def _useful(samples: SampleIds, num_ranks: int) -> SampleIds:
     owners, numbers = pairs // max(1, num_ids), pairs % max(1, num_ids)
     occurrences = np.bincount(numbers, minlength=num_ids)[numbers]
     is_useful = (occurrences > 1) & (occurrences <= max(2, num_samples // num_ranks))
-    _, numbered = np.unique(numbers[is_useful], return_inverse=True)
+    by_rarity = numbers[is_useful] + occurrences[is_useful] * num_ids
+    _, numbered = np.unique(by_rarity, return_inverse=True)
     return SampleIds(numbered, np.bincount(owners[is_useful], minlength=num_samples))
 
 
-def _blocks(
-    costs: npt.NDArray[np.float64], tolerance: float
-) -> Iterator[npt.NDArray[np.int64]]:
+def _blocks(costs: npt.NDArray[np.float64], tolerance: float) -> Iterator[npt.NDArray[np.int64]]:
     """Samples by cost, in blocks whose costs differ by at most this share."""
     order = np.argsort(-costs, kind="stable")
     descending = costs[order]

@@ -111,9 +111,7 @@ def _messages(
     return [torch.cat(of_rank) for of_rank in pieces]
 
 
-def _content_bytes(
-    part: Jagged, lengths: torch.Tensor, counts: Sequence[int]
-) -> list[list[int]]:
+def _content_bytes(part: Jagged, lengths: torch.Tensor, counts: Sequence[int]) -> list[list[int]]:
     """The bytes of each content of a jagged tensor, from each rank."""
     elements = [int(of_rank.sum()) for of_rank in lengths.split(list(counts))]
     return [[number * row_bytes(content) for content in part.contents] for number in elements]

@@ -11,9 +11,9 @@ from torchrec_2dsp.programs.config.sections import Section
 class DenseGradientsConfig(Section):
     """How ranks add up the gradients of what isn't sharded."""
 
-    kind: Literal[
-        "ddp", "fp16", "powersgd", "thresholded", "delayed", "fully_sharded", "local"
-    ] = "ddp"
+    kind: Literal["ddp", "fp16", "powersgd", "thresholded", "delayed", "fully_sharded", "local"] = (
+        "ddp"
+    )
     """DDP as it is, torch's fp16 hook, PowerSGD, only the largest elements; gradients of the step
     before; FSDP2, where each rank holds a share; or ranks that train by themselves and meet every
     few steps."""

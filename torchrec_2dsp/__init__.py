@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torchrec_2dsp.access.stats import AccessStats as AccessStats
     from torchrec_2dsp.codecs.transport import Transport as Transport
     from torchrec_2dsp.cost.calibration import Calibration as Calibration
+    from torchrec_2dsp.dense.delayed_dense import DelayedDense as DelayedDense
     from torchrec_2dsp.dense.diloco import DiLoCo as DiLoCo
     from torchrec_2dsp.dense.fully_sharded import FullyShardedDense as FullyShardedDense
     from torchrec_2dsp.dense.hooked_data_parallel import HookedDataParallel as HookedDataParallel
@@ -81,6 +82,8 @@ if TYPE_CHECKING:
         HotRowProposer as HotRowProposer,
     )
     from torchrec_2dsp.replicas.sync_report import SyncReport as SyncReport
+    from torchrec_2dsp.samples.balanced_batches import BalancedBatches as BalancedBatches
+    from torchrec_2dsp.samples.cost import SampleCost as SampleCost
     from torchrec_2dsp.shard.default_sharders import get_default_sharders as get_default_sharders
     from torchrec_2dsp.shard.sequence_sharder import (
         EmbeddingCollectionSharder2D as EmbeddingCollectionSharder2D,
@@ -95,6 +98,7 @@ _ROOMS = {
     "access.stats": ("AccessStats",),
     "codecs.transport": ("Transport",),
     "cost.calibration": ("Calibration",),
+    "dense.delayed_dense": ("DelayedDense",),
     "dense.diloco": ("DiLoCo",),
     "dense.fully_sharded": ("FullyShardedDense",),
     "dense.hooked_data_parallel": ("HookedDataParallel",),
@@ -156,6 +160,8 @@ _ROOMS = {
         "HotRowProposer",
     ),
     "replicas.sync_report": ("SyncReport",),
+    "samples.balanced_batches": ("BalancedBatches",),
+    "samples.cost": ("SampleCost",),
     "shard.default_sharders": ("get_default_sharders",),
     "shard.sequence_sharder": ("EmbeddingCollectionSharder2D",),
     "shard.sharders": ("EmbeddingBagCollectionSharder2D",),

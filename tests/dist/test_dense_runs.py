@@ -26,6 +26,7 @@ TREE = {
             "dense": {"kind": "local", "local_steps": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
         },
         "meeting": {"dense": {"kind": "local", "local_steps": 4}},
+        "delayed": {"dense": {"kind": "delayed", "warm_up": NUM_DENSE_STEPS}},
         "fp16": {"num_groups": 2, "dense": {"kind": "fp16"}},
         "powersgd": {"dense": {"kind": "powersgd", "rank": 1, "warm_up": NUM_DENSE_STEPS}},
     },
@@ -45,10 +46,15 @@ def test_runs_send_dense_gradients_as_they_say(ranks2: RankPool) -> None:
     # Weights that are averaged after each step of SGD are those of averaged gradients.
     assert by_run["averaged"][1] < 1e-6
     assert 0 < by_run["meeting"][1] < 0.1
-    for name, bound in (("thresholded", 0.1), ("powersgd", 0.1), ("fp16", 1e-3)):
+    for name, bound in (
+        ("thresholded", 0.1),
+        ("delayed", 0.1),
+        ("powersgd", 0.1),
+        ("fp16", 1e-3),
+    ):
         assert 0 < by_run[name][1] < bound
     # A warm-up is DDP's arithmetic. The loss of the step after it doesn't know of it yet.
-    for name in ("thresholded", "powersgd"):
+    for name in ("thresholded", "delayed", "powersgd"):
         for step, (loss, expected) in enumerate(
             zip(by_run[name][0], by_run["ddp"][0], strict=True)
         ):

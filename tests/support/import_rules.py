@@ -17,7 +17,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"access", "rows"}),
     frozenset({"plan"}),
     frozenset({"cost", "replicas"}),
-    frozenset({"dense", "planner", "shard"}),
+    frozenset({"dense", "planner", "samples", "shard"}),
     frozenset({"parallel"}),
     frozenset({"programs.config", "programs.doctor", "programs.launch"}),
     frozenset({"programs.data"}),

@@ -169,7 +169,7 @@ def test_a_missing_include_is_named(tmp_path: Path) -> None:
 
 
 def test_what_this_package_adds_to_dense_parts_is_not_stock() -> None:
-    kinds = ("ddp", "fp16", "powersgd", "thresholded", "fully_sharded", "local")
+    kinds = ("ddp", "fp16", "powersgd", "thresholded", "delayed", "fully_sharded", "local")
     contestants = [make_config(StockContestant, {"dense": {"kind": kind}}) for kind in kinds]
-    assert [is_stock(contestant) for contestant in contestants] == [True] * 3 + [False] * 3
-    assert [is_reference(contestant) for contestant in contestants] == [True] + [False] * 5
+    assert [is_stock(contestant) for contestant in contestants] == [True] * 3 + [False] * 4
+    assert [is_reference(contestant) for contestant in contestants] == [True] + [False] * 6

@@ -80,13 +80,23 @@ def check_states(name: str, member: Member, states: Sequence[Mapping[str, Any]])
 
 
 def check_left_out(states: Sequence[Mapping[str, Any]]) -> None:
-    """Raise if dense gradients would be lost in a model that takes over no residuals."""
-    if any(state for state in states):
+    """Raise if dense gradients would be lost in a model that takes over none."""
+    if any(_holds_gradients(state) for state in states):
         raise CheckpointError(
             "the train state holds dense gradients that weren't sent before the save, and this "
             "model has no wrapper that sends them; make it with the data_parallel_wrapper of the "
             "save, or save after a step that follows flush()"
         )
+
+
+def _holds_gradients(state: Mapping[str, Any]) -> bool:
+    """Whether a wrapper's state has more than settings and counts: numbers that aren't zero."""
+    return any(
+        _holds_gradients(value)
+        if isinstance(value, Mapping)
+        else isinstance(value, torch.Tensor) and bool(value.any())
+        for value in state.values()
+    )
 
 
 def load_states(name: str, member: Member, states: Sequence[dict[str, Any]]) -> None:

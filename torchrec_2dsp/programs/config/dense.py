@@ -11,9 +11,22 @@ from torchrec_2dsp.programs.config.sections import Section
 class DenseGradientsConfig(Section):
     """How ranks add up the gradients of what isn't sharded."""
 
-    kind: Literal["ddp", "fp16", "powersgd", "thresholded", "fully_sharded", "local"] = "ddp"
-    """DDP as it is, torch's fp16 hook, PowerSGD, only the largest elements; FSDP2, where each rank
-    holds a share; or ranks that train by themselves and meet every few steps."""
+    kind: Literal[
+        "ddp",
+        "fp16",
+        "powersgd",
+        "thresholded",
+        "delayed",
+        "fully_sharded",
+        "tensor_parallel",
+        "pipelined",
+        "planned",
+        "local",
+    ] = "ddp"
+    """DDP as it is, torch's fp16 hook, PowerSGD, only the largest elements; gradients of the step
+    before; FSDP2, where each rank holds a share; layers that ranks compute together, or one after
+    the other; what is predicted to be fastest of the exact ones; or ranks that train by themselves
+    and meet every few steps."""
 
     density: float = Field(default=0.005, gt=0, le=1)
     """The share of elements that "thresholded" sends in a step."""
@@ -30,6 +43,18 @@ class DenseGradientsConfig(Section):
     num_copies: int = Field(default=1, ge=1)
     """How many times the ranks hold the dense part, if it is "fully_sharded"."""
 
+    tp: int = Field(default=1, ge=1)
+    """How many ranks compute a layer together, if it is "tensor_parallel" or "pipelined"."""
+
+    num_stages: int = Field(default=2, ge=2)
+    """Into how many parts "pipelined" layers are cut."""
+
+    num_micro_batches: int = Field(default=8, ge=1)
+    """Into how many parts the batches of a pipeline are cut together."""
+
+    schedule: str = "1F1B"
+    """In which order the ranks of a pipeline work."""
+
     local_steps: int = Field(default=16, ge=1)
     """Every so many steps the ranks of "local" meet."""
 
@@ -43,7 +68,7 @@ class DenseGradientsConfig(Section):
     """The momentum of the mean changes."""
 
     warm_up: int = Field(default=10, ge=2)
-    """How many first steps "powersgd" and "thresholded" leave dense."""
+    """How many first steps "powersgd" and "thresholded" leave dense, and "delayed" punctual."""
 
     @property
     def is_stock(self) -> bool:
@@ -53,7 +78,7 @@ class DenseGradientsConfig(Section):
     @property
     def is_other_algorithm(self) -> bool:
         """Whether it trains something else than DDP, more than rounding."""
-        return self.kind in ("powersgd", "thresholded", "local")
+        return self.kind in ("powersgd", "thresholded", "delayed", "local")
 
     @property
     def text(self) -> str:
@@ -62,7 +87,12 @@ class DenseGradientsConfig(Section):
             "ddp": "",
             "fp16": "dense gradients in fp16",
             "powersgd": f"dense gradients by PowerSGD of rank {self.rank}",
+            "delayed": "dense gradients one step late",
             "fully_sharded": f"dense part fully sharded, in {self.num_copies} copies",
+            "tensor_parallel": f"layers split over {self.tp} ranks",
+            "pipelined": f"{self.num_stages} stages, {self.schedule}, {self.num_micro_batches} "
+            f"micro-batches{f', layers split over {self.tp} ranks' * (self.tp > 1)}",
+            "planned": "dense part by predicted cost",
             "local": f"dense parts that meet every {self.local_steps} steps",
             "thresholded": f"{self.density:.3%} of dense gradients, in {self.values.value}",
         }[self.kind]

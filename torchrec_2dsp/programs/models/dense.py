@@ -2,8 +2,10 @@
 
 from torch import nn
 from torchrec.distributed.model_parallel import DataParallelWrapper
+from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_2dsp._compat.data_parallel import data_parallel_wrapper
+from torchrec_2dsp.dense.delayed_dense import DelayedDense
 from torchrec_2dsp.dense.fully_sharded import FullyShardedDense
 from torchrec_2dsp.dense.gradient_report import GradientReport
 from torchrec_2dsp.dense.hooked_data_parallel import HookedDataParallel
@@ -16,6 +18,8 @@ def dense_wrapper(config: DenseGradientsConfig) -> DataParallelWrapper | None:
     """What runs the dense part; `None` for TorchRec's own wrapper, which is DDP."""
     if config.kind == "ddp":
         return None
+    if config.kind == "delayed":
+        return DelayedDense(warm_up=config.warm_up)
     if config.kind == "fully_sharded":
         return FullyShardedDense(num_copies=config.num_copies)
     if config.kind == "local":
@@ -31,6 +35,17 @@ def thresholded_gradients(model: nn.Module) -> ThresholdedDataParallel | None:
     """The wrapper that thresholds a model's dense gradients, if one does."""
     wrapper = data_parallel_wrapper(model)
     return wrapper if isinstance(wrapper, ThresholdedDataParallel) else None
+
+
+def apply_late_gradients(model: nn.Module, optimizer: KeyedOptimizer) -> None:
+    """Apply the dense gradients that are in flight, if a wrapper delays them.
+
+    Collectives:
+        Those of `DelayedDense.flush`.
+    """
+    wrapper = data_parallel_wrapper(model)
+    if isinstance(wrapper, DelayedDense):
+        wrapper.flush(optimizer)
 
 
 def dense_total(model: nn.Module) -> GradientReport:

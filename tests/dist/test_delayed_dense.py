@@ -1,0 +1,333 @@
+"""Dense gradients that are one step late, against one process that applies them late."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+
+import torchrec_2dsp as tdsp
+from tests.support.dense_training import TowerModel, batch_of, cell_of, dense_of, model_of
+from tests.support.parity import Cell
+from tests.support.ranks import RankPool
+from tests.support.resuming import Run, Variant
+from torchrec_2dsp._compat.data_parallel import data_parallel_wrapper
+from torchrec_2dsp.comms.counting import count_collectives
+from torchrec_2dsp.errors import CheckpointError, ConfigError, SyncError
+
+NUM_STEPS = 6
+ROUNDING = 2e-6
+"""The reference adds the ranks' float32 gradients in another order: a few roundings of weights
+below 1, carried through six steps."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model with late gradients is trained."""
+
+    warm_up: int = 1
+    flush_at: int = -1
+    """The step after which what is in flight is applied."""
+    num_batches: int = 1
+    """How many batches make one step."""
+    adam: bool = False
+    sets_to_none: bool = True
+    stock: bool = False
+    groups: int = 1
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def cell(self, world_size: int) -> Cell:
+        return cell_of(world_size, groups=self.groups, stock=self.stock)
+
+    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(params, lr=0.01) if self.adam else torch.optim.SGD(params, lr=0.05)
+
+
+WAYS = {
+    "sgd": Way(),
+    "adam": Way(adam=True, warm_up=2),
+    "flush": Way(flush_at=3, adam=True),
+    "zeros": Way(sets_to_none=False),
+    "batches": Way(num_batches=2, groups=2),
+    "two groups": Way(groups=2),
+    "stock wrapper": Way(stock=True),
+    "small buckets": Way(options=(("bucket_cap_mb", 0.005),)),
+    "no static graph": Way(options=(("static_graph", False), ("bucket_cap_mb", 0.005))),
+    "all warm": Way(warm_up=NUM_STEPS),
+}
+
+
+@dataclass
+class Late:
+    """What a rank saw."""
+
+    weights: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    num_late_steps: int = 0
+    num_bytes: float = 0.0
+    flushed: list[bool] = field(default_factory=list)
+
+
+def batch_number(step: int, place: int, num_batches: int) -> int:
+    return step * num_batches + place
+
+
+def train(rank: int, world_size: int, way: Way) -> Late:
+    cell = way.cell(world_size)
+    dense = tdsp.DelayedDense(warm_up=way.warm_up, **dict(way.options))
+    model = model_of(cell, dense)
+    model.train()
+    params = dense_of(model)
+    optimizer = way.optimizer(params.values())
+    late = Late()
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad(set_to_none=way.sets_to_none)
+        numbers = [batch_number(step, place, way.num_batches) for place in range(way.num_batches)]
+        batches = [batch_of(cell, number, rank) for number in numbers]
+        given = batches if way.num_batches == 1 else tdsp.accumulate(model, batches)
+        for batch in given:
+            (model(batch) / way.num_batches).backward()
+        optimizer.step()
+        if step == way.flush_at:
+            late.flushed = [dense.flush(optimizer), dense.flush(optimizer)]
+        named = {name.removeprefix("module."): value for name, value in params.items()}
+        late.weights.append({name: value.detach().clone() for name, value in named.items()})
+    late.num_late_steps, late.num_bytes = dense.num_late_steps, dense.total.num_bytes
+    return late
+
+
+def train_all(rank: int, world_size: int, names: list[str]) -> list[Late]:
+    return [train(rank, world_size, WAYS[name]) for name in names]
+
+
+def expected(world_size: int, way: Way) -> list[dict[str, torch.Tensor]]:
+    """The weights after each step, on one process that keeps each step's gradients for the next."""
+    cell = way.cell(world_size)
+    torch.manual_seed(0)
+    model = TowerModel(cell.spec)
+    dense = {name: value for name, value in model.named_parameters() if "ebc" not in name}
+    optimizer = way.optimizer(dense.values())
+    in_flight: list[dict[str, torch.Tensor]] = []
+    weights = []
+
+    def apply(gradients: dict[str, torch.Tensor]) -> None:
+        for name, value in dense.items():
+            value.grad = gradients[name].clone()
+        optimizer.step()
+
+    for step in range(NUM_STEPS):
+        model.zero_grad()
+        for place in range(way.num_batches):
+            number = batch_number(step, place, way.num_batches)
+            for rank in range(world_size):
+                loss = model(batch_of(cell, number, rank))
+                (loss / world_size / way.num_batches).backward()
+        own = {name: gradient_of(value).clone() for name, value in dense.items()}
+        if step < way.warm_up:
+            apply(own)
+        else:
+            zeros = {name: torch.zeros_like(value) for name, value in dense.items()}
+            apply(in_flight.pop() if in_flight else zeros)
+            in_flight.append(own)
+        if step == way.flush_at:
+            apply(in_flight.pop())
+        weights.append({name: value.detach().clone() for name, value in dense.items()})
+    return weights
+
+
+def gradient_of(value: torch.Tensor) -> torch.Tensor:
+    assert value.grad is not None
+    return value.grad
+
+
+def test_weights_are_those_of_late_updates(ranks4: RankPool) -> None:
+    names = list(WAYS)
+    ranks = ranks4.run(train_all, names)
+    for number, name in enumerate(names):
+        way, late = WAYS[name], [rank[number] for rank in ranks]
+        for step, wanted in enumerate(expected(4, way)):
+            for key, value in wanted.items():
+                actual = late[0].weights[step][key]
+                torch.testing.assert_close(
+                    actual, value, rtol=0, atol=ROUNDING, msg=f"{name} {key}"
+                )
+                for other in late[1:]:
+                    assert torch.equal(other.weights[step][key], actual), name
+        assert late[0].num_late_steps == NUM_STEPS - way.warm_up, name
+        assert late[0].flushed == ([True, False] if way.flush_at >= 0 else []), name
+        size = sum(value.numel() for value in late[0].weights[0].values())
+        if way.num_batches == 1:
+            assert late[0].num_bytes == pytest.approx(NUM_STEPS * 2 * 3 / 4 * 4 * size), name
+
+
+def test_the_reference_tells_late_from_punctual(ranks2: RankPool) -> None:
+    late, punctual = expected(2, Way()), expected(2, Way(warm_up=NUM_STEPS))
+    gaps = [(late[-1][name] - punctual[-1][name]).abs().max() for name in late[-1]]
+    assert max(gaps) > 1000 * ROUNDING
+
+
+def count(rank: int, world_size: int) -> tuple[dict[str, int], bool]:
+    """The collectives of a late backward beside DDP's, and whether their all-reduce was awaited."""
+    counts = []
+    for wrapper in (None, tdsp.DelayedDense()):
+        cell = cell_of(world_size)
+        model = model_of(cell, wrapper)
+        model(batch_of(cell, 0, rank)).backward()
+        model.zero_grad()
+        loss = model(batch_of(cell, 1, rank))
+        with count_collectives() as seen:
+            loss.backward()
+        counts.append(Counter(seen.counts()))
+    assert counts[0]["all_reduce"] >= 1
+    gradients = [value.grad for value in dense_of(model).values()]
+    return dict(counts[1] - counts[0] + (counts[0] - counts[1])), any(
+        gradient is not None and bool(gradient.any()) for gradient in gradients
+    )
+
+
+def test_a_late_step_has_the_collectives_of_ddp(ranks2: RankPool) -> None:
+    for differences, has_gradients in ranks2.run(count):
+        assert differences == {}
+        # The first late step has nothing to apply yet.
+        assert not has_gradients
+
+
+def fail_with_nan(rank: int, world_size: int) -> tuple[str, bool]:
+    cell = cell_of(world_size)
+    model = model_of(cell, tdsp.DelayedDense())
+    params = dense_of(model)
+    optimizer = torch.optim.SGD(params.values(), lr=0.05)
+    layer = dict(model.named_parameters())["tower.0.weight"]
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(batch_of(cell, step, rank))
+        if rank == 1 and step == 2:
+            layer.register_hook(
+                lambda gradient: gradient.index_fill(0, torch.tensor([3]), torch.nan)
+            )
+        try:
+            loss.backward()
+        except SyncError as error:
+            assert step == 3
+            return str(error), all(bool(value.isfinite().all()) for value in params.values())
+        optimizer.step()
+    return "no error", False
+
+
+def test_a_nan_of_one_rank_stops_all_before_it_is_applied(ranks4: RankPool) -> None:
+    (result,) = set(ranks4.run(fail_with_nan))
+    message, are_weights_finite = result
+    assert are_weights_finite
+    assert message == (
+        "gradients of 'tower.0.weight' are not finite in the step before step 3; no dense weight "
+        "has changed by them. Lower the learning rate, or clip gradients (found on rank 1)"
+    )
+
+
+def misuse(rank: int, world_size: int) -> list[str]:
+    errors = []
+    for warm_up in (0, True, 1.5):
+        with pytest.raises(ConfigError) as raised:
+            tdsp.DelayedDense(warm_up=warm_up)  # type: ignore[arg-type]
+        errors.append(str(raised.value))
+    with pytest.raises(ConfigError) as raised:
+        model_of(cell_of(world_size), tdsp.DelayedDense(warm_up=1 + rank))
+    errors.append(str(raised.value))
+    dense = tdsp.DelayedDense()
+    assert dense.state_dict() == {}
+    cell = cell_of(world_size)
+    model = model_of(cell, dense)
+    with pytest.raises(ConfigError) as raised:
+        model_of(cell, dense)
+    errors.append(str(raised.value))
+    # In the first step DDP adds up in each backward, as the batches of accumulate() do there.
+    for _ in range(2):
+        model(batch_of(cell, 0, rank)).backward()
+    model.zero_grad()
+    for step in (1, 2):
+        model.zero_grad()
+        model(batch_of(cell, step, rank)).backward()
+    with pytest.raises(ConfigError) as raised:
+        model(batch_of(cell, 3, rank))
+    # Evaluation leaves gradients alone.
+    with torch.no_grad():
+        model(batch_of(cell, 3, rank))
+    return [*errors, str(raised.value)]
+
+
+def test_what_cannot_be_is_said(ranks2: RankPool) -> None:
+    (errors,) = {tuple(errors) for errors in ranks2.run(misuse)}
+    for warm_up, error in zip(("0", "True", "1.5"), errors, strict=False):
+        assert error == f"DelayedDense(warm_up={warm_up}) is no count; use 1 or more"
+    differing, twice, accumulated = errors[3:]
+    assert differing.startswith("the settings of DelayedDense differs between ranks")
+    assert "has a model already; make another one" in twice
+    assert "would send them twice; call optimizer.zero_grad() in each step" in accumulated
+
+
+def run_of(world_size: int, *, is_delayed: bool = True) -> Run:
+    cell = Cell(tdsp.Mesh2D(1, world_size))
+    return Run(Variant(cell, draws=False, dense=tdsp.DelayedDense if is_delayed else None))
+
+
+def in_flight(run: Run) -> dict[str, torch.Tensor]:
+    wrapper = data_parallel_wrapper(run.model)
+    assert isinstance(wrapper, tdsp.DelayedDense)
+    return wrapper.state_dict()["in_flight"]
+
+
+def save(rank: int, world_size: int, folder: Path) -> dict[str, torch.Tensor]:
+    run = run_of(world_size)
+    for _ in range(3):
+        run.step()
+    run.losses.sum = 0.0
+    run.save(folder)
+    means = in_flight(run)
+    dense = data_parallel_wrapper(run.model)
+    assert isinstance(dense, tdsp.DelayedDense)
+    inner = KeyedOptimizerWrapper(dict(run.optimizer.params), torch.optim.SGD)
+    assert dense.flush(inner)
+    run.save(folder / "flushed")
+    return means
+
+
+def load(rank: int, world_size: int, path: Path) -> dict[str, torch.Tensor]:
+    run = run_of(world_size)
+    for _ in range(2):
+        run.step()
+    run.load(path)
+    means = in_flight(run)
+    assert run.step() > 0
+    plain = run_of(world_size, is_delayed=False)
+    with pytest.raises(CheckpointError, match="holds dense gradients that weren't sent"):
+        plain.load(path)
+    plain.load(path.parent / "flushed" / path.name)
+    assert plain.step() > 0
+    return means
+
+
+def test_other_ranks_take_over_what_was_in_flight(
+    ranks4: RankPool, ranks2: RankPool, tmp_path: Path
+) -> None:
+    saved = ranks4.run(save, tmp_path)
+    assert any(mean.any() for mean in saved[0].values())
+    for means in (*saved[1:], *ranks2.run(load, tmp_path / "3")):
+        assert means.keys() == saved[0].keys()
+        assert all(torch.equal(mean, saved[0][name]) for name, mean in means.items())
+
+
+def start_with_plain(rank: int, world_size: int, folder: Path) -> float:
+    plain = run_of(world_size, is_delayed=False)
+    plain.step()
+    plain.save(folder)
+    run = run_of(world_size)
+    run.step()
+    run.load(folder / "1")
+    assert in_flight(run) == {}
+    return run.step()
+
+
+def test_a_run_may_begin_to_delay_at_a_checkpoint(ranks2: RankPool, tmp_path: Path) -> None:
+    assert all(loss > 0 for loss in ranks2.run(start_with_plain, tmp_path))

@@ -1,0 +1,255 @@
+"""`BalancedBatches`: batches whose samples are dealt to the ranks by what they cost."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Generic, Literal, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.comms.mesh_groups import world_group
+from torchrec_2dsp.errors import ConfigError, InputError, RankError, TwoDError
+from torchrec_2dsp.samples.ahead import Ahead, SampleGroup
+from torchrec_2dsp.samples.cost import SampleCost
+from torchrec_2dsp.samples.dealer import Dealer, Dealt, Offer
+from torchrec_2dsp.samples.report import BalanceReport
+from torchrec_2dsp.samples.sample_rows import SampleRows
+from torchrec_2dsp.samples.shared_ids import SampleIds
+from torchrec_2dsp.samples.shares import RankSpeeds, check_speeds
+
+T = TypeVar("T")
+
+_MEASURED = "measured"
+_MIX = 0x9E3779B1
+"""An odd number that spreads the numbers of features over 32 bits."""
+
+
+class BalancedBatches(Iterator[T], Generic[T]):
+    """Gives each rank as many samples as the others, which cost about as much to compute.
+
+    The samples of all ranks' batches are one global batch, of which each rank gets another part
+    than it has read. With a loss that is a mean over samples, training is that of the batches as
+    they were read, within float rounding: sums come in another order.
+
+    Batches are dealt and sent one step ahead, on a thread, while ranks compute. They end on all
+    ranks together, when no rank has samples left. A loader that fails is an error on all ranks.
+
+    Example::
+
+        cost = tdsp.SampleCost(linear=1.0, quadratic=0.01)
+        with tdsp.BalancedBatches(loader, cost=cost, lengths=["history"]) as balanced:
+            for batch in balanced:
+                optimizer.zero_grad()
+                loss = model(batch).mean() * balanced.loss_weight
+                loss.backward()
+                optimizer.step()
+        print(balanced.report.imbalance_before, balanced.report.imbalance_after)
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[T],
+        *,
+        cost: SampleCost | None = None,
+        lengths: Sequence[str] | Callable[[T], torch.Tensor] = (),
+        shared_ids: float = 0.0,
+        rank_speeds: Sequence[float] | Literal["measured"] | None = None,
+        smoothing: float = 0.1,
+        add_weight: Callable[[T, float], T] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """
+        Args:
+            batches: of this rank, on the CPU: TorchRec's `Batch`, or tensors, keyed and jagged
+                tensors in dataclasses, dicts, lists or tuples.
+            cost: of a sample, by its length; without it, its length.
+            lengths: the features whose ids are a sample's length, without any all; or a function
+                that gives the length of each sample of a batch.
+            shared_ids: by which share a rank's cost may grow so that samples with the same ids come
+                together, and ranks look up fewer distinct rows; 0 leaves them apart.
+            rank_speeds: of the ranks, which get samples in proportion; or "measured", from what
+                `note_seconds` is told. Without it all ranks are equally fast.
+            smoothing: what the newest step counts for in measured speeds, above 0, at most 1.
+            add_weight: puts the loss weight into a batch, where pipelines take batches ahead.
+            group: the ranks whose batches are dealt; without it, all.
+
+        Collectives:
+            An agreement of all ranks on the settings, and the creation of a process group, once.
+        """
+        parent = group if group is not None else world_group()
+        num_ranks = dist.get_world_size(parent)
+        with agreeing(parent) as facts:
+            _check_settings(shared_ids, rank_speeds, smoothing, num_ranks)
+            names = "a function" if callable(lengths) else list(lengths)
+            facts["the settings of BalancedBatches"] = (
+                f"{cost}, lengths={names}, shared_ids={shared_ids}, rank_speeds={rank_speeds}, "
+                f"smoothing={smoothing}"
+            )
+        self._batches = iter(batches)
+        self._cost = cost if cost is not None else SampleCost()
+        self._lengths, self._shares_ids, self._add_weight = lengths, shared_ids > 0, add_weight
+        self._samples = SampleGroup.of(parent) if num_ranks > 1 else None
+        if rank_speeds == _MEASURED:
+            speeds: RankSpeeds | list[float] = RankSpeeds(num_ranks, smoothing)
+        else:
+            speeds = [1.0] * num_ranks if rank_speeds is None else [float(s) for s in rank_speeds]
+        if self._samples is not None:
+            self._dealer = Dealer(self._samples.group, speeds, shared_ids)
+        self._pending: Ahead[Dealt | None] | None = None
+        self._error: BaseException | None = None
+        self._own_error: Exception | None = None
+        self._has_ended = False
+        self._given_cost = 0.0
+        self._computed = (0.0, 0.0)
+        self.loss_weight = 1.0
+        """What the mean loss of the batch that was given last counts for, because this rank has
+        more or fewer samples than the mean."""
+        self.report = BalanceReport()
+        """What became of all batches so far."""
+
+    def __next__(self) -> T:
+        """The next batch.
+
+        Collectives:
+            For the batch after it, on a thread: all-gathers of 48 bytes, of costs, and of ids if
+            they are looked at; two all-to-alls of samples.
+        """
+        if self._samples is None:
+            return next(self._batches)
+        while True:
+            if self._error is not None:
+                raise self._error
+            if self._has_ended:
+                raise StopIteration
+            if self._pending is None:
+                self._pending = self._begin(self._samples)
+            dealt = self._settled(self._pending)
+            self._pending = None
+            if dealt is None:
+                self._has_ended = True
+                continue
+            self.report += dealt.report
+            if dealt.batch is not None:
+                break
+        self._pending = self._begin(self._samples)
+        self.loss_weight, self._given_cost = dealt.loss_weight, dealt.cost
+        if self._add_weight is not None:
+            return self._add_weight(dealt.batch, dealt.loss_weight)
+        return dealt.batch
+
+    def note_seconds(self, seconds: float) -> None:
+        """Tell how long this rank has computed the batch that it was given last.
+
+        With ``rank_speeds="measured"``; time in which the rank waits for others doesn't belong to
+        it, or all ranks look equally slow.
+        """
+        if not (np.isfinite(seconds) and seconds >= 0):
+            raise ConfigError(f"note_seconds({seconds!r}) is no time; use seconds of 0 or more")
+        cost, before = self._computed
+        self._computed = (cost + self._given_cost, before + seconds)
+
+    def close(self) -> None:
+        """Give no more batches, and wait until the one under way has arrived; it is dropped.
+
+        Call it on all ranks after the same batch.
+        """
+        self._has_ended = True
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+
+    def __enter__(self) -> "BalancedBatches[T]":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # After an error the other ranks may never come.
+        if error is None:
+            self.close()
+
+    def _begin(self, samples: SampleGroup) -> "Ahead[Dealt | None]":
+        """Take a batch of this rank, here, and let it be dealt on a thread."""
+        offer = self._offer()
+        self._computed = (0.0, 0.0)
+        return samples.start(lambda: self._dealer.deal(offer))
+
+    def _offer(self) -> Offer:
+        try:
+            batch = next(self._batches)
+            rows = SampleRows.of(batch)
+            costs = self._cost.of(self._lengths_of(batch, rows))
+            ids = _ids_of(rows) if self._shares_ids else None
+        except StopIteration:
+            return Offer(computed=self._computed)
+        except Exception as error:  # Whatever a loader can raise; the others hear of it.
+            self._own_error = error
+            return Offer(error=error)
+        return Offer(rows=rows, costs=costs, ids=ids, computed=self._computed)
+
+    def _lengths_of(self, batch: T, rows: SampleRows) -> torch.Tensor:
+        if not callable(self._lengths):
+            return rows.lengths(self._lengths)
+        lengths = self._lengths(batch)
+        if lengths.shape != (rows.num_samples,):
+            raise InputError(
+                f"lengths() gave a tensor of shape {tuple(lengths.shape)} for {rows.num_samples} "
+                "samples; give one length for each"
+            )
+        return lengths
+
+    def _settled(self, pending: "Ahead[Dealt | None]") -> Dealt | None:
+        try:
+            return pending.result()
+        except TwoDError as error:
+            self._error = error if self._own_error is None else self._own_error
+            raise self._error from (None if self._error is error else error)
+        except RuntimeError as error:
+            self._error = RankError(f"the samples of other ranks didn't arrive: {error}")
+            raise self._error from error
+
+
+def _check_settings(
+    shared_ids: float,
+    rank_speeds: Sequence[float] | str | None,
+    smoothing: float,
+    num_ranks: int,
+) -> None:
+    if not 0 <= shared_ids < 1:
+        raise ConfigError(
+            f"BalancedBatches(shared_ids={shared_ids!r}) is no share; use 0, or one below 1"
+        )
+    if not 0 < smoothing <= 1:
+        raise ConfigError(
+            f"BalancedBatches(smoothing={smoothing!r}) is no factor; use one above 0, at most 1"
+        )
+    if rank_speeds is None or rank_speeds == _MEASURED:
+        return
+    if isinstance(rank_speeds, str) or len(rank_speeds) != num_ranks:
+        raise ConfigError(
+            f"BalancedBatches(rank_speeds={rank_speeds!r}) doesn't fit {num_ranks} ranks; give a "
+            f"speed for each, or {_MEASURED!r}"
+        )
+    check_speeds(rank_speeds)
+
+
+def _ids_of(rows: SampleRows) -> SampleIds:
+    """The ids of all features, in 32 bits that tell features apart."""
+    ids, owners = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
+    for number, part in enumerate(rows.jagged):
+        if part.contents[0].is_floating_point():
+            continue
+        num_features = part.lengths.shape[1]
+        features = torch.arange(num_features).repeat(rows.num_samples) + (number << 8) + 1
+        of_ids = features.repeat_interleave(part.lengths.reshape(-1).long())
+        ids.append((part.contents[0].long() + of_ids * _MIX) & 0x7FFFFFFF)
+        samples = torch.arange(rows.num_samples)
+        owners.append(samples.repeat_interleave(part.lengths.sum(1).long()))
+    by_sample, order = torch.cat(owners).sort(stable=True)
+    lengths = by_sample.bincount(minlength=rows.num_samples)
+    return SampleIds(torch.cat(ids)[order].numpy(), lengths.numpy())

@@ -1,0 +1,256 @@
+"""`SampleRows`: a batch as tensors with a row for each sample, and a batch of such tensors."""
+
+import copy
+import dataclasses
+import enum
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from torchrec_2dsp.errors import InputError, UnsupportedError
+
+_CONSTANTS = (type(None), bool, int, float, str, bytes, enum.Enum, torch.device, torch.dtype)
+
+
+@dataclass(frozen=True)
+class Jagged:
+    """Numbers of which each sample has as many as it has, for each of several features."""
+
+    keys: tuple[str, ...]
+    """The features' names; empty for a `JaggedTensor`, which has one feature."""
+
+    lengths: torch.Tensor
+    """Samples x features."""
+
+    contents: tuple[torch.Tensor, ...]
+    """Values, and weights if there are any, one sample after the other."""
+
+
+@dataclass(frozen=True)
+class SampleRows:
+    """The samples of a batch."""
+
+    template: Any
+    """The batch, in which all that isn't a sample stands."""
+
+    num_samples: int
+    """How many samples there are."""
+
+    fixed: tuple[torch.Tensor, ...]
+    """Tensors with a row for each sample."""
+
+    jagged: tuple[Jagged, ...]
+    """Tensors with as many rows for each sample as it has."""
+
+    @classmethod
+    def of(cls, batch: Any) -> "SampleRows":
+        """Take a batch apart.
+
+        Args:
+            batch: a tensor, `KeyedJaggedTensor`, `JaggedTensor` or `KeyedTensor` on the CPU, or
+                dataclasses, dicts, lists and tuples of them.
+
+        Raises:
+            UnsupportedError: there is something else in it.
+            InputError: tensors disagree on how many samples there are.
+        """
+        leaves = _leaves(batch)
+        fixed = tuple(_rows_of(leaf) for leaf in leaves if not isinstance(leaf, _JAGGED))
+        jagged = tuple(_jagged_of(leaf) for leaf in leaves if isinstance(leaf, _JAGGED))
+        sizes = [len(rows) for rows in fixed] + [len(part.lengths) for part in jagged]
+        if not sizes:
+            raise UnsupportedError(f"a {type(batch).__name__} has no tensors, so it has no samples")
+        if len(set(sizes)) > 1:
+            raise InputError(
+                f"the tensors of a batch have {', '.join(map(str, sizes))} samples; give each "
+                "tensor a row for each sample"
+            )
+        if any(tensor.device.type != "cpu" for tensor in _all_tensors(fixed, jagged)):
+            raise UnsupportedError(
+                "a batch is on an accelerator already; balance it on the CPU, before it is copied"
+            )
+        return cls(batch, sizes[0], fixed, jagged)
+
+    def none(self) -> "SampleRows":
+        """No sample, in a batch of this form."""
+        jagged = tuple(
+            Jagged(part.keys, part.lengths[:0], tuple(content[:0] for content in part.contents))
+            for part in self.jagged
+        )
+        return SampleRows(self.template, 0, tuple(rows[:0] for rows in self.fixed), jagged)
+
+    @property
+    def form(self) -> str:
+        """What must be equal on all ranks, in words."""
+        parts = [f"{rows.dtype} of shape {tuple(rows.shape[1:])}" for rows in self.fixed]
+        parts += [
+            f"{', '.join(part.keys) or 'values'}: {part.lengths.dtype} lengths of "
+            + " and ".join(
+                f"{content.dtype} of shape {tuple(content.shape[1:])}" for content in part.contents
+            )
+            for part in self.jagged
+        ]
+        return "\n".join(parts)
+
+    def lengths(self, features: Sequence[str]) -> torch.Tensor:
+        """How many elements each sample has in these features, or in all.
+
+        Raises:
+            InputError: no such feature is there.
+        """
+        total = torch.zeros(self.num_samples, dtype=torch.int64)
+        missing = set(features)
+        if not self.jagged:
+            raise InputError("a batch without jagged tensors has no lengths; give lengths=function")
+        for part in self.jagged:
+            columns = [n for n, key in enumerate(part.keys) if key in missing] if features else None
+            missing -= set(part.keys)
+            total += (part.lengths if columns is None else part.lengths[:, columns]).sum(1)
+        if missing:
+            names = ", ".join(key for part in self.jagged for key in part.keys)
+            raise InputError(
+                f"the batch has no feature {min(missing)!r}; use some of {names or 'no names'}"
+            )
+        return total
+
+    def put_together(self, fixed: Sequence[torch.Tensor], jagged: Sequence[Jagged]) -> Any:
+        """A batch like this one, with other samples."""
+        rows, parts = iter(fixed), iter(jagged)
+
+        def replaced(leaf: Any) -> Any:
+            if isinstance(leaf, _JAGGED):
+                return _jagged_like(leaf, next(parts))
+            new = next(rows)
+            if isinstance(leaf, KeyedTensor):
+                return KeyedTensor(leaf.keys(), leaf.length_per_key(), new)
+            return new
+
+        return _mapped(self.template, replaced)
+
+
+_JAGGED = (KeyedJaggedTensor, JaggedTensor)
+
+
+def take_segments(
+    values: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor
+) -> torch.Tensor:
+    """Several segments of a tensor, one after the other.
+
+    Example:
+        >>> import torch
+        >>> from torchrec_2dsp.samples.sample_rows import take_segments
+        >>> take_segments(torch.arange(6), torch.tensor([4, 0]), torch.tensor([2, 1]))
+        tensor([4, 5, 0])
+    """
+    lengths = lengths.long()
+    shift = starts - (lengths.cumsum(0) - lengths)
+    places = torch.repeat_interleave(shift, lengths)
+    return values[places + torch.arange(len(places))]
+
+
+def starts_of(lengths: torch.Tensor) -> torch.Tensor:
+    """Where segments of these lengths begin."""
+    lengths = lengths.long()
+    return lengths.cumsum(0) - lengths
+
+
+def _is_leaf(given: Any) -> bool:
+    if isinstance(given, torch.Tensor):
+        return given.dim() > 0
+    return isinstance(given, KeyedTensor | KeyedJaggedTensor | JaggedTensor)
+
+
+def _leaves(given: Any) -> list[Any]:
+    leaves: list[Any] = []
+
+    def note(leaf: Any) -> Any:
+        leaves.append(leaf)
+        return leaf
+
+    _mapped(given, note)
+    return leaves
+
+
+def _mapped(given: Any, function: Callable[[Any], Any]) -> Any:
+    """A copy of nested containers with other leaves."""
+    if _is_leaf(given):
+        return function(given)
+    if isinstance(given, (*_CONSTANTS, torch.Tensor)):
+        return given
+    if isinstance(given, dict):
+        return {name: _mapped(part, function) for name, part in given.items()}
+    if isinstance(given, list | tuple):
+        parts = [_mapped(part, function) for part in given]
+        return type(given)(*parts) if hasattr(given, "_fields") else type(given)(parts)
+    if dataclasses.is_dataclass(given) and not isinstance(given, type):
+        copied = copy.copy(given)
+        for field in dataclasses.fields(given):
+            # Also of frozen dataclasses, of which this is a copy that nobody has yet.
+            part = _mapped(getattr(given, field.name), function)
+            object.__setattr__(copied, field.name, part)
+        return copied
+    raise UnsupportedError(
+        f"a batch holds a {type(given).__name__}, whose samples can't be told apart; use tensors, "
+        "keyed and jagged tensors in dataclasses, dicts, lists or tuples"
+    )
+
+
+def _rows_of(leaf: Any) -> torch.Tensor:
+    return (leaf.values() if isinstance(leaf, KeyedTensor) else leaf).detach()
+
+
+def _jagged_of(leaf: KeyedJaggedTensor | JaggedTensor) -> Jagged:
+    """A keyed or jagged tensor, one sample after the other."""
+    weights = leaf.weights_or_none()
+    contents = (leaf.values(), *([] if weights is None else [weights]))
+    if isinstance(leaf, JaggedTensor):
+        return Jagged((), leaf.lengths().view(-1, 1), contents)
+    if leaf.variable_stride_per_key():
+        raise UnsupportedError(
+            "a batch with a batch size for each feature can't be balanced: samples share bags; "
+            "balance it before bags are made distinct"
+        )
+    num_keys = len(leaf.keys())
+    by_key = leaf.lengths().view(num_keys, leaf.stride())
+    starts = starts_of(by_key.reshape(-1)).view_as(by_key).t().reshape(-1)
+    lengths = by_key.t().contiguous()
+    flat = lengths.view(-1)
+    return Jagged(
+        tuple(leaf.keys()),
+        lengths,
+        tuple(take_segments(content, starts, flat) for content in contents),
+    )
+
+
+def _jagged_like(leaf: KeyedJaggedTensor | JaggedTensor, part: Jagged) -> Any:
+    """A keyed or jagged tensor of other samples."""
+    if isinstance(leaf, JaggedTensor):
+        values, *weights = part.contents
+        lengths = part.lengths.view(-1)
+        return JaggedTensor(values, weights=weights[0] if weights else None, lengths=lengths)
+    starts = starts_of(part.lengths.reshape(-1)).view_as(part.lengths).t().reshape(-1)
+    lengths = part.lengths.t().reshape(-1)
+    values, *weights = [take_segments(content, starts, lengths) for content in part.contents]
+    return KeyedJaggedTensor(
+        keys=list(part.keys),
+        values=values,
+        weights=weights[0] if weights else None,
+        lengths=lengths,
+        stride=len(part.lengths),
+    )
+
+
+def _all_tensors(fixed: Sequence[torch.Tensor], jagged: Sequence[Jagged]) -> Iterator[torch.Tensor]:
+    yield from fixed
+    for part in jagged:
+        yield part.lengths
+        yield from part.contents
+
+
+def row_bytes(rows: torch.Tensor) -> int:
+    """The bytes of a row of a tensor."""
+    return math.prod(rows.shape[1:]) * rows.element_size()

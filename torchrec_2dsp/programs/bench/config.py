@@ -1,12 +1,13 @@
 """`BenchConfig`: what is compared, on which workload, and how carefully."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
 from torchrec_2dsp.plan.parameter_sharding import base_type
+from torchrec_2dsp.programs.bench.data import BenchData, BenchModel, check_pair, with_kinds
 from torchrec_2dsp.programs.bench.sections import LossConfig, NetworkConfig, ScheduleConfig
 from torchrec_2dsp.programs.config.config_file import CalibrationPath
 from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
@@ -17,7 +18,6 @@ from torchrec_2dsp.programs.config.sections import (
     ReplicationConfig,
     Section,
 )
-from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 
 
 class _Contestant(Section):
@@ -149,11 +149,12 @@ class BenchConfig(Section):
     title: str = "benchmark"
     """The title of the report."""
 
-    data: SyntheticConfig
-    """The features, their cardinalities and their skew."""
+    data: BenchData
+    """The data: synthetic clicks, with features, their cardinalities and their skew, if it doesn't
+    say another kind; or synthetic sequences."""
 
-    model: ModelConfig = ModelConfig()
-    """The model to train."""
+    model: BenchModel = ModelConfig()
+    """The model to train: of clicks, or of sequences."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
     """The rules by which weights are updated."""
@@ -173,6 +174,24 @@ class BenchConfig(Section):
 
     contestants: dict[str, Contestant]
     """The contestants by name. The first stock one with fp32 on the wire is the reference."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_kinds(cls, tree: Any) -> Any:
+        return with_kinds(tree)
+
+    @model_validator(mode="after")
+    def _check_kinds(self) -> "BenchConfig":
+        check_pair(self.data, self.model)
+        planned = [
+            name for name, contestant in self.planned.items() if contestant.dense.kind == "planned"
+        ]
+        if planned and not self.calibration:
+            raise ValueError(
+                f'contestants.{planned[0]}.dense.kind="planned" needs to know the machines; give a '
+                "calibration"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_contestants(self) -> "BenchConfig":

@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import (
     CommType,
     QCommsConfig,
     get_qcomm_codecs_registry,
 )
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.types import (
@@ -32,21 +33,31 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torchrec_2dsp._compat.torchrec import get_local_size
+from torchrec_2dsp.comms.mesh_groups import world_group
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.workload import DenseWork
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.planner.planner2d import Planner2D
 from torchrec_2dsp.programs.bench.config import BenchConfig, PlannedContestant, TwoDContestant
+from torchrec_2dsp.programs.bench.data import shape_of
 from torchrec_2dsp.programs.bench.weights import fill_tables_
 from torchrec_2dsp.programs.bench.workload import tables_work, workload_of
 from torchrec_2dsp.programs.calibrate.link_speed import LinkSpeeds
 from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
 from torchrec_2dsp.programs.models.dense import dense_wrapper
-from torchrec_2dsp.programs.models.model import build_model, rank_device, table_name
-from torchrec_2dsp.programs.models.optimizer import dense_optimizer, table_optimizer, with_meetings
+from torchrec_2dsp.programs.models.kinds import build_any_model, layered_of
+from torchrec_2dsp.programs.models.model import rank_device, table_name
+from torchrec_2dsp.programs.models.optimizer import (
+    STATE_PER_WEIGHT,
+    dense_optimizer,
+    table_optimizer,
+    with_meetings,
+)
 from torchrec_2dsp.programs.models.pipeline import make_pipeline
 from torchrec_2dsp.programs.models.planned import collective_plan, planner_arguments
+from torchrec_2dsp.programs.models.planned_dense import plan_dense, wrapper_of
+from torchrec_2dsp.shard.sequence_sharder import EmbeddingCollectionSharder2D
 from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
 
 
@@ -85,12 +96,13 @@ def build_trainer(
         Those of planning and sharding.
     """
     device = rank_device(config.schedule.device)
-    unsharded = build_model(config.data, config.model, tables_device="meta")
+    shape = shape_of(config.data)
+    unsharded = build_any_model(shape, config.model, tables_device="meta")
     if isinstance(contestant, TwoDContestant):
         model, plan = _two_d(config, contestant, mesh, speeds, dense, unsharded, device)
     else:
         model, plan = _stock(config, contestant, speeds, unsharded, device)
-    fill_tables_(model, config.data, config.model.dim, config.model.seed)
+    fill_tables_(model, shape.features, config.model.dim, config.model.seed)
     optimizer = _optimizer(config, contestant.dense, model)
     prefetch_rows = isinstance(contestant, TwoDContestant) and contestant.prefetch_rows
     pipeline = make_pipeline(model, optimizer, device, prefetch_rows=prefetch_rows)
@@ -104,16 +116,19 @@ def _stock(
     model: nn.Module,
     device: torch.device,
 ) -> tuple[DistributedModelParallel, ShardingPlan]:
-    kind = _AnyTypeSharder if contestant.sharding_types else EmbeddingBagCollectionSharder
-    sharder = kind(
-        fused_params={
+    bags = _AnyTypeSharder if contestant.sharding_types else EmbeddingBagCollectionSharder
+    arguments: dict[str, Any] = {
+        "fused_params": {
             "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
             "learning_rate": config.optimizer.lr,
             "eps": config.optimizer.eps,
         },
-        qcomm_codecs_registry=_codecs(contestant.qcomms, device),
+        "qcomm_codecs_registry": _codecs(contestant.qcomms, device),
+    }
+    sharders = cast(
+        list[ModuleSharder[nn.Module]],
+        [bags(**arguments), EmbeddingCollectionSharder(**arguments)],
     )
-    sharders = cast(list[ModuleSharder[nn.Module]], [sharder])
     planner = EmbeddingShardingPlanner(**_planner_arguments(config, contestant, speeds))
     world = dist.group.WORLD
     assert world is not None
@@ -123,7 +138,7 @@ def _stock(
         device=device,
         plan=plan,
         sharders=sharders,
-        data_parallel_wrapper=dense_wrapper(contestant.dense),
+        data_parallel_wrapper=_dense_wrapper(config, contestant, model),
     )
     return parallel_model, plan
 
@@ -144,15 +159,21 @@ def _two_d(
     model: nn.Module,
     device: torch.device,
 ) -> tuple[DistributedModelParallel, ShardingPlan]:
-    sharder = EmbeddingBagCollectionSharder2D(
-        table_optimizer(
-            config.optimizer,
-            contestant,
-            config.data,
-            num_groups=mesh.num_groups,
-            global_batch_size=config.schedule.batch_size * mesh.world_size,
-        ),
-        qcomm_codecs_registry=_codecs(contestant.qcomms, device),
+    shape = shape_of(config.data)
+    optimizer = table_optimizer(
+        config.optimizer,
+        contestant,
+        shape,
+        num_groups=mesh.num_groups,
+        global_batch_size=config.schedule.batch_size * mesh.world_size,
+    )
+    codecs = _codecs(contestant.qcomms, device)
+    sharders = cast(
+        list[ModuleSharder[nn.Module]],
+        [
+            EmbeddingBagCollectionSharder2D(optimizer, qcomm_codecs_registry=codecs),
+            EmbeddingCollectionSharder2D(optimizer, qcomm_codecs_registry=codecs),
+        ],
     )
     arguments = _planner_arguments(config, contestant, speeds)
     if contestant.by_cost:
@@ -167,16 +188,32 @@ def _two_d(
     known_mesh = None if contestant.num_groups == "any" else mesh
     planner = Planner2D(**arguments, mesh=known_mesh, sync=contestant.sync_config)
     pins = None if contestant.by_cost else contestant
-    plan = collective_plan(planner, model, sharder, pins=pins, data=config.data)
-    sharders = cast(list[ModuleSharder[nn.Module]], [sharder])
+    plan = collective_plan(planner, model, sharders, pins=pins, data=shape)
     parallel_model = ModelParallel2D(
         model,
         device=device,
         plan=plan,
         sharders=sharders,
-        data_parallel_wrapper=dense_wrapper(contestant.dense),
+        data_parallel_wrapper=_dense_wrapper(config, contestant, model),
     )
     return parallel_model, plan
+
+
+def _dense_wrapper(
+    config: BenchConfig, contestant: PlannedContestant, model: nn.Module
+) -> DataParallelWrapper | None:
+    """What runs the dense part of a contestant; of a planned one, what is predicted to be best."""
+    layered = layered_of(model)
+    if contestant.dense.kind != "planned":
+        return dense_wrapper(contestant.dense, layered)
+    choices = plan_dense(
+        layered,
+        Calibration.load(config.calibration),
+        batch_size=config.schedule.batch_size,
+        state_per_weight=STATE_PER_WEIGHT[config.optimizer.dense_optimizer],
+        world=world_group(),
+    )
+    return wrapper_of(choices.best.plan, layered)
 
 
 def _planner_arguments(
@@ -185,7 +222,7 @@ def _planner_arguments(
     """The arguments that TorchRec's planner and ours are given alike."""
     topology = planner_topology(config, contestant.bandwidths, speeds)
     arguments = planner_arguments(
-        config.data, contestant.sharding_types, topology, config.schedule.batch_size
+        shape_of(config.data), contestant.sharding_types, topology, config.schedule.batch_size
     )
     return arguments | {"stats": NoopEmbeddingStats()}
 
@@ -224,7 +261,7 @@ def _optimizer(
     config: BenchConfig, dense_config: DenseGradientsConfig, model: DistributedModelParallel
 ) -> CombinedOptimizer:
     """The fused optimizers, their rule again for data-parallel tables, another for the rest."""
-    tables = {f"{table_name(feature.name)}.weight" for feature in config.data.features}
+    tables = {f"{table_name(feature.name)}.weight" for feature in shape_of(config.data).features}
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     is_table = {name: ".".join(name.split(".")[-2:]) in tables for name in dense}
     parts: list[Any] = [model.fused_optimizer]

@@ -2,11 +2,14 @@
 
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
+from itertools import chain, islice, repeat
 
 from torchrec.datasets.utils import Batch
 
 from torchrec_2dsp.programs.bench.config import BenchConfig
-from torchrec_2dsp.programs.data.synthetic import make_batch
+from torchrec_2dsp.programs.data.dataset import Split
+from torchrec_2dsp.programs.models.kinds import dataset_for
 
 
 class Feed(Iterator[Batch]):
@@ -22,27 +25,25 @@ class Feed(Iterator[Batch]):
         """
         self.cycle = cycle
         """The number of different batches; 0 if all are."""
-        self._config = config
-        self._rank, self._world_size = rank, world_size
+        dataset = dataset_for(config.model, config.data.dataset())
+        batches = partial(
+            dataset.batches,
+            Split.TRAIN,
+            global_batch_size=config.schedule.batch_size * world_size,
+            rank=rank,
+            world_size=world_size,
+        )
+        self._batches = (
+            batches()
+            if not cycle
+            else chain.from_iterable(islice(batches(), cycle) for _ in repeat(None))
+        )
         self._ready: deque[Batch] = deque()
-        self._num_batches = 0
 
     def prepare(self, num_steps: int) -> None:
         """Have enough for some steps, and for what the pipeline takes ahead."""
         while len(self._ready) < num_steps + 3:
-            self._ready.append(self._next_batch())
+            self._ready.append(next(self._batches))
 
     def __next__(self) -> Batch:
-        return self._ready.popleft() if self._ready else self._next_batch()
-
-    def _next_batch(self) -> Batch:
-        size = self._config.schedule.batch_size * self._world_size
-        step = self._num_batches % self.cycle if self.cycle else self._num_batches
-        self._num_batches += 1
-        return make_batch(
-            self._config.data,
-            step=step,
-            global_batch_size=size,
-            rank=self._rank,
-            world_size=self._world_size,
-        )
+        return self._ready.popleft() if self._ready else next(self._batches)

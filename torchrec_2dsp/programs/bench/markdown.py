@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from textwrap import indent
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.bench.config import BenchConfig
 from torchrec_2dsp.programs.bench.markdown_predicted import predicted_section, predicted_together
 from torchrec_2dsp.programs.bench.markdown_tables import (
     counts_link,
@@ -35,6 +34,7 @@ from torchrec_2dsp.programs.bench.statistics import (
     interval_coverage,
     summarize,
 )
+from torchrec_2dsp.programs.bench.workload_text import workload_text
 
 
 def markdown_report(
@@ -246,7 +246,7 @@ def _facts(result: BenchResult) -> dict[str, str]:
         "Measured links, per rank": _pairs(speeds),
         "Machine": _pairs(setting.machine),
         "Versions": _pairs(setting.versions),
-        "Workload": _workload(config),
+        "Workload": workload_text(config),
         "Schedule": (
             f"{schedule.rounds} rounds in random order; blocks of about {schedule.block_s:g} s, "
             f"at most {schedule.max_block_steps:,} steps, after {schedule.warmup_steps:,} to warm "
@@ -254,27 +254,6 @@ def _facts(result: BenchResult) -> dict[str, str]:
         ),
         "To repeat": "\n\n" + indent(setting.command.strip(), " " * 6),
     }
-
-
-def _workload(config: BenchConfig) -> str:
-    features = config.data.features
-    dim = config.model.dim
-    rows = [feature.num_rows for feature in features]
-    ids = [count for feature in features for count in (feature.min_ids, feature.max_ids)]
-    return (
-        f"{config.model.kind.upper()} with {len(features):,} tables of {_span(rows)} rows "
-        f"({sum(rows):,} in all, {sum(rows) * dim * 4 / 1e6:,.0f} MB in fp32), "
-        f"Zipf exponent {_span([feature.skew for feature in features])}, "
-        f"{_span(ids)} ids per sample and table "
-        f"({sum(feature.mean_ids for feature in features):,g} per sample), dimension {dim}, "
-        f"{config.data.num_dense} dense features; "
-        f"{config.schedule.batch_size:,} samples per rank and step"
-    )
-
-
-def _span(values: Sequence[float]) -> str:
-    low, high = min(values), max(values)
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def _pairs(texts: Mapping[str, str]) -> str:

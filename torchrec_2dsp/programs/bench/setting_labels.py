@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from torchrec_2dsp.programs.bench.config import BenchConfig
 from torchrec_2dsp.programs.bench.results import BenchResult
 from torchrec_2dsp.programs.bench.statistics import config_of
+from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesConfig
 
 _NUM_ROWS_PART = 1
 
@@ -67,6 +68,16 @@ def _workload_id(config: BenchConfig) -> str:
 def _workload_parts(config: BenchConfig) -> tuple[str, ...]:
     """The properties by which workloads are told apart, in words."""
     data = config.data
+    if isinstance(data, SyntheticSequencesConfig):
+        return (
+            "sequences",
+            f"{data.num_items:,} items",
+            f"Zipf {data.skew:g}",
+            f"{_span((data.min_length, data.max_length))} items per sequence",
+            "sorted ids" if data.sorted_ids else "unsorted ids",
+            f"dimension {config.model.dim}",
+            f"{config.schedule.batch_size:,} samples per rank",
+        )
     num_rows = sum(feature.num_rows for feature in data.features)
     skew = _span([feature.skew for feature in data.features])
     num_ids = _span([n for feature in data.features for n in (feature.min_ids, feature.max_ids)])

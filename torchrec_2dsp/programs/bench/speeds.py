@@ -13,6 +13,7 @@ from torchrec_2dsp.programs.bench.process import ContestantProcess, How
 from torchrec_2dsp.programs.bench.worker import MeasuredPlace, Place
 from torchrec_2dsp.programs.bench.workload import measure_dense
 from torchrec_2dsp.programs.calibrate.link_speed import measure_link_speeds
+from torchrec_2dsp.programs.config.sections import ModelConfig
 
 
 def measured_place(config: BenchConfig, place: Place, control: Control) -> MeasuredPlace:
@@ -48,5 +49,6 @@ class _Measurer:
         )
         world = world_group()
         speeds = measure_link_speeds(world, local_world_size=self._place.local_world_size)
-        dense = measure_dense(self._config, world) if self._config.calibration else None
+        is_predicted = self._config.calibration and isinstance(self._config.model, ModelConfig)
+        dense = measure_dense(self._config, world) if is_predicted else None
         return MeasuredPlace(speeds, dense)

@@ -4,7 +4,7 @@ TorchRec draws them shard by shard, and a whole table fits on no rank where it m
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,16 +12,16 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
+from torchrec_2dsp.programs.data.dataset import DatasetFeature
 from torchrec_2dsp.programs.models.model import table_name
 
 _BLOCK_ROWS = 4096
 
 
-def fill_tables_(model: nn.Module, data: SyntheticConfig, dim: int, seed: int) -> None:
+def fill_tables_(model: nn.Module, features: Sequence[DatasetFeature], dim: int, seed: int) -> None:
     """Write the initial weights of every table into this rank's shards, in place."""
     state = model.state_dict()
-    for index, feature in enumerate(data.features):
+    for index, feature in enumerate(features):
         (key,) = (key for key in state if key.endswith(f".{table_name(feature.name)}.weight"))
         for shard, row, column in _local_shards(state[key]):
             for start in range(0, shard.shape[0], _BLOCK_ROWS):

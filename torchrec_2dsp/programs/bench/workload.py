@@ -10,17 +10,21 @@ from torch import nn
 
 from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.programs.bench.config import BenchConfig, PlannedContestant, TwoDContestant
+from torchrec_2dsp.programs.bench.data import shape_of
 from torchrec_2dsp.programs.calibrate.timing import repeated_seconds
-from torchrec_2dsp.programs.models.model import build_model, rank_device
+from torchrec_2dsp.programs.data.synthetic_dataset import SyntheticData
+from torchrec_2dsp.programs.models.kinds import build_any_model
+from torchrec_2dsp.programs.models.model import rank_device
 from torchrec_2dsp.programs.models.optimizer import plain_dense_optimizer
 from torchrec_2dsp.programs.models.true_access import true_access
 
 
 def tables_work(config: BenchConfig) -> Workload:
     """The work of a step with the tables, whoever trains them."""
-    model = build_model(config.data, config.model, tables_device="meta")
-    batch_size = config.schedule.batch_size
-    return Workload.of_model(model, batch_size=batch_size, access=true_access(config.data))
+    shape = shape_of(config.data)
+    model = build_any_model(shape, config.model, tables_device="meta")
+    access = true_access(shape) if isinstance(shape, SyntheticData) else None
+    return Workload.of_model(model, batch_size=config.schedule.batch_size, access=access)
 
 
 def workload_of(
@@ -46,16 +50,18 @@ def workload_of(
 
 
 def measure_dense(config: BenchConfig, world: dist.ProcessGroup) -> DenseWork:
-    """Time the model without its tables, on all ranks at once.
+    """Time a model of clicks without its tables, on all ranks at once.
 
     Collectives:
         Those of `repeated_seconds`.
     """
     device = rank_device(config.schedule.device)
-    model = cast(Any, build_model(config.data, config.model, tables_device="meta")).model
+    data = cast(SyntheticData, config.data)
+    model: Any = build_any_model(data, config.model, tables_device="meta")
+    model = model.model
     parts = nn.ModuleList([model.dense_arch, model.inter_arch, model.over_arch]).to(device)
-    batch_size, num_tables = config.schedule.batch_size, len(config.data.features)
-    numbers = torch.rand(batch_size, config.data.num_dense, device=device)
+    batch_size, num_tables = config.schedule.batch_size, len(data.features)
+    numbers = torch.rand(batch_size, data.num_dense, device=device)
     vectors = torch.rand(batch_size, num_tables, config.model.dim, device=device)
     vectors.requires_grad_()
     clicks = torch.randint(0, 2, (batch_size,), device=device).float()

@@ -10,18 +10,54 @@ from torchrec_2dsp.dense.fully_sharded import FullyShardedDense
 from torchrec_2dsp.dense.gradient_report import GradientReport
 from torchrec_2dsp.dense.hooked_data_parallel import HookedDataParallel
 from torchrec_2dsp.dense.local_dense import LocalDense
+from torchrec_2dsp.dense.pipelined.pipelined_dense import PipelinedDense
+from torchrec_2dsp.dense.tensor_parallel import TensorParallelDense
 from torchrec_2dsp.dense.thresholded_data_parallel import ThresholdedDataParallel
+from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
+from torchrec_2dsp.programs.models.layered import Layered
 
 
-def dense_wrapper(config: DenseGradientsConfig) -> DataParallelWrapper | None:
-    """What runs the dense part; `None` for TorchRec's own wrapper, which is DDP."""
+def dense_wrapper(
+    config: DenseGradientsConfig, layered: Layered | None = None
+) -> DataParallelWrapper | None:
+    """What runs the dense part; `None` for TorchRec's own wrapper, which is DDP.
+
+    Args:
+        config: which wrapper it is.
+        layered: the layers that ranks may share; none for a model without any.
+
+    Raises:
+        ConfigError: the model has no such layers.
+    """
+    layered = layered or Layered()
     if config.kind == "ddp":
         return None
     if config.kind == "delayed":
         return DelayedDense(warm_up=config.warm_up)
     if config.kind == "fully_sharded":
-        return FullyShardedDense(num_copies=config.num_copies)
+        return FullyShardedDense(layered.units, num_copies=config.num_copies)
+    if config.kind in ("tensor_parallel", "pipelined") and layered.stack is None:
+        raise ConfigError(
+            f'dense.kind="{config.kind}" is for models with a LayerStack, such as '
+            'model.kind="sequence"'
+        )
+    if config.kind == "tensor_parallel":
+        return TensorParallelDense(layered.tensor_plan, tp=config.tp)
+    if config.kind == "pipelined":
+        return PipelinedDense(
+            config.num_stages,
+            num_micro_batches=config.num_micro_batches,
+            schedule=config.schedule,
+            reduction="sum",
+            plan=layered.tensor_plan if config.tp > 1 else None,
+            tp=config.tp,
+        )
+    if config.kind == "planned":
+        raise ConfigError(
+            'dense.kind="planned" needs to know the machines; use it in the benchmark, with a '
+            "calibration"
+        )
     if config.kind == "local":
         return LocalDense(density=config.meeting_density, values=config.values)
     if config.kind == "thresholded":

@@ -9,9 +9,14 @@ from torch import nn
 from torchrec_2dsp.programs.config.sections import ModelConfig
 from torchrec_2dsp.programs.data.dataset import Dataset, DatasetFeature
 from torchrec_2dsp.programs.data.negatives import WithNegatives, feature_of
+from torchrec_2dsp.programs.models.layered import Layered
 from torchrec_2dsp.programs.models.model import build_model
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig, build_own_model
 from torchrec_2dsp.programs.models.sequence.config import SequenceModelConfig
+from torchrec_2dsp.programs.models.sequence.layers import (
+    SEQUENCE_TENSOR_PLAN,
+    TransformerBlock,
+)
 from torchrec_2dsp.programs.models.sequence.model import NextItemModel
 from torchrec_2dsp.programs.models.two_tower import TwoTowerConfig, TwoTowerModel
 
@@ -69,6 +74,19 @@ def dataset_for(model: ModelSection, dataset: Dataset) -> Dataset:
         num_negatives=model.num_negatives,
         kind=model.negatives,
         seed=model.seed,
+    )
+
+
+def layered_of(model: nn.Module) -> Layered:
+    """The layers of a model that ranks may share; an empty one for models without a stack."""
+    if not isinstance(model, NextItemModel):
+        return Layered()
+    return Layered(
+        stack=model.dense,
+        name="dense",
+        units=(TransformerBlock,),
+        tensor_plan=SEQUENCE_TENSOR_PLAN,
+        sample=model.random_examples,
     )
 
 

@@ -25,6 +25,9 @@ from torchrec_2dsp.programs.data.zipf import Zipf
 from torchrec_2dsp.programs.models.clipping import clip_before_steps
 from torchrec_2dsp.programs.models.model import table_name
 
+STATE_PER_WEIGHT = {"sgd": 0.0, "adagrad": 1.0, "adam": 2.0, "adamw": 2.0}
+"""How many numbers each optimizer of the dense part keeps for a weight."""
+
 
 def table_optimizer(
     optimizer: OptimizerConfig,
@@ -109,7 +112,12 @@ def plain_dense_optimizer(
     rates = {"lr": optimizer.dense_lr, "weight_decay": optimizer.dense_weight_decay}
     if optimizer.dense_settle_after:
         settled = SettledAdam if optimizer.dense_optimizer == "adam" else SettledAdagrad
-        return settled(parameters, settle_after=optimizer.dense_settle_after, **rates)
+        return settled(
+            parameters,
+            optimizer.dense_lr,
+            settle_after=optimizer.dense_settle_after,
+            weight_decay=optimizer.dense_weight_decay,
+        )
     kinds: dict[str, Any] = {
         "sgd": torch.optim.SGD,
         "adagrad": torch.optim.Adagrad,

@@ -44,6 +44,8 @@ class NextItemModel(nn.Module):
         """
         super().__init__()
         self._feature, self._num_items = config.feature, num_items
+        self._max_length, self._dim = config.max_length, config.dim
+        self._num_negatives = config.num_negatives
         self._has_dropout = config.dropout > 0
         self.embeddings = EmbeddingCollection(
             tables=[
@@ -104,6 +106,16 @@ class NextItemModel(nn.Module):
             scores = _places_among_negatives(outputs, examples)
         loss = losses.sum()
         return loss, (loss.detach(), scores.detach(), batch.labels.detach())
+
+    def random_examples(self, num_samples: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Inputs and targets of the dense part, with the sizes of real ones and random numbers."""
+        length, dim = self._max_length - 1, self._dim
+        vectors = torch.rand(num_samples, 2 * length + self._num_negatives, dim)
+        ids = torch.randint(self._num_items, (num_samples, length + self._num_negatives))
+        inputs, positives, negatives = vectors.split((length, length, self._num_negatives), dim=1)
+        positive_ids, negative_ids = ids.split((length, self._num_negatives), dim=1)
+        weights = torch.ones(num_samples, length)
+        return inputs, [positives, negatives, weights, positive_ids, negative_ids]
 
     @torch.no_grad()
     def queries(self, batch: Batch) -> Queries:

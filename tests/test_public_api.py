@@ -38,7 +38,6 @@ PUBLIC_NAMES = [
     "RankLayout",
     "RowCounter",
     "RowOwners",
-    "SettledAdagrad",
     "SettledAdam",
     "SyncReport",
     "SyncedRows",

@@ -15,7 +15,7 @@ from torchrec_2dsp.dense.local_dense import LocalDense
 from torchrec_2dsp.optim.delayed_moment import DelayedMomentRowWiseAdaGrad
 from torchrec_2dsp.optim.inflation import expected_moment_scale
 from torchrec_2dsp.optim.moment_scaled import FROM_MESH, FromMesh, MomentScaledRowWiseAdaGrad
-from torchrec_2dsp.optim.settled_moments import SettledAdagrad, SettledAdam
+from torchrec_2dsp.optim.settled_adam import SettledAdam
 from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
 from torchrec_2dsp.programs.config.sections import OptimizerConfig, ReplicationConfig
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
@@ -88,10 +88,8 @@ def plain_dense_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer of such parameters as torch has it, which knows no names."""
     lr, settle_after = optimizer.dense_lr, optimizer.dense_settle_after
-    if settle_after and optimizer.dense_optimizer == "adam":
-        return SettledAdam(parameters, lr, settle_after=settle_after)
     if settle_after:
-        return SettledAdagrad(parameters, lr, settle_after=settle_after)
+        return SettledAdam(parameters, lr, settle_after=settle_after)
     if optimizer.dense_optimizer == "adam":
         return torch.optim.Adam(parameters, lr=lr)
     if optimizer.dense_optimizer == "adagrad":

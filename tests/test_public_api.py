@@ -41,7 +41,6 @@ PUBLIC_NAMES = [
     "RankLayout",
     "RowCounter",
     "RowOwners",
-    "SettledAdagrad",
     "SettledAdam",
     "SyncReport",
     "SyncedRows",

@@ -80,8 +80,8 @@ class OptimizerConfig(Section):
     decay of weights."""
 
     dense_settle_after: int = Field(default=0, ge=0)
-    """After how many steps the second moments of Adam and AdaGrad settle, for gradients that come
-    late; 0 for never."""
+    """After how many steps the second moment of "adam" settles, for gradients that come late; 0 for
+    never."""
 
     dense_lr: float = Field(default=0.1, ge=0, allow_inf_nan=False)
     """Learning rate of the other parameters. The default suits "sgd"; "adagrad" wants about 0.02,
@@ -92,10 +92,10 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="after")
     def _check_settles(self) -> Self:
-        if self.dense_settle_after and self.dense_optimizer not in ("adam", "adagrad"):
+        if self.dense_settle_after and self.dense_optimizer != "adam":
             raise ValueError(
-                f"dense_settle_after={self.dense_settle_after} is for adam and adagrad, "
-                f"not for {self.dense_optimizer}; leave it out"
+                f"dense_settle_after={self.dense_settle_after} is for adam, not for "
+                f"{self.dense_optimizer}; leave it out"
             )
         return self
 

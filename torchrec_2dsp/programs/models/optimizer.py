@@ -16,7 +16,7 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.optim.delayed_moment import DelayedMomentRowWiseAdaGrad
 from torchrec_2dsp.optim.inflation import expected_moment_scale
 from torchrec_2dsp.optim.moment_scaled import FROM_MESH, FromMesh, MomentScaledRowWiseAdaGrad
-from torchrec_2dsp.optim.settled_moments import SettledAdagrad, SettledAdam
+from torchrec_2dsp.optim.settled_adam import SettledAdam
 from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
 from torchrec_2dsp.programs.config.sections import OptimizerConfig, ReplicationConfig
 from torchrec_2dsp.programs.data.dataset import BatchShape
@@ -109,15 +109,9 @@ def plain_dense_optimizer(
     optimizer: OptimizerConfig, parameters: Iterable[Any]
 ) -> torch.optim.Optimizer:
     """The optimizer of such parameters as torch has it, which knows no names."""
-    rates = {"lr": optimizer.dense_lr, "weight_decay": optimizer.dense_weight_decay}
+    rates: dict[str, Any] = {"lr": optimizer.dense_lr, "weight_decay": optimizer.dense_weight_decay}
     if optimizer.dense_settle_after:
-        settled = SettledAdam if optimizer.dense_optimizer == "adam" else SettledAdagrad
-        return settled(
-            parameters,
-            optimizer.dense_lr,
-            settle_after=optimizer.dense_settle_after,
-            weight_decay=optimizer.dense_weight_decay,
-        )
+        return SettledAdam(parameters, settle_after=optimizer.dense_settle_after, **rates)
     kinds: dict[str, Any] = {
         "sgd": torch.optim.SGD,
         "adagrad": torch.optim.Adagrad,

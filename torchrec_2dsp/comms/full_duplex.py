@@ -12,6 +12,7 @@ the first send. The backend is gloo in all other respects. Its name is registere
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -23,6 +24,7 @@ from torch.futures import Future
 
 from torchrec_2dsp._compat.c10d import is_dispatch_watched, timeout_of_gloo
 from torchrec_2dsp.comms.counting import note
+from torchrec_2dsp.comms.exchange_parts import check_own_parts, parts_of
 from torchrec_2dsp.comms.gloo_group import GlooGroup
 
 _NAME = "gloo_full_duplex"
@@ -75,8 +77,8 @@ class FullDuplexGroup(GlooGroup):
                     "Tensors must be contiguous; all_to_all_single got one of shape "
                     f"{tuple(tensor.shape)} and strides {tensor.stride()}; call .contiguous()"
                 )
-        received = _parts(output, output_split_sizes, self.size())
-        sent = _parts(input, input_split_sizes, self.size())
+        received = parts_of(output, output_split_sizes, self.size())
+        sent = parts_of(input, input_split_sizes, self.size())
         return self._exchange("all_to_all_single", received, sent, result=[output])
 
     alltoall_base = all_to_all_single  # type: ignore[assignment]
@@ -116,7 +118,7 @@ class FullDuplexGroup(GlooGroup):
         copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
     ) -> dist.Work:
         rank, size = self.rank(), self.size()
-        _check_own_parts(received[rank], sent[rank])
+        check_own_parts(received[rank], sent[rank])
         # `count_collectives` sees a functional collective by itself, and isn't active inside it.
         if is_dispatch_watched():
             note(op, self, sum(part.nbytes for part in sent))
@@ -124,6 +126,7 @@ class FullDuplexGroup(GlooGroup):
         tag = _FIRST_TAG + self._num_exchanges % _NUM_TAGS
         self._num_exchanges += 1
         exchange = _Exchange(timeout_of_gloo(self._gloo), result, copies, self._failed)
+        _BEGUN.add(exchange)
         # Every rank starts with a different peer, so that no rank is sent to by all at once.
         peers = [(rank + step) % size for step in range(1, size)]
         for peer in reversed(peers):
@@ -252,39 +255,18 @@ class _Exchange:
             self.error.__cause__ = error
 
 
-def _parts(tensor: torch.Tensor, sizes: Sequence[int], num_ranks: int) -> Sequence[torch.Tensor]:
-    """One part of the first dimension per rank, sharing memory with ``tensor``."""
-    num_rows = tensor.shape[0] if tensor.dim() else 1
-    if not sizes and (num_rows % num_ranks or not tensor.dim()):
-        raise RuntimeError(
-            f"Tensor's dim 0 of shape {tuple(tensor.shape)} does not divide equally across group "
-            f"size {num_ranks}; pass split sizes"
-        )
-    if not sizes:
-        sizes = [num_rows // num_ranks] * num_ranks
-    if len(sizes) != num_ranks:
-        raise RuntimeError(
-            f"Number of tensor splits not equal to group size: {len(sizes)} for {num_ranks} ranks; "
-            "pass one size per rank"
-        )
-    if sum(sizes) != num_rows or min(sizes) < 0:
-        raise RuntimeError(
-            f"Split sizes doesn't match total dim 0 size: {list(sizes)} for {num_rows}; "
-            "pass sizes of zero or more that add up to it"
-        )
-    return tensor.detach().split_with_sizes(list(sizes))
+_BEGUN: "weakref.WeakSet[_Exchange]" = weakref.WeakSet()
+"""The all-to-alls of this process that somebody still holds."""
 
 
-def _check_own_parts(received: torch.Tensor, sent: torch.Tensor) -> None:
-    if received.dtype != sent.dtype:
-        raise ValueError(
-            f"tensors of different dtypes: {received.dtype} and {sent.dtype}; convert one"
-        )
-    if received.numel() != sent.numel():
-        raise RuntimeError(
-            f"this rank sends {sent.numel()} elements to itself and expects {received.numel()}; "
-            "give its own parts the same size"
-        )
+def wait_for_exchanges() -> None:
+    """Wait for all all-to-alls that this process has begun; who began them gets them as ever.
+
+    Call it when all ranks have begun theirs. A profiler needs it before it stops: messages whose
+    end comes later write into memory that it has freed (torch 2.13).
+    """
+    for exchange in list(_BEGUN):
+        exchange.finish(_NO_TIMEOUT)
 
 
 def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> FullDuplexGroup:

@@ -52,7 +52,7 @@ def dense_state_made(
 def _params_without_state(
     model: DistributedModelParallel, optimizer: KeyedOptimizer, saved: Entries
 ) -> dict[str, Any]:
-    """The dense parameters whose state has entries in the checkpoint that the optimizer's lacks."""
+    """The dense parameters of which the checkpoint has state that the optimizer lacks."""
     existing = optimizer.state
     saved_entries: dict[str, set[str]] = defaultdict(set)
     for name in saved:

@@ -144,7 +144,7 @@ class Checkpoints:
         drop_old_checkpoints(folder, keep=keep)
 
     def finish(self) -> None:
-        """Wait for a save that is still being written, and drop the checkpoints that it replaces."""
+        """Wait for a save that is still being written, and drop what it replaces."""
         if self._folder is not None and self._pending is not None:
             self._pending.result()
             drop_old_checkpoints(self._folder / _LAST, keep=self._config.keep_last)

@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from torchrec_2dsp.comms.full_duplex import wait_for_exchanges
+from torchrec_2dsp.comms.mesh_groups import world_group
 from torchrec_2dsp.errors import ConfigError
 
 
@@ -70,9 +73,17 @@ class StepProfiler:
             self.finish()
 
     def finish(self) -> None:
-        """Write what was recorded, if the run ends before the last step to record."""
+        """Write what was recorded, also if the run ends before the last step to record.
+
+        Collectives:
+            A barrier of all ranks.
+        """
         if self._is_running:
             self._is_running = False
+            # Row gradients travel from one step to the next. Behind the barrier all ranks have sent
+            # theirs.
+            dist.barrier(world_group())
+            wait_for_exchanges()
             self._profile.stop()
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._profile.export_chrome_trace(str(self._path))

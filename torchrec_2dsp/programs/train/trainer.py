@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from torchrec_2dsp.programs.train.evaluation import (
     num_since_best,
 )
 from torchrec_2dsp.programs.train.history import RunHistory, RunSettings
+from torchrec_2dsp.programs.train.local_moments import LocalMoments
 from torchrec_2dsp.programs.train.meter import Meter, mean_per_step
 from torchrec_2dsp.programs.train.parts import (
     make_dense_wrapper,
@@ -86,12 +88,10 @@ class Trainer:
         self._base_rates = self._optimizers.rates()
         self._meter = Meter(self._world, self._device)
         self._history = RunHistory()
-        self._state = TrainState(
-            self._model,
-            self._optimizers.whole,
-            history=self._history,
-            settings=RunSettings(config),
-        )
+        members: dict[str, Any] = {"history": self._history, "settings": RunSettings(config)}
+        if run.dense.kind == "local":
+            members["local_moments"] = LocalMoments(self._optimizers.dense)
+        self._state = TrainState(self._model, self._optimizers.whole, **members)
         self._checkpoints = Checkpoints(config.checkpoint, name)
         # Ranks draw different numbers, where a model draws some.
         torch.manual_seed(config.model.seed + dist.get_rank(self._world))

@@ -48,7 +48,7 @@ def data_of(kind: NegativeKind = NegativeKind.UNIFORM) -> Dataset:
 
 def table_and_quality(model: Any) -> tuple[torch.Tensor, RankingQuality]:
     """The whole table, and where the held-out targets of all ranks are among all items."""
-    table = torch.cat([chunk.vectors for chunk in model.item_chunks(17)])
+    table = torch.cat([chunk.vectors for chunk in model.item_chunks(17, torch.device("cpu"))])
     group = dist.group.WORLD if dist.is_initialized() else None
     rank, world_size = (group.rank(), group.size()) if group else (0, 1)
     places = rank_all_items(

@@ -195,14 +195,17 @@ class TwoTowerModel(nn.Module):
         return Queries.of(users, items, targets, seen=targets.new_empty(len(targets), 0))
 
     @torch.no_grad()
-    def item_chunks(self, chunk_size: int) -> Iterator[ItemChunk]:
+    def item_chunks(self, chunk_size: int, device: torch.device) -> Iterator[ItemChunk]:
         """The vectors of all items, some at a time, looked up by all ranks together.
+
+        Args:
+            chunk_size: how many items are looked up together.
+            device: of their ids.
 
         Collectives:
             Those of a lookup for each chunk.
         """
         item_feature = self._only_item_feature()
-        device = next(self.item_tower.parameters()).device
         names = [*self._config.user_features, item_feature]
         for start in range(0, self._num_items, chunk_size):
             ids = torch.arange(start, min(start + chunk_size, self._num_items), device=device)

@@ -133,13 +133,16 @@ class NextItemModel(nn.Module):
         )
 
     @torch.no_grad()
-    def item_chunks(self, chunk_size: int) -> Iterator[ItemChunk]:
+    def item_chunks(self, chunk_size: int, device: torch.device) -> Iterator[ItemChunk]:
         """The vectors of all items, some at a time, looked up by all ranks together.
+
+        Args:
+            chunk_size: how many items are looked up together.
+            device: of their ids.
 
         Collectives:
             Those of a lookup for each chunk.
         """
-        device = next(self.dense.parameters()).device
         for start in range(0, self._num_items, chunk_size):
             ids = torch.arange(start, min(start + chunk_size, self._num_items), device=device)
             features = KeyedJaggedTensor(

@@ -106,6 +106,7 @@ def test_every_way_trains_as_one_process(ranks4: RankPool) -> None:
         of_ranks = [trained[name] for trained in by_rank]
         losses = torch.tensor([trained.losses for trained in of_ranks]).mean(0)
         assert losses.tolist() == pytest.approx(expected.losses, abs=1e-5), name
+        assert set().union(*(trained.weights for trained in of_ranks)) == set(expected.weights)
         for trained in of_ranks:
             assert largest_gap(trained.weights, expected.weights) < ROUNDING, name
             assert (trained.at_end[0] - table).abs().max() < ROUNDING, name

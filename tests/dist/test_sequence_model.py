@@ -48,7 +48,7 @@ def data_of(kind: NegativeKind = NegativeKind.UNIFORM) -> Dataset:
 
 def table_and_quality(model: Any) -> tuple[torch.Tensor, RankingQuality]:
     """The whole table, and where the held-out targets of all ranks are among all items."""
-    table = torch.cat([chunk.vectors for chunk in model.item_chunks(17)])
+    table = torch.cat([chunk.vectors for chunk in model.item_chunks(17, torch.device("cpu"))])
     group = dist.group.WORLD if dist.is_initialized() else None
     rank, world_size = (group.rank(), group.size()) if group else (0, 1)
     places = rank_all_items(
@@ -106,6 +106,7 @@ def test_every_way_trains_as_one_process(ranks4: RankPool) -> None:
         of_ranks = [trained[name] for trained in by_rank]
         losses = torch.tensor([trained.losses for trained in of_ranks]).mean(0)
         assert losses.tolist() == pytest.approx(expected.losses, abs=1e-5), name
+        assert set().union(*(trained.weights for trained in of_ranks)) == set(expected.weights)
         for trained in of_ranks:
             assert largest_gap(trained.weights, expected.weights) < ROUNDING, name
             assert (trained.at_end[0] - table).abs().max() < ROUNDING, name

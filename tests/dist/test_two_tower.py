@@ -99,6 +99,7 @@ def test_every_way_trains_as_one_process(ranks4: RankPool, loss: str) -> None:
         of_ranks = [trained[name] for trained in by_rank]
         losses = torch.tensor([trained.losses for trained in of_ranks]).mean(0)
         assert losses.tolist() == pytest.approx(expected.losses, abs=1e-5), name
+        assert set().union(*(trained.weights for trained in of_ranks)) == set(expected.weights)
         for trained in of_ranks:
             assert largest_gap(trained.weights, expected.weights) < ROUNDING, name
             # No two items are so near to each other that rounding changes their order.

@@ -19,7 +19,8 @@ from torchrec_2dsp.programs.models.kinds import (
     ModelSection,
     build_any_model,
     dataset_for,
-    scores_are_places,
+    has_clicks,
+    ranking_of,
 )
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig
 from torchrec_2dsp.programs.models.sequence.config import SequenceModelConfig
@@ -85,7 +86,8 @@ def test_equal_configs_give_equal_weights(name: str) -> None:
         if "weight" in key and "norm" not in key and "layers.3" not in key
     )
     assert torch.equal(torch.random.get_rng_state(), before)
-    assert scores_are_places(section) == has_places
+    assert has_clicks(section) != has_places
+    assert (ranking_of(section).among == "all") == has_places
 
 
 @pytest.mark.parametrize("name", ["sequence", "two towers"])
@@ -105,15 +107,19 @@ def test_only_sequences_need_negatives() -> None:
     data = SyntheticSequencesConfig(num_items=50).dataset()
     for section in (ModelConfig(), OWN):
         assert dataset_for(section, data) is data
-    fitting = dataset_for(SequenceModelConfig(num_negatives=6), data)
-    assert isinstance(fitting, WithNegatives)
-    batch = next(fitting.batches(Split.TRAIN, global_batch_size=2, rank=0, world_size=1))
-    assert batch.sparse_features["item_negatives"].lengths().tolist() == [6, 6]
+    for options, held_out in (({}, 6), ({"eval_negatives": 9}, 9)):
+        section = SequenceModelConfig.model_validate({"num_negatives": 6} | options)
+        fitting = dataset_for(section, data)
+        assert isinstance(fitting, WithNegatives)
+        for split, count in ((Split.TRAIN, 6), (Split.EVAL, held_out)):
+            batch = next(fitting.batches(split, global_batch_size=2, rank=0, world_size=1))
+            assert batch.sparse_features["item_negatives"].lengths().tolist() == [count] * 2
 
 
 def test_places_are_scores_of_a_softmax_in_the_batch() -> None:
     section = TwoTowerConfig(user_features=("user",), item_features=("item",), loss="in_batch")
-    assert scores_are_places(section)
+    assert not has_clicks(section)
+    assert ranking_of(section).among == "none"
 
 
 def test_splits_are_for_clicks() -> None:

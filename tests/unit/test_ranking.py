@@ -1,6 +1,7 @@
 """Places of true items, and what is computed from them, against plain loops."""
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ class Ranker:
         vectors, targets = self.samples[batch], self.targets[batch]
         return Queries.of(vectors, self.items[targets], targets, self.seen[batch])
 
-    def item_chunks(self, chunk_size: int):  # noqa: ANN201
+    def item_chunks(self, chunk_size: int, device: torch.device) -> Iterator[ItemChunk]:
         for first in range(0, 30, chunk_size):
             yield ItemChunk(first, self.items[first : first + chunk_size])
 

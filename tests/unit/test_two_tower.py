@@ -106,6 +106,11 @@ def test_items_that_cannot_be_listed_are_refused() -> None:
 def test_wrong_options_are_refused() -> None:
     with pytest.raises(ValidationError, match="the feature 'user' is named twice"):
         model_of(("user",))
+    among_all, sampled = {"among": "all"}, {"among": "sampled"}
+    with pytest.raises(ValidationError, match="among='all' lists all items from one table, and"):
+        model_of(("item", "tags"), ranking=among_all)
+    with pytest.raises(ValidationError, match="among='sampled' ranks the items of a batch, for"):
+        model_of(("item",), ranking=sampled)
     with pytest.raises(ValidationError, match="item_features"):
         model_of(())
     with pytest.raises(ConfigError, match="no sparse feature 'page'; the model may use user, item"):

@@ -1,1 +1,1 @@
-"""Synthetic clicks: any rank makes its part of any batch from a seed."""
+"""Synthetic clicks and sequences: any rank makes its part of any batch from a seed."""

@@ -97,6 +97,7 @@ class WithNegatives:
         feature: str,
         *,
         num_negatives: int,
+        eval_negatives: int = 0,
         kind: NegativeKind = NegativeKind.UNIFORM,
         seed: int,
     ) -> None:
@@ -105,12 +106,14 @@ class WithNegatives:
             dataset: the samples.
             feature: whose ids are drawn.
             num_negatives: how many each sample gets; an item may be drawn more than once.
+            eval_negatives: how many each held-out sample gets; 0 for as many.
             kind: how often each item is drawn.
             seed: another seed draws other negatives.
         """
         if num_negatives < 1:
             raise ConfigError(f"num_negatives={num_negatives} is no count; use 1 or more")
-        self._dataset, self._feature, self._num = dataset, feature, num_negatives
+        self._dataset, self._feature = dataset, feature
+        self._counts = {Split.TRAIN: num_negatives, Split.EVAL: eval_negatives or num_negatives}
         self._items = NegativeItems(feature_of(dataset.features, feature).num_rows, kind)
         self._seed = seed
 
@@ -141,13 +144,13 @@ class WithNegatives:
 
     def _with_negatives(self, batch: Batch, split: Split, first_sample: int) -> Batch:
         sparse = batch.sparse_features
-        samples = first_sample + np.arange(sparse.stride())
+        samples, num_negatives = first_sample + np.arange(sparse.stride()), self._counts[split]
         seed = (self._seed + _SEED_OFFSET) * len(Split) + split.value
-        draws = uniforms(seed, samples[:, None], np.arange(self._num))
+        draws = uniforms(seed, samples[:, None], np.arange(num_negatives))
         negatives = KeyedJaggedTensor(
             keys=[negatives_name(self._feature)],
             values=torch.from_numpy(self._items.draw(draws).ravel()).to(sparse.values()),
-            lengths=torch.full((samples.size,), self._num).to(sparse.lengths()),
+            lengths=torch.full((samples.size,), num_negatives).to(sparse.lengths()),
         )
         both = KeyedJaggedTensor.concat([sparse, negatives])
         return Batch(batch.dense_features, both, batch.labels)

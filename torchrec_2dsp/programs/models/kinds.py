@@ -12,6 +12,7 @@ from torchrec_2dsp.programs.data.negatives import WithNegatives, feature_of
 from torchrec_2dsp.programs.models.layered import Layered
 from torchrec_2dsp.programs.models.model import build_model
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig, build_own_model
+from torchrec_2dsp.programs.models.ranking_metrics import RankingConfig
 from torchrec_2dsp.programs.models.sequence.config import SequenceModelConfig
 from torchrec_2dsp.programs.models.sequence.layers import (
     SEQUENCE_TENSOR_PLAN,
@@ -72,6 +73,7 @@ def dataset_for(model: ModelSection, dataset: Dataset) -> Dataset:
         dataset,
         model.feature,
         num_negatives=model.num_negatives,
+        eval_negatives=model.eval_negatives,
         kind=model.negatives,
         seed=model.seed,
     )
@@ -90,7 +92,16 @@ def layered_of(model: nn.Module) -> Layered:
     )
 
 
-def scores_are_places(model: ModelSection) -> bool:
-    """Whether an evaluation's scores are places of true items, not logits of clicks."""
-    is_in_batch = isinstance(model, TwoTowerConfig) and model.loss == "in_batch"
-    return is_in_batch or isinstance(model, SequenceModelConfig)
+def ranking_of(model: ModelSection) -> RankingConfig:
+    """How a model's rankings are evaluated; not at all for one that predicts clicks."""
+    if isinstance(model, SequenceModelConfig | TwoTowerConfig):
+        return model.ranking
+    return RankingConfig(among="none")
+
+
+def has_clicks(model: ModelSection) -> bool:
+    """Whether an evaluation's scores are logits of clicks, of which there are AUC and NE."""
+    return not (
+        isinstance(model, SequenceModelConfig)
+        or (isinstance(model, TwoTowerConfig) and model.loss == "in_batch")
+    )

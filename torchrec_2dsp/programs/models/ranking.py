@@ -148,8 +148,8 @@ class RanksItems(Protocol):
         """The samples of a batch."""
         ...
 
-    def item_chunks(self, chunk_size: int) -> Iterator[ItemChunk]:
-        """The vectors of all items, in their order, some at a time."""
+    def item_chunks(self, chunk_size: int, device: torch.device) -> Iterator[ItemChunk]:
+        """The vectors of all items, in their order, some at a time; their ids are on a device."""
         ...
 
 
@@ -176,8 +176,10 @@ def rank_all_items(
         Those of a lookup for each batch, and of one for each chunk of items.
     """
     queries = [model.queries(batch) for batch in batches]
+    if not queries:
+        return torch.empty(0, dtype=torch.int64)
     ahead = [torch.zeros_like(query.targets) for query in queries]
-    for chunk in model.item_chunks(chunk_size):
+    for chunk in model.item_chunks(chunk_size, queries[0].vectors.device):
         items = chunk.first + torch.arange(len(chunk.vectors), device=chunk.vectors.device)
         for query, num_ahead in zip(queries, ahead, strict=True):
             counts = items != query.targets.unsqueeze(1)
@@ -189,7 +191,7 @@ def rank_all_items(
         (1 + num_ahead).where(query.targets >= 0, 0)
         for query, num_ahead in zip(queries, ahead, strict=True)
     ]
-    return torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
+    return torch.cat(places)
 
 
 def _among(places: torch.Tensor, num_items: int) -> torch.Tensor:

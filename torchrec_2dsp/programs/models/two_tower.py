@@ -19,6 +19,7 @@ from torchrec_2dsp.programs.data.negatives import feature_of
 from torchrec_2dsp.programs.models.model import table_name
 from torchrec_2dsp.programs.models.planned_section import PlannedSection
 from torchrec_2dsp.programs.models.ranking import ItemChunk, Queries, places_of
+from torchrec_2dsp.programs.models.ranking_metrics import RankingConfig
 
 Output = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
@@ -60,6 +61,9 @@ class TwoTowerConfig(PlannedSection):
     normalized: bool = False
     """Whether vectors have the same length, so that dot products are cosines."""
 
+    ranking: RankingConfig = RankingConfig(among="none")
+    """How the items of held-out clicks are ranked."""
+
     seed: int = Field(default=0, ge=0)
     """The seed of the initial weights."""
 
@@ -70,6 +74,20 @@ class TwoTowerConfig(PlannedSection):
         if repeated:
             raise ValueError(
                 f"the feature {repeated[0]!r} is named twice; a feature belongs to one tower, once"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_ranking(self) -> Self:
+        if self.ranking.among == "all" and len(self.item_features) > 1:
+            raise ValueError(
+                "ranking.among='all' lists all items from one table, and item_features names "
+                f"{len(self.item_features)}; use loss='in_batch' with ranking.among='sampled'"
+            )
+        if self.ranking.among == "sampled" and self.loss != "in_batch":
+            raise ValueError(
+                "ranking.among='sampled' ranks the items of a batch, for which loss='in_batch' is; "
+                "set it, or rank among 'all' or 'none'"
             )
         return self
 
@@ -177,14 +195,17 @@ class TwoTowerModel(nn.Module):
         return Queries.of(users, items, targets, seen=targets.new_empty(len(targets), 0))
 
     @torch.no_grad()
-    def item_chunks(self, chunk_size: int) -> Iterator[ItemChunk]:
+    def item_chunks(self, chunk_size: int, device: torch.device) -> Iterator[ItemChunk]:
         """The vectors of all items, some at a time, looked up by all ranks together.
+
+        Args:
+            chunk_size: how many items are looked up together.
+            device: of their ids.
 
         Collectives:
             Those of a lookup for each chunk.
         """
         item_feature = self._only_item_feature()
-        device = next(self.item_tower.parameters()).device
         names = [*self._config.user_features, item_feature]
         for start in range(0, self._num_items, chunk_size):
             ids = torch.arange(start, min(start + chunk_size, self._num_items), device=device)

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from torchrec_2dsp.programs.data.negatives import NegativeKind
 from torchrec_2dsp.programs.models.planned_section import PlannedSection
+from torchrec_2dsp.programs.models.ranking_metrics import RankingConfig
 
 
 class SequenceModelConfig(PlannedSection):
@@ -45,6 +46,10 @@ class SequenceModelConfig(PlannedSection):
     num_negatives: int = Field(default=64, ge=1)
     """How many items each sequence's next items are told from in training."""
 
+    eval_negatives: int = Field(default=0, ge=0)
+    """How many items each held-out sequence's last item is ranked among, if ``ranking.among`` is
+    "sampled"; 0 for `num_negatives`."""
+
     negatives: NegativeKind = NegativeKind.UNIFORM
     """How negatives are drawn: uniform, or log_uniform where ids are numbered by frequency. The
     loss corrects for it."""
@@ -52,6 +57,9 @@ class SequenceModelConfig(PlannedSection):
     loss_mean: Literal["tokens", "samples"] = "tokens"
     """What the loss is the mean over: the predicted items of the rank's batch, or the sequences,
     each of which then counts as much, whichever rank has it."""
+
+    ranking: RankingConfig = RankingConfig()
+    """How held-out next items are ranked."""
 
     seed: int = Field(default=0, ge=0)
     """The seed of the initial weights and of the negatives."""

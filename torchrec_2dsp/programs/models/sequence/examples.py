@@ -1,5 +1,6 @@
 """`NextItemExamples`: from looked up sequences to what a transformer is given and must predict."""
 
+import math
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
@@ -41,19 +42,17 @@ class NextItemExamples(nn.Module):
         feature: str,
         *,
         max_length: int,
-        num_negatives: int,
         loss_mean: Literal["tokens", "samples"],
     ) -> None:
         """
         Args:
             feature: the feature that holds the items.
             max_length: how many last items are used.
-            num_negatives: how many each sample has.
             loss_mean: what the weights make the loss the mean over.
         """
         super().__init__()
         self._feature, self._negatives = feature, negatives_name(feature)
-        self._num_positions, self._num_negatives = max_length - 1, num_negatives
+        self._num_positions = max_length - 1
         self._is_by_token = loss_mean == "tokens"
 
     def forward(self, vectors: Mapping[str, JaggedTensor], features: KeyedJaggedTensor) -> Examples:
@@ -63,21 +62,16 @@ class NextItemExamples(nn.Module):
             vectors: what the lookup gave, by feature.
             features: the ids of the batch.
         """
-        if self._negatives not in list(features.keys()):
-            raise InputError(
-                f"the batch has no feature {self._negatives!r}; give the model the batches of "
-                f"WithNegatives(dataset, {self._feature!r}, ...)"
-            )
         ids, negative_ids = features[self._feature], features[self._negatives].values()
         places, is_item = self._places(ids)
         padded_vectors = _with_last(vectors[self._feature].values())
         padded_ids = _with_last(ids.values())
         num_samples = ids.lengths().numel()
-        shape = (num_samples, self._num_negatives)
-        if negative_ids.numel() != num_samples * self._num_negatives:
+        shape = (num_samples, negative_ids.numel() // max(1, num_samples))
+        if negative_ids.numel() != math.prod(shape):
             raise InputError(
-                f"the batch has {negative_ids.numel()} negatives for {num_samples} samples; the "
-                f"model takes num_negatives={self._num_negatives} for each"
+                f"the batch has {negative_ids.numel()} negatives for {num_samples} samples; give "
+                "each sample as many"
             )
         return Examples(
             inputs=_rows(padded_vectors, places[:, :-1].where(is_item[:, 1:], -1)),
@@ -102,10 +96,15 @@ class NextItemExamples(nn.Module):
         return has_next / has_next.sum(dim=1, keepdim=True).clamp(min=1) / len(has_next)
 
 
-def last_positions(examples: Examples) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last position of each sample that has a next item, and whether there is one."""
+def last_positions(examples: Examples) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The last positions that have a next item.
+
+    Returns:
+        The number of each sample, its last position, and whether it has one.
+    """
     num_positions = (examples.weights > 0).sum(dim=1)
-    return (num_positions - 1).clamp(min=0), num_positions > 0
+    samples = torch.arange(num_positions.numel(), device=num_positions.device)
+    return samples, (num_positions - 1).clamp(min=0), num_positions > 0
 
 
 def _with_last(values: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.dense.layer_stack import LayerStack
+from torchrec_2dsp.errors import InputError
 from torchrec_2dsp.programs.data.negatives import NegativeItems, negatives_name
 from torchrec_2dsp.programs.models.model import table_name
 from torchrec_2dsp.programs.models.ranking import ItemChunk, Queries, places_of
@@ -46,7 +47,6 @@ class NextItemModel(nn.Module):
         self._feature, self._num_items = config.feature, num_items
         self._max_length, self._dim = config.max_length, config.dim
         self._num_negatives = config.num_negatives
-        self._has_dropout = config.dropout > 0
         self.embeddings = EmbeddingCollection(
             tables=[
                 EmbeddingConfig(
@@ -62,10 +62,7 @@ class NextItemModel(nn.Module):
         # Not what the table's weights left of the stream: their device must not matter.
         torch.manual_seed(config.seed + 1)
         self.examples = NextItemExamples(
-            config.feature,
-            max_length=config.max_length,
-            num_negatives=config.num_negatives,
-            loss_mean=config.loss_mean,
+            config.feature, max_length=config.max_length, loss_mean=config.loss_mean
         )
         blocks = [
             TransformerBlock(config.dim, config.num_heads, config.hidden, config.dropout)
@@ -89,8 +86,7 @@ class NextItemModel(nn.Module):
             place of the last item among itself and the negatives, 1 for the best, 0 for a sample
             without a next item.
         """
-        vectors = self.embeddings(batch.sparse_features)
-        examples = self.examples(vectors, batch.sparse_features)
+        examples = self._examples_of(batch)
         if self.training:
             losses = scores = self.dense(
                 examples.inputs,
@@ -117,6 +113,20 @@ class NextItemModel(nn.Module):
         weights = torch.ones(num_samples, length)
         return inputs, [positives, negatives, weights, positive_ids, negative_ids]
 
+    def _examples_of(self, batch: Batch) -> Examples:
+        features = batch.sparse_features
+        self._check_negatives(features)
+        return self.examples(self.embeddings(features), features)
+
+    def _check_negatives(self, features: object) -> None:
+        # A pipeline that traces this model has no batch yet.
+        name = negatives_name(self._feature)
+        if isinstance(features, KeyedJaggedTensor) and name not in list(features.keys()):
+            raise InputError(
+                f"the batch has no feature {name!r}; give the model the batches of "
+                f"WithNegatives(dataset, {self._feature!r}, ...)"
+            )
+
     @torch.no_grad()
     def queries(self, batch: Batch) -> Queries:
         """What comes next after all items of each sample but the last, which is the target.
@@ -124,10 +134,8 @@ class NextItemModel(nn.Module):
         Collectives:
             Those of a lookup of the batch.
         """
-        vectors = self.embeddings(batch.sparse_features)
-        examples = self.examples(vectors, batch.sparse_features)
-        rows, has_next = _rows_of_samples(examples)
-        last, _ = last_positions(examples)
+        examples = self._examples_of(batch)
+        rows, last, has_next = last_positions(examples)
         ids = batch.sparse_features[self._feature]
         return Queries.of(
             self.dense(examples.inputs)[rows, last],
@@ -137,13 +145,16 @@ class NextItemModel(nn.Module):
         )
 
     @torch.no_grad()
-    def item_chunks(self, chunk_size: int) -> Iterator[ItemChunk]:
+    def item_chunks(self, chunk_size: int, device: torch.device) -> Iterator[ItemChunk]:
         """The vectors of all items, some at a time, looked up by all ranks together.
+
+        Args:
+            chunk_size: how many items are looked up together.
+            device: of their ids.
 
         Collectives:
             Those of a lookup for each chunk.
         """
-        device = next(self.dense.parameters()).device
         for start in range(0, self._num_items, chunk_size):
             ids = torch.arange(start, min(start + chunk_size, self._num_items), device=device)
             features = KeyedJaggedTensor(
@@ -154,15 +165,9 @@ class NextItemModel(nn.Module):
             yield ItemChunk(start, self.embeddings(features)[self._feature].values())
 
 
-def _rows_of_samples(examples: Examples) -> tuple[torch.Tensor, torch.Tensor]:
-    _, has_next = last_positions(examples)
-    return torch.arange(has_next.numel(), device=has_next.device), has_next
-
-
 def _places_among_negatives(outputs: torch.Tensor, examples: Examples) -> torch.Tensor:
     """The place of each sample's last item among itself and the negatives."""
-    rows, has_next = _rows_of_samples(examples)
-    last, _ = last_positions(examples)
+    rows, last, has_next = last_positions(examples)
     queries, targets = outputs[rows, last], examples.positive_ids[rows, last]
     return places_of(
         (queries * examples.positives[rows, last]).sum(dim=1),

@@ -12,8 +12,10 @@ import torchrec_2dsp
 
 PUBLIC_NAMES = [
     "AccessStats",
+    "BalancedBatches",
     "BalancedPartitioner",
     "Calibration",
+    "DelayedDense",
     "DelayedMomentRowWiseAdaGrad",
     "DiLoCo",
     "EmbeddingBagCollectionSharder2D",
@@ -38,6 +40,7 @@ PUBLIC_NAMES = [
     "RankLayout",
     "RowCounter",
     "RowOwners",
+    "SampleCost",
     "SyncReport",
     "SyncedRows",
     "TensorParallelDense",

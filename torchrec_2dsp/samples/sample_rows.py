@@ -63,7 +63,7 @@ class SampleRows:
         jagged = tuple(_jagged_of(leaf) for leaf in leaves if isinstance(leaf, _JAGGED))
         sizes = [len(rows) for rows in fixed] + [len(part.lengths) for part in jagged]
         if not sizes:
-            raise UnsupportedError(f"a {type(batch).__name__} has no tensors, so it has no samples")
+            raise UnsupportedError(f"a batch of type {type(batch).__name__} has no tensors, so it has no samples")
         if len(set(sizes)) > 1:
             raise InputError(
                 f"the tensors of a batch have {', '.join(map(str, sizes))} samples; give each "
@@ -194,7 +194,7 @@ def _mapped(given: Any, function: Callable[[Any], Any]) -> Any:
             object.__setattr__(copied, field.name, part)
         return copied
     raise UnsupportedError(
-        f"a batch holds a {type(given).__name__}, whose samples can't be told apart; use tensors, "
+        f"a batch holds a value of type {type(given).__name__}, whose samples can't be told apart; use tensors, "
         "keyed and jagged tensors in dataclasses, dicts, lists or tuples"
     )
 

@@ -1,7 +1,7 @@
 """Samples dealt to ranks by cost: each is given once, in order, to ranks with equal work."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -175,3 +175,20 @@ def interleave(rank: int, world_size: int) -> list[list[int]]:
 def test_two_streams_keep_apart_and_close(ranks2: RankPool) -> None:
     for first, second in zip(*ranks2.run(interleave), strict=True):
         assert sorted(first + second) == [0, 1, 2, 100, 101, 102, 1000, 1001, 1100, 1101]
+
+
+def deal_in_pairs(rank: int, world_size: int) -> list[int]:
+    """The samples of a rank whose pair deals by itself; the first of each has the long ones."""
+    pair, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
+    lengths = [1, 1, 1, 1] if rank % 2 else [9, 9, 9, 9]
+    batches = [sessions(10 * rank, lengths)]
+    (batch,) = tdsp.BalancedBatches(batches, group=cast(dist.ProcessGroup, pair))
+    return check_samples(batch)
+
+
+def test_groups_of_ranks_deal_by_themselves(ranks4: RankPool) -> None:
+    by_rank = ranks4.run(deal_in_pairs)
+    for first in (0, 2):
+        long, short = range(10 * first, 10 * first + 4), range(10 * first + 10, 10 * first + 14)
+        for numbers in by_rank[first : first + 2]:
+            assert len(set(numbers) & set(long)) == len(set(numbers) & set(short)) == 2

@@ -12,8 +12,10 @@ import torchrec_2dsp
 
 PUBLIC_NAMES = [
     "AccessStats",
+    "BalancedBatches",
     "BalancedPartitioner",
     "Calibration",
+    "DelayedDense",
     "DelayedMomentRowWiseAdaGrad",
     "DiLoCo",
     "EmbeddingBagCollectionSharder2D",
@@ -42,6 +44,7 @@ PUBLIC_NAMES = [
     "RowCounter",
     "RowOwners",
     "SettledAdam",
+    "SampleCost",
     "SyncReport",
     "SyncedRows",
     "TensorParallelDense",

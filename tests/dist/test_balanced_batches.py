@@ -1,7 +1,5 @@
-"""Samples dealt to ranks by cost: nothing is lost, and training is that of the global batch."""
+"""Samples dealt to ranks by cost: each is given once, in order, to ranks with equal work."""
 
-import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -9,76 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torchrec.datasets.utils import Batch
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from tests.support.loops import largest_gap, shard_loss_model, snapshot
-from tests.support.models import ModelSpec, make_batch, tables_of
-from tests.support.oracle import Oracle
-from tests.support.parity import LR, TOLERANCE, Cell, compare, make_optimizer, make_parallel
 from tests.support.ranks import RankPool
-from torchrec_2dsp.errors import ConfigError, InputError, RankError, TwoDError, UnsupportedError
-from torchrec_2dsp.samples.ahead import Ahead
-
-
-@dataclass(frozen=True)
-class Sessions:
-    """A batch in which each sample's number stands in every tensor."""
-
-    numbers: torch.Tensor
-    history: KeyedJaggedTensor
-    extra: dict[str, Any]
-    step: int
-    weight: float = 0.0
-
-
-def sessions(first: int, lengths: list[int], step: int = 0) -> Sessions:
-    """A batch of samples that are numbered from ``first``."""
-    numbers = torch.arange(first, first + len(lengths))
-    num_ids = torch.tensor(lengths, dtype=torch.int32)
-    clicks = (numbers % 3).int()
-    values = torch.cat([numbers.repeat_interleave(num_ids), numbers.repeat_interleave(clicks)])
-    return Sessions(
-        numbers,
-        KeyedJaggedTensor(
-            keys=["history", "clicks"],
-            values=values,
-            weights=values.float() / 2,
-            lengths=torch.cat([num_ids, clicks]),
-        ),
-        {
-            "jagged": JaggedTensor(numbers.repeat_interleave(clicks), lengths=clicks.long()),
-            "dense": numbers.double().view(-1, 1, 1).expand(-1, 2, 3),
-            "pair": (numbers % 2 == 0, [numbers.to(torch.int16)]),
-            "keyed": KeyedTensor(["a", "b"], [1, 2], numbers.float().view(-1, 1).expand(-1, 3)),
-            "scale": torch.tensor(2.5),
-            "name": "sessions",
-        },
-        step,
-    )
-
-
-def check_samples(batch: Sessions) -> list[int]:
-    """The numbers of the samples, after a look at all of their tensors."""
-    numbers = batch.numbers
-    history, clicks = (batch.history[key] for key in ("history", "clicks"))
-    assert torch.equal(history.values(), numbers.repeat_interleave(history.lengths()))
-    assert torch.equal(clicks.lengths(), (numbers % 3).int())
-    assert torch.equal(clicks.values(), numbers.repeat_interleave(clicks.lengths()))
-    assert torch.equal(batch.history.weights(), batch.history.values().float() / 2)
-    jagged = batch.extra["jagged"]
-    assert torch.equal(jagged.lengths(), (numbers % 3).long())
-    assert torch.equal(jagged.values(), numbers.repeat_interleave(jagged.lengths()))
-    assert torch.equal(batch.extra["dense"], numbers.double().view(-1, 1, 1).expand(-1, 2, 3))
-    is_even, [short] = batch.extra["pair"]
-    assert torch.equal(is_even, numbers % 2 == 0)
-    assert torch.equal(short, numbers.to(torch.int16))
-    assert torch.equal(batch.extra["keyed"]["b"], numbers.float().view(-1, 1).expand(-1, 2))
-    assert batch.extra["scale"] == 2.5
-    assert batch.extra["name"] == "sessions"
-    return numbers.tolist()
-
+from tests.support.sessions import Sessions, check_samples, count_dealing_threads, sessions
 
 SIZES = {
     "even": [[8, 8, 8, 8]] * 3,
@@ -136,12 +69,8 @@ def deal(rank: int, world_size: int, sizes: str, options: str) -> Given:
             assert batch.weight == balanced.loss_weight
         assert next(balanced, None) is None
     given.report = balanced.report
-    given.num_threads = count_threads()
+    given.num_threads = count_dealing_threads()
     return given
-
-
-def count_threads() -> int:
-    return sum(thread.name == "balanced batches" for thread in threading.enumerate())
 
 
 def deal_all(rank: int, world_size: int) -> dict[tuple[str, str], Given]:
@@ -181,135 +110,6 @@ def test_every_sample_is_given_once_in_order_to_ranks_with_equal_work(ranks4: Ra
         assert report.num_moved > 0
         assert sum(rank.report.num_bytes for rank in given) > 40 * report.num_moved
         assert [rank.num_threads for rank in given] == [0] * 4
-
-
-class MeanOracle(Oracle):
-    """Trains on the mean loss of all samples of a step."""
-
-    def mean_step(self, batches: list[KeyedJaggedTensor]) -> float:
-        """One update; the mean loss before it."""
-        self.model.zero_grad()
-        scores = torch.cat([self.model(batch) for batch in batches if batch.stride()])
-        loss = (scores - 1.0).pow(2).mean()
-        loss.backward()
-        with torch.no_grad():
-            for param in self.model.over.parameters():
-                param -= self.lr * param.grad  # type: ignore[operator]
-            for name, table in tables_of(self.model).items():
-                self._update_(name, cast(Any, table.weight).grad)
-        return loss.item()
-
-
-TRAINED = [[6, 6, 6, 6], [6, 6, 6, 6], [7, 3, 6, 2], [6, 6, 0, 6], [3, 0, 0, 4]]
-CELLS = [
-    Cell(tdsp.Mesh2D(1, 4), "table_wise"),
-    Cell(tdsp.Mesh2D(1, 4), "row_wise", optimizer="sgd", stock_wrapper=True),
-    Cell(tdsp.Mesh2D(1, 4), "row_wise", exchange="row"),
-    Cell(tdsp.Mesh2D(2, 2), "row_wise"),
-    Cell(tdsp.Mesh2D(2, 2), "table_wise", exchange="nonempty"),
-]
-WAYS: dict[str, dict[str, Any]] = {
-    "equal": {},
-    "speeds": {"rank_speeds": [1.0, 2.0, 1.0, 0.5], "shared_ids": 0.3},
-}
-
-
-def stream_of(rank: int, spec: ModelSpec) -> list[KeyedJaggedTensor]:
-    last = max(step for step, sizes in enumerate(TRAINED) if sizes[rank])
-    return [
-        make_batch(spec, seed=10 * step + rank, batch_size=sizes[rank])
-        for step, sizes in enumerate(TRAINED[: last + 1])
-    ]
-
-
-def train_cells(rank: int, world_size: int) -> list[tuple[str, float, float, int, list[int]]]:
-    """For each cell and way: the largest gap of a loss and of a weight from the oracle."""
-    gaps = []
-    for cell in CELLS:
-        oracle = MeanOracle(cell.spec, optimizer=cell.optimizer, lr=LR, eps=cell.eps)
-        streams = [stream_of(owner, cell.spec) for owner in range(world_size)]
-        expected = []
-        for step in range(len(TRAINED)):
-            expected.append(oracle.mean_step([s[step] for s in streams if step < len(s)]))
-        for name, way in WAYS.items():
-            parallel = make_parallel(cell, world_size, 4)
-            optimizer = make_optimizer(parallel)
-            loss_gap, counts = 0.0, []
-            balanced = tdsp.BalancedBatches(streams[rank], **way)
-            for step, batch in enumerate(balanced):
-                optimizer.zero_grad()
-                loss = (parallel(batch) - 1.0).pow(2).mean() * balanced.loss_weight
-                loss.backward()
-                if isinstance(parallel, tdsp.ModelParallel2D):
-                    parallel.sync()
-                optimizer.step()
-                mean = loss.detach() / world_size
-                dist.all_reduce(mean)
-                loss_gap = max(loss_gap, abs(mean.item() - expected[step]))
-                counts.append(batch.stride())
-            assert len(counts) == len(TRAINED)
-            gap = compare(parallel, oracle)
-            gaps.append((f"{cell} {name}", loss_gap, gap.worst, balanced.report.num_moved, counts))
-    return gaps
-
-
-def test_training_is_that_of_the_global_batch(ranks4: RankPool) -> None:
-    by_rank = ranks4.run(train_cells)
-    for cases in zip(*by_rank, strict=True):
-        for name, loss_gap, weight_gap, num_moved, _ in cases:
-            # Sums of the same float32 numbers in another order, through five steps.
-            assert loss_gap < 2 * TOLERANCE, name
-            assert weight_gap < 2 * TOLERANCE, name
-            assert num_moved > 10
-        if cases[0][0].endswith("speeds"):
-            assert cases[1][4][0] > cases[3][4][0] > 0
-
-
-def lose_weights(rank: int, world_size: int) -> float:
-    """How far training without loss weights is from the global batch, with unequal counts."""
-    cell = CELLS[0]
-    oracle = MeanOracle(cell.spec, optimizer=cell.optimizer, lr=LR, eps=cell.eps)
-    streams = [stream_of(owner, cell.spec) for owner in range(world_size)]
-    oracle.mean_step([stream[0] for stream in streams])
-    parallel = make_parallel(cell, world_size, 4)
-    optimizer = make_optimizer(parallel)
-    balanced = tdsp.BalancedBatches(streams[rank][:1], rank_speeds=[1.0, 2.0, 1.0, 0.5])
-    for batch in balanced:
-        (parallel(batch) - 1.0).pow(2).mean().backward()
-        optimizer.step()
-    return compare(parallel, oracle).weight
-
-
-def test_without_loss_weights_it_is_not(ranks4: RankPool) -> None:
-    assert max(ranks4.run(lose_weights)) > 100 * TOLERANCE
-
-
-def pipe(rank: int, world_size: int) -> float:
-    """How far TorchRec's pipeline ends from a plain loop over balanced batches."""
-    cell = Cell(tdsp.Mesh2D(1, world_size))
-    ends = []
-    for is_piped in (False, True):
-        parallel = shard_loss_model(cell)
-        optimizer = make_optimizer(parallel)
-        batches = [make_batch(cell.spec, seed=10 * step + rank, batch_size=6) for step in range(4)]
-        balanced = tdsp.BalancedBatches(batches)
-        if is_piped:
-            pipeline: Any = TrainPipelineSparseDist(parallel, optimizer, torch.device("cpu"))
-            for _ in range(4):
-                pipeline.progress(balanced)
-            with pytest.raises(StopIteration):
-                pipeline.progress(balanced)
-        else:
-            for batch in balanced:
-                optimizer.zero_grad()
-                parallel(batch)[0].backward()
-                optimizer.step()
-        ends.append(snapshot(parallel))
-    return largest_gap(*ends)
-
-
-def test_pipelines_take_balanced_batches(ranks2: RankPool) -> None:
-    assert ranks2.run(pipe) == [0.0, 0.0]
 
 
 def follow_speeds(rank: int, world_size: int) -> list[int]:
@@ -368,7 +168,7 @@ def interleave(rank: int, world_size: int) -> list[list[int]]:
     train.close()
     held_out.close()
     assert next(train, None) is None
-    assert count_threads() == 0
+    assert count_dealing_threads() == 0
     return numbers
 
 
@@ -377,124 +177,18 @@ def test_two_streams_keep_apart_and_close(ranks2: RankPool) -> None:
         assert sorted(first + second) == [0, 1, 2, 100, 101, 102, 1000, 1001, 1100, 1101]
 
 
-def error_of(call: Any) -> tuple[type[Exception], str]:
-    try:
-        call()
-    except Exception as error:
-        return type(error), str(error)
-    raise AssertionError("no error")
+def deal_in_pairs(rank: int, world_size: int) -> list[int]:
+    """The samples of a rank whose pair deals by itself; the first of each has the long ones."""
+    pair, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
+    lengths = [1, 1, 1, 1] if rank % 2 else [9, 9, 9, 9]
+    batches = [sessions(10 * rank, lengths)]
+    (batch,) = tdsp.BalancedBatches(batches, group=cast(dist.ProcessGroup, pair))
+    return check_samples(batch)
 
 
-def failing_loader(rank: int) -> Iterator[Sessions]:
-    yield sessions(0, [1, 2])
-    yield sessions(0, [1, 2])
-    if rank == 1:
-        raise OSError("no such file")
-    yield sessions(0, [1, 2])
-    yield sessions(0, [1, 2])
-
-
-def fail(rank: int, world_size: int) -> dict[str, tuple[type[Exception], str]]:
-    def run(batches: Any, **options: Any) -> Any:
-        return lambda: list(tdsp.BalancedBatches(batches, **options))
-
-    good = sessions(0, [1, 2])
-    balanced = tdsp.BalancedBatches(failing_loader(rank))
-    assert [len(next(balanced).numbers) for _ in range(2)] == [2, 2]
-    errors = {"loader": error_of(lambda: next(balanced)), "again": error_of(lambda: next(balanced))}
-    other = Batch(torch.ones(2, 3), good.history, torch.ones(2))
-    two_sizes = Batch(torch.ones(3, 3), good.history, torch.ones(2))
-    variable = KeyedJaggedTensor(
-        ["a", "b"],
-        torch.arange(3),
-        lengths=torch.ones(3, dtype=torch.int64),
-        stride_per_key_per_rank=[[1], [2]],
-        inverse_indices=(["a", "b"], torch.zeros(2, 2, dtype=torch.int64)),
-    )
-    cases = {
-        "forms": run([good if rank else other]),
-        "never": run([good] if rank else []),
-        "sizes": run([two_sizes]),
-        "object": run([good if rank else {"a": torch.ones(2), "b": object()}]),
-        "nothing": run([{"a": 1}]),
-        "variable": run([variable]),
-        "feature": run([good], lengths=["future"]),
-        "no lengths": run([torch.ones(2)]),
-        "function": run([good], lengths=lambda _: torch.ones(3)),
-        "shared": run([good], shared_ids=1.0),
-        "smoothing": run([good], smoothing=0.0),
-        "speeds": run([good], rank_speeds=[1.0]),
-        "no speed": run([good], rank_speeds=[1.0, 0.0]),
-        "settings": run([good], shared_ids=0.1 * rank),
-        "seconds": lambda: tdsp.BalancedBatches([good]).note_seconds(-1.0),
-    }
-    errors |= {name: error_of(call) for name, call in cases.items()}
-    # Whatever has failed leaves the group of ranks as it was.
-    assert sum(len(batch.numbers) for batch in tdsp.BalancedBatches([good, good])) == 4
-    assert count_threads() == 0
-    return errors
-
-
-def test_errors_are_the_same_on_all_ranks_or_name_the_rank(ranks2: RankPool) -> None:
-    first, second = ranks2.run(fail)
-    assert first["loader"] == first["again"]
-    assert first["loader"][0] is RankError
-    assert first["loader"][1].endswith(
-        "rank 1 failed as it took its next batch: OSError: no such file"
-    )
-    assert second["loader"] == second["again"] == (OSError, "no such file")
-    assert first["object"][0] is UnsupportedError
-    assert "a batch holds a object" in first["object"][1]
-    assert "failed as it took its next batch: UnsupportedError" in second["object"][1]
-    expected: dict[str, tuple[type[TwoDError], str]] = {
-        "forms": (ConfigError, "the form of the batches of BalancedBatches differs between ranks"),
-        "never": (ConfigError, "had no batch at all"),
-        "sizes": (InputError, "the tensors of a batch have 3, 2, 2 samples"),
-        "nothing": (UnsupportedError, "a dict has no tensors, so it has no samples"),
-        "variable": (UnsupportedError, "a batch size for each feature can't be balanced"),
-        "feature": (InputError, "the batch has no feature 'future'; use some of history, clicks"),
-        "no lengths": (InputError, "a batch without jagged tensors has no lengths"),
-        "function": (InputError, "lengths() gave a tensor of shape (3,) for 2 samples"),
-        "shared": (ConfigError, "BalancedBatches(shared_ids=1.0) is no share"),
-        "smoothing": (ConfigError, "BalancedBatches(smoothing=0.0) is no factor"),
-        "speeds": (ConfigError, "BalancedBatches(rank_speeds=[1.0]) doesn't fit 2 ranks"),
-        "no speed": (ConfigError, "rank_speeds: 0.0 is no speed"),
-        "settings": (ConfigError, "the settings of BalancedBatches differs between ranks"),
-        "seconds": (ConfigError, "note_seconds(-1.0) is no time"),
-    }
-    assert set(expected) == set(first) - {"loader", "again", "object"}
-    for name, (kind, text) in expected.items():
-        for error in (first[name], second[name]):
-            assert error[0] is kind, (name, error)
-            assert text in error[1], (name, error)
-
-
-def test_a_call_ahead_waits_for_the_one_before_and_hands_over_errors() -> None:
-    order: list[str] = []
-    gate = threading.Event()
-
-    def first_call() -> None:
-        gate.wait(10)
-        order.append("first")
-        raise ValueError("first")
-
-    first = Ahead(first_call, None)
-    second = Ahead(lambda: order.append("second"), first)
-    assert order == []
-    gate.set()
-    second.result()
-    assert order == ["first", "second"]
-    with pytest.raises(ValueError, match="first"):
-        first.result()
-
-
-def alone(rank: int, world_size: int) -> None:
-    group = dist.new_group([rank], use_local_synchronization=True)
-    batches = [sessions(0, [1, 2]), sessions(2, [3])]
-    balanced = tdsp.BalancedBatches(batches, group=cast(Any, group))
-    assert [check_samples(batch) for batch in balanced] == [[0, 1], [2]]
-    assert balanced.loss_weight == 1.0
-
-
-def test_a_rank_that_is_alone_gets_its_own_batches(ranks2: RankPool) -> None:
-    ranks2.run(alone)
+def test_groups_of_ranks_deal_by_themselves(ranks4: RankPool) -> None:
+    by_rank = ranks4.run(deal_in_pairs)
+    for first in (0, 2):
+        long, short = range(10 * first, 10 * first + 4), range(10 * first + 10, 10 * first + 14)
+        for numbers in by_rank[first : first + 2]:
+            assert len(set(numbers) & set(long)) == len(set(numbers) & set(short)) == 2

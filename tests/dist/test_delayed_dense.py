@@ -2,21 +2,17 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 import torchrec_2dsp as tdsp
 from tests.support.dense_training import TowerModel, batch_of, cell_of, dense_of, model_of
 from tests.support.parity import Cell
 from tests.support.ranks import RankPool
-from tests.support.resuming import Run, Variant
-from torchrec_2dsp._compat.data_parallel import data_parallel_wrapper
 from torchrec_2dsp.comms.counting import count_collectives
-from torchrec_2dsp.errors import CheckpointError, ConfigError, SyncError
+from torchrec_2dsp.errors import ConfigError, SyncError
 
 NUM_STEPS = 6
 ROUNDING = 2e-6
@@ -194,6 +190,26 @@ def test_a_late_step_has_the_collectives_of_ddp(ranks2: RankPool) -> None:
         assert not has_gradients
 
 
+def train_warm(rank: int, world_size: int) -> bool:
+    """Whether warm steps give the bits of DDP."""
+    ends = []
+    for wrapper in (None, tdsp.DelayedDense(warm_up=NUM_STEPS)):
+        cell = cell_of(world_size)
+        model = model_of(cell, wrapper)
+        params = dense_of(model)
+        optimizer = torch.optim.SGD(params.values(), lr=0.05)
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad()
+            model(batch_of(cell, step, rank)).backward()
+            optimizer.step()
+        ends.append([value.detach().clone() for value in params.values()])
+    return all(torch.equal(own, stock) for own, stock in zip(*ends, strict=True))
+
+
+def test_warm_steps_are_those_of_ddp_bit_for_bit(ranks4: RankPool) -> None:
+    assert ranks4.run(train_warm) == [True] * 4
+
+
 def fail_with_nan(rank: int, world_size: int) -> tuple[str, bool]:
     cell = cell_of(world_size)
     model = model_of(cell, tdsp.DelayedDense())
@@ -265,69 +281,3 @@ def test_what_cannot_be_is_said(ranks2: RankPool) -> None:
     assert differing.startswith("the settings of DelayedDense differs between ranks")
     assert "has a model already; make another one" in twice
     assert "would send them twice; call optimizer.zero_grad() in each step" in accumulated
-
-
-def run_of(world_size: int, *, is_delayed: bool = True) -> Run:
-    cell = Cell(tdsp.Mesh2D(1, world_size))
-    return Run(Variant(cell, draws=False, dense=tdsp.DelayedDense if is_delayed else None))
-
-
-def in_flight(run: Run) -> dict[str, torch.Tensor]:
-    wrapper = data_parallel_wrapper(run.model)
-    assert isinstance(wrapper, tdsp.DelayedDense)
-    return wrapper.state_dict()["in_flight"]
-
-
-def save(rank: int, world_size: int, folder: Path) -> dict[str, torch.Tensor]:
-    run = run_of(world_size)
-    for _ in range(3):
-        run.step()
-    run.losses.sum = 0.0
-    run.save(folder)
-    means = in_flight(run)
-    dense = data_parallel_wrapper(run.model)
-    assert isinstance(dense, tdsp.DelayedDense)
-    inner = KeyedOptimizerWrapper(dict(run.optimizer.params), torch.optim.SGD)
-    assert dense.flush(inner)
-    run.save(folder / "flushed")
-    return means
-
-
-def load(rank: int, world_size: int, path: Path) -> dict[str, torch.Tensor]:
-    run = run_of(world_size)
-    for _ in range(2):
-        run.step()
-    run.load(path)
-    means = in_flight(run)
-    assert run.step() > 0
-    plain = run_of(world_size, is_delayed=False)
-    with pytest.raises(CheckpointError, match="holds dense gradients that weren't sent"):
-        plain.load(path)
-    plain.load(path.parent / "flushed" / path.name)
-    assert plain.step() > 0
-    return means
-
-
-def test_other_ranks_take_over_what_was_in_flight(
-    ranks4: RankPool, ranks2: RankPool, tmp_path: Path
-) -> None:
-    saved = ranks4.run(save, tmp_path)
-    assert any(mean.any() for mean in saved[0].values())
-    for means in (*saved[1:], *ranks2.run(load, tmp_path / "3")):
-        assert means.keys() == saved[0].keys()
-        assert all(torch.equal(mean, saved[0][name]) for name, mean in means.items())
-
-
-def start_with_plain(rank: int, world_size: int, folder: Path) -> float:
-    plain = run_of(world_size, is_delayed=False)
-    plain.step()
-    plain.save(folder)
-    run = run_of(world_size)
-    run.step()
-    run.load(folder / "1")
-    assert in_flight(run) == {}
-    return run.step()
-
-
-def test_a_run_may_begin_to_delay_at_a_checkpoint(ranks2: RankPool, tmp_path: Path) -> None:
-    assert all(loss > 0 for loss in ranks2.run(start_with_plain, tmp_path))

@@ -149,10 +149,10 @@ def test_samples_come_together_within_the_tolerance(
     assert (
         np.bincount(together, minlength=num_ranks) == np.bincount(ranks, minlength=num_ranks)
     ).all()
-    for load, before in zip(
-        loads_of(together, costs, num_ranks), loads_of(ranks, costs, num_ranks), strict=True
-    ):
-        assert load <= before * (1 + tolerance) + 1e-9
+    # The samples of a rank, from the most expensive one on, cost at most so much more than before.
+    for rank in range(num_ranks):
+        own, before = (sorted(costs[deal == rank], reverse=True) for deal in (together, ranks))
+        assert all(a <= b * (1 + tolerance) + 1e-12 for a, b in zip(own, before, strict=True))
 
 
 def test_sessions_come_together() -> None:
@@ -167,10 +167,12 @@ def test_sessions_come_together() -> None:
     assert samples.num_distinct(together) < 1.5 * 64 * 20
 
 
-def test_an_id_that_a_sample_has_twice_counts_once() -> None:
-    samples = SampleIds(np.array([5, 5, 5, 7, 7, 5]), np.array([2, 1, 2, 1]))
-    together = bring_together(np.array([0, 1, 0, 1]), np.ones(4), samples, 2, 0.0)
-    assert samples.num_distinct(together) == 3
+def test_an_id_that_a_sample_has_several_times_counts_once() -> None:
+    ids = [[2, 2, 1], [0, 0, 0], [1, 2, 1], [0, 1], [3, 1], [4]]
+    samples = SampleIds(np.concatenate(ids), np.array([len(of_sample) for of_sample in ids]))
+    together = bring_together(np.array([1, 0, 0, 1, 1, 0]), np.ones(6), samples, 2, 0.0)
+    # At best: 0 and 4 beside 1 on one rank, and 1, 2 and 3 on the other.
+    assert samples.num_distinct(together) == 6
 
 
 def test_a_cost_is_fitted_to_measured_steps() -> None:

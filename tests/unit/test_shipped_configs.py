@@ -41,6 +41,7 @@ def test_every_run_is_a_config_of_a_program() -> None:
         "bench_dense": BenchConfig,
         "bench_sync": SyncBenchConfig,
         "demo": TrainConfig,
+        "dense_async_quality": TrainConfig,
         "dense_quality": TrainConfig,
         "fewer_bits_quality": TrainConfig,
         "plan": PlanConfig,
@@ -119,6 +120,6 @@ def test_every_command_with_a_config_takes_names(
     assert result.exit_code == 2
     assert "error: 'dmo' is no file, and no config of that name ships" in result.stderr
     assert (
-        "bench_criteo, bench_dense, bench_sync, demo, dense_quality, fewer_bits_quality, plan"
-        in result.stderr
+        "bench_criteo, bench_dense, bench_sync, demo, dense_async_quality, dense_quality, "
+        "fewer_bits_quality, plan" in result.stderr
     )

@@ -52,7 +52,7 @@ class LateGradients:
         self._num_ranks = dist.get_world_size(group)
         self._in_flight: list[_InFlight] = []
         self._step = 0
-        self._is_late = warm_up == 0
+        self._is_late = False
         self.num_late_steps = 0
         """How many steps have used the gradients of the step before."""
         self.total = GradientReport()

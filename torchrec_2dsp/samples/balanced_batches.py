@@ -151,9 +151,10 @@ class BalancedBatches(Iterator[T], Generic[T]):
         self._computed = (cost + self._given_cost, before + seconds)
 
     def close(self) -> None:
-        """Give no more batches, and wait until the one under way has arrived; it is dropped.
+        """Give no more batches, and wait until the exchange under way is over.
 
-        Call it on all ranks after the same batch.
+        What it would have given, a batch or an error, is dropped. Call it on all ranks after the
+        same batch.
         """
         self._has_ended = True
         if self._pending is not None:

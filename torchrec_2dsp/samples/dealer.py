@@ -42,7 +42,7 @@ class Offer:
     """What each of them costs."""
 
     ids: SampleIds | None = None
-    """Their ids, if samples with the same ones are brought together."""
+    """The samples' ids, if samples with the same ones are brought together."""
 
     error: Exception | None = None
     """What happened when the rank took its batch."""

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,19 +59,19 @@ class SampleRows:
             InputError: tensors disagree on how many samples there are.
         """
         leaves = _leaves(batch)
+        for leaf in leaves:
+            _check_leaf(leaf)
         fixed = tuple(_rows_of(leaf) for leaf in leaves if not isinstance(leaf, _JAGGED))
         jagged = tuple(_jagged_of(leaf) for leaf in leaves if isinstance(leaf, _JAGGED))
         sizes = [len(rows) for rows in fixed] + [len(part.lengths) for part in jagged]
         if not sizes:
-            raise UnsupportedError(f"a {type(batch).__name__} has no tensors, so it has no samples")
+            raise UnsupportedError(
+                f"a batch of type {type(batch).__name__} has no tensors, so it has no samples"
+            )
         if len(set(sizes)) > 1:
             raise InputError(
                 f"the tensors of a batch have {', '.join(map(str, sizes))} samples; give each "
                 "tensor a row for each sample"
-            )
-        if any(tensor.device.type != "cpu" for tensor in _all_tensors(fixed, jagged)):
-            raise UnsupportedError(
-                "a batch is on an accelerator already; balance it on the CPU, before it is copied"
             )
         return cls(batch, sizes[0], fixed, jagged)
 
@@ -194,13 +194,29 @@ def _mapped(given: Any, function: Callable[[Any], Any]) -> Any:
             object.__setattr__(copied, field.name, part)
         return copied
     raise UnsupportedError(
-        f"a batch holds a {type(given).__name__}, whose samples can't be told apart; use tensors, "
-        "keyed and jagged tensors in dataclasses, dicts, lists or tuples"
+        f"a batch holds a value of type {type(given).__name__}, whose samples can't be told apart; "
+        "use tensors, keyed and jagged tensors in dataclasses, dicts, lists or tuples"
     )
 
 
+def _check_leaf(leaf: Any) -> None:
+    """Raise if samples of a leaf can't travel."""
+    tensors = [leaf if isinstance(leaf, torch.Tensor) else leaf.values()]
+    if isinstance(leaf, _JAGGED) and leaf.weights_or_none() is not None:
+        tensors.append(leaf.weights())
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        raise UnsupportedError(
+            f"a batch is on {tensors[0].device} already; balance it on the CPU, before it is copied"
+        )
+    if any(tensor.requires_grad for tensor in tensors):
+        raise UnsupportedError(
+            "a batch holds a tensor that needs a gradient, which can't follow a sample to another "
+            "rank; compute it after the batch was balanced"
+        )
+
+
 def _rows_of(leaf: Any) -> torch.Tensor:
-    return (leaf.values() if isinstance(leaf, KeyedTensor) else leaf).detach()
+    return leaf.values() if isinstance(leaf, KeyedTensor) else leaf
 
 
 def _jagged_of(leaf: KeyedJaggedTensor | JaggedTensor) -> Jagged:
@@ -242,13 +258,6 @@ def _jagged_like(leaf: KeyedJaggedTensor | JaggedTensor, part: Jagged) -> Any:
         lengths=lengths,
         stride=len(part.lengths),
     )
-
-
-def _all_tensors(fixed: Sequence[torch.Tensor], jagged: Sequence[Jagged]) -> Iterator[torch.Tensor]:
-    yield from fixed
-    for part in jagged:
-        yield part.lengths
-        yield from part.contents
 
 
 def row_bytes(rows: torch.Tensor) -> int:

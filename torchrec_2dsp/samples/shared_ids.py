@@ -9,9 +9,6 @@ import numpy.typing as npt
 
 from torchrec_2dsp.samples.deal import Ranks
 
-_NUM_PASSES = 2
-"""The second pass knows where the first one has put the others."""
-
 
 @dataclass(frozen=True)
 class SampleIds:
@@ -66,12 +63,11 @@ def bring_together(
     counts = np.zeros((num_ids, num_ranks), dtype=np.int32)
     np.add.at(counts, (shared.ids, np.repeat(together, shared.lengths)), 1)
     ids_of = [shared.ids[start:end] for start, end in pairwise(starts)]
-    for _ in range(_NUM_PASSES):
-        for block in _blocks(costs, tolerance):
-            movable = [sample for sample in block.tolist() if len(ids_of[sample])]
-            # Samples that share ids follow each other, so that they find each other's rank.
-            movable.sort(key=lambda sample: int(ids_of[sample].min()))
-            _place_(movable, together, counts, ids_of)
+    for block in _blocks(costs, tolerance):
+        movable = [sample for sample in block.tolist() if len(ids_of[sample])]
+        # Samples that share ids follow each other, so that they find each other's rank.
+        movable.sort(key=lambda sample: int(ids_of[sample].min()))
+        _place_(movable, together, counts, ids_of)
     return together if samples.num_distinct(together) < samples.num_distinct(ranks) else ranks
 
 

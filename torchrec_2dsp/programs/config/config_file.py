@@ -4,7 +4,7 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ValidationError
 
@@ -17,6 +17,8 @@ _BESIDE_CONFIG, _MAY_BE_SHIPPED = object(), object()
 PathBesideConfig = Annotated[str, _BESIDE_CONFIG]
 """A path that a config file gives relative to itself; on the command line it is relative to the
 process. Empty for none."""
+PathsBesideConfig = Annotated[tuple[str, ...], _BESIDE_CONFIG]
+"""Several such paths, or patterns of paths."""
 CalibrationPath = Annotated[
     str,
     _BESIDE_CONFIG,
@@ -77,14 +79,32 @@ def _with_paths(kind: type[BaseModel], tree: Mapping[str, Any], folder: Path) ->
     """A copy of what a file in ``folder`` says, whose paths are relative to this process."""
     resolved = dict(tree)
     for name, field in kind.model_fields.items():
-        value, section = tree.get(name), field.annotation
-        if isinstance(value, Mapping) and isinstance(section, type):
-            if issubclass(section, BaseModel):
+        value = tree.get(name)
+        is_path = _BESIDE_CONFIG in field.metadata
+        if isinstance(value, Mapping):
+            section = _section(field.annotation, value)
+            if section is not None:
                 resolved[name] = _with_paths(section, value, folder)
-        elif isinstance(value, str) and value and _BESIDE_CONFIG in field.metadata:
+        elif is_path and isinstance(value, list):
+            resolved[name] = [
+                os.path.normpath(folder / path) if isinstance(path, str) else path for path in value
+            ]
+        elif is_path and isinstance(value, str) and value:
             is_name = _MAY_BE_SHIPPED in field.metadata and shipped_config(value, _HARDWARE)
             resolved[name] = value if is_name else os.path.normpath(folder / value)
     return resolved
+
+
+def _section(annotation: Any, value: Mapping[str, Any]) -> type[BaseModel] | None:
+    """The class of a section; where there are several kinds, the one that ``value`` names."""
+    if isinstance(annotation, type):
+        return annotation if issubclass(annotation, BaseModel) else None
+    for kind in get_args(annotation):
+        if isinstance(kind, type) and issubclass(kind, BaseModel) and "kind" in kind.model_fields:
+            field = kind.model_fields["kind"]
+            if value.get("kind", field.get_default()) in get_args(field.annotation):
+                return kind
+    return None
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,6 +43,8 @@ class TableData:
         self._selections = _select(config, columns, self.malformed)
         prepared = Prepared(config.prepared, config.dense, config.features)
         vocabularies, scales = prepared.prepare(self._selections[Split.TRAIN], columns, progress)
+        for selection in self._selections.values():
+            selection.close()
         given = {
             column.column: Scale(column.mean, column.std)
             for column in config.dense

@@ -4,6 +4,8 @@ import gzip
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -131,14 +133,15 @@ def content_of(parts: Sequence[Batch]) -> list[tuple[object, ...]]:
     """All that a batch says of each row, in the order of the rows."""
     content: list[tuple[object, ...]] = []
     for part in parts:
-        bags = [
-            [bag.tolist() for bag in part.sparse_features[key].to_dense()]
-            for key in part.sparse_features.keys()  # noqa: SIM118
-        ]
+        features = part.sparse_features
+        lengths = features.lengths().view(len(features.keys()), -1).tolist()
+        ids = iter(features.values().tolist())
+        bags = [[list(islice(ids, length)) for length in row] for row in lengths]
         content += zip(part.labels.tolist(), part.dense_features.tolist(), *bags, strict=True)
     return content
 
 
+@cache
 def expected_content(row: Row) -> tuple[object, ...]:
     """What a batch must say of a row, by a hash of plain integers."""
     tags = [hashed_row(tag.encode(), NUM_TAGS) for tag in row.tags]

@@ -83,7 +83,7 @@ class TextParser:
         lines = np.delete(lines, list(invalid))
         if len(lines) != table.num_rows:
             raise AssertionError(f"pyarrow made {table.num_rows} rows of {len(lines)} lines")
-        unreadable = {**unreadable, **_bad_labels(table, columns)}
+        unreadable = {**_bad_labels(table, columns), **unreadable}
         if unreadable:
             reasons |= {int(lines[row]): why for row, why in unreadable.items()}
             rows = np.delete(np.arange(len(lines)), list(unreadable))

@@ -23,7 +23,8 @@ class InteractionLog:
     """The items of each user, in the order of time."""
 
     items: NDArray[np.int64]
-    """The items of all users, one user after another. The most frequent item is 0."""
+    """The items of all users, one user after another, in the order in which users first appear. The
+    most frequent item is 0."""
 
     starts: NDArray[np.int64]
     """Where each user's items begin."""
@@ -92,8 +93,9 @@ def read_interactions(
             f"the log; malformed_limit={incomplete_limit} allows fewer"
         )
     whole = pa.array(is_whole)
-    user_numbers, _ = _numbered(users.values.filter(whole))
-    item_numbers, names = _numbered(items.values.filter(whole))
+    by_appearance = users.values.filter(whole).dictionary_encode()
+    user_numbers = np.asarray(by_appearance.indices).astype(np.int64)
+    item_numbers, names = _by_frequency(items.values.filter(whole))
     order = np.lexsort((times[is_whole], user_numbers))
     counts = np.bincount(user_numbers)
     has_enough = counts >= min_items
@@ -113,7 +115,7 @@ def read_interactions(
     )
 
 
-def _numbered(values: pa.BinaryArray) -> tuple[NDArray[np.int64], pa.BinaryArray]:
+def _by_frequency(values: pa.BinaryArray) -> tuple[NDArray[np.int64], pa.BinaryArray]:
     """Numbers for values, the most frequent 0; of equally frequent ones, the smaller text first."""
     encoded = values.dictionary_encode()
     numbers = np.asarray(encoded.indices).astype(np.int64)

@@ -1,8 +1,8 @@
 """The section ``[data]`` of a config, for logs: tables, two of them well known, interactions."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from torchrec_2dsp.programs.data.logs.columns import DenseColumn, SparseColumn
 from torchrec_2dsp.programs.data.logs.config import LogConfig, TableLayout
@@ -97,6 +97,11 @@ class CriteoConfig(KnownLogConfig):
     kind: Literal["criteo"] = "criteo"
     """The kind of data."""
 
+    @model_validator(mode="after")
+    def _check_table(self) -> Self:
+        self.table()
+        return self
+
     def table(self) -> TableConfig:
         """The log as a table."""
         return TableConfig.model_validate(
@@ -130,6 +135,11 @@ class AvazuConfig(KnownLogConfig):
 
     kind: Literal["avazu"] = "avazu"
     """The kind of data."""
+
+    @model_validator(mode="after")
+    def _check_table(self) -> Self:
+        self.table()
+        return self
 
     def table(self) -> TableConfig:
         """The log as a table."""

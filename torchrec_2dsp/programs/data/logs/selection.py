@@ -1,6 +1,7 @@
 """`Selection`: the rows of a log that belong to a split."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -188,11 +189,12 @@ def hashed_rows(
         blocks = [block for block in source.blocks if block.file == file]
         layout = [block.num_rows for block in blocks]
         how = f"{share} of {column!r} held out, in blocks of {layout[0]} and {layout[-1]} rows"
-        counts += index.remembered(
-            file,
-            f"{how}, {len(layout)} blocks",
-            lambda blocks=blocks: [len(members.rows(block, Split.TRAIN)) for block in blocks],
-        )
+        with closing(members):
+            counts += index.remembered(
+                file,
+                f"{how}, {len(layout)} blocks",
+                lambda blocks=blocks: [len(members.rows(block, Split.TRAIN)) for block in blocks],
+            )
     pairs = list(zip(source.blocks, counts, strict=True))
     trained = [LogPiece(block, 0, count) for block, count in pairs]
     held_out = [LogPiece(block, 0, block.num_rows - count) for block, count in pairs]

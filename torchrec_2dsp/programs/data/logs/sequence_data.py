@@ -1,6 +1,7 @@
 """`SequenceData`: the sequences of a log of interactions as a `Dataset`."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from itertools import count
 
 import numpy as np
@@ -50,19 +51,17 @@ class SequenceData:
             config.item: ColumnKind.TEXT,
             config.time: ColumnKind.TIME,
         }
-        source = open_source(
-            layout, list_files(config.files), columns, self.malformed, RowIndex("")
-        )
-        self.log: InteractionLog = read_interactions(
-            source,
-            user=config.user,
-            item=config.item,
-            time=config.time,
-            min_items=config.min_items,
-            incomplete_limit=config.malformed_limit,
-        )
+        files = list_files(config.files)
+        with closing(open_source(layout, files, columns, self.malformed, RowIndex(""))) as source:
+            self.log: InteractionLog = read_interactions(
+                source,
+                user=config.user,
+                item=config.item,
+                time=config.time,
+                min_items=config.min_items,
+                incomplete_limit=config.malformed_limit,
+            )
         """The sequences of all users."""
-        source.close()
         lengths = np.minimum(self.log.lengths - 1, config.max_length)
         self.features: Sequence[LogFeature] = (
             LogFeature(config.feature, len(self.log.item_names), float(lengths.mean())),

@@ -1,6 +1,7 @@
 """`TableData`: a log of rows as a `Dataset`."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 
 from torchrec.datasets.utils import Batch
 
@@ -40,11 +41,10 @@ class TableData:
         self.malformed = MalformedLines(config.malformed_limit)
         """The lines that this process couldn't read."""
         columns = columns_of(config.label, config.dense, config.features)
-        self._selections = _select(config, columns, self.malformed)
         prepared = Prepared(config.prepared, config.dense, config.features)
-        vocabularies, scales = prepared.prepare(self._selections[Split.TRAIN], columns, progress)
-        for selection in self._selections.values():
-            selection.close()
+        self._selections = _select(config, columns, self.malformed)
+        with closing(self._selections[Split.TRAIN]) as trained:
+            vocabularies, scales = prepared.prepare(trained, columns, progress)
         given = {
             column.column: Scale(column.mean, column.std)
             for column in config.dense

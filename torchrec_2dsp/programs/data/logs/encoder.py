@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from torchrec_2dsp.programs.data.logs.blocks import ColumnKind
 from torchrec_2dsp.programs.data.logs.columns import DenseColumn, SparseColumn
-from torchrec_2dsp.programs.data.logs.hashing import hash_texts, rows_of, text_lengths
+from torchrec_2dsp.programs.data.logs.hashing import MISSING, hash_texts, rows_of
 from torchrec_2dsp.programs.data.logs.samples import FeatureIds, Samples
 from torchrec_2dsp.programs.data.logs.text_parser import label_numbers
 from torchrec_2dsp.programs.data.logs.values import texts_of
@@ -95,11 +95,10 @@ class Encoder:
         texts = texts_of(table[feature.source], feature.separator, feature.max_ids)
         if feature.encoding == "vocabulary":
             return FeatureIds(self._vocabularies[feature.name].rows(texts.values), texts.lengths)
-        rows = rows_of(hash_texts(texts.values), feature.num_rows - 1)
-        rows += 1
-        is_missing = text_lengths(texts.values) == 0
-        if is_missing.any():
-            rows[is_missing] = MISSING_ROW
+        hashes = hash_texts(texts.values)
+        rows = rows_of(hashes, feature.num_rows - 1)
+        # Missing values have hash 0, and with it row 0.
+        rows += hashes != MISSING
         return FeatureIds(rows, texts.lengths)
 
     def _num_rows(self, feature: SparseColumn) -> int:

@@ -17,16 +17,13 @@ _MASKS = np.array(
     [(1 << (8 * num_bytes)) - 1 for num_bytes in range(_WORD_BYTES + 1)], dtype=np.uint64
 )
 
+MISSING = np.uint64(0)
+"""The hash of an empty text, and, once in 2**64 times, of another one."""
 Hashes = NDArray[np.uint64]
 
 
-def text_lengths(texts: pa.BinaryArray) -> NDArray[np.int64]:
-    """How many bytes each text has."""
-    return np.diff(_offsets(texts))
-
-
 def hash_texts(texts: pa.BinaryArray) -> Hashes:
-    """One 64-bit hash for each text; none may be null.
+    """One 64-bit hash for each text, `MISSING` for an empty one; none may be null.
 
     Example:
         >>> import pyarrow as pa
@@ -35,17 +32,18 @@ def hash_texts(texts: pa.BinaryArray) -> Hashes:
         ['0x9ee448ff0b64d69b', '0x0']
     """
     offsets = _offsets(texts)
-    starts, lengths = offsets[:-1], np.diff(offsets)
+    starts, lengths = offsets[:-1], offsets[1:] - offsets[:-1]
     state = lengths.astype(np.uint64) * _LENGTH_FACTOR
-    if not lengths.any():
+    longest = int(lengths.max(initial=0))
+    if not longest:
         return state
     words = _words(texts)
     first = words[starts]
-    if lengths.min() < _WORD_BYTES:
-        first &= _MASKS[np.minimum(lengths, _WORD_BYTES)]
+    shorter = np.flatnonzero(lengths < _WORD_BYTES)
+    first[shorter] &= _MASKS[lengths[shorter]]
     state ^= first
     _mix_(state)
-    for begin in range(_WORD_BYTES, int(lengths.max()), _WORD_BYTES):
+    for begin in range(_WORD_BYTES, longest, _WORD_BYTES):
         longer = np.flatnonzero(lengths > begin)
         word = words[starts[longer] + begin]
         word &= _MASKS[np.minimum(lengths[longer] - begin, _WORD_BYTES)]

@@ -67,8 +67,9 @@ class TextParser:
             columns: which columns, and what they are for.
         """
         broken = self._broken(data)
-        lines = np.setdiff1d(np.arange(num_lines), np.fromiter(broken, np.int64))
+        lines = np.arange(num_lines)
         if broken:
+            lines = np.delete(lines, list(broken))
             data = select_lines(data, lines)
         types = {name: _TYPES[kind] for name, kind in columns.items()}
         try:
@@ -80,7 +81,8 @@ class TextParser:
         else:
             unreadable = {}
         reasons = {**broken, **{int(lines[row]): why for row, why in invalid.items()}}
-        lines = np.delete(lines, list(invalid))
+        if invalid:
+            lines = np.delete(lines, list(invalid))
         if len(lines) != table.num_rows:
             raise AssertionError(f"pyarrow made {table.num_rows} rows of {len(lines)} lines")
         unreadable = {**_bad_labels(table, columns), **unreadable}

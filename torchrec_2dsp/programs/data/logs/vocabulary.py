@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.data.logs.arrow import compute
-from torchrec_2dsp.programs.data.logs.hashing import hash_texts, text_lengths
+from torchrec_2dsp.programs.data.logs.hashing import MISSING, hash_texts
 from torchrec_2dsp.programs.data.logs.row_index import write_whole
 
 MISSING_ROW, UNKNOWN_ROW, NUM_RESERVED = 0, 1, 2
@@ -48,11 +48,11 @@ class Vocabulary:
     def rows(self, values: pa.BinaryArray) -> NDArray[np.int64]:
         """The row of each value."""
         rows = np.full(len(values), UNKNOWN_ROW, dtype=np.int64)
+        hashes = hash_texts(values)
         if len(self._hashes):
-            hashes = hash_texts(values)
             places = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
             np.copyto(rows, self._rows[places], where=self._hashes[places] == hashes)
-        rows[text_lengths(values) == 0] = MISSING_ROW
+        rows[hashes == MISSING] = MISSING_ROW
         return rows
 
 

@@ -93,7 +93,7 @@ def test_sequences(ranks2: RankPool, tmp_path: Path) -> None:
 
 def test_errors_are_those_of_all_ranks(ranks2: RankPool, tmp_path: Path) -> None:
     good = write_log(tmp_path / "a.csv", ROWS[:5])
-    text = good.read_text() + "\n".join(["1,2"] * 3)
+    text = "\n".join([good.read_text(), *["1,2"] * 3])
     bad = tmp_path / "b.csv"
     bad.write_text(text)
     errors = ranks2.run(malformed_part, AccessConfig(data=table_config(bad)))

@@ -47,7 +47,8 @@ class CheckpointError(TwoDError, RuntimeError):
 
 
 class InputError(TwoDError, IndexError):
-    """A batch with an id that its table has no row for, or with batch sizes that don't fit it."""
+    """A batch with an id that its table has no row for, or with batch sizes that don't fit it; a
+    log with rows that can't be read."""
 
 
 class SyncError(TwoDError, RuntimeError):

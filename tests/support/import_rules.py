@@ -22,7 +22,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"programs.config", "programs.doctor", "programs.launch"}),
     frozenset({"programs.data"}),
     frozenset({"programs.calibrate", "programs.models"}),
-    frozenset({"programs.plan"}),
+    frozenset({"programs.access", "programs.plan"}),
     frozenset({"programs.bench", "programs.cluster", "programs.train"}),
     frozenset({"programs.study"}),
     frozenset({"programs.cli"}),

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from torchrec_2dsp.programs.cli.access import access
 from torchrec_2dsp.programs.cli.bench import bench
 from torchrec_2dsp.programs.cli.bench_report import bench_compare, bench_report
 from torchrec_2dsp.programs.cli.bench_sync import bench_sync
@@ -21,6 +22,7 @@ from torchrec_2dsp.programs.cli.train_study import train_study
 COMMANDS: tuple[Callable[..., None], ...] = (
     doctor,
     train,
+    access,
     bench,
     bench_report,
     bench_compare,

@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ValidationError
 
@@ -18,6 +18,8 @@ _BESIDE_CONFIG, _MAY_BE_SHIPPED = object(), object()
 PathBesideConfig = Annotated[str, _BESIDE_CONFIG]
 """A path that a config file gives relative to itself; on the command line it is relative to the
 process. Empty for none."""
+PathsBesideConfig = Annotated[tuple[str, ...], _BESIDE_CONFIG]
+"""Several such paths, or patterns of paths."""
 CalibrationPath = Annotated[
     str,
     _BESIDE_CONFIG,
@@ -78,26 +80,50 @@ def _with_paths(kind: type[BaseModel], tree: Mapping[str, Any], folder: Path) ->
     """A copy of what a file in ``folder`` says, whose paths are relative to this process."""
     resolved = dict(tree)
     for name, field in kind.model_fields.items():
-        value, section = tree.get(name), field.annotation
+        value = tree.get(name)
+        is_path = _BESIDE_CONFIG in field.metadata
         if isinstance(value, Mapping):
-            resolved[name] = _section_with_paths(section, value, folder)
-        elif isinstance(value, str) and value and _BESIDE_CONFIG in field.metadata:
+            resolved[name] = _section_with_paths(field.annotation, value, folder)
+        elif is_path and isinstance(value, list):
+            resolved[name] = [
+                os.path.normpath(folder / path) if isinstance(path, str) else path for path in value
+            ]
+        elif is_path and isinstance(value, str) and value:
             is_name = _MAY_BE_SHIPPED in field.metadata and shipped_config(value, _HARDWARE)
             resolved[name] = value if is_name else os.path.normpath(folder / value)
     return resolved
 
 
-def _section_with_paths(section: Any, value: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _section_with_paths(annotation: Any, value: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """`_with_paths` of a section, or of each section that a mapping names; others stay the same."""
-    if isinstance(section, type) and issubclass(section, BaseModel):
+    section = _section(annotation, value)
+    if section is not None:
         return _with_paths(section, value, folder)
-    (*_, of_each) = get_args(section) or (None,)
-    if isinstance(of_each, type) and issubclass(of_each, BaseModel):
+    (*_, of_each) = get_args(annotation) or (None,)
+    if get_origin(annotation) is dict and _is_section(of_each):
         return {
             key: _with_paths(of_each, item, folder) if isinstance(item, Mapping) else item
             for key, item in value.items()
         }
     return dict(value)
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _section(annotation: Any, value: Mapping[str, Any]) -> type[BaseModel] | None:
+    """The class of a section; where there are several kinds, the one that ``value`` names."""
+    if _is_section(annotation):
+        return annotation
+    if get_origin(annotation) is dict:
+        return None
+    for kind in get_args(annotation):
+        if _is_section(kind) and "kind" in kind.model_fields:
+            field = kind.model_fields["kind"]
+            if value.get("kind", field.get_default()) in get_args(field.annotation):
+                return kind
+    return None
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

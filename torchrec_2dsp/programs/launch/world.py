@@ -50,6 +50,22 @@ def launched_world(device: str, command: str) -> Iterator[int]:
     leave_world()
 
 
+@contextmanager
+def launched_world_or_one() -> Iterator[int]:
+    """Join the ranks that torchrun started, or be the only rank; the value is this rank.
+
+    Collectives:
+        Those of `launched_world`, under torchrun.
+    """
+    if all(name in os.environ for name in _SET_BY_TORCHRUN):
+        with launched_world("cpu", "") as rank:
+            yield rank
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield 0
+    leave_world()
+
+
 def keep_freed_memory() -> None:
     """Let this process and its forks keep what tensors free, for those of the next step.
 

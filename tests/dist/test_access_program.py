@@ -1,0 +1,131 @@
+"""`access` counts a log as plain Python does, on any number of ranks; errors are all ranks'."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.logs import NUM_TAGS, NUM_USERS, hashed_row, make_rows, table_config, write_log
+from tests.support.programs import forked
+from tests.support.ranks import RankPool
+from torchrec_2dsp.access.stats import AccessStats
+from torchrec_2dsp.comms.mesh_groups import world_group
+from torchrec_2dsp.errors import ConfigError, InputError
+from torchrec_2dsp.programs.access.config import AccessConfig
+from torchrec_2dsp.programs.access.count import AccessProgress, AccessResult, count_access
+from torchrec_2dsp.programs.data.logs.sections import InteractionsConfig
+
+ROWS = make_rows(300)
+
+
+def counted(config: AccessConfig) -> tuple[AccessResult, list[AccessProgress]]:
+    """The counts, as this rank has them, and what it told meanwhile."""
+    progress: list[AccessProgress] = []
+    return count_access(config, world_group(), progress.append), progress
+
+
+def checked_counts(rank: int, world_size: int, config: AccessConfig) -> None:
+    """Compare with counts by plain Python."""
+    result, progress = counted(config)
+    users = Counter(hashed_row(row.user.encode(), NUM_USERS) for row in ROWS)
+    tags = Counter(hashed_row(tag.encode(), NUM_TAGS) for row in ROWS for tag in row.tags)
+    assert result.num_samples == len(ROWS)
+    assert result.num_malformed == 0
+    for table, counts in (("t_user", users), ("t_tags", tags)):
+        access = result.stats[table]
+        pairs = zip(access.rows.tolist(), access.counts.tolist(), strict=True)
+        assert dict(pairs) == counts
+        assert access.num_samples == len(ROWS)
+    user_report = result.tables[0]
+    assert (user_report.table, user_report.num_rows) == ("t_user", NUM_USERS)
+    assert user_report.used_rows == len(users)
+    assert user_report.collision_rate is not None
+    assert 0 < user_report.collision_rate < 0.2
+    own_rows = progress[-1].num_rows
+    assert [step.num_rows for step in progress] == sorted(step.num_rows for step in progress)
+    assert 0 < own_rows < len(ROWS)
+    assert progress[0].seconds_left >= progress[-1].seconds_left >= 0
+
+
+def prepared_by_one_rank(rank: int, world_size: int, config: AccessConfig) -> int:
+    """How many rows the table of the vocabulary has, on this rank."""
+    result, _ = counted(config)
+    assert result.tables[0].collision_rate is None
+    return result.stats["t_user"].num_rows
+
+
+def sequences_are_counted(rank: int, world_size: int, config: AccessConfig) -> float:
+    result, _ = counted(config)
+    return result.stats["t_item"].num_lookups
+
+
+def malformed_part(rank: int, world_size: int, config: AccessConfig) -> str:
+    """The error of a log of which only one rank's part is malformed."""
+    with pytest.raises(InputError) as caught:
+        count_access(config, world_group())
+    return str(caught.value)
+
+
+def differing_files(rank: int, world_size: int, configs: list[AccessConfig]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        count_access(configs[rank], world_group())
+    return str(caught.value)
+
+
+def test_ranks_count_together(ranks2: RankPool, tmp_path: Path) -> None:
+    file = write_log(tmp_path / "a.csv", ROWS)
+    ranks2.run(checked_counts, AccessConfig(data=table_config(file, num_ahead=1)))
+    features = [{"name": "user", "encoding": "vocabulary"}]
+    keys = {"prepared": str(tmp_path / "prepared"), "features": features}
+    sizes = ranks2.run(prepared_by_one_rank, AccessConfig(data=table_config(file, **keys)))
+    assert sizes == [2 + len({row.user for row in ROWS if row.user})] * 2
+
+
+def test_sequences(ranks2: RankPool, tmp_path: Path) -> None:
+    lines = [f"u{user}\ti{item}\t{item}" for user in range(5) for item in range(4)]
+    log = tmp_path / "a.inter"
+    log.write_text("\n".join(["user_id:token\titem_id:token\ttimestamp:float", *lines]))
+    config = AccessConfig(data=InteractionsConfig(files=(str(log),)))
+    # The last item of each user is held out.
+    assert ranks2.run(sequences_are_counted, config) == [15.0, 15.0]
+
+
+def test_errors_are_those_of_all_ranks(ranks2: RankPool, tmp_path: Path) -> None:
+    good = write_log(tmp_path / "a.csv", ROWS[:5])
+    text = "\n".join([good.read_text(), *["1,2"] * 3])
+    bad = tmp_path / "b.csv"
+    bad.write_text(text)
+    errors = ranks2.run(malformed_part, AccessConfig(data=table_config(bad)))
+    assert errors[0] == errors[1]
+    assert f"{bad}:7: 2 values for 4 columns" in errors[0]
+    other = table_config(good, features=[{"name": "user", "num_rows": 9}])
+    configs = [AccessConfig(data=table_config(good)), AccessConfig(data=other)]
+    first, second = ranks2.run(differing_files, configs)
+    assert first == second
+    assert "the log differs between ranks: rank 0 has user: 50 rows, rank 1 has user: 9" in first
+
+
+def test_the_command(tmp_path: Path) -> None:
+    write_log(tmp_path / "a.csv", ROWS)
+    config = tmp_path / "config.toml"
+    config.write_text(
+        '[data]\nkind = "table"\nfiles = ["*.csv"]\nlabel = "label"\nheld_out = { share = 0 }\n'
+        'features = [{ name = "user", num_rows = 50 }]\n[loop]\nsteps = 3\n'
+    )
+    output = tmp_path / "stats"
+    process = forked(
+        "torchrec_2dsp", "access", "--config", str(config), "--output", str(output), ranks=2
+    )
+    assert process.returncode == 0, process.stderr
+    assert "300 rows of the log were read" in process.stdout
+    assert process.stdout.count("t_user") == 1
+    stats = AccessStats.load(output)
+    assert np.isclose(stats["t_user"].num_lookups, len(ROWS))
+    process = forked(
+        *("torchrec_2dsp", "access", "--config", str(config), "--output", str(output)),
+        *("--set", "data.label=click"),
+        ranks=2,
+    )
+    assert process.returncode == 2
+    assert "has no column 'click'; it has label, number, user, tags" in process.stderr

@@ -1,0 +1,119 @@
+"""How fast the reader of logs is beside pyarrow alone, and how much memory it takes.
+
+    python -m tests.support.log_speed --rows 400000
+
+makes a log like Criteo's, with as many distinct values as the real one's head has for its size, and
+reads it to batches. Both are timed in processor seconds of one thread, which other programs on the
+machine don't change much.
+"""
+
+import argparse
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+
+from torchrec_2dsp.programs.data.dataset import Split
+from torchrec_2dsp.programs.data.logs.sections import CriteoConfig
+
+_NUM_DENSE, _NUM_SPARSE = 13, 26
+_NAMES = (
+    "label",
+    *(f"I{number}" for number in range(1, 14)),
+    *(f"C{number}" for number in range(1, 27)),
+)
+_CHUNK_ROWS = 100_000
+
+
+def write_criteo_like(path: Path, num_rows: int, seed: int = 0) -> None:
+    """Write a log with Criteo's columns: counts with a long tail, eight hexadecimal digits."""
+    random = np.random.default_rng(seed)
+    path.unlink(missing_ok=True)
+    for first in range(0, num_rows, _CHUNK_ROWS):
+        size = min(_CHUNK_ROWS, num_rows - first)
+        columns = [pa.array(random.integers(2, size=size))]
+        for _ in range(_NUM_DENSE):
+            counts = np.minimum(random.zipf(1.4, size), 10**6)
+            columns.append(pa.array(counts, mask=random.random(size) < 0.2))
+        for _ in range(_NUM_SPARSE):
+            ids = random.zipf(1.3, size).astype(np.uint32) * np.uint32(2654435761)
+            texts = [f"{value:08x}" for value in ids.tolist()]
+            columns.append(pa.array(texts, mask=random.random(size) < 0.05))
+        table = pa.table(columns, names=list(_NAMES))
+        options = pa_csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
+        with path.open("ab") as file:
+            pa_csv.write_csv(table, file, options)
+
+
+def pyarrow_seconds(path: Path) -> float:
+    """Processor seconds that pyarrow takes to parse the file, a block after another."""
+    start = time.process_time()
+    types = {name: pa.binary() if name[0] == "C" else pa.float32() for name in _NAMES}
+    reader = pa_csv.open_csv(
+        path,
+        read_options=pa_csv.ReadOptions(
+            use_threads=False, column_names=list(_NAMES), block_size=4 * 2**20
+        ),
+        parse_options=pa_csv.ParseOptions(delimiter="\t", quote_char=False),
+        convert_options=pa_csv.ConvertOptions(column_types=types),
+    )
+    for _ in reader:
+        pass
+    return time.process_time() - start
+
+
+def reader_seconds(path: Path, *, batch_size: int) -> tuple[float, float]:
+    """Processor seconds that it takes to count the rows of a file, and to make batches of it."""
+    start = time.process_time()
+    config = CriteoConfig(files=(str(path),), held_out={"share": 0.0}, num_ahead=0)  # type: ignore[arg-type]
+    data = config.dataset()
+    counted = time.process_time()
+    for _ in data.batches(Split.TRAIN, global_batch_size=batch_size, rank=0, world_size=1):
+        pass
+    return counted - start, time.process_time() - counted
+
+
+def count_rows(path: Path) -> int:
+    """How many lines a file has."""
+    with path.open("rb") as file:
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(2**20), b""))
+
+
+def peak_bytes() -> int:
+    """The most memory that this process had until now."""
+    factor = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * factor
+
+
+def main() -> None:
+    """Compare the two, and print what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=400_000)
+    parser.add_argument("--batch-size", type=int, default=4096)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--file", type=Path, help="A log of Criteo's, in place of a made one.")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = arguments.file or Path(folder, "log.tsv")
+        if arguments.file is None:
+            write_criteo_like(path, arguments.rows)
+        num_rows = count_rows(path)
+        times = [
+            (pyarrow_seconds(path), *reader_seconds(path, batch_size=arguments.batch_size))
+            for _ in range(arguments.repeats)
+        ]
+        parsing, counting, reading = (min(column) for column in zip(*times, strict=True))
+        print(f"{num_rows:,} rows, {path.stat().st_size / 1e6:.0f} MB")
+        print(f"pyarrow alone {num_rows / parsing:,.0f} rows per processor second")
+        print(f"batches       {num_rows / reading:,.0f} ({parsing / reading:.0%} of pyarrow)")
+        print(f"counting rows {num_rows / counting:,.0f}")
+        print(f"peak memory   {peak_bytes() / 1e6:.0f} MB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""How values become ids and numbers: hashes, vocabularies, times, scales, and well-known logs."""
+
+import gzip
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from tests.support.logs import (
+    content_of,
+    global_batches,
+    hashed_row,
+    make_rows,
+    plain_hash,
+    table_config,
+    write_log,
+)
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.config.config_file import load_config, make_config
+from torchrec_2dsp.programs.data.dataset import Split
+from torchrec_2dsp.programs.data.logs.hashing import (
+    collision_rate,
+    hash_texts,
+    rows_of,
+    values_behind,
+)
+from torchrec_2dsp.programs.data.logs.prepared import Moments
+from torchrec_2dsp.programs.data.logs.sections import AvazuConfig, CriteoConfig, TableConfig
+from torchrec_2dsp.programs.data.logs.values import texts_of
+
+HEADS = Path("/work/shared/data/criteo_avazu_head")
+needs_heads = pytest.mark.skipif(not HEADS.exists(), reason="the heads of the logs aren't here")
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.binary(max_size=40)), st.integers(0, 3))
+def test_the_hash_is_the_plain_one(texts: list[bytes], skipped: int) -> None:
+    array = pa.array(texts, pa.binary())[skipped:]
+    assert hash_texts(array).tolist() == [plain_hash(text) for text in texts[skipped:]]
+
+
+def test_the_hash_never_changes() -> None:
+    """Ids of trained tables depend on it."""
+    texts = [b"68fd1e64", b"", b"a", b"a longer text than eight bytes"]
+    expected = [0x9EE448FF0B64D69B, 0x0, 0xFB761138E1E0A78C, 0x3F76B18B213F5039]
+    assert [int(value) for value in hash_texts(pa.array(texts))] == expected
+
+
+def test_hashes_are_spread_evenly_and_collide_as_often_as_computed() -> None:
+    num_values, num_rows = 50_000, 100_000
+    rows = rows_of(
+        hash_texts(pa.array([f"user {n}".encode() for n in range(num_values)])), num_rows
+    )
+    counts = np.bincount(rows, minlength=num_rows)
+    shared = counts[counts > 1].sum() / num_values
+    # 50,000 draws: the standard deviation of the share is below 0.003.
+    assert shared == pytest.approx(collision_rate(num_values, num_rows), abs=0.01)
+    assert values_behind((counts > 0).sum(), num_rows) == pytest.approx(num_values, rel=0.02)
+    by_tenth = counts.reshape(10, -1).sum(axis=1)
+    assert np.abs(by_tenth / num_values - 0.1).max() < 0.01
+    assert collision_rate(1, 10) == 0.0
+    assert values_behind(10, 10) == math.inf
+
+
+def test_lists_keep_their_last_values() -> None:
+    column = pa.chunked_array([pa.array([["a", "b", "c"], None, [], ["d", None]])])
+    texts = texts_of(column, max_ids=2)
+    assert texts.lengths is not None
+    assert texts.values.to_pylist() == [b"b", b"c", b"d", b""]
+    assert texts.lengths.tolist() == [2, 0, 0, 2]
+    numbers = texts_of(pa.chunked_array([pa.array([7, None, -1])]))
+    assert numbers.values.to_pylist() == [b"7", b"", b"-1"]
+    dictionary = texts_of(pa.chunked_array([pa.array(["x", "y", "x"]).dictionary_encode()]))
+    assert dictionary.values.to_pylist() == [b"x", b"y", b"x"]
+    fixed = texts_of(pa.chunked_array([pa.array([[1, 2]], pa.list_(pa.int64(), 2))]))
+    assert fixed.values.to_pylist() == [b"1", b"2"]
+
+
+VOCABULARY = {"encoding": "vocabulary", "min_count": 2}
+
+
+def vocabulary_config(file: Path, folder: Path, **keys: Any) -> TableConfig:
+    features = [
+        {"name": "user", **VOCABULARY},
+        {"name": "tags", "separator": "|", **VOCABULARY, "num_rows": 6},
+    ]
+    return table_config(file, prepared=str(folder), features=features, **keys)
+
+
+def test_a_vocabulary_has_frequent_values_first_and_is_used_again(tmp_path: Path) -> None:
+    rows = make_rows(60)
+    file = write_log(tmp_path / "a.csv", rows)
+    folder = tmp_path / "prepared"
+    trained = rows[:40]
+    data = vocabulary_config(file, folder, held_out={"share": 1 / 3}).dataset()
+    assert data.num_rows(Split.TRAIN) == len(trained)
+    users = Counter(row.user for row in trained if row.user)
+    tags = Counter(tag for row in trained for tag in row.tags)
+
+    def expected_rows(counts: Counter[str], limit: int) -> dict[str, int]:
+        frequent = sorted((-count, text) for text, count in counts.items() if count >= 2)
+        return {text: 2 + number for number, (_, text) in enumerate(frequent[:limit])}
+
+    user_rows, tag_rows = expected_rows(users, 100), expected_rows(tags, 4)
+    assert [feature.num_rows for feature in data.features] == [2 + len(user_rows), 6]
+    assert len(tags) > 4
+    for split, part in ((Split.TRAIN, trained), (Split.EVAL, rows[40:])):
+        (batch,) = global_batches(data, global_batch_size=len(part), world_size=2, split=split)
+        for row, content in zip(part, content_of(batch), strict=True):
+            assert content[2] == [user_rows.get(row.user, 1) if row.user else 0]
+            assert content[3] == [tag_rows.get(tag, 1) for tag in row.tags]
+    # Another log has the ids of the first one.
+    other = write_log(tmp_path / "b.csv", make_rows(30, seed=1)[:5])
+    again = vocabulary_config(other, folder, held_out={"share": 0.0}).dataset()
+    assert [feature.num_rows for feature in again.features] == [
+        feature.num_rows for feature in data.features
+    ]
+    (batch,) = global_batches(again, global_batch_size=5, world_size=1)
+    for row, content in zip(make_rows(30, seed=1), content_of(batch), strict=False):
+        assert content[2] == [user_rows.get(row.user, 1) if row.user else 0]
+
+
+def test_a_vocabulary_with_other_rules_is_refused(tmp_path: Path) -> None:
+    file = write_log(tmp_path / "a.csv", make_rows(40))
+    vocabulary_config(file, tmp_path / "prepared").dataset()
+    other = vocabulary_config(file, tmp_path / "prepared").model_dump()
+    other["features"][0]["min_count"] = 5
+    with pytest.raises(ConfigError, match=r"vocabulary_user.parquet was made with .*min_count=2"):
+        make_config(TableConfig, other).dataset()
+    (tmp_path / "prepared" / "vocabulary_user.parquet").write_text("nothing")
+    with pytest.raises(ConfigError, match=r"can't be read as a vocabulary: .*; delete it, and it"):
+        vocabulary_config(file, tmp_path / "prepared").dataset()
+
+
+def test_dense_features_are_filled_clipped_and_scaled(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    texts = ["", "-5", "3", "1e6", "nan", "7", "inf", "0.5"]
+    lines = [f"1,{text},u,{n}" for n, text in enumerate(texts)]
+    file.write_text("label,x,user,y\n" + "\n".join(lines) + "\n")
+    dense = [
+        {"column": "x", "fill": 2.0, "lowest": 0, "highest": 100, "log1p": True},
+        {"column": "y", "scale": "measured"},
+    ]
+    features = [{"name": "user", "num_rows": 9}]
+    keys: dict[str, Any] = {"dense": dense, "features": features, "block_bytes": 20}
+    numbers = np.arange(8.0)
+    expected = np.stack(
+        [np.log1p([2, 0, 3, 100, 2, 7, 2, 0.5]), (numbers - numbers.mean()) / numbers.std()]
+    ).T
+    folder = tmp_path / "prepared"
+    for _ in range(2):
+        data = table_config(file, **keys, prepared=str(folder)).dataset()
+        (batch,) = global_batches(data, global_batch_size=8, world_size=1)
+        # Two roundings to float32.
+        np.testing.assert_allclose(batch[0].dense_features, expected, rtol=3e-7)
+    given = [{"column": "x", "scale": "given", "mean": 3, "std": 2}]
+    data = table_config(file, **(keys | {"dense": given})).dataset()
+    (batch,) = global_batches(data, global_batch_size=8, world_size=1)
+    expected_x = (np.array([0, -5, 3, 1e6, 0, 7, 0, 0.5]) - 3) / 2
+    np.testing.assert_allclose(batch[0].dense_features[:, 0], expected_x, rtol=3e-7)
+    dense[1]["fill"] = 1.0
+    with pytest.raises(ConfigError, match=r"scales.json: 'y' was measured with fill=0.0, lowest"):
+        table_config(file, **keys, prepared=str(folder)).dataset()
+
+
+def test_moments_in_parts_are_those_of_the_whole() -> None:
+    numbers = np.random.default_rng(0).normal(1000, 3, 999).astype(np.float32)
+    moments = Moments()
+    for part in np.array_split(numbers, [0, 10, 500]):
+        moments.add(part)
+    scale = moments.scale("x")
+    assert scale.mean == pytest.approx(numbers.astype(np.float64).mean(), rel=1e-12)
+    assert scale.std == pytest.approx(numbers.astype(np.float64).std(), rel=1e-9)
+    constant = Moments()
+    constant.add(np.ones(5, dtype=np.float32))
+    with pytest.raises(ConfigError, match="dense column 'x' has one value in all training rows"):
+        constant.scale("x")
+
+
+def test_times_become_hours_and_weekdays(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    # 2014-10-21 was a Tuesday, 2016-02-29 a Monday, and 1970-01-01 a Thursday.
+    times = [("14102100", "0"), ("16022923", str(86400 * 4 + 3600 * 5)), ("", "")]
+    lines = [f"1,{digits},{seconds}" for digits, seconds in times]
+    file.write_text("label,digits,seconds\n" + "\n".join(lines) + "\n")
+    features = [
+        {"name": f"{part}_{form}", "column": column, "encoding": part, "time_format": form}
+        for part in ("hour", "weekday")
+        for form, column in (("yymmddhh", "digits"), ("unix", "seconds"))
+    ]
+    data = table_config(file, features=features, dense=[]).dataset()
+    assert [feature.num_rows for feature in data.features] == [25, 25, 8, 8]
+    (batch,) = global_batches(data, global_batch_size=3, world_size=1)
+    assert batch[0].sparse_features.values().view(4, 3).tolist() == [
+        [1, 24, 0],
+        [1, 6, 0],
+        [2, 1, 0],
+        [4, 1, 0],
+    ]
+    assert batch[0].dense_features.shape == (3, 0)
+
+
+@needs_heads
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_criteo(tmp_path: Path, ending: str) -> None:
+    source = HEADS / "criteo_train.csv"
+    lines = source.read_text().splitlines()
+    file = tmp_path / f"train.txt{ending}"
+    content = source.read_bytes()
+    file.write_bytes(gzip.compress(content) if ending else content)
+    config = CriteoConfig(files=(str(file),), rows={"C3": 500}, block_bytes=200_000)
+    data = config.dataset()
+    assert data.num_dense == 13
+    assert [feature.num_rows for feature in data.features][:4] == [10**6, 10**6, 500, 10**6]
+    assert data.num_rows(Split.TRAIN) + data.num_rows(Split.EVAL) == len(lines)
+    start = 20
+    batches = global_batches(data, global_batch_size=128, world_size=2, start=start)
+    for line, content in zip(lines[128 * start :], content_of(next(batches)), strict=False):
+        values = line.split("\t")
+        label, dense, *bags = content
+        assert label == float(values[0])
+        expected = [math.log1p(max(float(text or 0), 0)) for text in values[1:14]]
+        assert dense == pytest.approx(expected, rel=1e-6)
+        rows = [500 if number == 2 else 10**6 for number in range(26)]
+        assert bags == [
+            [hashed_row(text.encode(), size)] for text, size in zip(values[14:], rows, strict=True)
+        ]
+    with pytest.raises(ConfigError, match="rows: there is no feature 'C27'; use C1, C2"):
+        make_config(CriteoConfig, {"files": [str(file)], "rows": {"C27": 9}})
+
+
+@needs_heads
+def test_avazu() -> None:
+    files = (str(HEADS / "avazu_train.csv"), str(HEADS / "avazu_dev.csv"))
+    data = AvazuConfig(files=files, num_rows=1000).dataset()
+    lines = [line for file in files for line in Path(file).read_text().splitlines()][1:]
+    assert data.num_rows(Split.TRAIN) + data.num_rows(Split.EVAL) == len(lines)
+    names = [feature.name for feature in data.features]
+    batch = next(global_batches(data, global_batch_size=64, world_size=2, start=100))
+    for line, content in zip(lines[6400:], content_of(batch), strict=False):
+        values = line.split(",")
+        label, dense, *bags = content
+        assert label == float(values[1])
+        assert dense == pytest.approx([math.log1p(float(text)) for text in values[17:19]])
+        expected = [[hashed_row(text.encode(), 1000)] for text in values[3:]]
+        # All of the head is of 2014-10-21, a Tuesday.
+        assert bags == [[int(values[2][6:]) + 1], [2], *expected]
+    assert names[:3] == ["hour", "weekday", "C1"]
+
+
+def test_paths_of_a_file_are_relative_to_it(tmp_path: Path) -> None:
+    write_log(tmp_path / "a.csv", make_rows(20))
+    config = tmp_path / "config.toml"
+    config.write_text(
+        'files = ["*.csv"]\nlabel = "label"\nprepared = "prepared"\n'
+        'features = [{ name = "user", num_rows = 9 }]\n'
+        '[held_out]\nby = "files"\nfiles = ["b/*.csv"]\n'
+    )
+    section = load_config(TableConfig, config)
+    assert section.files == (str(tmp_path / "*.csv"),)
+    assert section.held_out.files == (str(tmp_path / "b/*.csv"),)
+    assert section.prepared == str(tmp_path / "prepared")

@@ -1,0 +1,277 @@
+"""Files of logs: malformed lines, wrong files, and what is remembered of files."""
+
+import gzip
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.support.logs import (
+    content_of,
+    expected_content,
+    global_batches,
+    make_rows,
+    numbers_of,
+    table_config,
+    write_log,
+)
+from torchrec_2dsp.errors import ConfigError, InputError
+from torchrec_2dsp.programs.data.dataset import Split
+from torchrec_2dsp.programs.data.logs import text_source
+
+ROWS = make_rows(40)
+BAD_LINES = {
+    3: ("1,2\n", "2 values for 4 columns"),
+    4: ("a,3,ann,t1\n", "label is b'a', which is no number"),
+    5: ("1,x,ann,t1\n", "number is b'x', which is no number"),
+    17: ('1,16,"ann,t1\n', "a quote that doesn't close"),
+    18: ("1,17,a\rnn,t1\n", "a carriage return in the line"),
+    19: ("\n", "label is nan, which is no label from 0 to 1"),
+    30: ("7,29,ann,t1\n", "label is 7.0, which is no label from 0 to 1"),
+}
+"""Lines by their number, and what is wrong with them."""
+
+
+def damaged_log(path: Path) -> Path:
+    lines = ["label,number,user,tags\n", *(row.line for row in ROWS)]
+    for number, (line, _) in BAD_LINES.items():
+        lines[number - 1] = line
+    content = "".join(lines).encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+@pytest.mark.parametrize("name", ["log.csv", "log.csv.gz"])
+@pytest.mark.parametrize("shuffled_blocks", [0, 2])
+def test_a_malformed_line_is_counted_and_its_neighbour_takes_its_place(
+    tmp_path: Path, name: str, shuffled_blocks: int
+) -> None:
+    # Blocks of about six lines, so that some stand-ins come before and some after.
+    file = damaged_log(tmp_path / name)
+    contents = []
+    for world_size in (1, 2, 4):
+        config = table_config(file, malformed_limit=len(BAD_LINES), shuffled_blocks=shuffled_blocks)
+        data = config.dataset()
+        parts = list(global_batches(data, global_batch_size=8, world_size=world_size))
+        contents.append([content_of(part) for part in parts])
+        assert len(data.malformed) == len(BAD_LINES)
+        for line in data.malformed.examples:
+            assert line.file == str(file)
+            assert BAD_LINES[line.line] == (
+                (line.text + "\n"),
+                line.reason,
+            )
+        numbers = [number for part in parts for number in numbers_of(part)]
+        bad_numbers = {line - 2 for line in BAD_LINES}
+        assert set(numbers) == {row.number for row in ROWS} - bad_numbers
+        if not shuffled_blocks:
+            for place, number in enumerate(numbers):
+                assert number == place or place in bad_numbers
+                assert abs(number - place) <= 4
+    assert contents[0] == contents[1] == contents[2]
+    for batch in contents[0]:
+        for content in batch:
+            (number,) = content[1]  # type: ignore[misc]
+            assert content == expected_content(ROWS[int(number)])
+
+
+def test_too_many_malformed_lines_are_an_error_that_names_them(tmp_path: Path) -> None:
+    file = damaged_log(tmp_path / "log.csv")
+    data = table_config(file, malformed_limit=1).dataset()
+    with pytest.raises(InputError) as caught:
+        list(global_batches(data, global_batch_size=8, world_size=1))
+    message = str(caught.value)
+    assert message.startswith("more than malformed_limit=1 lines can't be read; check the columns")
+    assert f"{file}:3: 2 values for 4 columns: '1,2'" in message
+    assert f"{file}:4: label is b'a', which is no number: 'a,3,ann,t1'" in message
+
+
+def test_malformed_lines_are_held_out_with_their_stand_ins(tmp_path: Path) -> None:
+    file = damaged_log(tmp_path / "log.csv")
+    held_out = {"by": "hash", "column": "user", "share": 0.5}
+    data = table_config(
+        file, malformed_limit=len(BAD_LINES), held_out=held_out, rest="pad"
+    ).dataset()
+    users = []
+    for split in Split:
+        (batch,) = global_batches(
+            data, global_batch_size=data.num_rows(split), world_size=1, split=split
+        )
+        users.append({ROWS[number].user for number in numbers_of(batch)})
+    assert data.num_rows(Split.TRAIN) + data.num_rows(Split.EVAL) == len(ROWS)
+    assert users[0]
+    assert not users[0] & users[1]
+
+
+def test_a_block_without_a_readable_line_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "log.csv"
+    file.write_text("label,number,user,tags\n" + "1\n" * 9)
+    data = table_config(file, malformed_limit=9).dataset()
+    with pytest.raises(InputError, match=r"none of the lines 2 to 10 of .*log.csv can be read"):
+        list(global_batches(data, global_batch_size=1, world_size=1))
+
+
+def test_quotes_and_returns_that_belong_there(tmp_path: Path) -> None:
+    file = tmp_path / "log.csv"
+    file.write_bytes(b'\xef\xbb\xbflabel,number,"user",tags\r\n1,0,"a,""b",\r\n0,1,"",t1|t2\r\n')
+    expected = tmp_path / "log.parquet"
+    table = {
+        "label": [1, 0],
+        "number": [0, 1],
+        "user": ['a,"b', None],
+        "tags": [None, ["t1", "t2"]],
+    }
+    pq.write_table(pa.table(table), expected)
+    contents = [
+        [content_of(part) for part in global_batches(data, global_batch_size=2, world_size=2)]
+        for data in (table_config(file).dataset(), table_config(expected).dataset())
+    ]
+    assert contents[0] == contents[1]
+    assert len(contents[0][0][1][3]) == 2  # type: ignore[arg-type]
+
+
+def without_columns(tmp_path: Path) -> Path:
+    path = tmp_path / "other.csv"
+    path.write_text("label,user\n1,ann\n")
+    return path
+
+
+def other_schema(tmp_path: Path) -> list[Path]:
+    first = write_log(tmp_path / "a.parquet", ROWS[:3])
+    second = tmp_path / "b.parquet"
+    table = pq.read_table(first)
+    table = table.set_column(2, "user", pa.array([1, 2, 3]))
+    pq.write_table(table, second)
+    return [first, second]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (lambda folder: [folder / "none_*.csv"], "files: nothing is named '.*none_.*csv'; check"),
+        (lambda folder: [folder], "is a folder; name its files, such as"),
+        (
+            lambda folder: [write_log(folder / "a.csv", ROWS), folder / "*.csv"],
+            "a.csv is named twice, so its rows would be, too",
+        ),
+        (lambda folder: [written(folder / "a.csv", b"")], "a.csv is empty; leave it out"),
+        (
+            lambda folder: [written(folder / "a.csv", b"label,number,user,tags\n")],
+            "a.csv has no row, at most the names of columns; leave it out",
+        ),
+        (
+            lambda folder: [write_log(folder / "a.csv", ROWS), without_columns(folder)],
+            "other.csv has no column 'number'; it has label, user",
+        ),
+        (
+            lambda folder: [written(folder / "a.csv", b"a,a\n1,1\n")],
+            "a.csv has two columns 'a'; rename one",
+        ),
+        (
+            lambda folder: [written(folder / "a.csv.gz", b"no gzip")],
+            "a.csv.gz can't be read: .*gzip.*; check the path",
+        ),
+        (
+            lambda folder: [
+                written(folder / "a.csv.gz", gzip.compress(b"label,number,user,tags\n1")[:-9])
+            ],
+            "a.csv.gz can't be read",
+        ),
+        (
+            lambda folder: [written(folder / "a.parquet", b"PAR1, but no table")],
+            "a.parquet is no Parquet file, or it is damaged",
+        ),
+        (
+            lambda folder: [write_log(folder / "a.parquet", [])],
+            "a.parquet has no row; leave it out",
+        ),
+        (
+            other_schema,
+            "b.parquet: column 'user' has integers, and in .*a.parquet it has text; write all",
+        ),
+    ],
+)
+def test_files_that_cannot_be_are_named(tmp_path: Path, prepare: Any, message: str) -> None:
+    files = prepare(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        table_config(*files).dataset()
+
+
+def written(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+def test_a_wrong_type_of_a_column_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    table = {"label": ["yes"], "number": [1.0], "user": [1.5], "tags": [[1]]}
+    pq.write_table(pa.table(table), file)
+    with pytest.raises(ConfigError, match="column 'user' has double, and should have text, integ"):
+        table_config(file).dataset()
+
+
+def test_a_parquet_row_without_label_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    labels = pa.array([1, 0, 1, 1, 0, 1, None, 1])
+    table = pa.table({"label": labels, "number": range(8), "user": ["a"] * 8, "tags": [["t"]] * 8})
+    pq.write_table(table, file)
+    data = table_config(file).dataset()
+    with pytest.raises(InputError, match=r"a.parquet: 'label' of row 6 is nan, which is no label"):
+        list(data.batches(Split.TRAIN, global_batch_size=4, rank=1, world_size=2))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
+    file = write_log(tmp_path / "a.csv", ROWS)
+    file.chmod(0)
+    with pytest.raises(ConfigError, match=r"a.csv can't be read: Permission denied; check"):
+        table_config(file).dataset()
+
+
+def test_columns_that_are_named_by_the_config(tmp_path: Path) -> None:
+    lines = "".join(row.line for row in ROWS)
+    columns = ["label", "number", "user", "tags"]
+    contents = []
+    for name, header in (("a.csv", ""), ("b.csv", "label,number,user,tags\n")):
+        file = written(tmp_path / name, (header + lines).encode())
+        data = table_config(file, columns=columns).dataset()
+        batches = global_batches(data, global_batch_size=40, world_size=1)
+        contents.append([numbers_of(part) for part in batches])
+    assert contents == [[list(range(40))]] * 2
+    with pytest.raises(ConfigError, match=r"a.csv has 4 columns, and columns names 3; check the"):
+        table_config(tmp_path / "a.csv", columns=columns[:3]).dataset()
+
+
+def test_rows_are_counted_once_until_a_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = []
+    original = text_source.index_lines
+
+    def noted(file: str, offset: int, block_bytes: int) -> Any:
+        counted.append(Path(file).name)
+        return original(file, offset, block_bytes)
+
+    monkeypatch.setattr(text_source, "index_lines", noted)
+    files = [write_log(tmp_path / "a.csv", ROWS), write_log(tmp_path / "b.csv", ROWS)]
+    keys = {"prepared": str(tmp_path / "prepared")}
+    for _ in range(2):
+        assert table_config(*files, **keys).dataset().num_rows(Split.TRAIN) == 80
+    assert counted == ["a.csv", "b.csv"]
+    write_log(files[1], ROWS[:30])
+    assert table_config(*files, **keys).dataset().num_rows(Split.TRAIN) == 70
+    assert counted == ["a.csv", "b.csv", "b.csv"]
+    (tmp_path / "prepared" / "row_counts.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"row_counts.json can't be read: .*; delete it"):
+        table_config(*files, **keys).dataset()
+
+
+def test_a_file_that_shrinks_is_noticed(tmp_path: Path) -> None:
+    file = write_log(tmp_path / "a.csv", ROWS)
+    data = table_config(file).dataset()
+    write_log(file, ROWS[:5])
+    with pytest.raises(ConfigError, match="it has become shorter since it was opened"):
+        list(data.batches(Split.TRAIN, global_batch_size=40, rank=0, world_size=1))

@@ -1,0 +1,169 @@
+"""Counts the rows that a log uses, on all ranks."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from torchrec_2dsp.access.counter import RowCounter
+from torchrec_2dsp.access.stats import AccessStats
+from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.programs.access.config import AccessConfig
+from torchrec_2dsp.programs.data.dataset import Split
+from torchrec_2dsp.programs.data.logs.hashing import collision_rate, values_behind
+from torchrec_2dsp.programs.data.logs.together import open_together
+from torchrec_2dsp.programs.data.logs.vocabulary import MISSING_ROW
+from torchrec_2dsp.programs.models.model import table_name
+
+_COUNTED_DIM = 4
+"""The dimension of the tables that are counted, which nothing depends on."""
+
+
+@dataclass(frozen=True)
+class AccessProgress:
+    """How far a rank has come."""
+
+    num_rows: int
+    """The rows of the log that this rank has read."""
+
+    total_rows: int
+    """About how many rows it has to read."""
+
+    seconds: float
+    """How long it has been reading."""
+
+    @property
+    def rows_per_s(self) -> float:
+        """Rows per second of this rank."""
+        return self.num_rows / self.seconds if self.seconds else 0.0
+
+    @property
+    def seconds_left(self) -> float:
+        """How long it will still read, at this speed."""
+        missing = max(self.total_rows - self.num_rows, 0)
+        return missing / self.rows_per_s if self.num_rows else 0.0
+
+
+@dataclass(frozen=True)
+class TableReport:
+    """How a table's rows are used."""
+
+    table: str
+    """The name of the table."""
+
+    num_rows: int
+    """How many rows it has."""
+
+    used_rows: int
+    """How many of them the log uses."""
+
+    num_lookups: float
+    """How often any of them is looked up."""
+
+    top_share: float
+    """The share of lookups that the hottest hundredth of the rows that are used takes."""
+
+    collision_rate: float | None
+    """The expected share of values that share their row with another one; `None` where ids aren't
+    hashes."""
+
+
+@dataclass(frozen=True)
+class AccessResult:
+    """The counts of all ranks."""
+
+    stats: AccessStats
+    """The counts by table."""
+
+    num_samples: int
+    """How many rows of the log were read."""
+
+    num_malformed: int
+    """How many of them couldn't be read."""
+
+    tables: tuple[TableReport, ...]
+    """How the rows of each table are used, in the order of the features."""
+
+
+def count_access(
+    config: AccessConfig,
+    group: dist.ProcessGroup,
+    progress: Callable[[AccessProgress], None] | None = None,
+) -> AccessResult:
+    """Count the training rows of a log once.
+
+    Args:
+        config: the log.
+        group: all ranks.
+        progress: called on this rank after every block that it has read.
+
+    Raises:
+        TwoDError: a rank can't read its part. All ranks raise it when the others have read theirs.
+
+    Collectives:
+        Those of `open_together` and of `RowCounter.gather`, and two all-gathers of objects.
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    data = open_together(config.data, group)
+    counter = RowCounter(
+        EmbeddingBagConfig(
+            num_embeddings=feature.num_rows,
+            embedding_dim=_COUNTED_DIM,
+            name=table_name(feature.name),
+            feature_names=[feature.name],
+        )
+        for feature in data.features
+    )
+    num_rows, total = 0, data.num_rows(Split.TRAIN) / world_size
+    start = time.perf_counter()
+    with (
+        agreeing(group),
+        data.samples_once(Split.TRAIN, rank=rank, world_size=world_size) as batches,
+    ):
+        for batch in batches:
+            counter.update(batch.sparse_features)
+            num_rows += batch.labels.numel()
+            if progress is not None:
+                progress(AccessProgress(num_rows, round(total), time.perf_counter() - start))
+    stats = counter.gather(group)
+    numbers: list[tuple[int, int]] = [(0, 0)] * world_size
+    dist.all_gather_object(numbers, (num_rows, len(data.malformed)), group=group)
+    hashed = _hashed_features(config)
+    return AccessResult(
+        stats=stats,
+        num_samples=sum(rows for rows, _ in numbers),
+        num_malformed=sum(malformed for _, malformed in numbers),
+        tables=tuple(
+            _report(stats, table_name(feature.name), feature.name in hashed)
+            for feature in data.features
+        ),
+    )
+
+
+def _hashed_features(config: AccessConfig) -> frozenset[str]:
+    """The features whose ids are hashes."""
+    data = config.data
+    if data.kind == "interactions":
+        return frozenset()
+    table = data if data.kind == "table" else data.table()
+    return frozenset(feature.name for feature in table.features if feature.encoding == "hash")
+
+
+def _report(stats: AccessStats, table: str, is_hashed: bool) -> TableReport:
+    access = stats[table]
+    used = access.num_used_rows
+    rate = None
+    if is_hashed:
+        num_hashed = access.num_rows - 1  # The other one is for missing values.
+        num_hit = used - (MISSING_ROW in access.rows)
+        rate = collision_rate(values_behind(num_hit, num_hashed), num_hashed)
+    return TableReport(
+        table=table,
+        num_rows=access.num_rows,
+        used_rows=used,
+        num_lookups=access.num_lookups,
+        top_share=access.share_of(max(1, round(used / 100))) if access.num_lookups else 0.0,
+        collision_rate=rate,
+    )

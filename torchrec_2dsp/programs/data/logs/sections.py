@@ -1,0 +1,186 @@
+"""The section ``[data]`` of a config, for logs: tables, two of them well known, interactions."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from torchrec_2dsp.programs.data.logs.columns import DenseColumn, SparseColumn
+from torchrec_2dsp.programs.data.logs.config import LogConfig, TableLayout
+from torchrec_2dsp.programs.data.logs.interactions_config import InteractionsLayout
+from torchrec_2dsp.programs.data.logs.sequence_data import SequenceData
+from torchrec_2dsp.programs.data.logs.table_data import TableData
+
+_CRITEO_DENSE = tuple(f"I{number}" for number in range(1, 14))
+_CRITEO_SPARSE = tuple(f"C{number}" for number in range(1, 27))
+_AVAZU = (
+    *("id", "click", "hour", "C1", "banner_pos", "site_id", "site_domain", "site_category"),
+    *("app_id", "app_domain", "app_category", "device_id", "device_ip", "device_model"),
+    *("device_type", "device_conn_type", "C14", "C15", "C16", "C17", "C18", "C19", "C20", "C21"),
+)
+_AVAZU_SIZES = ("C15", "C16")
+"""The width and the height of the banner, the only numbers of the log that aren't names."""
+
+
+class TableConfig(TableLayout):
+    """A log of rows with a label, as CSV, TSV or Parquet.
+
+    Example:
+        >>> from torchrec_2dsp.programs.config.config_file import make_config
+        >>> from torchrec_2dsp.programs.data.logs.sections import TableConfig
+        >>> tree = {
+        ...     "files": ["log/*.parquet"],
+        ...     "label": "click",
+        ...     "features": [{"name": "user", "num_rows": 1_000_000}],
+        ... }
+        >>> make_config(TableConfig, tree).held_out.share
+        0.1
+    """
+
+    kind: Literal["table"] = "table"
+    """The kind of data."""
+
+    def dataset(self) -> TableData:
+        """The batches that the section describes.
+
+        Counts rows, and makes vocabularies and scales that ``prepared`` doesn't have yet.
+        """
+        return TableData(self)
+
+
+class KnownLogConfig(LogConfig):
+    """The keys of a log whose columns are known."""
+
+    encoding: Literal["hash", "vocabulary"] = "hash"
+    """How values become ids: hashed, or by a vocabulary of the training rows."""
+
+    num_rows: int = Field(default=1_000_000, ge=3, le=2**31)
+    """How many rows each table has; of a vocabulary, how many at most."""
+
+    rows: dict[str, int] = Field(default_factory=dict)
+    """Other numbers of rows, by feature."""
+
+    min_count: int = Field(default=10, ge=1)
+    """Values that the log has less often have no row in a vocabulary."""
+
+    def sparse(self, names: tuple[str, ...]) -> tuple[SparseColumn, ...]:
+        """The sparse features of some columns."""
+        unknown = sorted(self.rows.keys() - set(names))
+        if unknown:
+            raise ValueError(f"rows: there is no feature {unknown[0]!r}; use {', '.join(names)}")
+        is_hash = self.encoding == "hash"
+        return tuple(
+            SparseColumn(
+                name=name,
+                encoding=self.encoding,
+                num_rows=self.rows.get(name, self.num_rows),
+                min_count=1 if is_hash else self.min_count,
+            )
+            for name in names
+        )
+
+    def log_keys(self) -> dict[str, object]:
+        """The keys that a table has, too."""
+        return {name: getattr(self, name) for name in LogConfig.model_fields}
+
+
+class CriteoConfig(KnownLogConfig):
+    """Criteo's click logs: a label, 13 counts, 26 categories; tab separated, without names.
+
+    Counts are clipped at 0, and put on a logarithmic scale.
+
+    Example:
+        >>> from torchrec_2dsp.programs.data.logs.sections import CriteoConfig
+        >>> len(CriteoConfig(files=("day_0.gz",)).table().features)
+        26
+    """
+
+    kind: Literal["criteo"] = "criteo"
+    """The kind of data."""
+
+    @model_validator(mode="after")
+    def _check_table(self) -> Self:
+        self.table()
+        return self
+
+    def table(self) -> TableConfig:
+        """The log as a table."""
+        return TableConfig.model_validate(
+            {
+                **self.log_keys(),
+                "label": "label",
+                "columns": ("label", *_CRITEO_DENSE, *_CRITEO_SPARSE),
+                "delimiter": "\t",
+                "quote": "",
+                "dense": [
+                    DenseColumn(column=name, lowest=0.0, log1p=True) for name in _CRITEO_DENSE
+                ],
+                "features": self.sparse(_CRITEO_SPARSE),
+            }
+        )
+
+    def dataset(self) -> TableData:
+        """The batches that the section describes; see `TableConfig.dataset`."""
+        return self.table().dataset()
+
+
+class AvazuConfig(KnownLogConfig):
+    """Avazu's click logs: 21 categories, the hour of the day and the weekday as ids; the width and
+    the height of the banner are dense features as well.
+
+    Example:
+        >>> from torchrec_2dsp.programs.data.logs.sections import AvazuConfig
+        >>> [feature.name for feature in AvazuConfig(files=("train.gz",)).table().features][:3]
+        ['hour', 'weekday', 'C1']
+    """
+
+    kind: Literal["avazu"] = "avazu"
+    """The kind of data."""
+
+    @model_validator(mode="after")
+    def _check_table(self) -> Self:
+        self.table()
+        return self
+
+    def table(self) -> TableConfig:
+        """The log as a table."""
+        times = [
+            SparseColumn(name=part, column="hour", encoding=part, time_format="yymmddhh")
+            for part in ("hour", "weekday")
+        ]
+        return TableConfig.model_validate(
+            {
+                **self.log_keys(),
+                "label": "click",
+                "columns": _AVAZU,
+                "delimiter": ",",
+                "quote": "",
+                "dense": [
+                    DenseColumn(column=name, lowest=0.0, log1p=True) for name in _AVAZU_SIZES
+                ],
+                "features": [*times, *self.sparse(_AVAZU[3:])],
+            }
+        )
+
+    def dataset(self) -> TableData:
+        """The batches that the section describes; see `TableConfig.dataset`."""
+        return self.table().dataset()
+
+
+class InteractionsConfig(InteractionsLayout):
+    """A log of interactions: who used which item when. It becomes one sequence for each user, of
+    which the last item is held out.
+
+    The names of columns are those of RecBole's files, unless others are given.
+
+    Example:
+        >>> from torchrec_2dsp.programs.data.logs.sections import InteractionsConfig
+        >>> InteractionsConfig(files=("ml-100k.inter",)).max_length
+        50
+    """
+
+    kind: Literal["interactions"] = "interactions"
+    """The kind of data."""
+
+    def dataset(self) -> SequenceData:
+        """The batches that the section describes. Reads the whole log."""
+        return SequenceData(self)

@@ -19,7 +19,7 @@ from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.meter import Measured, Meter
 from torchrec_2dsp.programs.train.profile import ProfiledSteps, StepProfiler
 from torchrec_2dsp.programs.train.results import RunResult, TrainResult, TrainWatcher
-from torchrec_2dsp.programs.train.trainer import Trainer
+from torchrec_2dsp.programs.train.trainer import RunTrainer
 
 NEVER = Resume()
 """Runs that begin anew."""
@@ -73,7 +73,7 @@ def train_run(
     profiled: ProfiledSteps | None = None,
 ) -> RunResult:
     """Plan, train and evaluate one run of ``config``; see `train`."""
-    trainer = Trainer(config, name, dataset)
+    trainer = RunTrainer(config, name, dataset)
     for watcher in watchers:
         watcher.run_planned(name, trainer.planned, config)
     path = trainer.resume(resume)

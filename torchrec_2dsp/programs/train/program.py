@@ -60,7 +60,10 @@ def train(
         train_run(config, name, dataset, watchers, resume=resume, profiled=profiled)
         for name in config.runs
     ]
-    return TrainResult(runs=tuple(runs), planted=evaluate_planted(config))
+    result = TrainResult(runs=tuple(runs), planted=evaluate_planted(config))
+    for watcher in watchers:
+        watcher.all_finished(result)
+    return result
 
 
 def train_run(

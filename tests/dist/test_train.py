@@ -167,6 +167,10 @@ def test_plans_progress_and_figures_are_shown_in_80_columns(trained: Trained) ->
     for text in (
         "exact: Mesh2D(2x2, strided), kept equal by GradientSync",
         "averaged: step 7/7  loss ",
+        "averaged: held out, after step 7:  loss ",
+        "lr 0.02  ",
+        "0:00 left  ",
+        "best so far",
     ):
         assert text in shown
     lines = [line.split() for line in shown.splitlines()]
@@ -257,6 +261,7 @@ def test_the_demo_command_trains_and_prints_the_table(tmp_path: Path) -> None:
         *DEMO,
         *("--set", "loop.steps=3", "--set", "loop.eval_steps=1", "--set", "loop.report_every=2"),
         *("--set", f"loop.tensorboard_dir={folder}", "--output", str(output)),
+        *("--set", f"output.folder={tmp_path / 'runs'}"),
         ranks=4,
     )
 
@@ -275,4 +280,5 @@ def test_the_demo_command_trains_and_prints_the_table(tmp_path: Path) -> None:
     assert [run.name for run in record.runs] == list(runs)
     assert all([point.step for point in run.curve] == [2, 3] for run in record.runs)
     assert [run.sync_bytes_per_step > 0 for run in record.runs] == [False, True, True]
+    assert TrainRecord.load(tmp_path / "runs" / "record.json") == record
     assert record.num_samples == 3 * record.config["loop"]["global_batch_size"]

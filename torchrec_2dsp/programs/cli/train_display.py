@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torchrec_2dsp.programs.train.config import TrainConfig
     from torchrec_2dsp.programs.train.evaluation import Evaluation
     from torchrec_2dsp.programs.train.parts import PlannedRun
-    from torchrec_2dsp.programs.train.results import RunResult, StepsTrained
+    from torchrec_2dsp.programs.train.results import RunResult, StepsTrained, TrainResult
 
 
 class Display:
@@ -68,6 +68,9 @@ class Display:
         self.close()
         if len(result.losses) < self._steps:
             self._say(f"{result.name}: ended after step {len(result.losses)}: {result.ending}")
+
+    def all_finished(self, result: "TrainResult") -> None:
+        """Show nothing: the closing table follows."""
 
     def close(self) -> None:
         """Give the terminal back, also after an error."""

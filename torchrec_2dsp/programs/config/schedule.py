@@ -8,12 +8,12 @@ from pydantic import Field, model_validator
 from torchrec_2dsp.programs.config.sections import OptimizerConfig, Section
 
 
-class ScheduleConfig(Section):
+class RateSchedule(Section):
     """A learning rate that grows in the first steps, and then stays or decays.
 
     Example:
-        >>> from torchrec_2dsp.programs.config.schedule import ScheduleConfig
-        >>> schedule = ScheduleConfig(kind="linear", warm_up=2, final=0.5)
+        >>> from torchrec_2dsp.programs.config.schedule import RateSchedule
+        >>> schedule = RateSchedule(kind="linear", warm_up=2, final=0.5)
         >>> [schedule.multiplier(step, num_steps=6) for step in range(6)]
         [0.5, 1.0, 1.0, 0.875, 0.75, 0.625]
     """
@@ -92,10 +92,10 @@ class ScheduleConfig(Section):
 class ScheduledOptimizerConfig(OptimizerConfig):
     """The optimizers of a training program, the schedules of their rates, and clipping."""
 
-    schedule: ScheduleConfig = ScheduleConfig()
+    schedule: RateSchedule = RateSchedule()
     """The schedule of the tables' learning rate."""
 
-    dense_schedule: ScheduleConfig | None = None
+    dense_schedule: RateSchedule | None = None
     """The schedule of the other parameters' learning rate, if it isn't that of the tables."""
 
     dense_clip_norm: float = Field(default=0.0, ge=0, allow_inf_nan=False)
@@ -103,6 +103,6 @@ class ScheduledOptimizerConfig(OptimizerConfig):
     larger one is scaled down; 0 for no bound."""
 
     @property
-    def schedules(self) -> tuple[ScheduleConfig, ScheduleConfig]:
+    def schedules(self) -> tuple[RateSchedule, RateSchedule]:
         """The schedules of the tables and of the other parameters."""
         return self.schedule, self.dense_schedule or self.schedule

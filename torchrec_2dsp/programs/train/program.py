@@ -19,7 +19,7 @@ from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.meter import Measured, Meter
 from torchrec_2dsp.programs.train.profile import ProfiledSteps, StepProfiler
 from torchrec_2dsp.programs.train.results import RunResult, TrainResult, TrainWatcher
-from torchrec_2dsp.programs.train.trainer import Trainer
+from torchrec_2dsp.programs.train.trainer import RunTrainer
 
 NEVER = Resume()
 """Runs that begin anew."""
@@ -60,7 +60,10 @@ def train(
         train_run(config, name, dataset, watchers, resume=resume, profiled=profiled)
         for name in config.runs
     ]
-    return TrainResult(runs=tuple(runs), planted=evaluate_planted(config))
+    result = TrainResult(runs=tuple(runs), planted=evaluate_planted(config))
+    for watcher in watchers:
+        watcher.all_finished(result)
+    return result
 
 
 def train_run(
@@ -73,7 +76,7 @@ def train_run(
     profiled: ProfiledSteps | None = None,
 ) -> RunResult:
     """Plan, train and evaluate one run of ``config``; see `train`."""
-    trainer = Trainer(config, name, dataset)
+    trainer = RunTrainer(config, name, dataset)
     for watcher in watchers:
         watcher.run_planned(name, trainer.planned, config)
     path = trainer.resume(resume)

@@ -153,6 +153,10 @@ class TrainWatcher(Protocol):
         """A run is over."""
         ...
 
+    def all_finished(self, result: TrainResult) -> None:
+        """All runs are over."""
+        ...
+
 
 class QuietWatcher:
     """A watcher that does nothing, for others to build on."""
@@ -170,4 +174,7 @@ class QuietWatcher:
         """Do nothing."""
 
     def run_finished(self, result: RunResult) -> None:
+        """Do nothing."""
+
+    def all_finished(self, result: TrainResult) -> None:
         """Do nothing."""

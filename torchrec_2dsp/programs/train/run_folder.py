@@ -59,10 +59,10 @@ class RunFolder(QuietWatcher):
     def run_finished(self, result: RunResult) -> None:
         """Write the record of the runs so far, so that a stop loses none of them."""
         self._results.append(result)
-        self.write(TrainResult(runs=tuple(self._results), planted=None))
+        self.all_finished(TrainResult(runs=tuple(self._results), planted=None))
 
-    def write(self, result: TrainResult) -> None:
-        """Write the record."""
+    def all_finished(self, result: TrainResult) -> None:
+        """Write the record of all runs."""
         record = train_record(self._config, result, self._resumed_from)
         _write(self._folder / "record.json", record.model_dump_json(indent=1) + "\n")
 

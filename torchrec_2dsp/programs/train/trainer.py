@@ -1,4 +1,4 @@
-"""`Trainer`: a run's model, sharded, and its way through the data."""
+"""`RunTrainer`: a run's model, sharded, and its way through the data."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -55,7 +55,7 @@ from torchrec_2dsp.programs.train.stepping import (
 )
 
 
-class Trainer:
+class RunTrainer:
     """A run's model, sharded, and its way through the data."""
 
     def __init__(self, config: TrainConfig, name: str, dataset: Dataset) -> None:

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from torchrec_2dsp.programs.train.results import TrainResult
 
 
+_HEADINGS = {"ne": "NE", "auc": "AUC"}
+
+
 def show_result(result: "TrainResult", console: Console) -> None:
     """Print the closing table and what its numbers mean."""
     from torchrec_2dsp.programs.train.results import largest_loss_gap
@@ -18,7 +21,9 @@ def show_result(result: "TrainResult", console: Console) -> None:
     reference = result.reference if len(result.runs) > 1 else None
     # Narrow enough for 80 columns, which is what a log file gets.
     table = Table("run", "mesh", "sync", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    headings = ["train\nloss", "eval\nloss", "eval\nNE", "samples\nper s", "sync MB\nper step"]
+    name = result.metric
+    evaluated = f"eval\n{_HEADINGS.get(name, name)}"
+    headings = ["train\nloss", "eval\nloss", evaluated, "samples\nper s", "sync MB\nper step"]
     if reference is not None:
         headings.insert(3, f"gap to\n{reference.name}")
     for heading in headings:
@@ -28,7 +33,7 @@ def show_result(result: "TrainResult", console: Console) -> None:
         figures = [
             f"{run.train_loss:.5f}",
             f"{run.evaluated.metrics['loss']:.5f}",
-            f"{run.evaluated.metrics['ne']:.4f}",
+            f"{run.evaluated.metrics[name]:.4f}",
             f"{run.samples_per_s:,.0f}",
             f"{run.sync_bytes_per_step / 1e6:.3f}",
         ]
@@ -48,6 +53,7 @@ def _meaning(result: "TrainResult") -> str:
     planted = result.planted
     best = "" if planted is None else f", and the model behind the labels has {planted.ne:.4f}"
     return (
-        f"NE: loss relative to always predicting the click rate; lower is better{best}. Sync: what "
-        "a rank sends to its replica peers."
-    )
+        f"NE: loss relative to always predicting the click rate; lower is better{best}. "
+        if result.metric == "ne"
+        else ""
+    ) + "Sync: what a rank sends to its replica peers."

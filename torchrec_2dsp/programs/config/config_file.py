@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import Annotated, Any, TypeGuard, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ValidationError
 
@@ -108,7 +108,7 @@ def _section_with_paths(annotation: Any, value: Mapping[str, Any], folder: Path)
     return dict(value)
 
 
-def _is_section(annotation: Any) -> bool:
+def _is_section(annotation: Any) -> TypeGuard[type[BaseModel]]:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 

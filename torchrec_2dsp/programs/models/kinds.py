@@ -99,6 +99,14 @@ def ranking_of(model: ModelSection) -> RankingConfig:
     return RankingConfig(among="none")
 
 
+def metrics_of(model: ModelSection) -> tuple[str, ...]:
+    """The metrics by which a model's evaluations can be compared, the usual one last."""
+    if has_clicks(model):
+        return ("loss", "auc", "ne")
+    ranking = ranking_of(model)
+    return ("loss", *(() if ranking.among == "none" else ranking.names))
+
+
 def has_clicks(model: ModelSection) -> bool:
     """Whether an evaluation's scores are logits of clicks, of which there are AUC and NE."""
     return not (

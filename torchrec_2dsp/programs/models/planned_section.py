@@ -14,10 +14,12 @@ def _check_types(types: tuple[str, ...]) -> tuple[str, ...]:
     return types
 
 
+ShardingTypes = Annotated[tuple[str, ...], AfterValidator(_check_types)]
+"""Names of sharding types, TorchRec's or their 2D forms."""
+
+
 class PlannedSection(Section):
     """A model, and the sharding types of its tables."""
 
-    sharding_types: Annotated[tuple[str, ...], AfterValidator(_check_types)] = Field(
-        default=("table_wise", "row_wise"), min_length=1
-    )
+    sharding_types: ShardingTypes = Field(default=("table_wise", "row_wise"), min_length=1)
     """The types that the planner may choose from, TorchRec's or their 2D forms."""

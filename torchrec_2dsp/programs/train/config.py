@@ -1,51 +1,31 @@
 """`TrainConfig`: what a training program does."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
-from torchrec_2dsp.plan.parameter_sharding import type_2d
 from torchrec_2dsp.programs.config.config_file import CalibrationPath, PathBesideConfig
 from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
 from torchrec_2dsp.programs.config.schedule import ScheduledOptimizerConfig
 from torchrec_2dsp.programs.config.sections import (
     ExchangeConfig,
-    ModelConfig,
     ReplicationConfig,
     Section,
     SplitConfig,
 )
-from torchrec_2dsp.programs.train.datasets import ENDLESS, DataConfig
+from torchrec_2dsp.programs.models.kinds import metrics_of
+from torchrec_2dsp.programs.models.planned_section import ShardingTypes
+from torchrec_2dsp.programs.train.datasets import (
+    ENDLESS,
+    DataConfig,
+    PlannedModelConfig,
+    TrainedModelConfig,
+    with_kinds,
+)
 from torchrec_2dsp.programs.train.sections import CheckpointConfig, LoopConfig, OutputConfig
-
-
-def _check_known(types: tuple[str, ...]) -> tuple[str, ...]:
-    for name in types:
-        type_2d(name)
-    return types
-
-
-ShardingTypes = Annotated[tuple[str, ...], AfterValidator(_check_known)]
-"""Names of sharding types, TorchRec's or their 2D forms."""
-
-
-class PlannedModelConfig(ModelConfig):
-    """The model, and what its planner may do."""
-
-    sharding_types: ShardingTypes = ("table_wise", "row_wise")
-    """The types that the planner may choose from. Column-wise shards have a row-wise moment each,
-    and data-parallel tables are trained by the dense optimizer: with those, runs on different
-    meshes train by different rules."""
-
-    @field_validator("sharding_types")
-    @classmethod
-    def _check_types(cls, types: tuple[str, ...]) -> tuple[str, ...]:
-        if not types:
-            raise ValueError("it is empty; name at least one sharding type")
-        return types
 
 
 class RunConfig(SplitConfig, ReplicationConfig, ExchangeConfig):
@@ -136,8 +116,8 @@ class TrainConfig(Section):
     data: DataConfig
     """The data to train on: synthetic clicks, if it doesn't name another kind."""
 
-    model: PlannedModelConfig = PlannedModelConfig()
-    """The model to train."""
+    model: TrainedModelConfig = PlannedModelConfig()
+    """The model to train: a DLRM, if it doesn't name another kind."""
 
     optimizer: ScheduledOptimizerConfig = ScheduledOptimizerConfig()
     """The rules by which weights are updated."""
@@ -165,11 +145,23 @@ class TrainConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _name_kind(cls, tree: Any) -> Any:
-        """A section of data that doesn't say its kind is synthetic."""
-        if not isinstance(tree, dict) or not isinstance(tree.get("data"), dict):
-            return tree
-        return {**tree, "data": {"kind": "synthetic", **tree["data"]}}
+    def _name_kinds(cls, tree: Any) -> Any:
+        return with_kinds(tree)
+
+    @model_validator(mode="after")
+    def _check_metric(self) -> Self:
+        known = metrics_of(self.model)
+        if self.loop.metric and self.loop.metric not in known:
+            raise ValueError(
+                f"loop.metric={self.loop.metric!r} isn't computed for model.kind="
+                f"{self.model.kind!r}; use one of {', '.join(known)}"
+            )
+        return self
+
+    @property
+    def metric(self) -> str:
+        """The metric by which evaluations are compared."""
+        return self.loop.metric or metrics_of(self.model)[-1]
 
     @model_validator(mode="after")
     def _check_meetings(self) -> Self:

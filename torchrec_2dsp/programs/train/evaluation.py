@@ -12,6 +12,9 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.train.auc import area_under_roc
 from torchrec_2dsp.programs.train.meter import Measured, normalized_entropy
 
+_MORE_IS_BETTER = ("auc", "recall", "ndcg")
+"""The beginnings of the names of metrics of which more is better; of the others, less is."""
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -27,7 +30,8 @@ class Evaluation:
     """The share of positive labels."""
 
     metrics: dict[str, float]
-    """The metrics by name: loss, ne, auc and calibration."""
+    """The metrics by name: loss, ne, auc and calibration of clicks; loss, recall and NDCG of
+    rankings."""
 
     @property
     def measured(self) -> Measured:
@@ -41,7 +45,7 @@ def is_better(metric: str, value: float, than: float) -> bool:
         return False
     if math.isnan(than):
         return True
-    return value > than if metric == "auc" else value < than
+    return value > than if metric.startswith(_MORE_IS_BETTER) else value < than
 
 
 def best_of(evaluations: Sequence[Evaluation], metric: str) -> Evaluation | None:

@@ -1,5 +1,6 @@
 """A run's sharders, plan and optimizers."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,6 +25,8 @@ from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.planner.planner2d import Planner2D
 from torchrec_2dsp.programs.data.dataset import BatchShape
 from torchrec_2dsp.programs.models.dense import dense_wrapper
+from torchrec_2dsp.programs.models.kinds import layered_of
+from torchrec_2dsp.programs.models.model import table_sizes
 from torchrec_2dsp.programs.models.optimizer import dense_optimizer, table_optimizer, with_meetings
 from torchrec_2dsp.programs.models.planned import collective_plan, planner_arguments
 from torchrec_2dsp.programs.train.config import RunConfig, TrainConfig
@@ -59,6 +62,9 @@ class PlannedRun:
     explanation: str
     """Why the plan is as it is, in words, on the rank that searched it by cost; else empty."""
 
+    table_sizes: Mapping[str, tuple[int, int]]
+    """The rows and the dimension of each table."""
+
 
 def plan_run(
     config: TrainConfig,
@@ -79,7 +85,7 @@ def plan_run(
         access = AccessStats.load(run.access) if run.access else None
         calibration = Calibration.load(run.calibration) if run.calibration else None
         if run.plan:
-            return PlannedRun(_plan_of_file(name, run, world_size), "")
+            return PlannedRun(_plan_of_file(name, run, world_size), "", table_sizes(model))
         local_size = get_local_size(world_size)
         if calibration is not None:
             topology = calibration.topology(world_size, local_size)
@@ -100,7 +106,8 @@ def plan_run(
     pins = None if run.is_planned_by_cost else run
     plan = collective_plan(planner, model, sharders, pins=pins, data=shape, access=access)
     is_searched_here = run.is_planned_by_cost and dist.get_rank(world_group()) == 0
-    return PlannedRun(plan, str(planner.explain()) if is_searched_here else "")
+    explanation = str(planner.explain()) if is_searched_here else ""
+    return PlannedRun(plan, explanation, table_sizes(model))
 
 
 def _plan_of_file(name: str, run: RunConfig, world_size: int) -> Plan2D:
@@ -114,9 +121,11 @@ def _plan_of_file(name: str, run: RunConfig, world_size: int) -> Plan2D:
     return plan
 
 
-def make_dense_wrapper(config: TrainConfig, run: RunConfig) -> DataParallelWrapper | None:
-    """What runs the dense part; `None` for TorchRec's own wrapper."""
-    wrapper = dense_wrapper(run.dense)
+def make_dense_wrapper(
+    config: TrainConfig, run: RunConfig, model: nn.Module
+) -> DataParallelWrapper | None:
+    """What runs the dense part of a model that isn't sharded yet; `None` for TorchRec's own."""
+    wrapper = dense_wrapper(run.dense, layered_of(model))
     if wrapper is None and config.loop.accumulate > 1:
         # A DDP that is told that its graph is static learns it in its first backward, in which it
         # adds up the gradients of each batch. That would be other bits after a resume.

@@ -13,6 +13,7 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.data.dataset import Dataset, Split
 from torchrec_2dsp.programs.data.synthetic import click_probability
 from torchrec_2dsp.programs.data.synthetic_dataset import SyntheticData
+from torchrec_2dsp.programs.models.kinds import dataset_for
 from torchrec_2dsp.programs.models.model import rank_device
 from torchrec_2dsp.programs.train.checkpoints import Resume
 from torchrec_2dsp.programs.train.config import TrainConfig
@@ -55,12 +56,12 @@ def train(
     if profiled is not None and not config.output.folder:
         raise ConfigError("--profile writes to the folder of the output; set output.folder")
     with agreeing(world_group()):
-        dataset = config.data.dataset()
+        dataset = dataset_for(config.model, config.data.dataset())
     runs = [
         train_run(config, name, dataset, watchers, resume=resume, profiled=profiled)
         for name in config.runs
     ]
-    result = TrainResult(runs=tuple(runs), planted=evaluate_planted(config))
+    result = TrainResult(runs=tuple(runs), metric=config.metric, planted=evaluate_planted(config))
     for watcher in watchers:
         watcher.all_finished(result)
     return result

@@ -113,6 +113,9 @@ class TrainResult:
     runs: tuple[RunResult, ...]
     """The runs, in the order of the config."""
 
+    metric: str
+    """The metric by which evaluations are compared."""
+
     planted: Measured | None
     """The figures of the held-out batches as the model behind the labels predicts them; `None` for
     data without such a model."""

@@ -59,7 +59,8 @@ class RunFolder(QuietWatcher):
     def run_finished(self, result: RunResult) -> None:
         """Write the record of the runs so far, so that a stop loses none of them."""
         self._results.append(result)
-        self.all_finished(TrainResult(runs=tuple(self._results), planted=None))
+        runs, metric = tuple(self._results), self._config.metric
+        self.all_finished(TrainResult(runs=runs, metric=metric, planted=None))
 
     def all_finished(self, result: TrainResult) -> None:
         """Write the record of all runs."""

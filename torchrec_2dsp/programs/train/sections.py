@@ -6,10 +6,6 @@ from pydantic import Field, model_validator
 
 from torchrec_2dsp.programs.config.sections import Section
 
-Metric = Literal["loss", "ne", "auc"]
-"""The metrics by which evaluations are compared: the log loss and the normalized entropy, of which
-less is better, and the area under the ROC curve."""
-
 
 class LoopConfig(Section):
     """How long to train, how often to evaluate, and what to tell meanwhile."""
@@ -30,8 +26,9 @@ class LoopConfig(Section):
     eval_steps: int = Field(default=20, ge=0)
     """How many held-out batches to evaluate on; 0 for all there are."""
 
-    metric: Metric = "ne"
-    """The metric by which evaluations are compared: loss, ne or auc."""
+    metric: str = ""
+    """The metric by which evaluations are compared: loss, ne or auc of clicks, loss, recall@k or
+    ndcg@k of rankings. Empty for ne, or for the last of the rankings."""
 
     patience: int = Field(default=0, ge=0)
     """After how many evaluations in a row that are no better than the best to stop; 0 for never."""

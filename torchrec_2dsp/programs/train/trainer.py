@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,16 @@ from torchrec_2dsp.parallel.failing_together import failing_together
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.parallel.train_state.state import TrainState
 from torchrec_2dsp.programs.data.dataset import Dataset, Split
-from torchrec_2dsp.programs.models.dense import dense_total
-from torchrec_2dsp.programs.models.model import build_model, rank_device
+from torchrec_2dsp.programs.models.dense import apply_late_gradients, dense_total
+from torchrec_2dsp.programs.models.kinds import build_any_model
+from torchrec_2dsp.programs.models.model import rank_device
 from torchrec_2dsp.programs.models.splits import split_
 from torchrec_2dsp.programs.train.checkpoints import Checkpoints, Resume
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.datasets import shape_of
 from torchrec_2dsp.programs.train.dense_progress import dense_progress
+from torchrec_2dsp.programs.train.evaluated import evaluated
 from torchrec_2dsp.programs.train.evaluation import (
-    ClickMetrics,
     best_of,
     num_since_best,
 )
@@ -51,7 +51,6 @@ from torchrec_2dsp.programs.train.stepping import (
     PipelinedSteps,
     Stepper,
     closing_batches,
-    evaluating,
 )
 
 
@@ -72,7 +71,7 @@ class RunTrainer:
         self._world = world_group()
         self._device = rank_device(config.loop.device)
         run, shape = config.runs[name], shape_of(config.data, dataset)
-        unsharded = build_model(shape, config.model)
+        unsharded = build_any_model(shape, config.model)
         split_(unsharded, run.splits, run.split_threshold)
         sharders = make_sharders(config, run, shape)
         self.planned = plan_run(config, name, shape, unsharded, sharders)
@@ -82,7 +81,7 @@ class RunTrainer:
             device=self._device,
             plan=self.planned.plan,
             sharders=sharders,
-            data_parallel_wrapper=make_dense_wrapper(config, run),
+            data_parallel_wrapper=make_dense_wrapper(config, run, unsharded),
         )
         self._optimizers = make_optimizers(self._model, config, run)
         self._base_rates = self._optimizers.rates()
@@ -126,6 +125,7 @@ class RunTrainer:
             ending = self._train(watchers, profiler)
             if not self.step:
                 raise ConfigError("the data has too few samples for a single step")
+            apply_late_gradients(self._model, self._optimizers.whole)
             self._model.sync_now()
             if not self._is_evaluated:
                 self._evaluate(watchers)
@@ -267,20 +267,14 @@ class RunTrainer:
 
     def _is_out_of_patience(self) -> bool:
         loop = self._config.loop
-        num_worse = num_since_best(self._history.evaluations, loop.metric)
+        num_worse = num_since_best(self._history.evaluations, self._config.metric)
         return 0 < loop.patience <= num_worse
 
     def _evaluate(self, watchers: Sequence[TrainWatcher]) -> None:
         """Every rank looks up its own part of the batches, together with its group."""
-        metrics, metric = ClickMetrics(self._world, self._device), self._config.loop.metric
-        num_batches = self._config.loop.eval_steps or None
-        with closing_batches(self._batches(Split.EVAL)) as batches, evaluating(self._model):
-            for batch in islice(batches, num_batches):
-                _, (loss, scores, labels) = self._model(batch.to(self._device))
-                metrics.add(loss, scores, labels)
-        evaluation = metrics.gather(self.step)
+        evaluation = evaluated(self._config, self._model, self._batches, self.step)
         self._history.evaluations.append(evaluation)
-        is_best = best_of(self._history.evaluations, metric) is evaluation
+        is_best = best_of(self._history.evaluations, self._config.metric) is evaluation
         for watcher in watchers:
             watcher.evaluated(self._name, evaluation, is_best=is_best)
         if is_best and self._checkpoints.keeps_best and self._config.loop.eval_every:

@@ -45,6 +45,7 @@ class NextItemModel(nn.Module):
         """
         super().__init__()
         self._feature, self._num_items = config.feature, num_items
+        self._items = NegativeItems(num_items, config.negatives)
         self._max_length, self._dim = config.max_length, config.dim
         self._num_negatives = config.num_negatives
         self.embeddings = EmbeddingCollection(
@@ -74,7 +75,7 @@ class NextItemModel(nn.Module):
                 *blocks,
                 nn.LayerNorm(config.dim),
             ],
-            SampledSoftmax(NegativeItems(num_items, config.negatives)),
+            SampledSoftmax(self._items),
         )
 
     def forward(self, batch: Batch) -> Output:
@@ -98,7 +99,8 @@ class NextItemModel(nn.Module):
             )
         else:
             outputs = self.dense(examples.inputs)
-            losses = self.dense.loss(outputs, *examples[1:])
+            # The stack's own may be on another rank; it has no parameters.
+            losses = SampledSoftmax(self._items)(outputs, *examples[1:])
             scores = _places_among_negatives(outputs, examples)
         loss = losses.sum()
         return loss, (loss.detach(), scores.detach(), batch.labels.detach())

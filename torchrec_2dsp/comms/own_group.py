@@ -22,7 +22,7 @@ def own_group(
         group: whose ranks all call this.
         device: what ``group`` works on.
         name: what the group is for, in logs.
-        backend: such as "gloo"; without it, that of ``group``.
+        backend: such as "gloo"; without it, that of the world.
 
     Collectives:
         The creation of a group.
@@ -32,7 +32,7 @@ def own_group(
     created = dist.new_group(
         ranks,
         timeout=timeout,
-        backend=backend or dist.get_backend(group),
+        backend=backend,
         use_local_synchronization=len(ranks) < dist.get_world_size(),
         group_desc=name,
     )

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy.optimize import nnls
 
 from torchrec_2dsp.errors import ConfigError
 
@@ -68,6 +67,9 @@ class SampleCost:
             >>> round(cost.linear, 6), round(cost.quadratic, 6)
             (0.02, 0.001)
         """
+        # SciPy takes long to import, and only this needs it.
+        from scipy.optimize import nnls
+
         if len(lengths_per_step) != len(seconds) or len(seconds) < 3:
             raise ConfigError(
                 f"SampleCost.fit() got the lengths of {len(lengths_per_step)} steps and "

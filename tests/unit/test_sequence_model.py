@@ -188,6 +188,18 @@ def test_vectors_of_targets_and_negatives_learn() -> None:
     assert set(gradient.abs().sum(1).nonzero().flatten().tolist()) == used
 
 
+def test_a_batch_may_have_nothing_to_predict() -> None:
+    batch = batch_of([[5], []], [[1, 2, 3]] * 2)
+    for model in (model_of(), model_of(loss_mean="samples"), model_of().eval()):
+        loss, (_, scores, _) = model(batch)
+        loss.backward()
+        assert loss.item() == 0
+        assert scores.tolist() == [0, 0]
+        # A rank with such a batch has gradients like the others.
+        assert all(param.grad is not None for param in model.dense.parameters())
+    assert rank_all_items(model, [batch]).tolist() == [0, 0]
+
+
 def test_batches_without_fitting_negatives_are_refused() -> None:
     model = model_of()
     alone = KeyedJaggedTensor(["item"], torch.tensor([1, 2]), lengths=torch.tensor([2]))

@@ -7,6 +7,7 @@ import torch
 from pydantic import ValidationError
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.datasets.utils import Batch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.errors import ConfigError, UnsupportedError
 from torchrec_2dsp.programs.data.synthetic import SparseFeature, SyntheticConfig, make_batch
@@ -23,6 +24,7 @@ DATA = SyntheticConfig(
         SparseFeature(name="tags", num_rows=2, min_ids=0, max_ids=2),
     ),
 )
+DATA_NAMES = [feature.name for feature in DATA.features]
 BATCH = make_batch(DATA, step=0, global_batch_size=24)
 
 
@@ -82,6 +84,21 @@ def test_in_a_batch_each_other_item_counts_once(items: tuple[str, ...]) -> None:
         assert places[sample] == 1 + len(ahead)
     assert 0 < len(losses) < 24
     torch.testing.assert_close(loss, torch.stack(losses).mean())
+
+
+def test_a_batch_may_have_no_items() -> None:
+    size = 3
+    features = KeyedJaggedTensor(
+        DATA_NAMES, torch.empty(0, dtype=torch.int64), lengths=torch.zeros(3 * size).int()
+    )
+    model = model_of(("item", "tags"), loss="in_batch")
+    loss, (_, scores, _) = model(Batch(torch.zeros(size, 2), features, torch.ones(size)))
+    # All samples have the same item, which is told from no other.
+    assert loss.item() == 0
+    assert scores.shape == (size,)
+    assert model.eval()(Batch(torch.zeros(size, 2), features, torch.ones(size)))[1][1].tolist() == (
+        [1] * size
+    )
 
 
 def test_all_items_are_ranked() -> None:

@@ -282,4 +282,6 @@ class _InBatchSoftmax(nn.Module):
 def _numbers_of_items(bags: Sequence[JaggedTensor]) -> torch.Tensor:
     """A number for each sample's item, equal for items that have equal ids in all features."""
     padded = [ids.to_padded_dense(padding_value=-1).sort(dim=1).values for ids in bags]
+    # One column at least, also where no item has an id.
+    padded.append(padded[0].new_zeros(len(padded[0]), 1))
     return torch.cat(padded, dim=1).unique(dim=0, return_inverse=True)[1]

@@ -275,3 +275,14 @@ def test_a_file_that_shrinks_is_noticed(tmp_path: Path) -> None:
     write_log(file, ROWS[:5])
     with pytest.raises(ConfigError, match="it has become shorter since it was opened"):
         list(data.batches(Split.TRAIN, global_batch_size=40, rank=0, world_size=1))
+
+
+def test_lines_that_a_quote_joins_are_an_error(tmp_path: Path) -> None:
+    lines = ["label,number,user,tags", *["1,0,ann,t1"] * 3, '1,0,a"b,"t1', *["1,0,ann,t1"] * 3]
+    file = written(tmp_path / "a.csv", "\n".join(lines).encode())
+    data = table_config(file, block_bytes=1000).dataset()
+    message = r"the lines 2 to 7 of .*a.csv can't be told apart: 6 lines were read as 4 rows; close"
+    with pytest.raises(InputError, match=message):
+        list(global_batches(data, global_batch_size=1, world_size=1))
+    data = table_config(file, quote="").dataset()
+    assert len(list(global_batches(data, global_batch_size=1, world_size=1))) == 7

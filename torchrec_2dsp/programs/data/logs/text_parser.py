@@ -65,6 +65,9 @@ class TextParser:
             data: whole lines.
             num_lines: how many they are.
             columns: which columns, and what they are for.
+
+        Raises:
+            ArrowInvalid: a quote opens that no line closes, so that lines run into each other.
         """
         broken = self._broken(data)
         lines = np.arange(num_lines)
@@ -84,7 +87,7 @@ class TextParser:
         if invalid:
             lines = np.delete(lines, list(invalid))
         if len(lines) != table.num_rows:
-            raise AssertionError(f"pyarrow made {table.num_rows} rows of {len(lines)} lines")
+            raise pa.ArrowInvalid(f"{len(lines)} lines were read as {table.num_rows} rows")
         unreadable = {**_bad_labels(table, columns), **unreadable}
         if unreadable:
             reasons |= {int(lines[row]): why for row, why in unreadable.items()}

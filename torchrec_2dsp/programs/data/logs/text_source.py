@@ -15,7 +15,7 @@ from torchrec_2dsp.programs.data.logs.lines import line_ends, select_lines
 from torchrec_2dsp.programs.data.logs.malformed import MalformedLines
 from torchrec_2dsp.programs.data.logs.row_index import RowIndex
 from torchrec_2dsp.programs.data.logs.text_index import TextHead, index_lines, open_text
-from torchrec_2dsp.programs.data.logs.text_parser import TextParser
+from torchrec_2dsp.programs.data.logs.text_parser import ParsedLines, TextParser
 
 
 class TextSource:
@@ -89,13 +89,12 @@ class TextSource:
         with reading(block.file):
             data = self._bytes(block)
         selected = np.arange(block.num_rows) if rows is None else rows
-        parser = self._parsers[block.file]
         own = data if rows is None else select_lines(data, rows)
-        parsed = parser.parse(own, len(selected), columns)
+        parsed = self._parse(block, own, len(selected), columns)
         if not parsed.reasons:
             return parsed.table
         self._count(block, own, selected, parsed.reasons)
-        whole = parsed if rows is None else parser.parse(data, block.num_rows, columns)
+        whole = parsed if rows is None else self._parse(block, data, block.num_rows, columns)
         if not whole.table.num_rows:
             raise InputError(
                 f"none of the lines {self._line(block, 0)} to "
@@ -104,6 +103,17 @@ class TextSource:
             )
         stand_ins = np.searchsorted(whole.readable, selected, side="right") - 1
         return whole.table.take(pa.array(np.maximum(stand_ins, 0)))
+
+    def _parse(
+        self, block: LogBlock, data: bytes, num_lines: int, columns: Mapping[str, ColumnKind]
+    ) -> ParsedLines:
+        try:
+            return self._parsers[block.file].parse(data, num_lines, columns)
+        except pa.ArrowInvalid as error:
+            raise InputError(
+                f"the lines {self._line(block, 0)} to {self._line(block, block.num_rows - 1)} of "
+                f"{block.file} can't be told apart: {error}; close its quotes, or set quote = ''"
+            ) from error
 
     def _count(self, block: LogBlock, data: bytes, rows: Rows, reasons: Mapping[int, str]) -> None:
         ends = line_ends(data)

@@ -28,7 +28,7 @@ def show_result(result: "TrainResult", console: Console) -> None:
         figures = [
             f"{run.train_loss:.5f}",
             f"{run.evaluated.metrics['loss']:.5f}",
-            f"{run.evaluated.metrics['ne']:.4f}",
+            f"{run.evaluated.ne:.4f}",
             f"{run.samples_per_s:,.0f}",
             f"{run.sync_bytes_per_step / 1e6:.3f}",
         ]

@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ValidationError
 
@@ -78,26 +78,42 @@ def _with_paths(kind: type[BaseModel], tree: Mapping[str, Any], folder: Path) ->
     """A copy of what a file in ``folder`` says, whose paths are relative to this process."""
     resolved = dict(tree)
     for name, field in kind.model_fields.items():
-        value, section = tree.get(name), field.annotation
+        value = tree.get(name)
         if isinstance(value, Mapping):
-            resolved[name] = _section_with_paths(section, value, folder)
+            resolved[name] = _section_with_paths(field.annotation, value, folder)
         elif isinstance(value, str) and value and _BESIDE_CONFIG in field.metadata:
             is_name = _MAY_BE_SHIPPED in field.metadata and shipped_config(value, _HARDWARE)
             resolved[name] = value if is_name else os.path.normpath(folder / value)
     return resolved
 
 
-def _section_with_paths(section: Any, value: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """`_with_paths` of a section, or of each section that a mapping names; others stay the same."""
-    if isinstance(section, type) and issubclass(section, BaseModel):
-        return _with_paths(section, value, folder)
-    (*_, of_each) = get_args(section) or (None,)
-    if isinstance(of_each, type) and issubclass(of_each, BaseModel):
+def _section_with_paths(annotation: Any, value: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """A copy of a section, or of several by name, with paths relative to this process."""
+    if get_origin(annotation) is dict:
+        of_each = get_args(annotation)[1]
         return {
-            key: _with_paths(of_each, item, folder) if isinstance(item, Mapping) else item
-            for key, item in value.items()
+            name: _section_with_paths(of_each, item, folder) if isinstance(item, Mapping) else item
+            for name, item in value.items()
         }
-    return dict(value)
+    section = _section(annotation, value)
+    return dict(value) if section is None else _with_paths(section, value, folder)
+
+
+def _section(annotation: Any, value: Mapping[str, Any]) -> type[BaseModel] | None:
+    """The class of a section; where there are several kinds, the one that ``value`` names."""
+    if isinstance(annotation, type):
+        return annotation if issubclass(annotation, BaseModel) else None
+    for kind in get_args(annotation):
+        if isinstance(kind, type) and issubclass(kind, BaseModel) and "kind" in kind.model_fields:
+            field = kind.model_fields["kind"]
+            if value.get("kind", field.get_default()) in get_args(field.annotation):
+                return kind
+    return None
+
+
+def with_absolute_paths(config: BaseModel) -> dict[str, Any]:
+    """A config as plain data, whose paths hold wherever it is written."""
+    return _with_paths(type(config), config.model_dump(mode="json"), Path.cwd())
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.train.auc import area_under_roc
 from torchrec_2dsp.programs.train.meter import Measured, normalized_entropy
+from torchrec_2dsp.programs.train.sections import LESS_IS_BETTER
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,19 @@ class Evaluation:
         """The losses, as training reports them."""
         return Measured(self.losses, self.click_rate)
 
+    def check_has(self, metric: str) -> None:
+        """Raise `ConfigError` unless the metric by which evaluations are compared is there."""
+        if metric not in self.metrics:
+            raise ConfigError(
+                f"loop.metric={metric!r} is none of this model's metrics; use one of "
+                f"{', '.join(self.metrics)}"
+            )
+
+    @property
+    def ne(self) -> float:
+        """The normalized entropy; `nan` for a model that doesn't predict clicks."""
+        return self.metrics.get("ne", math.nan)
+
 
 def is_better(metric: str, value: float, than: float) -> bool:
     """Whether a metric's value is better than another one; `nan` is worse than all."""
@@ -41,7 +55,7 @@ def is_better(metric: str, value: float, than: float) -> bool:
         return False
     if math.isnan(than):
         return True
-    return value > than if metric == "auc" else value < than
+    return value < than if metric in LESS_IS_BETTER else value > than
 
 
 def best_of(evaluations: Sequence[Evaluation], metric: str) -> Evaluation | None:

@@ -1,14 +1,17 @@
 """The parts of a training config that say how long a run trains, and what it leaves behind."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from torchrec_2dsp.programs.config.sections import Section
 
-Metric = Literal["loss", "ne", "auc"]
-"""The metrics by which evaluations are compared: the log loss and the normalized entropy, of which
-less is better, and the area under the ROC curve."""
+LESS_IS_BETTER = ("loss", "ne")
+"""Metrics of which less is better: the log loss and the normalized entropy. Of others, such as the
+area under the ROC curve, more is better."""
+
+Metric = Annotated[str, Field(pattern=r"^(loss|ne|auc|(recall|ndcg)@[1-9]\d*)$")]
+"""The name of a metric by which evaluations can be compared."""
 
 
 class LoopConfig(Section):
@@ -31,7 +34,8 @@ class LoopConfig(Section):
     """How many held-out batches to evaluate on; 0 for all there are."""
 
     metric: Metric = "ne"
-    """The metric by which evaluations are compared: loss, ne or auc."""
+    """The metric by which evaluations are compared: loss, ne or auc; recall@10 or ndcg@10 and the
+    like for a model that ranks."""
 
     patience: int = Field(default=0, ge=0)
     """After how many evaluations in a row that are no better than the best to stop; 0 for never."""

@@ -279,6 +279,7 @@ class RunTrainer:
                 _, (loss, scores, labels) = self._model(batch.to(self._device))
                 metrics.add(loss, scores, labels)
         evaluation = metrics.gather(self.step)
+        evaluation.check_has(metric)
         self._history.evaluations.append(evaluation)
         is_best = best_of(self._history.evaluations, metric) is evaluation
         for watcher in watchers:

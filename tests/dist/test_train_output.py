@@ -11,7 +11,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.support.ranks import RankPool
 from tests.support.train_runs import TREE, config_with
 from torchrec_2dsp.errors import ConfigError, TwoDError
-from torchrec_2dsp.programs.config.config_file import load_config, make_config
+from torchrec_2dsp.programs.config.config_file import (
+    load_config,
+    make_config,
+    with_absolute_paths,
+)
 from torchrec_2dsp.programs.data.synthetic_dataset import SyntheticData
 from torchrec_2dsp.programs.models.true_access import true_access
 from torchrec_2dsp.programs.train.config import TrainConfig
@@ -107,6 +111,7 @@ def test_the_folder_has_the_config_and_a_record_of_everything(
     # What was trained can be trained again.
     again = load_config(TrainConfig, folder / "planned" / "config.toml")
     assert again.model_dump(mode="json") == record.config
+    assert Path(again.runs["planned"].access).is_absolute()
     assert tomllib.loads((folder / "planned" / "config.toml").read_text())["loop"]["steps"] == 8
 
 
@@ -204,7 +209,17 @@ def test_paths_of_runs_are_beside_their_config(tmp_path: Path) -> None:
         "[data]\nfeatures = [{ name = 'user', num_rows = 10 }]\n"
         "[runs.one]\naccess = '../stats'\ncalibration = 'emulated_1gbit'\n"
     )
-    run = load_config(TrainConfig, path).runs["one"]
+    config = load_config(TrainConfig, path)
+    run = config.runs["one"]
+    # What is written into another folder names the same files.
+    written = with_absolute_paths(config.model_copy(update={"runs": {"one": run}}))
+    assert written["runs"]["one"]["access"] == run.access
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        relative = config.model_copy(
+            update={"runs": {"one": run.model_copy(update={"access": "stats"})}}
+        )
+        assert with_absolute_paths(relative)["runs"]["one"]["access"] == run.access
     assert run.access == str(tmp_path / "stats")
     assert Path(run.calibration).name == "emulated_1gbit.toml"
 

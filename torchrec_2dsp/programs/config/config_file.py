@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, TypeGuard, TypeVar, get_args, get_origin
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ValidationError
 
@@ -96,34 +96,31 @@ def _with_paths(kind: type[BaseModel], tree: Mapping[str, Any], folder: Path) ->
 
 def _section_with_paths(annotation: Any, value: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """`_with_paths` of a section, or of each section that a mapping names; others stay the same."""
-    section = _section(annotation, value)
-    if section is not None:
-        return _with_paths(section, value, folder)
-    (*_, of_each) = get_args(annotation) or (None,)
-    if get_origin(annotation) is dict and _is_section(of_each):
+    if get_origin(annotation) is dict:
+        (*_, of_each) = get_args(annotation)
         return {
-            key: _with_paths(of_each, item, folder) if isinstance(item, Mapping) else item
-            for key, item in value.items()
+            name: _section_with_paths(of_each, item, folder) if isinstance(item, Mapping) else item
+            for name, item in value.items()
         }
-    return dict(value)
-
-
-def _is_section(annotation: Any) -> TypeGuard[type[BaseModel]]:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    section = _section(annotation, value)
+    return dict(value) if section is None else _with_paths(section, value, folder)
 
 
 def _section(annotation: Any, value: Mapping[str, Any]) -> type[BaseModel] | None:
     """The class of a section; where there are several kinds, the one that ``value`` names."""
-    if _is_section(annotation):
-        return annotation
-    if get_origin(annotation) is dict:
-        return None
+    if isinstance(annotation, type):
+        return annotation if issubclass(annotation, BaseModel) else None
     for kind in get_args(annotation):
-        if _is_section(kind) and "kind" in kind.model_fields:
+        if isinstance(kind, type) and issubclass(kind, BaseModel) and "kind" in kind.model_fields:
             field = kind.model_fields["kind"]
             if value.get("kind", field.get_default()) in get_args(field.annotation):
                 return kind
     return None
+
+
+def with_absolute_paths(config: BaseModel) -> dict[str, Any]:
+    """A config as plain data, whose paths hold wherever it is written."""
+    return _with_paths(type(config), config.model_dump(mode="json"), Path.cwd())
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

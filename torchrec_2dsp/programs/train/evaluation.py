@@ -11,9 +11,7 @@ import torch.distributed as dist
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.train.auc import area_under_roc
 from torchrec_2dsp.programs.train.meter import Measured, normalized_entropy
-
-_MORE_IS_BETTER = ("auc", "recall", "ndcg")
-"""The beginnings of the names of metrics of which more is better; of the others, less is."""
+from torchrec_2dsp.programs.train.sections import LESS_IS_BETTER
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,11 @@ class Evaluation:
         """The losses, as training reports them."""
         return Measured(self.losses, self.click_rate)
 
+    @property
+    def ne(self) -> float:
+        """The normalized entropy; `nan` for a model that doesn't predict clicks."""
+        return self.metrics.get("ne", math.nan)
+
 
 def is_better(metric: str, value: float, than: float) -> bool:
     """Whether a metric's value is better than another one; `nan` is worse than all."""
@@ -45,7 +48,7 @@ def is_better(metric: str, value: float, than: float) -> bool:
         return False
     if math.isnan(than):
         return True
-    return value > than if metric.startswith(_MORE_IS_BETTER) else value < than
+    return value < than if metric in LESS_IS_BETTER else value > than
 
 
 def best_of(evaluations: Sequence[Evaluation], metric: str) -> Evaluation | None:

@@ -1,6 +1,5 @@
 """`TrainRecord`: what `train` found, in a file, so that runs with other seeds can join it."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -211,7 +210,7 @@ def run_record(result: RunResult, resumed_from: str = "") -> RunRecord:
         num_groups=result.plan.mesh.num_groups,
         curve=tuple(map(_point, result.steps_trained)),
         eval_loss=result.evaluated.metrics["loss"],
-        eval_ne=result.evaluated.metrics.get("ne", math.nan),
+        eval_ne=result.evaluated.ne,
         samples_per_s=result.samples_per_s,
         sync_bytes_per_step=result.sync_bytes_per_step,
         evaluations=tuple(

@@ -9,6 +9,7 @@ import tomli_w
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan import serialize
+from torchrec_2dsp.programs.config.config_file import with_absolute_paths
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.parts import PlannedRun
 from torchrec_2dsp.programs.train.record import train_record
@@ -18,7 +19,7 @@ from torchrec_2dsp.programs.train.results import QuietWatcher, RunResult, TrainR
 class RunFolder(QuietWatcher):
     """Writes, on one rank, the config, each run's plan, and a record that grows run by run.
 
-    - ``config.toml``: the config as it was resolved;
+    - ``config.toml``: the config as it was resolved, with absolute paths;
     - ``record.json``: a `TrainRecord` of the runs that are over;
     - ``<run>/plan.json`` and, after a search by cost, ``<run>/explanation.txt``.
     """
@@ -37,7 +38,7 @@ class RunFolder(QuietWatcher):
         self._resumed_from: dict[str, str] = {}
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            content = tomli_w.dumps(_without_none(config.model_dump(mode="json")))
+            content = tomli_w.dumps(_without_none(with_absolute_paths(config)))
             _write(self._folder / "config.toml", content)
         except OSError as error:
             raise ConfigError(

@@ -6,6 +6,10 @@ from pydantic import Field, model_validator
 
 from torchrec_2dsp.programs.config.sections import Section
 
+LESS_IS_BETTER = ("loss", "ne")
+"""Metrics of which less is better: the log loss and the normalized entropy. Of others, such as the
+area under the ROC curve, more is better."""
+
 
 class LoopConfig(Section):
     """How long to train, how often to evaluate, and what to tell meanwhile."""

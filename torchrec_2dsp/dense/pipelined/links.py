@@ -12,6 +12,8 @@ import torch.distributed as dist
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HEADER_SIZE = 16
 _SHORTEST = timedelta(milliseconds=1)
+_UNUSED_TAG = 1
+"""Messages have the tag 0, which is torch's default."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,9 @@ class Links:
             return
         nothing = torch.zeros(1, device=self._device)
         try:
-            work = dist.irecv(nothing, group=self._group, group_src=(rank + 1) % size)
+            # By a tag that nobody sends: a message that is on its way must not end the wait.
+            peer = (rank + 1) % size
+            work = dist.irecv(nothing, group=self._group, group_src=peer, tag=_UNUSED_TAG)
             if work is not None:
                 work.wait(_SHORTEST)
         except RuntimeError:

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -122,18 +123,16 @@ class Links:
 
         A receive of gloo's that isn't over in time does that. Tensors in flight are kept alive.
         """
-        size, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
-        if size == 1:
-            return
+        rank = dist.get_rank(self._group)
         nothing = torch.zeros(1, device=self._device)
-        try:
-            # By a tag that nobody sends: a message that is on its way must not end the wait.
-            peer = (rank + 1) % size
-            work = dist.irecv(nothing, group=self._group, group_src=peer, tag=_UNUSED_TAG)
-            if work is not None:
-                work.wait(_SHORTEST)
-        except RuntimeError:
-            return
+        # One timeout breaks all connections, but one that is broken already fails without it.
+        for peer in range(dist.get_world_size(self._group)):
+            if peer != rank:
+                # By a tag that nobody sends: a message on its way must not end the wait.
+                with suppress(RuntimeError):
+                    work = dist.irecv(nothing, group=self._group, group_src=peer, tag=_UNUSED_TAG)
+                    if work is not None:
+                        work.wait(_SHORTEST)
 
 
 class Inbox:

@@ -76,10 +76,13 @@ def input_gradients(
     Returns:
         What `weight_gradients` needs.
     """
-    _, groups = stage_backward_input([output], [gradient], list(inputs), iter(params))
+    # torch finds the graph's nodes of parameters by views, which need gradients enabled.
+    with torch.enable_grad():
+        _, groups = stage_backward_input([output], [gradient], list(inputs), iter(params))
     return groups
 
 
 def weight_gradients(params: list[torch.nn.Parameter], groups: Any) -> None:
     """Compute what `input_gradients` has left out, and add it to the parameters' ``grad``."""
-    stage_backward_weight(iter(params), groups)
+    with torch.enable_grad():
+        stage_backward_weight(iter(params), groups)

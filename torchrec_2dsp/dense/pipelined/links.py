@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -12,6 +13,8 @@ import torch.distributed as dist
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HEADER_SIZE = 16
 _SHORTEST = timedelta(milliseconds=1)
+_UNUSED_TAG = 1
+"""Messages have the tag 0, which is torch's default."""
 
 
 @dataclass(frozen=True)
@@ -120,16 +123,16 @@ class Links:
 
         A receive of gloo's that isn't over in time does that. Tensors in flight are kept alive.
         """
-        size, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
-        if size == 1:
-            return
+        rank = dist.get_rank(self._group)
         nothing = torch.zeros(1, device=self._device)
-        try:
-            work = dist.irecv(nothing, group=self._group, group_src=(rank + 1) % size)
-            if work is not None:
-                work.wait(_SHORTEST)
-        except RuntimeError:
-            return
+        # One timeout breaks all connections, but one that is broken already fails without it.
+        for peer in range(dist.get_world_size(self._group)):
+            if peer != rank:
+                # By a tag that nobody sends: a message on its way must not end the wait.
+                with suppress(RuntimeError):
+                    work = dist.irecv(nothing, group=self._group, group_src=peer, tag=_UNUSED_TAG)
+                    if work is not None:
+                        work.wait(_SHORTEST)
 
 
 class Inbox:

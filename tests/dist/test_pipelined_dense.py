@@ -1,0 +1,303 @@
+"""Layers that run on one rank after the other, against the unsharded model on the global batch."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import torchrec_2dsp as tdsp
+from tests.support.cells import Cell
+from tests.support.parity import LR, Gap, local_shards
+from tests.support.pipelining import (
+    PipelineCell,
+    StackOracle,
+    batch_for,
+    batches_for,
+    pipelined,
+    run_pipelines,
+    tensor_parallel_plan,
+)
+from tests.support.ranks import RankPool
+from torchrec_2dsp.comms.counting import count_collectives
+
+ROUNDING = 1e-6
+"""Losses and weights: sums of float32 in another order, over two steps."""
+MOMENT_ROUNDING = 3e-6
+"""Moments are sums of squares, of which an error is twice as large, relative to the largest one."""
+
+TABLES = {
+    "table-wise": Cell(tdsp.Mesh2D(1, 4), sharding="table_wise", always_capture=True),
+    "row-wise": Cell(tdsp.Mesh2D(1, 4), always_capture=True),
+    "row exchange": Cell(tdsp.Mesh2D(1, 4), exchange="row", owners="hash", always_capture=True),
+    "2D": Cell(tdsp.Mesh2D(2, 2)),
+}
+FOUR_RANKS: list[dict[str, Any]] = [
+    {"num_stages": 4, "num_micro_batches": 3, "schedule": "GPipe"},
+    {"num_stages": 4, "num_micro_batches": 5, "cuts": [1, 2, 6]},
+    *(
+        {
+            "num_stages": 8,
+            "num_micro_batches": 8,
+            "stages_per_rank": 2,
+            "schedule": schedule,
+        }
+        for schedule in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+    ),
+]
+"""One pipeline of four ranks by each schedule."""
+TWO_RANKS: list[dict[str, Any]] = [
+    {"num_stages": 2, "num_micro_batches": 5},
+    {
+        "num_stages": 4,
+        "num_micro_batches": 4,
+        "stages_per_rank": 2,
+        "schedule": "ZBVZeroBubble",
+    },
+]
+"""Pipelines of two ranks, of which there are two or which split their layers."""
+
+
+def check(gaps: list[list[Gap]], cells: list[PipelineCell]) -> None:
+    for cell, of_ranks in zip(cells, zip(*gaps, strict=True), strict=True):
+        assert sum(gap.num_values for gap in of_ranks) > 0
+        assert sum(gap.synced_rows for gap in of_ranks) > 0
+        for gap in of_ranks:
+            assert gap.loss < ROUNDING, (cell, gap)
+            assert gap.weight < ROUNDING, (cell, gap)
+            assert gap.moment < MOMENT_ROUNDING, (cell, gap)
+
+
+@pytest.mark.parametrize("tables", TABLES)
+@pytest.mark.parametrize("num_batches", [1, 4])
+def test_every_schedule_trains_what_one_process_does(
+    ranks4: RankPool, tables: str, num_batches: int
+) -> None:
+    options = [*FOUR_RANKS, TWO_RANKS[0]]
+    if num_batches > 1 and tables != "row-wise":
+        # Each schedule leaves the tables one gradient, so a few show what tables do with several.
+        options = [FOUR_RANKS[1], FOUR_RANKS[4], TWO_RANKS[0]]
+    cells = [PipelineCell(TABLES[tables], tuple(option.items()), num_batches) for option in options]
+    check(ranks4.run(run_pipelines, cells), cells)
+
+
+def test_pipelines_beside_each_other_and_split_layers(ranks4: RankPool) -> None:
+    split = {"plan": tensor_parallel_plan(), "tp": 2}
+    cells = [
+        PipelineCell(TABLES["row-wise"], tuple((option | more).items()), num_batches)
+        for option in TWO_RANKS
+        for more in ({}, split)
+        for num_batches in (1, 2)
+    ]
+    check(ranks4.run(run_pipelines, cells), cells)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_ranks_may_have_different_numbers_of_samples(ranks4: RankPool, reduction: str) -> None:
+    """Some have none at all, and there are more micro-batches than samples."""
+    options = [
+        FOUR_RANKS[1] | {"num_micro_batches": 20},
+        FOUR_RANKS[4],
+        TWO_RANKS[0],
+    ]
+    cells = [
+        PipelineCell(
+            TABLES["row-wise"],
+            tuple((option | {"reduction": reduction}).items()),
+            sizes=sizes,
+        )
+        for option in options
+        for sizes in ((5, 0, 2, 7), (1, 3, 2, 1))
+    ]
+    check(ranks4.run(run_pipelines, cells), cells)
+
+
+def test_three_axes_on_eight_ranks(ranks8: RankPool) -> None:
+    """Two pipelines of two ranks, each of which shares its layers with another one."""
+    options = {"num_stages": 2, "num_micro_batches": 4, "plan": tensor_parallel_plan(), "tp": 2}
+    tables = replace(TABLES["2D"], mesh=tdsp.Mesh2D(2, 4))
+    cells = [PipelineCell(tables, tuple(options.items()), sizes=(3,) * 8)]
+    check(ranks8.run(run_pipelines, cells), cells)
+
+
+def evaluate(rank: int, world_size: int) -> tuple[float, ...]:
+    """The gaps of outputs and losses without gradients to the uncut model, and of a step after."""
+    cell = PipelineCell(TABLES["row-wise"], tuple(TWO_RANKS[1].items()), sizes=(5, 0, 2, 7))
+    oracle, gaps = StackOracle(cell.cell), []
+    batch = batch_for(cell, 0, 0, rank)
+    with pipelined(cell.cell, tdsp.PipelinedDense(**dict(cell.options))) as (model, _):
+        assert model.training
+        for with_targets in (False, True):
+            with torch.no_grad():
+                outputs = model(batch, with_targets=with_targets)
+                assert not outputs.requires_grad
+                if not cell.sizes[rank]:
+                    # TorchRec's unsharded tables take no empty batch.
+                    assert outputs.shape == ((0,) if with_targets else (0, 8))
+                    continue
+                expected = oracle.model(batch, with_targets=with_targets)  # type: ignore[call-arg]
+            assert outputs.shape == expected.shape
+            gaps.append((outputs - expected).abs().max().item())
+        grads = [param.grad for param in model.parameters()]
+        assert not any(grad is not None for grad in grads)
+    return tuple(gaps)
+
+
+def test_without_gradients_ranks_get_their_own_outputs(ranks4: RankPool) -> None:
+    for gaps in ranks4.run(evaluate):
+        assert max(gaps, default=0.0) < ROUNDING
+
+
+def one_update_or_several(rank: int, world_size: int) -> tuple[float, float]:
+    """How far one step by five micro-batches is from one on the whole batch, in two ways.
+
+    First as `PipelinedDense` trains, then with an update of tables after each micro-batch.
+    """
+    tables = replace(TABLES["row-wise"], always_capture=False)
+    cell = PipelineCell(tables, tuple(TWO_RANKS[0].items()))
+    oracle = StackOracle(tables)
+    oracle.step_on(batches_for(cell, 0))
+    expected = oracle.weights["t0"]
+    parts = StackOracle(tables)
+    for sample in range(cell.sizes[0]):
+        parts.step_on([[single(batch, sample)] for (batch,) in batches_for(cell, 0)])
+    with pipelined(tables, tdsp.PipelinedDense(**dict(cell.options))) as (model, params):
+        optimizer = torch.optim.SGD(params.values(), lr=LR, foreach=False)
+        model(batch_for(cell, 0, 0, rank)).mean().backward()
+        optimizer.step()
+        (name,) = [name for name in model.state_dict() if "t0" in name]
+        gap = 0.0
+        for rows, (row, _) in local_shards(model.state_dict()[name]):
+            if rows.numel():
+                wanted = expected[row : row + rows.shape[0]]
+                gap = max(gap, (rows - wanted).abs().max().item())
+    return gap, (parts.weights["t0"] - expected).abs().max().item()
+
+
+def single(batch: Any, sample: int) -> Any:
+    """A batch with one sample of another."""
+    num_samples = batch.stride()
+    lengths = batch.lengths().view(-1, num_samples)
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), batch.lengths().cumsum(0)])
+    values = []
+    for feature in range(lengths.shape[0]):
+        bag = feature * num_samples + sample
+        values.append(batch.values()[starts[bag] : starts[bag + 1]])
+    return type(batch)(
+        keys=batch.keys(), values=torch.cat(values), lengths=lengths[:, sample].contiguous()
+    )
+
+
+def test_updates_by_micro_batch_are_another_training(ranks4: RankPool) -> None:
+    """A pipeline whose tables are updated in the backward of each micro-batch isn't exact."""
+    gaps = ranks4.run(one_update_or_several)
+    ours, by_micro_batch = max(gap for gap, _ in gaps), gaps[0][1]
+    print(f"one update: {ours:.1e}; an update for each micro-batch: {by_micro_batch:.1e}")
+    assert ours < ROUNDING
+    assert by_micro_batch > 1e-2
+
+
+def step_collectives(rank: int, world_size: int) -> dict[str, int]:
+    """What this rank issues in the groups of pipelines in a step after the first one."""
+    cell = PipelineCell(TABLES["row-wise"], tuple(TWO_RANKS[0].items()))
+    with pipelined(cell.cell, tdsp.PipelinedDense(**dict(cell.options))) as (model, _):
+        counts: dict[str, int] = {}
+        for step in range(2):
+            with count_collectives() as seen:
+                model(batch_for(cell, step, 0, rank)).mean().backward()
+        for record in seen.records:
+            if record.group.startswith("pipeline"):
+                name = f"{record.group.removeprefix('pipeline_')} {record.op}"
+                counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+def test_collectives_of_a_step(ranks4: RankPool) -> None:
+    """Five micro-batches go over one boundary, beside what is handed over and back."""
+    first, last, *_ = ranks4.run(step_collectives)
+    # A rank's objects travel as their size and their bytes.
+    alike = {"agreements all_gather": 2, "copies all_reduce": 1}
+    # The targets and the activations one way; of the gradients of the inputs the other rank's.
+    assert first == alike | {
+        "forward send": 2 + 5,
+        "forward recv": 1,
+        "backward send": 1,
+        "backward recv": 5 + 1 + 1,
+    }
+    assert last == alike | {
+        "forward send": 1,
+        "forward recv": 2 + 5,
+        "backward send": 5 + 1 + 1,
+        "backward recv": 1,
+    }
+
+
+def by_dense_norm(rank: int, world_size: int, options: dict[str, Any]) -> tuple[float, float]:
+    """The norm of all dense gradients and the largest weight's gap after a clipped step."""
+    cell = PipelineCell(TABLES["row-wise"], tuple(options.items()))
+    wrapper = tdsp.PipelinedDense(**options)
+    oracle = StackOracle(cell.cell)
+    oracle.step_on(batches_for(cell, 0))
+    dense = [*oracle.model.bottom.parameters(), *oracle.model.stack.parameters()]  # type: ignore
+    norm = torch.nn.utils.get_total_norm([param.grad for param in dense])
+    with pipelined(cell.cell, wrapper) as (model, params):
+        model(batch_for(cell, 0, 0, rank)).mean().backward()
+        gap = abs(wrapper.clip_grad_norm_(float(norm) / 2) / float(norm) - 1)
+        clipped = wrapper.clip_grad_norm_(1e9) / float(norm)
+        assert len(params) < len(dense)
+        times = wrapper.stage_times()["stack"]
+        assert len(times.seconds_of_stage) == options["num_stages"]
+        assert min(times.seconds_of_stage) > 0
+        assert 0 < times.bubble < 1
+        assert times.imbalance >= 1
+    return gap, abs(clipped - 0.5)
+
+
+def test_gradients_are_clipped_by_the_norm_of_all_layers(ranks4: RankPool) -> None:
+    for options in (*TWO_RANKS, TWO_RANKS[0] | {"plan": tensor_parallel_plan(), "tp": 2}):
+        for gap, clipped in ranks4.run(by_dense_norm, options):
+            assert gap < ROUNDING
+            assert clipped < ROUNDING
+
+
+def rounded(rank: int, world_size: int) -> list[float]:
+    """The losses of a step with activations that travel as they are, in bf16 and in fp16."""
+    losses = []
+    for values in ("fp32", "bf16", "fp16"):
+        options = TWO_RANKS[0] | {"values": values}
+        cell = PipelineCell(TABLES["row-wise"], tuple(options.items()))
+        with pipelined(cell.cell, tdsp.PipelinedDense(**options)) as (model, _):
+            loss = model(batch_for(cell, 0, 0, rank)).mean()
+            loss.backward()
+            losses.append(loss.item())
+    return losses
+
+
+def test_activations_may_be_rounded(ranks4: RankPool) -> None:
+    """A number in bf16 has 8 bits, one in fp16 has 11."""
+    for exact, bf16, fp16 in ranks4.run(rounded):
+        assert 0 < abs(bf16 / exact - 1) < 2**-6
+        assert 0 < abs(fp16 / exact - 1) < 2**-9
+
+
+def stock(rank: int, world_size: int) -> list[float]:
+    """The losses under TorchRec's own wrapper, and under ours."""
+    losses = []
+    for is_stock in (True, False):
+        cell = replace(TABLES["row-wise"], stock_wrapper=is_stock, always_capture=False)
+        options = TWO_RANKS[0]
+        pipeline = PipelineCell(cell, tuple(options.items()))
+        with pipelined(cell, tdsp.PipelinedDense(**options)) as (model, params):
+            optimizer = torch.optim.SGD(params.values(), lr=LR, foreach=False)
+            for step in range(2):
+                optimizer.zero_grad()
+                loss = model(batch_for(pipeline, step, 0, rank)).mean()
+                loss.backward()
+                optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_stock_wrapper_takes_it(ranks4: RankPool) -> None:
+    for by_stock, by_ours in ranks4.run(stock):
+        assert by_stock == by_ours

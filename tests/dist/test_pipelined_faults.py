@@ -1,0 +1,250 @@
+"""What ranks of a pipeline say when they are set up wrongly, called wrongly, or when one fails."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+import torchrec_2dsp as tdsp
+from tests.support.cells import Cell
+from tests.support.dense_training import cell_of, model_of
+from tests.support.loops import shard
+from tests.support.models import ModelSpec
+from tests.support.parity import make_sharder
+from tests.support.pipelining import (
+    ItemLoss,
+    StackModel,
+    close_groups,
+    layers_of,
+    stack_model,
+)
+from tests.support.ranks import RankPool
+from torchrec_2dsp.dense.layer_stack import LayerElsewhere
+from torchrec_2dsp.errors import (
+    ConfigError,
+    InputError,
+    MeshError,
+    TwoDError,
+    UnsupportedError,
+)
+
+DEADLINE_S = 10.0
+"""How long ranks may take to hear of another one's error; without a message, it is minutes."""
+TWO_STAGES: dict[str, Any] = {"num_stages": 2, "num_micro_batches": 4}
+
+
+def said_by(action: Callable[[], Any], kind: type[TwoDError]) -> str:
+    with pytest.raises(kind) as raised:
+        action()
+    return str(raised.value)
+
+
+class SharedWeights(StackModel):
+    """A model two of whose layers have one parameter."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        first, *layers = layers_of(8)
+        self.stack = tdsp.LayerStack([first, *layers[:-1], first, layers[-1]], ItemLoss())
+
+
+def wrapped(cell: Cell, model: nn.Module | None = None, **options: Any) -> Any:
+    model = stack_model(cell.spec) if model is None else model
+    wrapper = tdsp.PipelinedDense(**(TWO_STAGES | options))
+    return shard(cell, make_sharder(cell), model, data_parallel_wrapper=wrapper)
+
+
+def set_up_wrongly(rank: int, world_size: int) -> list[str]:
+    """The errors, in the order of the test below."""
+    cell = cell_of(world_size)
+    plan = {"stack.layers.9": ColwiseParallel()}
+    dense = tdsp.PipelinedDense(**TWO_STAGES)
+    return [
+        said_by(lambda: wrapped(cell, num_stages=3, num_micro_batches=3), MeshError),
+        said_by(lambda: wrapped(cell, num_stages=2, num_micro_batches=4 + rank), ConfigError),
+        said_by(lambda: wrapped(cell, cuts=[3, 5]), ConfigError),
+        said_by(lambda: wrapped(cell, cuts=[8]), ConfigError),
+        said_by(lambda: wrapped(cell, plan=plan, tp=2), ConfigError),
+        said_by(lambda: wrapped(cell, tp=2), ConfigError),
+        said_by(lambda: wrapped(cell, reduction="max"), ConfigError),
+        said_by(lambda: wrapped(cell, values="int8"), ConfigError),
+        said_by(lambda: model_of(cell, dense), ConfigError),
+        said_by(lambda: wrapped(cell, SharedWeights(cell.spec)), ConfigError),
+        said_by(dense.stage_times, ConfigError),
+        said_by(LayerElsewhere(), ConfigError),
+    ]
+
+
+def test_what_cannot_be_set_up_is_said(ranks4: RankPool) -> None:
+    (answers,) = {tuple(answer) for answer in ranks4.run(set_up_wrongly)}
+    assert answers[:5] == (
+        "pp=3 pipeline ranks of tp=1 do not divide 4 ranks; use one of 1, 2, 4",
+        answers[1],
+        "cuts=[3, 5] make 3 stages, not num_stages=2; give the first layer of each stage but the "
+        "first, 1 numbers",
+        "cuts=[8] leave a stage without layers; give numbers that rise, from 1 to 7",
+        "PipelinedDense: no module of a LayerStack is called 'stack.layers.9'; the model has the "
+        "stacks stack",
+    )
+    assert answers[1].startswith("the settings of PipelinedDense differs between ranks: rank 0 has")
+    assert answers[5:8] == (
+        "PipelinedDense(tp=2) with a plan of 0 modules splits nothing; give both, or neither",
+        "PipelinedDense(reduction='max') is unknown; use one of 'mean', 'sum'",
+        "PipelinedDense(values='int8') is unknown; use one of 'fp32', 'bf16', 'fp16'",
+    )
+    assert answers[8].startswith("PipelinedDense found no LayerStack with parameters in the model")
+    assert answers[9].startswith(
+        "stage 1 of 'stack' (layers 5 to 8) shares a parameter with stage 0 of 'stack' (layers 0 to"
+    )
+    assert answers[10].startswith("PipelinedDense has no model yet")
+    assert answers[11].startswith("this layer of a LayerStack is on another rank")
+
+
+def tp_over_hosts(rank: int, world_size: int) -> str:
+    plan = {"stack.layers.*.up": ColwiseParallel()}
+    cell = cell_of(world_size)
+    return said_by(lambda: wrapped(cell, num_stages=1, plan=plan, tp=4), MeshError)
+
+
+def test_layers_are_not_split_over_hosts(two_hosts: RankPool) -> None:
+    assert set(two_hosts.run(tp_over_hosts)) == {
+        "tp=4 would spread layers over hosts of 2 ranks; use one of 1, 2"
+    }
+
+
+class SumLoss(nn.Module):
+    """The sum of each sample's outputs."""
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (outputs * targets).sum(dim=1)
+
+
+class Faulty(nn.Linear):
+    """A layer that fails on one rank, once it is told to."""
+
+    fault = ""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        outputs = super().forward(input)
+        if self.fault == "raises":
+            raise OSError("no such file")
+        if self.fault == "loses samples":
+            return outputs[1:]
+        if self.fault == "fails backward":
+            outputs.register_hook(_fail)
+        return outputs
+
+
+def _fail(_: torch.Tensor) -> None:
+    raise OSError("no such gradient")
+
+
+def stack_of(cell: Cell, faulty: nn.Module, **options: Any) -> tuple[tdsp.LayerStack, Any]:
+    """The stack of a sharded model, which can be called by itself, and the wrapper."""
+    torch.manual_seed(0)
+    model = StackModel(cell.spec)
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4), faulty, nn.Linear(4, 4)]
+    model.stack = tdsp.LayerStack(layers, SumLoss())
+    wrapper = tdsp.PipelinedDense(**(TWO_STAGES | options))
+    parallel = shard(cell, make_sharder(cell), model, data_parallel_wrapper=wrapper, load=False)
+    (stack,) = [part for part in parallel.modules() if isinstance(part, tdsp.LayerStack)]
+    return stack, wrapper
+
+
+def called_wrongly(rank: int, world_size: int) -> list[str]:
+    """The errors of ranks that give a stack what doesn't fit, after each of which it works."""
+    stack, wrapper = stack_of(cell_of(world_size), nn.Identity())
+    inputs, targets = torch.ones(3, 4, requires_grad=True), torch.ones(3, 4)
+    is_first = rank % 2 == 0
+
+    def backward(factor: float) -> None:
+        (factor * stack(inputs, targets)).mean().backward()
+
+    def uneven() -> None:
+        stack(inputs, targets)[: 2 + is_first].sum().backward()
+
+    answers = [
+        said_by(lambda: stack(inputs, targets[: 3 - (not is_first)]), InputError),
+        said_by(lambda: stack(inputs, torch.ones(3, 4 + is_first)), InputError),
+        said_by(lambda: stack(inputs), UnsupportedError),
+        said_by(lambda: backward(1.0 + is_first), UnsupportedError),
+        said_by(uneven, UnsupportedError),
+    ]
+    inputs.grad = None
+    backward(1.0)
+    assert inputs.grad is not None
+    close_groups(wrapper)
+    return answers
+
+
+def test_calls_that_do_not_fit_are_errors_on_all_ranks(ranks4: RankPool) -> None:
+    answers = ranks4.run(called_wrongly)
+    assert answers[0] == answers[1]
+    # The other pipeline names its own ranks; what is about gradients all ranks say alike.
+    assert answers[0][2:] == answers[2][2:] == answers[3][2:]
+    assert answers[0][0] == (
+        "target 1 of a LayerStack has the shape (2, 4), for 3 samples; give tensors whose first "
+        "dimension is the batch (found on rank 1)"
+    )
+    assert answers[0][1].startswith(
+        "rank 1 calls a LayerStack with float32[batch, 4] and float32[batch, 4] with gradients, "
+        "but rank 0 of its pipeline with float32[batch, 4] and float32[batch, 5] with gradients;"
+    )
+    assert answers[0][2].startswith("a pipelined LayerStack gives losses gradients, but no outputs")
+    for text in answers[0][3:]:
+        assert text.startswith("the losses of a pipeline's samples don't count alike: relative to")
+    assert "one of rank 0 counts 2, one of rank 1 1." in answers[0][3]
+
+
+def fail(rank: int, world_size: int, fault: str, schedule: str) -> tuple[str, str, float]:
+    """The kind and text of the error of a schedule in which rank 2 fails, and how late."""
+    faulty = Faulty()
+    options: dict[str, Any] = {"num_stages": 4, "num_micro_batches": 6, "schedule": schedule}
+    stack, wrapper = stack_of(cell_of(world_size), faulty, **options)
+    inputs, targets = torch.ones(3, 4, requires_grad=True), torch.ones(3, 4)
+    stack(inputs, targets).mean().backward()
+    dist.barrier()
+    if rank == 2:
+        faulty.fault = fault
+    started = time.monotonic()
+    with pytest.raises((OSError, TwoDError)) as raised:
+        stack(inputs, targets)
+    seconds = time.monotonic() - started
+    # Nothing is left of the schedule, so the ranks go on saying so.
+    with pytest.raises(TwoDError):
+        stack(inputs, targets)
+    dist.barrier()
+    close_groups(wrapper)
+    return type(raised.value).__name__, str(raised.value), seconds
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+@pytest.mark.parametrize("fault", ["raises", "loses samples", "fails backward"])
+def test_an_error_in_a_schedule_reaches_all_ranks(
+    ranks4: RankPool, fault: str, schedule: str
+) -> None:
+    answers = ranks4.run(fail, fault, schedule, timeout_s=4 * DEADLINE_S)
+    assert max(seconds for _, _, seconds in answers) < DEADLINE_S
+    own = answers.pop(2)
+    if fault == "loses samples":
+        assert own[0] == "UnsupportedError"
+        assert own[1].startswith(
+            "stage 2 of 'stack' (layers 2 to 2) gives a tensor of float32 of shape (1, 4) for 2 "
+            "samples; let layers give one tensor"
+        )
+        assert {(kind, text) for kind, text, _ in answers} == {
+            ("UnsupportedError", f"{own[1]} (found on rank 2)")
+        }
+        return
+    assert own[0] == "OSError"
+    for kind, text, _ in answers:
+        assert kind == "RankError"
+        assert text.startswith(f"rank 2 failed in a pipeline of layers: OSError: {own[1]} (")

@@ -120,6 +120,6 @@ def test_every_command_with_a_config_takes_names(
     assert result.exit_code == 2
     assert "error: 'dmo' is no file, and no config of that name ships" in result.stderr
     assert (
-        "bench_criteo, bench_dense, bench_sync, demo, dense_async_quality, dense_quality, "
+        "bench_criteo, bench_dense, bench_sequences, bench_sync, demo, dense_async_quality, "
         "fewer_bits_quality, plan" in result.stderr
     )

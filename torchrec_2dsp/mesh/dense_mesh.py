@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from torchrec_2dsp.errors import MeshError
+from torchrec_2dsp.mesh.mesh2d import RankLayout
 
 
 @dataclass(frozen=True)
@@ -12,9 +13,8 @@ class DenseMesh:
     The ranks of a *tensor-parallel group* compute the layers of the dense part together, on the
     batches of all of them. They are neighbours, because they exchange activations in every layer.
     The groups of a *pipeline* compute one stage of the layers each, on the batches of the whole
-    pipeline. They are neighbours, too: they hand over activations of every sample, while pipelines
-    exchange gradients once for a batch, which is less for most recommenders. Ranks with one place
-    in their pipelines hold the same part of the same layers.
+    pipeline. Ranks with one place in their pipelines hold the same part of the same layers, and
+    exchange its gradients. The `layout` says which of the two are neighbours.
 
     Example:
         >>> from torchrec_2dsp.mesh.dense_mesh import DenseMesh
@@ -25,6 +25,9 @@ class DenseMesh:
         ((0, 1, 2, 3), (4, 5, 6, 7))
         >>> mesh.copies()
         ((0, 4), (1, 5), (2, 6), (3, 7))
+        >>> from torchrec_2dsp.mesh.mesh2d import RankLayout
+        >>> DenseMesh.for_world(8, tp=2, pp=2, layout=RankLayout.STRIDED).pipelines()
+        ((0, 1, 4, 5), (2, 3, 6, 7))
         >>> DenseMesh.for_world(8, tp=3)
         Traceback (most recent call last):
         ...
@@ -48,6 +51,10 @@ class DenseMesh:
     pp: int = 1
     """How many groups run the layers one after the other."""
 
+    layout: RankLayout = RankLayout.CONTIGUOUS
+    """Whether the ranks of a pipeline are neighbours, so that activations stay inside hosts; or
+    strided, so that those that hold the same layers are, and gradients stay inside."""
+
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp"):
             value = getattr(self, name)
@@ -56,7 +63,13 @@ class DenseMesh:
 
     @classmethod
     def for_world(
-        cls, world_size: int, *, tp: int = 1, pp: int = 1, local_world_size: int | None = None
+        cls,
+        world_size: int,
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        layout: RankLayout = RankLayout.CONTIGUOUS,
+        local_world_size: int | None = None,
     ) -> "DenseMesh":
         """The mesh of a world.
 
@@ -64,6 +77,7 @@ class DenseMesh:
             world_size: how many ranks there are.
             tp: how many of them compute a layer together.
             pp: how many groups of them run the layers one after the other.
+            layout: how ranks are dealt to pipelines.
             local_world_size: how many ranks a host has, if layers may not be spread over hosts.
         """
         inside = world_size if local_world_size is None else local_world_size
@@ -84,7 +98,7 @@ class DenseMesh:
                 f"pp={pp} pipeline ranks of tp={tp} do not divide {world_size} ranks; use one of "
                 f"{_list(lengths)}"
             )
-        return cls(world_size // (tp * pp), tp, pp)
+        return cls(world_size // (tp * pp), tp, pp, layout)
 
     @property
     def world_size(self) -> int:
@@ -101,13 +115,25 @@ class DenseMesh:
         return self._neighbours(self.tp)
 
     def pipelines(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each pipeline."""
-        return self._neighbours(self.pipeline_size)
+        """The ranks of each pipeline, from the first stage to the last."""
+        if self.layout is RankLayout.CONTIGUOUS:
+            return self._neighbours(self.pipeline_size)
+        groups = self.groups()
+        return tuple(
+            tuple(rank for group in groups[number :: self.dp] for rank in group)
+            for number in range(self.dp)
+        )
 
     def copies(self) -> tuple[tuple[int, ...], ...]:
         """The sets of ranks that hold the same part of the same layers."""
-        size = self.pipeline_size
-        return tuple(tuple(range(place, self.world_size, size)) for place in range(size))
+        return tuple(zip(*self.pipelines(), strict=True))
+
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """The number of a rank's pipeline, and the rank's place in it."""
+        for number, ranks in enumerate(self.pipelines()):
+            if rank in ranks:
+                return number, ranks.index(rank)
+        raise MeshError(f"rank={rank} is not in 0..{self.world_size - 1}")
 
     def _neighbours(self, size: int) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(range(first, first + size)) for first in range(0, self.world_size, size))

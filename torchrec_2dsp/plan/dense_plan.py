@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from torchrec_2dsp.errors import PlanError
 from torchrec_2dsp.mesh.dense_mesh import DenseMesh
+from torchrec_2dsp.mesh.mesh2d import RankLayout
 
 
 class DenseKind(enum.Enum):
@@ -83,4 +84,5 @@ class DensePlan:
         if self.kind is DenseKind.TENSOR_PARALLEL:
             return sizes
         cuts = " ".join(map(str, self.cuts))
-        return f"{sizes}, {self.num_micro_batches} micro-batches, cuts {cuts}"
+        layout = ", strided" if mesh.dp > 1 and mesh.layout is RankLayout.STRIDED else ""
+        return f"{sizes}{layout}, {self.num_micro_batches} micro-batches, cuts {cuts}"

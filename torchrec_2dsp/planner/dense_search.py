@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import inf
 
 from torchrec_2dsp.cost.calibration import Calibration
@@ -10,6 +11,7 @@ from torchrec_2dsp.cost.dense.dense_model import DenseCostModel
 from torchrec_2dsp.cost.dense.layers import DenseLayers
 from torchrec_2dsp.errors import PlanError
 from torchrec_2dsp.mesh.dense_mesh import DenseMesh
+from torchrec_2dsp.mesh.mesh2d import RankLayout
 from torchrec_2dsp.plan.dense_plan import DenseKind, DensePlan
 from torchrec_2dsp.plan.stage_cuts import cut_layers
 from torchrec_2dsp.report.table import Table
@@ -168,6 +170,7 @@ def _plans(
         if num_copies < world_size:
             yield DensePlan(kind=DenseKind.FULLY_SHARDED, mesh=whole, num_copies=num_copies)
     link = calibration.collectives.all_to_all
+    s_per_byte = link.link_s_per_byte or link.local_s_per_byte or 0.0
     for tp in _divisors(min(world_size, local_world_size)):
         if world_size % tp or (tp > 1 and not work.can_be_split):
             continue
@@ -177,23 +180,29 @@ def _plans(
         for pp in _divisors(world_size // tp):
             if not 1 < pp <= len(work.layers):
                 continue
-            mesh = DenseMesh.for_world(world_size, tp=tp, pp=pp)
-            for per_rank in _MICRO_BATCHES_PER_RANK:
-                if per_rank > batch_size:
-                    continue
-                samples = batch_size / per_rank
-                s_per_byte = link.link_s_per_byte or link.local_s_per_byte or 0.0
-                yield DensePlan(
-                    kind=DenseKind.PIPELINED,
-                    mesh=mesh,
-                    num_micro_batches=per_rank * mesh.pipeline_size,
-                    cuts=cut_layers(
-                        [layer.seconds(samples, tp=tp) for layer in work.layers],
-                        [samples * layer.output_bytes for layer in work.layers],
-                        pp,
-                        s_per_byte,
-                    ),
-                )
+            layouts = list(RankLayout) if tp * pp < world_size else [RankLayout.CONTIGUOUS]
+            for layout, per_rank in product(layouts, _MICRO_BATCHES_PER_RANK):
+                if per_rank <= batch_size:
+                    mesh = DenseMesh.for_world(world_size, tp=tp, pp=pp, layout=layout)
+                    yield _pipelined(work, mesh, batch_size, per_rank, s_per_byte)
+
+
+def _pipelined(
+    work: DenseLayers, mesh: DenseMesh, batch_size: int, per_rank: int, s_per_byte: float
+) -> DensePlan:
+    """A pipeline whose stages take alike long, with so many micro-batches for each rank."""
+    samples = batch_size / per_rank
+    return DensePlan(
+        kind=DenseKind.PIPELINED,
+        mesh=mesh,
+        num_micro_batches=per_rank * mesh.pipeline_size,
+        cuts=cut_layers(
+            [layer.seconds(samples, tp=mesh.tp) for layer in work.layers],
+            [samples * layer.output_bytes for layer in work.layers],
+            mesh.pp,
+            s_per_byte,
+        ),
+    )
 
 
 def _divisors(number: int) -> list[int]:

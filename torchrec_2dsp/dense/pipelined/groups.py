@@ -28,7 +28,7 @@ class PipelineGroups:
         """
         self.mesh, self.everyone, self.device = mesh, everyone, device
         self._ranks = dist.get_process_group_ranks(everyone)
-        number, self.rank = divmod(dist.get_rank(everyone), mesh.pipeline_size)
+        number, self.rank = mesh.place_of(dist.get_rank(everyone))
         self.global_ranks = [self._ranks[rank] for rank in mesh.pipelines()[number]]
         """The ranks of the pipeline, in the world."""
         self.position, self.tp_rank = divmod(self.rank, mesh.tp)

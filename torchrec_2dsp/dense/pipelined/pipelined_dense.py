@@ -35,6 +35,7 @@ from torchrec_2dsp.dense.pipelined.stage_layers import (
 )
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.dense_mesh import DenseMesh
+from torchrec_2dsp.mesh.mesh2d import RankLayout
 
 _WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -76,6 +77,7 @@ class PipelinedDense(DataParallelWrapper):
         values: str = "fp32",
         plan: Mapping[str, ParallelStyle] | None = None,
         tp: int = 1,
+        layout: RankLayout = RankLayout.CONTIGUOUS,
     ) -> None:
         """
         Args:
@@ -94,6 +96,8 @@ class PipelinedDense(DataParallelWrapper):
                 which are rounded.
             plan: how modules are split inside tensor-parallel groups, as in `TensorParallelDense`.
             tp: how many ranks compute a layer together; they have to be on one host.
+            layout: whether the ranks of a pipeline are neighbours, or, strided, those that hold the
+                same layers: with pipelines over hosts, gradients stay inside hosts.
         """
         self._schedule = Schedule(schedule, num_stages, num_micro_batches, stages_per_rank)
         for name, value, choices in (
@@ -112,6 +116,7 @@ class PipelinedDense(DataParallelWrapper):
             )
         self._cuts, self._plan, self._tp = cuts, dict(plan or {}), tp
         self._reduction: Reduction = reduction
+        self._layout = layout
         self._values = values
         self._groups: PipelineGroups | None = None
         self._pipelines: dict[str, Pipeline] = {}
@@ -143,6 +148,7 @@ class PipelinedDense(DataParallelWrapper):
                 num_ranks,
                 tp=self._tp,
                 pp=self._schedule.num_ranks,
+                layout=self._layout,
                 local_world_size=get_local_size(num_ranks),
             )
             plans = planned_modules(self._plan, stacks)
@@ -171,7 +177,7 @@ class PipelinedDense(DataParallelWrapper):
         cuts = "measured" if isinstance(self._cuts, MeasuredCuts) else self._cuts
         return (
             f"{self._schedule}, cuts={cuts}, reduction={self._reduction}, values={self._values}, "
-            f"{styles}, tp={self._tp}"
+            f"{styles}, tp={self._tp}, layout={self._layout.value}"
         )
 
     def _cut(

@@ -12,9 +12,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from torchrec_2dsp.comms.agreement import agreeing
 from torchrec_2dsp.dense.layer_stack import LayerStack
-from torchrec_2dsp.dense.pipelined.cuts import check_cuts, cut_layers, even_cuts
 from torchrec_2dsp.dense.pipelined.measure import measure_layers
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.plan.stage_cuts import check_cuts, cut_layers, even_cuts
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from torchrec_2dsp.codecs.transport import Transport
+from torchrec_2dsp.mesh.mesh2d import RankLayout
 from torchrec_2dsp.programs.config.sections import Section
 
 
@@ -55,6 +56,10 @@ class DenseGradientsConfig(Section):
     schedule: str = "1F1B"
     """In which order the ranks of a pipeline work."""
 
+    layout: RankLayout = RankLayout.CONTIGUOUS
+    """Whether the ranks of a pipeline are neighbours, or strided: then those that hold the same
+    layers are."""
+
     local_steps: int = Field(default=16, ge=1)
     """Every so many steps the ranks of "local" meet."""
 
@@ -90,9 +95,16 @@ class DenseGradientsConfig(Section):
             "delayed": "dense gradients one step late",
             "fully_sharded": f"dense part fully sharded, in {self.num_copies} copies",
             "tensor_parallel": f"layers split over {self.tp} ranks",
-            "pipelined": f"{self.num_stages} stages, {self.schedule}, {self.num_micro_batches} "
-            f"micro-batches{f', layers split over {self.tp} ranks' * (self.tp > 1)}",
+            "pipelined": self._pipelined_text,
             "planned": "dense part by predicted cost",
             "local": f"dense parts that meet every {self.local_steps} steps",
             "thresholded": f"{self.density:.3%} of dense gradients, in {self.values.value}",
         }[self.kind]
+
+    @property
+    def _pipelined_text(self) -> str:
+        split = f", layers split over {self.tp} ranks" if self.tp > 1 else ""
+        return (
+            f"{self.num_stages} stages, {self.schedule}, {self.num_micro_batches} micro-batches, "
+            f"{self.layout.value}{split}"
+        )

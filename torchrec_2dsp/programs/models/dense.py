@@ -52,6 +52,7 @@ def dense_wrapper(
             reduction="sum",
             plan=layered.tensor_plan if config.tp > 1 else None,
             tp=config.tp,
+            layout=config.layout,
         )
     if config.kind == "planned":
         raise ConfigError(

@@ -67,4 +67,5 @@ def wrapper_of(plan: DensePlan, layered: Layered) -> DataParallelWrapper | None:
         reduction="sum",
         plan=layered.tensor_plan if mesh.tp > 1 else None,
         tp=mesh.tp,
+        layout=mesh.layout,
     )

@@ -43,7 +43,6 @@ PUBLIC_NAMES = [
     "RankLayout",
     "RowCounter",
     "RowOwners",
-    "SettledAdam",
     "SampleCost",
     "SyncReport",
     "SyncedRows",

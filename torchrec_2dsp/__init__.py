@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from torchrec_2dsp.optim.moment_scaled import (
         MomentScaledRowWiseAdaGrad as MomentScaledRowWiseAdaGrad,
     )
-    from torchrec_2dsp.optim.settled_adam import SettledAdam as SettledAdam
     from torchrec_2dsp.parallel.accumulate import accumulate as accumulate
     from torchrec_2dsp.parallel.checkpoint import (
         load_checkpoint as load_checkpoint,
@@ -113,7 +112,6 @@ _ROOMS = {
     ),
     "optim.delayed_moment": ("DelayedMomentRowWiseAdaGrad",),
     "optim.moment_scaled": ("MomentScaledRowWiseAdaGrad",),
-    "optim.settled_adam": ("SettledAdam",),
     "parallel.accumulate": ("accumulate",),
     "parallel.checkpoint": (
         "load_checkpoint",

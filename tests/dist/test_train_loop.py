@@ -192,7 +192,7 @@ def test_runs_end_by_patience_or_with_their_data(ranks2: RankPool) -> None:
             },
             "runs.a.dense.local_steps=4 doesn't divide loop.eval_every=3",
         ),
-        ({"data": {"kind": "tabel"}}, "data.kind='tabel': input should be 'synthetic'"),
+        ({"data": {"kind": "tabel"}}, "data.kind='tabel': use one of 'synthetic'"),
     ],
 )
 def test_loops_that_make_no_sense_are_refused(sections: dict[str, Any], text: str) -> None:

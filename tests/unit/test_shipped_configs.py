@@ -39,6 +39,7 @@ def test_every_run_is_a_config_of_a_program() -> None:
         "bench": BenchConfig,
         "bench_criteo": BenchConfig,
         "bench_dense": BenchConfig,
+        "bench_sequences": BenchConfig,
         "bench_sync": SyncBenchConfig,
         "demo": TrainConfig,
         "dense_async_quality": TrainConfig,
@@ -47,6 +48,7 @@ def test_every_run_is_a_config_of_a_program() -> None:
         "plan": PlanConfig,
         "quality": TrainConfig,
         "scale": PlanConfig,
+        "sequence": TrainConfig,
     }
     assert list(shipped_configs("runs")) == list(kinds)
     for name, kind in kinds.items():
@@ -121,5 +123,5 @@ def test_every_command_with_a_config_takes_names(
     assert "error: 'dmo' is no file, and no config of that name ships" in result.stderr
     assert (
         "bench_criteo, bench_dense, bench_sequences, bench_sync, demo, dense_async_quality, "
-        "fewer_bits_quality, plan" in result.stderr
+        "dense_quality, fewer_bits_quality, plan" in result.stderr
     )

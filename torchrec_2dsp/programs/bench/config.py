@@ -7,10 +7,11 @@ from pydantic import Field, field_validator, model_validator
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
 from torchrec_2dsp.plan.parameter_sharding import base_type
-from torchrec_2dsp.programs.bench.data import BenchData, BenchModel, check_pair, with_kinds
+from torchrec_2dsp.programs.bench.data import BenchData, BenchModel, check_pair
 from torchrec_2dsp.programs.bench.sections import LossConfig, NetworkConfig, ScheduleConfig
 from torchrec_2dsp.programs.config.config_file import CalibrationPath
 from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
+from torchrec_2dsp.programs.config.kinds import with_kinds
 from torchrec_2dsp.programs.config.sections import (
     ExchangeConfig,
     ModelConfig,

@@ -1,6 +1,6 @@
 """The data and the models that a benchmark can train."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
@@ -15,20 +15,6 @@ BenchData = Annotated[SyntheticData | SyntheticSequencesConfig, Field(discrimina
 
 BenchModel = Annotated[ModelConfig | SequenceModelConfig, Field(discriminator="kind")]
 """A model of clicks or of sequences."""
-
-_DEFAULT_KINDS = {"data": "synthetic", "model": "dlrm"}
-
-
-def with_kinds(tree: Any) -> Any:
-    """A config's tree, whose sections that don't say their kind are of clicks, and of a DLRM."""
-    if not isinstance(tree, dict):
-        return tree
-    named = {
-        name: {"kind": kind, **tree[name]}
-        for name, kind in _DEFAULT_KINDS.items()
-        if isinstance(tree.get(name), dict)
-    }
-    return {**tree, **named}
 
 
 def check_pair(data: BenchData, model: BenchModel) -> None:

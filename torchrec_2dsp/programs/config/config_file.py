@@ -191,6 +191,10 @@ def _explain(kind: type[BaseModel], details: Mapping[str, Any]) -> str:
         return f"{key} is unknown; use one of {', '.join(allowed_keys)}{hint}"
     if details["type"] == "missing":
         return f"{key} is missing"
+    if details["type"] == "union_tag_invalid":
+        # A section that comes in several kinds, none of which is the one that it names.
+        kind_key, tag = details["ctx"]["discriminator"].strip("'"), details["ctx"]["tag"]
+        return f"{key}.{kind_key}={tag!r}: use one of {details['ctx']['expected_tags']}"
     if isinstance(details["input"], Mapping):
         return f"{key}: {rule}" if key else rule
     return f"{key}={details['input']!r}: {rule}"

@@ -79,25 +79,12 @@ class OptimizerConfig(Section):
     """The optimizer of the other parameters, with torch's defaults for all but its rate and the
     decay of weights."""
 
-    dense_settle_after: int = Field(default=0, ge=0)
-    """After how many steps the second moment of "adam" settles, for gradients that come late; 0 for
-    never."""
-
     dense_lr: float = Field(default=0.1, ge=0, allow_inf_nan=False)
     """Learning rate of the other parameters. The default suits "sgd"; "adagrad" wants about 0.02,
     "adam" and "adamw" about 0.001."""
 
     dense_weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """The decay of the other parameters, as torch's optimizer understands it."""
-
-    @model_validator(mode="after")
-    def _check_settles(self) -> Self:
-        if self.dense_settle_after and self.dense_optimizer != "adam":
-            raise ValueError(
-                f"dense_settle_after={self.dense_settle_after} is for adam, not for "
-                f"{self.dense_optimizer}; leave it out"
-            )
-        return self
 
 
 class SplitConfig(Section):

@@ -58,8 +58,8 @@ def pinned(
         )
     for feature in data.features if config.hot_rows else ():
         name = table_name(feature.name)
-        if types[name] == _DATA_PARALLEL:
-            continue  # All its rows are on every rank already.
+        if types.get(name, _DATA_PARALLEL) == _DATA_PARALLEL:
+            continue  # The model has no such table, or all its rows are on every rank already.
         plan = pin(plan, name, hot_rows=_hottest(feature, config.hot_rows, data, access))
     return plan
 

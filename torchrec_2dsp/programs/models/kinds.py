@@ -1,13 +1,10 @@
 """All kinds of models that a config may name: how each is built, fed and evaluated."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol, cast
-
 import torch
 from torch import nn
 
 from torchrec_2dsp.programs.config.sections import ModelConfig
-from torchrec_2dsp.programs.data.dataset import Dataset, DatasetFeature
+from torchrec_2dsp.programs.data.dataset import BatchShape, Dataset
 from torchrec_2dsp.programs.data.negatives import WithNegatives, feature_of
 from torchrec_2dsp.programs.models.layered import Layered
 from torchrec_2dsp.programs.models.model import build_model
@@ -25,22 +22,8 @@ ModelSection = ModelConfig | SequenceModelConfig | TwoTowerConfig | OwnModelConf
 """The section ``[model]`` of a config; `kind` says which of these it is."""
 
 
-class FeatureShape(Protocol):
-    """What a model has to know of its data: a `Dataset` is one."""
-
-    @property
-    def features(self) -> Sequence[DatasetFeature]:
-        """The sparse features, in the order of the batch."""
-        ...
-
-    @property
-    def num_dense(self) -> int:
-        """How many dense features there are."""
-        ...
-
-
 def build_any_model(
-    data: FeatureShape, model: ModelSection, *, tables_device: str = "cpu"
+    data: BatchShape, model: ModelSection, *, tables_device: str = "cpu"
 ) -> nn.Module:
     """The unsharded model; equal configs give equal weights on every rank.
 
@@ -54,7 +37,7 @@ def build_any_model(
         ConfigError: the data lacks a feature that the model names, or a factory can't be called.
     """
     if isinstance(model, ModelConfig):
-        return build_model(cast(Any, data), model, tables_device=tables_device)
+        return build_model(data, model, tables_device=tables_device)
     if isinstance(model, OwnModelConfig):
         return build_own_model(model, data.features, data.num_dense)
     with torch.random.fork_rng(devices=[]):
@@ -101,10 +84,9 @@ def ranking_of(model: ModelSection) -> RankingConfig:
 
 def metrics_of(model: ModelSection) -> tuple[str, ...]:
     """The metrics by which a model's evaluations can be compared, the usual one last."""
-    if has_clicks(model):
-        return ("loss", "auc", "ne")
     ranking = ranking_of(model)
-    return ("loss", *(() if ranking.among == "none" else ranking.names))
+    of_rankings = () if ranking.among == "none" else ranking.names
+    return ("loss", *of_rankings, *(("auc", "ne") if has_clicks(model) else ()))
 
 
 def has_clicks(model: ModelSection) -> bool:

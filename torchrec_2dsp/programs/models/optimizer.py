@@ -16,7 +16,6 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.optim.delayed_moment import DelayedMomentRowWiseAdaGrad
 from torchrec_2dsp.optim.inflation import expected_moment_scale
 from torchrec_2dsp.optim.moment_scaled import FROM_MESH, FromMesh, MomentScaledRowWiseAdaGrad
-from torchrec_2dsp.optim.settled_adam import SettledAdam
 from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
 from torchrec_2dsp.programs.config.sections import OptimizerConfig, ReplicationConfig
 from torchrec_2dsp.programs.data.dataset import BatchShape
@@ -110,8 +109,6 @@ def plain_dense_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer of such parameters as torch has it, which knows no names."""
     rates: dict[str, Any] = {"lr": optimizer.dense_lr, "weight_decay": optimizer.dense_weight_decay}
-    if optimizer.dense_settle_after:
-        return SettledAdam(parameters, settle_after=optimizer.dense_settle_after, **rates)
     kinds: dict[str, Any] = {
         "sgd": torch.optim.SGD,
         "adagrad": torch.optim.Adagrad,

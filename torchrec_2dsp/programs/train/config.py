@@ -9,6 +9,7 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
 from torchrec_2dsp.programs.config.config_file import CalibrationPath, PathBesideConfig
 from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
+from torchrec_2dsp.programs.config.kinds import with_kinds
 from torchrec_2dsp.programs.config.schedule import ScheduledOptimizerConfig
 from torchrec_2dsp.programs.config.sections import (
     ExchangeConfig,
@@ -23,7 +24,6 @@ from torchrec_2dsp.programs.train.datasets import (
     DataConfig,
     PlannedModelConfig,
     TrainedModelConfig,
-    with_kinds,
 )
 from torchrec_2dsp.programs.train.sections import CheckpointConfig, LoopConfig, OutputConfig
 

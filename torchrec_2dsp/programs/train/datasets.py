@@ -56,20 +56,6 @@ TrainedModelConfig = Annotated[
 ENDLESS = ("synthetic", "synthetic_sequences")
 """The kinds whose batches never end."""
 
-_DEFAULT_KINDS = {"data": "synthetic", "model": "dlrm"}
-
-
-def with_kinds(tree: Any) -> Any:
-    """A config's tree, whose sections that don't say their kind are of clicks, and of a DLRM."""
-    if not isinstance(tree, dict):
-        return tree
-    named = {
-        name: {"kind": kind, **tree[name]}
-        for name, kind in _DEFAULT_KINDS.items()
-        if isinstance(tree.get(name), dict)
-    }
-    return {**tree, **named}
-
 
 def shape_of(config: Any, dataset: Dataset) -> BatchShape:
     """The features that a model is built and planned for.

@@ -45,9 +45,12 @@ def evaluated(
         for batch in held_out(batches):
             _, (loss, scores, labels) = model(batch)
             metrics.add(loss, scores, labels)
-    evaluation = metrics.gather(step)
-    if has_clicks(config.model):
-        return evaluation
+    evaluation, ranking = metrics.gather(step), ranking_of(config.model)
+    of_clicks = evaluation.metrics
+    if not has_clicks(config.model):
+        of_clicks = {"loss": of_clicks["loss"]}
+    if ranking.among == "none":
+        return replace(evaluation, metrics=of_clicks)
     with closing_batches(batches_of(Split.EVAL)) as batches, evaluating(model), torch.no_grad():
-        rankings = ranking_metrics(model.module, held_out(batches), ranking_of(config.model), world)
-    return replace(evaluation, metrics={"loss": evaluation.metrics["loss"], **rankings})
+        rankings = ranking_metrics(model.module, held_out(batches), ranking, world)
+    return replace(evaluation, metrics={**of_clicks, **rankings})

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.nn.functional import binary_cross_entropy
 
-from torchrec_2dsp.comms.agreement import agreeing
 from torchrec_2dsp.comms.mesh_groups import MeshGroups, world_group
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.data.dataset import Dataset, Split
+from torchrec_2dsp.programs.data.logs.together import open_together
 from torchrec_2dsp.programs.data.synthetic import click_probability
 from torchrec_2dsp.programs.data.synthetic_dataset import SyntheticData
 from torchrec_2dsp.programs.models.kinds import dataset_for
@@ -55,8 +55,7 @@ def train(
         )
     if profiled is not None and not config.output.folder:
         raise ConfigError("--profile writes to the folder of the output; set output.folder")
-    with agreeing(world_group()):
-        dataset = dataset_for(config.model, config.data.dataset())
+    dataset = dataset_for(config.model, open_together(config.data, world_group()))
     runs = [
         train_run(config, name, dataset, watchers, resume=resume, profiled=profiled)
         for name in config.runs

@@ -11,7 +11,6 @@ from torchrec.distributed.types import ModuleSharder
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from torchrec_2dsp._compat.data_parallel import DefaultDataParallelWrapper
 from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.comms.agreement import agreeing
@@ -116,12 +115,9 @@ def _plan_of_file(name: str, run: RunConfig, world_size: int) -> Plan2D:
 
 def make_dense_wrapper(config: TrainConfig, run: RunConfig) -> DataParallelWrapper | None:
     """What runs the dense part; `None` for TorchRec's own wrapper."""
-    wrapper = dense_wrapper(run.dense)
-    if wrapper is None and config.loop.accumulate > 1:
-        # A DDP that is told that its graph is static learns it in its first backward, in which it
-        # adds up the gradients of each batch. That would be other bits after a resume.
-        return DefaultDataParallelWrapper(static_graph=False)
-    return wrapper
+    # A DDP that is told that its graph is static learns it in its first backward, in which it adds
+    # up the gradients of each batch. That would be other bits after a resume.
+    return dense_wrapper(run.dense, static_graph=config.loop.accumulate == 1)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from rich.text import Text
 if TYPE_CHECKING:
     from torchrec_2dsp.mesh.mesh2d import Mesh2D
     from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D
-    from torchrec_2dsp.plan.plan2d import Plan2D
     from torchrec_2dsp.programs.train.config import TrainConfig
     from torchrec_2dsp.programs.train.evaluation import Evaluation
     from torchrec_2dsp.programs.train.parts import PlannedRun
@@ -31,7 +30,7 @@ class Display:
         """Print the plan and start the bar."""
         self._steps = config.loop.steps
         self._console.print()
-        self._console.print(plan_to_show(name, planned.plan, config))
+        self._console.print(plan_to_show(name, planned))
         if self._console.is_terminal:
             self._bar = Progress(
                 TextColumn("{task.description}", markup=False),
@@ -100,10 +99,9 @@ def progress_text(progress: "StepsTrained", num_steps: int) -> str:
     return "  ".join(parts)
 
 
-def plan_to_show(name: str, plan: "Plan2D", config: "TrainConfig") -> Table:
+def plan_to_show(name: str, planned: "PlannedRun") -> Table:
     """One row per table; ranks that hold the same shard are joined by a plus."""
-    from torchrec_2dsp.programs.models.model import table_name
-
+    plan = planned.plan
     how = f", kept equal by {type(plan.sync).__name__}" if plan.mesh.num_groups > 1 else ""
     table = Table(
         "table",
@@ -116,16 +114,16 @@ def plan_to_show(name: str, plan: "Plan2D", config: "TrainConfig") -> Table:
     table.add_column("dim", justify="right")
     table.add_column("2D type")
     table.add_column("ranks" if plan.mesh.num_groups == 1 else "ranks (a+b: replica peers)")
-    rows = {table_name(feature.name): feature.num_rows for feature in config.data.features}
     tables = [table for _, module in plan.modules() for table in module.tables()]
     exchanges = [_exchange(sharding) for _, sharding in tables]
     if any(exchanges):
         table.add_column("exchange")
     for (key, sharding), exchange in zip(tables, exchanges, strict=True):
+        num_rows, dim = planned.tables[key]
         table.add_row(
             Text(key),
-            f"{rows[key]:,}",
-            str(config.model.dim),
+            f"{num_rows:,}",
+            str(dim),
             sharding.sharding_type,
             _ranks(plan.mesh, sharding.ranks),
             *([exchange] if any(exchanges) else []),

@@ -8,6 +8,8 @@ from torch import nn
 from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.distributed.planner.types import KernelConfig, TopologyFactory, TrainerConfig
 from torchrec.distributed.types import ModuleSharder
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -58,6 +60,9 @@ class PlannedRun:
     explanation: str
     """Why the plan is as it is, in words, on the rank that searched it by cost; else empty."""
 
+    tables: dict[str, tuple[int, int]]
+    """The rows and the dimension of each table, by its name."""
+
 
 def plan_run(
     config: TrainConfig,
@@ -78,7 +83,7 @@ def plan_run(
         access = AccessStats.load(run.access) if run.access else None
         calibration = Calibration.load(run.calibration) if run.calibration else None
         if run.plan:
-            return PlannedRun(_plan_of_file(name, run, world_size), "")
+            return PlannedRun(_plan_of_file(name, run, world_size), "", _table_shapes(model))
         local_size = get_local_size(world_size)
         if calibration is not None:
             topology = calibration.topology(world_size, local_size)
@@ -99,7 +104,19 @@ def plan_run(
     pins = None if run.is_planned_by_cost else run
     plan = collective_plan(planner, model, sharders, pins=pins, data=shape, access=access)
     is_searched_here = run.is_planned_by_cost and dist.get_rank(world_group()) == 0
-    return PlannedRun(plan, str(planner.explain()) if is_searched_here else "")
+    explanation = str(planner.explain()) if is_searched_here else ""
+    return PlannedRun(plan, explanation, _table_shapes(model))
+
+
+def _table_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """The rows and the dimension of each table of a model that isn't sharded."""
+    configs: list[BaseEmbeddingConfig] = []
+    for module in model.modules():
+        if isinstance(module, EmbeddingBagCollection):
+            configs += module.embedding_bag_configs()
+        elif isinstance(module, EmbeddingCollection):
+            configs += module.embedding_configs()
+    return {config.name: (config.num_embeddings, config.embedding_dim) for config in configs}
 
 
 def _plan_of_file(name: str, run: RunConfig, world_size: int) -> Plan2D:

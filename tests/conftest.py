@@ -34,6 +34,7 @@ LONGEST_FILES = (
     "tests/cluster/test_bench_on_cluster.py",
     "tests/fuzz/test_machine.py",
     "tests/dist/test_train.py",
+    "tests/dist/test_train_resume.py",
     "tests/dist/test_checkpoint_async.py",
     "tests/dist/test_loops.py",
 )

@@ -24,6 +24,7 @@ RUNS: dict[str, Any] = {
     "averaged": {"num_groups": 2, "sync": "WeightSync", "sync_policy": "every(3)"},
     "late": {"num_groups": 2, "delay": 1},
     "thresholded": {"dense": {"kind": "thresholded", "density": 0.2, "warm_up": 2}},
+    "powersgd": {"dense": {"kind": "powersgd", "rank": 1, "warm_up": 2}},
     "sharded": {"dense": {"kind": "fully_sharded"}},
     "local": {"dense": {"kind": "local", "local_steps": 2, "meeting_density": 0.5}},
 }
@@ -93,9 +94,15 @@ def test_stopped_runs_go_on_with_the_same_bits(
     """Evaluations at the end are those of the weights at the end, in float64."""
     whole = config_in(tmp_path)
     if is_cut:
-        some = {name: RUNS[name] for name in ("plain", "late", "thresholded", "sharded")}
+        some = {name: RUNS[name] for name in RUNS if name not in ("prefetch", "averaged")}
+        # Layers that are large enough to be thresholded.
+        model = {"dense_layers": [64], "over_layers": [64]}
         whole = config_in(
-            tmp_path, runs=some, loop={"accumulate": 2}, checkpoint={"asynchronous": True}
+            tmp_path,
+            runs=some,
+            model=model,
+            loop={"accumulate": 2},
+            checkpoint={"asynchronous": True},
         )
     expected = ranks2.run(through, whole, timeout_s=280)
     assert forget(tmp_path, after=4) >= 2 * len(whole.runs)

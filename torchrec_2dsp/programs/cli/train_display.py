@@ -121,9 +121,11 @@ def plan_to_show(name: str, planned: "PlannedRun") -> Table:
     if any(exchanges):
         table.add_column("exchange")
     for (key, sharding), exchange in zip(tables, exchanges, strict=True):
+        num_rows, dim = planned.tables[key]
         table.add_row(
             Text(key),
-            *(f"{size:,}" for size in planned.table_sizes[key]),
+            f"{num_rows:,}",
+            str(dim),
             sharding.sharding_type,
             _ranks(plan.mesh, sharding.ranks),
             *([exchange] if any(exchanges) else []),

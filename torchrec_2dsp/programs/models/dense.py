@@ -4,7 +4,7 @@ from torch import nn
 from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_2dsp._compat.data_parallel import data_parallel_wrapper
+from torchrec_2dsp._compat.data_parallel import DefaultDataParallelWrapper, data_parallel_wrapper
 from torchrec_2dsp.dense.delayed_dense import DelayedDense
 from torchrec_2dsp.dense.fully_sharded import FullyShardedDense
 from torchrec_2dsp.dense.gradient_report import GradientReport
@@ -19,20 +19,21 @@ from torchrec_2dsp.programs.models.layered import Layered
 
 
 def dense_wrapper(
-    config: DenseGradientsConfig, layered: Layered | None = None
+    config: DenseGradientsConfig, layered: Layered | None = None, *, static_graph: bool = True
 ) -> DataParallelWrapper | None:
     """What runs the dense part; `None` for TorchRec's own wrapper, which is DDP.
 
     Args:
-        config: which wrapper it is.
+        config: the kind of the dense part, and its settings.
         layered: the layers that ranks may share; none for a model without any.
+        static_graph: whether DDP, if it is that, learns the graph in its first backward.
 
     Raises:
         ConfigError: the model has no such layers.
     """
     layered = layered or Layered()
     if config.kind == "ddp":
-        return None
+        return None if static_graph else DefaultDataParallelWrapper(static_graph=False)
     if config.kind == "delayed":
         return DelayedDense(warm_up=config.warm_up)
     if config.kind == "fully_sharded":
@@ -63,9 +64,15 @@ def dense_wrapper(
         return LocalDense(density=config.meeting_density, values=config.values)
     if config.kind == "thresholded":
         return ThresholdedDataParallel(
-            config.density, values=config.values, route=config.route, warm_up=config.warm_up
+            config.density,
+            values=config.values,
+            route=config.route,
+            warm_up=config.warm_up,
+            static_graph=static_graph,
         )
-    return HookedDataParallel(config.kind, rank=config.rank, warm_up=config.warm_up)
+    return HookedDataParallel(
+        config.kind, rank=config.rank, warm_up=config.warm_up, static_graph=static_graph
+    )
 
 
 def thresholded_gradients(model: nn.Module) -> ThresholdedDataParallel | None:

@@ -4,10 +4,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRMTrain
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from torchrec_2dsp.programs.config.sections import ModelConfig
 from torchrec_2dsp.programs.data.dataset import BatchShape
@@ -51,20 +50,6 @@ def build_model(data: BatchShape, model: ModelConfig, *, tables_device: str = "c
             dcn_low_rank_dim=model.dcn_low_rank,
         )
         return DLRMTrain(cross_layers)
-
-
-def table_sizes(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """The rows and the dimension of each table of an unsharded model, by the table's name."""
-    sizes: dict[str, tuple[int, int]] = {}
-    for module in model.modules():
-        if isinstance(module, EmbeddingBagCollection):
-            configs = module.embedding_bag_configs()
-        elif isinstance(module, EmbeddingCollection):
-            configs = module.embedding_configs()
-        else:
-            continue
-        sizes |= {config.name: (config.num_embeddings, config.embedding_dim) for config in configs}
-    return sizes
 
 
 def table_name(feature: str) -> str:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.train.auc import area_under_roc
-from torchrec_2dsp.programs.train.meter import Measured, normalized_entropy
+from torchrec_2dsp.programs.train.meter import normalized_entropy
 from torchrec_2dsp.programs.train.sections import LESS_IS_BETTER
 
 
@@ -30,11 +30,6 @@ class Evaluation:
     metrics: dict[str, float]
     """The metrics by name: loss, ne, auc and calibration of clicks; loss, recall and NDCG of
     rankings."""
-
-    @property
-    def measured(self) -> Measured:
-        """The losses, as training reports them."""
-        return Measured(self.losses, self.click_rate)
 
     @property
     def ne(self) -> float:

@@ -1,6 +1,5 @@
 """A run's sharders, plan and optimizers."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -9,10 +8,11 @@ from torch import nn
 from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.distributed.planner.types import KernelConfig, TopologyFactory, TrainerConfig
 from torchrec.distributed.types import ModuleSharder
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from torchrec_2dsp._compat.data_parallel import DefaultDataParallelWrapper
 from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.comms.agreement import agreeing
@@ -26,7 +26,6 @@ from torchrec_2dsp.planner.planner2d import Planner2D
 from torchrec_2dsp.programs.data.dataset import BatchShape
 from torchrec_2dsp.programs.models.dense import dense_wrapper
 from torchrec_2dsp.programs.models.kinds import layered_of
-from torchrec_2dsp.programs.models.model import table_sizes
 from torchrec_2dsp.programs.models.optimizer import dense_optimizer, table_optimizer, with_meetings
 from torchrec_2dsp.programs.models.planned import collective_plan, planner_arguments
 from torchrec_2dsp.programs.train.config import RunConfig, TrainConfig
@@ -62,8 +61,8 @@ class PlannedRun:
     explanation: str
     """Why the plan is as it is, in words, on the rank that searched it by cost; else empty."""
 
-    table_sizes: Mapping[str, tuple[int, int]]
-    """The rows and the dimension of each table."""
+    tables: dict[str, tuple[int, int]]
+    """The rows and the dimension of each table, by its name."""
 
 
 def plan_run(
@@ -85,7 +84,7 @@ def plan_run(
         access = AccessStats.load(run.access) if run.access else None
         calibration = Calibration.load(run.calibration) if run.calibration else None
         if run.plan:
-            return PlannedRun(_plan_of_file(name, run, world_size), "", table_sizes(model))
+            return PlannedRun(_plan_of_file(name, run, world_size), "", _table_shapes(model))
         local_size = get_local_size(world_size)
         if calibration is not None:
             topology = calibration.topology(world_size, local_size)
@@ -107,7 +106,18 @@ def plan_run(
     plan = collective_plan(planner, model, sharders, pins=pins, data=shape, access=access)
     is_searched_here = run.is_planned_by_cost and dist.get_rank(world_group()) == 0
     explanation = str(planner.explain()) if is_searched_here else ""
-    return PlannedRun(plan, explanation, table_sizes(model))
+    return PlannedRun(plan, explanation, _table_shapes(model))
+
+
+def _table_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """The rows and the dimension of each table of a model that isn't sharded."""
+    configs: list[BaseEmbeddingConfig] = []
+    for module in model.modules():
+        if isinstance(module, EmbeddingBagCollection):
+            configs += module.embedding_bag_configs()
+        elif isinstance(module, EmbeddingCollection):
+            configs += module.embedding_configs()
+    return {config.name: (config.num_embeddings, config.embedding_dim) for config in configs}
 
 
 def _plan_of_file(name: str, run: RunConfig, world_size: int) -> Plan2D:
@@ -125,12 +135,9 @@ def make_dense_wrapper(
     config: TrainConfig, run: RunConfig, model: nn.Module
 ) -> DataParallelWrapper | None:
     """What runs the dense part of a model that isn't sharded yet; `None` for TorchRec's own."""
-    wrapper = dense_wrapper(run.dense, layered_of(model))
-    if wrapper is None and config.loop.accumulate > 1:
-        # A DDP that is told that its graph is static learns it in its first backward, in which it
-        # adds up the gradients of each batch. That would be other bits after a resume.
-        return DefaultDataParallelWrapper(static_graph=False)
-    return wrapper
+    # A DDP that is told that its graph is static learns it in its first backward, in which it adds
+    # up the gradients of each batch. That would be other bits after a resume.
+    return dense_wrapper(run.dense, layered_of(model), static_graph=config.loop.accumulate == 1)
 
 
 @dataclass(frozen=True)

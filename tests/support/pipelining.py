@@ -49,7 +49,7 @@ class ItemLoss(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.scale = nn.Parameter(torch.tensor([0.5]))
 
     def forward(
         self, outputs: torch.Tensor, labels: torch.Tensor, items: torch.Tensor
@@ -127,9 +127,9 @@ class StackOracle(Oracle):
         ]
         (sum(losses, torch.zeros(())) / len(batches)).backward()
         with torch.no_grad():
-            for part in (self.model.bottom, self.model.stack):
+            for part in (cast(Any, self.model).bottom, cast(Any, self.model).stack):
                 for param in part.parameters():
-                    param -= self.lr * param.grad  # type: ignore[operator]
+                    param -= self.lr * param.grad
             for name, table in tables_of(self.model).items():
                 self._update_(name, cast(torch.Tensor, cast(torch.Tensor, table.weight).grad))
         return [loss.item() for loss in losses]

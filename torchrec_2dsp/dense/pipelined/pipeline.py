@@ -82,7 +82,7 @@ class Pipeline:
             An all-gather of objects in the pipeline; the samples' way to the first and the last
             stage; those of the schedule; then results and gradients on their way back.
         """
-        inputs, *targets = [_arrived(tensor) for tensor in (inputs, *targets)]
+        inputs, targets = _arrived(inputs), tuple(_arrived(target) for target in targets)
         trains = torch.is_grad_enabled() and bool(targets)
         self._together.raise_failure()
         own = Given.of([inputs, *targets], trains=torch.is_grad_enabled())
@@ -241,7 +241,9 @@ class _Trained(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # of the decorator
+        ctx: Any, *gradients: torch.Tensor
+    ) -> Any:
         return None, None, None, *ctx.pipeline.apply_factors(ctx.batch, gradients[0])
 
 

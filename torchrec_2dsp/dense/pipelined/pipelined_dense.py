@@ -110,7 +110,8 @@ class PipelinedDense(DataParallelWrapper):
                 f"PipelinedDense(tp={tp}) with a plan of {len(plan or {})} modules splits nothing; "
                 "give both, or neither"
             )
-        self._cuts, self._plan, self._tp = cuts, dict(plan or {}), tp
+        self._cuts: Sequence[int] | MeasuredCuts | Literal["even"] = cuts
+        self._plan, self._tp = dict(plan or {}), tp
         self._reduction: Reduction = reduction
         self._values = values
         self._groups: PipelineGroups | None = None

@@ -26,6 +26,25 @@ NUM_STEPS = 2
 BATCH_SIZES = (7, 7, 7, 7)
 """No number of micro-batches divides the samples of a pipeline."""
 
+TABLES = {
+    "table-wise": Cell(tdsp.Mesh2D(1, 4), sharding="table_wise", always_capture=True),
+    "row-wise": Cell(tdsp.Mesh2D(1, 4), always_capture=True),
+    "row exchange": Cell(tdsp.Mesh2D(1, 4), exchange="row", owners="hash", always_capture=True),
+    "2D": Cell(tdsp.Mesh2D(2, 2)),
+}
+"""Tables sharded one way or another, whose gradients wait until an update."""
+
+TWO_RANKS: list[dict[str, Any]] = [
+    {"num_stages": 2, "num_micro_batches": 5},
+    {
+        "num_stages": 4,
+        "num_micro_batches": 4,
+        "stages_per_rank": 2,
+        "schedule": "ZBVZeroBubble",
+    },
+]
+"""Pipelines of two ranks, of which there are two or which split their layers."""
+
 
 class Residual(nn.Module):
     """A layer with two paths, one of which holds parameters that can be split."""

@@ -10,6 +10,7 @@ from tests.support.parity import LR
 from tests.support.pipelining import (
     TABLES,
     TWO_RANKS,
+    WIDTH,
     PipelineCell,
     StackOracle,
     batch_for,
@@ -129,3 +130,22 @@ def stock(rank: int, world_size: int) -> list[float]:
 def test_a_stock_wrapper_takes_it(ranks4: RankPool) -> None:
     for losses in ranks4.run(stock):
         assert losses[:2] == losses[2:]
+
+
+def measured(rank: int, world_size: int) -> tuple[int, ...]:
+    """The cuts by measured times, with which a step has been trained."""
+    cuts = tdsp.MeasuredCuts(
+        inputs=torch.rand(8, WIDTH), targets=[torch.rand(8), torch.rand(8, 8)], num_repeats=1
+    )
+    options: dict[str, Any] = TWO_RANKS[1] | {"cuts": cuts}
+    wrapper = tdsp.PipelinedDense(**options)
+    cell = PipelineCell(TABLES["row-wise"], tuple(options.items()))
+    with pipelined(cell.cell, wrapper) as (model, _):
+        model(batch_for(cell, 0, 0, rank)).mean().backward()
+        return wrapper.cuts["stack"]
+
+
+def test_all_ranks_cut_by_the_mean_of_their_times(ranks4: RankPool) -> None:
+    (cuts,) = set(ranks4.run(measured))
+    assert len(cuts) == TWO_RANKS[1]["num_stages"] - 1
+    assert list(cuts) == sorted(set(cuts))

@@ -25,7 +25,7 @@ from torchrec_2dsp.dense.pipelined.groups import PipelineGroups
 from torchrec_2dsp.dense.pipelined.pipeline import Pipeline, Reduction
 from torchrec_2dsp.dense.pipelined.pipeline_times import PipelineTimes, gather_times
 from torchrec_2dsp.dense.pipelined.schedule import Schedule
-from torchrec_2dsp.dense.pipelined.stage import Stage
+from torchrec_2dsp.dense.pipelined.stage import LayerStage
 from torchrec_2dsp.dense.pipelined.stage_layers import (
     MeasuredCuts,
     StageLayers,
@@ -205,7 +205,7 @@ class PipelinedDense(DataParallelWrapper):
         stages = [
             (
                 stage,
-                Stage(
+                LayerStage(
                     layers[stage].name,
                     [stack.layers[number] for number in layers[stage].numbers],
                     stack.loss if stage == schedule.num_stages - 1 else None,

@@ -5,16 +5,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 import torchrec_2dsp as tdsp
-from tests.support.dense_training import batch_of, cell_of, dense_of, model_of, whole
+from tests.support.dense_training import batch_of, cell_of, dense_of, whole
+from tests.support.loops import shard
+from tests.support.parity import make_sharder
+from tests.support.pipelining import close_groups, stack_model, tensor_parallel_plan
 from tests.support.ranks import RankPool
 
 ROUNDING = 2e-6
 NUM_BEFORE, NUM_AFTER = 2, 2
-KINDS = ("ddp", "sharded", "copied", "split")
+KINDS = ("ddp", "sharded", "copied", "split", "pipelined", "interleaved", "both")
+ON_TWO_RANKS = ("ddp", "sharded", "split", "pipelined")
 
 
 def make_wrapper(kind: str) -> Any:
@@ -23,8 +26,15 @@ def make_wrapper(kind: str) -> Any:
     if kind == "copied":
         return tdsp.FullyShardedDense(num_copies=2)
     if kind == "split":
-        plan = {"tower.0": ColwiseParallel(), "tower.2": RowwiseParallel()}
-        return tdsp.TensorParallelDense(plan, tp=2)
+        return tdsp.TensorParallelDense(tensor_parallel_plan(), tp=2)
+    if kind == "pipelined":
+        return tdsp.PipelinedDense(2, num_micro_batches=2)
+    if kind == "interleaved":
+        schedule = "ZBVZeroBubble"
+        return tdsp.PipelinedDense(8, num_micro_batches=2, stages_per_rank=2, schedule=schedule)
+    if kind == "both":
+        plan = tensor_parallel_plan()
+        return tdsp.PipelinedDense(2, num_micro_batches=2, cuts=[6], plan=plan, tp=2)
     return None
 
 
@@ -32,8 +42,13 @@ class Run:
     """A model with AdaGrad for its dense part, whose moments have to move as well."""
 
     def __init__(self, rank: int, world_size: int, kind: str) -> None:
-        self._rank, self._cell = rank, cell_of(world_size)
-        self.model = model_of(self._cell, make_wrapper(kind))
+        self._rank, self._cell, self._wrapper = rank, cell_of(world_size), make_wrapper(kind)
+        self.model = shard(
+            self._cell,
+            make_sharder(self._cell),
+            stack_model(self._cell.spec),
+            data_parallel_wrapper=self._wrapper,
+        )
         self.params = dense_of(self.model)
         self.optimizer = KeyedOptimizerWrapper(
             {name.removeprefix("module."): value for name, value in self.params.items()},
@@ -43,11 +58,24 @@ class Run:
     def train(self, first: int, num_steps: int) -> None:
         for step in range(first, first + num_steps):
             self.optimizer.zero_grad()
-            self.model(batch_of(self._cell, step, self._rank)).backward()
+            self.model(batch_of(self._cell, step, self._rank)).mean().backward()
             self.optimizer.step()
 
     def weights(self) -> dict[str, torch.Tensor]:
+        """All dense weights that this rank holds, or has a part of."""
         return {name.removeprefix("module."): whole(value) for name, value in self.params.items()}
+
+    def close(self) -> None:
+        close_groups(self._wrapper)
+
+
+def together(by_rank: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The weights of all ranks, of which several may hold the same."""
+    weights: dict[str, torch.Tensor] = {}
+    for of_rank in by_rank:
+        for name, value in of_rank.items():
+            assert torch.equal(value, weights.setdefault(name, value)), name
+    return weights
 
 
 def run_through(rank: int, world_size: int) -> dict[str, torch.Tensor]:
@@ -60,6 +88,7 @@ def save(rank: int, world_size: int, kind: str, folder: str) -> dict[str, torch.
     run = Run(rank, world_size, kind)
     run.train(0, NUM_BEFORE)
     tdsp.save_checkpoint(folder, run.model, run.optimizer)
+    run.close()
     return run.weights()
 
 
@@ -71,6 +100,7 @@ def load(rank: int, world_size: int, kind: str, folder: str) -> list[dict[str, t
     tdsp.load_checkpoint(folder, run.model, run.optimizer)
     loaded = run.weights()
     run.train(NUM_BEFORE, NUM_AFTER)
+    run.close()
     return [loaded, run.weights()]
 
 
@@ -84,12 +114,13 @@ def assert_close(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor
 def test_a_run_goes_on_with_another_wrapper(
     ranks4: RankPool, ranks2: RankPool, tmp_path: Path, saved: str
 ) -> None:
-    uninterrupted = ranks4.run(run_through)[0]
-    folder = str(tmp_path / saved)
-    before = ranks4.run(save, saved, folder)[0]
+    uninterrupted = together(ranks4.run(run_through))
+    folder = str(tmp_path / "checkpoint")
+    before = together(ranks4.run(save, saved, folder))
     for kind in KINDS:
-        loaded, after = ranks4.run(load, kind, folder)[0]
-        assert_close(loaded, before)
-        assert_close(after, uninterrupted)
-    for kind in ("ddp", "sharded", "split"):
-        assert_close(ranks2.run(load, kind, folder)[0][0], before)
+        runs = ranks4.run(load, kind, folder)
+        assert_close(together([loaded for loaded, _ in runs]), before)
+        assert_close(together([after for _, after in runs]), uninterrupted)
+    for kind in ON_TWO_RANKS:
+        runs = ranks2.run(load, kind, folder)
+        assert_close(together([loaded for loaded, _ in runs]), before)

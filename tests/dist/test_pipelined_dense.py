@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import torchrec_2dsp as tdsp
-from tests.support.cells import Cell
 from tests.support.parity import LR, Gap, local_shards
 from tests.support.pipelining import (
+    TABLES,
+    TWO_RANKS,
     PipelineCell,
     StackOracle,
     batch_for,
@@ -19,19 +20,12 @@ from tests.support.pipelining import (
     tensor_parallel_plan,
 )
 from tests.support.ranks import RankPool
-from torchrec_2dsp.comms.counting import count_collectives
 
 ROUNDING = 1e-6
 """Losses and weights: sums of float32 in another order, over two steps."""
 MOMENT_ROUNDING = 3e-6
 """Moments are sums of squares, of which an error is twice as large, relative to the largest one."""
 
-TABLES = {
-    "table-wise": Cell(tdsp.Mesh2D(1, 4), sharding="table_wise", always_capture=True),
-    "row-wise": Cell(tdsp.Mesh2D(1, 4), always_capture=True),
-    "row exchange": Cell(tdsp.Mesh2D(1, 4), exchange="row", owners="hash", always_capture=True),
-    "2D": Cell(tdsp.Mesh2D(2, 2)),
-}
 FOUR_RANKS: list[dict[str, Any]] = [
     {"num_stages": 4, "num_micro_batches": 3, "schedule": "GPipe"},
     {"num_stages": 4, "num_micro_batches": 5, "cuts": [1, 2, 6]},
@@ -46,16 +40,6 @@ FOUR_RANKS: list[dict[str, Any]] = [
     ),
 ]
 """One pipeline of four ranks by each schedule."""
-TWO_RANKS: list[dict[str, Any]] = [
-    {"num_stages": 2, "num_micro_batches": 5},
-    {
-        "num_stages": 4,
-        "num_micro_batches": 4,
-        "stages_per_rank": 2,
-        "schedule": "ZBVZeroBubble",
-    },
-]
-"""Pipelines of two ranks, of which there are two or which split their layers."""
 
 
 def check(gaps: list[list[Gap]], cells: list[PipelineCell]) -> None:
@@ -195,109 +179,3 @@ def test_updates_by_micro_batch_are_another_training(ranks4: RankPool) -> None:
     print(f"one update: {ours:.1e}; an update for each micro-batch: {by_micro_batch:.1e}")
     assert ours < ROUNDING
     assert by_micro_batch > 1e-2
-
-
-def step_collectives(rank: int, world_size: int) -> dict[str, int]:
-    """What this rank issues in the groups of pipelines in a step after the first one."""
-    cell = PipelineCell(TABLES["row-wise"], tuple(TWO_RANKS[0].items()))
-    with pipelined(cell.cell, tdsp.PipelinedDense(**dict(cell.options))) as (model, _):
-        counts: dict[str, int] = {}
-        for step in range(2):
-            with count_collectives() as seen:
-                model(batch_for(cell, step, 0, rank)).mean().backward()
-        for record in seen.records:
-            if record.group.startswith("pipeline"):
-                name = f"{record.group.removeprefix('pipeline_')} {record.op}"
-                counts[name] = counts.get(name, 0) + 1
-    return counts
-
-
-def test_collectives_of_a_step(ranks4: RankPool) -> None:
-    """Five micro-batches go over one boundary, beside what is handed over and back."""
-    first, last, *_ = ranks4.run(step_collectives)
-    # A rank's objects travel as their size and their bytes.
-    alike = {"agreements all_gather": 2, "copies all_reduce": 1}
-    # The targets and the activations one way; of the gradients of the inputs the other rank's.
-    assert first == alike | {
-        "forward send": 2 + 5,
-        "forward recv": 1,
-        "backward send": 1,
-        "backward recv": 5 + 1 + 1,
-    }
-    assert last == alike | {
-        "forward send": 1,
-        "forward recv": 2 + 5,
-        "backward send": 5 + 1 + 1,
-        "backward recv": 1,
-    }
-
-
-def by_dense_norm(rank: int, world_size: int, options: dict[str, Any]) -> tuple[float, float]:
-    """The norm of all dense gradients and the largest weight's gap after a clipped step."""
-    cell = PipelineCell(TABLES["row-wise"], tuple(options.items()))
-    wrapper = tdsp.PipelinedDense(**options)
-    oracle = StackOracle(cell.cell)
-    oracle.step_on(batches_for(cell, 0))
-    dense = [*oracle.model.bottom.parameters(), *oracle.model.stack.parameters()]  # type: ignore
-    norm = torch.nn.utils.get_total_norm([param.grad for param in dense])
-    with pipelined(cell.cell, wrapper) as (model, params):
-        model(batch_for(cell, 0, 0, rank)).mean().backward()
-        gap = abs(wrapper.clip_grad_norm_(float(norm) / 2) / float(norm) - 1)
-        clipped = wrapper.clip_grad_norm_(1e9) / float(norm)
-        assert len(params) < len(dense)
-        times = wrapper.stage_times()["stack"]
-        assert len(times.seconds_of_stage) == options["num_stages"]
-        assert min(times.seconds_of_stage) > 0
-        assert 0 < times.bubble < 1
-        assert times.imbalance >= 1
-    return gap, abs(clipped - 0.5)
-
-
-def test_gradients_are_clipped_by_the_norm_of_all_layers(ranks4: RankPool) -> None:
-    for options in (*TWO_RANKS, TWO_RANKS[0] | {"plan": tensor_parallel_plan(), "tp": 2}):
-        for gap, clipped in ranks4.run(by_dense_norm, options):
-            assert gap < ROUNDING
-            assert clipped < ROUNDING
-
-
-def rounded(rank: int, world_size: int) -> list[float]:
-    """The losses of a step with activations that travel as they are, in bf16 and in fp16."""
-    losses = []
-    for values in ("fp32", "bf16", "fp16"):
-        options = TWO_RANKS[0] | {"values": values}
-        cell = PipelineCell(TABLES["row-wise"], tuple(options.items()))
-        with pipelined(cell.cell, tdsp.PipelinedDense(**options)) as (model, _):
-            loss = model(batch_for(cell, 0, 0, rank)).mean()
-            loss.backward()
-            losses.append(loss.item())
-    return losses
-
-
-def test_activations_may_be_rounded(ranks4: RankPool) -> None:
-    """A number in bf16 has 8 bits, one in fp16 has 11."""
-    for exact, bf16, fp16 in ranks4.run(rounded):
-        assert 0 < abs(bf16 / exact - 1) < 2**-6
-        assert 0 < abs(fp16 / exact - 1) < 2**-9
-
-
-def stock(rank: int, world_size: int) -> list[float]:
-    """The losses under TorchRec's own wrapper, and under ours."""
-    losses = []
-    for is_stock in (True, False):
-        cell = replace(TABLES["row-wise"], stock_wrapper=is_stock, always_capture=False)
-        options = TWO_RANKS[0]
-        pipeline = PipelineCell(cell, tuple(options.items()))
-        with pipelined(cell, tdsp.PipelinedDense(**options)) as (model, params):
-            optimizer = torch.optim.SGD(params.values(), lr=LR, foreach=False)
-            for step in range(2):
-                optimizer.zero_grad()
-                loss = model(batch_for(pipeline, step, 0, rank)).mean()
-                loss.backward()
-                optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def test_a_stock_wrapper_takes_it(ranks4: RankPool) -> None:
-    for by_stock, by_ours in ranks4.run(stock):
-        assert by_stock == by_ours

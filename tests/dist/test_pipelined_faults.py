@@ -1,5 +1,6 @@
 """What ranks of a pipeline say when they are set up wrongly, called wrongly, or when one fails."""
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ import torchrec_2dsp as tdsp
 from tests.support.cells import Cell
 from tests.support.dense_training import cell_of, model_of
 from tests.support.loops import shard
-from tests.support.models import ModelSpec
+from tests.support.models import ModelSpec, make_batch
 from tests.support.parity import make_sharder
 from tests.support.pipelining import (
     ItemLoss,
@@ -23,7 +24,7 @@ from tests.support.pipelining import (
     layers_of,
     stack_model,
 )
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, RanksFailed
 from torchrec_2dsp.dense.layer_stack import LayerElsewhere
 from torchrec_2dsp.errors import (
     ConfigError,
@@ -248,3 +249,23 @@ def test_an_error_in_a_schedule_reaches_all_ranks(
     for kind, text, _ in answers:
         assert kind == "RankError"
         assert text.startswith(f"rank 2 failed in a pipeline of layers: OSError: {own[1]} (")
+
+
+def die(rank: int, world_size: int) -> None:
+    """Train a step, then let the rank of the last stage end in its forward."""
+    cell = cell_of(world_size)
+    model = stack_model(cell.spec)
+    wrapper = tdsp.PipelinedDense(**TWO_STAGES)
+    parallel = shard(cell, make_sharder(cell), model, data_parallel_wrapper=wrapper, load=False)
+    parallel(make_batch(cell.spec, seed=rank)).mean().backward()
+    if rank == 1:
+        model.stack.layers[-1].register_forward_pre_hook(lambda *_: os._exit(3))
+    parallel(make_batch(cell.spec, seed=rank)).mean().backward()
+
+
+def test_a_rank_that_dies_in_a_schedule_is_named() -> None:
+    with RankPool(2) as pool, pytest.raises(RanksFailed) as failed:
+        pool.run(die, timeout_s=4 * DEADLINE_S)
+    reports = failed.value.reports
+    assert "died with exit code 3" in reports[1]
+    assert "RankError: rank 1 did not answer: killed, stopped, or cut off" in reports[0]

@@ -26,6 +26,25 @@ NUM_STEPS = 2
 BATCH_SIZES = (7, 7, 7, 7)
 """No number of micro-batches divides the samples of a pipeline."""
 
+TABLES = {
+    "table-wise": Cell(tdsp.Mesh2D(1, 4), sharding="table_wise", always_capture=True),
+    "row-wise": Cell(tdsp.Mesh2D(1, 4), always_capture=True),
+    "row exchange": Cell(tdsp.Mesh2D(1, 4), exchange="row", owners="hash", always_capture=True),
+    "2D": Cell(tdsp.Mesh2D(2, 2)),
+}
+"""Tables sharded one way or another, whose gradients wait until an update."""
+
+TWO_RANKS: list[dict[str, Any]] = [
+    {"num_stages": 2, "num_micro_batches": 5},
+    {
+        "num_stages": 4,
+        "num_micro_batches": 4,
+        "stages_per_rank": 2,
+        "schedule": "ZBVZeroBubble",
+    },
+]
+"""Pipelines of two ranks, of which there are two or which split their layers."""
+
 
 class Residual(nn.Module):
     """A layer with two paths, one of which holds parameters that can be split."""
@@ -49,7 +68,7 @@ class ItemLoss(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.scale = nn.Parameter(torch.tensor([0.5]))
 
     def forward(
         self, outputs: torch.Tensor, labels: torch.Tensor, items: torch.Tensor
@@ -127,9 +146,9 @@ class StackOracle(Oracle):
         ]
         (sum(losses, torch.zeros(())) / len(batches)).backward()
         with torch.no_grad():
-            for part in (self.model.bottom, self.model.stack):
+            for part in (cast(Any, self.model).bottom, cast(Any, self.model).stack):
                 for param in part.parameters():
-                    param -= self.lr * param.grad  # type: ignore[operator]
+                    param -= self.lr * param.grad
             for name, table in tables_of(self.model).items():
                 self._update_(name, cast(torch.Tensor, cast(torch.Tensor, table.weight).grad))
         return [loss.item() for loss in losses]

@@ -2,7 +2,8 @@
 
 What takes the place of TorchRec's data-parallel wrapper lives here: `DataParallelWrapper`s that
 a stock `DistributedModelParallel` and `ModelParallel2D` take alike; and `Thresholded`, a module
-that leaves out the small numbers of an activation where a model is split. Tables live in `shard`.
+that leaves out the small numbers of an activation where a model is split; and `LayerStack`, the
+layers that `pipelined` runs on one rank after the other. Tables live in `shard`.
 
     gradients of a rank   --threshold-->   entries   --gather, or owners-->   the sum on all ranks
             ^                  |

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 from torchrec_2dsp.errors import UnsupportedError
@@ -48,7 +49,8 @@ class JointBatch:
         Collectives:
             An all-gather of sizes, waited for, then one of each tensor.
         """
-        given = (args, kwargs)
+        # TorchRec's tables may not have waited for their outputs yet.
+        given = _mapped((args, kwargs), lambda lazy: lazy.wait(), is_leaf=_is_lazy)
         leaves = list(_leaves(given))
         if not leaves:
             raise UnsupportedError(f"{self._name!r} is called without tensors, so it has no batch")
@@ -143,6 +145,10 @@ def _leaves(given: Any) -> Iterator[Any]:
     elif isinstance(given, list | tuple | dict):
         for part in given.values() if isinstance(given, dict) else given:
             yield from _leaves(part)
+
+
+def _is_lazy(given: Any) -> bool:
+    return isinstance(given, LazyAwaitable)
 
 
 def _is_result(given: Any) -> bool:

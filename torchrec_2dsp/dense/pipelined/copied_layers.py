@@ -10,13 +10,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchrec_2dsp.dense.pipelined.groups import PipelineGroups
-from torchrec_2dsp.dense.pipelined.stage import Stage
+from torchrec_2dsp.dense.pipelined.stage import LayerStage
 
 
 class CopiedLayers:
     """The parameters and buffers of this rank's stages, and what keeps their copies equal."""
 
-    def __init__(self, stages: Sequence[Stage], groups: PipelineGroups) -> None:
+    def __init__(self, stages: Sequence[LayerStage], groups: PipelineGroups) -> None:
         """
         Args:
             stages: of this rank.

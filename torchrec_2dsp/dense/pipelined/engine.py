@@ -10,7 +10,7 @@ import torch
 
 from torchrec_2dsp.dense.pipelined.links import Inbox, Links, TensorKind
 from torchrec_2dsp.dense.pipelined.schedule import Schedule, Work, WorkKind
-from torchrec_2dsp.dense.pipelined.stage import Stage
+from torchrec_2dsp.dense.pipelined.stage import LayerStage
 
 _Key = tuple[int, int]
 """The stage after a boundary between two stages, and a micro-batch."""
@@ -68,7 +68,7 @@ class BusyTime:
 
 
 @dataclass(frozen=True)
-class Place:
+class PipelinePlace:
     """Where a rank is in its pipeline."""
 
     position: int
@@ -84,8 +84,8 @@ class Engine:
     def __init__(
         self,
         schedule: Schedule,
-        stages: Sequence[tuple[int, Stage]],
-        place: Place,
+        stages: Sequence[tuple[int, LayerStage]],
+        place: PipelinePlace,
         forward: Links,
         backward: Links,
         wire: torch.dtype | None,
@@ -200,7 +200,7 @@ class _Run:
         else:
             self._do_backward(work, stage)
 
-    def _do_forward(self, work: Work, stage: Stage) -> None:
+    def _do_forward(self, work: Work, stage: LayerStage) -> None:
         batch, rows, is_last = self._batch, self._rows[work.micro_batch], self._is_last(work)
         if work.stage == 0:
             assert batch.inputs is not None
@@ -220,7 +220,7 @@ class _Run:
         else:
             self._send(work, output)
 
-    def _do_backward(self, work: Work, stage: Stage) -> None:
+    def _do_backward(self, work: Work, stage: LayerStage) -> None:
         batch, number = self._batch, work.micro_batch
         if self._is_last(work):
             assert batch.weights is not None

@@ -108,9 +108,11 @@ def _measured(
     return min(forwards[1:]), min(backwards[1:])
 
 
-def _backward_seconds(output: torch.Tensor, leaves: list[torch.Tensor]) -> float:
+def _backward_seconds(output: torch.Tensor, leaves: Sequence[torch.Tensor]) -> float:
     gradient = torch.ones_like(output)
-    seconds, _ = _timed(lambda: torch.autograd.grad(output, leaves, gradient, allow_unused=True))
+    seconds, _ = _timed(
+        lambda: torch.autograd.grad(output, tuple(leaves), gradient, allow_unused=True)
+    )
     return seconds
 
 

@@ -7,7 +7,7 @@ import torch
 from torchrec.distributed.types import LazyAwaitable
 
 from torchrec_2dsp.dense.pipelined.copied_layers import CopiedLayers
-from torchrec_2dsp.dense.pipelined.engine import Batch, BusyTime, Computed, Engine, Place
+from torchrec_2dsp.dense.pipelined.engine import Batch, BusyTime, Computed, Engine, PipelinePlace
 from torchrec_2dsp.dense.pipelined.failing import Together
 from torchrec_2dsp.dense.pipelined.given import Given, GivenTogether, exchange
 from torchrec_2dsp.dense.pipelined.groups import PipelineGroups
@@ -15,7 +15,7 @@ from torchrec_2dsp.dense.pipelined.hand_over import send_back, send_together
 from torchrec_2dsp.dense.pipelined.links import Links, TensorKind, joined
 from torchrec_2dsp.dense.pipelined.loss_gradient import common_factors
 from torchrec_2dsp.dense.pipelined.schedule import Schedule
-from torchrec_2dsp.dense.pipelined.stage import Stage
+from torchrec_2dsp.dense.pipelined.stage import LayerStage
 
 Reduction = Literal["mean", "sum"]
 """What a program makes of the losses of a rank's samples."""
@@ -35,7 +35,7 @@ class Pipeline:
     def __init__(
         self,
         schedule: Schedule,
-        stages: Sequence[tuple[int, Stage]],
+        stages: Sequence[tuple[int, LayerStage]],
         groups: PipelineGroups,
         *,
         reduction: Reduction,
@@ -59,7 +59,7 @@ class Pipeline:
         self._engine = Engine(
             schedule,
             stages,
-            Place(groups.position, ranks),
+            PipelinePlace(groups.position, ranks),
             self._forward,
             self._backward,
             wire,
@@ -82,7 +82,7 @@ class Pipeline:
             An all-gather of objects in the pipeline; the samples' way to the first and the last
             stage; those of the schedule; then results and gradients on their way back.
         """
-        inputs, *targets = [_arrived(tensor) for tensor in (inputs, *targets)]
+        inputs, targets = _arrived(inputs), tuple(_arrived(target) for target in targets)
         trains = torch.is_grad_enabled() and bool(targets)
         self._together.raise_failure()
         own = Given.of([inputs, *targets], trains=torch.is_grad_enabled())
@@ -141,7 +141,7 @@ class Pipeline:
         return self._kinds.setdefault(given.first.signature, {})
 
     def _weights(self, given: GivenTogether) -> torch.Tensor:
-        """By what the loss of each sample counts."""
+        """The factor by which the loss of each sample counts."""
         by_rank = [
             torch.full((size,), 1.0 if self._reduction == "sum" or not size else 1.0 / size)
             for size in given.sizes
@@ -241,7 +241,9 @@ class _Trained(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # of the decorator
+        ctx: Any, *gradients: torch.Tensor
+    ) -> Any:
         return None, None, None, *ctx.pipeline.apply_factors(ctx.batch, gradients[0])
 
 

@@ -25,7 +25,7 @@ from torchrec_2dsp.dense.pipelined.groups import PipelineGroups
 from torchrec_2dsp.dense.pipelined.pipeline import Pipeline, Reduction
 from torchrec_2dsp.dense.pipelined.pipeline_times import PipelineTimes, gather_times
 from torchrec_2dsp.dense.pipelined.schedule import Schedule
-from torchrec_2dsp.dense.pipelined.stage import Stage
+from torchrec_2dsp.dense.pipelined.stage import LayerStage
 from torchrec_2dsp.dense.pipelined.stage_layers import (
     MeasuredCuts,
     StageLayers,
@@ -114,7 +114,8 @@ class PipelinedDense(DataParallelWrapper):
                 f"PipelinedDense(tp={tp}) with a plan of {len(plan or {})} modules splits nothing; "
                 "give both, or neither"
             )
-        self._cuts, self._plan, self._tp = cuts, dict(plan or {}), tp
+        self._cuts: Sequence[int] | MeasuredCuts | Literal["even"] = cuts
+        self._plan, self._tp = dict(plan or {}), tp
         self._reduction: Reduction = reduction
         self._layout = layout
         self._values = values
@@ -210,7 +211,7 @@ class PipelinedDense(DataParallelWrapper):
         stages = [
             (
                 stage,
-                Stage(
+                LayerStage(
                     layers[stage].name,
                     [stack.layers[number] for number in layers[stage].numbers],
                     stack.loss if stage == schedule.num_stages - 1 else None,

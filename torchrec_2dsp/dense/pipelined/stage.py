@@ -1,4 +1,4 @@
-"""`Stage`: some layers of a `LayerStack`, and what their backward needs of each micro-batch."""
+"""`LayerStage`: some layers of a `LayerStack`, and what their backward needs of micro-batches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class _Graph:
     """What the weights' part of a split backward needs."""
 
 
-class Stage:
+class LayerStage:
     """Runs layers on one micro-batch after the other, forward and backward.
 
     Gradients of weights are added up in the parameters' ``grad``, without running hooks on them.

@@ -126,11 +126,11 @@ class Layered:
         assert self.sample is not None
         given, _ = self.sample(1)
         params = {param.data_ptr() for param in self.stack.parameters()}
-        kept: dict[int, int] = {}
+        sizes: dict[int, int] = {}
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.data_ptr() not in params:
-                kept[tensor.data_ptr()] = tensor.nbytes
+                sizes[tensor.data_ptr()] = tensor.nbytes
             return tensor
 
         with torch.no_grad():
@@ -138,4 +138,4 @@ class Layered:
                 given = layer(given)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             self.stack.layers[number](given.requires_grad_())
-        return float(sum(kept.values()))
+        return float(sum(sizes.values()))

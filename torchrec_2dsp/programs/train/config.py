@@ -150,11 +150,11 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _check_metric(self) -> Self:
-        known = metrics_of(self.model)
-        if self.loop.metric and self.loop.metric not in known:
+        metrics = metrics_of(self.model)
+        if self.loop.metric and self.loop.metric not in metrics:
             raise ValueError(
                 f"loop.metric={self.loop.metric!r} isn't computed for model.kind="
-                f"{self.model.kind!r}; use one of {', '.join(known)}"
+                f"{self.model.kind!r}; use one of {', '.join(metrics)}"
             )
         return self
 

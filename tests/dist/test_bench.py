@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.click_configs import click_data
 from tests.support.faulty_bench import CONFIG
 from tests.support.loops import local_tensors
 from tests.support.programs import forked
@@ -195,7 +196,9 @@ def learning(rank: int, world_size: int, name: str) -> list[list[torch.Tensor]]:
     mesh = config.mesh(name, world_size, world_size)
     trainer = build_trainer(config, config.planned[name], mesh, NO_LINKS)
     batches = iter(
-        make_batch(config.data, step=step, global_batch_size=32, rank=rank, world_size=world_size)
+        make_batch(
+            click_data(config), step=step, global_batch_size=32, rank=rank, world_size=world_size
+        )
         for step in range(9)
     )
     seen = []

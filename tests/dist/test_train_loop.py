@@ -7,6 +7,7 @@ import pytest
 import torch
 from torchrec.datasets.utils import Batch
 
+from tests.support.click_configs import click_data
 from tests.support.ranks import RankPool
 from tests.support.train_runs import TREE, PlainRun, config_with, plain_metrics
 from torchrec_2dsp.errors import ConfigError
@@ -139,14 +140,14 @@ def ends(rank: int, world_size: int) -> dict[str, Any]:
     told = Told()
     (impatient,) = train(config_with(optimizer=idle, loop=loop), [told]).runs
     config = config_with(loop={"eval_steps": 9})
-    by_data = train_run(config, "one_group", Short(config.data))
+    by_data = train_run(config, "one_group", Short(click_data(config)))
     cut = config_with(loop={"accumulate": 2, "global_batch_size": 64, "eval_steps": 9})
-    by_step = train_run(cut, "one_group", Short(cut.data))
+    by_step = train_run(cut, "one_group", Short(click_data(cut)))
     with pytest.raises(ConfigError, match=r"loop\.metric='recall@5' isn't computed for"):
         train(config_with(loop={"steps": 1, "metric": "recall@5"}))
     empty = config_with(loop={"accumulate": 8, "global_batch_size": 64})
     with pytest.raises(ConfigError) as raised:
-        train_run(empty, "one_group", Short(empty.data))
+        train_run(empty, "one_group", Short(click_data(empty)))
     return {
         "impatient": (impatient, told.best, told.steps),
         "data": by_data,

@@ -5,6 +5,7 @@ from typing import Any, cast
 import pytest
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
+from tests.support.click_configs import click_data, click_model
 from tests.support.ranks import RankPool
 from torchrec_2dsp.optim.moment_scaled import MomentScaledRowWiseAdaGradOptimizer
 from torchrec_2dsp.programs.config.config_file import make_config
@@ -50,7 +51,7 @@ def unsharded_losses(
     config: TrainConfig, *, is_trained: bool = True, is_split: bool = True
 ) -> list[float]:
     """The losses of the plain model on the global batches, and of those that are held out."""
-    model = build_model(config.data, config.model)
+    model = build_model(click_data(config), click_model(config))
     run = config.runs["rows"]
     split_(model, run.splits if is_split else {}, run.split_threshold)
     named = dict(model.named_parameters())
@@ -70,7 +71,7 @@ def unsharded_losses(
     )
     losses, size = [], config.loop.global_batch_size
     for step in range(config.loop.steps):
-        loss, _ = model(make_batch(config.data, step=step, global_batch_size=size))
+        loss, _ = model(make_batch(click_data(config), step=step, global_batch_size=size))
         losses.append(loss.item())
         optimizer.zero_grad()
         loss.backward()
@@ -78,7 +79,7 @@ def unsharded_losses(
             optimizer.step()
     model.eval()
     for step in range(config.loop.eval_steps):
-        batch = make_batch(config.data, step=step, global_batch_size=size, split=Split.EVAL)
+        batch = make_batch(click_data(config), step=step, global_batch_size=size, split=Split.EVAL)
         losses.append(model(batch)[0].item())
     return losses
 

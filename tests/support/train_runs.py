@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torchrec.datasets.utils import Batch
 
+from tests.support.click_configs import click_data, click_model
 from torchrec_2dsp.optim.moment_scaled import MomentScaledRowWiseAdaGradOptimizer
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.dataset import Split
@@ -58,7 +59,7 @@ class PlainRun:
 
     def __init__(self, config: TrainConfig, make_dense: type[torch.optim.Optimizer]) -> None:
         self.config = config
-        self.model = build_model(config.data, config.model)
+        self.model = build_model(click_data(config), click_model(config))
         named = dict(self.model.named_parameters())
         tables = [weight for name, weight in named.items() if "embedding_bags" in name]
         self.others = [weight for name, weight in named.items() if "embedding_bags" not in name]
@@ -72,7 +73,7 @@ class PlainRun:
     def batch(self, number: int, split: Split = Split.TRAIN) -> Batch:
         """A global batch."""
         size = self.config.loop.global_batch_size
-        return make_batch(self.config.data, step=number, global_batch_size=size, split=split)
+        return make_batch(click_data(self.config), step=number, global_batch_size=size, split=split)
 
     def train(
         self, schedule: dict[str, Any], dense_schedule: dict[str, Any], clip_norm: float

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 import torchrec_2dsp as tdsp
+from tests.support.click_configs import click_data
 from torchrec_2dsp.programs.bench.config import (
     BenchConfig,
     StockContestant,
@@ -128,15 +129,15 @@ def test_every_workload_fits_the_comparison(workload: Path) -> None:
     config = load_config(BenchConfig, CONFIGS / "runs/bench_criteo.toml", include=workload)
 
     config.check_world(8, 2)
-    assert config.data.features
+    assert click_data(config).features
     assert config.model.dim == 64
 
 
 def test_the_workloads_are_what_they_say() -> None:
     data = {
-        path.stem: load_config(
-            BenchConfig, CONFIGS / "runs/bench_criteo.toml", include=path
-        ).data.features
+        path.stem: click_data(
+            load_config(BenchConfig, CONFIGS / "runs/bench_criteo.toml", include=path)
+        ).features
         for path in WORKLOADS
     }
 
@@ -158,7 +159,7 @@ def test_an_override_comes_after_what_is_included() -> None:
 
     assert config.model.dim == 128
     assert config.network.interface == "eth9"
-    assert len(config.data.features) == 26
+    assert len(click_data(config).features) == 26
 
 
 def test_a_missing_include_is_named(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from functools import cache
 import pytest
 
 import torchrec_2dsp as tdsp
+from tests.support.click_configs import click_data, click_model
 from tests.support.planning import SHARDERS, planner
 from tests.unit.test_bench_config import CONFIGS, config_of
 from torchrec_2dsp.cost.step_cost import StepCost
@@ -28,7 +29,7 @@ PLACE = Place(0, 4, 2)
 
 @cache
 def plans() -> dict[str, tdsp.Plan2D]:
-    model = build_model(CONFIG.data, CONFIG.model, tables_device="meta")
+    model = build_model(click_data(CONFIG), click_model(CONFIG), tables_device="meta")
     one, two = (
         planner(mesh=tdsp.Mesh2D(num_groups, 4 // num_groups)).plan(model, SHARDERS)
         for num_groups in (1, 2)

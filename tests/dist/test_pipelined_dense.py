@@ -67,11 +67,16 @@ def test_every_schedule_trains_what_one_process_does(
 
 def test_pipelines_beside_each_other_and_split_layers(ranks4: RankPool) -> None:
     split = {"plan": tensor_parallel_plan(), "tp": 2}
+    strided = {"layout": tdsp.RankLayout.STRIDED}
     cells = [
         PipelineCell(TABLES["row-wise"], tuple((option | more).items()), num_batches)
         for option in TWO_RANKS
         for more in ({}, split)
         for num_batches in (1, 2)
+    ]
+    cells += [
+        PipelineCell(TABLES["row-wise"], tuple((option | strided).items()), sizes=(5, 0, 2, 7))
+        for option in TWO_RANKS
     ]
     check(ranks4.run(run_pipelines, cells), cells)
 
@@ -100,7 +105,10 @@ def test_three_axes_on_eight_ranks(ranks8: RankPool) -> None:
     """Two pipelines of two ranks, each of which shares its layers with another one."""
     options = {"num_stages": 2, "num_micro_batches": 4, "plan": tensor_parallel_plan(), "tp": 2}
     tables = replace(TABLES["2D"], mesh=tdsp.Mesh2D(2, 4))
-    cells = [PipelineCell(tables, tuple(options.items()), sizes=(3,) * 8)]
+    cells = [
+        PipelineCell(tables, tuple((options | {"layout": layout}).items()), sizes=(3,) * 8)
+        for layout in tdsp.RankLayout
+    ]
     check(ranks8.run(run_pipelines, cells), cells)
 
 

@@ -12,6 +12,7 @@ from torchrec_2dsp.cost.dense.dense_model import DenseCostModel
 from torchrec_2dsp.cost.dense.layers import DenseLayers, LayerWork
 from torchrec_2dsp.errors import ConfigError, MeshError, PlanError
 from torchrec_2dsp.mesh.dense_mesh import DenseMesh
+from torchrec_2dsp.mesh.mesh2d import RankLayout
 from torchrec_2dsp.plan.dense_plan import DenseKind, DensePlan
 from torchrec_2dsp.planner.dense_search import DenseChoices, search_dense
 
@@ -92,6 +93,18 @@ def test_stages_on_two_hosts_hand_over_and_send_no_gradients() -> None:
     ends = 2 * samples * (WORK.input_bytes + WORK.target_bytes)
     assert cost.hand_off_s == pytest.approx((slots + ends) * LINK)
     assert cost.hidden_s == pytest.approx(-7 * 2 * samples / 8 * BLOCK.output_bytes * LINK)
+
+
+def test_strided_pipelines_keep_gradients_inside_hosts() -> None:
+    mesh = DenseMesh.for_world(4, pp=2, layout=RankLayout.STRIDED)
+    assert mesh.pipelines() == ((0, 2), (1, 3))
+    assert mesh.copies() == ((0, 1), (2, 3))
+    assert [mesh.place_of(rank) for rank in range(4)] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    cost = MODEL.step_cost(WORK, replace(TWO_STAGES, mesh=mesh), BATCH)
+    assert cost.gradients_s == 0.0
+    assert cost.hand_off_s > 0.0
+    texts = {str(candidate.plan) for candidate in search().candidates}
+    assert "dp 2, pp 2, strided, 8 micro-batches, cuts 4" in texts
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:

@@ -17,7 +17,7 @@ def train_study(
     ],
     reference: Annotated[str, typer.Option(help="The run that the others are held against.")],
     output: Annotated[
-        Path, typer.Option(help="The page to write, such as docs/benchmarks/quality.md.")
+        Path, typer.Option(help="The page to write, such as results/quality.md.")
     ],
     baseline: Annotated[
         str, typer.Option(help="The run whose gap to the reference the others may close.")

@@ -1,7 +1,5 @@
 """How often rows are used, where a run names access statistics, and which of them are hot."""
 
-from torchrec_2dsp.access.plot import cdf_chart
-from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.run_report.contents import RunContents, RunPart
 from torchrec_2dsp.report.page import Page
@@ -27,6 +25,10 @@ def _hot_rows(run: RunPart) -> dict[str, int]:
 
 
 def _add_chart(page: Page, heading: str, path: str, hot_rows: dict[str, int]) -> None:
+    # Reading Parquet takes a while to load, which most runs have no need of.
+    from torchrec_2dsp.access.plot import cdf_chart
+    from torchrec_2dsp.access.stats import AccessStats
+
     try:
         stats = AccessStats.load(path)
     except ConfigError as error:

@@ -3,17 +3,18 @@
 from collections.abc import Sequence
 
 from torchrec_2dsp.programs.run_report.contents import RunContents, RunPart
-from torchrec_2dsp.programs.run_report.curves import colours
+from torchrec_2dsp.programs.run_report.curves import looks
 from torchrec_2dsp.programs.train.record import CurvePoint
 from torchrec_2dsp.report.charts import Axis, BarChart, Bars, Line, LineChart
 
 _MB, _GB = 1e6, 1e9
+_MAX_NAMES = 64
 _PHASES = ("rows", "replicas", "dense gradients")
 
 
 def memory_chart(contents: RunContents) -> LineChart | None:
     """The most memory that each rank has used, of the runs that are over; `None` before that."""
-    colour_of = colours(contents)
+    look_of = looks(contents)
     lines = [
         Line(
             x=list(range(len(run.record.memory_bytes))),
@@ -21,7 +22,7 @@ def memory_chart(contents: RunContents) -> LineChart | None:
             name=run.name,
             marker="o",
             way="points",
-            colour=colour_of[run.name],
+            colour=look_of[run.name].colour,
         )
         for run in contents.runs
         if run.record is not None and run.record.memory_bytes
@@ -29,10 +30,12 @@ def memory_chart(contents: RunContents) -> LineChart | None:
     if not lines:
         return None
     num_ranks = max(len(line.x) for line in lines)
+    # More names than these would cover each other.
+    names = [str(rank) for rank in range(num_ranks)] if num_ranks <= _MAX_NAMES else []
     most = max(max(line.y) for line in lines)
     return LineChart(
         lines,
-        x=Axis(title="rank", limits=(-0.5, num_ranks - 0.5)),
+        x=Axis(title="rank", limits=(-0.5, num_ranks - 0.5), names=names),
         y=Axis(title="most memory of the rank's process, GB", limits=(0, 1.1 * most)),
     )
 
@@ -58,7 +61,11 @@ def bytes_chart(contents: RunContents) -> BarChart | None:
     bars = [
         Bars(name=phase, values=values) for phase, values in sent.items() if any(values.values())
     ]
-    return BarChart(bars, places=places, title="MB per rank and step") if bars else None
+    if not bars:
+        return None
+    # A chart of one kind of bars has no legend.
+    what = f"MB of {bars[0].name}" if len(bars) == 1 else "MB"
+    return BarChart(bars, places=places, title=f"{what} per rank and step")
 
 
 def _bytes_by_phase(run: RunPart) -> tuple[dict[str, float], dict[str, float]]:
@@ -86,29 +93,20 @@ def _bytes_by_phase(run: RunPart) -> tuple[dict[str, float], dict[str, float]]:
 
 def dense_bytes_chart(contents: RunContents) -> LineChart | None:
     """What thresholded dense gradients take over the steps; `None` without any."""
-    colour_of = colours(contents)
+    look_of = looks(contents)
     lines = []
     for run in contents.runs:
         points = [point for point in run.curve if point.dense_bytes_per_step is not None]
         if not points:
             continue
-        for name, dash, amounts in (
-            (run.name, "-", [point.dense_bytes_per_step or 0.0 for point in points]),
-            (
-                f"{run.name}, had all been sent",
-                ":",
-                [point.dense_fp32_bytes_per_step or 0.0 for point in points],
-            ),
-        ):
-            lines.append(
-                Line(
-                    x=[point.step for point in points],
-                    y=[amount / _MB for amount in amounts],
-                    name=name,
-                    colour=colour_of[run.name],
-                    dash=dash,
-                )
-            )
+        steps, colour = [point.step for point in points], look_of[run.name].colour
+        sent = [(point.dense_bytes_per_step or 0.0) / _MB for point in points]
+        whole = [(point.dense_fp32_bytes_per_step or 0.0) / _MB for point in points]
+        unthresholded = f"{run.name}, had all been sent"
+        lines += [
+            Line(x=steps, y=sent, name=run.name, colour=colour, dash="-"),
+            Line(x=steps, y=whole, name=unthresholded, colour=colour, dash=":"),
+        ]
     if not lines:
         return None
     return LineChart(lines, x=Axis(title="step"), y=Axis(title="MB that rank 0 sends per step"))

@@ -108,6 +108,16 @@ class RunContents:
             return self.record.world_size
         return next((run.plan.mesh.world_size for run in self.runs if run.plan is not None), None)
 
+    @property
+    def metric(self) -> str:
+        """The metric by which evaluations are compared: the config's, or that of the model."""
+        if named := self.config["loop"].get("metric"):
+            return named
+        metrics = [
+            metric for run in self.runs for part in run.evaluations[:1] for metric in part.metrics
+        ]
+        return "ne" if "auc" in metrics else next(reversed(metrics), "loss")
+
 
 def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
     try:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from torchrec_2dsp.programs.run_report.contents import RunContents, RunPart
 from torchrec_2dsp.programs.train.record import CurvePoint, EvaluationRecord
@@ -18,23 +19,37 @@ TITLES = {
 _WITHOUT_BEST = ("calibration",)
 """Metrics whose largest and smallest values are no better than others."""
 _EXPECTED_COLOUR = "#777777"
+_DASHES: tuple[Dash, ...] = ("-", "--", "-.", ":")
 _STEPS = Axis(title="step")
 
 Figure = Callable[[CurvePoint], float | None]
 """What is read from a point."""
 
 
-def colours(contents: RunContents) -> dict[str, str]:
-    """The colour of each run, which is the same in all charts."""
-    names = [run.name for run in contents.runs]
-    return {name: PALETTE[place % len(PALETTE)] for place, name in enumerate(names)}
+@dataclass(frozen=True)
+class Look:
+    """How the lines of a run look, in all charts."""
+
+    colour: str
+    """The colour as ``#rrggbb``."""
+
+    dash: Dash
+    """The dash: where runs have equal figures, the first line is seen through the others."""
+
+
+def looks(contents: RunContents) -> dict[str, Look]:
+    """The look of each run, by its name."""
+    return {
+        run.name: Look(PALETTE[place % len(PALETTE)], _DASHES[place % len(_DASHES)])
+        for place, run in enumerate(contents.runs)
+    }
 
 
 def curve_chart(contents: RunContents, title: str, figure: Figure) -> LineChart | None:
     """A figure of all runs over the steps; `None` if no run has it."""
-    colour_of = colours(contents)
+    look_of = looks(contents)
     lines = [
-        _line(points, name=run.name, colour=colour_of[run.name])
+        _line(points, name=run.name, look=look_of[run.name])
         for run in contents.runs
         if (points := _numbers((point.step, figure(point)) for point in run.curve))
     ]
@@ -43,7 +58,7 @@ def curve_chart(contents: RunContents, title: str, figure: Figure) -> LineChart 
 
 def rates_chart(contents: RunContents) -> LineChart | None:
     """The learning rates; runs with equal rates share a line. `None` if no run has any."""
-    colour_of = colours(contents)
+    look_of = looks(contents)
     runs_of: dict[tuple[str, tuple[tuple[int, float], ...]], list[str]] = {}
     figures: tuple[tuple[str, Figure], ...] = (
         ("tables", lambda point: point.table_lr),
@@ -52,13 +67,14 @@ def rates_chart(contents: RunContents) -> LineChart | None:
     for part, figure in figures:
         for run in contents.runs:
             if points := _numbers((point.step, figure(point)) for point in run.curve):
-                runs_of.setdefault((part, tuple(points)), []).append(run.name)
+                # Some optimizers keep their rate in float32.
+                rates = tuple((step, float(f"{rate:.6g}")) for step, rate in points)
+                runs_of.setdefault((part, rates), []).append(run.name)
     lines = [
         _line(
             points,
-            name=f"{part}, {', '.join(names)}",
-            colour=colour_of[names[0]],
-            dash="-" if part == "tables" else "--",
+            name=f"{part}: {', '.join(names)}",
+            look=Look(look_of[names[0]].colour, "-" if part == "tables" else "--"),
         )
         for (part, points), names in runs_of.items()
     ]
@@ -74,19 +90,19 @@ def metric_charts(contents: RunContents) -> Iterator[tuple[str, LineChart]]:
         for metric, value in evaluation.metrics.items()
         if math.isfinite(value)
     )
-    colour_of = colours(contents)
+    look_of = looks(contents)
     for metric in metrics:
         lines = []
         for run in contents.runs:
             points = _numbers((part.step, part.metrics.get(metric)) for part in run.evaluations)
             if not points:
                 continue
-            colour = colour_of[run.name]
-            lines.append(_line(points, name=run.name, colour=colour, marker="o"))
+            look = look_of[run.name]
+            lines.append(_line(points, name=run.name, look=look, marker="o"))
             best = best_evaluation(run, metric)
             if best is not None and metric not in _WITHOUT_BEST and len(points) > 1:
                 value = best.metrics[metric]
-                lines.append(_star(best.step, value, f"{run.name}, best: {value:.5g}", colour))
+                lines.append(_star(best.step, value, f"{run.name}, best: {value:.5g}", look.colour))
         yield metric, LineChart([*lines, *_planted(contents, metric)], x=_STEPS, y=_axis(metric))
 
 
@@ -115,7 +131,7 @@ def _planted(contents: RunContents, metric: str) -> list[Line]:
     ends = (min(steps), max(steps)) if min(steps) < max(steps) else (0, max(steps))
     points = [(step, planted_ne) for step in ends]
     name = "the model behind the labels"
-    return [_line(points, name=name, colour=_EXPECTED_COLOUR, dash=":")]
+    return [_line(points, name=name, look=Look(_EXPECTED_COLOUR, ":"))]
 
 
 def _numbers(points: Iterator[tuple[int, float | None]]) -> list[tuple[int, float]]:
@@ -127,14 +143,13 @@ def _line(
     points: Sequence[tuple[int, float]],
     *,
     name: str,
-    colour: str,
-    dash: Dash = "-",
+    look: Look,
     marker: str = "",
 ) -> Line:
     # A single point would be invisible without a marker.
     marker = marker or ("o" if len(points) == 1 else "")
     x, y = [x for x, _ in points], [y for _, y in points]
-    return Line(x=x, y=y, name=name, colour=colour, dash=dash, marker=marker)
+    return Line(x=x, y=y, name=name, colour=look.colour, dash=look.dash, marker=marker)
 
 
 def _star(x: int, y: float, text: str, colour: str) -> Line:

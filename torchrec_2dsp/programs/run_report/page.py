@@ -27,6 +27,15 @@ _MODELS = {
     "dcn": "DCN",
     "two_tower": "two-tower model",
     "sequence": "sequence model",
+    "module:factory": "model of the user's own",
+}
+_DATA = {
+    "synthetic": "synthetic clicks",
+    "synthetic_sequences": "synthetic sequences",
+    "table": "a table of clicks",
+    "criteo": "a Criteo log",
+    "avazu": "an Avazu log",
+    "interactions": "a log of interactions",
 }
 
 
@@ -40,6 +49,7 @@ def run_page(contents: RunContents) -> Page:
     for text in _headline(contents):
         page.add_text(text)
     page.add_table("Runs", _runs_table(contents))
+    page.add_table("Last training loss and last evaluation", _results_table(contents))
     for heading, chart in _line_charts(contents):
         if chart is not None:
             page.add_lines(heading, chart)
@@ -59,11 +69,11 @@ def run_page(contents: RunContents) -> Page:
 def _headline(contents: RunContents) -> Iterator[str]:
     """What was trained, on what, for how long."""
     model, data, loop = (contents.config[name] for name in ("model", "data", "loop"))
-    kind = model.get("kind", "dlrm")
-    ranks = "" if contents.num_ranks is None else f" on {contents.num_ranks} ranks"
+    model_kind, data_kind = model.get("kind", "dlrm"), data.get("kind", "synthetic")
+    ranks = "" if contents.num_ranks is None else f" by {contents.num_ranks} ranks"
     yield (
-        f"A {_MODELS.get(kind, f'model of the kind {kind}')}, trained{ranks} on data of the kind "
-        f"{data.get('kind', 'synthetic')}: {loop['steps']:,} steps of "
+        f"A {_MODELS.get(model_kind, model_kind)}, trained{ranks} on "
+        f"{_DATA.get(data_kind, data_kind)}: {loop['steps']:,} steps of "
         f"{loop['global_batch_size']:,} samples."
     )
     open_runs = [run.name for run in contents.runs if run.record is None]
@@ -75,46 +85,58 @@ def _headline(contents: RunContents) -> Iterator[str]:
 
 
 def _runs_table(contents: RunContents) -> Table:
-    """A line for each run: how it was trained, how long, and its last evaluation."""
+    """A line for each run: how it was trained, for how long, and how it ended."""
+    batch_size = contents.config["loop"]["global_batch_size"]
+    rows = []
+    for run in contents.runs:
+        step = run.curve[-1].step if run.curve else 0
+        seconds = seconds_trained(run, batch_size)
+        mesh = "" if run.plan is None else run.plan.mesh
+        rows.append(
+            [
+                run.name,
+                "" if mesh == "" else f"{mesh.num_groups} x {mesh.group_size}",
+                "" if run.plan is None else run.plan.sync or "none",
+                f"{step:,}",
+                "" if seconds is None else _duration(seconds),
+                f"{step * batch_size / seconds:,.0f}" if seconds else "",
+                run.state,
+            ]
+        )
+    headings = ("run", "groups x ranks", "sync", "steps", "trained for", "samples/s", "state")
+    return Table(headings, rows, words=("run", "groups x ranks", "sync", "state"))
+
+
+def _results_table(contents: RunContents) -> Table:
+    """A line for each run: its last training loss, its last evaluation, and its best one."""
     metrics = list(
         dict.fromkeys(
             metric
             for run in contents.runs
-            for evaluation in run.evaluations[-1:]
+            for evaluation in run.evaluations
             for metric, value in evaluation.metrics.items()
             if math.isfinite(value)
         )
     )
-    headings = ["run", "mesh", "replicas", "steps", "trained for", "samples/s", "train loss"]
-    headings += [f"held-out {metric}" for metric in metrics]
-    best = metrics[1] if len(metrics) > 1 else None
+    compared = [metric for metric in metrics if metric == contents.metric]
     rows = []
     for run in contents.runs:
-        last = dict(run.evaluations[-1].metrics) if run.evaluations else {}
-        rows.append([*_figures(run, contents), *(_text(last.get(metric)) for metric in metrics)])
-        if best is not None:
-            rows[-1].append(_best_text(run, best))
-        rows[-1].append(run.state)
-    if best is not None:
-        headings.append(f"best {best}")
-    return Table([*headings, "state"], rows, words=("run", "mesh", "replicas", "state"))
+        last = run.evaluations[-1].metrics if run.evaluations else {}
+        rows.append(
+            [
+                run.name,
+                _text(run.curve[-1].loss if run.curve else None),
+                *(_text(last.get(metric)) for metric in metrics),
+                *(_best_text(run, metric) for metric in compared),
+            ]
+        )
+    headings = ["run", "training loss", *(_short(metric) for metric in metrics)]
+    return Table([*headings, *(f"best {_short(metric)}" for metric in compared)], rows, {"run"})
 
 
-def _figures(run: RunPart, contents: RunContents) -> list[str]:
-    """How a run was trained, for how long, and how it ended."""
-    batch_size = contents.config["loop"]["global_batch_size"]
-    step = run.curve[-1].step if run.curve else 0
-    seconds = seconds_trained(run, batch_size)
-    mesh = "" if run.plan is None else f"{run.plan.mesh.num_groups} x {run.plan.mesh.group_size}"
-    return [
-        run.name,
-        mesh,
-        "" if run.plan is None else run.plan.sync,
-        f"{step:,}",
-        "" if seconds is None else _duration(seconds),
-        f"{step * batch_size / seconds:,.0f}" if seconds else "",
-        _text(run.curve[-1].loss if run.curve else None),
-    ]
+def _short(metric: str) -> str:
+    """What a column with a metric is called."""
+    return metric.upper() if metric in ("ne", "auc") else metric
 
 
 def _best_text(run: RunPart, metric: str) -> str:
@@ -163,7 +185,7 @@ def _add_amounts(page: Page, contents: RunContents) -> None:
         page.add_lines("Memory", memory)
         page.add_text(
             "The most that each rank's process has used since it began: of its GPU, or of the "
-            "host. Runs are trained one after the other, so a later run never shows less on a host."
+            "host. Runs are trained one after the other, so a later run never shows less."
         )
     sent = bytes_chart(contents)
     if sent is not None:

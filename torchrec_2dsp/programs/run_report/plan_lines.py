@@ -72,7 +72,8 @@ class PlanLine:
     """The ranks that hold it; replica peers are joined by a plus."""
 
     exchange: str
-    """How rows travel, who owns them and in which form, where that isn't as in TorchRec."""
+    """How rows travel, and where that isn't as in TorchRec, who owns them, in which form they
+    travel, and how many are hot."""
 
     num_hot: int
     """How many rows every rank has."""
@@ -143,14 +144,11 @@ def _line(name: str, table: _Table, mesh: Mesh2D) -> PlanLine:
         # The table has one copy in the world, whatever the mesh of the others.
         mesh = Mesh2D(1, mesh.world_size, mesh.layout)
     num_hot = len(table.hot_rows or ())
-    unlike_torchrec = [
-        value
-        for value, usual in (
-            (table.exchange, "pooled"),
-            (table.owners, "block"),
-            (table.transport, "fp32"),
-        )
-        if value != usual
+    parts = [
+        table.exchange,
+        *([f"{table.owners} owners"] if table.owners != "block" else []),
+        *([f"in {table.transport}"] if table.transport != "fp32" else []),
+        *([f"{num_hot:,} hot"] if num_hot else []),
     ]
     return PlanLine(
         name=name,
@@ -158,7 +156,7 @@ def _line(name: str, table: _Table, mesh: Mesh2D) -> PlanLine:
         dim=_end(shards, 1),
         sharding_type=table.sharding_type,
         ranks=_ranks(mesh, table.ranks),
-        exchange=", ".join([*unlike_torchrec, *([f"{num_hot:,} hot"] if num_hot else [])]),
+        exchange=", ".join(parts),
         num_hot=num_hot,
     )
 

@@ -161,6 +161,18 @@ def test_rankings_have_their_metrics_and_no_entropy(tmp_path: Path) -> None:
     assert "nan" not in words.lower()
 
 
+def test_traces_are_named_where_there_are_some(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [run_record("traced"), run_record("plain")])
+    for rank in (0, 2, 10):
+        (folder / "traced" / f"trace_rank{rank}.json").write_text("{}")
+    traced, plain = RunContents.read(folder).runs
+    assert [path.stem for path in traced.traces] == ["trace_rank0", "trace_rank2", "trace_rank10"]
+    assert not plain.traces
+    words = words_of(page_of(folder))
+    assert f"Profiled steps of traced: {folder / 'traced'} has a trace of each of 3 ranks" in words
+    assert "Profiled steps of plain" not in words
+
+
 def test_a_run_that_diverged_has_the_points_that_are_numbers(tmp_path: Path) -> None:
     curve = (point(10), point(20).model_copy(update={"loss": float("inf"), "ne": float("nan")}))
     page = page_of(write_run(tmp_path / "run", [run_record("main", curve=curve)]))

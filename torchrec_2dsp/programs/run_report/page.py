@@ -206,3 +206,9 @@ def _add_plan(page: Page, run: RunPart) -> None:
     page.add_table(f"Plan of {run.name}: {run.plan.mesh_text}", run.plan.table())
     if run.explanation:
         page.add_code(f"Why the plan of {run.name} is as it is", run.explanation, is_folded=True)
+    if run.traces:
+        folder = run.traces[0].parent.resolve()
+        page.add_text(
+            f"Profiled steps of {run.name}: {folder} has a trace of each of {len(run.traces)} "
+            "ranks, to be opened in Perfetto or Chrome."
+        )

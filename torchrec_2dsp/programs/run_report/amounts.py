@@ -1,13 +1,14 @@
 """What runs took beside time: bytes on the wire, and memory, as charts."""
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 
 from torchrec_2dsp.programs.run_report.contents import RunContents, RunPart
 from torchrec_2dsp.programs.run_report.curves import looks
 from torchrec_2dsp.programs.train.record import CurvePoint
-from torchrec_2dsp.report.charts import Axis, BarChart, Bars, Line, LineChart
+from torchrec_2dsp.report.charts import Axis, BarChart, Bars, Dash, Line, LineChart
 
-_MB, _GB = 1e6, 1e9
+_GB = 1e9
 _MAX_NAMES = 64
 _PHASES = ("rows", "replicas", "dense gradients")
 
@@ -45,7 +46,7 @@ def bytes_chart(contents: RunContents) -> BarChart | None:
 
     Where numbers are encoded, what they would take otherwise is another place of the chart.
     """
-    sent: dict[str, dict[str, float]] = {phase: {} for phase in _PHASES}
+    sent_bytes: dict[str, dict[str, float]] = {phase: {} for phase in _PHASES}
     places = []
     for run in contents.runs:
         before, after = _bytes_by_phase(run)
@@ -57,15 +58,34 @@ def bytes_chart(contents: RunContents) -> BarChart | None:
         for place, by_phase in states:
             places.append(place)
             for phase, num_bytes in by_phase.items():
-                sent[phase][place] = num_bytes / _MB
+                sent_bytes[phase][place] = num_bytes
+    unit, unit_bytes = _unit([sum(amounts) for amounts in _by_place(sent_bytes, places)])
     bars = [
-        Bars(name=phase, values=values) for phase, values in sent.items() if any(values.values())
+        Bars(name=phase, values={place: amount / unit_bytes for place, amount in values.items()})
+        for phase, values in sent_bytes.items()
+        if any(values.values())
     ]
     if not bars:
         return None
     # A chart of one kind of bars has no legend.
-    what = f"MB of {bars[0].name}" if len(bars) == 1 else "MB"
+    what = f"{unit} of {bars[0].name}" if len(bars) == 1 else unit
     return BarChart(bars, places=places, title=f"{what} per rank and step")
+
+
+def _by_place(
+    sent_bytes: Mapping[str, Mapping[str, float]], places: Sequence[str]
+) -> list[list[float]]:
+    """The bytes of all phases, for each place of a chart."""
+    return [[by_place.get(place, 0.0) for by_place in sent_bytes.values()] for place in places]
+
+
+def _unit(amounts: Sequence[float]) -> tuple[str, float]:
+    """The unit in which amounts of bytes are read well, and how many bytes it is."""
+    most = max(amounts, default=0.0)
+    units = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
+    fitting = [name for name, num_bytes in units.items() if most >= num_bytes]
+    name = fitting[-1] if fitting else "kB"
+    return name, units[name]
 
 
 def _bytes_by_phase(run: RunPart) -> tuple[dict[str, float], dict[str, float]]:
@@ -82,34 +102,49 @@ def _bytes_by_phase(run: RunPart) -> tuple[dict[str, float], dict[str, float]]:
     dense = [point for point in run.curve if point.dense_bytes_per_step is not None]
     if dense:
         steps = _num_steps(run.curve)
-        after["dense gradients"] = _mean(
-            [(steps[point.step], point.dense_bytes_per_step or 0.0) for point in dense]
-        )
-        before["dense gradients"] = _mean(
-            [(steps[point.step], point.dense_fp32_bytes_per_step or 0.0) for point in dense]
-        )
+        weights = [steps[point.step] for point in dense]
+        sent, whole = zip(*map(_dense_bytes, dense), strict=True)
+        after["dense gradients"] = _mean(weights, sent)
+        before["dense gradients"] = _mean(weights, whole)
     return before, after
 
 
 def dense_bytes_chart(contents: RunContents) -> LineChart | None:
     """What thresholded dense gradients take over the steps; `None` without any."""
-    look_of = looks(contents)
-    lines = []
-    for run in contents.runs:
-        points = [point for point in run.curve if point.dense_bytes_per_step is not None]
-        if not points:
-            continue
-        steps, colour = [point.step for point in points], look_of[run.name].colour
-        sent = [(point.dense_bytes_per_step or 0.0) / _MB for point in points]
-        whole = [(point.dense_fp32_bytes_per_step or 0.0) / _MB for point in points]
-        unthresholded = f"{run.name}, had all been sent"
-        lines += [
-            Line(x=steps, y=sent, name=run.name, colour=colour, dash="-"),
-            Line(x=steps, y=whole, name=unthresholded, colour=colour, dash=":"),
-        ]
-    if not lines:
+    curves = {
+        run.name: points
+        for run in contents.runs
+        if (points := [point for point in run.curve if point.dense_bytes_per_step is not None])
+    }
+    if not curves:
         return None
-    return LineChart(lines, x=Axis(title="step"), y=Axis(title="MB that rank 0 sends per step"))
+    look_of, lines = looks(contents), []
+    amounts = [_dense_bytes(point) for points in curves.values() for point in points]
+    most = max(max(pair) for pair in amounts)
+    unit, unit_bytes = _unit([most])
+    for name, points in curves.items():
+        steps = [point.step for point in points]
+        sent, whole = zip(*map(_dense_bytes, points), strict=True)
+        drawn: list[tuple[str, Dash, Sequence[float]]] = [
+            (f"{name}, had all been sent", ":", whole),
+            (name, "-", sent),
+        ]
+        for title, dash, num_bytes in drawn:
+            y = [amount / unit_bytes for amount in num_bytes]
+            lines.append(Line(x=steps, y=y, name=title, colour=look_of[name].colour, dash=dash))
+    return LineChart(
+        lines,
+        x=Axis(title="step"),
+        y=Axis(
+            title=f"{unit} that rank 0 sends per step",
+            limits=(0, 1.1 * most / unit_bytes) if most else None,
+        ),
+    )
+
+
+def _dense_bytes(point: CurvePoint) -> tuple[float, float]:
+    """Bytes of dense gradients per step: as sent, and had all been sent."""
+    return point.dense_bytes_per_step or 0.0, point.dense_fp32_bytes_per_step or 0.0
 
 
 def seconds_trained(run: RunPart, global_batch_size: int) -> float | None:
@@ -128,5 +163,5 @@ def _num_steps(curve: Sequence[CurvePoint]) -> dict[int, int]:
     return {end: end - before for before, end in zip([0, *ends], ends, strict=False)}
 
 
-def _mean(weighted: Sequence[tuple[int, float]]) -> float:
-    return sum(weight * value for weight, value in weighted) / sum(weight for weight, _ in weighted)
+def _mean(weights: Sequence[int], values: Sequence[float]) -> float:
+    return sum(map(operator.mul, weights, values)) / sum(weights)

@@ -192,7 +192,8 @@ def _add_amounts(page: Page, contents: RunContents) -> None:
         page.add_bars("Bytes per step", sent)
         page.add_text(
             "Rows are counted where a transport encodes them, dense gradients where they are "
-            "thresholded. Replicas: what a rank sends to its replica peers. Means over the run."
+            "thresholded. Replicas: what copies of a row, hot rows too, send to each other. All "
+            "are means over the run."
         )
     dense = dense_bytes_chart(contents)
     if dense is not None:

@@ -97,7 +97,8 @@ class RunPlan:
         """The mesh and how its replicas are kept equal, in words."""
         mesh = self.mesh
         groups = "1 group" if mesh.num_groups == 1 else f"{mesh.num_groups} groups"
-        return f"{groups} of {mesh.group_size} ranks" + (f", {self.sync}" if self.sync else "")
+        ranks = "1 rank" if mesh.group_size == 1 else f"{mesh.group_size} ranks"
+        return f"{groups} of {ranks}" + (f", {self.sync}" if self.sync else "")
 
     def table(self) -> Table:
         """The lines as a table."""

@@ -19,7 +19,7 @@ TITLES = {
 _WITHOUT_BEST = ("calibration",)
 """Metrics whose largest and smallest values are no better than others."""
 _EXPECTED_COLOUR = "#777777"
-_DASHES: tuple[Dash, ...] = ("-", "--", "-.", ":")
+_DASHES: tuple[Dash, ...] = ("-", "--", ":", "-.")
 _STEPS = Axis(title="step")
 
 Figure = Callable[[CurvePoint], float | None]

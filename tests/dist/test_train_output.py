@@ -18,9 +18,12 @@ from torchrec_2dsp.programs.config.config_file import (
 )
 from torchrec_2dsp.programs.data.synthetic_dataset import SyntheticData
 from torchrec_2dsp.programs.models.true_access import true_access
+from torchrec_2dsp.programs.run_report.contents import RunContents
+from torchrec_2dsp.programs.run_report.page import run_page
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.profile import ProfiledSteps
 from torchrec_2dsp.programs.train.program import train
+from torchrec_2dsp.programs.train.progress_file import ProgressFile, read_progress
 from torchrec_2dsp.programs.train.record import TrainRecord
 from torchrec_2dsp.programs.train.results import TrainResult
 from torchrec_2dsp.programs.train.run_folder import RunFolder
@@ -113,6 +116,52 @@ def test_the_folder_has_the_config_and_a_record_of_everything(
     assert again.model_dump(mode="json") == record.config
     assert Path(again.runs["planned"].access).is_absolute()
     assert tomllib.loads((folder / "planned" / "config.toml").read_text())["loop"]["steps"] == 8
+
+
+def test_the_progress_of_a_run_is_the_curve_of_its_record(
+    trained: tuple[TrainResult, TrainResult], folder: Path
+) -> None:
+    record = TrainRecord.load(folder / "planned" / "record.json")
+    for run in record.runs:
+        *lines, last = read_progress(folder / "planned" / run.name)
+        assert last.is_over
+        assert tuple(line.point for line in lines if line.point) == run.curve
+        evaluations = tuple(line.evaluation for line in lines if line.evaluation)
+        assert evaluations == run.evaluations
+
+
+def test_progress_goes_on_where_the_run_does(tmp_path: Path, folder: Path) -> None:
+    earlier = folder / "planned" / "planned" / "progress.jsonl"
+    # The last line was about to be written when the run was killed.
+    (tmp_path / "progress.jsonl").write_text(earlier.read_text() + '{"point": {"st')
+    progress = ProgressFile(tmp_path)
+    assert read_progress(tmp_path) == ()
+    progress.resume(4)
+    lines = read_progress(tmp_path)
+    assert [line.point.step for line in lines if line.point] == [3, 4]
+    assert [line.evaluation.step for line in lines if line.evaluation] == [4]
+    assert not any(line.is_over for line in lines)
+
+
+def test_a_page_shows_what_a_program_has_left(
+    trained: tuple[TrainResult, TrainResult], folder: Path
+) -> None:
+    contents = RunContents.read(folder / "planned")
+    for run, result in zip(contents.runs, trained[0].runs, strict=True):
+        assert run.plan is not None
+        assert run.plan.mesh == result.plan.mesh
+        tables = [table for _, module in result.plan.modules() for table in module.tables()]
+        assert len(run.plan.lines) == len(tables)
+        by_name = {line.name: line for line in run.plan.lines}
+        for name, sharding in tables:
+            assert by_name[name].sharding_type == sharding.sharding_type
+            assert by_name[name].exchange.startswith(sharding.exchange.value)
+            assert by_name[name].num_hot == len(sharding.hot_set or ())
+            assert by_name[name].dim == TREE["model"]["dim"]
+    html = run_page(contents).html()
+    assert contents.runs[0].explanation == trained[0].runs[0].explanation.strip()
+    assert "<h2>Rows by use, for planned</h2>" in html
+    assert "Why the plan of planned is as it is" in html
 
 
 def test_each_rank_writes_a_trace_of_the_steps(

@@ -19,6 +19,8 @@ th, td { padding: .2em .7em; text-align: right; border-bottom: 1px solid #ddd }
 th { cursor: pointer; position: sticky; top: 0; background: white }
 .wide { overflow-x: auto }
 .words { text-align: left }
+pre { font-size: 12px; background: #f6f6f6; padding: .8em; overflow-x: auto }
+summary { cursor: pointer }
 """
 # Columns of numbers are sorted as such: commas, and what follows a number, don't count.
 _SORT = """
@@ -65,6 +67,21 @@ class Page:
     def add_text(self, text: str) -> None:
         """Add a paragraph."""
         self._parts.append(f"<p>{escape(text)}</p>")
+
+    def add_code(self, heading: str, text: str, *, is_folded: bool = False) -> None:
+        """Add text as it is, such as a file.
+
+        Args:
+            heading: what is said above it.
+            text: its lines.
+            is_folded: whether a click on the heading shows it, rather than the page at once.
+        """
+        code = f"<pre>{escape(text)}</pre>"
+        self._parts.append(
+            f"<details><summary>{escape(heading)}</summary>{code}</details>"
+            if is_folded
+            else f"<h2>{escape(heading)}</h2>\n{code}"
+        )
 
     def add_table(self, heading: str, table: Table) -> None:
         """Add a table that is sorted by a click on a column's name."""

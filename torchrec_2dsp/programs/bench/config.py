@@ -12,12 +12,12 @@ from torchrec_2dsp.programs.bench.sections import LossConfig, NetworkConfig, Sch
 from torchrec_2dsp.programs.config.config_file import CalibrationPath
 from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
 from torchrec_2dsp.programs.config.kinds import with_kinds
+from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.programs.config.sections import (
     ExchangeConfig,
     ModelConfig,
     OptimizerConfig,
     ReplicationConfig,
-    Section,
 )
 
 

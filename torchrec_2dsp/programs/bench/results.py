@@ -12,7 +12,7 @@ from torchrec_2dsp.programs.bench.traffic import (
     RowTravel,
 )
 from torchrec_2dsp.programs.config.json_file import JsonFile
-from torchrec_2dsp.programs.config.sections import Section
+from torchrec_2dsp.programs.config.section import Section
 
 BENCH_RESULT_FORMAT = 2
 

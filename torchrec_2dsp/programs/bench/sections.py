@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from torchrec_2dsp.programs.config.sections import Section
+from torchrec_2dsp.programs.config.section import Section
 
 
 class ScheduleConfig(Section):

@@ -9,7 +9,7 @@ from torchrec_2dsp.programs.bench.machine import describe_machine, describe_vers
 from torchrec_2dsp.programs.bench.results import BenchSetting
 from torchrec_2dsp.programs.bench.worker import Place
 from torchrec_2dsp.programs.calibrate.link_speed import LinkSpeeds
-from torchrec_2dsp.programs.config.sections import Section
+from torchrec_2dsp.programs.config.section import Section
 
 
 def describe_setting(

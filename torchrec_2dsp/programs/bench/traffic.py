@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from torchrec_2dsp.comms.encoded_bytes import EncodedBytes
-from torchrec_2dsp.programs.config.sections import Section
+from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.replicas.sync_report import SyncReport
 
 

@@ -14,6 +14,7 @@ from torchrec_2dsp.programs.cli.calibrate import calibrate
 from torchrec_2dsp.programs.cli.cluster import cluster
 from torchrec_2dsp.programs.cli.doctor import doctor
 from torchrec_2dsp.programs.cli.plan import plan, simulate
+from torchrec_2dsp.programs.cli.report import report
 from torchrec_2dsp.programs.cli.train import train
 from torchrec_2dsp.programs.cli.train_study import train_study
 
@@ -22,6 +23,7 @@ from torchrec_2dsp.programs.cli.train_study import train_study
 COMMANDS: tuple[Callable[..., None], ...] = (
     doctor,
     train,
+    report,
     access,
     bench,
     bench_report,

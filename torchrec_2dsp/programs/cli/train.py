@@ -83,7 +83,7 @@ def _train(
     from torchrec_2dsp.programs.train.config import TrainConfig
     from torchrec_2dsp.programs.train.profile import ProfiledSteps
     from torchrec_2dsp.programs.train.program import train as train_runs
-    from torchrec_2dsp.programs.train.record import train_record
+    from torchrec_2dsp.programs.train.recording import train_record
 
     quiet_upstream()
     config = load_config(TrainConfig, name, overrides).only(only)

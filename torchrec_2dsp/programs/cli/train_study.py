@@ -16,9 +16,7 @@ def train_study(
         typer.Argument(metavar="RECORD.json...", help="Records that train --output wrote."),
     ],
     reference: Annotated[str, typer.Option(help="The run that the others are held against.")],
-    output: Annotated[
-        Path, typer.Option(help="The page to write, such as results/quality.md.")
-    ],
+    output: Annotated[Path, typer.Option(help="The page to write, such as results/quality.md.")],
     baseline: Annotated[
         str, typer.Option(help="The run whose gap to the reference the others may close.")
     ] = "",

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from torchrec_2dsp.codecs.transport import Transport
 from torchrec_2dsp.mesh.mesh2d import RankLayout
-from torchrec_2dsp.programs.config.sections import Section
+from torchrec_2dsp.programs.config.section import Section
 
 
 class DenseGradientsConfig(Section):

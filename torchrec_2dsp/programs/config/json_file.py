@@ -6,7 +6,7 @@ from typing import ClassVar, Self
 from pydantic import ValidationError
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.config.sections import Section
+from torchrec_2dsp.programs.config.section import Section
 
 
 class JsonFile(Section):

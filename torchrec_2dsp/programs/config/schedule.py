@@ -5,7 +5,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from torchrec_2dsp.programs.config.sections import OptimizerConfig, Section
+from torchrec_2dsp.programs.config.section import Section
+from torchrec_2dsp.programs.config.sections import OptimizerConfig
 
 
 class RateSchedule(Section):

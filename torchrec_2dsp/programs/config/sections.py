@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from torchrec_2dsp.codecs.transport import Transport
 from torchrec_2dsp.dense.thresholded import ThresholdKind
@@ -15,18 +15,13 @@ from torchrec_2dsp.plan.sync_config import (
     WeightSync,
 )
 from torchrec_2dsp.plan.sync_policy import every, parse_policy
+from torchrec_2dsp.programs.config.section import Section
 
 SplitPlace = Literal["embeddings", "dense", "over"]
 """Where a model may be split: after the lookup, and after the first layer and ReLU of the dense
 arch and of the over arch."""
 
 _SYNCS = (GradientSync.__name__, WeightSync.__name__)
-
-
-class Section(BaseModel):
-    """A part of a config file: values of a fixed set of keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class ModelConfig(Section):
@@ -90,7 +85,7 @@ class OptimizerConfig(Section):
 class SplitConfig(Section):
     """Where the dense part of a model is split, and how much goes over a split."""
 
-    splits: dict[SplitPlace, Annotated[float, Field(gt=0, le=1)]] = {}
+    splits: dict[SplitPlace, Annotated[float, Field(gt=0, le=1)]] = Field(default_factory=dict)
     """The share of the largest numbers that goes on, at each place of a split: embeddings, dense
     or over. The others are set to zero, in the forward and in the backward."""
 

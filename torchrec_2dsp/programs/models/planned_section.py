@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from torchrec_2dsp.plan.parameter_sharding import type_2d
-from torchrec_2dsp.programs.config.sections import Section
+from torchrec_2dsp.programs.config.section import Section
 
 
 def _check_types(types: tuple[str, ...]) -> tuple[str, ...]:

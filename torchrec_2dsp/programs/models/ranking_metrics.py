@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import nn
 from torchrec.datasets.utils import Batch
 
-from torchrec_2dsp.programs.config.sections import Section
+from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.programs.models.ranking import RankingQuality, rank_all_items
 
 

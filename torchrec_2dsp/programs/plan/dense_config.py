@@ -8,7 +8,7 @@ from torchrec_2dsp.cost.dense.layers import DenseLayers
 from torchrec_2dsp.cost.dense.transformer import Transformer
 from torchrec_2dsp.cost.kernels import Kernels
 from torchrec_2dsp.cost.workload import DenseWork
-from torchrec_2dsp.programs.config.sections import Section
+from torchrec_2dsp.programs.config.section import Section
 
 
 class TransformerConfig(Section):

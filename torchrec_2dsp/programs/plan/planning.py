@@ -21,7 +21,8 @@ from torchrec_2dsp.planner.dense_search import DenseChoices, search_dense
 from torchrec_2dsp.planner.explanation.explanation import Explanation
 from torchrec_2dsp.planner.planner2d import Planner2D
 from torchrec_2dsp.programs.config.config_file import CalibrationPath, PathBesideConfig
-from torchrec_2dsp.programs.config.sections import ModelConfig, ReplicationConfig, Section
+from torchrec_2dsp.programs.config.section import Section
+from torchrec_2dsp.programs.config.sections import ModelConfig, ReplicationConfig
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.models.model import build_model, table_name
 from torchrec_2dsp.programs.models.true_access import true_access

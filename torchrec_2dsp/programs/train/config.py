@@ -11,10 +11,10 @@ from torchrec_2dsp.programs.config.config_file import CalibrationPath, PathBesid
 from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
 from torchrec_2dsp.programs.config.kinds import with_kinds
 from torchrec_2dsp.programs.config.schedule import ScheduledOptimizerConfig
+from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.programs.config.sections import (
     ExchangeConfig,
     ReplicationConfig,
-    Section,
     SplitConfig,
 )
 from torchrec_2dsp.programs.models.kinds import metrics_of

@@ -1,18 +1,20 @@
-"""`TrainRecord`: what `train` found, in a file, so that runs with other seeds can join it."""
+"""`TrainRecord`: what `train` found, in a file, so that runs with other seeds can join it.
 
-from collections.abc import Mapping, Sequence
+This module needs neither torch nor TorchRec, so that a report reads records quickly;
+`train.recording` makes them.
+"""
+
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.config.json_file import JsonFile
-from torchrec_2dsp.programs.config.sections import Section
-from torchrec_2dsp.programs.train.config import TrainConfig
-from torchrec_2dsp.programs.train.environment import environment
-from torchrec_2dsp.programs.train.results import RunResult, StepsTrained, TrainResult
+from torchrec_2dsp.programs.config.section import Section
 
-TRAIN_RECORD_FORMAT = 2
+TRAIN_RECORD_FORMAT = 3
+"""The format of the records that this version writes; it reads older ones, too."""
 
 
 class CurvePoint(Section):
@@ -28,7 +30,7 @@ class CurvePoint(Section):
     """The normalized entropy of the steps, on batches before the model had learned from them."""
 
     loss: float | None = None
-    """The mean loss of the steps; `None` in files of format 1, as the others."""
+    """The mean loss of the steps; `None` in files of format 1, as the next four."""
 
     table_lr: float | None = None
     """The learning rate of the tables in the last of the steps."""
@@ -41,6 +43,13 @@ class CurvePoint(Section):
 
     memory_bytes: int | None = None
     """The most memory that a rank has used so far."""
+
+    dense_bytes_per_step: float | None = None
+    """Bytes of dense gradients that rank 0 sent to others; `None` unless they are thresholded, and
+    before format 3."""
+
+    dense_fp32_bytes_per_step: float | None = None
+    """Bytes like `dense_bytes_per_step`, had all elements been added up in fp32 by a ring."""
 
 
 class EvaluationRecord(Section):
@@ -87,6 +96,17 @@ class RunRecord(Section):
 
     sync_bytes_per_step: float
     """Bytes that a rank sent to its replica peers per step."""
+
+    sync_fp32_bytes_per_step: float | None = None
+    """Bytes like `sync_bytes_per_step`, had all numbers travelled as they are; `None` in files of
+    format 1 and 2, as the next two."""
+
+    rows_bytes_per_step: float | None = None
+    """Bytes of the rows, bags and gradients that a rank encoded per step; 0 without a row
+    transport."""
+
+    rows_fp32_bytes_per_step: float | None = None
+    """Bytes like `rows_bytes_per_step`, before they were encoded."""
 
     evaluations: tuple[EvaluationRecord, ...] = ()
     """All evaluations, the one at the end included."""
@@ -198,60 +218,3 @@ def joined(records: Sequence[TrainRecord]) -> list[TrainRecord]:
 
 def _without_runs(record: TrainRecord) -> tuple[dict[str, Any], int]:
     return {name: part for name, part in record.config.items() if name != "runs"}, record.world_size
-
-
-def run_record(result: RunResult, resumed_from: str = "") -> RunRecord:
-    """The figures of a run that is over."""
-    last = result.steps_trained[-1]
-    return RunRecord(
-        name=result.name,
-        mesh=str(result.plan.mesh),
-        sync=str(result.plan.sync),
-        num_groups=result.plan.mesh.num_groups,
-        curve=tuple(map(_point, result.steps_trained)),
-        eval_loss=result.evaluated.metrics["loss"],
-        eval_ne=result.evaluated.ne,
-        samples_per_s=result.samples_per_s,
-        sync_bytes_per_step=result.sync_bytes_per_step,
-        evaluations=tuple(
-            EvaluationRecord(step=evaluation.step, metrics=evaluation.metrics)
-            for evaluation in result.evaluations
-        ),
-        ending=result.ending.value,
-        plan=str(result.plan),
-        explanation=result.explanation,
-        memory_bytes=last.window.memory_bytes,
-        resumed_from=resumed_from,
-    )
-
-
-def _point(progress: StepsTrained) -> CurvePoint:
-    return CurvePoint(
-        step=progress.step,
-        ne=progress.measured.ne,
-        loss=progress.measured.loss,
-        table_lr=progress.table_lr,
-        dense_lr=progress.dense_lr,
-        samples_per_s=progress.samples_per_s,
-        memory_bytes=max(progress.window.memory_bytes),
-    )
-
-
-def train_record(
-    config: TrainConfig, result: TrainResult, resumed_from: Mapping[str, str] | None = None
-) -> TrainRecord:
-    """The record of a program whose runs are over.
-
-    Args:
-        config: the config of the program.
-        result: what came out.
-        resumed_from: the checkpoints that runs went on from, by the names of the runs.
-    """
-    resumed = resumed_from or {}
-    return TrainRecord(
-        config=config.model_dump(mode="json"),
-        world_size=result.runs[0].plan.mesh.world_size,
-        planted_ne=None if result.planted is None else result.planted.ne,
-        environment=environment(),
-        runs=tuple(run_record(run, resumed.get(run.name, "")) for run in result.runs),
-    )

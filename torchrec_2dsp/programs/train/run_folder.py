@@ -11,9 +11,16 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan import serialize
 from torchrec_2dsp.programs.config.config_file import with_absolute_paths
 from torchrec_2dsp.programs.train.config import TrainConfig
+from torchrec_2dsp.programs.train.evaluation import Evaluation
 from torchrec_2dsp.programs.train.parts import PlannedRun
-from torchrec_2dsp.programs.train.record import train_record
-from torchrec_2dsp.programs.train.results import QuietWatcher, RunResult, TrainResult
+from torchrec_2dsp.programs.train.progress_file import ProgressFile, ProgressLine
+from torchrec_2dsp.programs.train.recording import curve_point, evaluation_record, train_record
+from torchrec_2dsp.programs.train.results import (
+    QuietWatcher,
+    RunResult,
+    StepsTrained,
+    TrainResult,
+)
 
 
 class RunFolder(QuietWatcher):
@@ -21,7 +28,8 @@ class RunFolder(QuietWatcher):
 
     - ``config.toml``: the config as it was resolved, with absolute paths;
     - ``record.json``: a `TrainRecord` of the runs that are over;
-    - ``<run>/plan.json`` and, after a search by cost, ``<run>/explanation.txt``.
+    - ``<run>/plan.json`` and, after a search by cost, ``<run>/explanation.txt``;
+    - ``<run>/progress.jsonl``: the curve of a run, also of one that isn't over.
     """
 
     def __init__(self, folder: str | Path, config: TrainConfig) -> None:
@@ -36,6 +44,7 @@ class RunFolder(QuietWatcher):
         self._folder, self._config = Path(folder), config
         self._results: list[RunResult] = []
         self._resumed_from: dict[str, str] = {}
+        self._progress: dict[str, ProgressFile] = {}
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             content = tomli_w.dumps(_without_none(with_absolute_paths(config)))
@@ -46,22 +55,33 @@ class RunFolder(QuietWatcher):
             ) from error
 
     def run_planned(self, name: str, planned: PlannedRun, config: TrainConfig) -> None:
-        """Write the run's plan."""
+        """Write the run's plan, and begin its progress."""
         folder = self._folder / name
         folder.mkdir(exist_ok=True)
+        self._progress[name] = ProgressFile(folder)
         serialize.save(planned.plan, folder / "plan.json")
         if planned.explanation:
             _write(folder / "explanation.txt", planned.explanation + "\n")
 
     def run_resumed(self, name: str, path: Path, step: int) -> None:
-        """Remember the checkpoint for the record."""
+        """Remember the checkpoint for the record, and take over the progress up to it."""
         self._resumed_from[name] = str(path)
+        self._progress[name].resume(step)
+
+    def steps_trained(self, name: str, progress: StepsTrained) -> None:
+        """Add a point to the run's progress."""
+        self._progress[name].add(ProgressLine(point=curve_point(progress)))
+
+    def evaluated(self, name: str, evaluation: Evaluation, *, is_best: bool) -> None:
+        """Add the evaluation to the run's progress."""
+        self._progress[name].add(ProgressLine(evaluation=evaluation_record(evaluation)))
 
     def run_finished(self, result: RunResult) -> None:
         """Write the record of the runs so far, so that a stop loses none of them."""
         self._results.append(result)
         runs, metric = tuple(self._results), self._config.metric
         self.all_finished(TrainResult(runs=runs, metric=metric, planted=None))
+        self._progress[result.name].add(ProgressLine(is_over=True))
 
     def all_finished(self, result: TrainResult) -> None:
         """Write the record of all runs."""

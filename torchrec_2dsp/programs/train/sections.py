@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from torchrec_2dsp.programs.config.sections import Section
+from torchrec_2dsp.programs.config.section import Section
 
 LESS_IS_BETTER = ("loss", "ne")
 """Metrics of which less is better: the log loss and the normalized entropy. Of others, such as the

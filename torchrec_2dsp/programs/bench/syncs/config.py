@@ -5,7 +5,8 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from torchrec_2dsp.mesh.mesh2d import RankLayout
-from torchrec_2dsp.programs.config.sections import ReplicationConfig, Section
+from torchrec_2dsp.programs.config.section import Section
+from torchrec_2dsp.programs.config.sections import ReplicationConfig
 
 
 class SyncBenchConfig(Section):

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torchrec_2dsp.programs.bench.results import BenchSetting
 from torchrec_2dsp.programs.config.json_file import JsonFile
-from torchrec_2dsp.programs.config.sections import Section
+from torchrec_2dsp.programs.config.section import Section
 
 SYNC_BENCH_FORMAT = 1
 

@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from torchrec_2dsp.programs.config.sections import Section
+from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.programs.data.logs.vocabulary import NUM_RESERVED
 
 Encoding = Literal["hash", "vocabulary", "hour", "weekday"]

@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from torchrec_2dsp.programs.config.config_file import PathBesideConfig, PathsBesideConfig
-from torchrec_2dsp.programs.config.sections import Section
+from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.programs.data.logs.columns import DenseColumn, SparseColumn
 from torchrec_2dsp.programs.data.logs.epochs import Rest
 from torchrec_2dsp.programs.data.logs.sources import FileFormat

@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from torchrec_2dsp.programs.config.config_file import PathsBesideConfig
-from torchrec_2dsp.programs.config.sections import Section
+from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.programs.data.logs.epochs import Rest
 
 

@@ -1,0 +1,160 @@
+"""The folder of a training program with known figures, written without training."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from torchrec_2dsp.access.stats import AccessStats
+from torchrec_2dsp.access.table_access import TableAccess
+from torchrec_2dsp.programs.train.progress_file import ProgressFile, ProgressLine
+from torchrec_2dsp.programs.train.record import (
+    CurvePoint,
+    EvaluationRecord,
+    RunRecord,
+    TrainRecord,
+)
+
+STEPS = (10, 20, 30)
+CLICKS = {"loss": 0.5, "ne": 0.9, "auc": 0.7, "calibration": 1.02}
+RANKINGS = {"loss": 2.5, "recall@10": 0.3, "ndcg@10": 0.2}
+EXPLANATION = "A step takes 1.5 ms."
+
+
+def point(step: int, *, clicks: bool = True, dense: bool = False) -> CurvePoint:
+    """Ten steps of a run, which took 0.01 s each."""
+    return CurvePoint(
+        step=step,
+        ne=1 - step / 100 if clicks else math.nan,
+        loss=1 / step,
+        table_lr=0.1,
+        dense_lr=0.01,
+        samples_per_s=800.0 * 8,
+        memory_bytes=3_000_000_000,
+        dense_bytes_per_step=1e6 if dense else None,
+        dense_fp32_bytes_per_step=4e6 if dense else None,
+    )
+
+
+def evaluations(metrics: dict[str, float]) -> tuple[EvaluationRecord, ...]:
+    """Three evaluations, of which the second is the best by all metrics but the calibration."""
+    signs = {"loss": 1, "ne": 1, "calibration": 1}
+    return tuple(
+        EvaluationRecord(
+            step=step,
+            metrics={
+                name: value * (1 + signs.get(name, -1) * away) for name, value in metrics.items()
+            },
+        )
+        for step, away in zip(STEPS, (0.2, 0.0, 0.1), strict=True)
+    )
+
+
+def run_record(name: str, *, clicks: bool = True, **changes: Any) -> RunRecord:
+    """A run that is over."""
+    record = RunRecord(
+        name=name,
+        mesh="Mesh2D(2x2, strided)",
+        sync="GradientSync()",
+        num_groups=2,
+        curve=tuple(point(step, clicks=clicks) for step in STEPS),
+        eval_loss=0.5,
+        eval_ne=0.9 if clicks else math.nan,
+        samples_per_s=6400.0,
+        sync_bytes_per_step=2e6,
+        sync_fp32_bytes_per_step=2e6,
+        rows_bytes_per_step=0.0,
+        rows_fp32_bytes_per_step=0.0,
+        evaluations=evaluations(CLICKS if clicks else RANKINGS),
+        ending="all steps are trained",
+        memory_bytes=(3_000_000_000, 2_000_000_000, 2_500_000_000, 1_000_000_000),
+    )
+    return record.model_copy(update=changes)
+
+
+def plan(hot_rows: Sequence[int] | None = None) -> dict[str, Any]:
+    """A plan of one table, as a plan file has it."""
+    shards = [
+        {"placement": f"rank:{n}/cpu", "shard_offsets": [500 * n, 0], "shard_sizes": [500, 16]}
+        for n in range(2)
+    ]
+    table = {
+        "sharding_type": "2d_row_wise",
+        "ranks": [0, 1],
+        "shards": shards,
+        "exchange": "row",
+        "owners": "hash",
+        "transport": "fp16",
+        "hot_rows": hot_rows,
+        "num_groups": None,
+    }
+    return {
+        "mesh": {"num_groups": 2, "group_size": 2, "layout": "strided"},
+        "sync": {"kind": "GradientSync"},
+        "modules": {"sparse": {"t_user": table}},
+    }
+
+
+def write_run(
+    folder: Path,
+    runs: Sequence[RunRecord],
+    *,
+    sections: dict[str, dict[str, Any]] | None = None,
+    plans: dict[str, dict[str, Any]] | None = None,
+    model: str = "dlrm",
+) -> Path:
+    """Write what a program with these finished runs leaves.
+
+    Args:
+        folder: where.
+        runs: the finished runs.
+        sections: the sections of all runs in the config; by default of the finished ones.
+        plans: the plans of runs; the others have `plan`.
+        model: the kind of the model.
+    """
+    names = [run.name for run in runs]
+    sections = sections or {name: {"num_groups": 2} for name in names}
+    config = {
+        "data": {"kind": "synthetic"},
+        "model": {"kind": model, "dim": 16},
+        "loop": {"steps": 30, "global_batch_size": 64, "metric": ""},
+        "runs": sections,
+    }
+    folder.mkdir(exist_ok=True)
+    (folder / "config.toml").write_text(tomli_w.dumps(config))
+    for name in sections:
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "plan.json").write_text(json.dumps((plans or {}).get(name, plan())))
+    if runs:
+        (folder / runs[0].name / "explanation.txt").write_text(EXPLANATION + "\n")
+        record = TrainRecord(
+            config=config,
+            world_size=4,
+            planted_ne=0.6 if model == "dlrm" else None,
+            environment={"python": "3.11", "torch": "2.13.0"},
+            runs=tuple(runs),
+        )
+        record.save(folder / "record.json")
+    return folder
+
+
+def write_progress(folder: Path, *, is_over: bool = False) -> None:
+    """Write a run's progress: two points and an evaluation."""
+    folder.mkdir(parents=True, exist_ok=True)
+    progress = ProgressFile(folder)
+    for step in STEPS[:2]:
+        progress.add(ProgressLine(point=point(step)))
+    progress.add(ProgressLine(evaluation=evaluations(CLICKS)[1]))
+    if is_over:
+        progress.add(ProgressLine(is_over=True))
+
+
+def write_access(path: Path) -> Path:
+    """Write statistics of the one table: row 7 takes 70 of 100 lookups."""
+    counts = [0] * 1000
+    counts[7], counts[2], counts[5] = 70, 20, 10
+    AccessStats({"t_user": TableAccess.of_counts(counts, num_samples=50)}).save(path)
+    return path

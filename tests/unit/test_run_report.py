@@ -1,0 +1,276 @@
+"""The page on a training run: what it shows, for which runs, and what it refuses."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.support.run_folders import (
+    EXPLANATION,
+    plan,
+    point,
+    run_record,
+    write_access,
+    write_progress,
+    write_run,
+)
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.cli.app import app
+from torchrec_2dsp.programs.run_report.contents import RunContents
+from torchrec_2dsp.programs.run_report.page import run_page
+from torchrec_2dsp.report.page import Page
+
+CHROMIUM = next(filter(shutil.which, ("chromium", "chromium-browser", "google-chrome")), None)
+
+
+def page_of(folder: Path) -> Page:
+    return run_page(RunContents.read(folder))
+
+
+def words_of(page: Page) -> str:
+    """The page without scripts and tags."""
+    html = re.sub(r"(?s)<(script|style).*?</\1>", "", page.html())
+    return re.sub(r"<[^>]*>", " ", html)
+
+
+def headings_of(page: Page) -> list[str]:
+    return re.findall("<h2>(.*?)</h2>", page.html())
+
+
+def figure(page: Page, heading: str) -> dict[str, Any]:
+    """What plotly draws under a heading: the drawn things by name, and all of them."""
+    html = page.html()
+    number = re.compile('id="plot-([0-9]+)"').search(html, html.index(f"<h2>{heading}</h2>"))
+    assert number is not None
+    drawn: Any = page.figures[int(number[1]) - 1].data
+    return {trace.name or f"mark {place}": trace for place, trace in enumerate(drawn)}
+
+
+def everything(folder: Path) -> Path:
+    """Two finished runs with all that a page can show."""
+    stats = write_access(folder.parent / "access.parquet")
+    dense = tuple(point(step, dense=True) for step in (10, 20, 30))
+    runs = [
+        run_record("plain"),
+        run_record(
+            "encoded",
+            curve=dense,
+            sync_bytes_per_step=1e6,
+            rows_bytes_per_step=3e6,
+            rows_fp32_bytes_per_step=6e6,
+        ),
+    ]
+    sections = {"plain": {"num_groups": 2}, "encoded": {"num_groups": 2, "access": str(stats)}}
+    return write_run(folder, runs, sections=sections, plans={"encoded": plan([7, 2])})
+
+
+def test_a_page_has_its_parts_in_order_and_every_plot_has_data(tmp_path: Path) -> None:
+    page = page_of(everything(tmp_path / "run"))
+    assert headings_of(page) == [
+        "Runs",
+        "Last training loss and last evaluation",
+        "Training loss",
+        "Training NE",
+        "Held out: Loss",
+        "Held out: Normalized entropy (NE)",
+        "Held out: AUC",
+        "Held out: Calibration (predicted over observed clicks)",
+        "Learning rates",
+        "Throughput",
+        "Memory",
+        "Bytes per step",
+        "Bytes of dense gradients",
+        "Plan of plain: 2 groups of 2 ranks, GradientSync",
+        "Plan of encoded: 2 groups of 2 ranks, GradientSync",
+        "Rows by use, for encoded",
+        "Environment",
+        "Config",
+    ]
+    for drawn in page.figures:
+        traces: Any = drawn.data
+        assert traces
+        assert all(len(trace.x) and len(trace.x) == len(trace.y) for trace in traces)
+
+
+def test_a_page_says_what_was_trained_and_how_it_went(tmp_path: Path) -> None:
+    words = words_of(page_of(everything(tmp_path / "run")))
+    assert "A DLRM, trained by 4 ranks on synthetic clicks: 30 steps of 64 samples." in words
+    assert "has an NE of 0.6000" in words
+    # 30 steps of 64 samples at 6,400 samples per second.
+    assert "0.3 s" in words
+    assert "6,400" in words
+    assert "0.90000 (step 20)" in words
+    assert "all steps are trained" in words
+    assert EXPLANATION in words
+    assert "row, hash owners, in fp16, 2 hot" in words
+    assert re.search(r"t_user\s+1,000\s+16\s+2d_row_wise\s+0\+1  2\+3", words)
+    assert "2.13.0" in words
+    assert "global_batch_size = 64" in words
+    assert "nan" not in words.lower()
+
+
+def test_curves_marks_and_bytes_are_those_of_the_record(tmp_path: Path) -> None:
+    page = page_of(everything(tmp_path / "run"))
+    loss = figure(page, "Training loss")
+    assert list(loss) == ["plain", "encoded"]
+    assert list(loss["plain"].x) == [10, 20, 30]
+    assert list(loss["plain"].y) == [1 / 10, 1 / 20, 1 / 30]
+    # The best evaluations are the second ones, of less entropy and of more area.
+    for heading, best in (("Normalized entropy (NE)", 0.9), ("AUC", 0.7)):
+        marks = [
+            trace
+            for name, trace in figure(page, f"Held out: {heading}").items()
+            if name.startswith("mark")
+        ]
+        assert [(list(mark.x), list(mark.y)) for mark in marks] == [([20], [best])] * 2
+    rates = figure(page, "Learning rates")
+    assert list(rates) == ["tables: plain, encoded", "dense part: plain, encoded"]
+    memory = figure(page, "Memory")
+    assert list(memory["plain"].y) == [3.0, 2.0, 2.5, 1.0]
+    sent = figure(page, "Bytes per step")
+    assert dict(zip(sent["rows"].y, sent["rows"].x, strict=True)) == {
+        "encoded, before encoding": 6.0,
+        "encoded, sent": 3.0,
+    }
+    assert dict(zip(sent["replicas"].y, sent["replicas"].x, strict=True)) == {
+        "plain": 2.0,
+        "encoded, before encoding": 2.0,
+        "encoded, sent": 1.0,
+    }
+    assert list(sent["dense gradients"].x) == [4.0, 1.0]
+    # Of 1,000 rows two are hot, which take 90 of 100 lookups.
+    hot = figure(page, "Rows by use, for encoded")["mark 1"]
+    assert (list(hot.x), list(hot.y)) == ([pytest.approx(0.2)], [pytest.approx(90.0)])
+
+
+def test_rankings_have_their_metrics_and_no_entropy(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [run_record("main", clicks=False)], model="two_tower")
+    page = page_of(folder)
+    headings = headings_of(page)
+    assert "Held out: recall@10" in headings
+    assert "Held out: ndcg@10" in headings
+    assert not any("NE" in heading for heading in headings)
+    words = words_of(page)
+    assert "best ndcg@10" in words
+    assert "A two-tower model" in words
+    assert "nan" not in words.lower()
+
+
+def test_traces_are_named_where_there_are_some(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [run_record("traced"), run_record("plain")])
+    for rank in (0, 2, 10):
+        (folder / "traced" / f"trace_rank{rank}.json").write_text("{}")
+    traced, plain = RunContents.read(folder).runs
+    assert [path.stem for path in traced.traces] == ["trace_rank0", "trace_rank2", "trace_rank10"]
+    assert not plain.traces
+    words = words_of(page_of(folder))
+    assert f"Profiled steps of traced: {folder / 'traced'} has a trace of each of 3 ranks" in words
+    assert "Profiled steps of plain" not in words
+
+
+def test_a_run_that_diverged_has_the_points_that_are_numbers(tmp_path: Path) -> None:
+    curve = (point(10), point(20).model_copy(update={"loss": float("inf"), "ne": float("nan")}))
+    page = page_of(write_run(tmp_path / "run", [run_record("main", curve=curve)]))
+    assert list(figure(page, "Training loss")["main"].x) == [10]
+    assert "inf" not in words_of(page)
+
+
+def test_runs_that_are_not_over_show_what_they_have(tmp_path: Path) -> None:
+    names = ("done", "running", "waiting")
+    sections = {name: {"num_groups": 2} for name in names}
+    folder = write_run(tmp_path / "run", [run_record("done")], sections=sections)
+    write_progress(folder / "done", is_over=True)
+    write_progress(folder / "running")
+    (folder / "waiting" / "plan.json").unlink()
+    contents = RunContents.read(folder)
+    assert [run.state for run in contents.runs] == [
+        "all steps are trained",
+        "not finished",
+        "not begun",
+    ]
+    page = run_page(contents)
+    assert list(figure(page, "Training loss")["running"].x) == [10, 20]
+    assert list(figure(page, "Training loss")["done"].x) == [10, 20, 30]
+    assert "Not over, so that some figures are missing: running, waiting." in words_of(page)
+
+
+def test_the_first_run_has_a_page_before_there_is_a_record(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [], sections={"main": {"num_groups": 2}})
+    with pytest.raises(ConfigError, match=r"has no record\.json, and no run has reported yet"):
+        RunContents.read(folder)
+    write_progress(folder / "main")
+    page = page_of(folder)
+    assert "Environment" not in headings_of(page)
+    assert "trained by 4 ranks" in words_of(page)
+
+
+def test_a_run_that_is_trained_anew_is_not_shown_as_it_was(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [run_record("main")])
+    write_progress(folder / "main")
+    (run,) = RunContents.read(folder).runs
+    assert run.record is None
+    assert [part.step for part in run.curve] == [10, 20]
+
+
+def test_statistics_that_are_gone_leave_the_rest_of_the_page(tmp_path: Path) -> None:
+    sections = {"main": {"num_groups": 2, "access": str(tmp_path / "gone.parquet")}}
+    page = page_of(write_run(tmp_path / "run", [run_record("main")], sections=sections))
+    assert re.search("Rows by use, for main: the statistics can.*gone.parquet", words_of(page))
+    assert "Config" in headings_of(page)
+
+
+def test_the_command_writes_where_it_is_told_and_needs_no_torch(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [run_record("main")])
+    program = (
+        "import sys; from torchrec_2dsp.programs.cli.app import app\n"
+        "try: app(['report', *sys.argv[1:]])\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert not {'torch', 'torchrec', 'pyarrow'} & {*sys.modules}"
+    )
+    subprocess.run([sys.executable, "-c", program, str(folder)], check=True, timeout=60)
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
+    output = tmp_path / "pages" / "mine.html"
+    result = CliRunner().invoke(app, ["report", str(folder), "--output", str(output)])
+    assert result.exit_code == 0, result.output
+    assert f"wrote {output}" in result.output
+    # The script for the plots is inside, so that nothing is loaded.
+    html = output.read_text()
+    assert "plotly.js v" in html
+    assert not re.search(r'<(script|link|img)[^>]*(src|href)="', html)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_a_browser_draws_every_plot_without_an_error(tmp_path: Path) -> None:
+    page = page_of(everything(tmp_path / "run"))
+    path = tmp_path / "report.html"
+    path.write_text(
+        page.html().replace(
+            "<head>", "<head><script>window.onerror = text => console.log('FAIL ' + text)</script>"
+        )
+    )
+    shown = subprocess.run(
+        [
+            str(CHROMIUM),
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--enable-logging=stderr",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--virtual-time-budget=10000",
+            "--dump-dom",
+            path.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=True,
+    )
+    assert "CONSOLE" not in shown.stderr, shown.stderr
+    # What plotly has drawn has axes and lines.
+    assert shown.stdout.count('class="main-svg"') >= len(page.figures)

@@ -1,0 +1,178 @@
+"""`RunContents`: what the folder of a training program has to show, run by run."""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.run_report.plan_lines import RunPlan, read_plan
+from torchrec_2dsp.programs.train.progress_file import read_progress
+from torchrec_2dsp.programs.train.record import (
+    TRAIN_RECORD_FORMAT,
+    CurvePoint,
+    EvaluationRecord,
+    RunRecord,
+    TrainRecord,
+)
+
+_RECORD, _CONFIG = "record.json", "config.toml"
+_REMEDY = "give the folder that train wrote to, which its config names as output.folder"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPart:
+    """The files of one run."""
+
+    name: str
+    """The run's name in the config."""
+
+    config: Mapping[str, Any]
+    """The run's section of the config."""
+
+    record: RunRecord | None
+    """The figures of the run; `None` while it trains, or before."""
+
+    curve: tuple[CurvePoint, ...]
+    """The steps that were trained so far, some at a time."""
+
+    evaluations: tuple[EvaluationRecord, ...]
+    """The evaluations so far."""
+
+    plan: RunPlan | None
+    """The plan; `None` before the run begins."""
+
+    explanation: str
+    """Why the plan is as it is, in words; empty without a search by cost."""
+
+    traces: tuple[Path, ...]
+    """The traces of its ranks, from ``train --profile``."""
+
+    @property
+    def state(self) -> str:
+        """How far the run has come, in words."""
+        if self.record is not None:
+            return self.record.ending or "finished"
+        return "not finished" if self.plan is not None else "not begun"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContents:
+    """The files of a training program."""
+
+    folder: Path
+    """Where they are."""
+
+    config: Mapping[str, Any]
+    """The config."""
+
+    config_text: str
+    """The config as TOML."""
+
+    record: TrainRecord | None
+    """The record of the runs that are over; `None` before the first of them is."""
+
+    runs: tuple[RunPart, ...]
+    """The runs, in the order of the config."""
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Self:
+        """Read what a training program has written, also while it trains.
+
+        Raises:
+            ConfigError: there is no such folder, it has no config or neither a record nor a run's
+                progress, or a file is something else; the error names which.
+        """
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise ConfigError(f"there is no folder {folder}; {_REMEDY}")
+        text, config = _read_config(folder / _CONFIG)
+        record = _read_record(folder / _RECORD)
+        parts = tuple(
+            _read_run(folder / name, section, None if record is None else record.find(name))
+            for name, section in config["runs"].items()
+        )
+        if record is None and not any(part.curve or part.evaluations for part in parts):
+            raise ConfigError(
+                f"{folder} has no {_RECORD}, and no run has reported yet; {_REMEDY}, once it has "
+                "trained loop.report_every steps"
+            )
+        return cls(folder=folder, config=config, config_text=text, record=record, runs=parts)
+
+    @property
+    def num_ranks(self) -> int | None:
+        """How many ranks trained; `None` before that is known."""
+        if self.record is not None:
+            return self.record.world_size
+        return next((run.plan.mesh.world_size for run in self.runs if run.plan is not None), None)
+
+    @property
+    def metric(self) -> str:
+        """The metric by which evaluations are compared: the config's, or that of the model."""
+        if named := self.config["loop"].get("metric"):
+            return named
+        metrics = [
+            metric for run in self.runs for part in run.evaluations[:1] for metric in part.metrics
+        ]
+        return "ne" if "auc" in metrics else next(reversed(metrics), "loss")
+
+
+def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
+    try:
+        text = path.read_text()
+        config = tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}; {_REMEDY}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    for name in ("data", "model", "loop", "runs"):
+        if not isinstance(config.get(name), dict):
+            raise ConfigError(f"{path} is no config of train: it has no section {name}; {_REMEDY}")
+    return text, config
+
+
+def _read_record(path: Path) -> TrainRecord | None:
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    written = content.get("format") if isinstance(content, dict) else None
+    if written not in range(1, TRAIN_RECORD_FORMAT + 1):
+        raise ConfigError(
+            f"{path} has format={written!r}, and this version reads 1 to {TRAIN_RECORD_FORMAT}; "
+            "use the version of torchrec-2dsp that wrote it"
+        )
+    return TrainRecord.load(path)
+
+
+def _read_run(folder: Path, section: Mapping[str, Any], record: RunRecord | None) -> RunPart:
+    """What a run's own folder has; its record counts unless it is being trained anew."""
+    progress = read_progress(folder)
+    if progress and not progress[-1].is_over:
+        record = None
+    explanation = folder / "explanation.txt"
+    plan = folder / "plan.json"
+    points = tuple(line.point for line in progress if line.point is not None)
+    evaluations = tuple(line.evaluation for line in progress if line.evaluation is not None)
+    return RunPart(
+        name=folder.name,
+        config=section,
+        record=record,
+        curve=points if record is None else record.curve,
+        evaluations=evaluations if record is None else record.evaluations,
+        plan=read_plan(plan) if plan.exists() else None,
+        explanation=explanation.read_text().strip() if explanation.exists() else "",
+        traces=tuple(sorted(folder.glob("trace_rank*.json"), key=_rank_of)),
+    )
+
+
+def _rank_of(trace: Path) -> int:
+    """The rank that wrote a trace."""
+    digits = trace.stem.removeprefix("trace_rank")
+    return int(digits) if digits.isdecimal() else -1

@@ -4,7 +4,6 @@ import os
 import shutil
 from pathlib import Path
 
-import torch
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
@@ -29,7 +28,12 @@ from torchrec_2dsp.programs.export.quality import (
     request_of,
     scores_of,
 )
-from torchrec_2dsp.programs.export.serving import quantize_, served_tables, serving_script
+from torchrec_2dsp.programs.export.serving import (
+    load_script,
+    quantize_,
+    served_tables,
+    serving_script,
+)
 from torchrec_2dsp.programs.export.source import ExportSource
 from torchrec_2dsp.programs.export.trained import trained_model
 from torchrec_2dsp.programs.models.kinds import dataset_for
@@ -98,7 +102,7 @@ def _written(
     quantized = quantize_(model)
     served = measure(quantized, batches, tables, config, group)
     serving_script(quantized, tables).save(str(folder / MODEL_FILE))
-    script = torch.jit.load(str(folder / MODEL_FILE))
+    script = load_script(folder / MODEL_FILE)
     check_script(scores_of(script, batches, tables), served.scores)
     outputs = tuple(script(*request_of(next(iter(batches)), tables)))
     serving_inputs(config, tables, dataset.num_dense, outputs).save(folder / FEATURES_FILE)

@@ -6,6 +6,9 @@ and its files load with nothing but torch and FBGEMM's operators, from Python an
 """
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,12 +27,22 @@ Scores = dict[str, torch.Tensor]
 """What a served model gives: tensors with a row for each sample, by name."""
 
 _NO_NEWS = (
-    (DeprecationWarning, "`torch.jit.script` is deprecated"),
+    (DeprecationWarning, r"`torch\.jit\.\w+` is deprecated"),
+    # TorchRec's `quantize_embeddings` is built on it.
+    (DeprecationWarning, "torch.ao.quantization is deprecated"),
     # TorchRec's jagged tensors are annotated as no script takes them literally.
     (UserWarning, "The TorchScript type system doesn't support instance-level annotations"),
     (UserWarning, "TorchScript will treat type annotations of Tensor dtype-specific subtypes"),
 )
-"""What torch says of every script of TorchRec's modules."""
+"""What torch says of every script of TorchRec's quantised modules."""
+
+
+@contextmanager
+def _without_news() -> Iterator[None]:
+    with warnings.catch_warnings():
+        for category, text in _NO_NEWS:
+            warnings.filterwarnings("ignore", text, category)
+        yield
 
 
 def served_tables(model: nn.Module) -> list[EmbeddingBagConfig]:
@@ -68,7 +81,8 @@ def quantize_(model: nn.Module) -> nn.Module:
     Each row has a scale and an offset of its own, in half precision, so that a number is about half
     of a 255th of its row's range away from what it was, at most.
     """
-    return quantize_embeddings(model, dtype=torch.qint8, inplace=True)
+    with _without_news():
+        return quantize_embeddings(model, dtype=torch.qint8, inplace=True)
 
 
 def serving_script(model: nn.Module, tables: list[EmbeddingBagConfig]) -> torch.jit.ScriptModule:
@@ -84,11 +98,15 @@ def serving_script(model: nn.Module, tables: list[EmbeddingBagConfig]) -> torch.
     scores = scores_module(model, features).eval()
     # TorchRec's tracer knows which of its functions TorchScript has to see whole.
     traced = torch.fx.GraphModule(scores, Tracer(leaf_modules=[]).trace(scores))
-    with warnings.catch_warnings():
-        for category, text in _NO_NEWS:
-            warnings.filterwarnings("ignore", text, category)
+    with _without_news():
         checked = _CheckedRequests(torch.jit.script(traced), tables, _num_dense(model))
         return torch.jit.script(checked.eval())
+
+
+def load_script(path: Path) -> torch.jit.ScriptModule:
+    """A script as it was saved; a process that serves calls `torch.jit.load` itself."""
+    with _without_news():
+        return torch.jit.load(path)
 
 
 def _num_dense(model: Any) -> int:
@@ -147,6 +165,7 @@ class _CheckedRequests(nn.Module):
         num_rows = [table.num_embeddings for table in tables for _ in table.feature_names]
         self.num_features, self.num_dense = len(num_rows), num_dense
         self.register_buffer("num_rows", torch.tensor(num_rows))
+        self.num_rows: torch.Tensor
 
     def forward(
         self, dense: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor

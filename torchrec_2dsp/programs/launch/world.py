@@ -84,8 +84,10 @@ def only_rank(command: str) -> Iterator[None]:
 @contextmanager
 def _world_of_one() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    leave_world()
+    try:
+        yield
+    finally:
+        leave_world()
 
 
 def keep_freed_memory() -> None:

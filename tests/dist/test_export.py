@@ -137,9 +137,11 @@ def test_the_file_scores_as_tables_of_eight_bits_do(
     )
     batches = list(held_out)
     exact = [plain_scores(model, batch) for batch in batches]
-    tables = next(module for module in model.modules() if hasattr(module, "embedding_bag_configs"))
-    configs: Any = tables.embedding_bag_configs()
-    for table in tables.embedding_bags.children():  # type: ignore[union-attr, operator]
+    tables: Any = next(
+        module for module in model.modules() if hasattr(module, "embedding_bag_configs")
+    )
+    configs = tables.embedding_bag_configs()
+    for table in tables.embedding_bags.children():
         weight: Any = table.weight
         rounded = quantized_by_hand(weight)
         span = weight.amax(dim=1) - weight.amin(dim=1)

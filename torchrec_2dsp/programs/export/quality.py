@@ -116,7 +116,7 @@ def largest_difference(one_way: list[torch.Tensor], other_way: list[torch.Tensor
     if not one_way:
         raise ConfigError("there are no held-out batches to compare on; hold some samples out")
     pairs = zip(one_way, other_way, strict=True)
-    return max(float((left - right).abs().max()) for left, right in pairs)
+    return max(float((scores - others).abs().max()) for scores, others in pairs)
 
 
 def check_script(script_scores: list[torch.Tensor], module_scores: list[torch.Tensor]) -> None:

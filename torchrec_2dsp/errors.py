@@ -46,6 +46,11 @@ class CheckpointError(TwoDError, RuntimeError):
     """A checkpoint that can't be written, read, or doesn't fit the model."""
 
 
+class ExportError(TwoDError, RuntimeError):
+    """A model that isn't exported, because what would serve differs too much from what was
+    trained."""
+
+
 class InputError(TwoDError, IndexError):
     """A batch with an id that its table has no row for, or with batch sizes that don't fit it; a
     log with rows that can't be read."""

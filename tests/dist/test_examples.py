@@ -9,10 +9,13 @@ from tests.support.patience import patient
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
+NEEDS_A_MODEL = "serve.py"
+"""The example that reads what `export` writes; the tests of the export run it."""
 
 
 def test_the_examples_run() -> None:
-    scripts = sorted(str(script) for script in EXAMPLES.glob("*.py"))
+    every = sorted(EXAMPLES.glob("*.py"))
+    scripts = [str(script) for script in every if script.name != NEEDS_A_MODEL]
     assert scripts
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.forked_scripts", *scripts],

@@ -24,7 +24,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"programs.calibrate", "programs.models"}),
     frozenset({"programs.access", "programs.plan"}),
     frozenset({"programs.bench", "programs.cluster", "programs.train"}),
-    frozenset({"programs.run_report", "programs.study"}),
+    frozenset({"programs.export", "programs.run_report", "programs.study"}),
     frozenset({"programs.cli"}),
     frozenset({"__main__"}),
 )

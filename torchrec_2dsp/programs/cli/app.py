@@ -13,6 +13,7 @@ from torchrec_2dsp.programs.cli.bench_sync import bench_sync
 from torchrec_2dsp.programs.cli.calibrate import calibrate
 from torchrec_2dsp.programs.cli.cluster import cluster
 from torchrec_2dsp.programs.cli.doctor import doctor
+from torchrec_2dsp.programs.cli.export import export
 from torchrec_2dsp.programs.cli.plan import plan, simulate
 from torchrec_2dsp.programs.cli.report import report
 from torchrec_2dsp.programs.cli.train import train
@@ -33,6 +34,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     plan,
     simulate,
     train_study,
+    export,
     cluster,
 )
 

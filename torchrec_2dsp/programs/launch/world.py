@@ -61,9 +61,33 @@ def launched_world_or_one() -> Iterator[int]:
         with launched_world("cpu", "") as rank:
             yield rank
         return
+    with _world_of_one():
+        yield 0
+
+
+@contextmanager
+def only_rank(command: str) -> Iterator[None]:
+    """Be the only rank of a command that isn't for several.
+
+    Raises:
+        ConfigError: torchrun started this process, perhaps with others.
+    """
+    if all(name in os.environ for name in _SET_BY_TORCHRUN):
+        raise ConfigError(
+            f"{command} is for a single process, and torchrun started this one; start it with: "
+            f"torchrec-2dsp {command} ..."
+        )
+    with _world_of_one():
+        yield
+
+
+@contextmanager
+def _world_of_one() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield 0
-    leave_world()
+    try:
+        yield
+    finally:
+        leave_world()
 
 
 def keep_freed_memory() -> None:

@@ -134,6 +134,8 @@ class TwoTowerModel(nn.Module):
         """
         super().__init__()
         self._config = config
+        self.num_dense = num_dense
+        """How many dense features the user tower takes."""
         used = [
             feature_of(features, name) for name in (*config.user_features, *config.item_features)
         ]
@@ -167,11 +169,21 @@ class TwoTowerModel(nn.Module):
             label. The score is the logit; with "in_batch" and in evaluation, it is the place of
             the sample's item among those of the batch, 0 for a sample without a click.
         """
-        pooled = self.embeddings(batch.sparse_features)
-        users = self.user_tower(self.user_inputs(pooled, batch.dense_features))
-        items = self.item_tower(self.item_inputs(pooled))
+        users, items = self.vectors(batch.sparse_features, batch.dense_features)
         loss, scores = self.head(users, items, batch.labels, batch.sparse_features)
         return loss, (loss.detach(), scores.detach(), batch.labels.detach())
+
+    def vectors(
+        self, features: KeyedJaggedTensor, dense: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The vectors of the users and of the items of some samples.
+
+        Collectives:
+            Those of a lookup.
+        """
+        pooled = self.embeddings(features)
+        users = self.user_tower(self.user_inputs(pooled, dense))
+        return users, self.item_tower(self.item_inputs(pooled))
 
     @torch.no_grad()
     def queries(self, batch: Batch) -> Queries:
@@ -181,9 +193,7 @@ class TwoTowerModel(nn.Module):
             Those of a lookup of the batch.
         """
         item_feature = self._only_item_feature()
-        pooled = self.embeddings(batch.sparse_features)
-        users = self.user_tower(self.user_inputs(pooled, batch.dense_features))
-        items = self.item_tower(self.item_inputs(pooled))
+        users, items = self.vectors(batch.sparse_features, batch.dense_features)
         ids = batch.sparse_features[item_feature]
         if not bool((ids.lengths() == 1).all()):
             raise UnsupportedError(

@@ -1,0 +1,327 @@
+"""An exported model scores as TorchRec's quantised tables do, near the trained one, and alone."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from tests.support.patience import patient
+from tests.support.ranks import RankPool
+from torchrec_2dsp.errors import CheckpointError, ConfigError, ExportError, UnsupportedError
+from torchrec_2dsp.programs.config.config_file import make_config
+from torchrec_2dsp.programs.export.export import export_model
+from torchrec_2dsp.programs.export.folder import ExportRecord
+from torchrec_2dsp.programs.export.quality import HeldOut, request_of
+from torchrec_2dsp.programs.export.serving import load_script, quantize_, served_tables
+from torchrec_2dsp.programs.export.source import ExportSource
+from torchrec_2dsp.programs.launch.world import only_rank
+from torchrec_2dsp.programs.models.kinds import build_any_model, dataset_for
+from torchrec_2dsp.programs.models.splits import split_
+from torchrec_2dsp.programs.train.config import TrainConfig
+from torchrec_2dsp.programs.train.datasets import shape_of
+from torchrec_2dsp.programs.train.program import train
+from torchrec_2dsp.programs.train.run_folder import RunFolder
+
+ROOT = Path(__file__).parents[2]
+DATA = {
+    "num_dense": 2,
+    "features": [
+        {"name": "user", "num_rows": 40},
+        {"name": "item", "num_rows": 30, "min_ids": 0, "max_ids": 3},
+    ],
+}
+LAYERS = {"dim": 8, "dense_layers": [4], "over_layers": [4]}
+TOWERS = {"kind": "two_tower", "user_features": ["user"], "item_features": ["item"], "dim": 8}
+SPLITS = {"splits": {"dense": 0.5, "over": 0.5}, "split_threshold": "laplace"}
+CELLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dlrm": (LAYERS, {}),
+    "dcn": ({**LAYERS, "kind": "dcn"}, {}),
+    "split": (LAYERS, SPLITS),
+    "towers": ({**TOWERS, "normalized": True}, {}),
+    "towers_in_a_batch": (
+        {**TOWERS, "loss": "in_batch", "temperature": 0.5, "ranking": {"among": "sampled"}},
+        {},
+    ),
+}
+HALF_PRECISION = 2.0**-11
+"""The rounding of a row's scale and offset, which FBGEMM keeps in half precision."""
+
+
+def config_of(cell: str, folder: Path) -> TrainConfig:
+    model, run = CELLS[cell]
+    tree = {
+        "data": DATA,
+        "model": model,
+        "loop": {"steps": 4, "global_batch_size": 16, "eval_steps": 2, "report_every": 4},
+        "checkpoint": {"folder": str(folder / cell / "checkpoints")},
+        "output": {"folder": str(folder / cell / "out")},
+        "runs": {"main": {"num_groups": 2, **run}},
+    }
+    return make_config(TrainConfig, tree)
+
+
+def train_all(rank: int, world_size: int, folder: Path) -> dict[str, dict[str, float]]:
+    metrics = {}
+    for cell in CELLS:
+        config = config_of(cell, folder)
+        watchers = [] if rank else [RunFolder(config.output.folder, config)]
+        metrics[cell] = dict(train(config, watchers).runs[0].evaluated.metrics)
+    return metrics
+
+
+@pytest.fixture(scope="module")
+def trained(
+    ranks2: RankPool, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, dict[str, float]]]:
+    """The folder of all cells, and the metrics of the ranks that trained them."""
+    folder = tmp_path_factory.mktemp("trained")
+    return folder, ranks2.run(train_all, folder)[0]
+
+
+@pytest.fixture(scope="module")
+def served(trained: tuple[Path, Any]) -> dict[str, tuple[ExportSource, Path, ExportRecord]]:
+    """Every cell, exported."""
+    folder, exports = trained[0], {}
+    for cell in CELLS:
+        source = ExportSource.find(folder / cell / "out")
+        output = folder / cell / "served"
+        with only_rank("export"):
+            exports[cell] = source, output, export_model(source, output, max_loss=0.01)
+    return exports
+
+
+def quantized_by_hand(weight: torch.Tensor) -> torch.Tensor:
+    """A table after a round trip through eight bits, written down in plain arithmetic."""
+    low = weight.amin(dim=1, keepdim=True).half().float()
+    scale = ((weight.amax(dim=1, keepdim=True) - low) / 255).half().float()
+    return (torch.round((weight - low) / scale)).clamp(0, 255) * scale + low
+
+
+def stock_model(source: ExportSource) -> nn.Module:
+    """The trained model as TorchRec and torch alone load it."""
+    config = source.config
+    run = config.runs[source.run]
+    model = build_any_model(shape_of(config.data, config.data.dataset()), config.model)
+    split_(model, run.splits, run.split_threshold)
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=source.checkpoint, no_dist=True)
+    return model.eval().requires_grad_(False)
+
+
+def plain_scores(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The scores of a batch, by the model's own parts."""
+    whole: Any = model
+    if hasattr(whole, "user_tower"):
+        users, items = whole.vectors(batch.sparse_features, batch.dense_features)
+        return (users * items).sum(dim=1)
+    return whole.model(batch.dense_features, batch.sparse_features).squeeze(1)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("cell", CELLS)
+def test_the_file_scores_as_tables_of_eight_bits_do(
+    cell: str, served: dict[str, Any], trained: tuple[Path, Any]
+) -> None:
+    source, output, record = served[cell]
+    model = stock_model(source)
+    held_out = HeldOut(
+        source.config, dataset_for(source.config.model, source.config.data.dataset())
+    )
+    batches = list(held_out)
+    exact = [plain_scores(model, batch) for batch in batches]
+    tables: Any = next(
+        module for module in model.modules() if hasattr(module, "embedding_bag_configs")
+    )
+    configs = tables.embedding_bag_configs()
+    for table in tables.embedding_bags.children():
+        weight: Any = table.weight
+        rounded = quantized_by_hand(weight)
+        span = weight.amax(dim=1) - weight.amin(dim=1)
+        bound = span / 510 + 2 * HALF_PRECISION * weight.abs().amax(dim=1)
+        assert ((rounded - weight).abs().amax(dim=1) <= bound).all()
+        weight.copy_(rounded)
+    script = load_script(output / "model.pt")
+    largest = 0.0
+    for batch, float_scores in zip(batches, exact, strict=True):
+        answer = script(*request_of(batch, configs))
+        # A number on the border between two steps may be rounded either way: FBGEMM multiplies by
+        # the inverse of the scale. One step of one number is 4e-3 of a row's range, which is 0.3.
+        torch.testing.assert_close(answer["scores"], plain_scores(model, batch), atol=2e-4, rtol=0)
+        if "probabilities" in answer:
+            assert torch.equal(answer["probabilities"], torch.sigmoid(answer["scores"]))
+        else:
+            products = (answer["user_vectors"] * answer["item_vectors"]).sum(dim=1)
+            torch.testing.assert_close(products, answer["scores"], atol=1e-6, rtol=1e-5)
+        largest = max(largest, float((answer["scores"] - float_scores).abs().max()))
+    assert 0 < record.largest_difference < 0.02
+    # The rounding of float32.
+    assert record.largest_difference == pytest.approx(largest, abs=1e-6)
+    # The ranks added losses up in another order. With splits by "laplace" each of them had a
+    # threshold of its own, of which the checkpoint has one; ranks rank items of smaller batches.
+    tolerance = {"split": 0.02, "towers_in_a_batch": 1.0}.get(cell, 1e-5)
+    for name, value in trained[1][cell].items():
+        assert record.trained[name] == pytest.approx(value, rel=tolerance), name
+    assert record == ExportRecord.load(output / "export.json")
+    # A byte for each of a row's 8 numbers and 4 for its scale and offset, padded to 16.
+    assert record.served_table_bytes == 70 * 16
+    assert record.table_bytes == 70 * 8 * 4
+
+
+ALONE = """
+import runpy, sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torchrec_2dsp", "torchrec"):
+            raise ImportError(f"{name} is blocked")
+sys.meta_path.insert(0, Blocker())
+try:
+    import torchrec_2dsp
+except ImportError:
+    print("blocked")
+sys.argv = ["serve.py", sys.argv[1]]
+runpy.run_path("docs/examples/serve.py", run_name="__main__")
+"""
+
+
+def test_a_process_without_the_package_answers(served: dict[str, Any]) -> None:
+    _, output, _ = served["split"]
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, str(output)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=patient(100),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, *answers, last = done.stdout.splitlines()
+    assert (first, last) == ("blocked", "done")
+    request = torch.zeros(2, 2), torch.ones(2, dtype=torch.int64), torch.tensor([1, 0, 1, 0])
+    here = load_script(output / "model.pt")(*request)
+    expected = [f"{name} (2,) {scores.tolist()}" for name, scores in here.items()]
+    assert answers == expected
+
+
+@pytest.mark.parametrize(
+    ("dense", "values", "lengths", "said"),
+    [
+        ((1, 2), [40, 0], [1, 1], "an id is negative, or its feature has fewer rows"),
+        ((1, 2), [39, 30], [1, 1], "an id is negative, or its feature has fewer rows"),
+        ((1, 2), [-1, 0], [1, 1], "an id is negative, or its feature has fewer rows"),
+        ((1, 2), [1, 1, 1], [1, 1], "lengths add up to 2, and there are 3 values"),
+        ((1, 2), [1, 1], [3, -1], "no negative length"),
+        ((1, 2), [1], [1], r"lengths has the shape \[1\]; give 2 numbers"),
+        ((1, 3), [1, 1], [1, 1], r"dense has the shape \[1, 3\]; .* and 2 numbers in each"),
+        ((0, 2), [], [], "give a row for each sample, one at least"),
+    ],
+)
+def test_a_request_that_cannot_be_right_is_refused(
+    served: dict[str, Any],
+    dense: tuple[int, int],
+    values: list[int],
+    lengths: list[int],
+    said: str,
+) -> None:
+    script = load_script(served["dlrm"][1] / "model.pt")
+    last_rows = torch.zeros(1, 2), torch.tensor([39, 29]), torch.tensor([1, 1])
+    assert script(*last_rows)["scores"].isfinite().all()
+    ids, counts = (torch.tensor(numbers, dtype=torch.int64) for numbers in (values, lengths))
+    with pytest.raises(torch.jit.Error, match=said):
+        script(torch.zeros(dense), ids, counts)
+
+
+def test_the_folder_says_what_a_request_is(served: dict[str, Any]) -> None:
+    content = json.loads((served["towers"][1] / "features.json").read_text())
+    assert content["kind"] == "two_tower"
+    assert content["num_dense"] == 2
+    assert [(each["name"], each["num_rows"], each["dim"]) for each in content["features"]] == [
+        ("user", 40, 8),
+        ("item", 30, 8),
+    ]
+    assert content["outputs"] == ["scores", "user_vectors", "item_vectors"]
+
+
+def test_a_source_that_cannot_be_exported_is_named(
+    served: dict[str, Any], trained: tuple[Path, Any], tmp_path: Path
+) -> None:
+    out, (source, _, _) = trained[0] / "dlrm" / "out", served["dlrm"]
+    with pytest.raises(ConfigError, match=r"there is no folder .*nowhere"):
+        ExportSource.find(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="there is no run 'other'; the config has main"):
+        ExportSource.find(out, run="other")
+    with pytest.raises(ConfigError, match="has its config already, and --config demo is another"):
+        ExportSource.find(out, config="demo")
+    with pytest.raises(ConfigError, match="name the config that it was trained by with --config"):
+        ExportSource.find(source.checkpoint)
+    again = ExportSource.find(source.checkpoint, config=str(out / "config.toml"))
+    assert again == replace(source, checkpoint=source.checkpoint)
+    with pytest.raises(ConfigError, match="choose the one to export with --only"):
+        ExportSource.find(source.checkpoint, config="demo")
+    config = source.config.model_copy(
+        update={"checkpoint": source.config.checkpoint.model_copy(update={"folder": ""})}
+    )
+    RunFolder(tmp_path / "no_folder", config)
+    with pytest.raises(ConfigError, match=r"its config has no checkpoint\.folder"):
+        ExportSource.find(tmp_path / "no_folder")
+    elsewhere = config.checkpoint.model_copy(update={"folder": str(tmp_path / "empty")})
+    RunFolder(tmp_path / "unfinished", config.model_copy(update={"checkpoint": elsewhere}))
+    with pytest.raises(CheckpointError, match="has no finished checkpoint"):
+        ExportSource.find(tmp_path / "unfinished")
+
+
+def test_a_checkpoint_of_another_model_is_refused(
+    served: dict[str, Any], trained: tuple[Path, Any], tmp_path: Path
+) -> None:
+    def exported(cell: str, checkpoint: Path, **model: Any) -> None:
+        source: ExportSource = served[cell][0]
+        config = source.config
+        config = config.model_copy(update={"model": config.model.model_copy(update=model)})
+        with only_rank("export"):
+            export_model(replace(source, config=config, checkpoint=checkpoint), tmp_path / "out")
+
+    dlrm, towers = served["dlrm"][0].checkpoint, served["towers_in_a_batch"][0].checkpoint
+    with pytest.raises(CheckpointError, match=r"is \(8,\) torch.float32 in .* but \(16,\)"):
+        exported("dlrm", dlrm, dim=16)
+    with pytest.raises(CheckpointError, match="build the model with the tables"):
+        exported("dlrm", towers)
+    # Names and shapes are equal, and what the towers give isn't.
+    with pytest.raises(CheckpointError, match=r"model\.temperature was 0\.5 when .* says 2\.0"):
+        exported("towers_in_a_batch", towers, temperature=2.0)
+    with pytest.raises(CheckpointError, match=r"has no \.metadata; give the folder of a finished"):
+        exported("dlrm", tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_serves_worse_leaves_nothing(
+    served: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = served["dlrm"][0]
+    with pytest.raises(ConfigError, match="exists and isn't an empty folder"), only_rank("export"):
+        export_model(source, served["dlrm"][1])
+
+    def damaged(model: nn.Module) -> nn.Module:
+        quantized = quantize_(model)
+        for name, buffer in quantized.named_buffers():
+            if "embedding_bags" in name:
+                buffer.copy_(buffer.flip(0))
+        return quantized
+
+    monkeypatch.setattr("torchrec_2dsp.programs.export.export.quantize_", damaged)
+    said = r"ne is .* as trained and .* as served, worse by"
+    with pytest.raises(ExportError, match=said), only_rank("export"):
+        export_model(source, tmp_path / "out", max_loss=0.0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_of_another_kind_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="a Linear can't be exported"):
+        served_tables(nn.Linear(2, 2))

@@ -1,0 +1,85 @@
+"""`export`: turns a checkpoint into a model that serves, and shows what that costs in quality."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from torchrec_2dsp.programs.cli.errors import shown_errors
+
+if TYPE_CHECKING:
+    from torchrec_2dsp.programs.export.folder import ExportRecord
+
+
+def export(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN|CHECKPOINT",
+            help="The output.folder of a training program, or a checkpoint.",
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Write the model here; a new folder.")
+    ],
+    config: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME|FILE", help="The config that a CHECKPOINT was trained by; none for a RUN."
+        ),
+    ] = "",
+    only: Annotated[
+        str, typer.Option(metavar="RUN", help="Which run of the config, if it has several.")
+    ] = "",
+    max_loss: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            metavar="NUMBER",
+            help="How much worse the config's metric (usually NE) of the served model may be.",
+        ),
+    ] = 0.001,
+) -> None:
+    """Write a trained model as one that serves without this package, with int8 tables.
+
+    It is compared with the trained model on the held-out batches of the config.
+    """
+    with shown_errors():
+        _export(source, output, config, only, max_loss)
+
+
+def _export(path: Path, output: Path, config: str, only: str, max_loss: float) -> None:
+    from torchrec_2dsp.programs.export.export import check_output, export_model
+    from torchrec_2dsp.programs.export.source import ExportSource
+    from torchrec_2dsp.programs.launch.world import only_rank, quiet_upstream
+
+    quiet_upstream()
+    check_output(output)
+    source = ExportSource.find(path, config=config, run=only)
+    with only_rank("export"):
+        record = export_model(source, output, max_loss=max_loss)
+    show_export(record, Console())
+    Console().print(f"wrote {output}", soft_wrap=True, highlight=False)
+
+
+def show_export(record: "ExportRecord", console: Console) -> None:
+    """Print the metrics of both models, and how far their scores are apart."""
+    table = Table("metric", box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False)
+    table.add_column("as trained", justify="right")
+    table.add_column("as served", justify="right")
+    for name, value in record.trained.items():
+        table.add_row(Text(name), f"{value:.6f}", f"{record.served[name]:.6f}")
+    console.print(table)
+    megabytes = record.table_bytes / 1e6, record.served_table_bytes / 1e6
+    console.print(
+        Text(
+            f"{record.num_samples:,} held-out samples; the largest difference of two scores is "
+            f"{record.largest_difference:.2e}. {record.metric} is worse by {record.worse_by:.2e}, "
+            f"and may be by {record.max_loss:g}. Tables: {megabytes[0]:,.2f} MB trained, "
+            f"{megabytes[1]:,.2f} MB served."
+        )
+    )

@@ -1,0 +1,146 @@
+"""`export_model`: a trained model, written to a folder that serves without this package."""
+
+import os
+import shutil
+from pathlib import Path
+
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from torchrec_2dsp.comms.mesh_groups import world_group
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.data.dataset import Dataset
+from torchrec_2dsp.programs.export.folder import (
+    EXPORT_FILE,
+    FEATURES_FILE,
+    MODEL_FILE,
+    ExportRecord,
+    serving_inputs,
+    write_encoding,
+)
+from torchrec_2dsp.programs.export.quality import (
+    HeldOut,
+    Measured,
+    check_loss,
+    check_script,
+    largest_difference,
+    measure,
+    request_of,
+    scores_of,
+)
+from torchrec_2dsp.programs.export.serving import (
+    load_script,
+    quantize_,
+    served_tables,
+    serving_script,
+)
+from torchrec_2dsp.programs.export.source import ExportSource
+from torchrec_2dsp.programs.export.trained import trained_model
+from torchrec_2dsp.programs.models.kinds import dataset_for
+from torchrec_2dsp.programs.train.environment import environment
+
+DEFAULT_MAX_LOSS = 0.001
+"""How much worse a metric of the served model may be, unless a user says something else."""
+
+
+def export_model(
+    source: ExportSource, output: Path, *, max_loss: float = DEFAULT_MAX_LOSS
+) -> ExportRecord:
+    """Export a trained model; `torch.distributed` must be initialised, with a single rank.
+
+    The folder appears as a whole, when the file has been read again, scores as it should, and is
+    good enough.
+
+    Args:
+        source: the run and its checkpoint.
+        output: the folder, which mustn't exist or must be empty.
+        max_loss: how much worse the config's metric may be than that of the trained model.
+
+    Returns:
+        How the two compare, which is also in export.json.
+
+    Raises:
+        ConfigError: the folder is there already, or there are no held-out samples.
+        CheckpointError: the checkpoint didn't finish, is damaged, or is another model's.
+        UnsupportedError: it isn't known how models of this kind are served.
+        ExportError: the served model is worse than ``max_loss`` allows.
+    """
+    check_output(output)
+    config = source.config
+    dataset = config.data.dataset()
+    model = trained_model(source, dataset)
+    draft = output.with_name(f"{output.name}.draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    try:
+        record = _written(source, dataset, model, draft, max_loss)
+        os.replace(draft, output)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return record
+
+
+def check_output(output: Path) -> None:
+    """Raise `ConfigError` if a model can't be written to a folder, before any work."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"--output {output} exists and isn't an empty folder; use another")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {output} can't be written: {error.strerror}") from error
+
+
+def _written(
+    source: ExportSource, dataset: Dataset, model: nn.Module, folder: Path, max_loss: float
+) -> ExportRecord:
+    """Write all files, and read the model's again to compare it with the trained one."""
+    config, group = source.config, world_group()
+    tables = served_tables(model)
+    batches = HeldOut(config, dataset_for(config.model, dataset))
+    trained = measure(model, batches, tables, config, group)
+    table_bytes = _table_bytes(tables)
+    quantized = quantize_(model)
+    served = measure(quantized, batches, tables, config, group)
+    serving_script(quantized, tables).save(str(folder / MODEL_FILE))
+    script = load_script(folder / MODEL_FILE)
+    check_script(scores_of(script, batches, tables), served.scores)
+    outputs = tuple(script(*request_of(next(iter(batches)), tables)))
+    serving_inputs(config, tables, dataset.num_dense, outputs).save(folder / FEATURES_FILE)
+    write_encoding(config, folder)
+    record = _record(source, trained, served, max_loss, table_bytes, quantized)
+    record.save(folder / EXPORT_FILE)
+    return record
+
+
+def _record(
+    source: ExportSource,
+    trained: Measured,
+    served: Measured,
+    max_loss: float,
+    table_bytes: int,
+    quantized: nn.Module,
+) -> ExportRecord:
+    metric = source.config.metric
+    worse_by = check_loss(metric, trained.metrics[metric], served.metrics[metric], max_loss)
+    return ExportRecord(
+        run=source.run,
+        checkpoint=str(source.checkpoint),
+        num_samples=sum(scores.numel() for scores in trained.scores),
+        largest_difference=largest_difference(trained.scores, served.scores),
+        trained=trained.metrics,
+        served=served.metrics,
+        metric=metric,
+        worse_by=worse_by,
+        max_loss=max_loss,
+        table_bytes=table_bytes,
+        served_table_bytes=sum(
+            buffer.nbytes
+            for name, buffer in quantized.named_buffers()
+            if ".embedding_bags." in name
+        ),
+        environment=environment(),
+    )
+
+
+def _table_bytes(tables: list[EmbeddingBagConfig]) -> int:
+    return sum(table.num_embeddings * table.embedding_dim * 4 for table in tables)

@@ -1,0 +1,158 @@
+"""`ServingInputs`, `ExportRecord` and `write_encoding`: what lies beside an exported model."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import tomli_w
+from pydantic import ConfigDict
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from torchrec_2dsp.programs.config.config_file import with_absolute_paths
+from torchrec_2dsp.programs.config.json_file import JsonFile
+from torchrec_2dsp.programs.config.sections import Section
+from torchrec_2dsp.programs.data.logs.config import LogConfig
+from torchrec_2dsp.programs.train.config import TrainConfig
+
+MODEL_FILE, FEATURES_FILE, EXPORT_FILE = "model.pt", "features.json", "export.json"
+"""The model, what it takes, and how it compares with what was trained."""
+DATA_FILE, PREPARED_FOLDER = "data.toml", "prepared"
+"""How values of a log become ids: the section of the config, and what was prepared for it."""
+_ENCODING_FILES = ("vocabulary_*.parquet", "scales.json")
+
+
+class ServedFeature(Section):
+    """A sparse feature of a request."""
+
+    name: str
+    """The feature's name in the data."""
+
+    table: str
+    """The table that its ids are rows of."""
+
+    num_rows: int
+    """How many rows the table has: ids are 0 to ``num_rows - 1``."""
+
+    dim: int
+    """The embedding dimension."""
+
+
+class ServingInputs(JsonFile):
+    """What an exported model takes, and what it gives."""
+
+    what_it_is: ClassVar[str] = "the features.json of an exported model"
+
+    format: Literal[1] = 1
+    """The format of this file."""
+
+    kind: str
+    """The kind of model."""
+
+    num_dense: int
+    """How many dense features a sample has."""
+
+    dense: tuple[str, ...]
+    """The columns of a log that they are, in their order; empty for data without columns."""
+
+    features: tuple[ServedFeature, ...]
+    """The sparse features, in the order in which a request gives their ids."""
+
+    outputs: tuple[str, ...]
+    """The names of the tensors that the model gives."""
+
+
+class ExportRecord(JsonFile):
+    """How an exported model compares with the one that was trained."""
+
+    what_it_is: ClassVar[str] = "the export.json of an exported model"
+    # A model that diverged has figures for which JSON has no numbers.
+    model_config = ConfigDict(ser_json_inf_nan="strings")
+
+    format: Literal[1] = 1
+    """The format of this file."""
+
+    run: str
+    """The run's name in its config."""
+
+    checkpoint: str
+    """The folder of the checkpoint."""
+
+    num_samples: int
+    """On how many held-out samples the models were compared."""
+
+    largest_difference: float
+    """The largest difference between two scores of a sample."""
+
+    trained: dict[str, float]
+    """The metrics of the model as it was trained."""
+
+    served: dict[str, float]
+    """The metrics of the model as it serves."""
+
+    metric: str
+    """The metric that was bounded."""
+
+    worse_by: float
+    """How much worse the served model is by this metric; negative if it is better."""
+
+    max_loss: float
+    """How much worse it was allowed to be."""
+
+    table_bytes: int
+    """The bytes of the tables as they were trained."""
+
+    served_table_bytes: int
+    """The bytes of the tables as they serve."""
+
+    environment: dict[str, str]
+    """The versions of the packages that made the file."""
+
+
+def serving_inputs(
+    config: TrainConfig,
+    tables: list[EmbeddingBagConfig],
+    num_dense: int,
+    outputs: tuple[str, ...],
+) -> ServingInputs:
+    """The content of features.json."""
+    columns: Any = getattr(config.data, "dense", ())
+    return ServingInputs(
+        kind=config.model.kind,
+        num_dense=num_dense,
+        dense=tuple(column.column for column in columns) if num_dense else (),
+        features=tuple(
+            ServedFeature(
+                name=name, table=table.name, num_rows=table.num_embeddings, dim=table.embedding_dim
+            )
+            for table in tables
+            for name in table.feature_names
+        ),
+        outputs=outputs,
+    )
+
+
+def write_encoding(config: TrainConfig, folder: Path) -> None:
+    """Write how values of a log become ids, if the data is a log: its section of the config, and
+    copies of the vocabularies and scales that it uses."""
+    data = config.data
+    if not isinstance(data, LogConfig):
+        return
+    section: dict[str, Any] = _without_none(with_absolute_paths(config)["data"])
+    if data.prepared:
+        section["prepared"] = PREPARED_FOLDER
+        copies = folder / PREPARED_FOLDER
+        copies.mkdir()
+        for pattern in _ENCODING_FILES:
+            for path in sorted(Path(data.prepared).glob(pattern)):
+                shutil.copyfile(path, copies / path.name)
+    (folder / DATA_FILE).write_text(tomli_w.dumps({"data": section}))
+
+
+def _without_none(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree without the values for which TOML has no word."""
+    return {
+        key: _without_none(value) if isinstance(value, Mapping) else value
+        for key, value in tree.items()
+        if value is not None
+    }

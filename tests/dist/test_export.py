@@ -10,23 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from tests.support.exporting import plain_scores, quantized_by_hand, stock_model
 from tests.support.patience import patient
 from tests.support.ranks import RankPool
 from torchrec_2dsp.errors import CheckpointError, ConfigError, ExportError, UnsupportedError
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.export.export import export_model
 from torchrec_2dsp.programs.export.folder import ExportRecord
-from torchrec_2dsp.programs.export.quality import HeldOut, request_of
+from torchrec_2dsp.programs.export.quality import HeldOutBatches, request_of
 from torchrec_2dsp.programs.export.serving import load_script, quantize_, served_tables
 from torchrec_2dsp.programs.export.source import ExportSource
 from torchrec_2dsp.programs.launch.world import only_rank
-from torchrec_2dsp.programs.models.kinds import build_any_model, dataset_for
-from torchrec_2dsp.programs.models.splits import split_
+from torchrec_2dsp.programs.models.kinds import dataset_for
 from torchrec_2dsp.programs.train.config import TrainConfig
-from torchrec_2dsp.programs.train.datasets import shape_of
 from torchrec_2dsp.programs.train.program import train
 from torchrec_2dsp.programs.train.run_folder import RunFolder
 
@@ -98,33 +96,6 @@ def served(trained: tuple[Path, Any]) -> dict[str, tuple[ExportSource, Path, Exp
     return exports
 
 
-def quantized_by_hand(weight: torch.Tensor) -> torch.Tensor:
-    """A table after a round trip through eight bits, written down in plain arithmetic."""
-    low = weight.amin(dim=1, keepdim=True).half().float()
-    scale = ((weight.amax(dim=1, keepdim=True) - low) / 255).half().float()
-    return (torch.round((weight - low) / scale)).clamp(0, 255) * scale + low
-
-
-def stock_model(source: ExportSource) -> nn.Module:
-    """The trained model as TorchRec and torch alone load it."""
-    config = source.config
-    run = config.runs[source.run]
-    model = build_any_model(shape_of(config.data, config.data.dataset()), config.model)
-    split_(model, run.splits, run.split_threshold)
-    state = {"model": model.state_dict()}
-    dcp.load(state, checkpoint_id=source.checkpoint, no_dist=True)
-    return model.eval().requires_grad_(False)
-
-
-def plain_scores(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The scores of a batch, by the model's own parts."""
-    whole: Any = model
-    if hasattr(whole, "user_tower"):
-        users, items = whole.vectors(batch.sparse_features, batch.dense_features)
-        return (users * items).sum(dim=1)
-    return whole.model(batch.dense_features, batch.sparse_features).squeeze(1)
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("cell", CELLS)
 def test_the_file_scores_as_tables_of_eight_bits_do(
@@ -132,7 +103,7 @@ def test_the_file_scores_as_tables_of_eight_bits_do(
 ) -> None:
     source, output, record = served[cell]
     model = stock_model(source)
-    held_out = HeldOut(
+    held_out = HeldOutBatches(
         source.config, dataset_for(source.config.model, source.config.data.dataset())
     )
     batches = list(held_out)

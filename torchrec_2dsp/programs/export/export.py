@@ -19,8 +19,8 @@ from torchrec_2dsp.programs.export.folder import (
     write_encoding,
 )
 from torchrec_2dsp.programs.export.quality import (
-    HeldOut,
-    Measured,
+    HeldOutBatches,
+    ServedQuality,
     check_loss,
     check_script,
     largest_difference,
@@ -96,7 +96,7 @@ def _written(
     """Write all files, and read the model's again to compare it with the trained one."""
     config, group = source.config, world_group()
     tables = served_tables(model)
-    batches = HeldOut(config, dataset_for(config.model, dataset))
+    batches = HeldOutBatches(config, dataset_for(config.model, dataset))
     trained = measure(model, batches, tables, config, group)
     table_bytes = _table_bytes(tables)
     quantized = quantize_(model)
@@ -114,8 +114,8 @@ def _written(
 
 def _record(
     source: ExportSource,
-    trained: Measured,
-    served: Measured,
+    trained: ServedQuality,
+    served: ServedQuality,
     max_loss: float,
     table_bytes: int,
     quantized: nn.Module,

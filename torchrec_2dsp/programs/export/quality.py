@@ -28,7 +28,7 @@ Request = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """What a served model is given: dense features, values and lengths."""
 
 
-class HeldOut:
+class HeldOutBatches:
     """The held-out batches of a config, as often as they are asked for."""
 
     def __init__(self, config: TrainConfig, dataset: Dataset) -> None:
@@ -56,7 +56,7 @@ def request_of(batch: Batch, tables: list[EmbeddingBagConfig]) -> Request:
 
 
 def scores_of(
-    model: Callable[..., Scores], batches: HeldOut, tables: list[EmbeddingBagConfig]
+    model: Callable[..., Scores], batches: HeldOutBatches, tables: list[EmbeddingBagConfig]
 ) -> list[torch.Tensor]:
     """The scores that a module gives the samples of each batch."""
     with torch.no_grad():
@@ -64,7 +64,7 @@ def scores_of(
 
 
 @dataclass(frozen=True)
-class Measured:
+class ServedQuality:
     """A model's answers to the held-out batches."""
 
     scores: list[torch.Tensor]
@@ -76,11 +76,11 @@ class Measured:
 
 def measure(
     model: nn.Module,
-    batches: HeldOut,
+    batches: HeldOutBatches,
     tables: list[EmbeddingBagConfig],
     config: TrainConfig,
     group: dist.ProcessGroup,
-) -> Measured:
+) -> ServedQuality:
     """Evaluate a model that isn't sharded, with or without quantised tables.
 
     Args:
@@ -104,7 +104,7 @@ def measure(
     if not has_clicks(config.model):
         metrics = {"loss": metrics["loss"]}
     rankings = ranking_metrics(model, batches, ranking_of(config.model), group)
-    return Measured(scores, {**metrics, **rankings})
+    return ServedQuality(scores, {**metrics, **rankings})
 
 
 def largest_difference(one_way: list[torch.Tensor], other_way: list[torch.Tensor]) -> float:

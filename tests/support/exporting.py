@@ -1,4 +1,4 @@
-"""The counterparts of an exported model: tables of eight bits in plain arithmetic, a stock model."""
+"""What an exported model is compared with: tables of eight bits by hand, and a stock model."""
 
 from typing import Any
 

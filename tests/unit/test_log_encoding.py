@@ -20,6 +20,7 @@ from tests.support.logs import (
     table_config,
     write_log,
 )
+from tests.support.real_logs import REAL_LOGS
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.config.config_file import load_config, make_config
 from torchrec_2dsp.programs.data.dataset import Split
@@ -33,7 +34,7 @@ from torchrec_2dsp.programs.data.logs.prepared import Moments
 from torchrec_2dsp.programs.data.logs.sections import AvazuConfig, CriteoConfig, TableConfig
 from torchrec_2dsp.programs.data.logs.values import texts_of
 
-HEADS = Path("/work/shared/data/criteo_avazu_head")
+HEADS = REAL_LOGS / "criteo_avazu_head"
 needs_heads = pytest.mark.skipif(not HEADS.exists(), reason="the heads of the logs aren't here")
 
 

@@ -11,13 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.support.logs import global_batches
+from tests.support.real_logs import REAL_LOGS
 from torchrec_2dsp.errors import ConfigError, InputError
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.logs.sections import InteractionsConfig
 from torchrec_2dsp.programs.data.logs.sequence_data import SequenceData
 
-MOVIES = Path("/work/shared/data/movielens100k/ml-100k.inter")
+MOVIES = REAL_LOGS / "movielens100k/ml-100k.inter"
 Interaction = tuple[str, str, int]
 
 

@@ -4,7 +4,6 @@ The log is MovieLens-100K, which isn't part of this project: the test runs where
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from tests.support.real_logs import REAL_LOGS
 from torchrec_2dsp.optim.moment_scaled import MomentScaledRowWiseAdaGradOptimizer
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.synthetic_sequences import SequenceFeature
@@ -20,7 +20,7 @@ from torchrec_2dsp.programs.models.kinds import build_any_model, dataset_for
 from torchrec_2dsp.programs.models.ranking import RankingQuality, places_of, rank_all_items
 from torchrec_2dsp.programs.models.sequence.config import SequenceModelConfig
 
-LOG = Path("/work/shared/data/movielens100k/ml-100k.inter")
+LOG = REAL_LOGS / "movielens100k/ml-100k.inter"
 MAX_LENGTH, BATCH, STEPS = 32, 64, 160
 
 Sequences = list[NDArray[np.int64]]

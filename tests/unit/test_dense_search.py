@@ -64,7 +64,7 @@ def test_ddp_sends_all_gradients_in_a_ring() -> None:
 
 @pytest.mark.parametrize(("num_copies", "gathered", "summed"), [(1, 2 * 3 / 4, 3 / 4), (2, 0, 1)])
 def test_shards_gather_weights_twice(num_copies: int, gathered: float, summed: float) -> None:
-    """With a copy in each host, gradients alone travel between them: half of each rank's share,
+    """Where each host has a copy, gradients alone travel between them: half of each rank's share,
     twice, by both ranks of a host."""
     sharded = plan(DenseKind.FULLY_SHARDED, num_copies=num_copies)
     cost = MODEL.step_cost(WORK, sharded, BATCH)

@@ -27,7 +27,7 @@ def test_each_cell_is_in_a_hand(count: int) -> None:
 
 
 def test_a_hand_has_some_of_every_factor() -> None:
-    """Of the parity matrix each third has every mesh, kind of bag, and method."""
+    """Each third of the parity matrix has every mesh, kind of bag, and method."""
     cells = [(mesh, bags, method) for mesh in range(4) for bags in range(3) for method in range(3)]
     for number in range(NUM_HANDS):
         assert [len({cell[place] for cell in hand_of(cells, number)}) for place in range(3)] == [

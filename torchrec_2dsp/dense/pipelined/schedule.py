@@ -31,13 +31,13 @@ class Work:
     """One piece of work of a rank."""
 
     kind: WorkKind
-    """What is done."""
+    """The kind of work."""
 
     stage: int
-    """In which stage."""
+    """The stage that it is done in."""
 
     micro_batch: int
-    """With which micro-batch."""
+    """The micro-batch that it is done with."""
 
 
 @dataclass(frozen=True)

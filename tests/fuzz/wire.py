@@ -20,7 +20,8 @@ from tests.fuzz.case import Case, TableCase
 from tests.fuzz.noise import Noise
 
 _BY_HOST = ("table_row_wise", "grid_shard")
-_BY_OWNER = ("row_wise", *_BY_HOST)
+BY_OWNER = ("row_wise", *_BY_HOST)
+"""Shardings that deal the rows of a column to several ranks, each of which sums a part of a bag."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class TableWire:
     def _divides_late(self) -> bool:
         """Whether bags of a mean travel as sums."""
         is_mean = self.is_bags and self.table.pooling == "mean"
-        return is_mean and (self.table.sharding in _BY_OWNER or self.table.hot != "none")
+        return is_mean and (self.table.sharding in BY_OWNER or self.table.hot != "none")
 
     def _sent(self, values: torch.Tensor) -> torch.Tensor:
         if self.num_ranks == 1:

@@ -52,8 +52,11 @@ endif
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
 
-demo: $(INSTALLED)  ## train a small model on 4 local ranks
-	$(BIN)/torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp train --config demo
+demo: $(INSTALLED)  ## train a small model on 4 local ranks; see what is gained on a slow network
+	$(BIN)/torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp train --config demo --set output.folder=runs/demo
+	$(BIN)/torchrec-2dsp cluster --if-permitted --hosts 2 --ranks-per-host 2 --link 200mbit -- \
+	  -m torchrec_2dsp bench --config demo_gain --output runs/demo/gain.md
+	$(BIN)/torchrec-2dsp report runs/demo
 
 bench: $(INSTALLED)  ## compare ways to train on 4 local ranks, in under 3 minutes
 	$(BIN)/torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp bench --config bench

@@ -21,6 +21,12 @@ def cluster(
     delay_ms: Annotated[float, typer.Option(help="Delay one way, if the kernel can.")] = 0.0,
     timeout: Annotated[float, typer.Option(help="Seconds for the command.")] = 3600.0,
     check: Annotated[bool, typer.Option("--check", help="Measure the links first.")] = False,
+    if_permitted: Annotated[
+        bool,
+        typer.Option(
+            "--if-permitted", help="Where no cluster can be emulated, say why and leave it at that."
+        ),
+    ] = False,
 ) -> None:
     """Run a Python command on hosts emulated by network namespaces, one torchrun on each.
 
@@ -30,10 +36,14 @@ def cluster(
     """
     from torchrec_2dsp.programs.cluster.emulated_cluster import EmulatedCluster, Terminated
     from torchrec_2dsp.programs.cluster.errors import ClusterError, CommandFailed
+    from torchrec_2dsp.programs.cluster.kernel import available
     from torchrec_2dsp.programs.cluster.self_check import check_links
 
     if not command and not check:
         _fail("nothing to do; give a command after `--`, or --check", 2)
+    if if_permitted and (refusal := available()):
+        print(f"no cluster can be emulated here, so this is left out: {refusal}", file=sys.stderr)
+        return
     try:
         with EmulatedCluster(hosts, ranks_per_host, link, delay_ms=delay_ms) as emulated:
             print(emulated.describe(), file=sys.stderr)

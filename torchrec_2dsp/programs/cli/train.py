@@ -88,7 +88,8 @@ def _train(
     quiet_upstream()
     config = load_config(TrainConfig, name, overrides).only(only)
     resume, profiled = Resume.of(resumed), ProfiledSteps.of(profile) if profile else None
-    with launched_world(config.loop.device, "train") as rank:
+    loop = config.loop
+    with launched_world(loop.device, "train", loop.timeout_s) as rank:
         if rank != 0:
             train_runs(config, resume=resume, profiled=profiled)
             return

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """The parameters of glibc's ``mallopt`` that are set."""
 _LARGEST_KEPT_BYTES = 32 * 2**20
 """The most that glibc can keep."""
+DEFAULT_TIMEOUT_S = 1800.0
+"""How long a rank may keep the others waiting, which is gloo's default, too."""
 _SET_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -32,11 +35,18 @@ def check_launched(command: str) -> None:
 
 
 @contextmanager
-def launched_world(device: str, command: str) -> Iterator[int]:
+def launched_world(
+    device: str, command: str, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> Iterator[int]:
     """Join the ranks that torchrun started; the value is this rank.
 
     The world is left in order after a success. After an error it is left as it is: a rank that
     waited here for peers that failed would hide the error.
+
+    Args:
+        device: where ranks compute: ``"cpu"`` or ``"cuda"``.
+        command: the program's name, for its errors.
+        timeout_s: how many seconds a rank may keep the others waiting.
 
     Collectives:
         Makes the world's process group; a barrier at the end.
@@ -45,7 +55,8 @@ def launched_world(device: str, command: str) -> Iterator[int]:
     keep_freed_memory()
     if device == "cuda":
         torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     yield dist.get_rank()
     leave_world()
 

@@ -46,6 +46,10 @@ class LoopConfig(Section):
     device: Literal["cpu", "cuda"] = "cpu"
     """The device on which each rank computes."""
 
+    timeout_s: float = Field(default=1800, gt=0)
+    """How many seconds a rank may keep the others waiting before all of them give up, and name it.
+    What one rank does alone, such as making a vocabulary, has to be done in time."""
+
     tensorboard_dir: str = ""
     """The folder of TensorBoard scalars; empty for none."""
 

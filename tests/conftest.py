@@ -11,7 +11,14 @@ import pytest
 from hypothesis import settings
 
 from tests.support.ranks import RankPool
-from tests.support.slices import Deal, hand_of, parse_slice, slice_of
+from tests.support.slices import (
+    NUM_HANDS,
+    NUM_HANDS_OF_FILES,
+    Deal,
+    hand_of,
+    parse_slice,
+    slice_of,
+)
 
 # The same examples in every run, however slow the machine is.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -45,8 +52,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--slow-slice",
         metavar="K/N",
-        help="of the tests marked `slow` run one slice only, and a third of the cells of long "
-        "matrices; `commit/N`: those of the commit",
+        help="of the tests marked `slow` run one slice only, of long matrices a sixth of the "
+        "cells, of long files a third of the tests; `commit/N`: those of the commit",
     )
 
 
@@ -67,19 +74,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item.nodeid for item in items if item.get_closest_marker("slow")]
         number, count = parse_slice(text)
         left_out = set(slow) - slice_of(slow, number, count)
-        matrices: dict[str, list[str]] = defaultdict(list)
+        matrices: dict[tuple[str, int], list[str]] = defaultdict(list)
         for item in items:
-            if item.get_closest_marker("dealt"):
-                matrices[item.nodeid.partition("[")[0]].append(item.nodeid)
-        for cells in matrices.values():
-            left_out |= set(cells) - set(hand_of(cells, number))
+            if item.get_closest_marker("dealt_file"):
+                file = item.nodeid.partition("::")[0]
+                matrices[file, NUM_HANDS_OF_FILES].append(item.nodeid)
+            elif item.get_closest_marker("dealt"):
+                matrices[item.nodeid.partition("[")[0], NUM_HANDS].append(item.nodeid)
+        for (_, num_hands), cells in matrices.items():
+            left_out |= set(cells) - set(hand_of(cells, number, num_hands))
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
         items[:] = [item for item in items if item.nodeid not in left_out]
 
 
 @pytest.fixture(scope="session")
 def dealt(pytestconfig: pytest.Config) -> Deal:
-    """Deals the cells of a long matrix: a third of them where slow tests run in slices."""
+    """Deals the cells of a long matrix: a sixth of them where slow tests run in slices."""
     text = pytestconfig.getoption("--slow-slice")
     if not text:
         return lambda cells: [*cells]

@@ -21,6 +21,8 @@ from torchrec_2dsp.errors import CheckpointError, ConfigError
 from torchrec_2dsp.parallel.checkpoint import group as groups, load_checkpoint, save_checkpoint
 from torchrec_2dsp.parallel.checkpoint.writer import ChecksumWriter
 
+pytestmark = pytest.mark.dealt_file
+
 SAVED_STEPS = (1, 4)
 STEPS = 7
 TRAINED_MEANWHILE = 2

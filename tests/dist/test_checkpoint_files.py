@@ -33,6 +33,8 @@ from tests.support.parity import Cell, make_oracle
 from tests.support.ranks import RankPool
 from torchrec_2dsp.parallel.checkpoint import group as groups, load_checkpoint, save_checkpoint
 
+pytestmark = pytest.mark.dealt_file
+
 BIG = ModelSpec(tables=tuple(TableSpec(f"t{n}", 6000 + n, 16, (f"f{n}",)) for n in range(4)))
 
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import product
 
+import pytest
 import torch
 
 import torchrec_2dsp as tdsp
@@ -10,6 +11,8 @@ from tests.support.loops import Tensors, largest_gap, make_stream, train
 from tests.support.models import ModelSpec, TableSpec
 from tests.support.parity import TOLERANCE, Cell, run_cells
 from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.dealt_file
 
 ONE_ROW_FIRST = ModelSpec((TableSpec("t0", 1, 4, ("f0",)), TableSpec("t1", 8, 8, ("f1",))))
 TWO_ROWS_FIRST = ModelSpec((TableSpec("t0", 2, 4, ("f0",)), TableSpec("t1", 8, 8, ("f1", "f2"))))

@@ -26,6 +26,8 @@ from tests.support.parity import make_sharder
 from tests.support.ranks import RankPool
 from torchrec_2dsp.errors import ConfigError
 
+pytestmark = pytest.mark.dealt_file
+
 ROUNDING = 1e-6
 OPTIONS: dict[str, dict[str, Any]] = {
     "all at once": {},

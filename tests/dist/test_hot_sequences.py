@@ -20,6 +20,8 @@ from tests.support.models import SEQUENCE_TABLES, ModelSpec
 from tests.support.parity import TOLERANCE, Cell, run_cells
 from tests.support.ranks import RankPool
 
+pytestmark = pytest.mark.dealt_file
+
 ONE, TWO = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2)
 SPEC = ModelSpec(SEQUENCE_TABLES, sequence=True)
 SOME = (("t0", (0, 1, 5, 39)), ("t1", (0, 2)))

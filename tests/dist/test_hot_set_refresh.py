@@ -24,6 +24,8 @@ from tests.support.oracle import local_loss
 from tests.support.parity import Cell, compare, make_optimizer, make_oracle
 from tests.support.ranks import RankPool
 
+pytestmark = pytest.mark.dealt_file
+
 TOLERANCE = 1e-6
 ONE, TWO = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2)
 PLANNED = (("t0", (0, 1, 5, 39)), ("t1", (0, 2)))

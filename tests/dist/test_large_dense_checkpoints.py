@@ -14,6 +14,8 @@ from tests.support.parity import make_sharder
 from tests.support.pipelining import close_groups, stack_model, tensor_parallel_plan
 from tests.support.ranks import RankPool
 
+pytestmark = pytest.mark.dealt_file
+
 ROUNDING = 2e-6
 NUM_BEFORE, NUM_AFTER = 2, 2
 KINDS = ("ddp", "sharded", "copied", "split", "pipelined", "interleaved", "both")

@@ -21,6 +21,8 @@ from tests.support.pipelining import (
 )
 from tests.support.ranks import RankPool
 
+pytestmark = pytest.mark.dealt_file
+
 ROUNDING = 1e-6
 """Losses and weights: sums of float32 in another order, over two steps."""
 MOMENT_ROUNDING = 3e-6

@@ -23,6 +23,8 @@ from tests.support.parity import (
 from tests.support.ranks import RankPool
 from tests.support.rounding import RoundingOracle
 
+pytestmark = pytest.mark.dealt_file
+
 ONE, TWO = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2)
 CONTIGUOUS = tdsp.Mesh2D(2, 2, tdsp.RankLayout.CONTIGUOUS)
 SEQUENCE = ModelSpec(SEQUENCE_TABLES, sequence=True)

@@ -29,6 +29,8 @@ from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.plan.serialize import from_json, to_json
 from torchrec_2dsp.programs.data.zipf import Zipf
 
+pytestmark = pytest.mark.dealt_file
+
 TOLERANCE = 1e-6
 ONE, TWO = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2)
 BAGS = (ModelSpec(), ModelSpec(pooling="mean"), ModelSpec(weighted=True), MIXED)

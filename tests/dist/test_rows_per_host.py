@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
+import pytest
 from torchrec.distributed.fbgemm_qcomm_codec import CommType
 
 import torchrec_2dsp as tdsp
@@ -12,6 +13,8 @@ from tests.support.loops import PIPELINES, by_pipelines
 from tests.support.models import MIXED, SEQUENCE_TABLES, ModelSpec
 from tests.support.parity import LR, Cell, run_cells, tolerance_of
 from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.dealt_file
 
 ROWS = Cell(tdsp.Mesh2D(1, 4), exchange="row_per_host")
 BAGS = (ModelSpec(), ModelSpec(pooling="mean"), ModelSpec(weighted=True), MIXED)

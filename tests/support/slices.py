@@ -1,6 +1,7 @@
-"""Which long tests run: all, or a slice of those marked `slow` and a third of others' cells.
+"""Which long tests run: all, or a slice of those marked `slow`, and a hand of each long matrix.
 
-A commit chooses the slice and the third, so that none rots.
+The tests of a long file are a matrix, too. A commit chooses the slice and the hands, so that none
+rots.
 """
 
 from collections.abc import Sequence
@@ -12,8 +13,13 @@ import pytest
 from tests.support.commit import seed_of_commit
 
 Item = TypeVar("Item")
-NUM_HANDS = 3
+NUM_HANDS = 6
 """How many commits it takes at the least until every cell of a dealt matrix has run."""
+NUM_HANDS_OF_FILES = 3
+"""The same for the tests of a file that is dealt as a whole."""
+
+_SHUFFLED = 36
+"""The seed of a shuffle that leaves each sixth of a product of 4, 3 and 3 with all its factors."""
 
 
 class Deal(Protocol):
@@ -44,12 +50,17 @@ def slice_of(names: Sequence[str], number: int, count: int) -> set[str]:
     return set(sorted(names)[number::count])
 
 
-def hand_of(cells: Sequence[Item], number: int) -> list[Item]:
-    """A third of the cells in their order, at least one; each belongs to one third.
+def hand_of(cells: Sequence[Item], number: int, num_hands: int = NUM_HANDS) -> list[Item]:
+    """A hand of the cells in their order, at least one; each cell belongs to a single hand.
 
-    Neighbours have most in common, and every third of a product may lack a factor: cells are
+    Neighbours have most in common, and every sixth of a product may lack a factor: cells are
     shuffled before they are dealt, always alike.
+
+    Args:
+        cells: those of a matrix.
+        number: chooses the hand.
+        num_hands: how many there are, if there are as many cells.
     """
-    places = Random(0).sample(range(len(cells)), len(cells))
-    hand = places[number % min(NUM_HANDS, len(cells)) :: NUM_HANDS] if cells else []
+    places = Random(_SHUFFLED).sample(range(len(cells)), len(cells))
+    hand = places[number % min(num_hands, len(cells)) :: num_hands] if cells else []
     return [cells[place] for place in sorted(hand)]

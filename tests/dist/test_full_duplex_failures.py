@@ -12,6 +12,8 @@ import torch.distributed as dist
 from tests.support.ranks import RankPool, RanksFailed, run_ranks
 from torchrec_2dsp.comms.full_duplex import full_duplex_backend
 
+pytestmark = pytest.mark.dealt_file
+
 TIMEOUT_S = 5
 """Gloo tells of a lost connection at once, unless it was lost in the middle of a message."""
 

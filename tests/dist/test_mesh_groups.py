@@ -24,6 +24,8 @@ from torchrec_2dsp.comms.mesh_groups import MeshGroups, leave_world
 from torchrec_2dsp.comms.peers import Peers
 from torchrec_2dsp.errors import MeshError
 
+pytestmark = pytest.mark.dealt_file
+
 MESHES = [*(Mesh2D(2, 2, layout) for layout in RankLayout), Mesh2D(1, 4), Mesh2D(4, 1)]
 AXES = ("sharding_group", "replica_peers", "hot_rows", "world")
 

@@ -27,6 +27,8 @@ from torchrec_2dsp.programs.models.sequence.config import SequenceModelConfig
 from torchrec_2dsp.programs.models.sequence.layers import SEQUENCE_TENSOR_PLAN, TransformerBlock
 from torchrec_2dsp.programs.models.sequence.model import NextItemModel
 
+pytestmark = pytest.mark.dealt_file
+
 NUM_ITEMS = 50
 ROUNDING = 2e-6
 """Ranks add float32 numbers in another order; weights are below 1, and four steps carry it on."""

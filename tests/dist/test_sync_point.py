@@ -34,6 +34,8 @@ from tests.support.parity import (
 from tests.support.ranks import RankPool
 from torchrec_2dsp.errors import SyncError
 
+pytestmark = pytest.mark.dealt_file
+
 MESH = tdsp.Mesh2D(2, 2)
 EXACT = Cell(MESH)
 HOT = Cell(MESH, sharding="table_wise", hot_rows=(("t0", (0, 1, 5)), ("t1", (0, 2))))

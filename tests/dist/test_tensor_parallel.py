@@ -19,6 +19,8 @@ from tests.support.ranks import RankPool
 from torchrec_2dsp.dense.joint_batch import JointBatch
 from torchrec_2dsp.errors import ConfigError, MeshError, UnsupportedError
 
+pytestmark = pytest.mark.dealt_file
+
 ROUNDING = 1e-6
 PLAN = {"tower.0": ColwiseParallel(), "tower.2": RowwiseParallel()}
 

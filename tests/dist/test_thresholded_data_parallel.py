@@ -23,6 +23,8 @@ from tests.support.parity import Cell
 from tests.support.ranks import RankPool
 from tests.support.thresholding import ThresholdOracle
 
+pytestmark = pytest.mark.dealt_file
+
 ROUNDING = 2e-6
 """A few float32 roundings of weights below 1: the reference adds in float64."""
 

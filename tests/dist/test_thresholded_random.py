@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchrec_2dsp as tdsp
 from tests.support.ranks import RankPool
+from tests.support.slices import Deal
 from torchrec_2dsp.codecs.flat import FlatCodec
 from torchrec_2dsp.codecs.threshold import ThresholdRule
 from torchrec_2dsp.dense.gradient_route import GradientRoute
@@ -167,10 +168,10 @@ def gradient_of(layer: nn.Parameter) -> torch.Tensor:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_nothing_is_lost_whatever_is_sent(
-    ranks2: RankPool, ranks4: RankPool, num_ranks: int
+    ranks2: RankPool, ranks4: RankPool, num_ranks: int, dealt: Deal
 ) -> None:
     pool = ranks2 if num_ranks == 2 else ranks4
-    seeds = list(range(1_000 * num_ranks, 1_000 * num_ranks + 40))
+    seeds = dealt(range(1_000 * num_ranks, 1_000 * num_ranks + 40))
     ranks = pool.run(run_cases, seeds)
     for of_ranks in zip(*ranks, strict=True):
         seed = of_ranks[0].seed

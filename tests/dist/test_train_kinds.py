@@ -22,6 +22,8 @@ from torchrec_2dsp.programs.data.dataset import DatasetFeature
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
 
+pytestmark = pytest.mark.dealt_file
+
 LOOP = {"steps": 5, "global_batch_size": 16, "eval_steps": 2, "eval_every": 3, "report_every": 2}
 RUNS: dict[str, Any] = {
     "one_group": {},

@@ -17,6 +17,8 @@ from torchrec_2dsp.programs.models.splits import split_
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
 
+pytestmark = pytest.mark.dealt_file
+
 TINY: dict[str, Any] = {
     "data": {
         "num_dense": 3,

@@ -13,6 +13,8 @@ from tests.support.oracle import local_loss
 from tests.support.parity import LR, Cell, compare, make_optimizer
 from tests.support.ranks import RankPool, RanksFailed
 
+pytestmark = pytest.mark.dealt_file
+
 LARGE = ModelSpec((TableSpec("t0", 1600, 8, ("f0",)), TableSpec("t1", 960, 16, ("f1", "f2"))))
 """Few of its rows are in a batch, so that they travel alone under `WeightSync`, too."""
 HOT_ROWS = (("t0", (0, 1, 5)), ("t1", (0, 2)))

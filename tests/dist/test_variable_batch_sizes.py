@@ -26,6 +26,8 @@ from tests.support.ranks import RankPool
 from tests.support.variable_batches import changed, make_variable_batch, written_out
 from torchrec_2dsp.comms.counting import count_collectives
 
+pytestmark = pytest.mark.dealt_file
+
 SUM, MEAN, WEIGHTED = ModelSpec(), ModelSpec(pooling="mean"), ModelSpec(weighted=True)
 SEQUENCES = ModelSpec(SEQUENCE_TABLES, sequence=True)
 MESHES = (tdsp.Mesh2D(2, 2), tdsp.Mesh2D(1, 4), tdsp.Mesh2D(4, 1))

@@ -15,6 +15,8 @@ from tests.support.ranks import RankPool, RanksFailed
 from torchrec_2dsp.plan.sync_policy import SyncPolicy
 from torchrec_2dsp.replicas import average_transfer
 
+pytestmark = pytest.mark.dealt_file
+
 LARGE = ModelSpec(
     (
         TableSpec("t0", 1600, 8, ("f0",)),

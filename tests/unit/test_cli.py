@@ -58,3 +58,17 @@ def test_the_command_asks_for_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 2
     assert "RANK is not set, so torchrun didn't start this process" in result.stderr
     assert "torchrun --standalone" in result.stderr
+
+
+def test_a_cluster_that_cannot_be_is_left_out_if_the_user_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "torchrec_2dsp.programs.cluster.kernel.available", lambda: "network namespaces need root"
+    )
+    options = ["cluster", "--if-permitted", "--", "no_such_script.py"]
+    result = CliRunner().invoke(app, options)
+    assert result.exit_code == 0
+    assert result.stderr == (
+        "no cluster can be emulated here, so this is left out: network namespaces need root\n"
+    )

@@ -43,6 +43,7 @@ def test_every_run_is_a_config_of_a_program() -> None:
         "bench_sync": SyncBenchConfig,
         "demo": TrainConfig,
         "dense_async_quality": TrainConfig,
+        "dense_async_sequences": TrainConfig,
         "dense_quality": TrainConfig,
         "fewer_bits_quality": TrainConfig,
         "plan": PlanConfig,
@@ -123,5 +124,5 @@ def test_every_command_with_a_config_takes_names(
     assert "error: 'dmo' is no file, and no config of that name ships" in result.stderr
     assert (
         "bench_criteo, bench_dense, bench_sequences, bench_sync, demo, dense_async_quality, "
-        "dense_quality, fewer_bits_quality, plan" in result.stderr
+        "dense_async_sequences, dense_quality, fewer_bits_quality, plan" in result.stderr
     )

@@ -93,7 +93,7 @@ def test_every_way_trains_as_one_process(ranks4: RankPool, loss: str) -> None:
     assert 20 < expected.at_end.num_targets < 64
     assert expected.at_end.recall(1) < expected.at_end.recall(15) == 1
     start = {name: value.detach() for name, value in model_of(loss).named_parameters()}
-    assert largest_gap(expected.weights, {name: start[name] for name in expected.weights}) > 5e-3
+    assert largest_gap(expected.weights, {name: start[name] for name in expected.weights}) > 3e-3
     by_rank = ranks4.run(train_all_ways, loss)
     for name in WAYS:
         of_ranks = [trained[name] for trained in by_rank]

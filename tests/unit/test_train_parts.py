@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tests.support.click_configs import click_data
 from tests.support.train_runs import config_with, plain_metrics
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.cli.app import app
@@ -18,6 +19,7 @@ from torchrec_2dsp.programs.models.clipping import clip_
 from torchrec_2dsp.programs.train.auc import area_under_roc
 from torchrec_2dsp.programs.train.evaluation import Evaluation, best_of, is_better, num_since_best
 from torchrec_2dsp.programs.train.history import RunHistory, RunSettings
+from torchrec_2dsp.programs.train.parts import make_model
 
 
 def rates(num_steps: int = 8, **values: object) -> list[float]:
@@ -129,3 +131,12 @@ def test_the_command_refuses_steps_that_are_none() -> None:
     done = CliRunner().invoke(app, ["train", "--config", "demo", "--profile", "20"])
     assert done.exit_code == 2
     assert "--profile '20' names no steps; give the first and the last, such as" in done.stderr
+
+
+def test_no_rank_holds_the_tables_before_they_are_sharded() -> None:
+    config = config_with()
+    run = next(iter(config.runs.values()))
+    named = dict(make_model(config, run, click_data(config)).named_parameters())
+    tables = {name for name in named if "embedding_bags" in name}
+    assert tables
+    assert {name for name, weight in named.items() if weight.is_meta} == tables

@@ -9,7 +9,9 @@ import hashlib
 from typing import Any
 
 import torch
+from torch import nn
 from torchrec.distributed.types import ShardingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from torchrec_2dsp.errors import ConfigError
 
@@ -53,6 +55,24 @@ def draw_tables_(module: Any, configs: list[Any], seed: int) -> None:
         for name, sharding in module.module_sharding_plan.items():
             if sharding.sharding_type == ShardingType.DATA_PARALLEL.value:
                 _fill_(tables[name].weight, by_name[name], seed, 0, 0)
+
+
+@torch.no_grad()
+def draw_whole_tables_(model: nn.Module, seed: int) -> None:
+    """Draw the tables of a model that isn't sharded, in place, as `draw_tables_` draws their parts.
+
+    Args:
+        model: some of its modules may be collections of embeddings.
+        seed: of all tables.
+    """
+    with torch.random.fork_rng(devices=[]):
+        for module in model.modules():
+            if not isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
+                continue
+            bags = isinstance(module, EmbeddingBagCollection)
+            tables: Any = module.embedding_bags if bags else module.embeddings
+            for config in configs_of(module):
+                _fill_(tables[config.name].weight, config, seed, 0, 0)
 
 
 def _fill_(part: torch.Tensor, config: Any, seed: int, row: int, column: int) -> None:

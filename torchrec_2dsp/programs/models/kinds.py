@@ -17,6 +17,7 @@ from torchrec_2dsp.programs.models.sequence.layers import (
 )
 from torchrec_2dsp.programs.models.sequence.model import NextItemModel
 from torchrec_2dsp.programs.models.two_tower import TwoTowerConfig, TwoTowerModel
+from torchrec_2dsp.shard.initial_tables import draw_whole_tables_
 
 ModelSection = ModelConfig | SequenceModelConfig | TwoTowerConfig | OwnModelConfig
 """The section ``[model]`` of a config; `kind` says which of these it is."""
@@ -26,6 +27,9 @@ def build_any_model(
     data: BatchShape, model: ModelSection, *, tables_device: str = "cpu"
 ) -> nn.Module:
     """The unsharded model; equal configs give equal weights on every rank.
+
+    Tables are drawn as sharders with ``init_seed=model.seed`` draw them, but for a user's own
+    model, whose factory draws them.
 
     Args:
         data: the features.
@@ -44,8 +48,12 @@ def build_any_model(
         torch.manual_seed(model.seed)
         if isinstance(model, SequenceModelConfig):
             num_items = feature_of(data.features, model.feature).num_rows
-            return NextItemModel(model, num_items, tables_device)
-        return TwoTowerModel(model, data.features, data.num_dense, tables_device)
+            unsharded = NextItemModel(model, num_items, tables_device)
+        else:
+            unsharded = TwoTowerModel(model, data.features, data.num_dense, tables_device)
+        if tables_device != "meta":
+            draw_whole_tables_(unsharded, model.seed)
+        return unsharded
 
 
 def dataset_for(model: ModelSection, dataset: Dataset) -> Dataset:

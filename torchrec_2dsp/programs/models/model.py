@@ -10,10 +10,13 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from torchrec_2dsp.programs.config.sections import ModelConfig
 from torchrec_2dsp.programs.data.dataset import BatchShape
+from torchrec_2dsp.shard.initial_tables import draw_whole_tables_
 
 
 def build_model(data: BatchShape, model: ModelConfig, *, tables_device: str = "cpu") -> DLRMTrain:
     """The unsharded model; equal configs give equal weights on every rank.
+
+    Tables are drawn as sharders with ``init_seed=model.seed`` draw them.
 
     Args:
         data: the features, one table each.
@@ -34,6 +37,8 @@ def build_model(data: BatchShape, model: ModelConfig, *, tables_device: str = "c
             ],
             device=torch.device(tables_device),
         )
+        if tables_device != "meta":
+            draw_whole_tables_(tables, model.seed)
         # Not what the tables' weights left of the stream: their device must not matter.
         torch.manual_seed(model.seed + 1)
         sizes: dict[str, Any] = {

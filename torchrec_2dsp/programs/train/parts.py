@@ -25,18 +25,31 @@ from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.planner.planner2d import Planner2D
 from torchrec_2dsp.programs.data.dataset import BatchShape
 from torchrec_2dsp.programs.models.dense import dense_wrapper
-from torchrec_2dsp.programs.models.kinds import layered_of
+from torchrec_2dsp.programs.models.kinds import build_any_model, layered_of
 from torchrec_2dsp.programs.models.optimizer import dense_optimizer, table_optimizer, with_meetings
+from torchrec_2dsp.programs.models.own_model import OwnModelConfig
 from torchrec_2dsp.programs.models.planned import collective_plan, planner_arguments
+from torchrec_2dsp.programs.models.splits import split_
 from torchrec_2dsp.programs.train.config import RunConfig, TrainConfig
 from torchrec_2dsp.shard.sequence_sharder import EmbeddingCollectionSharder2D
 from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
 
 
+def make_model(config: TrainConfig, run: RunConfig, shape: BatchShape) -> nn.Module:
+    """The model of a run before it is sharded. Its tables have no weights, because no rank has to
+    be able to hold them; those of a user's own model are as the factory leaves them."""
+    model = build_any_model(shape, config.model, tables_device="meta")
+    split_(model, run.splits, run.split_threshold)
+    return model
+
+
 def make_sharders(
     config: TrainConfig, run: RunConfig, shape: BatchShape
 ) -> list[ModuleSharder[Any]]:
-    """The sharders of a run's bags and sequences, which keep the weights of the unsharded model."""
+    """The sharders of a run's bags and sequences.
+
+    They draw initial tables that no mesh changes, or keep those of a user's own model.
+    """
     optimizer = table_optimizer(
         config.optimizer,
         run,
@@ -44,10 +57,16 @@ def make_sharders(
         num_groups=run.num_groups,
         global_batch_size=config.loop.global_batch_size,
     )
+    is_own = isinstance(config.model, OwnModelConfig)
+    init_seed = None if is_own else config.model.seed
     accumulates = config.loop.accumulate > 1
-    bags = EmbeddingBagCollectionSharder2D(optimizer, keep_weights=True, accumulates=accumulates)
+    bags = EmbeddingBagCollectionSharder2D(
+        optimizer, keep_weights=is_own, accumulates=accumulates, init_seed=init_seed
+    )
     # TorchRec keeps the weights of sequences by itself.
-    sequences = EmbeddingCollectionSharder2D(optimizer, accumulates=accumulates)
+    sequences = EmbeddingCollectionSharder2D(
+        optimizer, accumulates=accumulates, init_seed=init_seed
+    )
     return cast(list[ModuleSharder[Any]], [bags, sequences])
 
 

@@ -18,9 +18,7 @@ from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.parallel.train_state.state import TrainState
 from torchrec_2dsp.programs.data.dataset import Dataset, Split
 from torchrec_2dsp.programs.models.dense import apply_late_gradients, dense_total
-from torchrec_2dsp.programs.models.kinds import build_any_model
 from torchrec_2dsp.programs.models.model import rank_device
-from torchrec_2dsp.programs.models.splits import split_
 from torchrec_2dsp.programs.train.checkpoints import Checkpoints, Resume
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.datasets import shape_of
@@ -35,6 +33,7 @@ from torchrec_2dsp.programs.train.local_moments import LocalMoments
 from torchrec_2dsp.programs.train.meter import Meter, mean_per_step
 from torchrec_2dsp.programs.train.parts import (
     make_dense_wrapper,
+    make_model,
     make_optimizers,
     make_sharders,
     plan_run,
@@ -71,8 +70,7 @@ class RunTrainer:
         self._world = world_group()
         self._device = rank_device(config.loop.device)
         run, shape = config.runs[name], shape_of(config.data, dataset)
-        unsharded = build_any_model(shape, config.model)
-        split_(unsharded, run.splits, run.split_threshold)
+        unsharded = make_model(config, run, shape)
         sharders = make_sharders(config, run, shape)
         self.planned = plan_run(config, name, shape, unsharded, sharders)
         """The plan of the run."""

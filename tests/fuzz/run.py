@@ -13,11 +13,11 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 import torchrec_2dsp as tdsp
 from tests.fuzz.actions import Action, actions_of, batches_of
 from tests.fuzz.batches import local_batch
-from tests.fuzz.build import make_optimizer, make_parallel, set_learning_rate
+from tests.fuzz.build import halve_learning_rates, make_optimizer, make_parallel
 from tests.fuzz.case import Case
+from tests.fuzz.dense_wrappers import make_dense, whole
 from tests.fuzz.model import Batch, to_batch
 from tests.fuzz.oracle import loss_of
-from tests.fuzz.weights import LR
 from tests.support.loops import local_tensors
 from tests.support.parity import local_shards
 from torchrec_2dsp.shard.parted import sharded_tables
@@ -77,9 +77,9 @@ def run_case(rank: int, world_size: int, case: Case, folder: Path) -> Seen:
 class _Run:
     def __init__(self, rank: int, case: Case, folder: Path) -> None:
         self._rank, self._case, self._folder = rank, case, folder
-        self._parallel: Any = make_parallel(case)
-        self._optimizer = make_optimizer(self._parallel)
-        self._lr = LR
+        self._dense: Any = make_dense(case.dense)
+        self._parallel: Any = make_parallel(case, self._dense)
+        self._optimizer = make_optimizer(case, self._parallel, self._dense, lambda: None)
         self._saved: Path | None = None
         self._num_refreshes = 0
         self._actions = actions_of(case)
@@ -109,7 +109,8 @@ class _Run:
             "save": lambda: self._save(index),
             "save_load": lambda: (self._save(index), self._load()),
             "load": self._load,
-            "lr": self._halve_learning_rate,
+            "lr": lambda: halve_learning_rates(self._optimizer),
+            "flush": self._flush,
         }
         if action.kind in simple:
             simple[action.kind]()
@@ -204,7 +205,7 @@ class _Run:
         weights, dense = [], {}
         for name, value in self._parallel.state_dict().items():
             if name.startswith("over"):
-                dense[name] = value.detach().clone().flatten()
+                dense[name] = whole(value)
                 continue
             table = name.split(".")[-2]
             weights += [
@@ -244,9 +245,11 @@ class _Run:
         if self._saved is not None:
             tdsp.load_checkpoint(self._saved, self._parallel, self._optimizer)
 
-    def _halve_learning_rate(self) -> None:
-        self._lr /= 2
-        set_learning_rate(self._optimizer, self._lr)
+    def _flush(self) -> None:
+        if isinstance(self._dense, tdsp.DelayedDense):
+            self._dense.flush(self._optimizer)
+        elif isinstance(self._dense, tdsp.ThresholdedDataParallel):
+            self._dense.flush()
 
 
 def _moments(parallel: nn.Module) -> list[Piece]:

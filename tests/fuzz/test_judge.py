@@ -29,7 +29,7 @@ def right_reports() -> list[RankReport]:
         )
         seen = Seen(
             scores={index: expected.scores[index, rank].float() for index in range(FINAL)},
-            states={FINAL: StateSeen(weights, moments, {}, expected.dense[FINAL].float())},
+            states={FINAL: StateSeen(weights, moments, {}, expected.dense[FINAL, rank].float())},
         )
         reports.append(RankReport("returned", seen))
     return reports

@@ -108,7 +108,7 @@ def _precision(case: Case) -> str:
     transports = {case.sync.transport, case.qcomms, *(table.transport for table in tables)}
     if transports & {"int8", "int4"}:
         return "integers"
-    types = transports | {table.dtype for table in tables}
+    types = transports | {table.dtype for table in tables} | {case.dense.kind}
     return "half" if types & {"fp16", "bf16"} else "fp32"
 
 
@@ -129,6 +129,7 @@ def _knows_gradients(case: Case) -> bool:
     return (
         _knows_sync(case)
         and case.qcomms == "none"
+        and case.dense.kind != "fp16"
         and not case.variable
         and all(table.dtype == "fp32" for table in tables)
         # Gradients of rows are added on hosts before they travel between them.

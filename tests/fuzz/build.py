@@ -101,9 +101,8 @@ def make_parallel(case: Case, dense: DataParallelWrapper | None = None) -> Distr
         data_parallel_wrapper=dense,
     )
     state = initial_state(case)
-    for name, param in dense_params(parallel).items():
-        plain_name = name.removeprefix("module.")
-        state[plain_name] = as_held(state[plain_name], param)
+    for name, param in named_dense(parallel).items():
+        state[name] = as_held(state[name], param)
     parallel.load_state_dict(state)  # type: ignore[arg-type]
     return parallel
 
@@ -111,6 +110,12 @@ def make_parallel(case: Case, dense: DataParallelWrapper | None = None) -> Distr
 def dense_params(parallel: DistributedModelParallel) -> dict[str, torch.Tensor]:
     """Weight and bias of the dense layer."""
     return {name: param for name, param in _unfused(parallel).items() if "over." in name}
+
+
+def named_dense(parallel: DistributedModelParallel) -> dict[str, torch.Tensor]:
+    """The same by the names that they have in a model which nothing is around."""
+    params = dense_params(parallel)
+    return {name.removeprefix("module."): param for name, param in params.items()}
 
 
 def make_optimizer(

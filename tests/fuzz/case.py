@@ -122,6 +122,11 @@ class DenseCase:
     local_steps: int = 1
     """After how many steps ``"local"`` ranks meet."""
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether ranks choose what they send, which the oracle then takes from them."""
+        return self.kind == "thresholded" and (self.density < 1 or self.values != "fp32")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:

@@ -28,6 +28,9 @@ class DenseState:
         """The values of each rank: ``[ranks, width + 1]``."""
         self._optimizer = _Optimizer(case.dense.optimizer, self.values)
         self._num_steps = 0
+        self._sends_all = False
+        self.left_out = torch.zeros_like(values)
+        """What hasn't been sent of the mean gradients so far."""
         self._in_flight: torch.Tensor | None = None
         """The mean gradient of a step that the next one applies."""
         self._outer_lr = OUTER_LR
@@ -41,12 +44,13 @@ class DenseState:
             self._shared = self.values[0].clone()
             self._is_apart = True
 
-    def train(self, grads: torch.Tensor, lr: float) -> None:
+    def train(self, grads: torch.Tensor, lr: float, applied: torch.Tensor | None = None) -> None:
         """Make a step.
 
         Args:
             grads: of the mean loss of the world, by the rank that they come from.
             lr: the learning rate.
+            applied: what ranks have sent of the mean, if they choose.
         """
         kind, num_ranks = self._dense.kind, self._case.world_size
         if kind == "fp16":
@@ -57,13 +61,16 @@ class DenseState:
         if kind == "delayed" and self._num_steps >= self._dense.warm_up:
             in_flight = torch.zeros_like(mean) if self._in_flight is None else self._in_flight
             self._in_flight, mean = mean, in_flight
+        if self._dense.leaves_out:
+            mean = self._sent(mean, applied)
         self._num_steps += 1
         self._update(num_ranks * grads if kind == "local" else mean.expand(num_ranks, -1), lr)
         if kind == "local" and self._num_steps % self._dense.local_steps == 0:
             self._meet()
 
     def flush(self, lr: float) -> None:
-        """Apply the gradient that is in flight by one more step."""
+        """Apply the gradient that is in flight by one more step, or let the next step send all."""
+        self._sends_all = True
         if self._in_flight is not None:
             self._update(self._in_flight.expand_as(self.values), lr)
             self._in_flight = None
@@ -84,6 +91,15 @@ class DenseState:
         saved = other.copy()
         self.values, self._optimizer = saved.values, saved._optimizer
         self._outer_momentum = saved._outer_momentum
+
+    def _sent(self, mean: torch.Tensor, applied: torch.Tensor | None) -> torch.Tensor:
+        """The mean of what ranks have sent: all that there is, or what they have chosen."""
+        due = self.left_out + mean
+        sends_all = self._sends_all or self._num_steps < self._dense.warm_up
+        # A rank that is alone sends nothing, so it leaves nothing out.
+        sent = due if sends_all or applied is None or len(self.values) == 1 else applied.to(due)
+        self.left_out, self._sends_all = due - sent, False
+        return sent
 
     def _update(self, grads: torch.Tensor, lr: float) -> None:
         if self._dense.clip:

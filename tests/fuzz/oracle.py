@@ -5,7 +5,7 @@ There is one copy of each table for each sharding group where groups train by th
 with what is tested.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -39,6 +39,8 @@ class Expected:
     """Each table's moments after the same actions, spread over its columns."""
     dense: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     """Each rank's weight and bias of the dense layer after each action that reads the state."""
+    left_out: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    """What all ranks together haven't sent of dense gradients, after the same actions."""
 
 
 def loss_of(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -46,9 +48,17 @@ def loss_of(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.smooth_l1_loss(scores, targets.to(scores.dtype), reduction="sum")
 
 
-def expect(case: Case, noise: Noise | None = None) -> Expected:
-    """What a case must give."""
-    return _Simulation(case, noise or Noise()).run()
+def expect(
+    case: Case, noise: Noise | None = None, applied: Mapping[int, torch.Tensor] | None = None
+) -> Expected:
+    """What a case must give.
+
+    Args:
+        case: which is run.
+        noise: of numbers that travel; none by default.
+        applied: the mean dense gradients of each action, where ranks choose what they send.
+    """
+    return _Simulation(case, noise or Noise(), applied or {}).run()
 
 
 @dataclass(frozen=True)
@@ -63,8 +73,8 @@ class _Column:
 
 
 class _Simulation:
-    def __init__(self, case: Case, noise: Noise) -> None:
-        self._case, self._noise = case, noise
+    def __init__(self, case: Case, noise: Noise, applied: Mapping[int, torch.Tensor]) -> None:
+        self._case, self._noise, self._applied = case, noise, applied
         self._world = case.world_size
         self._lr = LR
         self._dense = DenseState(case, noise)
@@ -120,6 +130,8 @@ class _Simulation:
         elif action.kind in ("state_dict", "fused_state", "final"):
             for rank, values in enumerate(self._dense.values):
                 expected.dense[index, rank] = values.clone()
+            if self._case.dense.leaves_out:
+                expected.left_out[index, 0] = self._dense.left_out
             for name, state in self._states.items():
                 expected.weights[index, name] = state.weights[0].clone()
                 if state.has_moments:
@@ -171,7 +183,7 @@ class _Simulation:
             for name, grad in grads.items():
                 totals[name] += grad
             dense += dense_grads
-        self._dense.train(dense, self._lr)
+        self._dense.train(dense, self._lr, self._applied.get(index))
         for part in self._parts:
             part.train(totals, self._lr)
 

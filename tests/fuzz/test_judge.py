@@ -9,7 +9,7 @@ from tests.fuzz.case import Case
 from tests.fuzz.judge import judge
 from tests.fuzz.oracle import expect
 from tests.fuzz.processes import RankReport
-from tests.fuzz.run import Piece, Seen, StateSeen
+from tests.fuzz.seen import Piece, Seen, StateSeen
 
 CASE = Case(optimizer="adagrad")
 """One table of 16 rows on two ranks."""

@@ -226,7 +226,9 @@ class _Run:
     def _note_applied(self) -> None:
         if self._case.dense.leaves_out:
             params = dense_params(self._parallel).values()
-            self._applied = torch.cat([whole(param.grad) for param in params])
+            self._applied = torch.cat(
+                [whole(param.grad) for param in params if param.grad is not None]
+            )
 
     def _left_out(self) -> torch.Tensor:
         residuals = self._dense.state_dict()["residuals"]

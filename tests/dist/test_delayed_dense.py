@@ -281,3 +281,21 @@ def test_what_cannot_be_is_said(ranks2: RankPool) -> None:
     assert differing.startswith("the settings of DelayedDense differs between ranks")
     assert "has a model already; make another one" in twice
     assert "would send them twice; call optimizer.zero_grad() in each step" in accumulated
+
+
+def refuse_a_batch(rank: int, world_size: int) -> list[int]:
+    """The late steps so far after each of three steps; before the second a forward is in vain."""
+    cell, dense = cell_of(world_size), tdsp.DelayedDense(warm_up=2)
+    model = model_of(cell, dense)
+    counts = []
+    for step in range(3):
+        model.zero_grad()
+        if step == 1:
+            model(batch_of(cell, 9, rank))
+        model(batch_of(cell, step, rank)).backward()
+        counts.append(dense.num_late_steps)
+    return counts
+
+
+def test_a_forward_without_a_backward_is_no_step_of_the_warm_up(ranks2: RankPool) -> None:
+    assert ranks2.run(refuse_a_batch) == [[0, 0, 1]] * 2

@@ -16,6 +16,8 @@ from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
 
 NUM_STEPS = 4
+EVERY_RANK = -2
+"""In place of an idle rank: all are."""
 LARGE = (
     TableSpec("t0", 400, 8, ("f0",)),
     TableSpec("t1", 240, 16, ("f1", "f2")),
@@ -42,7 +44,7 @@ def batch_of(cell: Cell, step: int, rank: int, idle_rank: int) -> Any:
     batch = make_batch(
         cell.spec, seed=100 * step + rank, batch_size=100 if cell.spec == SMALL else 6
     )
-    if rank != idle_rank:
+    if idle_rank not in (rank, EVERY_RANK):
         return batch
     empty = torch.zeros_like(batch.lengths())
     return type(batch)(batch.keys(), batch.values()[:0], lengths=empty)
@@ -93,6 +95,10 @@ def test_weights_are_those_of_ddp(
 
 def test_ranks_without_rows_take_part(ranks4: RankPool) -> None:
     check_against_ddp(ranks4, cell_of(4, BAGS), idle_rank=2)
+
+
+def test_a_batch_may_touch_no_row_on_any_rank(ranks2: RankPool) -> None:
+    check_against_ddp(ranks2, cell_of(2, BAGS), idle_rank=EVERY_RANK)
 
 
 def test_few_rows_are_gathered_and_many_are_reduced(ranks4: RankPool) -> None:

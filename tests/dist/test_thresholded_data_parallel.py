@@ -218,3 +218,21 @@ def test_reports_count_bytes(ranks4: RankPool) -> None:
     message = 4 + 2 * (entries + entries % 2) + 2 * 128 * -(-entries // 128)
     assert report.num_bytes == 5 * (3 * message + 1.5 * 4 * sum(small))
     assert report.dense_bytes == 5 * 1.5 * 4 * (sum(large) + sum(small))
+
+
+def accumulate(rank: int, world_size: int) -> list[tuple[int, int]]:
+    """How many steps there were after each of three, and how many of them were thresholded."""
+    cell = cell_of(world_size, groups=world_size)
+    dense = tdsp.ThresholdedDataParallel(0.1, warm_up=1, route="gather")
+    model = model_of(cell, dense)
+    counts = []
+    for step in range(3):
+        model.zero_grad()
+        for batch in tdsp.accumulate(model, [batch_of(cell, 2 * step + i, rank) for i in (0, 1)]):
+            model(batch).backward()
+        counts.append((dense.total.num_steps, dense.total.num_thresholded_steps))
+    return counts
+
+
+def test_the_batches_of_a_step_are_one_step_of_the_warm_up(ranks2: RankPool) -> None:
+    assert ranks2.run(accumulate) == [[(1, 0), (2, 1), (3, 2)]] * 2

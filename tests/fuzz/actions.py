@@ -19,6 +19,7 @@ EVENTS = (
     "detach_eval",
     "lr",
     "reordered",
+    "flush",
 )
 """What a case may have between two steps:
 
@@ -30,7 +31,8 @@ EVENTS = (
   a plain loop meanwhile;
 - ``lr``: the learning rate is halved;
 - ``reordered``: a plain loop evaluates a batch whose features come in another order on the last
-  rank; it may be refused on all ranks instead.
+  rank; it may be refused on all ranks instead;
+- ``flush``: the call of wrappers whose dense gradients come late, if there is such a one.
 """
 
 _EXTRA, _REFUSED, _ACCUMULATED = 100, 200, 300

@@ -1,5 +1,6 @@
 """From a case to the sharded model: plan, sharders, wrapper, optimizer."""
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -10,7 +11,7 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
     QCommsConfig,
     get_qcomm_codecs_registry,
 )
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
@@ -22,6 +23,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_2dsp as tdsp
 from tests.fuzz.case import Case, TableCase, table_name
+from tests.fuzz.dense_wrappers import as_held, make_dense_optimizer
 from tests.fuzz.model import FuzzModel, initial_state
 from tests.fuzz.weights import EPS, LR
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
@@ -83,30 +85,71 @@ def make_sharders(case: Case) -> list[Any]:
     ]
 
 
-def make_parallel(case: Case) -> DistributedModelParallel:
-    """The sharded model, with the case's weights."""
+def make_parallel(case: Case, dense: DataParallelWrapper | None = None) -> DistributedModelParallel:
+    """The sharded model, with the case's weights.
+
+    Args:
+        case: says how it is sharded.
+        dense: runs what isn't in tables; `None` for TorchRec's own wrapper.
+    """
     wrapper = DistributedModelParallel if case.wrapper == "stock" else tdsp.ModelParallel2D
     parallel = wrapper(
         FuzzModel(case),
         device=torch.device("cpu"),
         plan=make_plan(case),
         sharders=make_sharders(case),
+        data_parallel_wrapper=dense,
     )
-    parallel.load_state_dict(initial_state(case))  # type: ignore[arg-type]
+    state = initial_state(case)
+    for name, param in named_dense(parallel).items():
+        state[name] = as_held(state[name], param)
+    parallel.load_state_dict(state)  # type: ignore[arg-type]
     return parallel
 
 
-def make_optimizer(parallel: DistributedModelParallel) -> CombinedOptimizer:
-    """The fused optimizer, and SGD for everything else."""
-    dense = dict(in_backward_optimizer_filter(parallel.named_parameters()))
-    wrapped = KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=LR))
-    return CombinedOptimizer([parallel.fused_optimizer, wrapped])
+def dense_params(parallel: DistributedModelParallel) -> dict[str, torch.Tensor]:
+    """Weight and bias of the dense layer."""
+    return {name: param for name, param in _unfused(parallel).items() if "over." in name}
 
 
-def set_learning_rate(optimizer: CombinedOptimizer, lr: float) -> None:
+def named_dense(parallel: DistributedModelParallel) -> dict[str, torch.Tensor]:
+    """The same by the names that they have in a model which nothing is around."""
+    params = dense_params(parallel)
+    return {name.removeprefix("module."): param for name, param in params.items()}
+
+
+def make_optimizer(
+    case: Case,
+    parallel: DistributedModelParallel,
+    dense: DataParallelWrapper | None,
+    seen: Callable[[], None],
+) -> CombinedOptimizer:
+    """The fused optimizer, that of the dense layer, and SGD for data-parallel tables.
+
+    Args:
+        case: says how the dense layer is trained.
+        parallel: the sharded model.
+        dense: the wrapper that it has.
+        seen: is called in each step before dense gradients are clipped.
+    """
+    layer = dense_params(parallel)
+    tables = {name: param for name, param in _unfused(parallel).items() if name not in layer}
+    optimizers = [parallel.fused_optimizer, make_dense_optimizer(case, layer, dense, seen)]
+    if tables:
+        optimizers.append(
+            KeyedOptimizerWrapper(tables, lambda params: torch.optim.SGD(params, lr=LR))
+        )
+    return CombinedOptimizer(optimizers)
+
+
+def halve_learning_rates(optimizer: CombinedOptimizer) -> None:
     """As a scheduler does it."""
     for group in cast(list[dict[str, Any]], optimizer.param_groups):
-        group["lr"] = lr
+        group["lr"] /= 2
+
+
+def _unfused(parallel: DistributedModelParallel) -> dict[str, torch.Tensor]:
+    return dict(in_backward_optimizer_filter(parallel.named_parameters()))
 
 
 def _sharding(table: TableCase, size: int, node_size: int) -> ParameterSharding:

@@ -11,8 +11,8 @@ from tests.fuzz.actions import actions_of
 from tests.fuzz.case import Case
 from tests.fuzz.oracle import expect
 from tests.fuzz.processes import RankReport
-from tests.fuzz.run import Piece, Seen
-from tests.fuzz.tolerance import BASE, RoundedExactly, Tolerances
+from tests.fuzz.seen import Piece, Seen
+from tests.fuzz.tolerance import BASE, Applied, RoundedExactly, Tolerances
 from tests.fuzz.weights import initial_tables
 
 REFUSALS = ("ConfigError", "MeshError", "PlanError", "UnsupportedError")
@@ -30,6 +30,8 @@ class Counts:
     moments: int = 0
     copies: int = 0
     """Numbers that two ranks hold, compared bit for bit."""
+    left_out: int = 0
+    """Dense gradients that ranks hadn't sent yet."""
     refused_batches: int = 0
     synced_rows: int = 0
     rounded: int = 0
@@ -59,12 +61,13 @@ def judge(case: Case, reports: list[RankReport]) -> Verdict:
     if any(report.outcome != "returned" for report in reports):
         return _failed(reports)
     seen = [report.seen for report in reports if report.seen is not None]
-    comparison = _Comparison(case)
+    comparison = _Comparison(case, seen[0].applied)
     try:
         for rank, of_rank in enumerate(seen):
             comparison.check_rank(rank, of_rank)
         comparison.check_copies(seen)
         comparison.check_refusals(seen)
+        comparison.check_left_out(seen)
     except _Difference as difference:
         return Verdict("finding", difference.kind, difference.text, comparison.counts)
     comparison.counts.synced_rows = sum(of_rank.num_synced_rows for of_rank in seen)
@@ -109,11 +112,11 @@ class _Difference(Exception):
 
 
 class _Comparison:
-    def __init__(self, case: Case) -> None:
-        self._case, self._exact = case, expect(case)
+    def __init__(self, case: Case, applied: Applied) -> None:
+        self._case, self._exact = case, expect(case, applied=applied)
         self.counts = Counts()
-        self._tolerances = Tolerances(case, self._exact)
-        self._rounded = RoundedExactly(case)
+        self._tolerances = Tolerances(case, self._exact, applied)
+        self._rounded = RoundedExactly(case, applied)
         self.counts.blurred = int(self._tolerances.is_blurred)
         self._initial = initial_tables(case)
 
@@ -125,7 +128,7 @@ class _Comparison:
             self.counts.scores += scores.numel()
         for index, state in seen.states.items():
             where = f"on rank {rank} in {self._at(index)}"
-            self._compare("dense", index, state.dense, f"dense layer {where}")
+            self._compare("dense", (index, rank), state.dense, f"dense layer {where}")
             for piece in state.weights:
                 of_table = ("weights", (index, piece.table))
                 self._compare(*of_table, piece.values, f"{_name(piece)} {where}", piece)
@@ -138,7 +141,7 @@ class _Comparison:
                 what = f"moments of {_name(piece)} {where}"
                 self._compare(*of_table, piece.values, what, piece)
                 self.counts.moments += piece.values.numel()
-        missing = self._exact.dense.keys() ^ seen.states.keys()
+        missing = {index for index, of in self._exact.dense if of == rank} ^ seen.states.keys()
         looked_up = seen.scores.keys() | seen.refusals.keys()
         wanted_lookups = {index for index, of in self._exact.scores if of == rank}
         missing |= wanted_lookups - looked_up
@@ -147,7 +150,7 @@ class _Comparison:
 
     def check_copies(self, seen: list[Seen]) -> None:
         """What several ranks hold must be equal bit for bit, and tables must be complete."""
-        for index in self._exact.dense:
+        for index in sorted({index for index, _ in self._exact.dense}):
             pieces: dict[str, list[tuple[int, torch.Tensor]]] = defaultdict(list)
             held: dict[tuple[str, int], int] = defaultdict(int)
             for rank, of_rank in enumerate(seen):
@@ -162,7 +165,9 @@ class _Comparison:
                     )
                 for name, tensor in state.hot_copies.items():
                     pieces[f"hot rows of {name}"].append((rank, tensor))
-                pieces["dense layer"].append((rank, state.dense))
+                # Ranks that train by themselves are equal when they have met.
+                if torch.equal(self._exact.dense[index, rank], self._exact.dense[index, 0]):
+                    pieces["dense layer"].append((rank, state.dense))
             for name, copies in pieces.items():
                 self._check_equal(name, copies, index)
             for name, table in self._case.tables.items():
@@ -180,6 +185,17 @@ class _Comparison:
             if len(texts) > 1 or "" in texts:
                 raise _Difference("not refused alike", f"{self._at(index)}: {texts}")
             self.counts.refused_batches += 1
+
+    def check_left_out(self, seen: list[Seen]) -> None:
+        """What was sent of dense gradients, and what wasn't, are together all of them."""
+        for (index, _), wanted in self._exact.left_out.items():
+            left_out = torch.stack([of_rank.left_out[index] for of_rank in seen]).sum(dim=0)
+            what = f"dense gradients that weren't sent by {self._at(index)}"
+            self._compare("left_out", (index, 0), left_out, what)
+            self.counts.left_out += int((wanted != 0).sum())
+        for index in seen[0].applied:
+            copies = [(rank, of_rank.applied[index]) for rank, of_rank in enumerate(seen)]
+            self._check_equal("dense gradients", copies, index)
 
     def _check_equal(self, name: str, copies: list[tuple[int, torch.Tensor]], index: int) -> None:
         (first_rank, first), *others = copies
@@ -206,7 +222,7 @@ class _Comparison:
         self, kind: str, key: Any, values: torch.Tensor, what: str, piece: Piece | None = None
     ) -> None:
         """Compare the numbers of a kind that the oracle has under a key, or a piece of them."""
-        index, table = (key, "") if kind == "dense" else key
+        index, table = key
         is_rounded = self._rounded.covers(index)
         expected = self._rounded.expected if is_rounded else self._exact
         wanted = vars(expected)[kind][key]

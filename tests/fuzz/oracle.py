@@ -5,7 +5,7 @@ There is one copy of each table for each sharding group where groups train by th
 with what is tested.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -14,10 +14,11 @@ from torch import nn
 from tests.fuzz.actions import Action, actions_of, batches_of
 from tests.fuzz.batches import LocalBatch, Lookups, corrected, local_batch
 from tests.fuzz.case import Case, ModuleCase, TableCase, feature_name, table_name
+from tests.fuzz.dense_oracle import DenseState
 from tests.fuzz.noise import Noise
 from tests.fuzz.parts import parts_of_case
 from tests.fuzz.tables import TableState
-from tests.fuzz.weights import LR, initial_dense, initial_tables
+from tests.fuzz.weights import LR, initial_tables
 from tests.fuzz.wire import TableWire
 
 POSITION_WEIGHT = 0.25
@@ -36,8 +37,10 @@ class Expected:
     """Each table's weights after each action that reads the state."""
     moments: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
     """Each table's moments after the same actions, spread over its columns."""
-    dense: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Weight and bias of the dense layer after each action."""
+    dense: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    """Each rank's weight and bias of the dense layer after each action that reads the state."""
+    left_out: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    """What all ranks together haven't sent of dense gradients, after the same actions."""
 
 
 def loss_of(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -45,9 +48,17 @@ def loss_of(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.smooth_l1_loss(scores, targets.to(scores.dtype), reduction="sum")
 
 
-def expect(case: Case, noise: Noise | None = None) -> Expected:
-    """What a case must give."""
-    return _Simulation(case, noise or Noise()).run()
+def expect(
+    case: Case, noise: Noise | None = None, applied: Mapping[int, torch.Tensor] | None = None
+) -> Expected:
+    """What a case must give.
+
+    Args:
+        case: which is run.
+        noise: of numbers that travel; none by default.
+        applied: the mean dense gradients of each action, where ranks choose what they send.
+    """
+    return _Simulation(case, noise or Noise(), applied or {}).run()
 
 
 @dataclass(frozen=True)
@@ -62,13 +73,11 @@ class _Column:
 
 
 class _Simulation:
-    def __init__(self, case: Case, noise: Noise) -> None:
-        self._case, self._noise = case, noise
+    def __init__(self, case: Case, noise: Noise, applied: Mapping[int, torch.Tensor]) -> None:
+        self._case, self._noise, self._applied = case, noise, applied
         self._world = case.world_size
         self._lr = LR
-        weight, bias = initial_dense(case)
-        self._dense = weight[0].to(noise.dtype)
-        self._bias = bias.to(noise.dtype)
+        self._dense = DenseState(case, noise)
         averaged = case.sync.kind == "weight" and case.groups > 1
         self._states = {
             name: TableState(
@@ -83,7 +92,7 @@ class _Simulation:
         self._wires = {name: TableWire.of(case, name, noise) for name in case.tables}
         self._parts = parts_of_case(case, self._states)
         self._columns = list(_columns(case))
-        self._saved: tuple[dict[str, TableState], torch.Tensor, torch.Tensor] | None = None
+        self._saved: tuple[dict[str, TableState], DenseState] | None = None
 
     def run(self) -> Expected:
         """All actions."""
@@ -96,6 +105,9 @@ class _Simulation:
                 self._look_up_all(index, action, expected, action.batch)
             elif action.kind == "lr":
                 self._lr /= 2
+                self._dense.halve_learning_rate()
+            elif action.kind == "flush":
+                self._dense.flush(self._lr)
             elif action.kind not in ("refuse", "refresh_hot", "sync_now") or (
                 action.kind == "sync_now" and self._case.wrapper == "2d"
             ):
@@ -108,15 +120,18 @@ class _Simulation:
         self._read_all()
         if action.kind in ("save", "save_load"):
             states = {name: state.copy() for name, state in self._states.items()}
-            self._saved = (states, self._dense.clone(), self._bias.clone())
+            self._saved = (states, self._dense.copy())
         elif action.kind == "load":
             assert self._saved is not None
-            states, self._dense, self._bias = self._saved
-            self._dense, self._bias = self._dense.clone(), self._bias.clone()
+            states, dense = self._saved
+            self._dense.restore(dense)
             for name, state in self._states.items():
                 state.restore(states[name])
         elif action.kind in ("state_dict", "fused_state", "final"):
-            expected.dense[index] = torch.cat([self._dense, self._bias])
+            for rank, values in enumerate(self._dense.values):
+                expected.dense[index, rank] = values.clone()
+            if self._case.dense.leaves_out:
+                expected.left_out[index, 0] = self._dense.left_out
             for name, state in self._states.items():
                 expected.weights[index, name] = state.weights[0].clone()
                 if state.has_moments:
@@ -144,7 +159,8 @@ class _Simulation:
             bags = [self._pool(batch, column, group, action.hot) for column in self._columns]
             inputs = torch.cat(bags, 1)
             inputs = inputs.tanh()
-            scores = inputs @ self._dense + self._bias
+            values = self._dense.values[rank]
+            scores = inputs @ values[:-1] + values[-1]
             errors = scores - batch.targets.to(self._noise.dtype)
             expected.scores[index, rank] = scores
             expected.losses[index, rank] = float(loss_of(scores, batch.targets))
@@ -154,21 +170,20 @@ class _Simulation:
     def _train(self, index: int, action: Action, expected: Expected) -> None:
         for part in self._parts:
             part.before_lookup()
+        self._dense.before_lookup()
         totals = {
             name: torch.zeros(self._world, *state.weights[0].shape, dtype=self._noise.dtype)
             for name, state in self._states.items()
         }
-        dense, bias = torch.zeros_like(self._dense), torch.zeros_like(self._bias)
+        dense = torch.zeros_like(self._dense.values)
         numbers = batches_of(self._case, action)
         for number in numbers:
             looked_up = self._look_up_all(index, action, expected, number)
-            grads, dense_grad, bias_grad = self._gradients(action, looked_up, 1 / len(numbers))
+            grads, dense_grads = self._gradients(action, looked_up, 1 / len(numbers))
             for name, grad in grads.items():
                 totals[name] += grad
-            dense += dense_grad
-            bias += bias_grad
-        self._dense -= self._lr * dense
-        self._bias -= self._lr * bias
+            dense += dense_grads
+        self._dense.train(dense, self._lr, self._applied.get(index))
         for part in self._parts:
             part.train(totals, self._lr)
 
@@ -177,7 +192,7 @@ class _Simulation:
         action: Action,
         looked_up: list[tuple[LocalBatch, torch.Tensor, torch.Tensor]],
         share: float,
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Each rank's row gradients of each table, and those of the dense layer, of one batch.
 
         Args:
@@ -189,12 +204,13 @@ class _Simulation:
             name: torch.zeros(self._world, *state.weights[0].shape, dtype=self._noise.dtype)
             for name, state in self._states.items()
         }
-        dense_grad, bias_grad = torch.zeros_like(self._dense), torch.zeros_like(self._bias)
+        dense_grads = torch.zeros_like(self._dense.values)
         for rank, (batch, inputs, grads_of_mean) in enumerate(looked_up):
             score_grads = grads_of_mean * share
-            dense_grad += score_grads @ inputs
-            bias_grad += score_grads.sum()
-            input_grads = score_grads[:, None] * self._dense * (1 - inputs.square())
+            dense_grads[rank, :-1] = score_grads @ inputs
+            dense_grads[rank, -1] = score_grads.sum()
+            weight = self._dense.values[rank, :-1]
+            input_grads = score_grads[:, None] * weight * (1 - inputs.square())
             for column in self._columns:
                 lookups = batch.features[column.module, column.feature]
                 bags = input_grads[:, column.start : column.start + column.width]
@@ -204,7 +220,7 @@ class _Simulation:
             for name, wire in self._wires.items():
                 hot = self._is_hot(name, action.hot)
                 grads[name][rank] = wire.summed_gradients(grads[name][rank], hot)
-        return grads, dense_grad, bias_grad
+        return grads, dense_grads
 
     def _pool(
         self, batch: LocalBatch, column: _Column, group: int, hot_number: int

@@ -12,12 +12,16 @@ import torch
 import torch.distributed as dist
 
 import torchrec_2dsp as tdsp
+from torchrec_2dsp.codecs.error_feedback import ErrorFeedback
 from torchrec_2dsp.codecs.rows import IntegerRows
+from torchrec_2dsp.dense.late_gradients import LateGradients
 from torchrec_2dsp.replicas.hops import ArrivingRows, Hop
 from torchrec_2dsp.rows.direct_update import DirectUpdater
 
 _apply, _sync_now = DirectUpdater.apply, tdsp.ModelParallel2D.sync_now
 _start, _scales = Hop.start, IntegerRows._scales
+_arrived, _take_off = LateGradients._arrived, ErrorFeedback.take_off
+_mean = tdsp.LocalDense.mean
 
 
 @contextmanager
@@ -91,6 +95,40 @@ def a_rank_with_coarser_scales() -> Iterator[None]:
         return (_scales(codec, rows).float() * factor).to(torch.bfloat16)
 
     with mock.patch.object(IntegerRows, "_scales", scales):
+        yield
+
+
+@contextmanager
+def late_gradients_that_are_lost() -> Iterator[None]:
+    """Dense gradients of the step before never arrive: there are zeros in their place."""
+
+    def arrived(gradients: LateGradients, names: Any, sizes: Any, like: Any) -> torch.Tensor:
+        return torch.zeros_like(_arrived(gradients, names, sizes, like))
+
+    with mock.patch.object(LateGradients, "_arrived", arrived):
+        yield
+
+
+@contextmanager
+def a_rank_that_forgets_what_it_left_out() -> Iterator[None]:
+    """Rank 1 takes more off its residuals than it has sent."""
+
+    def take_off(feedback: ErrorFeedback, name: str, positions: Any, sent: Any) -> None:
+        _take_off(feedback, name, positions, 1.01 * sent if dist.get_rank() == 1 else sent)
+
+    with mock.patch.object(ErrorFeedback, "take_off", take_off):
+        yield
+
+
+@contextmanager
+def ranks_that_meet_without_rank_1() -> Iterator[None]:
+    """The mean of ranks that meet is that of all changes but rank 1's."""
+
+    def mean(dense: tdsp.LocalDense, changes: Any) -> list[torch.Tensor]:
+        own = [0 * change for change in changes] if dist.get_rank() == 1 else changes
+        return _mean(dense, own)
+
+    with mock.patch.object(tdsp.LocalDense, "mean", mean):
         yield
 
 

@@ -25,7 +25,8 @@ import torch.distributed as dist
 
 import torchrec_2dsp as tdsp
 from tests.fuzz.case import Case
-from tests.fuzz.run import Seen, run_case
+from tests.fuzz.run import run_case
+from tests.fuzz.seen import Seen
 
 GRACE_S = 15.0
 """How long the other ranks may go on after one has failed."""

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,18 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 import torchrec_2dsp as tdsp
 from tests.fuzz.actions import Action, actions_of, batches_of
 from tests.fuzz.batches import local_batch
-from tests.fuzz.build import make_optimizer, make_parallel, set_learning_rate
+from tests.fuzz.build import (
+    dense_params,
+    halve_learning_rates,
+    make_optimizer,
+    make_parallel,
+    named_dense,
+)
 from tests.fuzz.case import Case
+from tests.fuzz.dense_wrappers import make_dense, whole
 from tests.fuzz.model import Batch, to_batch
 from tests.fuzz.oracle import loss_of
-from tests.fuzz.weights import LR
+from tests.fuzz.seen import Piece, Seen, StateSeen
 from tests.support.loops import local_tensors
 from tests.support.parity import local_shards
 from torchrec_2dsp.shard.parted import sharded_tables
@@ -26,39 +32,6 @@ _PIPELINES = {
     "sparse_dist": TrainPipelineSparseDist,
     "row_prefetch": tdsp.TrainPipelineRowPrefetch,
 }
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of a table that a rank holds."""
-
-    table: str
-    row: int
-    column: int
-    values: torch.Tensor
-
-
-@dataclass(frozen=True)
-class StateSeen:
-    """What a rank holds at a read of the state."""
-
-    weights: list[Piece]
-    moments: list[Piece]
-    hot_copies: dict[str, torch.Tensor]
-    """Weights and states of hot rows, whose names say of what."""
-    dense: torch.Tensor
-
-
-@dataclass
-class Seen:
-    """What one rank saw, by the number of the action."""
-
-    scores: dict[int, torch.Tensor] = field(default_factory=dict)
-    losses: dict[int, float] = field(default_factory=dict)
-    states: dict[int, StateSeen] = field(default_factory=dict)
-    refusals: dict[int, str] = field(default_factory=dict)
-    """Errors of batches that had to be refused."""
-    num_synced_rows: int = 0
 
 
 def run_case(rank: int, world_size: int, case: Case, folder: Path) -> Seen:
@@ -77,9 +50,10 @@ def run_case(rank: int, world_size: int, case: Case, folder: Path) -> Seen:
 class _Run:
     def __init__(self, rank: int, case: Case, folder: Path) -> None:
         self._rank, self._case, self._folder = rank, case, folder
-        self._parallel: Any = make_parallel(case)
-        self._optimizer = make_optimizer(self._parallel)
-        self._lr = LR
+        self._dense: Any = make_dense(case.dense)
+        self._parallel: Any = make_parallel(case, self._dense)
+        self._optimizer = make_optimizer(case, self._parallel, self._dense, self._note_applied)
+        self._applied = torch.zeros(0)
         self._saved: Path | None = None
         self._num_refreshes = 0
         self._actions = actions_of(case)
@@ -109,12 +83,15 @@ class _Run:
             "save": lambda: self._save(index),
             "save_load": lambda: (self._save(index), self._load()),
             "load": self._load,
-            "lr": self._halve_learning_rate,
+            "lr": lambda: halve_learning_rates(self._optimizer),
+            "flush": self._flush,
         }
         if action.kind in simple:
             simple[action.kind]()
         elif action.kind in ("state_dict", "fused_state", "final"):
             self._seen.states[index] = self._read(action.kind)
+            if self._case.dense.leaves_out:
+                self._seen.left_out[index] = self._left_out()
         elif action.kind == "refuse":
             self._seen.refusals[index] = self._refused(action)
         elif action.kind == "reordered":
@@ -123,6 +100,8 @@ class _Run:
             loss, scores = self._look_up(action)
             self._seen.losses[index] = float(loss)
             self._seen.scores[index] = scores.clone()
+            if action.kind in ("train", "detach") and self._case.dense.leaves_out:
+                self._seen.applied[index] = self._applied
 
     def _look_up(self, action: Action) -> tuple[torch.Tensor, torch.Tensor]:
         if self._pipeline is not None and action.in_stream:
@@ -204,7 +183,7 @@ class _Run:
         weights, dense = [], {}
         for name, value in self._parallel.state_dict().items():
             if name.startswith("over"):
-                dense[name] = value.detach().clone().flatten()
+                dense[name] = whole(value)
                 continue
             table = name.split(".")[-2]
             weights += [
@@ -244,9 +223,26 @@ class _Run:
         if self._saved is not None:
             tdsp.load_checkpoint(self._saved, self._parallel, self._optimizer)
 
-    def _halve_learning_rate(self) -> None:
-        self._lr /= 2
-        set_learning_rate(self._optimizer, self._lr)
+    def _note_applied(self) -> None:
+        if self._case.dense.leaves_out:
+            params = dense_params(self._parallel).values()
+            self._applied = torch.cat(
+                [whole(param.grad) for param in params if param.grad is not None]
+            )
+
+    def _left_out(self) -> torch.Tensor:
+        residuals = self._dense.state_dict()["residuals"]
+        parts = [
+            residuals.get(name, torch.zeros(param.numel())).flatten()
+            for name, param in named_dense(self._parallel).items()
+        ]
+        return torch.cat(parts) / self._case.world_size
+
+    def _flush(self) -> None:
+        if isinstance(self._dense, tdsp.DelayedDense):
+            self._dense.flush(self._optimizer)
+        elif isinstance(self._dense, tdsp.ThresholdedDataParallel):
+            self._dense.flush()
 
 
 def _moments(parallel: nn.Module) -> list[Piece]:

@@ -38,8 +38,9 @@ def simpler_cases(case: Case) -> Iterator[Case]:
         if len(modules) == len(case.modules):
             yield replace(case, modules=modules)
     yield from (replace(case, sync=sync) for sync in _with_defaults(case.sync))
+    yield from (replace(case, dense=dense) for dense in _with_defaults(case.dense))
     yield from _with_defaults(
-        case, "groups", "size", "modules", "sync", "steps", "sizes", "events", "seed"
+        case, "groups", "size", "modules", "sync", "dense", "steps", "sizes", "events", "seed"
     )
     for index, size in enumerate(case.sizes):
         for smaller in {1, size - 1} if size > 1 else ():

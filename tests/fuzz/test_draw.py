@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from tests.fuzz.actions import EVENTS, actions_of
-from tests.fuzz.case import Case, ModuleCase, SyncCase, TableCase
+from tests.fuzz.case import Case, DenseCase, ModuleCase, SyncCase, TableCase
 from tests.fuzz.draw import (
     CASE_CHOICES,
+    DENSE_CHOICES,
     MESHES,
     MODULE_CHOICES,
     SYNC_CHOICES,
@@ -44,6 +45,7 @@ def parts_of_cases() -> Iterator[tuple[dict[str, tuple[Any, ...]], object]]:
     for case in CASES:
         yield CASE_CHOICES, case
         yield SYNC_CHOICES, case.sync
+        yield DENSE_CHOICES, case.dense
         for module in case.modules:
             yield MODULE_CHOICES, module
             for table in module.tables:
@@ -57,7 +59,7 @@ def test_every_value_of_every_field_is_drawn() -> None:
         for name, values in choices.items():
             drawn[type(value), name].add(getattr(value, name))
             wanted[type(value), name] = set(values)
-    assert {kind for kind, _ in wanted} == {Case, ModuleCase, SyncCase, TableCase}
+    assert {kind for kind, _ in wanted} == {Case, DenseCase, ModuleCase, SyncCase, TableCase}
     assert drawn == wanted
     assert {(case.groups, case.size) for case in CASES} == set(MESHES)
     assert {name for case in CASES for _, name in case.events} == set(EVENTS)

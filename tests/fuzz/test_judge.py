@@ -9,7 +9,7 @@ from tests.fuzz.case import Case
 from tests.fuzz.judge import judge
 from tests.fuzz.oracle import expect
 from tests.fuzz.processes import RankReport
-from tests.fuzz.run import Piece, Seen, StateSeen
+from tests.fuzz.seen import Piece, Seen, StateSeen
 
 CASE = Case(optimizer="adagrad")
 """One table of 16 rows on two ranks."""
@@ -29,7 +29,7 @@ def right_reports() -> list[RankReport]:
         )
         seen = Seen(
             scores={index: expected.scores[index, rank].float() for index in range(FINAL)},
-            states={FINAL: StateSeen(weights, moments, {}, expected.dense[FINAL].float())},
+            states={FINAL: StateSeen(weights, moments, {}, expected.dense[FINAL, rank].float())},
         )
         reports.append(RankReport("returned", seen))
     return reports

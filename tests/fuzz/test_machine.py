@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tests.fuzz import plants
-from tests.fuzz.case import Case, ModuleCase, SyncCase, TableCase
+from tests.fuzz.case import Case, DenseCase, ModuleCase, SyncCase, TableCase
 from tests.fuzz.judge import Counts, Verdict
 from tests.fuzz.machine import ENOUGH_CASES, Machine, Summary
 from tests.fuzz.worker import Worker
@@ -98,6 +99,37 @@ def test_what_one_rank_rounds_otherwise_is_found(plant: Plant, case: Case, kind:
     assert (verdict.outcome, verdict.kind) == ("finding", kind), verdict.text
     assert right.outcome == "ok", right.text
     assert right.counts.rounded > 0
+
+
+def dense_case(**fields: Any) -> Case:
+    return Case(dense=DenseCase(**fields), steps=3)
+
+
+@pytest.mark.parametrize(
+    ("plant", "case", "text"),
+    [
+        (plants.late_gradients_that_are_lost, dense_case(kind="delayed"), "dense layer on rank"),
+        (
+            plants.a_rank_that_forgets_what_it_left_out,
+            dense_case(kind="thresholded", density=0.3, route="gather"),
+            "dense gradients that weren't sent",
+        ),
+        (plants.ranks_that_meet_without_rank_1, dense_case(kind="local"), "scores of rank"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_a_dense_wrapper_does_wrong_is_found(plant: Plant, case: Case, text: str) -> None:
+    faulty, healthy = Worker(plant), Worker()
+    try:
+        for worker in (faulty, healthy):
+            worker.ask(case.to_json(), 60)
+        verdict, right = faulty.answer(), healthy.answer()
+    finally:
+        for worker in (faulty, healthy):
+            worker.close()
+    assert (verdict.outcome, verdict.kind) == ("finding", "wrong numbers"), verdict.text
+    assert text in verdict.text
+    assert right.outcome == "ok", right.text
 
 
 def test_a_machine_that_compares_nothing_complains() -> None:

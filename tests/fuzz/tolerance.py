@@ -5,7 +5,7 @@ for all of a case, and what rounding really gives, as long as errors haven't gro
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -28,17 +28,19 @@ BLURRED = {"fp32": 2e-4, "half": 0.02, "integers": 0.2}
 _NUDGE = 1e-6
 """The share of its row's largest number by which one may be off before it is rounded: what is half
 way between two may become either."""
-_KINDS = ("scores", "weights", "moments", "dense")
+_KINDS = ("scores", "weights", "moments", "dense", "left_out")
+Applied = Mapping[int, torch.Tensor]
 
 
 class Tolerances:
     """What rounding may add to `BASE`, at worst."""
 
-    def __init__(self, case: Case, exact: Expected) -> None:
+    def __init__(self, case: Case, exact: Expected, applied: Applied) -> None:
         """
         Args:
             case: which is run.
             exact: what must come out if nothing is rounded.
+            applied: as in `expect`.
         """
         precision = _precision(case)
         noises = [
@@ -47,7 +49,7 @@ class Tolerances:
         if precision == "integers":
             # Signs that are worst for one number cancel in another.
             noises.append(Noise(torch.float32, rounds=True))
-        noisy = [expect(case, noise) for noise in noises]
+        noisy = [expect(case, noise, applied) for noise in noises]
         self._noise = {
             (kind, name): NOISE_FACTOR[precision] * gap
             for kind in _KINDS
@@ -68,20 +70,21 @@ class Tolerances:
 class RoundedExactly:
     """What must come out early in a run if numbers are rounded just where they travel."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, applied: Applied) -> None:
         """
         Args:
             case: which is run.
+            applied: as in `expect`.
         """
         transports = {table.transport for table in case.tables.values()} | {case.sync.transport}
         self.is_known = transports != {"fp32"} and _knows_bags(case)
         """Whether something is rounded, and it is known where."""
         if not self.is_known:
             return
-        self.expected = expect(case, Noise(rounds=True))
+        self.expected = expect(case, Noise(rounds=True), applied)
         """What must come out."""
         self._others = [
-            expect(case, Noise(torch.float32, rounds=True, nudge=nudge))
+            expect(case, Noise(torch.float32, rounds=True, nudge=nudge), applied)
             for nudge in (-_NUDGE, _NUDGE)
         ]
         gradients_too = _knows_gradients(case)
@@ -108,7 +111,7 @@ def _precision(case: Case) -> str:
     transports = {case.sync.transport, case.qcomms, *(table.transport for table in tables)}
     if transports & {"int8", "int4"}:
         return "integers"
-    types = transports | {table.dtype for table in tables}
+    types = transports | {table.dtype for table in tables} | {case.dense.kind}
     return "half" if types & {"fp16", "bf16"} else "fp32"
 
 
@@ -129,6 +132,7 @@ def _knows_gradients(case: Case) -> bool:
     return (
         _knows_sync(case)
         and case.qcomms == "none"
+        and case.dense.kind != "fp16"
         and not case.variable
         and all(table.dtype == "fp32" for table in tables)
         # Gradients of rows are added on hosts before they travel between them.

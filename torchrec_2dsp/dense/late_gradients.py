@@ -52,7 +52,7 @@ class LateGradients:
         self._num_ranks = dist.get_world_size(group)
         self._in_flight: list[_InFlight] = []
         self._step = 0
-        self._is_late = False
+        self._is_late = self._is_due = False
         self.num_late_steps = 0
         """How many steps have used the gradients of the step before."""
         self.total = GradientReport()
@@ -64,7 +64,14 @@ class LateGradients:
         return self._is_late
 
     def begin_step(self) -> None:
-        """Begin a step, which may have several backwards."""
+        """Let the next backward begin a step, which may have several backwards.
+
+        A batch that is refused has a forward and no backward: it is no step.
+        """
+        self._is_due = True
+
+    def _begin(self) -> None:
+        self._is_due = False
         self._is_late = self._step >= self._warm_up
         self._step += 1
         self.num_late_steps += self._is_late
@@ -76,6 +83,8 @@ class LateGradients:
         Collectives:
             An all-reduce of the bucket; in a late step it is waited for in the next one.
         """
+        if self._is_due:
+            self._begin()
         params = bucket.parameters()
         own = bucket.buffer() / self._num_ranks
         own_bytes = 2 * (self._num_ranks - 1) / self._num_ranks * own.nbytes

@@ -64,6 +64,13 @@ class TableGradients:
             work = dist.all_reduce(buffer.div_(self._num_ranks), group=self._group, async_op=True)
             assert work is not None
             return work.get_future().then(lambda future: future.value()[0])
+        if capacity == 0:
+            # No rank has touched a row, so the gradients of all are zero, and nothing is sent.
+            untouched: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+                devices=[buffer.device] if buffer.is_cuda else None
+            )
+            untouched.set_result(buffer)
+            return untouched
         own = buffer.new_empty(capacity, dtype=torch.uint8)
         message.write(
             own, [(rows, table[rows]) for rows, table in zip(touched, tables, strict=True)]

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torchrec.distributed.types import ShardingEnv
 
 from torchrec_2dsp._compat.data_parallel import (
@@ -104,6 +105,7 @@ class ThresholdedDataParallel(DataParallelWrapper):
         )
         self._gradients: ThresholdedGradients | None = None
         self._tables: list[TableGradients] = []
+        self._params: list[nn.Parameter] = []
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         """Wrap what isn't sharded; TorchRec calls it.
@@ -132,7 +134,21 @@ class ThresholdedDataParallel(DataParallelWrapper):
             return
         names = {id(param): name for name, param in ddp.module.named_parameters()}
         self._gradients = ThresholdedGradients(self._settings, names, group)
+        self._params = [
+            param
+            for name, param in ddp.module.named_parameters()
+            if param.requires_grad and name not in ddp.parameters_to_ignore
+        ]
         ddp.register_comm_hook(None, self._gradients.reduce)
+        ddp.register_forward_pre_hook(self._before_forward)
+
+    def _before_forward(self, module: nn.Module, _: tuple[Any, ...]) -> None:
+        """Tell the first batch of a step from those whose gradients are added to its own."""
+        if module.training and torch.is_grad_enabled():
+            assert self._gradients is not None
+            grads = [param.grad for param in self._params]
+            is_first = not any(grad is not None and grad.any() for grad in grads)
+            self._gradients.begin_batch(is_first=is_first)
 
     @property
     def total(self) -> GradientReport:

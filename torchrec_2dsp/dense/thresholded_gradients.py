@@ -79,13 +79,27 @@ class ThresholdedGradients:
         self._stored_thresholds: dict[str, Any] = {}
         self._layouts: dict[tuple[str, ...], BucketLayout] = {}
         self._step = 0
-        self._is_flush_due = False
+        self._has_reduced = self._goes_on = False
+        self._is_flush_due = self._is_flushing = False
         self.total = GradientReport()
         """What this rank has sent so far."""
 
     def flush(self) -> None:
         """Let the next step be dense and take the residuals along."""
         self._is_flush_due = True
+
+    def begin_batch(self, *, is_first: bool) -> None:
+        """Prepare for the backward of a training batch.
+
+        DDP adds up after each of the batches that `accumulate` gives in the first step. These are
+        one step, which is dense as a whole, or not.
+
+        Args:
+            is_first: whether no gradients of the same step are there yet.
+        """
+        if is_first:
+            self._has_reduced = False
+        self._goes_on = self._has_reduced
 
     def residual_norm(self) -> float:
         """The Euclidean norm of all residuals of this rank."""
@@ -120,9 +134,11 @@ class ThresholdedGradients:
             )
         if bucket.is_last():
             self._step = standing.step + 1
-            self._is_flush_due = False
+            self._is_flush_due, self._is_flushing = False, standing.wants_dense
+            self._has_reduced = True
             is_thresholded = route is not GradientRoute.DENSE
-            report += GradientReport(num_steps=1, num_thresholded_steps=int(is_thresholded))
+            if not self._goes_on:
+                report += GradientReport(num_steps=1, num_thresholded_steps=int(is_thresholded))
         self.total += report
         return future
 
@@ -149,6 +165,8 @@ class ThresholdedGradients:
         has_failed, step, wants_dense = own.tolist()
         if has_failed:
             agree(self._group, error=None if is_finite else self._not_finite(buffer, layout))
+        if self._goes_on:
+            return _Standing(step - 1, bool(wants_dense) or self._is_flushing)
         return _Standing(step, bool(wants_dense))
 
     def _not_finite(self, buffer: torch.Tensor, layout: BucketLayout) -> SyncError:

@@ -1,0 +1,143 @@
+"""The dense layer in the oracle: its values on each rank, by each way to train it."""
+
+import copy
+
+import torch
+
+from tests.fuzz.case import Case
+from tests.fuzz.noise import Noise
+from tests.fuzz.weights import EPS, OUTER_LR, OUTER_MOMENTUM, initial_dense
+
+_BETAS = (0.9, 0.999)
+"""Adam's, as torch has them."""
+
+
+class DenseState:
+    """What the training of the dense layer has come to: weight and bias, one after the other."""
+
+    def __init__(self, case: Case, noise: Noise) -> None:
+        """
+        Args:
+            case: says how it is trained.
+            noise: of gradients that travel in half precision.
+        """
+        self._case, self._dense, self._noise = case, case.dense, noise
+        weight, bias = initial_dense(case)
+        values = torch.cat([weight[0], bias]).to(noise.dtype)
+        self.values = values.expand(case.world_size, -1).clone()
+        """The values of each rank: ``[ranks, width + 1]``."""
+        self._optimizer = _Optimizer(case.dense.optimizer, self.values)
+        self._num_steps = 0
+        self._sends_all = False
+        self.left_out = torch.zeros_like(values)
+        """What hasn't been sent of the mean gradients so far."""
+        self._in_flight: torch.Tensor | None = None
+        """The mean gradient of a step that the next one applies."""
+        self._outer_lr = OUTER_LR
+        self._outer_momentum = torch.zeros_like(values)
+        self._is_apart = False
+        self._shared = values
+
+    def before_lookup(self) -> None:
+        """A training lookup comes: ranks that have met part again."""
+        if not self._is_apart:
+            self._shared = self.values[0].clone()
+            self._is_apart = True
+
+    def train(self, grads: torch.Tensor, lr: float, applied: torch.Tensor | None = None) -> None:
+        """Make a step.
+
+        Args:
+            grads: of the mean loss of the world, by the rank that they come from.
+            lr: the learning rate.
+            applied: what ranks have sent of the mean, if they choose.
+        """
+        kind, num_ranks = self._dense.kind, self._case.world_size
+        if kind == "fp16":
+            grads = self._noise.rounded(grads, torch.float16)
+        mean = grads.sum(dim=0)
+        if kind == "fp16":
+            mean = self._noise.rounded(mean[None], torch.float16)[0]
+        if kind == "delayed" and self._num_steps >= self._dense.warm_up:
+            in_flight = torch.zeros_like(mean) if self._in_flight is None else self._in_flight
+            self._in_flight, mean = mean, in_flight
+        if self._dense.leaves_out:
+            mean = self._sent(mean, applied)
+        self._num_steps += 1
+        self._update(num_ranks * grads if kind == "local" else mean.expand(num_ranks, -1), lr)
+        if kind == "local" and self._num_steps % self._dense.local_steps == 0:
+            self._meet()
+
+    def flush(self, lr: float) -> None:
+        """Apply the gradient that is in flight by one more step, or let the next step send all."""
+        self._sends_all = True
+        if self._in_flight is not None:
+            self._update(self._in_flight.expand_as(self.values), lr)
+            self._in_flight = None
+
+    def halve_learning_rate(self) -> None:
+        """Halve that of the meetings; the ranks' own one is an argument of `train`."""
+        self._outer_lr /= 2
+
+    def copy(self) -> "DenseState":
+        """A copy of the state, which further training doesn't change."""
+        other = copy.copy(self)
+        other.values, other._optimizer = self.values.clone(), self._optimizer.copy()
+        other._outer_momentum = self._outer_momentum.clone()
+        return other
+
+    def restore(self, other: "DenseState") -> None:
+        """Take over what a checkpoint holds; what is in flight stays, and so do learning rates."""
+        saved = other.copy()
+        self.values, self._optimizer = saved.values, saved._optimizer
+        self._outer_momentum = saved._outer_momentum
+
+    def _sent(self, mean: torch.Tensor, applied: torch.Tensor | None) -> torch.Tensor:
+        """The mean of what ranks have sent: all that there is, or what they have chosen."""
+        due = self.left_out + mean
+        sends_all = self._sends_all or self._num_steps < self._dense.warm_up
+        # A rank that is alone sends nothing, so it leaves nothing out.
+        sent = due if sends_all or applied is None or len(self.values) == 1 else applied.to(due)
+        self.left_out, self._sends_all = due - sent, False
+        return sent
+
+    def _update(self, grads: torch.Tensor, lr: float) -> None:
+        if self._dense.clip:
+            norms = grads.norm(dim=1, keepdim=True)
+            grads = grads * (self._dense.clip / (norms + 1e-6)).clamp(max=1)
+        self.values = self.values - lr * self._optimizer.direction(grads)
+
+    def _meet(self) -> None:
+        """Move the values that ranks had when they parted by the mean of their changes."""
+        change = (self._shared - self.values).mean(dim=0)
+        self._outer_momentum = OUTER_MOMENTUM * self._outer_momentum + change
+        moved = self._outer_lr * (change + OUTER_MOMENTUM * self._outer_momentum)
+        self.values = (self._shared - moved).expand_as(self.values).clone()
+        self._is_apart = False
+
+
+class _Optimizer:
+    """A dense optimizer's rule and moments."""
+
+    def __init__(self, kind: str, values: torch.Tensor) -> None:
+        self._kind, self._num_updates = kind, 0
+        self._means, self._squares = torch.zeros_like(values), torch.zeros_like(values)
+
+    def copy(self) -> "_Optimizer":
+        """One with the same moments; they are replaced and never written into."""
+        return copy.copy(self)
+
+    def direction(self, grads: torch.Tensor) -> torch.Tensor:
+        """What is taken off for a learning rate of 1."""
+        self._num_updates += 1
+        if self._kind == "sgd":
+            return grads
+        if self._kind == "adagrad":
+            self._squares = self._squares + grads.square()
+            return grads / (self._squares.sqrt() + EPS)
+        first, second = _BETAS
+        self._means = first * self._means + (1 - first) * grads
+        self._squares = second * self._squares + (1 - second) * grads.square()
+        mean = self._means / (1 - first**self._num_updates)
+        square = self._squares / (1 - second**self._num_updates)
+        return mean / (square.sqrt() + EPS)

@@ -1,0 +1,92 @@
+"""How ranks train the dense layer of a case: its wrapper, its optimizer, and its values."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torchrec.distributed.model_parallel import DataParallelWrapper
+from torchrec.optim import SemisyncOptimizer
+from torchrec.optim.keyed import KeyedOptimizer, KeyedOptimizerWrapper
+
+import torchrec_2dsp as tdsp
+from tests.fuzz.case import Case, DenseCase
+from tests.fuzz.weights import EPS, LR, OUTER_LR, OUTER_MOMENTUM
+
+_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=LR),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=LR, eps=EPS),
+    "adam": lambda params: torch.optim.Adam(params, lr=LR, eps=EPS),
+}
+
+
+def make_dense(dense: DenseCase) -> DataParallelWrapper | None:
+    """The wrapper; `None` for the one that TorchRec takes by itself."""
+    makers: dict[str, Callable[[], DataParallelWrapper]] = {
+        "fp16": lambda: tdsp.HookedDataParallel("fp16"),
+        "thresholded": lambda: tdsp.ThresholdedDataParallel(
+            dense.density,
+            warm_up=dense.warm_up,
+            values=dense.values,
+            dense_below=0,
+            route=dense.route,
+        ),
+        "fully_sharded": lambda: tdsp.FullyShardedDense(num_copies=dense.num_copies),
+        "delayed": lambda: tdsp.DelayedDense(warm_up=dense.warm_up),
+        "local": tdsp.LocalDense,
+    }
+    return None if dense.kind == "ddp" else makers[dense.kind]()
+
+
+def make_dense_optimizer(
+    case: Case,
+    params: dict[str, Any],
+    wrapper: DataParallelWrapper | None,
+    seen: Callable[[], None],
+) -> KeyedOptimizer:
+    """The optimizer of the dense layer.
+
+    Args:
+        case: says which one.
+        params: of the layer.
+        wrapper: that runs the layer.
+        seen: is called in each step before gradients are clipped.
+    """
+    inner = _OPTIMIZERS[case.dense.optimizer](list(params.values()))
+
+    def before_step(*_: Any) -> None:
+        seen()
+        if case.dense.clip:
+            torch.nn.utils.clip_grad_norm_(params.values(), case.dense.clip)
+
+    inner.register_step_pre_hook(before_step)
+    keyed = KeyedOptimizerWrapper(params, lambda _: inner)
+    if not isinstance(wrapper, tdsp.LocalDense):
+        return keyed
+    outer = KeyedOptimizerWrapper(
+        params, lambda values: tdsp.DiLoCo(values, wrapper, OUTER_LR, momentum=OUTER_MOMENTUM)
+    )
+    return SemisyncOptimizer(
+        list(params.values()), keyed, outer, num_local_steps=case.dense.local_steps
+    )
+
+
+def as_held(value: torch.Tensor, held: Any) -> torch.Tensor:
+    """A whole tensor, in the form of the parameter that is to become it.
+
+    Collectives:
+        A scatter, if ranks hold shares.
+    """
+    if not isinstance(held, DTensor):
+        return value
+    return distribute_tensor(value, held.device_mesh, held.placements)
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """A copy of a parameter, or of a gradient, flat.
+
+    Collectives:
+        An all-gather, if ranks hold shares.
+    """
+    full = value.full_tensor() if isinstance(value, DTensor) else value
+    return full.detach().clone().flatten()

@@ -1,0 +1,42 @@
+"""What ranks see in a run, and report."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a table that a rank holds."""
+
+    table: str
+    row: int
+    column: int
+    values: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StateSeen:
+    """What a rank holds at a read of the state."""
+
+    weights: list[Piece]
+    moments: list[Piece]
+    hot_copies: dict[str, torch.Tensor]
+    """Weights and states of hot rows, whose names say of what."""
+    dense: torch.Tensor
+
+
+@dataclass
+class Seen:
+    """What one rank saw, by the number of the action."""
+
+    scores: dict[int, torch.Tensor] = field(default_factory=dict)
+    losses: dict[int, float] = field(default_factory=dict)
+    states: dict[int, StateSeen] = field(default_factory=dict)
+    refusals: dict[int, str] = field(default_factory=dict)
+    """Errors of batches that had to be refused."""
+    applied: dict[int, torch.Tensor] = field(default_factory=dict)
+    """The mean dense gradients of updates, where ranks choose what they send."""
+    left_out: dict[int, torch.Tensor] = field(default_factory=dict)
+    """What this rank hasn't sent yet at a read of the state, in the form of a mean's share."""
+    num_synced_rows: int = 0

@@ -1,4 +1,4 @@
-"""`writing` and `write_whole`: files of a program's output, and what is raised if a disk is full."""
+"""`writing` and `write_whole`: files of a program's output, and the error of a full disk."""
 
 import os
 from collections.abc import Iterator

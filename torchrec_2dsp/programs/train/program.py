@@ -1,5 +1,6 @@
 """Train every run of a config, one after the other, on the ranks of this world."""
 
+import gc
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -97,6 +98,9 @@ def train_run(
     # Only after a success: after a failure the other ranks may never come.
     del trainer
     MeshGroups.for_mesh(result.plan.mesh, config.loop.device).close()
+    # Traced modules and saved states refer to each other. Until they are collected, they keep the
+    # tables, and the threads and files of the groups, beside those of the next run.
+    gc.collect()
     with agreeing(world_group()):
         for watcher in watchers:
             watcher.run_finished(result)

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.exporting import plain_scores, quantized_by_hand, stock_model
+from tests.support.exporting import (
+    plain_evaluation,
+    plain_scores,
+    quantized_by_hand,
+    stock_model,
+    thresholds_of,
+)
 from tests.support.patience import patient
 from tests.support.ranks import RankPool
 from torchrec_2dsp.errors import CheckpointError, ConfigError, ExportError, UnsupportedError
@@ -24,6 +30,7 @@ from torchrec_2dsp.programs.export.serving import load_script, quantize_, served
 from torchrec_2dsp.programs.export.source import ExportSource
 from torchrec_2dsp.programs.launch.world import only_rank
 from torchrec_2dsp.programs.models.kinds import dataset_for
+from torchrec_2dsp.programs.train import trainer
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
 from torchrec_2dsp.programs.train.run_folder import RunFolder
@@ -66,22 +73,43 @@ def config_of(cell: str, folder: Path) -> TrainConfig:
     return make_config(TrainConfig, tree)
 
 
-def train_all(rank: int, world_size: int, folder: Path) -> dict[str, dict[str, float]]:
-    metrics = {}
-    for cell in CELLS:
-        config = config_of(cell, folder)
-        watchers = [] if rank else [RunFolder(config.output.folder, config)]
-        metrics[cell] = dict(train(config, watchers).runs[0].evaluated.metrics)
-    return metrics
+@dataclass(frozen=True)
+class Trained:
+    """What a rank says of a cell that it has trained."""
+
+    metrics: dict[str, float]
+    """Those of all ranks."""
+
+    thresholds: list[float]
+    """The rank's own thresholds of splits, when it evaluated."""
+
+
+def train_all(rank: int, world_size: int, folder: Path) -> dict[str, Trained]:
+    done: dict[str, Trained] = {}
+    thresholds: list[float] = []
+    evaluate = trainer.evaluated
+
+    def evaluated(config: TrainConfig, model: Any, *args: Any) -> Any:
+        thresholds[:] = [threshold.item() for threshold in thresholds_of(model.module)]
+        return evaluate(config, model, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "evaluated", evaluated)
+        for cell in CELLS:
+            config = config_of(cell, folder)
+            watchers = [] if rank else [RunFolder(config.output.folder, config)]
+            metrics = dict(train(config, watchers).runs[0].evaluated.metrics)
+            done[cell] = Trained(metrics, list(thresholds))
+    return done
 
 
 @pytest.fixture(scope="module")
 def trained(
     ranks2: RankPool, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, dict[str, dict[str, float]]]:
-    """The folder of all cells, and the metrics of the ranks that trained them."""
+) -> tuple[Path, list[dict[str, Trained]]]:
+    """The folder of all cells, and what each of the ranks that trained them says."""
     folder = tmp_path_factory.mktemp("trained")
-    return folder, ranks2.run(train_all, folder)[0]
+    return folder, ranks2.run(train_all, folder)
 
 
 @pytest.fixture(scope="module")
@@ -135,15 +163,35 @@ def test_the_file_scores_as_tables_of_eight_bits_do(
     assert 0 < record.largest_difference < 0.02
     # The rounding of float32.
     assert record.largest_difference == pytest.approx(largest, abs=1e-6)
-    # The ranks added losses up in another order. With splits by "laplace" each of them had a
-    # threshold of its own, of which the checkpoint has one; ranks rank items of smaller batches.
-    tolerance = {"split": 0.02, "towers_in_a_batch": 1.0}.get(cell, 1e-5)
-    for name, value in trained[1][cell].items():
-        assert record.trained[name] == pytest.approx(value, rel=tolerance), name
+    # The rounding of float32, in which losses are added up in another order.
+    whole = plain_evaluation(source, num_ranks=1)
+    assert record.trained == pytest.approx(whole, rel=1e-5)
     assert record == ExportRecord.load(output / "export.json")
     # A byte for each of a row's 8 numbers and 4 for its scale and offset, padded to 16.
     assert record.served_table_bytes == 70 * 16
     assert record.table_bytes == 70 * 8 * 4
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("cell", CELLS)
+def test_ranks_evaluate_as_the_plain_model_does_on_their_parts(
+    cell: str, served: dict[str, Any], trained: tuple[Path, list[dict[str, Trained]]]
+) -> None:
+    """What a run and its export say of the trained model differs for two reasons alone.
+
+    Ranks tell items from those of their own smaller batches, and splits by "laplace" have a
+    threshold on each rank, of which the checkpoint has one.
+    """
+    source, _, record = served[cell]
+    ranks = [said[cell] for said in trained[1]]
+    thresholds = [rank.thresholds for rank in ranks]
+    apart = plain_evaluation(source, num_ranks=2, thresholds=thresholds)
+    assert [rank.metrics for rank in ranks] == [ranks[0].metrics] * 2
+    # The rounding of float32, in which losses are added up in another order.
+    assert ranks[0].metrics == pytest.approx(apart, rel=1e-5)
+    is_equal = ranks[0].metrics == pytest.approx(record.trained, rel=1e-5)
+    assert is_equal == (cell not in ("split", "towers_in_a_batch"))
+    assert (thresholds[0] != thresholds[1]) == (cell == "split")
 
 
 ALONE = """

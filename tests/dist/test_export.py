@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,17 @@ import torch
 from torch import nn
 
 from tests.support.exporting import (
+    CELLS,
+    Trained,
     plain_evaluation,
     plain_scores,
     quantized_by_hand,
     stock_model,
-    thresholds_of,
+    train_all,
 )
 from tests.support.patience import patient
 from tests.support.ranks import RankPool
 from torchrec_2dsp.errors import CheckpointError, ConfigError, ExportError, UnsupportedError
-from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.export.export import export_model
 from torchrec_2dsp.programs.export.folder import ExportRecord
 from torchrec_2dsp.programs.export.quality import HeldOutBatches, request_of
@@ -30,77 +31,11 @@ from torchrec_2dsp.programs.export.serving import load_script, quantize_, served
 from torchrec_2dsp.programs.export.source import ExportSource
 from torchrec_2dsp.programs.launch.world import only_rank
 from torchrec_2dsp.programs.models.kinds import dataset_for
-from torchrec_2dsp.programs.train import trainer
-from torchrec_2dsp.programs.train.config import TrainConfig
-from torchrec_2dsp.programs.train.program import train
 from torchrec_2dsp.programs.train.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
-DATA = {
-    "num_dense": 2,
-    "features": [
-        {"name": "user", "num_rows": 40},
-        {"name": "item", "num_rows": 30, "min_ids": 0, "max_ids": 3},
-    ],
-}
-LAYERS = {"dim": 8, "dense_layers": [4], "over_layers": [4]}
-TOWERS = {"kind": "two_tower", "user_features": ["user"], "item_features": ["item"], "dim": 8}
-SPLITS = {"splits": {"dense": 0.5, "over": 0.5}, "split_threshold": "laplace"}
-CELLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "dlrm": (LAYERS, {}),
-    "dcn": ({**LAYERS, "kind": "dcn"}, {}),
-    "split": (LAYERS, SPLITS),
-    "towers": ({**TOWERS, "normalized": True}, {}),
-    "towers_in_a_batch": (
-        {**TOWERS, "loss": "in_batch", "temperature": 0.5, "ranking": {"among": "sampled"}},
-        {},
-    ),
-}
 HALF_PRECISION = 2.0**-11
 """The rounding of a row's scale and offset, which FBGEMM keeps in half precision."""
-
-
-def config_of(cell: str, folder: Path) -> TrainConfig:
-    model, run = CELLS[cell]
-    tree = {
-        "data": DATA,
-        "model": model,
-        "loop": {"steps": 4, "global_batch_size": 16, "eval_steps": 2, "report_every": 4},
-        "checkpoint": {"folder": str(folder / cell / "checkpoints")},
-        "output": {"folder": str(folder / cell / "out")},
-        "runs": {"main": {"num_groups": 2, **run}},
-    }
-    return make_config(TrainConfig, tree)
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What a rank says of a cell that it has trained."""
-
-    metrics: dict[str, float]
-    """Those of all ranks."""
-
-    thresholds: list[float]
-    """The rank's own thresholds of splits, when it evaluated."""
-
-
-def train_all(rank: int, world_size: int, folder: Path) -> dict[str, Trained]:
-    done: dict[str, Trained] = {}
-    thresholds: list[float] = []
-    evaluate = trainer.evaluated
-
-    def evaluated(config: TrainConfig, model: Any, *args: Any) -> Any:
-        thresholds[:] = [threshold.item() for threshold in thresholds_of(model.module)]
-        return evaluate(config, model, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "evaluated", evaluated)
-        for cell in CELLS:
-            config = config_of(cell, folder)
-            watchers = [] if rank else [RunFolder(config.output.folder, config)]
-            metrics = dict(train(config, watchers).runs[0].evaluated.metrics)
-            done[cell] = Trained(metrics, list(thresholds))
-    return done
 
 
 @pytest.fixture(scope="module")

@@ -1,20 +1,95 @@
-"""What an exported model is compared with: tables of eight bits by hand, and a stock model."""
+"""Trained models to export, and what their exports are compared with: tables of eight bits by hand,
+and a stock model."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from tests.support.train_runs import plain_metrics
+from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.export.source import ExportSource
 from torchrec_2dsp.programs.models.kinds import build_any_model, dataset_for, has_clicks
 from torchrec_2dsp.programs.models.splits import split_
+from torchrec_2dsp.programs.train import trainer
+from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.datasets import shape_of
+from torchrec_2dsp.programs.train.program import train
+from torchrec_2dsp.programs.train.run_folder import RunFolder
+
+DATA = {
+    "num_dense": 2,
+    "features": [
+        {"name": "user", "num_rows": 40},
+        {"name": "item", "num_rows": 30, "min_ids": 0, "max_ids": 3},
+    ],
+}
+LAYERS = {"dim": 8, "dense_layers": [4], "over_layers": [4]}
+TOWERS = {"kind": "two_tower", "user_features": ["user"], "item_features": ["item"], "dim": 8}
+SPLITS = {"splits": {"dense": 0.5, "over": 0.5}, "split_threshold": "laplace"}
+CELLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dlrm": (LAYERS, {}),
+    "dcn": ({**LAYERS, "kind": "dcn"}, {}),
+    "split": (LAYERS, SPLITS),
+    "towers": ({**TOWERS, "normalized": True}, {}),
+    "towers_in_a_batch": (
+        {**TOWERS, "loss": "in_batch", "temperature": 0.5, "ranking": {"among": "sampled"}},
+        {},
+    ),
+}
+
+
+def config_of(cell: str, folder: Path) -> TrainConfig:
+    """The config of a cell, whose runs leave all that an export needs."""
+    model, run = CELLS[cell]
+    tree = {
+        "data": DATA,
+        "model": model,
+        "loop": {"steps": 4, "global_batch_size": 16, "eval_steps": 2, "report_every": 4},
+        "checkpoint": {"folder": str(folder / cell / "checkpoints")},
+        "output": {"folder": str(folder / cell / "out")},
+        "runs": {"main": {"num_groups": 2, **run}},
+    }
+    return make_config(TrainConfig, tree)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a rank says of a cell that it has trained."""
+
+    metrics: dict[str, float]
+    """Those of all ranks."""
+
+    thresholds: list[float]
+    """The rank's own thresholds of splits, when it evaluated."""
+
+
+def train_all(rank: int, world_size: int, folder: Path) -> dict[str, Trained]:
+    """Train all cells, and say what came out."""
+    done: dict[str, Trained] = {}
+    thresholds: list[float] = []
+    evaluate = trainer.evaluated
+
+    def evaluated(config: TrainConfig, model: Any, *args: Any) -> Any:
+        thresholds[:] = [threshold.item() for threshold in thresholds_of(model.module)]
+        return evaluate(config, model, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "evaluated", evaluated)
+        for cell in CELLS:
+            config = config_of(cell, folder)
+            watchers = [] if rank else [RunFolder(config.output.folder, config)]
+            metrics = dict(train(config, watchers).runs[0].evaluated.metrics)
+            done[cell] = Trained(metrics, list(thresholds))
+    return done
 
 
 def quantized_by_hand(weight: torch.Tensor) -> torch.Tensor:

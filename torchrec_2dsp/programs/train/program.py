@@ -87,8 +87,9 @@ def train_run(
             watcher.run_planned(name, trainer.planned, config)
     path = trainer.resume(resume)
     with agreeing(world_group()):
-        for watcher in watchers if path is not None else ():
-            watcher.run_resumed(name, path, trainer.step)
+        if path is not None:
+            for watcher in watchers:
+                watcher.run_resumed(name, path, trainer.step)
     profiler = None
     if profiled is not None:
         device, rank = rank_device(config.loop.device), dist.get_rank(world_group())

@@ -46,6 +46,10 @@ class CheckpointError(TwoDError, RuntimeError):
     """A checkpoint that can't be written, read, or doesn't fit the model."""
 
 
+class OutputError(TwoDError, OSError):
+    """A file of a program's output that can't be written, such as on a full disk."""
+
+
 class ExportError(TwoDError, RuntimeError):
     """A model that isn't exported, because what would serve differs too much from what was
     trained."""

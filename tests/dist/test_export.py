@@ -12,11 +12,18 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.exporting import plain_scores, quantized_by_hand, stock_model
+from tests.support.exporting import (
+    CELLS,
+    Trained,
+    plain_evaluation,
+    plain_scores,
+    quantized_by_hand,
+    stock_model,
+    train_all,
+)
 from tests.support.patience import patient
 from tests.support.ranks import RankPool
 from torchrec_2dsp.errors import CheckpointError, ConfigError, ExportError, UnsupportedError
-from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.export.export import export_model
 from torchrec_2dsp.programs.export.folder import ExportRecord
 from torchrec_2dsp.programs.export.quality import HeldOutBatches, request_of
@@ -24,64 +31,20 @@ from torchrec_2dsp.programs.export.serving import load_script, quantize_, served
 from torchrec_2dsp.programs.export.source import ExportSource
 from torchrec_2dsp.programs.launch.world import only_rank
 from torchrec_2dsp.programs.models.kinds import dataset_for
-from torchrec_2dsp.programs.train.config import TrainConfig
-from torchrec_2dsp.programs.train.program import train
 from torchrec_2dsp.programs.train.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
-DATA = {
-    "num_dense": 2,
-    "features": [
-        {"name": "user", "num_rows": 40},
-        {"name": "item", "num_rows": 30, "min_ids": 0, "max_ids": 3},
-    ],
-}
-LAYERS = {"dim": 8, "dense_layers": [4], "over_layers": [4]}
-TOWERS = {"kind": "two_tower", "user_features": ["user"], "item_features": ["item"], "dim": 8}
-SPLITS = {"splits": {"dense": 0.5, "over": 0.5}, "split_threshold": "laplace"}
-CELLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "dlrm": (LAYERS, {}),
-    "dcn": ({**LAYERS, "kind": "dcn"}, {}),
-    "split": (LAYERS, SPLITS),
-    "towers": ({**TOWERS, "normalized": True}, {}),
-    "towers_in_a_batch": (
-        {**TOWERS, "loss": "in_batch", "temperature": 0.5, "ranking": {"among": "sampled"}},
-        {},
-    ),
-}
 HALF_PRECISION = 2.0**-11
 """The rounding of a row's scale and offset, which FBGEMM keeps in half precision."""
-
-
-def config_of(cell: str, folder: Path) -> TrainConfig:
-    model, run = CELLS[cell]
-    tree = {
-        "data": DATA,
-        "model": model,
-        "loop": {"steps": 4, "global_batch_size": 16, "eval_steps": 2, "report_every": 4},
-        "checkpoint": {"folder": str(folder / cell / "checkpoints")},
-        "output": {"folder": str(folder / cell / "out")},
-        "runs": {"main": {"num_groups": 2, **run}},
-    }
-    return make_config(TrainConfig, tree)
-
-
-def train_all(rank: int, world_size: int, folder: Path) -> dict[str, dict[str, float]]:
-    metrics = {}
-    for cell in CELLS:
-        config = config_of(cell, folder)
-        watchers = [] if rank else [RunFolder(config.output.folder, config)]
-        metrics[cell] = dict(train(config, watchers).runs[0].evaluated.metrics)
-    return metrics
 
 
 @pytest.fixture(scope="module")
 def trained(
     ranks2: RankPool, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, dict[str, dict[str, float]]]:
-    """The folder of all cells, and the metrics of the ranks that trained them."""
+) -> tuple[Path, list[dict[str, Trained]]]:
+    """The folder of all cells, and what each of the ranks that trained them says."""
     folder = tmp_path_factory.mktemp("trained")
-    return folder, ranks2.run(train_all, folder)[0]
+    return folder, ranks2.run(train_all, folder)
 
 
 @pytest.fixture(scope="module")
@@ -135,15 +98,35 @@ def test_the_file_scores_as_tables_of_eight_bits_do(
     assert 0 < record.largest_difference < 0.02
     # The rounding of float32.
     assert record.largest_difference == pytest.approx(largest, abs=1e-6)
-    # The ranks added losses up in another order. With splits by "laplace" each of them had a
-    # threshold of its own, of which the checkpoint has one; ranks rank items of smaller batches.
-    tolerance = {"split": 0.02, "towers_in_a_batch": 1.0}.get(cell, 1e-5)
-    for name, value in trained[1][cell].items():
-        assert record.trained[name] == pytest.approx(value, rel=tolerance), name
+    # The rounding of float32, in which losses are added up in another order.
+    whole = plain_evaluation(source, num_ranks=1)
+    assert record.trained == pytest.approx(whole, rel=1e-5)
     assert record == ExportRecord.load(output / "export.json")
     # A byte for each of a row's 8 numbers and 4 for its scale and offset, padded to 16.
     assert record.served_table_bytes == 70 * 16
     assert record.table_bytes == 70 * 8 * 4
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("cell", CELLS)
+def test_ranks_evaluate_as_the_plain_model_does_on_their_parts(
+    cell: str, served: dict[str, Any], trained: tuple[Path, list[dict[str, Trained]]]
+) -> None:
+    """What a run and its export say of the trained model differs for two reasons alone.
+
+    Ranks tell items from those of their own smaller batches, and splits by "laplace" have a
+    threshold on each rank, of which the checkpoint has one.
+    """
+    source, _, record = served[cell]
+    ranks = [said[cell] for said in trained[1]]
+    thresholds = [rank.thresholds for rank in ranks]
+    apart = plain_evaluation(source, num_ranks=2, thresholds=thresholds)
+    assert [rank.metrics for rank in ranks] == [ranks[0].metrics] * 2
+    # The rounding of float32, in which losses are added up in another order.
+    assert ranks[0].metrics == pytest.approx(apart, rel=1e-5)
+    is_equal = ranks[0].metrics == pytest.approx(record.trained, rel=1e-5)
+    assert is_equal == (cell not in ("split", "towers_in_a_batch"))
+    assert (thresholds[0] != thresholds[1]) == (cell == "split")
 
 
 ALONE = """

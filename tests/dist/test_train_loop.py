@@ -1,16 +1,23 @@
 """The training loop: schedules, clipping and accumulation train as torch does; how runs end."""
 
+import io
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torchrec.datasets.utils import Batch
 
 from tests.support.click_configs import click_data
+from tests.support.logs import make_rows, table_config, write_log
 from tests.support.ranks import RankPool
 from tests.support.train_runs import TREE, PlainRun, config_with, plain_metrics
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.cli.train_display import Display
+from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.synthetic_dataset import SyntheticDataset
 from torchrec_2dsp.programs.train.config import TrainConfig
@@ -208,3 +215,43 @@ def test_a_batch_is_cut_over_ranks_and_parts() -> None:
     with pytest.raises(ConfigError, match="multiple of the 3 ranks and accumulate=4; use 36"):
         config.check_world(3)
     assert TREE["loop"]["global_batch_size"] == 32
+
+
+def shown(rank: int, world_size: int, tree: dict[str, Any]) -> tuple[str, int, str]:
+    """What a display shows, the steps that were trained, and why the run ended."""
+    console = Console(file=io.StringIO(), width=200)
+    result = train(make_config(TrainConfig, tree), [Display(console)])
+    (run,) = result.runs
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue(), len(run.losses), run.ending.value
+
+
+@pytest.mark.parametrize(
+    ("epochs", "accumulate", "steps", "expected"),
+    [(2, 1, 50, 6), (2, 2, 50, 7), (0, 1, 7, 7), (3, 1, 4, 4)],
+    ids=["data ends", "accumulated", "endless", "data for more"],
+)
+def test_progress_counts_the_steps_that_there_are_data_for(
+    epochs: int, accumulate: int, steps: int, expected: int, ranks2: RankPool, tmp_path: Path
+) -> None:
+    """An epoch of 29 training rows has three batches of 8, or seven of 4."""
+    config = table_config(
+        write_log(tmp_path / "log.csv", make_rows(40)), epochs=epochs, held_out={"share": 11 / 40}
+    )
+    loop = {
+        "steps": steps,
+        "global_batch_size": 8,
+        "accumulate": accumulate,
+        "eval_steps": 1,
+        "report_every": 1,
+    }
+    tree = TREE | {"data": config.model_dump(mode="json"), "loop": loop, "runs": {"main": {}}}
+    text, num_steps, ending = ranks2.run(shown, tree)[0]
+    assert num_steps == expected
+    reports = re.findall(r"^main: step (\d+)/(\d+) .* (\d+:\d\d) left", text, re.MULTILINE)
+    assert [(int(step), int(total)) for step, total, _ in reports] == [
+        (step, expected) for step in range(1, expected + 1)
+    ]
+    assert reports[-1][2] == "0:00"
+    # Less than was asked for is said.
+    assert (f"ended after step {expected}: {ending}" in text) == (expected < steps)

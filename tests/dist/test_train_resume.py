@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from tests.support.ranks import RankPool, RanksFailed
 from tests.support.train_runs import config_with
 from torchrec_2dsp.errors import CheckpointError, ConfigError
+from torchrec_2dsp.parallel.checkpoint.latest import latest_checkpoint
 from torchrec_2dsp.parallel.checkpoint.writer import ChecksumWriter
 from torchrec_2dsp.programs.train.checkpoints import Resume
 from torchrec_2dsp.programs.train.config import TrainConfig
@@ -222,3 +224,29 @@ def test_runs_that_cannot_go_on_are_refused_by_name(ranks2: RankPool, tmp_path: 
     assert first.keys() == texts.keys()
     for name, text in texts.items():
         assert text in first[name], name
+
+
+def slow_to_save(rank: int, world_size: int, config: TrainConfig) -> tuple[int, int]:
+    """The steps that were trained, and the saves that began, where a save takes its time."""
+    finish, num_saves = ChecksumWriter.finish, 0
+
+    def finish_late(self: Any, **what: Any) -> None:
+        nonlocal num_saves
+        num_saves += 1
+        time.sleep(0.5)
+        finish(self, **what)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChecksumWriter, "finish", finish_late)
+        return len(train(config).runs[0].losses), num_saves
+
+
+def test_a_save_of_the_last_step_that_still_goes_on_is_not_begun_again(
+    ranks2: RankPool, tmp_path: Path
+) -> None:
+    checkpoint = {"every": 2, "asynchronous": True}
+    config = config_in(
+        tmp_path, runs={"main": {}}, loop={"steps": 2, "eval_every": 0}, checkpoint=checkpoint
+    )
+    assert ranks2.run(slow_to_save, config) == [(2, 1), (2, 0)]
+    assert latest_checkpoint(tmp_path / "main" / "last") == tmp_path / "main" / "last" / "2"

@@ -44,6 +44,9 @@ class Clicks:
     )
     features = config.features
 
+    def num_train_batches(self, global_batch_size: int) -> int:
+        return 1_000
+
     def batches(
         self, split: Split, *, global_batch_size: int, rank: int, world_size: int, start: int = 0
     ) -> Any:

@@ -1,15 +1,95 @@
-"""What an exported model is compared with: tables of eight bits by hand, and a stock model."""
+"""Trained models to export, and what their exports are compared with: tables of eight bits by hand,
+and a stock model."""
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from tests.support.train_runs import plain_metrics
+from torchrec_2dsp.programs.config.config_file import make_config
+from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.export.source import ExportSource
-from torchrec_2dsp.programs.models.kinds import build_any_model
+from torchrec_2dsp.programs.models.kinds import build_any_model, dataset_for, has_clicks
 from torchrec_2dsp.programs.models.splits import split_
+from torchrec_2dsp.programs.train import trainer
+from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.datasets import shape_of
+from torchrec_2dsp.programs.train.program import train
+from torchrec_2dsp.programs.train.run_folder import RunFolder
+
+DATA = {
+    "num_dense": 2,
+    "features": [
+        {"name": "user", "num_rows": 40},
+        {"name": "item", "num_rows": 30, "min_ids": 0, "max_ids": 3},
+    ],
+}
+LAYERS = {"dim": 8, "dense_layers": [4], "over_layers": [4]}
+TOWERS = {"kind": "two_tower", "user_features": ["user"], "item_features": ["item"], "dim": 8}
+SPLITS = {"splits": {"dense": 0.5, "over": 0.5}, "split_threshold": "laplace"}
+CELLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dlrm": (LAYERS, {}),
+    "dcn": ({**LAYERS, "kind": "dcn"}, {}),
+    "split": (LAYERS, SPLITS),
+    "towers": ({**TOWERS, "normalized": True}, {}),
+    "towers_in_a_batch": (
+        {**TOWERS, "loss": "in_batch", "temperature": 0.5, "ranking": {"among": "sampled"}},
+        {},
+    ),
+}
+
+
+def config_of(cell: str, folder: Path) -> TrainConfig:
+    """The config of a cell, whose runs leave all that an export needs."""
+    model, run = CELLS[cell]
+    tree = {
+        "data": DATA,
+        "model": model,
+        "loop": {"steps": 4, "global_batch_size": 16, "eval_steps": 2, "report_every": 4},
+        "checkpoint": {"folder": str(folder / cell / "checkpoints")},
+        "output": {"folder": str(folder / cell / "out")},
+        "runs": {"main": {"num_groups": 2, **run}},
+    }
+    return make_config(TrainConfig, tree)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a rank says of a cell that it has trained."""
+
+    metrics: dict[str, float]
+    """Those of all ranks."""
+
+    thresholds: list[float]
+    """The rank's own thresholds of splits, when it evaluated."""
+
+
+def train_all(rank: int, world_size: int, folder: Path) -> dict[str, Trained]:
+    """Train all cells, and say what came out."""
+    done: dict[str, Trained] = {}
+    thresholds: list[float] = []
+    evaluate = trainer.evaluated
+
+    def evaluated(config: TrainConfig, model: Any, *args: Any) -> Any:
+        thresholds[:] = [threshold.item() for threshold in thresholds_of(model.module)]
+        return evaluate(config, model, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "evaluated", evaluated)
+        for cell in CELLS:
+            config = config_of(cell, folder)
+            watchers = [] if rank else [RunFolder(config.output.folder, config)]
+            metrics = dict(train(config, watchers).runs[0].evaluated.metrics)
+            done[cell] = Trained(metrics, list(thresholds))
+    return done
 
 
 def quantized_by_hand(weight: torch.Tensor) -> torch.Tensor:
@@ -37,3 +117,44 @@ def plain_scores(model: nn.Module, batch: Any) -> torch.Tensor:
         users, items = whole.vectors(batch.sparse_features, batch.dense_features)
         return (users * items).sum(dim=1)
     return whole.model(batch.dense_features, batch.sparse_features).squeeze(1)
+
+
+def thresholds_of(model: nn.Module) -> list[torch.Tensor]:
+    """The running thresholds of a model's splits by "laplace", in the model's order."""
+    return [value for name, value in model.named_buffers() if name.endswith("running_threshold")]
+
+
+def plain_evaluation(
+    source: ExportSource, *, num_ranks: int, thresholds: Sequence[Sequence[float]] = ()
+) -> dict[str, float]:
+    """The metrics of the trained model, by their definitions, each rank's part of a batch apart.
+
+    Args:
+        source: the checkpoint.
+        num_ranks: into how many parts a batch is cut.
+        thresholds: those of each rank's splits; without them those of the checkpoint.
+    """
+    config, model = source.config, stock_model(source)
+    dataset = dataset_for(config.model, config.data.dataset())
+    losses, scores, labels = [], [], []
+    for rank in range(num_ranks):
+        if thresholds:
+            for buffer, value in zip(thresholds_of(model), thresholds[rank], strict=True):
+                buffer.fill_(value)
+        batches = dataset.batches(
+            Split.EVAL, global_batch_size=config.loop.batch_size, rank=rank, world_size=num_ranks
+        )
+        for batch in islice(batches, config.loop.eval_steps):
+            outputs = zip((losses, scores, labels), model(batch)[1], strict=True)
+            for values, value in outputs:
+                values.append(value)
+    if has_clicks(config.model):
+        return plain_metrics(torch.cat(scores).reshape(-1), torch.cat(labels))
+    # With another loss, scores are the places of items; parts have as many samples.
+    places = [place for place in torch.cat(scores).tolist() if place]
+    gains = [1 / math.log2(place + 1) for place in places if place <= 10]
+    return {
+        "loss": torch.stack(losses).double().mean().item(),
+        "recall@10": len(gains) / len(places),
+        "ndcg@10": sum(gains) / len(places),
+    }

@@ -42,11 +42,18 @@ def torchrun(
 
 
 def forked(
-    module: str, *arguments: str, ranks: int = 2, timeout_s: float = 200, columns: int = 80
+    module: str,
+    *arguments: str,
+    ranks: int = 2,
+    timeout_s: float = 200,
+    columns: int = 80,
+    grace_s: float = _GRACE_S,
+    num_stopped: int = 0,
 ) -> "subprocess.CompletedProcess[str]":
     """Run a program on forked ranks, without torchrun.
 
-    The exit code is that of the first rank that has another one than 0.
+    The exit code is that of the first rank that has another one than 0. The others may go on for
+    ``grace_s`` seconds then. Nobody waits for the last ``num_stopped``, which are killed.
     """
     import torch.distributed as dist
 
@@ -76,7 +83,7 @@ def forked(
         try:
             for process in processes:
                 process.start()
-            exit_code = _first_failure(processes, patient(timeout_s))
+            exit_code = _first_failure(processes, patient(timeout_s), grace_s, num_stopped)
         finally:
             for process in processes:
                 if process.pid is not None:
@@ -86,11 +93,16 @@ def forked(
     return subprocess.CompletedProcess([module, *arguments], exit_code, *said)
 
 
-def _first_failure(processes: list[ForkServerProcess], timeout_s: float) -> int:
+def _first_failure(
+    processes: list[ForkServerProcess], timeout_s: float, grace_s: float, num_stopped: int
+) -> int:
     """The exit code of the first process that fails, or 0 if none does."""
     deadline = time.monotonic() + timeout_s
     failure = 0
-    while running := [process for process in processes if process.exitcode is None]:
+    while True:
+        running = [process for process in processes if process.exitcode is None]
+        if len(running) <= num_stopped:
+            break
         left = deadline - time.monotonic()
         if left <= 0:
             return failure or -signal.SIGKILL
@@ -98,7 +110,7 @@ def _first_failure(processes: list[ForkServerProcess], timeout_s: float) -> int:
         codes = [process.exitcode for process in processes if process.exitcode]
         if codes and not failure:
             failure = codes[0]
-            deadline = min(deadline, time.monotonic() + _GRACE_S)
+            deadline = min(deadline, time.monotonic() + grace_s)
     return failure or next((code for process in processes if (code := process.exitcode)), 0)
 
 

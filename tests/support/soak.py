@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import torchrec_2dsp as tdsp
 from tests.support.loops import shard
@@ -53,7 +53,8 @@ class Usage(NamedTuple):
             resident_bytes=resident_bytes() or 0,
             num_threads=threading.active_count(),
             num_tasks=len(list(Path("/proc/self/task").iterdir())),
-            num_groups=dist.get_pg_count(),
+            # `get_pg_count` counts those that were destroyed as well.
+            num_groups=len(distributed_c10d._world.pg_names),
             num_files=len(list(Path("/proc/self/fd").iterdir())),
         )
 

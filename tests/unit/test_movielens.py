@@ -44,6 +44,9 @@ class LeaveLastOut:
         num_items = 1 + max(int(sequence.max()) for sequence in sequences)
         self.features = (SequenceFeature("item", num_items, MAX_LENGTH),)
 
+    def num_train_batches(self, global_batch_size: int) -> None:
+        return None
+
     def batches(
         self, split: Split, *, global_batch_size: int, rank: int, world_size: int, start: int = 0
     ) -> Iterator[Batch]:

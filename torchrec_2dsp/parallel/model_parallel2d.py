@@ -123,10 +123,11 @@ class ModelParallel2D(DMPCollection):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model as TorchRec does; if a collective fails, a `RankError` says why."""
-        board = self._groups.board
+        board, phase = self._groups.board, "an evaluation"
         if self.training and torch.is_grad_enabled():
             board.activity.step = self._num_steps = self._num_steps + 1
-        with naming_faults(board, "the forward"):
+            phase = "the forward"
+        with naming_faults(board, phase):
             return super().forward(*args, **kwargs)
 
     def sharded_tables(self) -> list[Tables2D]:

@@ -32,8 +32,18 @@ class ChecksumWriter(dcp.FileSystemWriter):
         self.transforms = cast(Any, self._streams)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's chunks; `finish` gets the place and the checksum of each."""
-        results = super().write_data(plan, planner).value()
+        """Write this rank's chunks; `finish` gets the place and the checksum of each.
+
+        Raises:
+            OSError: the disk is full, or the file can't be written for another reason. torch, whose
+                archives complain of their own state then, would hide it.
+        """
+        try:
+            results = super().write_data(plan, planner).value()
+        except RuntimeError as error:
+            if self._streams.failure is None:
+                raise
+            raise self._streams.failure from error
         written: Future[list[WriteResult]] = Future()
         written.set_result(
             [
@@ -73,31 +83,36 @@ class _ChecksumStreams:
 
     def __init__(self) -> None:
         self.crc32s: dict[MetadataIndex, int] = {}
+        self.failure: OSError | None = None
+        """The error of the first write that failed."""
 
     def transform_save_stream(
         self, write_item: WriteItem, raw_stream: io.IOBase
     ) -> tuple[IO[bytes], list[str]]:
         """A stream for one chunk, and DCP's descriptors of what it does to the bytes: none."""
-        stream = _ChecksumStream(cast(IO[bytes], raw_stream), self.crc32s, write_item.index)
+        stream = _ChecksumStream(cast(IO[bytes], raw_stream), self, write_item.index)
         return cast(IO[bytes], stream), []
 
 
 class _ChecksumStream(io.RawIOBase):
     """A stream that passes bytes on to a file, which it never closes, and keeps their checksum."""
 
-    def __init__(
-        self, file: IO[bytes], crc32s: dict[MetadataIndex, int], index: MetadataIndex
-    ) -> None:
-        self._file, self._crc32s, self._index = file, crc32s, index
-        crc32s[index] = 0
+    def __init__(self, file: IO[bytes], streams: _ChecksumStreams, index: MetadataIndex) -> None:
+        self._file, self._streams, self._index = file, streams, index
+        streams.crc32s[index] = 0
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any, /) -> int:
         """Write all of ``data``."""
-        self._crc32s[self._index] = zlib.crc32(data, self._crc32s[self._index])
-        return self._file.write(data)
+        crc32s = self._streams.crc32s
+        crc32s[self._index] = zlib.crc32(data, crc32s[self._index])
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self._streams.failure = self._streams.failure or error
+            raise
 
 
 def _write_at_once(path: Path, data: bytes) -> None:

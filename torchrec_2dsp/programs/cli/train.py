@@ -77,6 +77,8 @@ def _train(
     resumed: str,
     profile: str,
 ) -> None:
+    from torchrec_2dsp.comms.agreement import agreeing
+    from torchrec_2dsp.comms.mesh_groups import world_group
     from torchrec_2dsp.programs.config.config_file import load_config
     from torchrec_2dsp.programs.launch.world import launched_world, quiet_upstream
     from torchrec_2dsp.programs.train.checkpoints import Resume
@@ -90,23 +92,24 @@ def _train(
     resume, profiled = Resume.of(resumed), ProfiledSteps.of(profile) if profile else None
     loop = config.loop
     with launched_world(loop.device, "train", loop.timeout_s) as rank:
-        if rank != 0:
-            train_runs(config, resume=resume, profiled=profiled)
-            return
-        console = Console()
-        check_writable(output)
-        writers = _writers(config)
+        console, is_first = Console(), rank == 0
+        # What rank 0 can't write is an error of all ranks.
+        with agreeing(world_group()):
+            writers = _writers(config, output) if is_first else []
         with closing(Display(console)) as display:
-            result = train_runs(config, [display, *writers], resume=resume, profiled=profiled)
-        show_result(result, console)
-        if output is not None:
-            train_record(config, result).save(output)
-            console.print(f"wrote {output}", soft_wrap=True)
-        if config.output.folder:
-            console.print(f"wrote {config.output.folder}", soft_wrap=True)
+            watchers = [display, *writers] if is_first else []
+            result = train_runs(config, watchers, resume=resume, profiled=profiled)
+        if is_first:
+            show_result(result, console)
+        with agreeing(world_group()):
+            if is_first and output is not None:
+                train_record(config, result).save(output)
+        for written in filter(None, (output, config.output.folder)) if is_first else ():
+            console.print(f"wrote {written}", soft_wrap=True)
 
 
-def _writers(config: "TrainConfig") -> "list[TrainWatcher]":
+def _writers(config: "TrainConfig", output: Path | None) -> "list[TrainWatcher]":
+    check_writable(output)
     writers: list[TrainWatcher] = []
     if config.output.folder:
         from torchrec_2dsp.programs.train.run_folder import RunFolder

@@ -24,12 +24,12 @@ class Display:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._steps = 0
+        self._steps = self._asked_steps = 0
         self._bar: Progress | None = None
 
     def run_planned(self, name: str, planned: "PlannedRun", config: "TrainConfig") -> None:
         """Print the plan and start the bar."""
-        self._steps = config.loop.steps
+        self._steps, self._asked_steps = planned.num_steps, config.loop.steps
         self._console.print()
         self._console.print(plan_to_show(name, planned))
         if self._console.is_terminal:
@@ -66,7 +66,7 @@ class Display:
     def run_finished(self, result: "RunResult") -> None:
         """Stop the bar, which stays visible; say so if the run ended before its last step."""
         self.close()
-        if len(result.losses) < self._steps:
+        if len(result.losses) < self._asked_steps:
             self._say(f"{result.name}: ended after step {len(result.losses)}: {result.ending}")
 
     def all_finished(self, result: "TrainResult") -> None:

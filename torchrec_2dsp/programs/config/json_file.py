@@ -6,6 +6,7 @@ from typing import ClassVar, Self
 from pydantic import ValidationError
 
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.config.output_file import write_whole
 from torchrec_2dsp.programs.config.section import Section
 
 
@@ -16,8 +17,12 @@ class JsonFile(Section):
     """How an error calls such a file."""
 
     def save(self, path: str | Path) -> None:
-        """Write the file as JSON."""
-        Path(path).write_text(self.model_dump_json(indent=1) + "\n")
+        """Write the file as JSON, as a whole or not at all.
+
+        Raises:
+            OutputError: it can't be written.
+        """
+        write_whole(path, self.model_dump_json(indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

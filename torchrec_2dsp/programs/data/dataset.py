@@ -57,6 +57,13 @@ class Dataset(BatchShape, Protocol):
     holds the same samples whatever the number of ranks; each rank reads its own part of it.
     """
 
+    def num_train_batches(self, global_batch_size: int) -> int | None:
+        """How many global batches there are to train on, those of all epochs together.
+
+        `None` if they never end.
+        """
+        ...
+
     def batches(
         self, split: Split, *, global_batch_size: int, rank: int, world_size: int, start: int = 0
     ) -> Iterator[Batch]:

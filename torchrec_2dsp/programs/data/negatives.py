@@ -127,6 +127,10 @@ class WithNegatives:
         """How many dense features there are."""
         return self._dataset.num_dense
 
+    def num_train_batches(self, global_batch_size: int) -> int | None:
+        """How many global batches there are to train on; see `Dataset.num_train_batches`."""
+        return self._dataset.num_train_batches(global_batch_size)
+
     def batches(
         self, split: Split, *, global_batch_size: int, rank: int, world_size: int, start: int = 0
     ) -> Iterator[Batch]:

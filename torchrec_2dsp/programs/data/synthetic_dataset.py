@@ -37,6 +37,9 @@ class SyntheticDataset:
         """How many dense features there are."""
         return self._config.num_dense
 
+    def num_train_batches(self, global_batch_size: int) -> None:
+        """Return none: training batches never end."""
+
     def batches(
         self, split: Split, *, global_batch_size: int, rank: int, world_size: int, start: int = 0
     ) -> Iterator[Batch]:

@@ -140,6 +140,9 @@ class SyntheticSequences:
         """How many dense features there are: none."""
         return 0
 
+    def num_train_batches(self, global_batch_size: int) -> None:
+        """Return none: training batches never end."""
+
     def batches(
         self, split: Split, *, global_batch_size: int, rank: int, world_size: int, start: int = 0
     ) -> Iterator[Batch]:

@@ -132,8 +132,9 @@ class Checkpoints:
             return
         folder = self._folder / kind
         path = folder / str(state.step)
-        if latest_checkpoint(folder) == path:
-            return  # A run that goes on from its end has saved already.
+        is_being_written = self._pending is not None and self._pending.folder == path
+        if is_being_written or latest_checkpoint(folder) == path:
+            return  # The last step was due anyway, or the run goes on from its end.
         self._pending = save_checkpoint(
             path,
             _model_of(state),

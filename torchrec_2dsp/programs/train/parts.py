@@ -23,7 +23,7 @@ from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.plan import serialize
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.planner.planner2d import Planner2D
-from torchrec_2dsp.programs.data.dataset import BatchShape
+from torchrec_2dsp.programs.data.dataset import BatchShape, Dataset
 from torchrec_2dsp.programs.models.dense import dense_wrapper
 from torchrec_2dsp.programs.models.kinds import build_any_model, layered_of
 from torchrec_2dsp.programs.models.optimizer import dense_optimizer, table_optimizer, with_meetings
@@ -31,6 +31,7 @@ from torchrec_2dsp.programs.models.own_model import OwnModelConfig
 from torchrec_2dsp.programs.models.planned import collective_plan, planner_arguments
 from torchrec_2dsp.programs.models.splits import split_
 from torchrec_2dsp.programs.train.config import RunConfig, TrainConfig
+from torchrec_2dsp.programs.train.sections import LoopConfig
 from torchrec_2dsp.shard.sequence_sharder import EmbeddingCollectionSharder2D
 from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
 
@@ -83,6 +84,10 @@ class PlannedRun:
     tables: dict[str, tuple[int, int]]
     """The rows and the dimension of each table, by its name."""
 
+    num_steps: int
+    """How many steps the run has, unless it is out of patience before: those of the config, or as
+    many as there are data for."""
+
 
 def plan_run(
     config: TrainConfig,
@@ -90,6 +95,7 @@ def plan_run(
     shape: BatchShape,
     model: nn.Module,
     sharders: list[ModuleSharder[Any]],
+    num_steps: int,
 ) -> PlannedRun:
     """The plan of a run: from a file, or what `Planner2D` finds, with what the run pins besides.
 
@@ -103,7 +109,8 @@ def plan_run(
         access = AccessStats.load(run.access) if run.access else None
         calibration = Calibration.load(run.calibration) if run.calibration else None
         if run.plan:
-            return PlannedRun(_plan_of_file(name, run, world_size), "", _table_shapes(model))
+            plan = _plan_of_file(name, run, world_size)
+            return PlannedRun(plan, "", _table_shapes(model), num_steps)
         local_size = get_local_size(world_size)
         if calibration is not None:
             topology = calibration.topology(world_size, local_size)
@@ -125,7 +132,13 @@ def plan_run(
     plan = collective_plan(planner, model, sharders, pins=pins, data=shape, access=access)
     is_searched_here = run.is_planned_by_cost and dist.get_rank(world_group()) == 0
     explanation = str(planner.explain()) if is_searched_here else ""
-    return PlannedRun(plan, explanation, _table_shapes(model))
+    return PlannedRun(plan, explanation, _table_shapes(model), num_steps)
+
+
+def num_steps_of(loop: LoopConfig, dataset: Dataset) -> int:
+    """How many steps a run has: as many as its config says, or as there are data for."""
+    num_batches = dataset.num_train_batches(loop.batch_size)
+    return loop.steps if num_batches is None else min(loop.steps, num_batches // loop.accumulate)
 
 
 def _table_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:

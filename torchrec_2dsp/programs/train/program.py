@@ -1,5 +1,6 @@
 """Train every run of a config, one after the other, on the ranks of this world."""
 
+import gc
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.nn.functional import binary_cross_entropy
 
+from torchrec_2dsp.comms.agreement import agreeing
 from torchrec_2dsp.comms.mesh_groups import MeshGroups, world_group
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.data.dataset import Dataset, Split
@@ -45,7 +47,8 @@ def train(
         What came out, equal on all ranks.
 
     Collectives:
-        Those of planning, sharding and training; then one barrier per run.
+        Those of planning, sharding and training; one barrier per run; and agreements of all ranks
+        where watchers are told of a plan, of a checkpoint and of an end.
     """
     config.check_world(dist.get_world_size(world_group()))
     if resume.path is not None and len(config.runs) > 1:
@@ -61,8 +64,9 @@ def train(
         for name in config.runs
     ]
     result = TrainResult(runs=tuple(runs), metric=config.metric, planted=evaluate_planted(config))
-    for watcher in watchers:
-        watcher.all_finished(result)
+    with agreeing(world_group()):
+        for watcher in watchers:
+            watcher.all_finished(result)
     return result
 
 
@@ -77,12 +81,15 @@ def train_run(
 ) -> RunResult:
     """Plan, train and evaluate one run of ``config``; see `train`."""
     trainer = RunTrainer(config, name, dataset)
-    for watcher in watchers:
-        watcher.run_planned(name, trainer.planned, config)
-    path = trainer.resume(resume)
-    if path is not None:
+    # What a watcher can't write is an error of all ranks.
+    with agreeing(world_group()):
         for watcher in watchers:
-            watcher.run_resumed(name, path, trainer.step)
+            watcher.run_planned(name, trainer.planned, config)
+    path = trainer.resume(resume)
+    with agreeing(world_group()):
+        if path is not None:
+            for watcher in watchers:
+                watcher.run_resumed(name, path, trainer.step)
     profiler = None
     if profiled is not None:
         device, rank = rank_device(config.loop.device), dist.get_rank(world_group())
@@ -92,8 +99,12 @@ def train_run(
     # Only after a success: after a failure the other ranks may never come.
     del trainer
     MeshGroups.for_mesh(result.plan.mesh, config.loop.device).close()
-    for watcher in watchers:
-        watcher.run_finished(result)
+    # Traced modules and saved states refer to each other. Until they are collected, they keep the
+    # tables, and the threads and files of the groups, beside those of the next run.
+    gc.collect()
+    with agreeing(world_group()):
+        for watcher in watchers:
+            watcher.run_finished(result)
     return result
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.config.output_file import writing
 from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.programs.train.record import CurvePoint, EvaluationRecord
 
@@ -37,7 +38,8 @@ class ProgressFile:
         """Begin the progress anew; an earlier life's lines are kept for `resume`."""
         self._path = folder / PROGRESS_FILE
         self._earlier = read_progress(folder)
-        self._path.write_text("")
+        with writing(self._path):
+            self._path.write_text("")
 
     def resume(self, step: int) -> None:
         """Take over what an earlier life of the run wrote up to ``step``."""
@@ -46,8 +48,12 @@ class ProgressFile:
                 self.add(line)
 
     def add(self, line: ProgressLine) -> None:
-        """Add a line."""
-        with self._path.open("a") as file:
+        """Add a line.
+
+        Raises:
+            OutputError: it can't be written; `read_progress` passes over a line without an end.
+        """
+        with writing(self._path), self._path.open("a") as file:
             file.write(line.model_dump_json(exclude_defaults=True) + "\n")
 
 

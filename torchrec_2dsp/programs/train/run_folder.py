@@ -1,6 +1,5 @@
 """`RunFolder`: the folder that a training program leaves, with all that a report needs."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import tomli_w
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan import serialize
 from torchrec_2dsp.programs.config.config_file import with_absolute_paths
+from torchrec_2dsp.programs.config.output_file import write_whole, writing
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.evaluation import Evaluation
 from torchrec_2dsp.programs.train.parts import PlannedRun
@@ -47,21 +47,23 @@ class RunFolder(QuietWatcher):
         self._progress: dict[str, ProgressFile] = {}
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            content = tomli_w.dumps(_without_none(with_absolute_paths(config)))
-            _write(self._folder / "config.toml", content)
         except OSError as error:
             raise ConfigError(
                 f"output.folder={str(folder)!r} can't be written to: {error.strerror}; use another"
             ) from error
+        content = tomli_w.dumps(_without_none(with_absolute_paths(config)))
+        write_whole(self._folder / "config.toml", content)
 
     def run_planned(self, name: str, planned: PlannedRun, config: TrainConfig) -> None:
         """Write the run's plan, and begin its progress."""
         folder = self._folder / name
-        folder.mkdir(exist_ok=True)
+        with writing(folder):
+            folder.mkdir(exist_ok=True)
         self._progress[name] = ProgressFile(folder)
-        serialize.save(planned.plan, folder / "plan.json")
+        with writing(folder / "plan.json"):
+            serialize.save(planned.plan, folder / "plan.json")
         if planned.explanation:
-            _write(folder / "explanation.txt", planned.explanation + "\n")
+            write_whole(folder / "explanation.txt", planned.explanation + "\n")
 
     def run_resumed(self, name: str, path: Path, step: int) -> None:
         """Remember the checkpoint for the record, and take over the progress up to it."""
@@ -86,14 +88,7 @@ class RunFolder(QuietWatcher):
     def all_finished(self, result: TrainResult) -> None:
         """Write the record of all runs."""
         record = train_record(self._config, result, self._resumed_from)
-        _write(self._folder / "record.json", record.model_dump_json(indent=1) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file as a whole or not at all."""
-    draft = path.with_name(f"{path.name}.draft")
-    draft.write_text(text)
-    os.replace(draft, path)
+        record.save(self._folder / "record.json")
 
 
 def _without_none(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
+from torchrec_2dsp.programs.config.output_file import writing
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.evaluation import Evaluation
 from torchrec_2dsp.programs.train.parts import PlannedRun
@@ -11,7 +12,11 @@ from torchrec_2dsp.programs.train.results import QuietWatcher, RunResult, StepsT
 
 
 class TensorBoardWatcher(QuietWatcher):
-    """Writes losses by step, evaluations, and a run's other figures at its end."""
+    """Writes losses by step, evaluations, and a run's other figures at its end.
+
+    TensorBoard writes in a thread of its own, so a disk that is full is noticed some calls later,
+    at the latest when the run is over.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         """Each run writes to ``folder/<name of the run>``."""
@@ -20,22 +25,21 @@ class TensorBoardWatcher(QuietWatcher):
 
     def run_planned(self, name: str, planned: PlannedRun, config: TrainConfig) -> None:
         """Start the run's folder with its plan and config as texts."""
-        writer = self._writers[name] = SummaryWriter(str(self._folder / name))
-        writer.add_text("plan", f"```\n{planned.plan}\n```")
-        writer.add_text("config", f"```\n{config.model_dump_json(indent=1)}\n```")
+        with writing(self._folder / name):
+            writer = self._writers[name] = SummaryWriter(str(self._folder / name))
+            writer.add_text("plan", f"```\n{planned.plan}\n```")
+            writer.add_text("config", f"```\n{config.model_dump_json(indent=1)}\n```")
 
     def run_resumed(self, name: str, path: Path, step: int) -> None:
         """Let the curves of the new life cover what an earlier one wrote after ``step``."""
-        self._writers[name].close()
-        self._writers[name] = SummaryWriter(str(self._folder / name), purge_step=step + 1)
+        with writing(self._folder / name):
+            self._writers[name].close()
+            self._writers[name] = SummaryWriter(str(self._folder / name), purge_step=step + 1)
 
     def steps_trained(self, name: str, progress: StepsTrained) -> None:
         """The loss of every step; and of them all the entropy, the rates, the speed, the memory,
         and what thresholds did."""
-        writer, step = self._writers[name], progress.step
-        losses = progress.measured.losses
-        for number, loss in enumerate(losses, step - len(losses) + 1):
-            writer.add_scalar("train/loss", loss, number)
+        step, losses = progress.step, progress.measured.losses
         figures = {
             "train/ne": progress.measured.ne,
             "lr/tables": progress.table_lr,
@@ -50,17 +54,21 @@ class TensorBoardWatcher(QuietWatcher):
                 "bytes/dense_fp32": dense.fp32_bytes_per_step,
                 "bytes/dense_sent": dense.bytes_per_step,
             }
-        for tag, value in figures.items():
-            writer.add_scalar(tag, value, step)
+        with writing(self._folder / name):
+            writer = self._writers[name]
+            for number, loss in enumerate(losses, step - len(losses) + 1):
+                writer.add_scalar("train/loss", loss, number)
+            for tag, value in figures.items():
+                writer.add_scalar(tag, value, step)
 
     def evaluated(self, name: str, evaluation: Evaluation, *, is_best: bool) -> None:
         """The metrics of an evaluation."""
-        for metric, value in evaluation.metrics.items():
-            self._writers[name].add_scalar(f"eval/{metric}", value, evaluation.step)
+        with writing(self._folder / name):
+            for metric, value in evaluation.metrics.items():
+                self._writers[name].add_scalar(f"eval/{metric}", value, evaluation.step)
 
     def run_finished(self, result: RunResult) -> None:
         """Write the figures of the whole run, at its last step."""
-        writer = self._writers.pop(result.name)
         figures = {
             "speed/samples_per_s": result.samples_per_s,
             "sync/bytes_per_step": result.sync_bytes_per_step,
@@ -72,6 +80,8 @@ class TensorBoardWatcher(QuietWatcher):
         if result.sync_fp32_bytes_per_step != result.sync_bytes_per_step:
             figures["bytes/replicas_fp32"] = result.sync_fp32_bytes_per_step
             figures["bytes/replicas_sent"] = result.sync_bytes_per_step
-        for tag, value in figures.items():
-            writer.add_scalar(tag, value, len(result.losses))
-        writer.close()
+        with writing(self._folder / result.name):
+            writer = self._writers.pop(result.name)
+            for tag, value in figures.items():
+                writer.add_scalar(tag, value, len(result.losses))
+            writer.close()

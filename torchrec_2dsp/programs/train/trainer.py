@@ -11,6 +11,8 @@ from torchrec.datasets.utils import Batch
 
 from torchrec_2dsp.comms.encoded_bytes import count_encoded
 from torchrec_2dsp.comms.mesh_groups import world_group
+from torchrec_2dsp.comms.naming_faults import naming_faults
+from torchrec_2dsp.comms.notice_board import NoticeBoard
 from torchrec_2dsp.dense.gradient_report import GradientReport
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.parallel.failing_together import failing_together
@@ -36,6 +38,7 @@ from torchrec_2dsp.programs.train.parts import (
     make_model,
     make_optimizers,
     make_sharders,
+    num_steps_of,
     plan_run,
 )
 from torchrec_2dsp.programs.train.profile import StepProfiler
@@ -72,7 +75,8 @@ class RunTrainer:
         run, shape = config.runs[name], shape_of(config.data, dataset)
         unsharded = make_model(config, run, shape)
         sharders = make_sharders(config, run, shape)
-        self.planned = plan_run(config, name, shape, unsharded, sharders)
+        num_steps = num_steps_of(config.loop, dataset)
+        self.planned = plan_run(config, name, shape, unsharded, sharders, num_steps)
         """The plan of the run."""
         self._model = ModelParallel2D(
             unsharded,
@@ -81,6 +85,7 @@ class RunTrainer:
             sharders=sharders,
             data_parallel_wrapper=make_dense_wrapper(config, run, unsharded),
         )
+        self._board = NoticeBoard.of(self._world)
         self._optimizers = make_optimizers(self._model, config, run)
         self._base_rates = self._optimizers.rates()
         self._meter = Meter(self._world, self._device)
@@ -243,7 +248,8 @@ class RunTrainer:
     def _report(
         self, num_steps: int, before: GradientReport, watchers: Sequence[TrainWatcher]
     ) -> None:
-        window = self._meter.gather()
+        with naming_faults(self._board, "the report"):
+            window = self._meter.gather()
         table_lr, dense_lr = self._optimizers.rates()
         progress = StepsTrained(
             step=self.step,

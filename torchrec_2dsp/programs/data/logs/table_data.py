@@ -72,6 +72,12 @@ class TableData:
         """How many batches an epoch of a split has."""
         return self._plan(split, global_batch_size).num_batches
 
+    def num_train_batches(self, global_batch_size: int) -> int | None:
+        """How many global batches all epochs have; `None` if epochs never end."""
+        if not self._config.epochs:
+            return None
+        return self._config.epochs * self.num_batches(Split.TRAIN, global_batch_size)
+
     def batches(
         self, split: Split, *, global_batch_size: int, rank: int, world_size: int, start: int = 0
     ) -> BatchStream:

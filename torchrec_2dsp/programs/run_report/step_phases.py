@@ -92,7 +92,7 @@ _NAMES: dict[StepPhase, re.Pattern[str]] = {
             StepPhase.IDS,
             r"^## (start|wait)_sparse_data_dist|^\[(splits|input)_dist|^## all2all_data"
             r"|^## \w*(KJT|Splits)\w* wait|^## (runtime_forward_assemble_KJT|dist_init)"
-            r"|^## (request|announce) rows",
+            r"|^## ((request|announce) rows|check ids)",
         ),
         (
             StepPhase.TABLE_UPDATE,
@@ -101,7 +101,7 @@ _NAMES: dict[StepPhase, re.Pattern[str]] = {
         ),
         (
             StepPhase.ROW_GRADIENTS,
-            r"_bwd?\b|_bwd_|_(Req|Wait)Backward$|AllToAllSingleBackward"
+            r"^## finish row gradients|_bwd?\b|_bwd_|_(Req|Wait)Backward$|AllToAllSingleBackward"
             r"|_(Arriving|Leaving|Pooled|Put|Taken|ReduceScatterRagged)Backward$",
         ),
         (

@@ -64,7 +64,7 @@ class RankTrace:
             raise ConfigError(f"{path} has no traceEvents, so it is no trace; {_REMEDY}")
         try:
             trace = cls.of_events(events)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{path} has an event that no profiler writes; {_REMEDY}") from error
         if not trace.steps:
             raise ConfigError(

@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.support.ranks import RankPool
 from tests.support.train_runs import TREE, config_with
+from tests.support.unwatched import marking_spans
 from torchrec_2dsp.errors import ConfigError, TwoDError
 from torchrec_2dsp.programs.config.config_file import (
     load_config,
@@ -20,6 +21,8 @@ from torchrec_2dsp.programs.data.synthetic_dataset import SyntheticData
 from torchrec_2dsp.programs.models.true_access import true_access
 from torchrec_2dsp.programs.run_report.contents import RunContents
 from torchrec_2dsp.programs.run_report.page import run_page
+from torchrec_2dsp.programs.run_report.step_phases import StepPhase
+from torchrec_2dsp.programs.run_report.step_split import read_splits
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.profile import ProfiledSteps
 from torchrec_2dsp.programs.train.program import train
@@ -27,6 +30,7 @@ from torchrec_2dsp.programs.train.progress_file import ProgressFile, read_progre
 from torchrec_2dsp.programs.train.record import TrainRecord
 from torchrec_2dsp.programs.train.results import TrainResult
 from torchrec_2dsp.programs.train.run_folder import RunFolder
+from torchrec_2dsp.programs.train.step_mark import marked_step
 from torchrec_2dsp.programs.train.tensorboard import TensorBoardWatcher
 
 OPTIMIZER = {"schedule": {"kind": "linear"}}
@@ -56,7 +60,8 @@ def plan_and_repeat(rank: int, world_size: int, folder: Path) -> tuple[TrainResu
     plan = folder / "planned" / "planned" / "plan.json"
     repeated = in_folder(folder / "repeated", {"repeated": {"plan": str(plan)}})
     watchers = _watchers(rank, repeated, folder / "more_scalars")
-    return first, train(repeated, watchers, profiled=ProfiledSteps(2, 3))
+    with marking_spans():
+        return first, train(repeated, watchers, profiled=ProfiledSteps(2, 3))
 
 
 def _watchers(rank: int, config: TrainConfig, scalars: Path) -> list[Any]:
@@ -170,12 +175,31 @@ def test_each_rank_writes_a_trace_of_the_steps(
     for rank in range(2):
         trace = json.loads((folder / f"repeated/repeated/trace_rank{rank}.json").read_text())
         names = [event.get("name", "") for event in trace["traceEvents"]]
-        # Pools of ranks leave out what TorchRec's pipelines mark; dense gradients are added up
-        # once in each step.
+        assert [step for name in names if (step := marked_step(name))] == [2, 3]
+        # Dense gradients are added up once in each step.
         assert names.count("torch::distributed::reducer::mul_out") > 0
         assert names.count("autograd::engine::evaluate_function: NllBackward") == 0
         losses = [name for name in names if name == "aten::binary_cross_entropy_with_logits"]
         assert len(losses) == 2
+
+
+def test_traces_say_where_a_step_goes(
+    trained: tuple[TrainResult, TrainResult], folder: Path
+) -> None:
+    (run,) = RunContents.read(folder / "repeated").runs
+    for rank, split in enumerate(read_splits(run.traces)):
+        assert (split.rank, split.num_steps) == (rank, 2)
+        # Float rounding: microseconds since the machine has started have twelve digits before
+        # the point.
+        assert split.all_computing_us + split.all_waiting_us == pytest.approx(
+            split.step_us, rel=1e-5
+        )
+        # The plan has replicas, and all that a step does has a name.
+        assert split.computing_us.keys() == {*StepPhase}
+        assert split.computing_us[StepPhase.OTHER] < 0.1 * split.step_us
+        assert split.all_waiting_us > 0
+    html = run_page(RunContents.read(folder / "repeated")).html()
+    assert "<h2>Phases of a step of repeated</h2>" in html
 
 
 def test_scalars_follow_rates_evaluations_speed_and_memory(

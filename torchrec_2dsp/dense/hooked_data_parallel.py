@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
     powerSGD_hook,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
 from torchrec.distributed.types import ShardingEnv
 
 from torchrec_2dsp._compat.data_parallel import (
@@ -143,5 +144,6 @@ def _power_sgd_in_order(
     would start other ones before or after, each in its own order, and wait for each other forever.
     """
     future = powerSGD_hook(state, bucket)
-    future.wait()
+    with record_function("## dense gradients ##"):
+        future.wait()
     return future

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from torchrec_2dsp.comms.agreement import agree
 from torchrec_2dsp.dense.gradient_report import GradientReport
@@ -133,7 +134,8 @@ class LateGradients:
         """
         if flight.work is None:
             return flight
-        flight.work.wait()
+        with record_function("## dense gradients ##"):
+            flight.work.wait()
         if not flight.mean.sum(dtype=torch.float32).isfinite():
             names = [name for name, part in flight.parts() if not part.isfinite().all()]
             if names:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 from torchrec.distributed.types import ShardingEnv
 
 from torchrec_2dsp._compat.data_parallel import (
@@ -172,7 +173,8 @@ class LocalDense(DataParallelWrapper):
             start += change.numel()
         entries = Entries(*(torch.cat(tensors) for tensors in zip(*chosen, strict=True)))
         started = GatheredSum(size.gather_codec, self._group).start(entries, flat)
-        total = started.total.wait()
+        with record_function("## dense gradients ##"):
+            total = started.total.wait()
         self._feedback.take_off("all", started.sent.positions, started.sent.values)
         self.total += GradientReport(
             num_entries=entries.positions.numel(), num_elements=flat.numel()

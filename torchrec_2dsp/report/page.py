@@ -43,6 +43,8 @@ _PLOT_HEIGHT, _PLOT_MARGIN = 400, 60
 """The height of a plot and the margin above it, in pixels."""
 _BARS_MARGIN, _BAR_HEIGHT = 160, 18
 """What a plot of bars from the left to the right takes, and each of its places, in pixels."""
+_NAMES_PER_LINE, _LINE_HEIGHT = 5, 20
+"""How many names a line above a plot has at least, and how high it is, in pixels."""
 
 
 class Page:
@@ -118,11 +120,12 @@ class Page:
     def _add_figure(self, heading: str, figure: "Figure", height: int) -> None:
         """Add a figure of plotly's; its parts are named above it if there are several."""
         drawn_things: Any = figure.data
+        more_lines_height = _LINE_HEIGHT * ((len(drawn_things) - 1) // _NAMES_PER_LINE)
         figure.update_layout(
             template="simple_white",
-            height=height,
+            height=height + more_lines_height,
             # Room for the toolbar and for the names.
-            margin={"t": _PLOT_MARGIN, "r": 20},
+            margin={"t": _PLOT_MARGIN + more_lines_height, "r": 20},
             legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"},
             showlegend=len(drawn_things) > 1,
         )

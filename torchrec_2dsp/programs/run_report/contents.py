@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.run_report.plan_lines import RunPlan, read_plan
+from torchrec_2dsp.programs.run_report.step_split import rank_of_trace
 from torchrec_2dsp.programs.train.progress_file import read_progress
 from torchrec_2dsp.programs.train.record import (
     TRAIN_RECORD_FORMAT,
@@ -168,11 +169,5 @@ def _read_run(folder: Path, section: Mapping[str, Any], record: RunRecord | None
         evaluations=evaluations if record is None else record.evaluations,
         plan=read_plan(plan) if plan.exists() else None,
         explanation=explanation.read_text().strip() if explanation.exists() else "",
-        traces=tuple(sorted(folder.glob("trace_rank*.json"), key=_rank_of)),
+        traces=tuple(sorted(folder.glob("trace_rank*.json"), key=rank_of_trace)),
     )
-
-
-def _rank_of(trace: Path) -> int:
-    """The rank that wrote a trace."""
-    digits = trace.stem.removeprefix("trace_rank")
-    return int(digits) if digits.isdecimal() else -1

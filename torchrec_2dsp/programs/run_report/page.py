@@ -18,6 +18,7 @@ from torchrec_2dsp.programs.run_report.curves import (
     metric_charts,
     rates_chart,
 )
+from torchrec_2dsp.programs.run_report.step_charts import add_steps
 from torchrec_2dsp.report.charts import LineChart
 from torchrec_2dsp.report.page import Page
 from torchrec_2dsp.report.table import Table
@@ -53,6 +54,7 @@ def run_page(contents: RunContents) -> Page:
     for heading, chart in _line_charts(contents):
         if chart is not None:
             page.add_lines(heading, chart)
+    add_steps(page, contents)
     _add_amounts(page, contents)
     for run in contents.runs:
         _add_plan(page, run)
@@ -207,9 +209,3 @@ def _add_plan(page: Page, run: RunPart) -> None:
     page.add_table(f"Plan of {run.name}: {run.plan.mesh_text}", run.plan.table())
     if run.explanation:
         page.add_code(f"Why the plan of {run.name} is as it is", run.explanation, is_folded=True)
-    if run.traces:
-        folder = run.traces[0].parent.resolve()
-        page.add_text(
-            f"Profiled steps of {run.name}: {folder} has a trace of each of {len(run.traces)} "
-            "ranks, to be opened in Perfetto or Chrome."
-        )

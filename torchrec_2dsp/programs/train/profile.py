@@ -1,16 +1,19 @@
 """`StepProfiler`: a trace of some steps of each rank, for Perfetto or Chrome."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from torchrec_2dsp.comms.full_duplex import wait_for_exchanges
 from torchrec_2dsp.comms.mesh_groups import world_group
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.train.step_mark import step_mark
 
 
 @dataclass(frozen=True)
@@ -61,14 +64,21 @@ class StepProfiler:
         self._profile = profile(activities=activities)
         self._is_running = False
 
-    def before_step(self, step: int) -> None:
-        """Begin if ``step``, counted from 1, is the first to record."""
-        if self._steps.first <= step <= self._steps.last and not self._is_running:
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """A context in which ``step``, counted from 1, is trained, and recorded if it is due.
+
+        Collectives:
+            Those of `finish` at the end of the last step to record.
+        """
+        if not self._steps.first <= step <= self._steps.last:
+            yield
+            return
+        if not self._is_running:
             self._profile.start()
             self._is_running = True
-
-    def after_step(self, step: int) -> None:
-        """Write the trace if ``step``, counted from 1, is the last to record."""
+        with record_function(step_mark(step)):
+            yield
         if step == self._steps.last:
             self.finish()
 

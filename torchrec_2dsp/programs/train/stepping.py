@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 from torchrec.datasets.utils import Batch
 
 from torchrec_2dsp.parallel.accumulate import accumulate
@@ -75,17 +76,21 @@ class AccumulatedSteps:
         Collectives:
             Those of `accumulate` and of the model.
         """
-        parts = [batch.to(self._device) for batch in islice(batches, self._num_batches)]
+        with record_function("## next_batch ##"):
+            parts = [batch.to(self._device) for batch in islice(batches, self._num_batches)]
         if len(parts) < self._num_batches:
             raise StopIteration
         outputs: list[Output] = []
         self._optimizer.zero_grad()
         for batch in accumulate(self._model, parts):
-            loss, output = self._model(batch)
-            (loss / self._num_batches).backward()
+            with record_function("## forward ##"):
+                loss, output = self._model(batch)
+            with record_function("## backward ##"):
+                (loss / self._num_batches).backward()
             outputs.append(output)
         self._model.sync()
-        self._optimizer.step()
+        with record_function("## optimizer ##"):
+            self._optimizer.step()
         losses, scores, labels = zip(*outputs, strict=True)
         return torch.stack(losses).mean(), torch.cat(scores), torch.cat(labels)
 

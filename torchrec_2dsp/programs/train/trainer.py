@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -210,17 +211,14 @@ class RunTrainer:
         began = time.perf_counter()
         for step in range(self.step, self._next_stop()):
             self._set_rates(step)
-            if profiler is not None:
-                profiler.before_step(step + 1)
             try:
-                loss, _, labels = stepper.step(batches)
+                with nullcontext() if profiler is None else profiler.step(step + 1):
+                    loss, _, labels = stepper.step(batches)
             except StopIteration:
                 has_more = False
                 break
             self._meter.add(loss, labels)
             self._state.step += 1
-            if profiler is not None:
-                profiler.after_step(step + 1)
         if self.step > first_step:
             self._meter.add_seconds(time.perf_counter() - began)
             self._report(self.step - first_step, before, watchers)

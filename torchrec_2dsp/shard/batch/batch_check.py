@@ -6,6 +6,7 @@ What can't be right about a batch of one rank stops all ranks before it trains a
 from collections.abc import Sequence
 from typing import Any
 
+from torch.profiler import record_function
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_2dsp.comms.alarm import Alarm
@@ -81,4 +82,5 @@ class BatchCheck(Stage):
     def before_lookup(self, notes: BatchNotes) -> None:
         """Raise, on all ranks, what is wrong with the batch of one of them."""
         if notes.check is not None:
-            notes.check.wait()
+            with record_function("## check ids ##"):
+                notes.check.wait()

@@ -17,6 +17,7 @@ from torchrec_2dsp.shard.row_exchange.lookup import RowLookup
 from torchrec_2dsp.shard.stages import Output, Stage
 
 _LABEL = "## rows beside computing ##"
+_FINISH_LABEL = "## finish row gradients ##"
 """In profiles."""
 
 
@@ -214,9 +215,10 @@ class RowPrefetch(Stage):
         if (notes.prefetch.loads_seen, notes.prefetch.due) != (self._num_writes, lookup):
             # Weights were loaded since, or another batch was looked up: all has to come again.
             self.drop(notes)
-        self.lagging.finish(
-            but=[journey for context in _row_contexts(notes) for journey in context.before]
-        )
+        with record_function(_FINISH_LABEL):
+            self.lagging.finish(
+                but=[journey for context in _row_contexts(notes) for journey in context.before]
+            )
 
 
 def _hot_ids(notes: BatchNotes) -> HotIds | None:

@@ -1,0 +1,180 @@
+"""Where a step goes, rank by rank, from the traces of profiled steps."""
+
+from collections.abc import Sequence
+
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.run_report.contents import RunContents, RunPart
+from torchrec_2dsp.programs.run_report.step_phases import StepPhase
+from torchrec_2dsp.programs.run_report.step_split import RankSplit, read_splits, slowest
+from torchrec_2dsp.report.charts import BarChart, Bars
+from torchrec_2dsp.report.page import Page
+from torchrec_2dsp.report.table import Table
+
+_MAX_RANKS = 16
+"""How many bars a run has at most."""
+_COLOURS = {
+    StepPhase.NEXT_BATCH: "#999999",
+    StepPhase.IDS: "#56B4E9",
+    StepPhase.LOOKUP: "#0072B2",
+    StepPhase.ROWS: "#F0E442",
+    StepPhase.DENSE_FORWARD: "#7BCDB0",
+    StepPhase.DENSE_BACKWARD: "#009E73",
+    StepPhase.ROW_GRADIENTS: "#E69F00",
+    StepPhase.TABLE_UPDATE: "#1B3A6B",
+    StepPhase.REPLICA_SYNC: "#D55E00",
+    StepPhase.DENSE_GRADIENTS: "#CC79A7",
+    StepPhase.OPTIMIZER: "#7B4B94",
+    StepPhase.OTHER: "#DDDDDD",
+}
+
+
+def add_steps(page: Page, contents: RunContents) -> None:
+    """Add where a step of each profiled run goes, or how to learn it if no run is profiled."""
+    traced = [run for run in contents.runs if run.traces]
+    if not traced:
+        page.add_text(
+            "Where a step goes isn't known, because no step was profiled: train --profile 20:30 "
+            "records steps 20 to 30."
+        )
+    splits_of: dict[str, list[RankSplit]] = {}
+    refusals = []
+    for run in traced:
+        try:
+            splits_of[run.name] = read_splits(run.traces)
+        except ConfigError as error:
+            # A trace may be of an older version, or still be written; the rest of the page holds.
+            refusals.append(f"Where a step of {run.name} goes can't be shown. {error}")
+    if splits_of:
+        page.add_bars("Where a step goes", step_chart(splits_of))
+        page.add_text(_chart_text(splits_of))
+    for name, splits in splits_of.items():
+        page.add_table(f"Phases of a step of {name}", phases_table(splits))
+        page.add_text(_table_text(next(run for run in traced if run.name == name), splits))
+    for refusal in refusals:
+        page.add_text(refusal)
+
+
+def step_chart(splits_of: dict[str, list[RankSplit]]) -> BarChart:
+    """The phases of the mean step of each rank, one after the other, by the names of runs."""
+    shown = [
+        (_place(name, split, splits), split)
+        for name, splits in splits_of.items()
+        for split in _shown(splits)
+    ]
+    bars = []
+    for phase in StepPhase:
+        parts = (
+            (phase.value, {place: split.computing_us.get(phase, 0.0) for place, split in shown}),
+            (
+                f"{phase.value}: waiting",
+                {place: split.waiting_us.get(phase, 0.0) for place, split in shown},
+            ),
+        )
+        for title, times_us in parts:
+            if not any(times_us.values()):
+                continue
+            bars.append(
+                Bars(
+                    name=title,
+                    values={place: time_us / 1e3 for place, time_us in times_us.items()},
+                    colour=_COLOURS[phase],
+                    is_hatched=title != phase.value,
+                    hover={
+                        place: f"{place}<br>{title}: {times_us[place] / 1e3:.2f} ms of "
+                        f"{split.step_us / 1e3:.2f} ms"
+                        for place, split in shown
+                    },
+                )
+            )
+    return BarChart(bars, places=[place for place, _ in shown], title="ms of a step")
+
+
+def phases_table(splits: Sequence[RankSplit]) -> Table:
+    """A line for each phase: what ranks spend on it in the mean, and which least and most."""
+    mean_step_us = _mean([split.step_us for split in splits])
+    rows = []
+    for phase in StepPhase:
+        waiting_us = [split.waiting_us.get(phase, 0.0) for split in splits]
+        computing_us = [split.computing_us.get(phase, 0.0) for split in splits]
+        if any(waiting_us) or any(computing_us):
+            rows.append(_phase_row(phase.value, splits, computing_us, waiting_us, mean_step_us))
+    rows.append(
+        _phase_row(
+            "the step",
+            splits,
+            [split.all_computing_us for split in splits],
+            [split.all_waiting_us for split in splits],
+            mean_step_us,
+        )
+    )
+    headings = ("phase", "ms", "share", "computing ms", "waiting ms", "computes least", "most")
+    return Table(headings, rows, words=("phase",))
+
+
+def _phase_row(
+    name: str,
+    splits: Sequence[RankSplit],
+    computing_us: Sequence[float],
+    waiting_us: Sequence[float],
+    step_us: float,
+) -> list[str]:
+    """The means over ranks, and the ranks that compute least and most."""
+    mean_computing_us, mean_waiting_us = _mean(computing_us), _mean(waiting_us)
+    both_us = mean_computing_us + mean_waiting_us
+    by_computing = sorted(zip(computing_us, (split.rank for split in splits), strict=True))
+    ends = [f"{time_us / 1e3:.2f} (rank {rank})" for time_us, rank in by_computing]
+    return [
+        name,
+        f"{both_us / 1e3:.2f}",
+        f"{both_us / step_us:.1%}",
+        f"{mean_computing_us / 1e3:.2f}",
+        f"{mean_waiting_us / 1e3:.2f}",
+        ends[0],
+        ends[-1],
+    ]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _place(name: str, split: RankSplit, splits: Sequence[RankSplit]) -> str:
+    """What the bar of a rank is called; the slowest is marked."""
+    mark = " (slowest)" if len(splits) > 1 and split is slowest(splits) else ""
+    return f"{name}, rank {split.rank}{mark}"
+
+
+def _shown(splits: Sequence[RankSplit]) -> list[RankSplit]:
+    """The ranks that have a bar: all, or those that compute most and least."""
+    if len(splits) <= _MAX_RANKS:
+        return list(splits)
+    by_computing = sorted(splits, key=lambda split: split.all_computing_us)
+    ends = by_computing[: _MAX_RANKS // 2] + by_computing[-_MAX_RANKS // 2 :]
+    return sorted(ends, key=lambda split: split.rank)
+
+
+def _chart_text(splits_of: dict[str, list[RankSplit]]) -> str:
+    """What the chart shows, and which ranks it leaves out."""
+    most = max(len(splits) for splits in splits_of.values())
+    left_out = (
+        f"Of runs with more than {_MAX_RANKS} ranks, half of those shown compute most, the others "
+        "least. "
+        if most > _MAX_RANKS
+        else ""
+    )
+    return (
+        f"{left_out}Each bar is the mean step of a rank, on the host. Hatched: the rank waits for "
+        "a collective. The slowest rank computes longest, and the others wait for it."
+    )
+
+
+def _table_text(run: RunPart, splits: Sequence[RankSplit]) -> str:
+    """How many steps and ranks a run's figures are the mean of."""
+    counts = sorted({split.num_steps for split in splits})
+    steps = " to ".join(str(count) for count in {counts[0]: 0, counts[-1]: 0})
+    last = slowest(splits)
+    text = f"The mean of {steps} {'step' if counts[-1] == 1 else 'steps'} of {len(splits)} "
+    text += "rank. " if len(splits) == 1 else "ranks. "
+    if len(splits) > 1:
+        text += f"Rank {last.rank} computes longest, {last.all_computing_us / 1e3:.2f} ms. "
+    return f"{text}Traces, for Perfetto or Chrome: {run.traces[0].parent.resolve()}."

@@ -37,6 +37,7 @@ from torchrec_2dsp.programs.launch.world import quiet_upstream
 from torchrec_2dsp.programs.models.dense import dense_total, thresholded_gradients
 from torchrec_2dsp.replicas.sync_reason import SyncReason
 from torchrec_2dsp.replicas.sync_report import SyncReport
+from torchrec_2dsp.samples.report import BalanceReport
 
 LEAD_IN_STEPS = 1
 """Untimed steps of a block: the caches hold what another contestant left there."""
@@ -75,6 +76,8 @@ class Traced:
     """The bytes of dense gradients, if these are thresholded."""
     row_travel: RowTravel | None
     """How long row gradients could travel, and were waited for."""
+    balance: BalanceReport | None
+    """What became of the samples, if they are dealt."""
     peak_memory_bytes: int | None
     """Beyond what the process started with."""
 
@@ -148,6 +151,8 @@ class Worker:
         speeds, dense = self._measured
         self._trainer = build_trainer(self._config, self._planned, mesh, speeds, dense)
         self._trainer.model.train()
+        if self._planned.balance is not None:
+            self._feed.deal(self._planned.balance)
         plan = self._trainer.plan
         return Built(sharding_of(plan), plan)
 
@@ -233,7 +238,8 @@ class Worker:
             for op, (calls, num_bytes) in sorted(sums.items())
         )
         grown = None if peak is None or self._start_bytes is None else peak - self._start_bytes
-        return Traced(phases, traffic, encoded, dense, travel, grown)
+        balance = self._feed.report
+        return Traced(phases, traffic, encoded, dense, travel, balance, grown)
 
     def _settle(self) -> None:
         """Wait for all collectives that steps have left under way."""
@@ -278,8 +284,10 @@ class Worker:
 
     def _step(self) -> None:
         assert self._trainer is not None
+        start = time.thread_time()
         loss, _, _ = self._trainer.pipeline.progress(self._feed)
         self._losses.append(loss.detach())
+        self._feed.note_seconds(time.thread_time() - start)
 
     def _backend(self) -> str:
         if self._config.schedule.device == "cuda":

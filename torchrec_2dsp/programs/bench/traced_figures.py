@@ -1,0 +1,34 @@
+"""`traced_figures`: what the traced steps of all ranks say of a contestant."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torchrec_2dsp.programs.bench.dealt import compute_seconds, dealt_samples
+from torchrec_2dsp.programs.bench.trace import mean_phases
+from torchrec_2dsp.programs.bench.traffic import (
+    mean_dense,
+    mean_encoded,
+    mean_traffic,
+    mean_travel,
+)
+from torchrec_2dsp.programs.bench.worker import Traced
+
+
+def traced_figures(traced: Sequence[Traced]) -> dict[str, Any]:
+    """Fields of `ContestantResult`, by their names.
+
+    Args:
+        traced: of all ranks.
+    """
+    peaks = [rank.peak_memory_bytes for rank in traced if rank.peak_memory_bytes is not None]
+    phases = [rank.phases for rank in traced]
+    return {
+        "phases": mean_phases(phases),
+        "compute_s": compute_seconds(phases),
+        "traffic": mean_traffic([rank.traffic for rank in traced]),
+        "encoded": mean_encoded([rank.encoded for rank in traced]),
+        "dense": mean_dense([rank.dense for rank in traced]),
+        "row_travel": mean_travel([rank.row_travel for rank in traced]),
+        "dealt": dealt_samples([rank.balance for rank in traced]),
+        "peak_memory_bytes": max(peaks, default=None),
+    }

@@ -44,6 +44,7 @@ SEQUENCES: dict[str, Any] = {
         "num_blocks": 1,
         "num_negatives": 4,
         "loss_mean": "samples",
+        "length_chunks": 3,
     },
 }
 LOOP = {"steps": STEPS, "global_batch_size": 32, "eval_steps": 2, "report_every": 4}

@@ -12,15 +12,15 @@ def dealt_samples(reports: Sequence[BalanceReport | None]) -> DealtSamples | Non
     Args:
         reports: of all ranks, equal but for the bytes.
     """
-    known = [report for report in reports if report is not None]
-    if not known or not known[0].num_batches:
+    by_rank = [report for report in reports if report is not None]
+    if not by_rank or not by_rank[0].num_batches:
         return None
-    first = known[0]
+    first = by_rank[0]
     return DealtSamples(
         imbalance_before=first.imbalance_before,
         imbalance_after=first.imbalance_after,
         moved_share=first.num_moved / first.num_samples,
-        sent_bytes=sum(report.num_bytes for report in known) / len(known) / first.num_batches,
+        sent_bytes=sum(report.num_bytes for report in by_rank) / len(by_rank) / first.num_batches,
     )
 
 

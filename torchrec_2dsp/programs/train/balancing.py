@@ -68,7 +68,7 @@ class TimedSteps:
 
 
 def timed_steps(steps: Stepper, batches: Iterator[Batch], balance: BalanceConfig | None) -> Stepper:
-    """The same way to train steps, timed if ranks' speeds are measured."""
+    """A way to train steps that tells their times, if ranks' speeds are measured."""
     is_measured = balance is not None and balance.rank_speeds == MEASURED
     if is_measured and isinstance(batches, BalancedBatches):
         return TimedSteps(steps, batches.note_seconds)

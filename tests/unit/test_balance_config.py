@@ -12,9 +12,9 @@ from torchrec_2dsp.programs.bench.config import (
     is_reference,
     is_stock,
 )
-from torchrec_2dsp.programs.bench.dealt import compute_seconds, dealt_samples
+from torchrec_2dsp.programs.bench.dealt import compute_times, dealt_samples
 from torchrec_2dsp.programs.bench.markdown_balance import balance_table
-from torchrec_2dsp.programs.bench.results import DealtSamples, Phase
+from torchrec_2dsp.programs.bench.results import ComputeTimes, DealtSamples
 from torchrec_2dsp.programs.bench.statistics import summarize
 from torchrec_2dsp.programs.cli.train_display import balance_text
 from torchrec_2dsp.programs.config.config_file import make_config, overridden
@@ -170,18 +170,18 @@ def test_reports_of_ranks_become_one() -> None:
         imbalance_before=1.5, imbalance_after=1.1, moved_share=0.4, sent_bytes=1.5e6
     )
     assert dealt_samples([None, None]) is None
-    phases = [Phase(name="forward", seconds=3.0, waiting=False)]
-    waits = [*phases, Phase(name="ids", seconds=2.0, waiting=True)]
-    assert compute_seconds([phases, waits]) == (3.0, 3.0)
+    # The slowest rank is another one in each step.
+    assert compute_times([[3.0, 1.0], [1.0, 3.0]]) == ComputeTimes(mean_s=2.0, slowest_s=3.0)
+    assert compute_times([[], []]) is None
 
 
 def test_a_page_shows_how_even_the_work_was() -> None:
     result = bench_result()
     assert balance_table(summarize(result)) == ""
     first, second, *others = result.contestants
-    first = first.model_copy(update={"compute_s": (0.1, 0.2)})
+    first = first.model_copy(update={"compute": compute_times([[0.1], [0.2]])})
     dealt = second.model_copy(
-        update={"compute_s": (0.15, 0.15), "dealt": dealt_samples([STEP, STEP])}
+        update={"compute": compute_times([[0.15]]), "dealt": dealt_samples([STEP, STEP])}
     )
     table = balance_table(
         summarize(result.model_copy(update={"contestants": (first, dealt, *others)}))
@@ -192,6 +192,7 @@ def test_a_page_shows_how_even_the_work_was() -> None:
     assert rows == [
         ["stock", "-", "-", "-", "-", "150.0", "200.0", "50.0"],
         ["stock_duplex", "1.500", "1.100", "40%", "1.00", "150.0", "150.0", "0.0"],
+        *([name, *["-"] * 7] for name in ("exact_2d", "floor")),
     ]
 
 

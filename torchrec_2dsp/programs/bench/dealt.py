@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from torchrec_2dsp.programs.bench.results import DealtSamples, Phase
+from torchrec_2dsp.programs.bench.results import ComputeTimes, DealtSamples
 from torchrec_2dsp.samples.report import BalanceReport
 
 
@@ -24,10 +24,18 @@ def dealt_samples(reports: Sequence[BalanceReport | None]) -> DealtSamples | Non
     )
 
 
-def compute_seconds(ranks: Sequence[Sequence[Phase]]) -> tuple[float, ...]:
-    """The seconds of a step in which each rank didn't wait.
+def compute_times(ranks: Sequence[Sequence[float]]) -> ComputeTimes | None:
+    """How evenly the ranks computed, step by step; `None` if their times aren't known.
+
+    In each step another rank may be the slowest one, so that means of single ranks hide it.
 
     Args:
-        ranks: the phases of each rank's traced step.
+        ranks: the processor seconds of each rank's steps.
     """
-    return tuple(sum(phase.seconds for phase in phases if not phase.waiting) for phases in ranks)
+    steps = list(zip(*ranks, strict=True))
+    if not steps:
+        return None
+    return ComputeTimes(
+        mean_s=sum(map(sum, steps)) / len(ranks) / len(steps),
+        slowest_s=sum(map(max, steps)) / len(steps),
+    )

@@ -7,8 +7,8 @@ BALANCE = (
     "How even the work of the ranks was. *As read*, *as dealt*: how many times the mean the "
     "slowest rank's samples cost, by their lengths, in all steps. *Moved*: the share of the "
     "samples that were given to another rank, and *sent MB*, what a rank sent of them per step. "
-    "*Computing*: ms of the traced step in which a rank didn't wait, mean over ranks and on the "
-    "slowest; *lost*, the difference, in which the others wait."
+    "*Computing*: processor ms of the training thread in a step, of a rank in the mean, and of the "
+    "rank that took longest in each step; *lost*, the difference, in which the others wait."
 )
 
 
@@ -19,11 +19,8 @@ def balance_table(summary: Summary) -> str:
         return ""
     rows = []
     for result in results:
-        if not result.compute_s:
-            continue
-        dealt = result.dealt
-        mean_s, slowest_s = sum(result.compute_s) / len(result.compute_s), max(result.compute_s)
-        figures = [MISSING] * 4
+        dealt, compute = result.dealt, result.compute
+        figures, times = [MISSING] * 4, [MISSING] * 3
         if dealt is not None:
             figures = [
                 f"{dealt.imbalance_before:.3f}",
@@ -31,6 +28,9 @@ def balance_table(summary: Summary) -> str:
                 f"{dealt.moved_share:.0%}",
                 megabytes(dealt.sent_bytes),
             ]
-        rows.append([result.name, *figures, ms(mean_s), ms(slowest_s), ms(slowest_s - mean_s)])
+        if compute is not None:
+            lost_s = compute.slowest_s - compute.mean_s
+            times = [ms(seconds) for seconds in (compute.mean_s, compute.slowest_s, lost_s)]
+        rows.append([result.name, *figures, *times])
     headings = ["as read", "as dealt", "moved", "sent MB", "computing ms", "slowest", "lost"]
     return table(["contestant", *headings], rows)

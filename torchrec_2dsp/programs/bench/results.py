@@ -78,6 +78,16 @@ class DealtSamples(Section):
     """Bytes of samples that a rank sent to others per step, mean over ranks."""
 
 
+class ComputeTimes(Section):
+    """The processor time of the threads that train, in a step: while a rank waits it uses none."""
+
+    mean_s: float
+    """Seconds of a rank, mean over ranks and steps."""
+
+    slowest_s: float
+    """Seconds of the rank that took longest in a step, mean over steps."""
+
+
 class Phase(Section):
     """A part of the traced step."""
 
@@ -141,9 +151,8 @@ class ContestantResult(Section):
     dealt: DealtSamples | None = None
     """What became of the samples; None unless they are dealt by cost, and in older files."""
 
-    compute_s: tuple[float, ...] = ()
-    """Seconds of a traced step in which each rank didn't wait for a collective; empty if nothing
-    was traced, and in files from before they were kept by rank."""
+    compute: ComputeTimes | None = None
+    """The processor time of the steps of all blocks; None on accelerators, and in older files."""
 
     peak_memory_bytes: int | None = None
     """The most memory that its process on any rank had, beyond what it started with."""

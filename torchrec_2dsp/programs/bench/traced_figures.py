@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torchrec_2dsp.programs.bench.dealt import compute_seconds, dealt_samples
+from torchrec_2dsp.programs.bench.dealt import compute_times, dealt_samples
 from torchrec_2dsp.programs.bench.trace import mean_phases
 from torchrec_2dsp.programs.bench.traffic import (
     mean_dense,
@@ -21,10 +21,9 @@ def traced_figures(traced: Sequence[Traced]) -> dict[str, Any]:
         traced: of all ranks.
     """
     peaks = [rank.peak_memory_bytes for rank in traced if rank.peak_memory_bytes is not None]
-    phases = [rank.phases for rank in traced]
     return {
-        "phases": mean_phases(phases),
-        "compute_s": compute_seconds(phases),
+        "phases": mean_phases([rank.phases for rank in traced]),
+        "compute": compute_times([rank.compute_s for rank in traced]),
         "traffic": mean_traffic([rank.traffic for rank in traced]),
         "encoded": mean_encoded([rank.encoded for rank in traced]),
         "dense": mean_dense([rank.dense for rank in traced]),

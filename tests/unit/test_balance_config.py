@@ -3,6 +3,9 @@
 from typing import Any
 
 import pytest
+import torch
+from torchrec.datasets.utils import Batch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.bench_results import bench_result
@@ -17,7 +20,11 @@ from torchrec_2dsp.programs.bench.markdown_balance import balance_table
 from torchrec_2dsp.programs.bench.results import ComputeTimes, DealtSamples
 from torchrec_2dsp.programs.bench.statistics import summarize
 from torchrec_2dsp.programs.cli.train_display import balance_text
+from torchrec_2dsp.programs.config.balance import BalanceConfig
 from torchrec_2dsp.programs.config.config_file import make_config, overridden
+from torchrec_2dsp.programs.config.sections import ModelConfig
+from torchrec_2dsp.programs.models.balance import sample_lengths
+from torchrec_2dsp.programs.models.sequence.config import SequenceModelConfig
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.samples.report import BalanceReport
 
@@ -132,6 +139,21 @@ def test_what_dealing_would_change_is_refused(
 )
 def test_means_over_samples_are_dealt(sections: dict[str, Any], override: str) -> None:
     assert changed(override, **sections).runs["dealt"].balance is not None
+
+
+def test_a_sequence_is_as_long_as_the_model_uses_it() -> None:
+    features = KeyedJaggedTensor(
+        keys=["item", "other"],
+        values=torch.arange(12),
+        lengths=torch.tensor([2, 5, 1, 2, 1, 1], dtype=torch.int32),
+    )
+    batch = Batch(torch.empty(3, 0), features, torch.ones(3))
+    model = SequenceModelConfig(max_length=4)
+    lengths = sample_lengths(BalanceConfig(), model)
+    assert callable(lengths)
+    assert lengths(batch).tolist() == [2, 4, 1]
+    assert sample_lengths(BalanceConfig(lengths=("item",)), model) == ("item",)
+    assert sample_lengths(BalanceConfig(), ModelConfig()) == ()
 
 
 def test_contestants_have_the_same_section() -> None:

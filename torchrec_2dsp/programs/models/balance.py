@@ -81,7 +81,7 @@ def deal_batches(
     return BalancedBatches(
         batches,
         cost=balance.cost.sample_cost,
-        lengths=_lengths(balance, model),
+        lengths=sample_lengths(balance, model),
         shared_ids=balance.shared_ids,
         rank_speeds=balance.rank_speeds or None,
         smoothing=balance.smoothing,
@@ -89,7 +89,7 @@ def deal_batches(
     )
 
 
-def _lengths(
+def sample_lengths(
     balance: BalanceConfig, model: ModelSection
 ) -> Sequence[str] | Callable[[Batch], torch.Tensor]:
     """The features whose ids are a sample's length; of a sequence model, the items that it uses."""

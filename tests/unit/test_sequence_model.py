@@ -100,6 +100,43 @@ def test_the_loss_is_that_of_plain_loops(kind: NegativeKind, mean: str) -> None:
     assert torch.equal(labels, BATCH.labels)
 
 
+@pytest.mark.parametrize("num_chunks", [2, 5, 7])
+@pytest.mark.parametrize("mean", ["tokens", "samples"])
+def test_chunks_of_equal_lengths_train_the_same(num_chunks: int, mean: str) -> None:
+    """Also with chunks of one sequence, and with more chunks than sequences."""
+    losses, scores, gradients = zip(
+        *(trained_once(loss_mean=mean, length_chunks=chunks) for chunks in (1, num_chunks)),
+        strict=True,
+    )
+    # The same numbers in float32, in products of other shapes.
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(scores[1], scores[0], rtol=1e-5, atol=1e-6)
+    for whole, chunked in zip(*gradients, strict=True):
+        torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=1e-6)
+    assert max(gradient.abs().max().item() for gradient in gradients[0]) > 0.01
+
+
+def trained_once(**options: Any) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """The loss, the samples' scores and all gradients."""
+    model = model_of(**options)
+    loss, (_, scores, _) = model(BATCH)
+    loss.backward()
+    named = dict(model.named_parameters())
+    assert all(param.grad is not None for param in named.values())
+    return loss.detach(), scores, [cast(torch.Tensor, param.grad) for param in named.values()]
+
+
+def test_chunks_are_filled_up_no_farther_than_they_need() -> None:
+    model = model_of(length_chunks=5)
+    shapes = []
+    model.dense.layers[0].register_forward_hook(
+        lambda _, inputs, output: shapes.append(tuple(inputs[0].shape[:2]))
+    )
+    model(BATCH)
+    # Sequences of 0, 1, 2, 3 and 7 items, of which 5 are used; the last one is predicted.
+    assert shapes == [(1, 1), (1, 1), (1, 1), (1, 2), (1, 4)]
+
+
 def test_in_evaluation_the_score_is_the_place_among_the_negatives() -> None:
     model = model_of().eval()
     table = table_of(model)

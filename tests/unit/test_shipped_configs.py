@@ -37,6 +37,7 @@ def test_every_config_of_the_repository_ships(folder: str) -> None:
 def test_every_run_is_a_config_of_a_program() -> None:
     kinds = {
         "bench": BenchConfig,
+        "bench_balance": BenchConfig,
         "bench_criteo": BenchConfig,
         "bench_dense": BenchConfig,
         "bench_sequences": BenchConfig,

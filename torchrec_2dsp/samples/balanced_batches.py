@@ -7,6 +7,7 @@ from typing import Generic, Literal, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from torchrec_2dsp.comms.agreement import agreeing
 from torchrec_2dsp.comms.mesh_groups import world_group
@@ -206,7 +207,8 @@ class BalancedBatches(Iterator[T], Generic[T]):
 
     def _settled(self, pending: "Ahead[Dealt | None]") -> Dealt | None:
         try:
-            return pending.result()
+            with record_function("## wait for samples ##"):
+                return pending.result()
         except TwoDError as error:
             self._error = error if self._own_error is None else self._own_error
             raise self._error from (None if self._error is error else error)

@@ -9,6 +9,7 @@ from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.programs.bench.data import BenchData, BenchModel, check_pair
 from torchrec_2dsp.programs.bench.sections import LossConfig, NetworkConfig, ScheduleConfig
+from torchrec_2dsp.programs.config.balance import SamplesConfig
 from torchrec_2dsp.programs.config.config_file import CalibrationPath
 from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
 from torchrec_2dsp.programs.config.kinds import with_kinds
@@ -19,6 +20,7 @@ from torchrec_2dsp.programs.config.sections import (
     OptimizerConfig,
     ReplicationConfig,
 )
+from torchrec_2dsp.programs.models.balance import check_balance, check_speeds_fit
 
 
 class _Contestant(Section):
@@ -29,7 +31,7 @@ class _Contestant(Section):
     other algorithms."""
 
 
-class _Planned(_Contestant):
+class _Planned(SamplesConfig, _Contestant):
     sharding_types: tuple[str, ...] = ()
     """The types that the planner may choose from; empty for all that TorchRec has."""
 
@@ -54,7 +56,7 @@ class _Planned(_Contestant):
 
     def _others(self) -> str:
         duplex = ", full-duplex all-to-all" if self.full_duplex else ""
-        return duplex + (f", {self.dense.text}" if self.dense.text else "")
+        return duplex + (f", {self.dense.text}" if self.dense.text else "") + self.balance_text
 
 
 class StockContestant(_Planned):
@@ -184,6 +186,8 @@ class BenchConfig(Section):
     @model_validator(mode="after")
     def _check_kinds(self) -> "BenchConfig":
         check_pair(self.data, self.model)
+        for name, own in self.planned.items():
+            check_balance(f"contestants.{name}", own, self.model, self.schedule.device)
         planned = [
             name for name, contestant in self.planned.items() if contestant.dense.kind == "planned"
         ]
@@ -254,6 +258,8 @@ class BenchConfig(Section):
         """Raise `ConfigError` at the first contestant that this world can't run."""
         for name in self.contestants:
             self.mesh(name, world_size, local_world_size)
+        for name, contestant in self.planned.items():
+            check_speeds_fit(f"contestants.{name}", contestant.balance, world_size)
 
     def only(self, names: "list[str]") -> "BenchConfig":
         """The config with these contestants, the reference, and all for no name."""
@@ -283,9 +289,12 @@ def is_reference(contestant: object) -> bool:
         and contestant.qcomms == "fp32"
         and not contestant.full_duplex
         and contestant.dense.kind == "ddp"
+        and contestant.balance is None
     )
 
 
 def is_stock(contestant: object) -> bool:
     """Whether TorchRec and torch have all that a contestant uses, but for the full duplex."""
-    return isinstance(contestant, StockContestant) and contestant.dense.is_stock
+    if not isinstance(contestant, StockContestant):
+        return False
+    return contestant.dense.is_stock and contestant.balance is None

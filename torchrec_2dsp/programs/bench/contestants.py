@@ -45,6 +45,7 @@ from torchrec_2dsp.programs.bench.weights import fill_tables_
 from torchrec_2dsp.programs.bench.workload import tables_work, workload_of
 from torchrec_2dsp.programs.calibrate.link_speed import LinkSpeeds
 from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
+from torchrec_2dsp.programs.models.balance import weigh_losses_
 from torchrec_2dsp.programs.models.dense import dense_wrapper
 from torchrec_2dsp.programs.models.kinds import build_any_model, layered_of
 from torchrec_2dsp.programs.models.model import rank_device, table_name
@@ -98,6 +99,8 @@ def build_trainer(
     device = rank_device(config.schedule.device)
     shape = shape_of(config.data)
     unsharded = build_any_model(shape, config.model, tables_device="meta")
+    if contestant.balance is not None:
+        weigh_losses_(unsharded)
     if isinstance(contestant, TwoDContestant):
         model, plan = _two_d(config, contestant, mesh, speeds, dense, unsharded, device)
     else:

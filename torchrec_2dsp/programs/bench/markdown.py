@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from textwrap import indent
 
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.bench.markdown_balance import BALANCE, balance_table
 from torchrec_2dsp.programs.bench.markdown_predicted import predicted_section, predicted_together
 from torchrec_2dsp.programs.bench.markdown_tables import (
     counts_link,
@@ -129,6 +130,7 @@ def _section(result: BenchResult, summary: Summary, plot: str | None) -> list[st
         f"### Traffic\n\n{traffic}" if traffic else "",
         f"{_ENCODED}\n\n{encoded}" if (encoded := encoded_table(summary)) else "",
         f"{_DENSE}\n\n{dense}" if (dense := dense_table(summary)) else "",
+        f"### Balance\n\n{BALANCE}\n\n{balance}" if (balance := balance_table(summary)) else "",
         f"### Plans\n\n{plan}" if plan else "",
         f"### Predicted steps\n\n{predicted}" if (predicted := predicted_section(result)) else "",
         f"### Noise\n\n{noise_table(summary)}" if summary.contestants else "",

@@ -38,13 +38,7 @@ from torchrec_2dsp.programs.bench.results import (
 )
 from torchrec_2dsp.programs.bench.setting import describe_setting
 from torchrec_2dsp.programs.bench.speeds import measured_place
-from torchrec_2dsp.programs.bench.trace import mean_phases
-from torchrec_2dsp.programs.bench.traffic import (
-    mean_dense,
-    mean_encoded,
-    mean_traffic,
-    mean_travel,
-)
+from torchrec_2dsp.programs.bench.traced_figures import traced_figures
 from torchrec_2dsp.programs.bench.watcher import BenchWatcher
 from torchrec_2dsp.programs.bench.worker import (
     LEAD_IN_STEPS,
@@ -237,16 +231,7 @@ class _Bench:
         traced = self._ask(runner, "trace") if losses is not None else None
         if losses is None or traced is None:
             return
-        peaks = [rank.peak_memory_bytes for rank in traced if rank.peak_memory_bytes is not None]
-        runner.found |= {
-            "losses": losses[0],
-            "phases": mean_phases([rank.phases for rank in traced]),
-            "traffic": mean_traffic([rank.traffic for rank in traced]),
-            "encoded": mean_encoded([rank.encoded for rank in traced]),
-            "dense": mean_dense([rank.dense for rank in traced]),
-            "row_travel": mean_travel([rank.row_travel for rank in traced]),
-            "peak_memory_bytes": max(peaks, default=None),
-        }
+        runner.found |= {"losses": losses[0], **traced_figures(traced)}
 
     def _ask(self, runner: _Runner, method: str, *arguments: Any) -> list[Any] | None:
         """Every rank's answer; none if the contestant is out, on all ranks alike."""

@@ -61,6 +61,33 @@ class ContestantBlock(Section):
     before there was one."""
 
 
+class DealtSamples(Section):
+    """What became of the samples of a contestant that deals them to its ranks by their cost."""
+
+    imbalance_before: float
+    """How many times the mean the slowest rank would have taken with the samples that it reads, by
+    their costs; 1 is even."""
+
+    imbalance_after: float
+    """How many times the mean the slowest rank takes with the samples that it was dealt."""
+
+    moved_share: float
+    """The share of the samples that were given to another rank."""
+
+    sent_bytes: float
+    """Bytes of samples that a rank sent to others per step, mean over ranks."""
+
+
+class ComputeTimes(Section):
+    """The processor time of the threads that train, in a step: while a rank waits it uses none."""
+
+    mean_s: float
+    """Seconds of a rank, mean over ranks and steps."""
+
+    slowest_s: float
+    """Seconds of the rank that took longest in a step, mean over steps."""
+
+
 class Phase(Section):
     """A part of the traced step."""
 
@@ -120,6 +147,12 @@ class ContestantResult(Section):
 
     row_travel: RowTravel | None = None
     """The travel of a `GradientSync`'s row gradients; None of other syncs."""
+
+    dealt: DealtSamples | None = None
+    """What became of the samples; None unless they are dealt by cost, and in older files."""
+
+    compute: ComputeTimes | None = None
+    """The processor time of the steps of all blocks; None on accelerators, and in older files."""
 
     peak_memory_bytes: int | None = None
     """The most memory that its process on any rank had, beyond what it started with."""

@@ -111,6 +111,7 @@ def split_by_phase(trace: Trace) -> tuple[Phase, ...]:
     apply = clock.inside(trace.labels, "## apply rows")
     note = clock.inside(trace.labels, "## note rows")
     optimizer = clock.inside(trace.labels, "## optimizer")
+    samples = clock.inside(trace.labels, "## wait for samples")
     lookup = clock.inside(trace.operators, *_LOOKUPS, anywhere=True)
     update = clock.inside(trace.operators, *_UPDATES, anywhere=True)
     busy = clock.inside(trace.operators, "")
@@ -127,6 +128,7 @@ def split_by_phase(trace: Trace) -> tuple[Phase, ...]:
         ("ids", ids & waits, True),
         ("ids", ids, False),
         ("pooled rows", forward & waits, True),
+        ("samples", samples, True),
         ("dense gradients", (backward | optimizer) & waits & only_dense, True),
         ("row gradients", (backward | optimizer) & waits, True),
         ("table update", update & ~forward, False),

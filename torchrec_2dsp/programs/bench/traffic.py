@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from torchrec_2dsp.comms.counting import Collective
 from torchrec_2dsp.comms.encoded_bytes import EncodedBytes
 from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.replicas.sync_report import SyncReport
@@ -18,6 +19,18 @@ class MeasuredTraffic(Section):
 
     sent_bytes: float
     """Bytes that an ideal algorithm sends to other ranks, per rank and step."""
+
+
+def measured_traffic(records: Sequence[Collective], num_steps: int) -> tuple[MeasuredTraffic, ...]:
+    """The traffic of each kind of collective in some steps, by its name."""
+    sums: dict[str, tuple[int, float]] = {}
+    for record in records:
+        calls, num_bytes = sums.get(record.op, (0, 0.0))
+        sums[record.op] = (calls + 1, num_bytes + record.sent_bytes)
+    return tuple(
+        MeasuredTraffic(name=op, calls=calls / num_steps, sent_bytes=num_bytes / num_steps)
+        for op, (calls, num_bytes) in sorted(sums.items())
+    )
 
 
 class EncodedTraffic(Section):

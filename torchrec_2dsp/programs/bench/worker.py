@@ -30,6 +30,7 @@ from torchrec_2dsp.programs.bench.traffic import (
     MeasuredTraffic,
     RowTravel,
     encoded_between,
+    measured_traffic,
     row_travel_between,
 )
 from torchrec_2dsp.programs.calibrate.link_speed import LinkSpeeds
@@ -37,6 +38,7 @@ from torchrec_2dsp.programs.launch.world import quiet_upstream
 from torchrec_2dsp.programs.models.dense import dense_total, thresholded_gradients
 from torchrec_2dsp.replicas.sync_reason import SyncReason
 from torchrec_2dsp.replicas.sync_report import SyncReport
+from torchrec_2dsp.samples.report import BalanceReport
 
 LEAD_IN_STEPS = 1
 """Untimed steps of a block: the caches hold what another contestant left there."""
@@ -75,6 +77,10 @@ class Traced:
     """The bytes of dense gradients, if these are thresholded."""
     row_travel: RowTravel | None
     """How long row gradients could travel, and were waited for."""
+    balance: BalanceReport | None
+    """What became of the samples, if they are dealt."""
+    compute_s: tuple[float, ...]
+    """The processor time of each step of all blocks; empty on accelerators."""
     peak_memory_bytes: int | None
     """Beyond what the process started with."""
 
@@ -119,6 +125,7 @@ class Worker:
             cycle=_RECORDED_STEPS if self._is_ceiling else 0,
         )
         self._losses: list[torch.Tensor] = []
+        self._compute_s: list[float] = []
         self._trainer: Trainer | None = None
         self._start_bytes: int | None = None
 
@@ -148,6 +155,8 @@ class Worker:
         speeds, dense = self._measured
         self._trainer = build_trainer(self._config, self._planned, mesh, speeds, dense)
         self._trainer.model.train()
+        if self._planned.balance is not None:
+            self._feed.deal(self._planned.balance)
         plan = self._trainer.plan
         return Built(sharding_of(plan), plan)
 
@@ -168,6 +177,7 @@ class Worker:
             assert self._trainer is not None
             self._trainer.stop_learning()
             step_s = self._train(1)
+        self._compute_s.clear()
         give_back_memory()
         return step_s
 
@@ -203,6 +213,7 @@ class Worker:
         """
         num_steps = self._config.schedule.traced_steps
         peak = peak_bytes()
+        compute_s = tuple(self._compute_s) if self._config.schedule.device == "cpu" else ()
         self._feed.prepare(_LATE_STEPS + 2 * num_steps)
         # What the last block has sent has travelled in other contestants' time.
         for _ in range(_LATE_STEPS):
@@ -224,16 +235,10 @@ class Worker:
         travel = row_travel_between(before, after, num_steps)
         dist.barrier(world_group())
         phases = split_by_phase(traced(self._step, num_steps, self._settle))
-        sums: dict[str, tuple[int, float]] = {}
-        for record in seen.records:
-            calls, num_bytes = sums.get(record.op, (0, 0.0))
-            sums[record.op] = (calls + 1, num_bytes + record.sent_bytes)
-        traffic = tuple(
-            MeasuredTraffic(name=op, calls=calls / num_steps, sent_bytes=num_bytes / num_steps)
-            for op, (calls, num_bytes) in sorted(sums.items())
-        )
+        traffic = measured_traffic(seen.records, num_steps)
         grown = None if peak is None or self._start_bytes is None else peak - self._start_bytes
-        return Traced(phases, traffic, encoded, dense, travel, grown)
+        balance = self._feed.report
+        return Traced(phases, traffic, encoded, dense, travel, balance, compute_s, grown)
 
     def _settle(self) -> None:
         """Wait for all collectives that steps have left under way."""
@@ -278,8 +283,11 @@ class Worker:
 
     def _step(self) -> None:
         assert self._trainer is not None
+        start = time.thread_time()
         loss, _, _ = self._trainer.pipeline.progress(self._feed)
         self._losses.append(loss.detach())
+        self._compute_s.append(time.thread_time() - start)
+        self._feed.note_seconds(self._compute_s[-1])
 
     def _backend(self) -> str:
         if self._config.schedule.device == "cuda":

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torchrec_2dsp.programs.train.evaluation import Evaluation
     from torchrec_2dsp.programs.train.parts import PlannedRun
     from torchrec_2dsp.programs.train.results import RunResult, StepsTrained, TrainResult
+    from torchrec_2dsp.samples.report import BalanceReport
 
 
 class Display:
@@ -66,6 +67,8 @@ class Display:
     def run_finished(self, result: "RunResult") -> None:
         """Stop the bar, which stays visible; say so if the run ended before its last step."""
         self.close()
+        if result.balance is not None:
+            self._say(f"{result.name}: {balance_text(result.balance)}")
         if len(result.losses) < self._asked_steps:
             self._say(f"{result.name}: ended after step {len(result.losses)}: {result.ending}")
 
@@ -99,6 +102,16 @@ def progress_text(progress: "StepsTrained", num_steps: int) -> str:
     if progress.dense is not None:
         parts.append(f"dense {progress.dense.density:.2%}")
     return "  ".join(parts)
+
+
+def balance_text(report: "BalanceReport") -> str:
+    """How even a run's samples were dealt, in one line."""
+    before, after = report.imbalance_before, report.imbalance_after
+    moved = report.num_moved / max(1, report.num_samples)
+    return (
+        f"slowest rank by the mean, by the samples' costs:  {before:.3f} as read, {after:.3f} as "
+        f"dealt  {moved:.0%} of the samples moved"
+    )
 
 
 def plan_to_show(name: str, planned: "PlannedRun") -> Table:

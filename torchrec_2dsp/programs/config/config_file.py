@@ -213,6 +213,9 @@ def _located(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list
             parts.append(str(part))
             below = node.get("items") or node.get("additionalProperties")
             below = below or node.get("properties", {}).get(part, {})
+            # A section that may be left out is one of two choices.
+            sections = [choice for choice in below.get("anyOf", ()) if "$ref" in choice]
+            below = sections[0] if len(sections) == 1 else below
         reference = below.get("$ref", "")
         node = schema["$defs"][reference.rpartition("/")[2]] if reference else below
     return parts, allowed_keys

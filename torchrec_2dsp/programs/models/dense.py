@@ -43,6 +43,11 @@ def dense_wrapper(
             f'dense.kind="{config.kind}" is for models with a LayerStack, such as '
             'model.kind="sequence"'
         )
+    if config.kind == "pipelined" and getattr(layered.stack, "num_chunks", 1) > 1:
+        raise ConfigError(
+            'dense.kind="pipelined" needs sequences of one length, and model.length_chunks > 1 '
+            "fills them up to several; set model.length_chunks=1, or use another kind"
+        )
     if config.kind == "tensor_parallel":
         return TensorParallelDense(layered.tensor_plan, tp=config.tp)
     if config.kind == "pipelined":

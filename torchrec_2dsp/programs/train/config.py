@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
+from torchrec_2dsp.programs.config.balance import SamplesConfig
 from torchrec_2dsp.programs.config.config_file import CalibrationPath, PathBesideConfig
 from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
 from torchrec_2dsp.programs.config.kinds import with_kinds
@@ -17,6 +18,7 @@ from torchrec_2dsp.programs.config.sections import (
     ReplicationConfig,
     SplitConfig,
 )
+from torchrec_2dsp.programs.models.balance import check_balance, check_speeds_fit
 from torchrec_2dsp.programs.models.kinds import metrics_of
 from torchrec_2dsp.programs.models.planned_section import ShardingTypes
 from torchrec_2dsp.programs.train.datasets import (
@@ -28,8 +30,9 @@ from torchrec_2dsp.programs.train.datasets import (
 from torchrec_2dsp.programs.train.sections import CheckpointConfig, LoopConfig, OutputConfig
 
 
-class RunConfig(SplitConfig, ReplicationConfig, ExchangeConfig):
-    """One training of the model: a mesh, a way to keep its replicas equal, an exchange, splits."""
+class RunConfig(SamplesConfig, SplitConfig, ReplicationConfig, ExchangeConfig):
+    """One training of the model: a mesh, a way to keep its replicas equal, an exchange, splits, and
+    which rank trains which samples."""
 
     num_groups: int = Field(default=1, ge=0)
     """How many copies of the tables there are; 1 is plain TorchRec. 0 leaves it to the planner, as
@@ -185,6 +188,7 @@ class TrainConfig(Section):
                 f"{self.data.kind!r} has no end; give a number"
             )
         for name, run in self.runs.items():
+            check_balance(f"runs.{name}", run, self.model, self.loop.device)
             if self.loop.accumulate > 1 and run.prefetch_rows:
                 raise ValueError(
                     f"runs.{name}.prefetch_rows is for a pipeline, and a step of "
@@ -213,8 +217,9 @@ class TrainConfig(Section):
 
     def check_world(self, world_size: int) -> None:
         """Raise `ConfigError` at the first value that ``world_size`` ranks can't run."""
-        for run in self.runs:
-            self.mesh(run, world_size)
+        for name, run in self.runs.items():
+            self.mesh(name, world_size)
+            check_speeds_fit(f"runs.{name}", run.balance, world_size)
         size, batch_size = self.loop.global_batch_size, self.loop.batch_size
         if batch_size % world_size:
             parts = world_size * self.loop.accumulate

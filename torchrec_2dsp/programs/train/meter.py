@@ -65,7 +65,8 @@ class Window:
 class Meter:
     """Collects what a rank's steps gave, until all ranks put theirs together.
 
-    All ranks have batches of one size, so that a mean of means is the mean.
+    The mean of what ranks say is the mean over the global batch: all have batches of one size, or
+    each weighs its loss by the size of its own (`weigh_losses_`).
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -76,7 +77,10 @@ class Meter:
 
     def add(self, loss: torch.Tensor, labels: torch.Tensor) -> None:
         """One step of this rank."""
-        self._rows.append(torch.stack([loss.double(), labels.double().mean()]))
+        labels = labels.double()
+        self._rows.append(
+            torch.stack([loss.double(), labels.sum(), labels.new_tensor(len(labels))])
+        )
 
     def add_seconds(self, seconds: float) -> None:
         """The time that steps of this rank took."""
@@ -86,7 +90,7 @@ class Meter:
         """The mean over the ranks of all that was added since the last time.
 
         Collectives:
-            One all-reduce, of two float64 numbers for each step, one for each rank and one more.
+            One all-reduce, of three float64 numbers for each step, one for each rank and one more.
         """
         rows, self._rows = torch.stack(self._rows).to(self._device), []
         num_ranks, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
@@ -97,9 +101,9 @@ class Meter:
         numbers = torch.cat([rows.reshape(-1), memory, seconds])
         dist.all_reduce(numbers, group=self._group)
         numbers = numbers.cpu()
-        rows = numbers[: rows.numel()].view(-1, 2) / num_ranks
+        losses, clicks, samples = numbers[: rows.numel()].view(-1, 3).t()
         return Window(
-            Measured(tuple(rows[:, 0].tolist()), rows[:, 1].mean().item()),
+            Measured(tuple((losses / num_ranks).tolist()), float(clicks.sum() / samples.sum())),
             seconds=numbers[-1].item() / num_ranks,
             memory_bytes=tuple(map(int, numbers[-1 - num_ranks : -1].tolist())),
         )

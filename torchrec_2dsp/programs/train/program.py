@@ -114,7 +114,7 @@ def evaluate_planted(config: TrainConfig) -> Measured | None:
     `None` for data without a planted model.
 
     Collectives:
-        One all-reduce, of two numbers for each held-out batch.
+        One all-reduce, of three numbers for each held-out batch.
     """
     data, world = config.data, world_group()
     if not isinstance(data, SyntheticData):

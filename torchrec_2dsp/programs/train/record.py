@@ -126,6 +126,13 @@ class RunRecord(Section):
     resumed_from: str = ""
     """The checkpoint that the run went on from, in its last life."""
 
+    imbalance_before: float | None = None
+    """How many times the mean the slowest rank would have taken with the samples that it reads, by
+    their costs; `None` unless samples are dealt."""
+
+    imbalance_after: float | None = None
+    """How many times the mean the slowest rank took with the samples that it was dealt."""
+
 
 class TrainRecord(JsonFile):
     """All runs of one call."""

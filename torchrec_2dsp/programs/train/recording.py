@@ -16,7 +16,7 @@ from torchrec_2dsp.programs.train.results import RunResult, StepsTrained, TrainR
 
 def run_record(result: RunResult, resumed_from: str = "") -> RunRecord:
     """The figures of a run that is over."""
-    last = result.steps_trained[-1]
+    last, balance = result.steps_trained[-1], result.balance
     return RunRecord(
         name=result.name,
         mesh=str(result.plan.mesh),
@@ -36,6 +36,8 @@ def run_record(result: RunResult, resumed_from: str = "") -> RunRecord:
         explanation=result.explanation,
         memory_bytes=last.window.memory_bytes,
         resumed_from=resumed_from,
+        imbalance_before=None if balance is None else balance.imbalance_before,
+        imbalance_after=None if balance is None else balance.imbalance_after,
     )
 
 

@@ -11,6 +11,7 @@ from torchrec_2dsp.programs.train.dense_progress import DenseProgress
 from torchrec_2dsp.programs.train.evaluation import Evaluation
 from torchrec_2dsp.programs.train.meter import Measured, Window
 from torchrec_2dsp.programs.train.parts import PlannedRun
+from torchrec_2dsp.samples.report import BalanceReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +105,10 @@ class RunResult:
 
     synced_rows_per_step: float
     """Rows that a rank's syncs wrote per step, averaged over the ranks."""
+
+    balance: BalanceReport | None = None
+    """How even the work of the ranks was, since the run was started last, batches that were taken
+    ahead included; `None` unless samples are dealt."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,17 +20,16 @@ from torchrec_2dsp.parallel.failing_together import failing_together
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.parallel.train_state.state import TrainState
 from torchrec_2dsp.programs.data.dataset import Dataset, Split
+from torchrec_2dsp.programs.models.balance import check_lengths, weigh_losses_
 from torchrec_2dsp.programs.models.dense import apply_late_gradients, dense_total
 from torchrec_2dsp.programs.models.model import rank_device
+from torchrec_2dsp.programs.train.balancing import balance_report, timed_steps, training_batches
 from torchrec_2dsp.programs.train.checkpoints import Checkpoints, Resume
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.datasets import shape_of
 from torchrec_2dsp.programs.train.dense_progress import dense_progress
 from torchrec_2dsp.programs.train.evaluated import evaluated
-from torchrec_2dsp.programs.train.evaluation import (
-    best_of,
-    num_since_best,
-)
+from torchrec_2dsp.programs.train.evaluation import best_of, num_since_best
 from torchrec_2dsp.programs.train.history import RunHistory, RunSettings
 from torchrec_2dsp.programs.train.local_moments import LocalMoments
 from torchrec_2dsp.programs.train.meter import Meter, mean_per_step
@@ -53,8 +52,8 @@ from torchrec_2dsp.programs.train.stepping import (
     AccumulatedSteps,
     PipelinedSteps,
     Stepper,
-    closing_batches,
 )
+from torchrec_2dsp.samples.report import BalanceReport
 
 
 class RunTrainer:
@@ -74,7 +73,10 @@ class RunTrainer:
         self._world = world_group()
         self._device = rank_device(config.loop.device)
         run, shape = config.runs[name], shape_of(config.data, dataset)
+        check_lengths(f"runs.{name}", run.balance, shape.features)
         unsharded = make_model(config, run, shape)
+        if run.balance is not None:
+            weigh_losses_(unsharded)
         sharders = make_sharders(config, run, shape)
         num_steps = num_steps_of(config.loop, dataset)
         self.planned = plan_run(config, name, shape, unsharded, sharders, num_steps)
@@ -91,6 +93,7 @@ class RunTrainer:
         self._base_rates = self._optimizers.rates()
         self._meter = Meter(self._world, self._device)
         self._history = RunHistory()
+        self._balance: BalanceReport | None = None
         members: dict[str, Any] = {"history": self._history, "settings": RunSettings(config)}
         if run.dense.kind == "local":
             members["local_moments"] = LocalMoments(self._optimizers.dense)
@@ -160,15 +163,17 @@ class RunTrainer:
             steps_trained=tuple(history.progress),
             ending=ending,
             explanation=self.planned.explanation,
+            balance=self._balance,
             samples_per_s=self.step * loop.global_batch_size / history.seconds,
             **per_step,
         )
 
     def _train(self, watchers: Sequence[TrainWatcher], profiler: StepProfiler | None) -> Ending:
-        stepper, ending = self._stepper(), Ending.STEPS
+        balance, ending = self._config.runs[self._name].balance, Ending.STEPS
         self._model.train()
-        start = self.step * self._config.loop.accumulate
-        with closing_batches(self._batches(Split.TRAIN, start)) as batches:
+        own = self._batches(Split.TRAIN, start=self.step * self._config.loop.accumulate)
+        with training_batches(own, balance, self._config.model) as batches:
+            stepper = timed_steps(self._stepper(), batches, balance)
             while self.step < self._config.loop.steps:
                 if self._is_out_of_patience():
                     ending = Ending.PATIENCE
@@ -177,6 +182,7 @@ class RunTrainer:
                     ending = Ending.DATA
                     break
                 self._evaluate_and_save(stepper, watchers)
+        self._balance = balance_report(batches)
         stepper.pause()
         if profiler is not None:
             profiler.finish()

@@ -58,6 +58,11 @@ class SequenceModelConfig(PlannedSection):
     """What the loss is the mean over: the predicted items of the rank's batch, or the sequences,
     each of which then counts as much, whichever rank has it."""
 
+    length_chunks: int = Field(default=1, ge=1)
+    """Into how many chunks of about equal lengths a rank's sequences are cut in training, each
+    filled up to its own longest. With 1 all are filled up to `max_length`, so that a step takes as
+    long whatever their lengths are."""
+
     ranking: RankingConfig = RankingConfig()
     """How held-out next items are ranked."""
 

@@ -10,7 +10,6 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_2dsp.dense.layer_stack import LayerStack
 from torchrec_2dsp.errors import InputError
 from torchrec_2dsp.programs.data.negatives import NegativeItems, negatives_name
 from torchrec_2dsp.programs.models.model import table_name
@@ -23,6 +22,7 @@ from torchrec_2dsp.programs.models.sequence.examples import (
 )
 from torchrec_2dsp.programs.models.sequence.layers import Positions, TransformerBlock
 from torchrec_2dsp.programs.models.sequence.sampled_softmax import SampledSoftmax
+from torchrec_2dsp.programs.models.sequence.sequence_stack import SequenceStack
 
 Output = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
@@ -69,13 +69,14 @@ class NextItemModel(nn.Module):
             TransformerBlock(config.dim, config.num_heads, config.hidden, config.dropout)
             for _ in range(config.num_blocks)
         ]
-        self.dense = LayerStack(
+        self.dense = SequenceStack(
             [
                 Positions(config.max_length - 1, config.dim, config.dropout),
                 *blocks,
                 nn.LayerNorm(config.dim),
             ],
             SampledSoftmax(self._items),
+            num_chunks=config.length_chunks,
         )
 
     def forward(self, batch: Batch) -> Output:

@@ -1,0 +1,225 @@
+"""Sections on balanced batches: what they say, and which runs and contestants are refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torchrec.datasets.utils import Batch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import torchrec_2dsp as tdsp
+from tests.support.bench_results import bench_result
+from torchrec_2dsp.programs.bench.config import (
+    BenchConfig,
+    StockContestant,
+    is_reference,
+    is_stock,
+)
+from torchrec_2dsp.programs.bench.dealt import compute_times, dealt_samples
+from torchrec_2dsp.programs.bench.markdown_balance import balance_table
+from torchrec_2dsp.programs.bench.results import ComputeTimes, DealtSamples
+from torchrec_2dsp.programs.bench.statistics import summarize
+from torchrec_2dsp.programs.cli.train_display import balance_text
+from torchrec_2dsp.programs.config.balance import BalanceConfig
+from torchrec_2dsp.programs.config.config_file import make_config, overridden
+from torchrec_2dsp.programs.config.sections import ModelConfig
+from torchrec_2dsp.programs.models.balance import sample_lengths
+from torchrec_2dsp.programs.models.sequence.config import SequenceModelConfig
+from torchrec_2dsp.programs.train.config import TrainConfig
+from torchrec_2dsp.samples.report import BalanceReport
+
+CLICKS = {"data": {"features": [{"name": "user", "num_rows": 10}]}, "runs": {"dealt": {}}}
+SEQUENCES = {
+    "data": {"kind": "synthetic_sequences", "num_items": 50},
+    "model": {"kind": "sequence", "loss_mean": "samples"},
+}
+TOWERS: dict[str, Any] = {
+    "model": {"kind": "two_tower", "user_features": ["user"], "item_features": ["item"]}
+}
+OWN = {"model": {"kind": "module:factory", "factory": "package.module:function"}}
+BENCH = {**SEQUENCES, "contestants": {"ddp": {"kind": "stock"}, "dealt": {"kind": "stock"}}}
+
+
+def changed(*overrides: str, **sections: Any) -> TrainConfig:
+    tree: dict[str, Any] = CLICKS | sections
+    for override in overrides:
+        tree = overridden(tree, override)
+    return make_config(TrainConfig, tree)
+
+
+def test_an_empty_section_deals_by_length() -> None:
+    balance = changed("runs.dealt.balance={}").runs["dealt"].balance
+
+    assert balance is not None
+    assert balance.cost.sample_cost == tdsp.SampleCost()
+    assert (balance.lengths, balance.shared_ids, balance.rank_speeds) == ((), 0.0, ())
+    assert changed().runs["dealt"].balance is None
+
+
+def test_all_keys_are_read() -> None:
+    balance = (
+        changed(
+            "runs.dealt.balance.cost={ linear = 2, quadratic = 0.5 }",
+            "runs.dealt.balance.lengths=['user']",
+            "runs.dealt.balance.rank_speeds=measured",
+            "runs.dealt.balance.smoothing=0.3",
+            "runs.dealt.balance.shared_ids=0.05",
+        )
+        .runs["dealt"]
+        .balance
+    )
+
+    assert balance is not None
+    assert balance.cost.sample_cost == tdsp.SampleCost(linear=2.0, quadratic=0.5)
+    assert balance.lengths == ("user",)
+    assert (balance.rank_speeds, balance.smoothing) == ("measured", 0.3)
+    assert balance.shared_ids == 0.05
+
+
+KEY = "runs.dealt.balance"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (f"{KEY}.cost.linear=-1", f"{KEY}.cost.linear=-1: input should be greater than or equal"),
+        (f"{KEY}.cost.linear=0", "linear=0 and quadratic=0 make all samples free"),
+        (f"{KEY}.costs=1", f"{KEY}.costs is unknown; use one of cost, lengths, shared_ids, rank_"),
+        (f"{KEY}.shared_ids=1", f"{KEY}.shared_ids=1: input should be less than 1"),
+        (f"{KEY}.rank_speeds=[1, 0]", "rank_speeds: 0 is no speed; use finite numbers above 0"),
+        (f"{KEY}.rank_speeds=fast", f"{KEY}.rank_speeds='fast': give a list with a number for"),
+        (f"{KEY}.smoothing=0.5", "smoothing=0.5 is for rank_speeds='measured'; set that"),
+        (f"{KEY}=true", f"{KEY}=True: input should be a valid dictionary"),
+    ],
+)
+def test_errors_name_key_value_and_rule(override: str, message: str) -> None:
+    with pytest.raises(tdsp.errors.ConfigError) as raised:
+        changed(override)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("sections", "overrides", "message"),
+    [
+        (TOWERS, ["model.loss=in_batch"], "model.loss='in_batch' tells each item from the others"),
+        (SEQUENCES, ["model.loss_mean=tokens"], "model.loss_mean='tokens' is the mean over the"),
+        (OWN, [], "set balance.mean_over_samples=true if it is a mean over samples"),
+        ({}, ["runs.dealt.dense.kind=local"], "dense.kind='local' lets each rank learn from its"),
+        (
+            SEQUENCES,
+            ["runs.dealt.dense.kind=pipelined", f"{KEY}.rank_speeds=[1, 2]"],
+            "the losses of all samples of a pipeline count alike, which dense.kind='pipelined'",
+        ),
+        (
+            {},
+            ["loop.device=cuda", f"{KEY}.rank_speeds=measured"],
+            "rank_speeds='measured' measures processor time, which says nothing of device='cuda'",
+        ),
+    ],
+)
+def test_what_dealing_would_change_is_refused(
+    sections: dict[str, Any], overrides: list[str], message: str
+) -> None:
+    loop = {"loop": {"steps": 32}}
+    changed(*[override for override in overrides if KEY not in override], **sections, **loop)
+    with pytest.raises(tdsp.errors.ConfigError) as raised:
+        changed(f"{KEY}={{}}", *overrides, **sections, **loop)
+    assert f"{KEY} deals samples to other ranks, and " in str(raised.value)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("sections", "override"),
+    [
+        (TOWERS, f"{KEY}.shared_ids=0"),
+        (SEQUENCES, f"{KEY}.rank_speeds=[1, 2]"),
+        (SEQUENCES, f"{KEY}.cost.quadratic=1"),
+        (OWN, f"{KEY}.mean_over_samples=true"),
+    ],
+)
+def test_means_over_samples_are_dealt(sections: dict[str, Any], override: str) -> None:
+    assert changed(override, **sections).runs["dealt"].balance is not None
+
+
+def test_a_sequence_is_as_long_as_the_model_uses_it() -> None:
+    features = KeyedJaggedTensor(
+        keys=["item", "other"],
+        values=torch.arange(12),
+        lengths=torch.tensor([2, 5, 1, 2, 1, 1], dtype=torch.int32),
+    )
+    batch = Batch(torch.empty(3, 0), features, torch.ones(3))
+    model = SequenceModelConfig(max_length=4)
+    lengths = sample_lengths(BalanceConfig(), model)
+    assert callable(lengths)
+    assert lengths(batch).tolist() == [2, 4, 1]
+    assert sample_lengths(BalanceConfig(lengths=("item",)), model) == ("item",)
+    assert sample_lengths(BalanceConfig(), ModelConfig()) == ()
+
+
+def test_contestants_have_the_same_section() -> None:
+    config = make_config(BenchConfig, overridden(BENCH, "contestants.dealt.balance={}"))
+
+    assert config.contestants["dealt"].describe().endswith(", samples dealt by cost")
+    assert config.reference == "ddp"
+    tokens = overridden(config.model_dump(mode="json"), "model.loss_mean=tokens")
+    with pytest.raises(tdsp.errors.ConfigError, match=r"contestants\.dealt\.balance deals samples"):
+        make_config(BenchConfig, tokens)
+    speeds = overridden(BENCH, "contestants.dealt.balance.rank_speeds=[1, 2]")
+    with pytest.raises(tdsp.errors.ConfigError, match="has 2 speeds for 4 ranks; give one for"):
+        make_config(BenchConfig, speeds).check_world(4, 2)
+
+
+def test_who_deals_samples_is_not_stock() -> None:
+    contestant = make_config(StockContestant, {"balance": {}})
+    assert not is_stock(contestant)
+    assert not is_reference(contestant)
+
+
+STEP = BalanceReport(
+    num_batches=2,
+    num_samples=100,
+    num_moved=40,
+    num_bytes=2_000_000,
+    mean_time=10.0,
+    time_before=15.0,
+    time_after=11.0,
+)
+
+
+def test_reports_of_ranks_become_one() -> None:
+    other = BalanceReport(**{**vars(STEP), "num_bytes": 4_000_000})
+    assert dealt_samples([STEP, other]) == DealtSamples(
+        imbalance_before=1.5, imbalance_after=1.1, moved_share=0.4, sent_bytes=1.5e6
+    )
+    assert dealt_samples([None, None]) is None
+    # The slowest rank is another one in each step.
+    assert compute_times([[3.0, 1.0], [1.0, 3.0]]) == ComputeTimes(mean_s=2.0, slowest_s=3.0)
+    assert compute_times([[], []]) is None
+
+
+def test_a_page_shows_how_even_the_work_was() -> None:
+    result = bench_result()
+    assert balance_table(summarize(result)) == ""
+    first, second, *others = result.contestants
+    first = first.model_copy(update={"compute": compute_times([[0.1], [0.2]])})
+    dealt = second.model_copy(
+        update={"compute": compute_times([[0.15]]), "dealt": dealt_samples([STEP, STEP])}
+    )
+    table = balance_table(
+        summarize(result.model_copy(update={"contestants": (first, dealt, *others)}))
+    )
+    _, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()
+    ]
+    assert rows == [
+        ["stock", "-", "-", "-", "-", "150.0", "200.0", "50.0"],
+        ["stock_duplex", "1.500", "1.100", "40%", "1.00", "150.0", "150.0", "0.0"],
+        *([name, *["-"] * 7] for name in ("exact_2d", "floor")),
+    ]
+
+
+def test_a_run_says_how_even_its_work_was() -> None:
+    assert balance_text(STEP) == (
+        "slowest rank by the mean, by the samples' costs:  1.500 as read, 1.100 as dealt  40% of "
+        "the samples moved"
+    )

@@ -197,7 +197,8 @@ def test_a_failure_of_one_rank_is_everybodys(ranks2: RankPool, tmp_path: Path) -
     def text(number: int) -> str:
         return (
             f"FOLDER/{number} couldn't be written and holds no checkpoint (rank 1: "
-            "OSError(28, 'No space left on device'))"
+            "OSError(28, 'No space left on device')); make room there, and resume from an earlier "
+            "checkpoint"
         )
 
     expected = [text(0), f"an earlier asynchronous save has failed: {text(1)}"]

@@ -286,8 +286,7 @@ def test_what_cannot_be_is_said(ranks2: RankPool) -> None:
 def refuse_a_batch(rank: int, world_size: int) -> list[int]:
     """The late steps so far after each of three steps; before the second a forward is in vain."""
     cell, dense = cell_of(world_size), tdsp.DelayedDense(warm_up=2)
-    model = model_of(cell, dense)
-    counts = []
+    model, counts = model_of(cell, dense), list[int]()
     for step in range(3):
         model.zero_grad()
         if step == 1:

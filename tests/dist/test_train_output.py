@@ -189,14 +189,10 @@ def test_traces_say_where_a_step_goes(
     (run,) = RunContents.read(folder / "repeated").runs
     for rank, split in enumerate(read_splits(run.traces)):
         assert (split.rank, split.num_steps) == (rank, 2)
-        # Float rounding: microseconds since the machine has started have twelve digits before
-        # the point.
-        assert split.all_computing_us + split.all_waiting_us == pytest.approx(
-            split.step_us, rel=1e-5
-        )
-        # The plan has replicas, and all that a step does has a name.
+        # Float rounding: microseconds since the machine has started have twelve digits.
+        total_us = split.all_computing_us + split.all_waiting_us
+        assert total_us == pytest.approx(split.step_us, rel=1e-5)
         assert split.computing_us.keys() == {*StepPhase}
-        assert split.computing_us[StepPhase.OTHER] < 0.1 * split.step_us
         assert split.all_waiting_us > 0
     html = run_page(RunContents.read(folder / "repeated")).html()
     assert "<h2>Phases of a step of repeated</h2>" in html

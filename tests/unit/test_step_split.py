@@ -3,6 +3,7 @@
 import ast
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,10 @@ def test_the_split_is_the_mean_of_steps_and_leaves_out_what_lies_between() -> No
     assert (split.num_steps, split.step_us) == (2, 110)
     assert split.computing_us == COMPUTING_US | {StepPhase.NEXT_BATCH: 20}
     assert split.waiting_us == WAITING_US
+
+
+def test_events_may_come_in_any_order() -> None:
+    assert split_of(step_events()[::-1]) == split_of(step_events())
 
 
 def test_threads_beside_training_and_backward_are_not_counted() -> None:
@@ -139,7 +144,8 @@ def test_phases_always_add_up(draw: random.Random, num_spans: int, has_threads: 
 
 def test_the_slowest_rank_computes_longest() -> None:
     late = split_of(step_events(late=30), rank=1)
-    waiting = split_of([*step_events(), event("gloo:barrier", 0, 100, thread=OTHER)], rank=2)
+    # Its step is longer, because it waits.
+    waiting = replace(late, rank=2, step_us=200, computing_us={StepPhase.IDS: 20})
     assert slowest([split_of(step_events()), late, waiting]) is late
 
 
@@ -206,6 +212,21 @@ def test_rows_are_updated_by_lookups() -> None:
     update = OUTSIDE.inside(HostSpan("## apply rows ##", 0, 1))
     lookup = HostSpan("fbgemm::split_embedding_codegen_lookup_sgd", 0, 1, is_operator=True)
     assert update.inside(lookup).phase is StepPhase.TABLE_UPDATE
+
+
+@pytest.mark.parametrize(
+    ("name", "may_wait"),
+    [
+        ("All2All_Pooled_Wait", True),
+        ("All2All_Pooled_WaitBackward", True),
+        ("_Pooled", False),
+        ("_PooledBackward", False),
+    ],
+)
+def test_operators_wait_only_if_they_exchange(name: str, may_wait: bool) -> None:
+    span = HostSpan(f"autograd::engine::evaluate_function: {name}", 0, 1, is_operator=True)
+    assert replace(OUTSIDE, phase=StepPhase.DENSE_BACKWARD).inside(span).may_wait is may_wait
+    assert OUTSIDE.inside(HostSpan(name, 0, 1, is_operator=True)).may_wait is may_wait
 
 
 def test_collectives_that_a_backward_starts_are_of_dense_gradients() -> None:

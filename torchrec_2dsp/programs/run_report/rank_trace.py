@@ -41,7 +41,7 @@ class RankTrace:
     """What the thread that trains was doing, by start; spans that hold others come first."""
 
     backward: tuple[tuple[HostSpan, ...], ...]
-    """The same for each other thread on which torch has run a backward, as it does on GPUs."""
+    """What each other thread was doing on which torch has run a backward, as it does on GPUs."""
 
     collectives: tuple[tuple[float, float], ...]
     """The times in which at least one collective was under way, by start, in microseconds."""

@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pyarrow as pa
@@ -14,15 +13,12 @@ import torch
 from tests.support.exporting import plain_scores, stock_model
 from tests.support.logs import Row, hashed_row, make_rows, write_log
 from tests.support.ranks import RankPool
-from torchrec_2dsp.programs.config.config_file import load_config, make_config
-from torchrec_2dsp.programs.config.section import Section
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.dataset import Split
-from torchrec_2dsp.programs.data.logs.encoder import Encoder
-from torchrec_2dsp.programs.data.logs.prepared import Prepared
-from torchrec_2dsp.programs.data.logs.sections import TableConfig
-from torchrec_2dsp.programs.data.logs.selection import Selection
 from torchrec_2dsp.programs.export.export import export_model
 from torchrec_2dsp.programs.export.folder import ExportRecord
+from torchrec_2dsp.programs.export.requests import RequestEncoder
 from torchrec_2dsp.programs.export.serving import load_script
 from torchrec_2dsp.programs.export.source import ExportSource
 from torchrec_2dsp.programs.launch.world import only_rank
@@ -33,12 +29,6 @@ from torchrec_2dsp.programs.train.run_folder import RunFolder
 NUM_TAGS = 20
 ROWS = make_rows(160)
 HELD_OUT = ROWS[-40:]
-
-
-class ServedData(Section):
-    """The content of an export's data.toml."""
-
-    data: TableConfig
 
 
 def config_in(folder: Path) -> TrainConfig:
@@ -71,15 +61,6 @@ def train_on_log(rank: int, world_size: int, folder: Path) -> None:
     train(config, [RunFolder(config.output.folder, config)] if rank == 0 else [])
 
 
-def encoder_of(served: Path) -> Encoder:
-    """What encodes requests, made of the export's folder alone."""
-    config = load_config(ServedData, served / "data.toml").data
-    prepared = Prepared(config.prepared, config.dense, config.features)
-    # A pass over rows, which nobody has any more, would fail.
-    vocabularies, scales = prepared.prepare(cast(Selection, None), {})
-    return Encoder(config.label, config.dense, config.features, vocabularies, scales)
-
-
 def expected_ids(row: Row, vocabulary: list[str]) -> tuple[list[int], list[int]]:
     """The rows of a row's values, as the guide says them."""
     known = vocabulary.index(row.user) + 2 if row.user in vocabulary else 1
@@ -104,28 +85,25 @@ def test_raw_values_get_the_scores_of_the_trained_model(ranks2: RankPool, tmp_pa
     (tmp_path / "log.csv").unlink()
     strangers = [Row(7, 0, "a user of whom nobody knew", ("t1", "a new tag")), Row(3, 1, "", ())]
     asked = [*HELD_OUT, *strangers]
-    table = pa.table(
-        {
-            "label": pa.array([float(row.label) for row in asked], pa.float32()),
-            "number": pa.array([float(row.number) for row in asked], pa.float32()),
-            "user": pa.array([row.user for row in asked]),
-            "tags": pa.array(["|".join(row.tags) for row in asked]),
-        }
-    )
-    batch = encoder_of(served).encode(table).batch(["user", "tags"])
+    encoder = RequestEncoder.load(served)
+    columns = {
+        "number": [row.number for row in asked],
+        "user": [row.user or None for row in asked],
+        "tags": ["|".join(row.tags) for row in asked],
+    }
+    assert sorted(encoder.columns) == sorted(columns)
+    dense, ids, lengths = encoder.encode(columns)
     vocabulary = pq.read_table(served / "prepared" / "vocabulary_user.parquet")["value"]
     values = [value.decode() for value in vocabulary.cast(pa.binary()).to_pylist()]
     assert set(values) == {row.user for row in ROWS if row.user}
-    features = batch.sparse_features
-    by_feature = zip(*(expected_ids(row, values) for row in asked), strict=True)
-    for name, bags in zip(("user", "tags"), by_feature, strict=True):
-        assert features[name].lengths().tolist() == [len(bag) for bag in bags]
-        assert features[name].values().tolist() == [row for bag in bags for row in bag]
+    by_feature = [*zip(*(expected_ids(row, values) for row in asked), strict=True)]
+    assert lengths.tolist() == [len(bag) for bags in by_feature for bag in bags]
+    assert ids.tolist() == [row for bags in by_feature for bag in bags for row in bag]
     scale = json.loads((served / "prepared" / "scales.json").read_text())["number"]
     numbers = np.log1p([row.number for row in asked])
     # The rounding of float32.
     standard = torch.from_numpy((numbers - scale["mean"]) / scale["std"]).float()
-    torch.testing.assert_close(batch.dense_features[:, 0], standard, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(dense[:, 0], standard, rtol=1e-5, atol=1e-6)
     rows_of_training = np.log1p([row.number for row in ROWS[: -len(HELD_OUT)]])
     assert scale["mean"] == pytest.approx(rows_of_training.mean(), rel=1e-6)
 
@@ -135,12 +113,25 @@ def test_raw_values_get_the_scores_of_the_trained_model(ranks2: RankPool, tmp_pa
         ("tags", NUM_TAGS),
     ]
     script = load_script(served / "model.pt")
-    answer = script(batch.dense_features, features.values(), features.lengths())["scores"]
+    answer = script(dense, ids, lengths)["scores"]
     assert answer.isfinite().all()
     differences = (answer[: len(HELD_OUT)] - exact).abs()
     # Rows of a tenth, in steps of a 255th of a row's range: what the export itself has measured.
     assert 0 < differences.max() <= record.largest_difference * (1 + 1e-3) < 0.01
     # Which rows are looked up is seen in the scores.
-    wrong = script(batch.dense_features, features.values().flip(0) % 5, features.lengths())
+    wrong = script(dense, ids.flip(0) % 5, lengths)
     assert (wrong["scores"][: len(HELD_OUT)] - exact).abs().max() > 5 * differences.max()
     assert record == ExportRecord.load(served / "export.json")
+    for wrong_columns, message in (
+        ({"number": [1], "user": ["u"]}, "the column 'tags' is missing; a request has"),
+        (columns | {"label": [0]}, "the column 'label' isn't known"),
+        (columns | {"number": [1]}, "columns have different numbers of values"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            encoder.encode(wrong_columns)
+    (served / "prepared" / "vocabulary_user.parquet").unlink()
+    with pytest.raises(ConfigError, match=r"lacks .*vocabulary_user\.parquet; copy it whole"):
+        RequestEncoder.load(served)
+    (served / "data.toml").unlink()
+    with pytest.raises(ConfigError, match=r"has no data\.toml"):
+        RequestEncoder.load(served)

@@ -1,5 +1,6 @@
 """Ranks that train their dense parts alone for some steps, against one process that plays them."""
 
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -155,6 +156,28 @@ def test_a_nan_of_one_rank_stops_all(ranks2: RankPool) -> None:
     assert message.endswith("(found on rank 1)")
 
 
+def save_and_load_apart(rank: int, world_size: int, folder: Path) -> list[str]:
+    cell, dense = cell_of(world_size), tdsp.LocalDense()
+    model = model_of(cell, dense)
+    tdsp.save_checkpoint(folder / "together", model)
+    model(batch_of(cell, 0, rank)).backward()
+    said = []
+    with pytest.raises(SyncError) as saved:
+        tdsp.save_checkpoint(folder / "apart", model)
+    said.append(str(saved.value))
+    with pytest.raises(SyncError) as loaded:
+        tdsp.load_checkpoint(folder / "together", model)
+    said.append(str(loaded.value))
+    tdsp.DiLoCo(dense_of(model).values(), dense).global_step(torch.tensor(1))
+    tdsp.load_checkpoint(folder / "together", model)
+    return said
+
+
+def test_ranks_are_together_when_they_save_and_load(ranks2: RankPool, tmp_path: Path) -> None:
+    for said in ranks2.run(save_and_load_apart, tmp_path):
+        assert all("after a multiple of num_local_steps" in message for message in said)
+
+
 def misuse(rank: int, world_size: int) -> tuple[str, ...]:
     said = []
     wrong: list[dict[str, Any]] = [{"density": 0.0}, {"values": "int3"}, {"residual_decay": 1.5}]
@@ -188,6 +211,6 @@ def test_what_cannot_be_is_said(ranks2: RankPool) -> None:
     assert "no transport" in values
     assert "no factor" in decay
     assert "no model yet" in no_model
-    assert "save after a multiple of num_local_steps" in apart
+    assert "save and load after a multiple of num_local_steps" in apart
     assert "outer optimizer" in step
     assert "momentum" in rates

@@ -185,17 +185,25 @@ class LocalDense(DataParallelWrapper):
         """The Euclidean norm of this rank's changes that weren't sent."""
         return self._feedback.square_norm() ** 0.5
 
+    def check_together(self) -> None:
+        """Raise if ranks may have different weights now.
+
+        Raises:
+            SyncError: they have trained by themselves since they last met.
+        """
+        if self._is_apart:
+            raise SyncError(
+                "ranks have trained their own dense parts since they last met; save and load after "
+                "a multiple of num_local_steps"
+            )
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's changes that weren't sent; a `TrainState` stores them by itself.
 
         Raises:
             SyncError: ranks have different weights now, of which a checkpoint would keep one.
         """
-        if self._is_apart:
-            raise SyncError(
-                "ranks have trained their own dense parts since they last met; save after a "
-                "multiple of num_local_steps"
-            )
+        self.check_together()
         return {"residuals": self._feedback.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

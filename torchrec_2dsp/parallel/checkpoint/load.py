@@ -32,6 +32,7 @@ from torchrec_2dsp.parallel.checkpoint.pending import wait_for_save
 from torchrec_2dsp.parallel.checkpoint.reader import KnownMetadataReader, PlainDataPlanner
 from torchrec_2dsp.parallel.checkpoint.save import check_belongs, checked_folder
 from torchrec_2dsp.parallel.checkpoint.stored import StoredCheckpoint
+from torchrec_2dsp.parallel.checkpoint.together import check_together
 
 if TYPE_CHECKING:
     from torchrec_2dsp.parallel.train_state.state import TrainState
@@ -72,6 +73,8 @@ def load_checkpoint(
         folder = checked_folder(path, optimizer)
         facts["the checkpoint's path"] = str(folder)
         check_belongs(train_state, model)
+        if train_state is None:
+            check_together(model)
         stored = StoredCheckpoint.open(folder)
         facts[f"{folder}/.metadata"] = stored.fingerprint
         rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)

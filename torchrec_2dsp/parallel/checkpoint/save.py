@@ -20,6 +20,7 @@ from torchrec_2dsp.parallel.checkpoint.group import background_group, coordinati
 from torchrec_2dsp.parallel.checkpoint.parts import EXTRA, TRAIN_STATE, live_state
 from torchrec_2dsp.parallel.checkpoint.pending import PendingSave, start_save, wait_for_save
 from torchrec_2dsp.parallel.checkpoint.planner import PlainDataSavePlanner, StagingPlanner
+from torchrec_2dsp.parallel.checkpoint.together import check_together
 from torchrec_2dsp.parallel.checkpoint.writer import ChecksumWriter
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ def save_checkpoint(
         if (folder / ".metadata").exists():
             raise CheckpointError(f"{folder} holds a checkpoint already; save to a new folder")
         check_belongs(train_state, model)
+        check_together(model)
         text = encoded(extra or {})
         facts["the checkpoint's path"], facts["extra"] = str(folder), text
         facts["asynchronous"] = str(asynchronous)

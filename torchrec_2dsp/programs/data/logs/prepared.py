@@ -119,11 +119,28 @@ class Prepared:
                 for name, scale in scales.items()
             }
             write_whole(self._folder / _SCALES, json.dumps(content, indent=2).encode())
-        vocabularies = {
+        return self._vocabularies(), scales
+
+    def read(self) -> tuple[dict[str, Vocabulary], dict[str, Scale]]:
+        """The vocabularies by feature and the scales by column, all of which have to be there.
+
+        Raises:
+            ConfigError: one isn't.
+        """
+        scales = self._read_scales()
+        missing = [
+            *(self._file(name) for name in self._features if not self._file(name).exists()),
+            *(f"the scale of {name}" for name in self._dense if name not in scales),
+        ]
+        if missing:
+            raise ConfigError(f"{self._folder} lacks {missing[0]}; copy it whole")
+        return self._vocabularies(), scales
+
+    def _vocabularies(self) -> dict[str, Vocabulary]:
+        return {
             name: Vocabulary(read_vocabulary(self._file(name), _rules(feature)))
             for name, feature in self._features.items()
         }
-        return vocabularies, scales
 
     def _pass(
         self,

@@ -1,6 +1,6 @@
 """`TableData`: a log of rows as a `Dataset`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 
 from torchrec.datasets.utils import Batch
@@ -24,6 +24,7 @@ from torchrec_2dsp.programs.data.logs.selection import (
 )
 from torchrec_2dsp.programs.data.logs.sources import open_source
 from torchrec_2dsp.programs.data.logs.stream import BatchStream
+from torchrec_2dsp.programs.data.logs.vocabulary import Vocabulary
 
 _NAMES = {Split.TRAIN: "training", Split.EVAL: "held-out"}
 
@@ -44,15 +45,7 @@ class TableData:
         prepared = Prepared(config.prepared, config.dense, config.features)
         self._selections = _select(config, columns, self.malformed)
         with closing(self._selections[Split.TRAIN]) as trained:
-            vocabularies, scales = prepared.prepare(trained, columns, progress)
-        given = {
-            column.column: Scale(column.mean, column.std)
-            for column in config.dense
-            if column.scale == "given"
-        }
-        self._encoder = Encoder(
-            config.label, config.dense, config.features, vocabularies, scales | given
-        )
+            self._encoder = _encoder(config, *prepared.prepare(trained, columns, progress))
 
     @property
     def features(self) -> Sequence[LogFeature]:
@@ -130,6 +123,27 @@ class TableData:
 
     def _plan(self, split: Split, global_batch_size: int) -> EpochPlan:
         return EpochPlan(self.num_rows(split), global_batch_size, self._config.rest)
+
+
+def prepared_encoder(config: TableLayout) -> Encoder:
+    """The encoder of a log whose rows needn't be there, but only what was prepared for it.
+
+    Raises:
+        ConfigError: a vocabulary or a scale is missing.
+    """
+    prepared = Prepared(config.prepared, config.dense, config.features)
+    return _encoder(config, *prepared.read())
+
+
+def _encoder(
+    config: TableLayout, vocabularies: Mapping[str, Vocabulary], measured: Mapping[str, Scale]
+) -> Encoder:
+    given = {
+        column.column: Scale(column.mean, column.std)
+        for column in config.dense
+        if column.scale == "given"
+    }
+    return Encoder(config.label, config.dense, config.features, vocabularies, {**measured, **given})
 
 
 def _select(

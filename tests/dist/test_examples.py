@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from tests.support.patience import patient
+from tests.support.slices import Deal
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -13,9 +14,9 @@ NEEDS_A_MODEL = "serve.py"
 """The example that reads what `export` writes; the tests of the export run it."""
 
 
-def test_the_examples_run() -> None:
+def test_the_examples_run(dealt: Deal) -> None:
     every = sorted(EXAMPLES.glob("*.py"))
-    scripts = [str(script) for script in every if script.name != NEEDS_A_MODEL]
+    scripts = dealt([str(script) for script in every if script.name != NEEDS_A_MODEL])
     assert scripts
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.forked_scripts", *scripts],

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -59,6 +60,23 @@ def config_in(folder: Path) -> TrainConfig:
 def train_on_log(rank: int, world_size: int, folder: Path) -> None:
     config = config_in(folder)
     train(config, [RunFolder(config.output.folder, config)] if rank == 0 else [])
+
+
+def check_refusals(encoder: RequestEncoder, columns: dict[str, list[Any]], served: Path) -> None:
+    """Columns that are no request, and folders that are no whole export of a log."""
+    for wrong_columns, message in (
+        ({"number": [1], "user": ["u"]}, "the column 'tags' is missing; a request has"),
+        (columns | {"label": [0]}, "the column 'label' isn't known"),
+        (columns | {"number": [1]}, "columns have different numbers of values"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            encoder.encode(wrong_columns)
+    (served / "prepared" / "vocabulary_user.parquet").unlink()
+    with pytest.raises(ConfigError, match=r"lacks .*vocabulary_user\.parquet; copy it whole"):
+        RequestEncoder.load(served)
+    (served / "data.toml").unlink()
+    with pytest.raises(ConfigError, match=r"has no data\.toml"):
+        RequestEncoder.load(served)
 
 
 def expected_ids(row: Row, vocabulary: list[str]) -> tuple[list[int], list[int]]:
@@ -122,16 +140,4 @@ def test_raw_values_get_the_scores_of_the_trained_model(ranks2: RankPool, tmp_pa
     wrong = script(dense, ids.flip(0) % 5, lengths)
     assert (wrong["scores"][: len(HELD_OUT)] - exact).abs().max() > 5 * differences.max()
     assert record == ExportRecord.load(served / "export.json")
-    for wrong_columns, message in (
-        ({"number": [1], "user": ["u"]}, "the column 'tags' is missing; a request has"),
-        (columns | {"label": [0]}, "the column 'label' isn't known"),
-        (columns | {"number": [1]}, "columns have different numbers of values"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            encoder.encode(wrong_columns)
-    (served / "prepared" / "vocabulary_user.parquet").unlink()
-    with pytest.raises(ConfigError, match=r"lacks .*vocabulary_user\.parquet; copy it whole"):
-        RequestEncoder.load(served)
-    (served / "data.toml").unlink()
-    with pytest.raises(ConfigError, match=r"has no data\.toml"):
-        RequestEncoder.load(served)
+    check_refusals(encoder, columns, served)

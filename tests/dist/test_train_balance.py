@@ -23,6 +23,8 @@ from torchrec_2dsp.programs.train.results import RunResult
 from torchrec_2dsp.programs.train.trainer import RunTrainer
 from torchrec_2dsp.samples.balanced_batches import BalancedBatches
 
+pytestmark = pytest.mark.dealt_file
+
 STEPS = 10
 SPEEDS = [1.0, 2.0, 1.0, 0.5]
 CLICKS: dict[str, Any] = {

@@ -27,6 +27,8 @@ from torchrec_2dsp.planner.search.copies import search_copies
 from torchrec_2dsp.planner.search.meshes import meshes_of, search
 from torchrec_2dsp.planner.search.result import Found
 
+pytestmark = pytest.mark.dealt_file
+
 TWO_GROUPS = tdsp.Mesh2D(2, 2, tdsp.RankLayout.CONTIGUOUS)
 ROWS = (300, 9_000, 200_000)
 

@@ -28,6 +28,8 @@ from torchrec_2dsp.planner.search.candidates import candidates_of
 from torchrec_2dsp.planner.search.meshes import search
 from torchrec_2dsp.planner.search.result import Found
 
+pytestmark = pytest.mark.dealt_file
+
 
 @pytest.mark.parametrize(
     ("link", "mesh"),

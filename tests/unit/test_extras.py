@@ -74,8 +74,8 @@ def test_without_tensorboard_the_training_program_says_what_to_install() -> None
         "from torchrec_2dsp.programs.cli.train import _writers\n"
         "from torchrec_2dsp.programs.config.config_file import load_config\n"
         "from torchrec_2dsp.programs.train.config import TrainConfig\n"
-        'print(_writers(load_config(TrainConfig, "demo")))\n'
-        '_writers(load_config(TrainConfig, "demo", ["loop.tensorboard_dir=logs"]))\n',
+        'print(_writers(load_config(TrainConfig, "demo"), None))\n'
+        '_writers(load_config(TrainConfig, "demo", ["loop.tensorboard_dir=logs"]), None)\n',
     )
     assert done.stdout == "[]\n"
     assert done.stderr.splitlines()[-1].endswith(

@@ -15,7 +15,7 @@ from tests.support.commit import seed_of_commit
 Item = TypeVar("Item")
 NUM_HANDS = 6
 """How many commits it takes at the least until every cell of a dealt matrix has run."""
-NUM_HANDS_OF_FILES = 3
+NUM_HANDS_OF_FILES = 4
 """The same for the tests of a file that is dealt as a whole."""
 
 _SHUFFLED = 36

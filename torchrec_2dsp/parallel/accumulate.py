@@ -65,6 +65,8 @@ def accumulate(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
     with ExitStack() as tables_held:
         for part in tables if waiting else []:
             with naming_faults(part.groups.board, "accumulate()"):
+                for stage in part.stages:
+                    stage.before_accumulating()
                 part.sync_point.hold()
             tables_held.callback(part.sync_point.release)
         with ExitStack() as dense_held:

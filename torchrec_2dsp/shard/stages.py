@@ -46,6 +46,9 @@ class Stage:
     def before_lookup(self, notes: BatchNotes) -> None:
         """Do what has to be done before the rows of a batch are read."""
 
+    def before_accumulating(self) -> None:
+        """Do what needs a complete state, before backwards wait for others of their step."""
+
     def while_rows_travel(self, notes: BatchNotes) -> None:
         """Do what can be done on this rank while TorchRec's output exchange runs."""
 

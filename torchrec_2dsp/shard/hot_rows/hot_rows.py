@@ -23,7 +23,7 @@ from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
 from torchrec_2dsp.replicas.drift import CopiedShard, DriftCheck
 from torchrec_2dsp.replicas.gradient_sync import GradientSyncAction
 from torchrec_2dsp.shard.batch.notes import BatchNotes
-from torchrec_2dsp.shard.hot_rows.sets import HotSets
+from torchrec_2dsp.shard.hot_rows.sets import HotIds, HotSets
 from torchrec_2dsp.shard.hot_rows.tables import HotSlice, HotTbe, hot_slices
 from torchrec_2dsp.shard.kernels import Kernel
 from torchrec_2dsp.shard.stages import Stage
@@ -113,9 +113,21 @@ class HotRows(Stage):
         Collectives:
             Those of a complete state, if the replicas hold others, as after a refresh.
         """
-        if notes.hot is not None and notes.hot.ids is not self.sets.held:
+        if notes.hot is not None:
+            self._hold(notes.hot.ids)
+
+    def before_accumulating(self) -> None:
+        """Let the replicas hold the rows of a refresh now; later the state can't be completed.
+
+        Collectives:
+            Those of `before_lookup`.
+        """
+        self._hold(self.sets.newest)
+
+    def _hold(self, ids: HotIds) -> None:
+        if ids is not self.sets.held:
             self._complete_state()
-            self.sets.held = notes.hot.ids
+            self.sets.held = ids
             self.after_write()
 
     def while_rows_travel(self, notes: BatchNotes) -> None:

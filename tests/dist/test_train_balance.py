@@ -169,12 +169,12 @@ def test_dealt_samples_train_as_those_that_stay(
 
 
 def measure(rank: int, world_size: int) -> tuple[list[float], list[float], int, list[float]]:
-    """The losses as read and with measured speeds, samples moved, and seconds that were told."""
-    told: list[float] = []
+    """The losses as read and with measured speeds, samples moved, and seconds that were noted_s."""
+    noted_s: list[float] = []
     note = BalancedBatches.note_seconds
 
     def note_slowly(self: BalancedBatches[Batch], seconds: float) -> None:
-        told.append(seconds)
+        noted_s.append(seconds)
         # The last rank seems to need far more time for each sample.
         note(self, 1.0 + 9.0 * (rank == world_size - 1))
 
@@ -183,17 +183,17 @@ def measure(rank: int, world_size: int) -> tuple[list[float], list[float], int, 
         patch.setattr(BalancedBatches, "note_seconds", note_slowly)
         as_read, measured = train(config_with(CLICKS, runs, loop={"steps": 6})).runs
     assert measured.balance is not None
-    return losses_of(as_read), losses_of(measured), measured.balance.num_moved, told
+    return losses_of(as_read), losses_of(measured), measured.balance.num_moved, noted_s
 
 
 def test_measured_speeds_train_the_same(ranks2: RankPool) -> None:
-    for as_read, measured, num_moved, told in ranks2.run(measure):
+    for as_read, measured, num_moved, noted_s in ranks2.run(measure):
         # As above.
         assert measured == pytest.approx(as_read, abs=2e-6)
         # So many of 192 that one rank gets far fewer than the other.
         assert num_moved > 60
-        assert len(told) == 6
-        assert all(0 < seconds < 60 for seconds in told)
+        assert len(noted_s) == 6
+        assert all(0 < seconds < 60 for seconds in noted_s)
 
 
 def lose_weight(rank: int, world_size: int) -> tuple[list[float], list[float]]:

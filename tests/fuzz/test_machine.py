@@ -43,6 +43,18 @@ def test_an_update_applied_twice_is_found_in_a_drawn_case_and_made_smaller() -> 
         healthy.close()
 
 
+def with_and_without(plant: Plant, case: Case) -> tuple[Verdict, Verdict]:
+    """The verdicts on a case with a planted fault, and without it."""
+    faulty, healthy = Worker(plant), Worker()
+    try:
+        for worker in (faulty, healthy):
+            worker.ask(case.to_json(), 60)
+        return faulty.answer(), healthy.answer()
+    finally:
+        for worker in (faulty, healthy):
+            worker.close()
+
+
 def is_plain(case: Case) -> bool:
     """Whether a case is one of the quick ones."""
     is_small = case.world_size == 2 and len(case.modules) == 1
@@ -89,14 +101,7 @@ def test_what_one_rank_does_is_found(plant: Plant, kind: str, text: str) -> None
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_what_one_rank_rounds_otherwise_is_found(plant: Plant, case: Case, kind: str) -> None:
-    faulty, healthy = Worker(plant), Worker()
-    try:
-        for worker in (faulty, healthy):
-            worker.ask(case.to_json(), 60)
-        verdict, right = faulty.answer(), healthy.answer()
-    finally:
-        for worker in (faulty, healthy):
-            worker.close()
+    verdict, right = with_and_without(plant, case)
     assert (verdict.outcome, verdict.kind) == ("finding", kind), verdict.text
     assert right.outcome == "ok", right.text
     assert right.counts.rounded > 0
@@ -120,14 +125,7 @@ def dense_case(**fields: Any) -> Case:
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_what_a_dense_wrapper_does_wrong_is_found(plant: Plant, case: Case, text: str) -> None:
-    faulty, healthy = Worker(plant), Worker()
-    try:
-        for worker in (faulty, healthy):
-            worker.ask(case.to_json(), 60)
-        verdict, right = faulty.answer(), healthy.answer()
-    finally:
-        for worker in (faulty, healthy):
-            worker.close()
+    verdict, right = with_and_without(plant, case)
     assert (verdict.outcome, verdict.kind) == ("finding", "wrong numbers"), verdict.text
     assert text in verdict.text
     assert right.outcome == "ok", right.text

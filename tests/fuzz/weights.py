@@ -7,7 +7,7 @@ from tests.fuzz.case import DTYPES, Case
 LR, EPS = 0.05, 1e-2
 """``EPS`` is large enough that a gradient which cancels to rounding is no full AdaGrad step."""
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
-"""Of ranks that meet: how they move by the mean of their changes."""
+"""The rate and the momentum by which ranks that meet move by the mean of their changes."""
 
 
 def initial_tables(case: Case) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ Item = TypeVar("Item")
 NUM_HANDS = 6
 """How many commits it takes at the least until every cell of a dealt matrix has run."""
 NUM_HANDS_OF_FILES = 4
-"""The same for the tests of a file that is dealt as a whole."""
+"""How many commits it takes until every test of a file has run that is dealt as a whole."""
 
 _SHUFFLED = 36
 """The seed of a shuffle that leaves each sixth of a product of 4, 3 and 3 with all its factors."""

@@ -1,6 +1,5 @@
-"""`writing` and `write_whole`: files of a program's output, and the error of a full disk."""
+"""Files of a program's output, written as a whole or not at all, and the error of a full disk."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ def writing(path: str | Path) -> Iterator[None]:
 
     Example:
         >>> from torchrec_2dsp.programs.config.output_file import writing
-        >>> with writing("/no/such/folder/record.json") as none:
+        >>> with writing("/no/such/folder/record.json"):
         ...     open("/no/such/folder/record.json", "w")
         Traceback (most recent call last):
         torchrec_2dsp.errors.OutputError: /no/such/folder/record.json can't be written: No such file
@@ -40,12 +39,25 @@ def write_whole(path: str | Path, text: str) -> None:
     Raises:
         OutputError: it can't be written.
     """
-    path = Path(path)
-    draft = path.with_name(f"{path.name}.draft")
     with writing(path):
-        try:
-            draft.write_text(text)
-            os.replace(draft, path)
-        except OSError:
-            draft.unlink(missing_ok=True)
-            raise
+        replace_whole(Path(path), text.encode())
+
+
+def replace_whole(path: Path, content: bytes, *, suffix: str = "draft") -> None:
+    """Write a file so that others see all of it or nothing.
+
+    Args:
+        path: the file.
+        content: its bytes.
+        suffix: names the draft beside it; processes that write at the same time need others each.
+
+    Raises:
+        OSError: it can't be written; what was there before stays.
+    """
+    draft = path.with_name(f"{path.name}.{suffix}")
+    try:
+        draft.write_bytes(content)
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise

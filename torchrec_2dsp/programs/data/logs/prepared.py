@@ -13,7 +13,7 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.data.logs.blocks import ColumnKind
 from torchrec_2dsp.programs.data.logs.columns import DenseColumn, SparseColumn
 from torchrec_2dsp.programs.data.logs.encoder import Scale, transformed
-from torchrec_2dsp.programs.data.logs.row_index import write_whole
+from torchrec_2dsp.programs.data.logs.row_index import write_prepared
 from torchrec_2dsp.programs.data.logs.selection import Selection
 from torchrec_2dsp.programs.data.logs.values import texts_of
 from torchrec_2dsp.programs.data.logs.vocabulary import (
@@ -118,7 +118,7 @@ class Prepared:
                 name: {"rules": _dense_rules(self._dense[name]), **asdict(scale)}
                 for name, scale in scales.items()
             }
-            write_whole(self._folder / _SCALES, json.dumps(content, indent=2).encode())
+            write_prepared(self._folder / _SCALES, json.dumps(content, indent=2).encode())
         return self._vocabularies(), scales
 
     def read(self) -> tuple[dict[str, Vocabulary], dict[str, Scale]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.config.output_file import replace_whole
 from torchrec_2dsp.programs.data.logs.blocks import LogBlock
 from torchrec_2dsp.programs.data.logs.files import fingerprint
 
@@ -56,20 +57,22 @@ class RowIndex:
 
     def _save(self) -> None:
         if self._path is not None:
-            write_whole(self._path, json.dumps(self._counted).encode())
+            write_prepared(self._path, json.dumps(self._counted).encode())
 
 
 def _plain(block: LogBlock) -> list[int]:
     return [value for name, value in asdict(block).items() if name != "file"]
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that others see all of it or nothing, whoever writes at the same time."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+def write_prepared(path: Path, content: bytes) -> None:
+    """Write a file of what was prepared as a whole, whoever writes it at the same time.
+
+    Raises:
+        ConfigError: it can't be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(content)
-        part.replace(path)
+        replace_whole(path, content, suffix=f"{os.getpid()}.draft")
     except OSError as error:
         raise ConfigError(
             f"prepared: {path} can't be written: {error.strerror}; give a folder that can, or "

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.data.logs.arrow import compute
 from torchrec_2dsp.programs.data.logs.hashing import MISSING, hash_texts
-from torchrec_2dsp.programs.data.logs.row_index import write_whole
+from torchrec_2dsp.programs.data.logs.row_index import write_prepared
 
 MISSING_ROW, UNKNOWN_ROW, NUM_RESERVED = 0, 1, 2
 """The rows of values that are missing, or that the vocabulary lacks, and how many these are."""
@@ -106,7 +106,7 @@ def write_vocabulary(path: Path, table: pa.Table, rules: str) -> None:
     """
     sink = pa.BufferOutputStream()
     pq.write_table(table.replace_schema_metadata({"rules": rules}), sink)
-    write_whole(path, sink.getvalue().to_pybytes())
+    write_prepared(path, sink.getvalue().to_pybytes())
 
 
 def read_vocabulary(path: Path, rules: str) -> pa.BinaryArray:

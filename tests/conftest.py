@@ -12,8 +12,6 @@ from hypothesis import settings
 
 from tests.support.ranks import RankPool
 from tests.support.slices import (
-    NUM_HANDS,
-    NUM_HANDS_OF_FILES,
     Deal,
     hand_of,
     parse_slice,
@@ -53,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--slow-slice",
         metavar="K/N",
         help="of the tests marked `slow` run one slice only, of long matrices a sixth of the "
-        "cells, of long files a quarter of the tests; `commit/N`: those of the commit",
+        "cells, of long files a sixth of the tests; `commit/N`: those of the commit",
     )
 
 
@@ -74,15 +72,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item.nodeid for item in items if item.get_closest_marker("slow")]
         number, count = parse_slice(text)
         left_out = set(slow) - slice_of(slow, number, count)
-        matrices: dict[tuple[str, int], list[str]] = defaultdict(list)
+        matrices: dict[str, list[str]] = defaultdict(list)
         for item in items:
             if item.get_closest_marker("dealt_file"):
-                file = item.nodeid.partition("::")[0]
-                matrices[file, NUM_HANDS_OF_FILES].append(item.nodeid)
+                matrices[item.nodeid.partition("::")[0]].append(item.nodeid)
             elif item.get_closest_marker("dealt"):
-                matrices[item.nodeid.partition("[")[0], NUM_HANDS].append(item.nodeid)
-        for (_, num_hands), cells in matrices.items():
-            left_out |= set(cells) - set(hand_of(cells, number, num_hands))
+                matrices[item.nodeid.partition("[")[0]].append(item.nodeid)
+        for cells in matrices.values():
+            left_out |= set(cells) - set(hand_of(cells, number))
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
         items[:] = [item for item in items if item.nodeid not in left_out]
 

@@ -9,13 +9,16 @@ from pathlib import Path
 from tests.support.fault_cases import chosen_cases
 from tests.support.patience import patient
 from tests.support.rank_worker import REPOSITORY
+from tests.support.slices import Deal
 
 
-def test_the_other_ranks_name_the_one_that_failed(tmp_path: Path) -> None:
-    """The slice; ``python -m tests.support.faults`` runs all cases."""
+def test_the_other_ranks_name_the_one_that_failed(tmp_path: Path, dealt: Deal) -> None:
+    """Some of each kind; ``python -m tests.support.faults`` runs all cases."""
     told = tmp_path / "outcomes.json"
+    cases = dealt(chosen_cases())
+    names = [f"--case={case}" for case in cases]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.faults", "--some", "--json", str(told)],
+        [sys.executable, "-m", "tests.support.faults", *names, "--json", str(told)],
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
@@ -24,7 +27,7 @@ def test_the_other_ranks_name_the_one_that_failed(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     outcomes = json.loads(told.read_text())
-    assert len(outcomes) == len(chosen_cases())
+    assert len(outcomes) == len(cases)
     for outcome in outcomes:
         # Each case had its fault, and every other rank an error.
         assert [end["rank"] for end in outcome["ends"] if end["error"] is None] in ([], [1]), (

@@ -14,6 +14,7 @@ def check(name: str) -> None:
     assert cost.total_bytes == pytest.approx(size, rel=TOLERANCE), cost
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("name", FEW)
 def test_ranks_grow_as_expected(name: str) -> None:
     check(name)

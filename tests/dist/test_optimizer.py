@@ -202,6 +202,7 @@ def attributes(params: list[nn.Parameter]) -> list[tuple[Any, Any]]:
     ]
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("cell", [AVERAGED, SEQUENCE], ids=str)
 def test_every_way_is_the_same_bit_for_bit(ranks4: RankPool, cell: Cell) -> None:
     for gaps in ranks4.run(all_ways, cell):
@@ -286,6 +287,7 @@ def into_stock(rank: int, world_size: int, cell: Cell, folder: str) -> list[floa
     ]
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("cell", [AVERAGED, replace(EXACT, hot_rows=HOT)], ids=str)
 def test_stock_row_wise_adagrad_loads_the_state(
     ranks4: RankPool, cell: Cell, tmp_path: Path

@@ -262,7 +262,6 @@ def test_the_demo_command_trains_and_prints_the_table(tmp_path: Path) -> None:
         *("--set", "loop.steps=3", "--set", "loop.eval_steps=1", "--set", "loop.report_every=2"),
         *("--set", f"loop.tensorboard_dir={folder}", "--output", str(output)),
         *("--set", f"output.folder={tmp_path / 'runs'}"),
-        ranks=4,
     )
 
     assert done.returncode == 0, done.stderr
@@ -270,9 +269,9 @@ def test_the_demo_command_trains_and_prints_the_table(tmp_path: Path) -> None:
     assert done.stderr == ""
     assert done.stdout.count("step 3/3") == 3
     table = done.stdout.partition("sync MB")[2]
-    assert "one_group 1x4  none" in table
-    assert "exact     2x2  GradientSync" in table
-    assert "averaged  2x2  WeightSync" in table
+    assert "one_group 1x2  none" in table
+    assert "exact     2x1  GradientSync" in table
+    assert "averaged  2x1  WeightSync" in table
     runs = load_config(TrainConfig, ROOT / "configs" / "runs" / "demo.toml").runs
     assert sorted(path.name for path in folder.iterdir()) == sorted(runs)
     assert all(list(one.glob("events.*")) for one in folder.iterdir())

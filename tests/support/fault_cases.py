@@ -117,7 +117,7 @@ def all_cases() -> Iterator[Case]:
 
 
 def chosen_cases() -> list[Case]:
-    """Some of each kind, for every run of the tests."""
+    """Some of each kind, which the tests deal among commits."""
     chosen = (
         ("2x2 exact", Fault(RAISES, "loss")),
         ("2x2 exact", Fault(KILLED, "backward")),

@@ -1,7 +1,7 @@
 """Lets training fail in many ways, and sees how the other ranks end.
 
-Run as ``python -m tests.support.faults [--some] [--only TEXT] [--page FILE]``. All ranks are forks
-of this process, which saves the imports, but each ends as a whole interpreter does.
+Run as ``python -m tests.support.faults [--case NAME] [--only TEXT] [--page FILE]``. All ranks are
+forks of this process, which saves the imports, but each ends as a whole interpreter does.
 """
 
 import argparse
@@ -29,7 +29,6 @@ from tests.support.fault_cases import (
     STOPPED,
     Case,
     all_cases,
-    chosen_cases,
 )
 from tests.support.fault_page import page
 from tests.support.fault_ranks import TIMEOUT_S, run_rank
@@ -205,14 +204,16 @@ def _store(port: int, number: int) -> dist.Store:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--some", action="store_true", help="the slice that the tests run")
+    parser.add_argument("--case", action="append", default=[], help="only the case of this name")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--logs", type=Path, help="keep what ranks said in cases with problems")
     parser.add_argument("--json", type=Path, help="write what happened")
     parser.add_argument("--page", type=Path, help="write a page about it")
     options = parser.parse_args(arguments)
-    cases = chosen_cases() if options.some else list(all_cases())
-    outcomes = run_all([case for case in cases if options.only in str(case)], options.logs)
+    cases = [case for case in all_cases() if options.only in str(case)]
+    if options.case:
+        cases = [case for case in cases if str(case) in options.case]
+    outcomes = run_all(cases, options.logs)
     if outcomes is None:
         return 0
     told = [outcome.told() for outcome in outcomes]

@@ -14,9 +14,8 @@ from tests.support.commit import seed_of_commit
 
 Item = TypeVar("Item")
 NUM_HANDS = 6
-"""How many commits it takes at the least until every cell of a dealt matrix has run."""
-NUM_HANDS_OF_FILES = 4
-"""How many commits it takes until every test of a file has run that is dealt as a whole."""
+"""How many commits it takes at the least until every cell of a dealt matrix has run, and every test
+of a file that is dealt as a whole."""
 
 _SHUFFLED = 36
 """The seed of a shuffle that leaves each sixth of a product of 4, 3 and 3 with all its factors."""
@@ -50,7 +49,7 @@ def slice_of(names: Sequence[str], number: int, count: int) -> set[str]:
     return set(sorted(names)[number::count])
 
 
-def hand_of(cells: Sequence[Item], number: int, num_hands: int = NUM_HANDS) -> list[Item]:
+def hand_of(cells: Sequence[Item], number: int) -> list[Item]:
     """A hand of the cells in their order, at least one; each cell belongs to a single hand.
 
     Neighbours have most in common, and every sixth of a product may lack a factor: cells are
@@ -58,9 +57,8 @@ def hand_of(cells: Sequence[Item], number: int, num_hands: int = NUM_HANDS) -> l
 
     Args:
         cells: those of a matrix.
-        number: chooses the hand.
-        num_hands: how many there are, if there are as many cells.
+        number: chooses the hand. There are `NUM_HANDS`, if there are as many cells.
     """
     places = Random(_SHUFFLED).sample(range(len(cells)), len(cells))
-    hand = places[number % min(num_hands, len(cells)) :: num_hands] if cells else []
+    hand = places[number % min(NUM_HANDS, len(cells)) :: NUM_HANDS] if cells else []
     return [cells[place] for place in sorted(hand)]

@@ -191,9 +191,10 @@ def test_layers_stay_inside_hosts() -> None:
 
 def test_thousands_of_ranks_are_searched_in_seconds() -> None:
     deep = replace(WORK, layers=(BLOCK,) * 48)
-    start = time.perf_counter()
+    # Of this process alone: other tests run beside it.
+    start = time.process_time()
     choices = search(work=deep, world_size=4_096, local_world_size=8, batch_size=64)
-    assert time.perf_counter() - start < 10.0
+    assert time.process_time() - start < 10.0
     assert len(choices.candidates) > 50
     assert "slower ways more." in str(choices)
 

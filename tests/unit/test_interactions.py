@@ -79,6 +79,7 @@ def test_interactions_change_labels_and_nothing_else() -> None:
     assert not torch.equal(interacting.labels, additive.labels)
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("rank", [1, 8])
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
 def test_interactions_explain_the_share_that_is_asked(share: float, rank: int) -> None:

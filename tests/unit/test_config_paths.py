@@ -2,9 +2,14 @@
 
 from pathlib import Path
 
+import pytest
 from pydantic import BaseModel
 
-from torchrec_2dsp.programs.config.config_file import PathBesideConfig, load_config
+from torchrec_2dsp.programs.config.config_file import (
+    PathBesideConfig,
+    PathsBesideConfig,
+    load_config,
+)
 
 
 class Inner(BaseModel):
@@ -18,6 +23,7 @@ class Outer(BaseModel):
     """A config with a section."""
 
     access: PathBesideConfig = ""
+    files: PathsBesideConfig = ()
     inner: Inner = Inner()
 
 
@@ -36,3 +42,19 @@ def test_paths_in_a_file_are_relative_to_it(tmp_path: Path) -> None:
     assert load_config(Outer, path).access == "/stats"
     path.write_text('access = ""')
     assert load_config(Outer, path).access == ""
+
+
+def test_one_path_is_a_text_and_may_begin_at_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    path = tmp_path / "config.toml"
+    path.write_text('files = "day_*.gz"\naccess = "~/stats"')
+    config = load_config(Outer, path)
+    assert config.files == (str(tmp_path / "day_*.gz"),)
+    assert config.access == "/home/me/stats"
+    path.write_text('files = ["~/a.csv", "b.csv"]')
+    assert load_config(Outer, path).files == ("/home/me/a.csv", str(tmp_path / "b.csv"))
+    overrides = ["files=~/day_*.gz", "access=~/here"]
+    config = load_config(Outer, path, overrides)
+    assert (config.files, config.access) == (("/home/me/day_*.gz",), "/home/me/here")

@@ -21,6 +21,7 @@ from tests.support.logs import (
 from torchrec_2dsp.errors import ConfigError, InputError
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.logs import text_source
+from torchrec_2dsp.programs.data.logs.files import list_files
 
 ROWS = make_rows(40)
 BAD_LINES = {
@@ -131,6 +132,13 @@ def test_quotes_and_returns_that_belong_there(tmp_path: Path) -> None:
     ]
     assert contents[0] == contents[1]
     assert len(contents[0][0][1][3]) == 2  # type: ignore[arg-type]
+
+
+def test_files_of_a_pattern_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    names = ["a.csv", "day_0.csv", "day_2.csv", "day_9.csv", "day_9b.csv", "day_10.csv"]
+    for name in names[::-1]:
+        (tmp_path / name).touch()
+    assert list_files([f"{tmp_path}/*.csv"]) == tuple(f"{tmp_path}/{name}" for name in names)
 
 
 def without_columns(tmp_path: Path) -> Path:

@@ -7,6 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.plan.sync_config import GradientSync
 from torchrec_2dsp.programs.bench.config import BenchConfig
 from torchrec_2dsp.programs.bench.syncs.config import SyncBenchConfig
 from torchrec_2dsp.programs.cli.app import app
@@ -16,6 +18,8 @@ from torchrec_2dsp.programs.plan.planning import PlanConfig
 from torchrec_2dsp.programs.train.config import TrainConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+OF_LOGS = ("avazu", "criteo", "movielens")
+"""The configs of logs that a user brings."""
 FOLDERS = ("hardware", "runs", "workloads")
 
 
@@ -36,17 +40,20 @@ def test_every_config_of_the_repository_ships(folder: str) -> None:
 
 def test_every_run_is_a_config_of_a_program() -> None:
     kinds = {
+        "avazu": TrainConfig,
         "bench": BenchConfig,
         "bench_balance": BenchConfig,
         "bench_criteo": BenchConfig,
         "bench_dense": BenchConfig,
         "bench_sequences": BenchConfig,
         "bench_sync": SyncBenchConfig,
+        "criteo": TrainConfig,
         "demo": TrainConfig,
         "dense_async_quality": TrainConfig,
         "dense_async_sequences": TrainConfig,
         "dense_quality": TrainConfig,
         "fewer_bits_quality": TrainConfig,
+        "movielens": TrainConfig,
         "plan": PlanConfig,
         "quality": TrainConfig,
         "scale": PlanConfig,
@@ -54,7 +61,25 @@ def test_every_run_is_a_config_of_a_program() -> None:
     }
     assert list(shipped_configs("runs")) == list(kinds)
     for name, kind in kinds.items():
-        load_config(kind, name)
+        load_config(kind, name, ["data.files=log.gz"] if name in OF_LOGS else [])
+
+
+@pytest.mark.parametrize("name", OF_LOGS)
+def test_a_config_of_a_log_compares_with_torchrec_alone(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"^{name}: data\\.files is missing; .* --set data.files="
+    ):
+        load_config(TrainConfig, name)
+    config = load_config(TrainConfig, name, ["data.files=logs/*.gz"])
+    assert getattr(config.data, "files") == ("logs/*.gz",)  # noqa: B009
+    meshes = {key: (run.stock, config.mesh(key, 4)) for key, run in config.runs.items()}
+    assert meshes == {
+        "stock": (True, Mesh2D(1, 4)),
+        "one_group": (False, Mesh2D(1, 4)),
+        "exact": (False, Mesh2D(2, 2)),
+    }
+    assert config.runs["exact"].sync_config == GradientSync()
+    assert config.metric == ("ndcg@10" if name == "movielens" else "auc")
 
 
 def test_no_folder_is_left_out() -> None:
@@ -124,6 +149,7 @@ def test_every_command_with_a_config_takes_names(
     assert result.exit_code == 2
     assert "error: 'dmo' is no file, and no config of that name ships" in result.stderr
     assert (
-        "bench_criteo, bench_dense, bench_sequences, bench_sync, demo, dense_async_quality, "
-        "dense_async_sequences, dense_quality, fewer_bits_quality, plan" in result.stderr
+        "bench_criteo, bench_dense, bench_sequences, bench_sync, criteo, demo, "
+        "dense_async_quality, dense_async_sequences, dense_quality, fewer_bits_quality, "
+        "movielens, plan" in result.stderr
     )

@@ -165,9 +165,10 @@ def test_all_errors_are_told_at_once(tmp_path: Path) -> None:
         load_config(TrainConfig, path)
 
     assert str(raised.value).splitlines() == [
-        f"{path}: data.features.0.num_rows is missing",
+        f"{path}: data.features.0.num_rows is missing; write it into the config, or use --set "
+        "data.features.0.num_rows=...",
         "  loop.steps=0: input should be greater than or equal to 1",
-        "  runs is missing",
+        "  runs is missing; write it into the config, or use --set runs=...",
     ]
 
 

@@ -14,9 +14,11 @@ from tests.support.train_runs import config_with, plain_metrics
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.cli.app import app
 from torchrec_2dsp.programs.cli.train_display import Display
+from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.config.schedule import RateSchedule
 from torchrec_2dsp.programs.models.clipping import clip_
 from torchrec_2dsp.programs.train.auc import area_under_roc
+from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.evaluation import Evaluation, best_of, is_better, num_since_best
 from torchrec_2dsp.programs.train.history import RunHistory, RunSettings
 from torchrec_2dsp.programs.train.parts import make_model
@@ -125,6 +127,17 @@ def test_a_run_that_goes_on_says_where() -> None:
     shown = io.StringIO()
     Display(Console(file=shown, width=80)).run_resumed("main", Path("saved/main/last/40"), 40)
     assert shown.getvalue() == "main: going on at step 40, from saved/main/last/40\n"
+
+
+def test_the_files_of_a_log_are_named_before_they_are_read() -> None:
+    shown = io.StringIO()
+    display = Display(Console(file=shown, width=80))
+    display.opening(config_with())
+    assert not shown.getvalue()
+    data = {"kind": "criteo", "files": ["day_0.gz", "day_1.gz"]}
+    display.opening(make_config(TrainConfig, {"data": data, "runs": {"main": {}}}))
+    display.data_opened("9 rows to train on")
+    assert shown.getvalue() == "opening day_0.gz, day_1.gz\n9 rows to train on\n"
 
 
 def test_the_command_refuses_steps_that_are_none() -> None:

@@ -50,11 +50,11 @@ def draw_tables_(module: Any, configs: list[Any], seed: int) -> None:
         for kernel in module.tables.kernels():
             for shard in kernel.shards():
                 weight = shard.tensors["weight"]
-                _fill_(weight, by_name[shard.table], seed, shard.row, shard.column)
+                draw_part_(weight, by_name[shard.table], seed, shard.row, shard.column)
         tables = module.embedding_bags if hasattr(module, "embedding_bags") else module.embeddings
         for name, sharding in module.module_sharding_plan.items():
             if sharding.sharding_type == ShardingType.DATA_PARALLEL.value:
-                _fill_(tables[name].weight, by_name[name], seed, 0, 0)
+                draw_part_(tables[name].weight, by_name[name], seed, 0, 0)
 
 
 @torch.no_grad()
@@ -72,11 +72,20 @@ def draw_whole_tables_(model: nn.Module, seed: int) -> None:
             bags = isinstance(module, EmbeddingBagCollection)
             tables: Any = module.embedding_bags if bags else module.embeddings
             for config in configs_of(module):
-                _fill_(tables[config.name].weight, config, seed, 0, 0)
+                draw_part_(tables[config.name].weight, config, seed, 0, 0)
 
 
-def _fill_(part: torch.Tensor, config: Any, seed: int, row: int, column: int) -> None:
-    """Write the rows from ``row`` on, and the columns from ``column`` on, of a table."""
+@torch.no_grad()
+def draw_part_(part: torch.Tensor, config: Any, seed: int, row: int, column: int) -> None:
+    """Draw a part of a table, in place. The generator of the CPU is seeded by it.
+
+    Args:
+        part: the rows from ``row`` on, and of them the columns from ``column`` on.
+        config: the table's.
+        seed: of all tables.
+        row: the first row of the part.
+        column: its first column.
+    """
     num_rows, num_columns = part.shape
     end = row + num_rows
     for first in range(row - row % BLOCK_ROWS, end, BLOCK_ROWS):

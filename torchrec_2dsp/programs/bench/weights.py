@@ -4,16 +4,14 @@ TorchRec draws them shard by shard, and a whole table fits on no rank where it m
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.tensor import DTensor
 
 from torchrec_2dsp.programs.data.dataset import DatasetFeature
 from torchrec_2dsp.programs.models.model import table_name
+from torchrec_2dsp.programs.models.shards import local_shards
 
 _BLOCK_ROWS = 4096
 
@@ -23,7 +21,7 @@ def fill_tables_(model: nn.Module, features: Sequence[DatasetFeature], dim: int,
     state = model.state_dict()
     for index, feature in enumerate(features):
         (key,) = (key for key in state if key.endswith(f".{table_name(feature.name)}.weight"))
-        for shard, row, column in _local_shards(state[key]):
+        for shard, row, column in local_shards(state[key]):
             for start in range(0, shard.shape[0], _BLOCK_ROWS):
                 part = shard[start : start + _BLOCK_ROWS]
                 rows = initial_rows(
@@ -52,18 +50,3 @@ def initial_rows(
         drawn = torch.rand(_BLOCK_ROWS, dim, generator=generator)
         parts.append(drawn[max(start - first, 0) : end - first])
     return (2.0 * torch.cat(parts) - 1.0) / math.sqrt(num_rows)
-
-
-def _local_shards(value: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
-    """The parts of a table on this rank, with their first row and column."""
-    if isinstance(value, ShardedTensor):
-        for shard in value.local_shards():
-            row, column = shard.metadata.shard_offsets
-            yield shard.tensor, row, column
-    elif isinstance(value, DTensor):
-        local: Any = value.to_local()
-        # A rank without a shard has an offset all the same.
-        for shard, (row, column) in zip(local.local_shards(), local.local_offsets(), strict=False):
-            yield shard, row, column
-    else:
-        yield value, 0, 0

@@ -98,6 +98,8 @@ def _train(
             writers = _writers(config, output) if is_first else []
         with closing(Display(console)) as display:
             watchers = [display, *writers] if is_first else []
+            if is_first:
+                display.opening(config)
             result = train_runs(config, watchers, resume=resume, profiled=profiled)
         if is_first:
             show_result(result, console)

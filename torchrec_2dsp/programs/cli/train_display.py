@@ -28,6 +28,15 @@ class Display:
         self._steps = self._asked_steps = 0
         self._bar: Progress | None = None
 
+    def opening(self, config: "TrainConfig") -> None:
+        """Say which files are opened, before their rows are counted."""
+        if files := getattr(config.data, "files", ()):
+            self._say(f"opening {', '.join(files)}")
+
+    def data_opened(self, text: str) -> None:
+        """Say what of the files is trained on, and what is held out."""
+        self._say(text)
+
     def run_planned(self, name: str, planned: "PlannedRun", config: "TrainConfig") -> None:
         """Print the plan and start the bar."""
         self._steps, self._asked_steps = planned.num_steps, config.loop.steps

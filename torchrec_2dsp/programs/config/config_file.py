@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ValidationError
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.config.shipped import find_config, shipped_config
@@ -15,11 +15,16 @@ from torchrec_2dsp.programs.config.shipped import find_config, shipped_config
 Config = TypeVar("Config", bound=BaseModel)
 _HARDWARE, _WORKLOADS = "hardware", "workloads"
 _BESIDE_CONFIG, _MAY_BE_SHIPPED = object(), object()
-PathBesideConfig = Annotated[str, _BESIDE_CONFIG]
+PathBesideConfig = Annotated[str, _BESIDE_CONFIG, AfterValidator(os.path.expanduser)]
 """A path that a config file gives relative to itself; on the command line it is relative to the
 process. Empty for none."""
-PathsBesideConfig = Annotated[tuple[str, ...], _BESIDE_CONFIG]
-"""Several such paths, or patterns of paths."""
+PathsBesideConfig = Annotated[
+    tuple[str, ...],
+    _BESIDE_CONFIG,
+    BeforeValidator(lambda paths: (paths,) if isinstance(paths, str) else paths),
+    AfterValidator(lambda paths: tuple(map(os.path.expanduser, paths))),
+]
+"""Several such paths, or patterns of paths; a text is one."""
 CalibrationPath = Annotated[
     str,
     _BESIDE_CONFIG,
@@ -86,12 +91,17 @@ def _with_paths(kind: type[BaseModel], tree: Mapping[str, Any], folder: Path) ->
             resolved[name] = _section_with_paths(field.annotation, value, folder)
         elif is_path and isinstance(value, list):
             resolved[name] = [
-                os.path.normpath(folder / path) if isinstance(path, str) else path for path in value
+                _beside(folder, path) if isinstance(path, str) else path for path in value
             ]
         elif is_path and isinstance(value, str) and value:
             is_name = _MAY_BE_SHIPPED in field.metadata and shipped_config(value, _HARDWARE)
-            resolved[name] = value if is_name else os.path.normpath(folder / value)
+            resolved[name] = value if is_name else _beside(folder, value)
     return resolved
+
+
+def _beside(folder: Path, path: str) -> str:
+    """A path of a file in ``folder``, relative to this process; a home directory stays one."""
+    return os.path.normpath(folder / os.path.expanduser(path))
 
 
 def _section_with_paths(annotation: Any, value: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -190,7 +200,7 @@ def _explain(kind: type[BaseModel], details: Mapping[str, Any]) -> str:
         hint = f" (the nearest is {nearest[0]!r})" if nearest else ""
         return f"{key} is unknown; use one of {', '.join(allowed_keys)}{hint}"
     if details["type"] == "missing":
-        return f"{key} is missing"
+        return f"{key} is missing; write it into the config, or use --set {key}=..."
     if details["type"] == "union_tag_invalid":
         # A section that comes in several kinds, none of which is the one that it names.
         kind_key, tag = details["ctx"]["discriminator"].strip("'"), details["ctx"]["tag"]

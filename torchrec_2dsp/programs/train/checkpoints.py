@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torchrec.optim.keyed import KeyedOptimizer
 
@@ -13,7 +12,6 @@ from torchrec_2dsp.parallel.checkpoint.latest import drop_old_checkpoints, lates
 from torchrec_2dsp.parallel.checkpoint.load import load_checkpoint
 from torchrec_2dsp.parallel.checkpoint.pending import PendingSave
 from torchrec_2dsp.parallel.checkpoint.save import save_checkpoint
-from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.parallel.train_state.state import TrainState
 from torchrec_2dsp.programs.train.sections import CheckpointConfig
 
@@ -109,7 +107,7 @@ class Checkpoints:
         Collectives:
             Those of `load_checkpoint`.
         """
-        load_checkpoint(path, _model_of(state), optimizer, train_state=state)
+        load_checkpoint(path, state.model, optimizer, train_state=state)
 
     def save(self, optimizer: KeyedOptimizer, state: TrainState) -> None:
         """Save the newest checkpoint, and drop those that are too old; nothing without a folder.
@@ -137,7 +135,7 @@ class Checkpoints:
             return  # The last step was due anyway, or the run goes on from its end.
         self._pending = save_checkpoint(
             path,
-            _model_of(state),
+            state.model,
             optimizer,
             train_state=state,
             asynchronous=self._config.asynchronous,
@@ -150,11 +148,6 @@ class Checkpoints:
             self._pending.result()
             drop_old_checkpoints(self._folder / _LAST, keep=self._config.keep_last)
             drop_old_checkpoints(self._folder / _BEST, keep=max(1, self._config.keep_best))
-
-
-def _model_of(state: TrainState) -> ModelParallel2D:
-    model: Any = state.model
-    return model
 
 
 def _step_of(path: Path) -> int:

@@ -20,6 +20,7 @@ from torchrec_2dsp.programs.config.sections import (
 )
 from torchrec_2dsp.programs.models.balance import check_balance, check_speeds_fit
 from torchrec_2dsp.programs.models.kinds import metrics_of
+from torchrec_2dsp.programs.models.own_model import OwnModelConfig
 from torchrec_2dsp.programs.models.planned_section import ShardingTypes
 from torchrec_2dsp.programs.train.datasets import (
     ENDLESS,
@@ -33,6 +34,10 @@ from torchrec_2dsp.programs.train.sections import CheckpointConfig, LoopConfig, 
 class RunConfig(SamplesConfig, SplitConfig, ReplicationConfig, ExchangeConfig):
     """One training of the model: a mesh, a way to keep its replicas equal, an exchange, splits, and
     which rank trains which samples."""
+
+    stock: bool = False
+    """Whether TorchRec alone plans, shards and trains, to compare with: its planner, its sharders
+    and its `DistributedModelParallel`, on the same batches and from the same tables."""
 
     num_groups: int = Field(default=1, ge=0)
     """How many copies of the tables there are; 1 is plain TorchRec. 0 leaves it to the planner, as
@@ -69,6 +74,22 @@ class RunConfig(SamplesConfig, SplitConfig, ReplicationConfig, ExchangeConfig):
             return tree
         is_open = any(tree.get(name) for name in ("calibration", "access", "plan"))
         return {**tree, "num_groups": 0} if is_open else tree
+
+    @model_validator(mode="after")
+    def _check_stock(self) -> Self:
+        fields = type(self).model_fields
+        for name in fields if self.stock else ():
+            value = getattr(self, name)
+            if name != "stock" and value != fields[name].default:
+                # A default that is made anew each time is empty.
+                if fields[name].default_factory is not None and not value:
+                    continue
+                shown = getattr(value, "value", value)
+                raise ValueError(
+                    f"stock=true is TorchRec alone, and {name}={shown!r} is this package's; leave "
+                    "one out"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_plan(self) -> Self:
@@ -200,6 +221,21 @@ class TrainConfig(Section):
                     f"runs.{name}.hot_rows={run.hot_rows} needs to know which rows are used most; "
                     "give access=, a folder of access statistics"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_stock_runs(self) -> Self:
+        stock = next((name for name, run in self.runs.items() if run.stock), None)
+        if stock is not None and self.loop.accumulate > 1:
+            raise ValueError(
+                f"runs.{stock} is TorchRec alone, whose tables learn in each backward, and a step "
+                f"of loop.accumulate={self.loop.accumulate} batches has several; leave one out"
+            )
+        if stock is not None and isinstance(self.model, OwnModelConfig):
+            raise ValueError(
+                f"runs.{stock} is TorchRec alone, which draws tables anew, and those of "
+                f"model.kind={self.model.kind!r} come from its factory; leave the run out"
+            )
         return self
 
     def mesh(self, run: str, world_size: int) -> Mesh2D | None:

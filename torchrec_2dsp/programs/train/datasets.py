@@ -5,13 +5,15 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator
 
 from torchrec_2dsp.programs.config.sections import ModelConfig
-from torchrec_2dsp.programs.data.dataset import BatchShape, Dataset
+from torchrec_2dsp.programs.data.dataset import BatchShape, Dataset, Split
 from torchrec_2dsp.programs.data.logs.sections import (
     AvazuConfig,
     CriteoConfig,
     InteractionsConfig,
     TableConfig,
 )
+from torchrec_2dsp.programs.data.logs.sequence_data import SequenceData
+from torchrec_2dsp.programs.data.logs.table_data import TableData
 from torchrec_2dsp.programs.data.synthetic_dataset import SyntheticData
 from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesConfig
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig
@@ -63,3 +65,18 @@ def shape_of(config: Any, dataset: Dataset) -> BatchShape:
     Synthetic clicks describe them themselves, and with them which rows are used most.
     """
     return config if isinstance(config, SyntheticData) else dataset
+
+
+def splits_of(dataset: Dataset) -> str:
+    """What of a log is trained on, and what is held out, in words; empty for data without files."""
+    if isinstance(dataset, TableData):
+        rows, held_out = (dataset.num_rows(split) for split in (Split.TRAIN, Split.EVAL))
+        return f"{rows:,} rows to train on, {held_out:,} rows held out: {dataset.held_out.words}"
+    if isinstance(dataset, SequenceData):
+        log = dataset.log
+        left_out = f", {log.num_left_out:,} others have too few" if log.num_left_out else ""
+        return (
+            f"{log.num_users:,} users with {len(log.items):,} uses of {len(log.item_names):,} "
+            f"items{left_out}; held out: the last of each user"
+        )
+    return ""

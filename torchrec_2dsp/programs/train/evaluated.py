@@ -6,9 +6,9 @@ from itertools import islice
 
 import torch
 from torchrec.datasets.utils import Batch
+from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_2dsp.comms.mesh_groups import world_group
-from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.models.kinds import has_clicks, ranking_of
 from torchrec_2dsp.programs.models.model import rank_device
@@ -20,7 +20,7 @@ from torchrec_2dsp.programs.train.stepping import closing_batches, evaluating
 
 def evaluated(
     config: TrainConfig,
-    model: ModelParallel2D,
+    model: DistributedModelParallel,
     batches_of: Callable[[Split], Iterator[Batch]],
     step: int,
 ) -> Evaluation:

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.model_parallel import DataParallelWrapper
+from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.planner.types import KernelConfig, TopologyFactory, TrainerConfig
 from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
@@ -19,7 +19,6 @@ from torchrec_2dsp.comms.agreement import agreeing
 from torchrec_2dsp.comms.mesh_groups import world_group
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.plan import serialize
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.planner.planner2d import Planner2D
@@ -32,6 +31,7 @@ from torchrec_2dsp.programs.models.planned import collective_plan, planner_argum
 from torchrec_2dsp.programs.models.splits import split_
 from torchrec_2dsp.programs.train.config import RunConfig, TrainConfig
 from torchrec_2dsp.programs.train.sections import LoopConfig
+from torchrec_2dsp.programs.train.stock import stock_plan
 from torchrec_2dsp.shard.sequence_sharder import EmbeddingCollectionSharder2D
 from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
 
@@ -111,20 +111,7 @@ def plan_run(
         if run.plan:
             plan = _plan_of_file(name, run, world_size)
             return PlannedRun(plan, "", _table_shapes(model), num_steps)
-        local_size = get_local_size(world_size)
-        if calibration is not None:
-            topology = calibration.topology(world_size, local_size)
-        else:
-            topology = TopologyFactory.create_topology(
-                TrainerConfig(world_size=world_size, local_world_size=local_size),
-                kernel_config=KernelConfig(compute_device=config.loop.device),
-            )
-        arguments = planner_arguments(
-            shape,
-            run.sharding_types or config.model.sharding_types,
-            topology,
-            batch_size=config.loop.batch_size // world_size,
-        )
+        arguments = _planner_arguments(config, shape, run, calibration)
         if run.is_planned_by_cost:
             arguments |= {"calibration": calibration, "access": access}
         planner = Planner2D(**arguments, mesh=mesh, sync=run.sync_config)
@@ -133,6 +120,44 @@ def plan_run(
     is_searched_here = run.is_planned_by_cost and dist.get_rank(world_group()) == 0
     explanation = str(planner.explain()) if is_searched_here else ""
     return PlannedRun(plan, explanation, _table_shapes(model), num_steps)
+
+
+def plan_stock_run(
+    config: TrainConfig,
+    shape: BatchShape,
+    model: nn.Module,
+    sharders: list[ModuleSharder[nn.Module]],
+    num_steps: int,
+) -> PlannedRun:
+    """The plan of a run by TorchRec alone.
+
+    Collectives:
+        One broadcast of a pickled object from rank 0 of the world.
+    """
+    arguments = _planner_arguments(config, shape, RunConfig(), None)
+    plan = stock_plan(model, sharders, arguments)
+    return PlannedRun(plan, "", _table_shapes(model), num_steps)
+
+
+def _planner_arguments(
+    config: TrainConfig, shape: BatchShape, run: RunConfig, calibration: Calibration | None
+) -> dict[str, Any]:
+    """The arguments that TorchRec's planner and this package's are given alike."""
+    world_size = dist.get_world_size(world_group())
+    local_size = get_local_size(world_size)
+    if calibration is not None:
+        topology = calibration.topology(world_size, local_size)
+    else:
+        topology = TopologyFactory.create_topology(
+            TrainerConfig(world_size=world_size, local_world_size=local_size),
+            kernel_config=KernelConfig(compute_device=config.loop.device),
+        )
+    return planner_arguments(
+        shape,
+        run.sharding_types or config.model.sharding_types,
+        topology,
+        batch_size=config.loop.batch_size // world_size,
+    )
 
 
 def num_steps_of(loop: LoopConfig, dataset: Dataset) -> int:
@@ -203,7 +228,9 @@ def _rate(optimizer: KeyedOptimizer) -> float:
     return float(groups[0]["lr"]) if groups else 0.0
 
 
-def make_optimizers(model: ModelParallel2D, config: TrainConfig, run: RunConfig) -> RunOptimizers:
+def make_optimizers(
+    model: DistributedModelParallel, config: TrainConfig, run: RunConfig
+) -> RunOptimizers:
     """The tables' fused optimizers, and the optimizer of everything else."""
     params = dict(in_backward_optimizer_filter(model.named_parameters()))
     dense = dense_optimizer(config.optimizer, params, clip_norm=config.optimizer.dense_clip_norm)

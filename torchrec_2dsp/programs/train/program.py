@@ -19,6 +19,7 @@ from torchrec_2dsp.programs.models.kinds import dataset_for
 from torchrec_2dsp.programs.models.model import rank_device
 from torchrec_2dsp.programs.train.checkpoints import Resume
 from torchrec_2dsp.programs.train.config import TrainConfig
+from torchrec_2dsp.programs.train.datasets import splits_of
 from torchrec_2dsp.programs.train.meter import Measured, Meter
 from torchrec_2dsp.programs.train.profile import ProfiledSteps, StepProfiler
 from torchrec_2dsp.programs.train.results import RunResult, TrainResult, TrainWatcher
@@ -58,7 +59,12 @@ def train(
         )
     if profiled is not None and not config.output.folder:
         raise ConfigError("--profile writes to the folder of the output; set output.folder")
-    dataset = dataset_for(config.model, open_together(config.data, world_group()))
+    opened: Dataset = open_together(config.data, world_group())
+    if text := splits_of(opened):
+        with agreeing(world_group()):
+            for watcher in watchers:
+                watcher.data_opened(text)
+    dataset = dataset_for(config.model, opened)
     runs = [
         train_run(config, name, dataset, watchers, resume=resume, profiled=profiled)
         for name in config.runs

@@ -141,6 +141,11 @@ def largest_loss_gap(run: RunResult, reference: RunResult) -> float:
 class TrainWatcher(Protocol):
     """Someone who is told what happens on this rank."""
 
+    def data_opened(self, text: str) -> None:
+        """The files of a log were opened; ``text`` says what is trained on, and what is held out.
+        Other kinds of data have no files."""
+        ...
+
     def run_planned(self, name: str, planned: PlannedRun, config: TrainConfig) -> None:
         """A run is about to start."""
         ...
@@ -168,6 +173,9 @@ class TrainWatcher(Protocol):
 
 class QuietWatcher:
     """A watcher that does nothing, for others to build on."""
+
+    def data_opened(self, text: str) -> None:
+        """Do nothing."""
 
     def run_planned(self, name: str, planned: PlannedRun, config: TrainConfig) -> None:
         """Do nothing."""

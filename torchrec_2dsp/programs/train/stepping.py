@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 from torchrec.datasets.utils import Batch
+from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_2dsp.parallel.accumulate import accumulate
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
@@ -39,21 +40,29 @@ class PipelinedSteps:
 
     def __init__(
         self,
-        model: ModelParallel2D,
+        model: DistributedModelParallel,
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         *,
         prefetch_rows: bool,
     ) -> None:
+        self._model = model
         self._pipeline = make_pipeline(model, optimizer, device, prefetch_rows=prefetch_rows)
+        self._is_detached = False
 
     def step(self, batches: Iterator[Batch]) -> Output:
         """Train one batch."""
+        if self._is_detached and not isinstance(self._model, ModelParallel2D):
+            # By default a pipeline starts the input exchange of its next batch once more. With
+            # TorchRec's own sequences, that loses the sizes of the exchange that is over.
+            self._pipeline.attach(self._model, sparse_dist=False)
+        self._is_detached = False
         return self._pipeline.progress(batches)
 
     def pause(self) -> None:
         """Detach the model; batches that were taken ahead stay in the pipeline."""
         self._pipeline.detach()
+        self._is_detached = True
 
 
 class AccumulatedSteps:
@@ -61,7 +70,7 @@ class AccumulatedSteps:
 
     def __init__(
         self,
-        model: ModelParallel2D,
+        model: DistributedModelParallel,
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         *,

@@ -16,37 +16,32 @@ from torchrec_2dsp.comms.naming_faults import naming_faults
 from torchrec_2dsp.comms.notice_board import NoticeBoard
 from torchrec_2dsp.dense.gradient_report import GradientReport
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.parallel.failing_together import failing_together
-from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.parallel.train_state.state import TrainState
 from torchrec_2dsp.programs.data.dataset import Dataset, Split
-from torchrec_2dsp.programs.models.balance import check_lengths, weigh_losses_
 from torchrec_2dsp.programs.models.dense import apply_late_gradients, dense_total
 from torchrec_2dsp.programs.models.model import rank_device
 from torchrec_2dsp.programs.train.balancing import balance_report, timed_steps, training_batches
 from torchrec_2dsp.programs.train.checkpoints import Checkpoints, Resume
 from torchrec_2dsp.programs.train.config import TrainConfig
-from torchrec_2dsp.programs.train.datasets import shape_of
 from torchrec_2dsp.programs.train.dense_progress import dense_progress
 from torchrec_2dsp.programs.train.evaluated import evaluated
 from torchrec_2dsp.programs.train.evaluation import best_of, num_since_best
 from torchrec_2dsp.programs.train.history import RunHistory, RunSettings
 from torchrec_2dsp.programs.train.local_moments import LocalMoments
 from torchrec_2dsp.programs.train.meter import Meter, mean_per_step
-from torchrec_2dsp.programs.train.parts import (
-    make_dense_wrapper,
-    make_model,
-    make_optimizers,
-    make_sharders,
-    num_steps_of,
-    plan_run,
-)
+from torchrec_2dsp.programs.train.parts import make_optimizers
 from torchrec_2dsp.programs.train.profile import StepProfiler
 from torchrec_2dsp.programs.train.results import (
     Ending,
     RunResult,
     StepsTrained,
     TrainWatcher,
+)
+from torchrec_2dsp.programs.train.sharded import (
+    complete_tables,
+    ending_together,
+    sharded_model,
+    sync_total_of,
 )
 from torchrec_2dsp.programs.train.stepping import (
     AccumulatedSteps,
@@ -72,22 +67,9 @@ class RunTrainer:
         self._config, self._name, self._dataset = config, name, dataset
         self._world = world_group()
         self._device = rank_device(config.loop.device)
-        run, shape = config.runs[name], shape_of(config.data, dataset)
-        check_lengths(f"runs.{name}", run.balance, shape.features)
-        unsharded = make_model(config, run, shape)
-        if run.balance is not None:
-            weigh_losses_(unsharded)
-        sharders = make_sharders(config, run, shape)
-        num_steps = num_steps_of(config.loop, dataset)
-        self.planned = plan_run(config, name, shape, unsharded, sharders, num_steps)
-        """The plan of the run."""
-        self._model = ModelParallel2D(
-            unsharded,
-            device=self._device,
-            plan=self.planned.plan,
-            sharders=sharders,
-            data_parallel_wrapper=make_dense_wrapper(config, run, unsharded),
-        )
+        run = config.runs[name]
+        self._model, self.planned = sharded_model(config, name, dataset)
+        """The model of the run, and its plan."""
         self._board = NoticeBoard.of(self._world)
         self._optimizers = make_optimizers(self._model, config, run)
         self._base_rates = self._optimizers.rates()
@@ -128,17 +110,17 @@ class RunTrainer:
         """
         first_step = self.step
         dist.barrier(self._world)
-        with count_encoded() as encoded, failing_together(self._model):
+        with count_encoded() as encoded, ending_together(self._model, self._board):
             ending = self._train(watchers, profiler)
             if not self.step:
                 raise ConfigError("the data has too few samples for a single step")
             apply_late_gradients(self._model, self._optimizers.whole)
-            self._model.sync_now()
+            complete_tables(self._model)
             if not self._is_evaluated:
                 self._evaluate(watchers)
             self._checkpoints.save(self._optimizers.whole, self._state)
             self._checkpoints.finish()
-        synced = self._model.sync_total
+        synced = sync_total_of(self._model)
         per_step = mean_per_step(
             self._world,
             self._device,

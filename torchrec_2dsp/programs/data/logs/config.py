@@ -27,6 +27,20 @@ class HeldOut(Section):
     column: str = ""
     """The column whose hash decides, with ``by = "hash"``."""
 
+    @property
+    def words(self) -> str:
+        """The choice in words.
+
+        Example:
+            >>> from torchrec_2dsp.programs.data.logs.config import HeldOut
+            >>> HeldOut(share=0.143).words
+            'the last 14.3%'
+        """
+        if self.by == "files":
+            return f"those of {', '.join(self.files)}"
+        share = f"{100 * self.share:.3g}%"
+        return f"the last {share}" if self.by == "last" else f"{share} of the {self.column} values"
+
     @model_validator(mode="after")
     def _check_choice(self) -> Self:
         if (self.by == "files") != bool(self.files):
@@ -41,8 +55,8 @@ class LogConfig(Section):
 
     files: PathsBesideConfig = Field(min_length=1)
     """The files to train on, in their order: paths and patterns such as ``"day_*.gz"``, whose files
-    are sorted by name. A name that ends in ``.parquet`` is a Parquet file, one that ends in ``.gz``
-    a compressed text file, and any other a text file."""
+    are sorted by name, ``day_9`` before ``day_10``. A name that ends in ``.parquet`` is a Parquet
+    file, one that ends in ``.gz`` a compressed text file, and any other a text file."""
 
     held_out: HeldOut = HeldOut()
     """The rows that are held out for evaluation."""

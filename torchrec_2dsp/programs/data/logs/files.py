@@ -1,6 +1,7 @@
 """The files of a log: listed in a fixed order, opened with errors that name them."""
 
 import glob
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,8 @@ _GZIP = (".gz", ".gzip")
 
 
 def list_files(patterns: Sequence[str]) -> tuple[str, ...]:
-    """The files that paths and patterns name: patterns as given, those of one pattern by name.
+    """The files that paths and patterns name: patterns as given, those of one pattern by name, with
+    the numbers in names in their order.
 
     Raises:
         ConfigError: a pattern names no file, or two name the same.
@@ -21,10 +23,13 @@ def list_files(patterns: Sequence[str]) -> tuple[str, ...]:
     files: list[str] = []
     for pattern in patterns:
         # A path may have brackets of its own.
-        names = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
+        names = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)
         if not names:
-            raise ConfigError(f"files: nothing is named {pattern!r}; check the path or the pattern")
-        files += names
+            raise ConfigError(
+                f"files: nothing is named {str(Path(pattern).absolute())!r}; check the path or the "
+                "pattern"
+            )
+        files += sorted(names, key=_by_numbers)
     for name in files:
         if Path(name).is_dir():
             raise ConfigError(f"files: {name} is a folder; name its files, such as {name}/*.csv")
@@ -32,6 +37,11 @@ def list_files(patterns: Sequence[str]) -> tuple[str, ...]:
     if repeated:
         raise ConfigError(f"files: {repeated[0]} is named twice, so its rows would be, too")
     return tuple(files)
+
+
+def _by_numbers(name: str) -> list[tuple[str, int]]:
+    """The key of a name in an order in which ``day_9`` is before ``day_10``."""
+    return [(text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", name)]
 
 
 def is_parquet(file: str) -> bool:

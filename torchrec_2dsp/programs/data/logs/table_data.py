@@ -8,7 +8,7 @@ from torchrec.datasets.utils import Batch
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.logs.blocks import ColumnKind
-from torchrec_2dsp.programs.data.logs.config import TableLayout
+from torchrec_2dsp.programs.data.logs.config import HeldOut, TableLayout
 from torchrec_2dsp.programs.data.logs.encoder import Encoder, LogFeature, Scale, columns_of
 from torchrec_2dsp.programs.data.logs.epochs import EpochPlan, check_batch
 from torchrec_2dsp.programs.data.logs.files import list_files
@@ -56,6 +56,11 @@ class TableData:
     def num_dense(self) -> int:
         """How many dense features there are."""
         return len(self._config.dense)
+
+    @property
+    def held_out(self) -> HeldOut:
+        """How rows were chosen that are held out."""
+        return self._config.held_out
 
     def num_rows(self, split: Split) -> int:
         """How many rows a split has."""

@@ -43,7 +43,8 @@ class TextHead:
         names = _split(text, delimiter, quote)
         if columns and len(names) != len(columns):
             raise ConfigError(
-                f"{file} has {len(names)} columns, and columns names {len(columns)}; check the "
+                f"{file} has {len(names)} column{'s' if len(names) > 1 else ''}, and columns names "
+                f"{len(columns)}; check the "
                 f"delimiter, which is {delimiter!r}, and the names"
             )
         has_names = not columns or names == list(columns)

@@ -75,7 +75,9 @@ class TextSource:
             for name in columns:
                 if name not in head.names:
                     raise ConfigError(
-                        f"{file} has no column {name!r}; it has {', '.join(head.names)}"
+                        f"{file} has no column {name!r}; it has {', '.join(head.names)}. If these "
+                        "aren't names, give them by columns=; if they are one name, check the "
+                        "delimiter"
                     )
 
     def read(

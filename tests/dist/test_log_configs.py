@@ -1,0 +1,109 @@
+"""The shipped configs of real logs: TorchRec alone and exact copies have equal losses.
+
+The logs aren't part of this project, so Criteo's has a stand-in of the same form; tests of the real
+ones run where they are.
+"""
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.ranks import RankPool
+from tests.support.real_logs import REAL_LOGS
+from torchrec_2dsp.programs.config.config_file import load_config
+from torchrec_2dsp.programs.train.config import TrainConfig
+from torchrec_2dsp.programs.train.program import train
+from torchrec_2dsp.programs.train.results import QuietWatcher
+
+CLICKS = (
+    *("data.num_rows=2000", "loop.global_batch_size=128", "loop.steps=12", "loop.eval_every=6"),
+    *("loop.eval_steps=3", "model.over_layers=[16]", "data.block_bytes=100_000"),
+)
+SEQUENCES = (
+    *("loop.global_batch_size=64", "loop.steps=6", "loop.eval_every=3", "loop.eval_steps=2"),
+    *("data.max_length=20", "model.max_length=20", "model.num_negatives=10"),
+)
+REAL = {
+    "criteo": (REAL_LOGS / "criteo_avazu_head/criteo_train.csv", CLICKS),
+    "avazu": (REAL_LOGS / "criteo_avazu_head/avazu_train.csv", CLICKS),
+    "movielens": (REAL_LOGS / "movielens100k/ml-100k.inter", SEQUENCES),
+}
+
+Figures = dict[str, tuple[list[float], dict[str, float]]]
+
+
+class Splits(QuietWatcher):
+    """What a program says of its data."""
+
+    text = ""
+
+    def data_opened(self, text: str) -> None:
+        self.text = text
+
+
+def train_log(
+    rank: int, world_size: int, name: str, overrides: tuple[str, ...]
+) -> tuple[Figures, str]:
+    """The losses and the last metrics of stock TorchRec and of exact copies, and the splits."""
+    splits = Splits()
+    config = load_config(TrainConfig, name, overrides).only(["stock", "exact"])
+    runs = train(config, [splits]).runs
+    return {run.name: (list(run.losses), run.evaluated.metrics) for run in runs}, splits.text
+
+
+def check_equal(figures: Figures, num_steps: int) -> None:
+    """Losses are those of stock TorchRec, but for the order of additions."""
+    losses, metrics = figures["stock"]
+    assert len(losses) == num_steps
+    assert len(set(losses)) == num_steps
+    of_exact, metrics_of_exact = figures["exact"]
+    # A few roundings of float32, whose step is 1.2e-7 at 1 and 2.4e-7 at 2.
+    assert of_exact == pytest.approx(losses, rel=5e-7)
+    # Ranks of equal or nearly equal scores may change places.
+    assert metrics_of_exact == pytest.approx(metrics, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_exact_copies_train_a_real_log_as_torchrec_alone(ranks4: RankPool, name: str) -> None:
+    log, overrides = REAL[name]
+    if not log.exists():
+        pytest.skip("the log isn't on this machine")
+    figures, splits = ranks4.run(train_log, name, (f"data.files={log}", *overrides))[0]
+    check_equal(figures, num_steps=6 if name == "movielens" else 12)
+    assert (
+        splits
+        == {
+            "criteo": "6,170 rows to train on, 1,030 rows held out: the last 14.3%",
+            "avazu": "7,278 rows to train on, 809 rows held out: the last 10%",
+            "movielens": "943 users with 100,000 uses of 1,682 items; held out: "
+            "the last of each user",
+        }[name]
+    )
+
+
+def criteo_lines(num_lines: int, seed: int) -> str:
+    """Lines in the form of Criteo's: a label, 13 counts and 26 values, some of them missing."""
+    random = np.random.default_rng(seed)
+    counts = random.geometric(0.1, (num_lines, 13))
+    values = random.zipf(1.3, (num_lines, 26)) % 2**32
+    lines = []
+    for label, row, ids in zip(random.random(num_lines) < 0.25, counts, values, strict=True):
+        dense = [str(count) if count % 7 else "" for count in row]
+        lines.append("\t".join([str(int(label)), *dense, *(f"{id:08x}" for id in ids)]))
+    return "\n".join(lines) + "\n"
+
+
+def test_the_config_takes_days_of_criteo(ranks4: RankPool, tmp_path: Path) -> None:
+    for day in (0, 9, 10):
+        with gzip.open(tmp_path / f"day_{day}.gz", "wt") as file:
+            file.write(criteo_lines(400 + day, seed=day))
+    files = (f"data.files={tmp_path}/day_*.gz", "data.held_out.share=0.25")
+    figures, splits = ranks4.run(train_log, "criteo", (*files, *CLICKS, "loop.steps=5"))[0]
+    check_equal(figures, num_steps=5)
+    assert splits == "914 rows to train on, 305 rows held out: the last 25%"
+    last_day = f'{{by = "files", files = "{tmp_path}/day_10.gz"}}'
+    files = (f"data.files={tmp_path}/day_?.gz", f"data.held_out={last_day}")
+    _, splits = ranks4.run(train_log, "criteo", (*files, *CLICKS, "loop.steps=1"))[0]
+    assert splits == f"809 rows to train on, 410 rows held out: those of {tmp_path}/day_10.gz"

@@ -1,0 +1,128 @@
+"""Runs by TorchRec alone train what runs of this package do, step by step."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from tests.support.ranks import RankPool
+from tests.support.train_runs import TREE, PlainRun
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.config.config_file import make_config
+from torchrec_2dsp.programs.train import trainer
+from torchrec_2dsp.programs.train.checkpoints import Resume
+from torchrec_2dsp.programs.train.config import TrainConfig
+from torchrec_2dsp.programs.train.program import train
+from torchrec_2dsp.programs.train.run_folder import RunFolder
+
+RUNS: dict[str, Any] = {"stock": {"stock": True}, "one_group": {}, "exact": {"num_groups": 2}}
+SEQUENCES = {"kind": "synthetic_sequences", "num_items": 60, "max_length": 8, "num_clusters": 5}
+SEQUENCE_MODEL = {"kind": "sequence", "dim": 8, "max_length": 8, "num_negatives": 4}
+OPTIMIZER = {
+    "lr": 0.1,
+    "dense_optimizer": "adagrad",
+    "dense_lr": 0.02,
+    "dense_clip_norm": 0.5,
+    "schedule": {"kind": "linear", "warm_up": 2, "final": 0.1},
+}
+
+
+def clicks_in(folder: Path, **sections: Any) -> TrainConfig:
+    tree = {
+        **TREE,
+        "loop": {**TREE["loop"], "eval_every": 4},
+        "optimizer": OPTIMIZER,
+        "checkpoint": {"folder": str(folder / "checkpoints"), "every": 3, "keep_last": 9},
+        "output": {"folder": str(folder / "out")},
+        "runs": RUNS,
+    }
+    return make_config(TrainConfig, {**tree, **sections})
+
+
+def sequences() -> TrainConfig:
+    loop = {"steps": 5, "global_batch_size": 16, "eval_steps": 2, "eval_every": 3}
+    tree = {"data": SEQUENCES, "model": SEQUENCE_MODEL, "loop": loop, "runs": RUNS}
+    return make_config(TrainConfig, tree)
+
+
+Figures = tuple[list[float], dict[str, float], str]
+
+
+def train_all(rank: int, world_size: int, folder: Path) -> tuple[list[Figures], list[set[type]]]:
+    """The figures of all runs, and the types of what they were sharded by."""
+    figures: list[Figures] = []
+    types: list[set[type]] = []
+    evaluate = trainer.evaluated
+
+    def evaluate_and_look(config: TrainConfig, model: Any, *rest: Any) -> Any:
+        types.append({type(model), *map(type, model.module.modules())})
+        return evaluate(config, model, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "evaluated", evaluate_and_look)
+        for config in (clicks_in(folder), sequences()):
+            watchers = [RunFolder(folder / "out", config)] if rank == 0 else []
+            for run in train(config, watchers).runs:
+                figures.append(
+                    ([*run.losses, *run.evaluated.losses], run.evaluated.metrics, run.name)
+                )
+    return figures, types
+
+
+def resume_stock(rank: int, world_size: int, folder: Path) -> list[float]:
+    """The losses of a run that goes on from the middle, by TorchRec alone."""
+    config = clicks_in(folder).only(["stock"])
+    resume = Resume(path=folder / "checkpoints" / "stock" / "last" / "3")
+    checkpoint = config.checkpoint.model_copy(update={"folder": ""})
+    (run,) = train(config.model_copy(update={"checkpoint": checkpoint}), resume=resume).runs
+    return list(run.losses)
+
+
+def test_a_stock_run_trains_what_the_others_do(ranks4: RankPool, tmp_path: Path) -> None:
+    figures, types = ranks4.run(train_all, tmp_path)[0]
+    assert [name for *_, name in figures] == [*RUNS] * 2
+    for first in (0, 3):
+        stock, *others = figures[first : first + 3]
+        assert len(stock[0]) in (8 + 3, 5 + 2)
+        assert len(set(stock[0])) > 5
+        for losses, metrics, name in others:
+            # The rounding of float32; sums are added in another order.
+            assert losses == pytest.approx(stock[0], abs=1e-5), name
+            assert metrics == pytest.approx(stock[1], abs=1e-5, nan_ok=True), name
+    config = clicks_in(tmp_path)
+    plain = PlainRun(config, torch.optim.Adagrad).train(
+        OPTIMIZER["schedule"], OPTIMIZER["schedule"], OPTIMIZER["dense_clip_norm"]
+    )
+    assert figures[0][0][:8] == pytest.approx(plain, abs=1e-5)
+    # Nothing of this package is in the model: neither its wrapper nor a sharded module.
+    of_stock = [kinds for kinds in types if DistributedModelParallel in kinds]
+    assert len(of_stock) == 2 + 2
+    for kinds in of_stock:
+        assert kinds & {ShardedEmbeddingBagCollection, ShardedEmbeddingCollection}
+        sharding = [kind for kind in kinds if "parallel" in kind.__module__]
+        assert not [kind for kind in sharding if kind.__module__.startswith("torchrec_2dsp")]
+    assert ranks4.run(resume_stock, tmp_path)[0] == figures[0][0][:8]
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"runs": {"s": {"stock": True, "num_groups": 2}}}, r"num_groups=2 is this package's"),
+        ({"runs": {"s": {"stock": True, "exchange": "row"}}}, r"exchange='row' is this package's"),
+        (
+            {"runs": RUNS, "loop": {"accumulate": 2, "global_batch_size": 32}},
+            r"runs\.stock is TorchRec alone, .* loop\.accumulate=2",
+        ),
+        (
+            {"runs": RUNS, "model": {"kind": "module:factory", "factory": "mine:make"}},
+            r"runs\.stock .* model\.kind='module:factory'",
+        ),
+    ],
+)
+def test_what_torchrec_alone_cannot_do_is_refused(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_config(TrainConfig, {**TREE, **sections})

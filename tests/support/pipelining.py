@@ -178,10 +178,11 @@ class PipelineCell:
 
 @contextmanager
 def pipelined(
-    cell: Cell, wrapper: Any
+    cell: Cell, wrapper: Any, unsharded: StackModel | None = None
 ) -> Iterator[tuple[DistributedModelParallel, dict[str, nn.Parameter]]]:
     """The model in a wrapper, and its dense parameters; its process groups end afterwards."""
-    model = shard(cell, make_sharder(cell), stack_model(cell.spec), data_parallel_wrapper=wrapper)
+    unsharded = unsharded or stack_model(cell.spec)
+    model = shard(cell, make_sharder(cell), unsharded, data_parallel_wrapper=wrapper)
     try:
         yield model, dict(in_backward_optimizer_filter(model.named_parameters()))
     finally:

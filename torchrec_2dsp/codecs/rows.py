@@ -214,8 +214,10 @@ def _packed(integers: torch.Tensor) -> torch.Tensor:
 
 def _unpacked(pairs: torch.Tensor, dim: int) -> torch.Tensor:
     """The integers of `_packed`, as float32."""
-    found = _pair_of_each_byte(pairs.device).index_select(0, pairs.flatten().int())
-    return torch.view_as_real(found).view(len(pairs), 2 * pairs.shape[1])[:, :dim].contiguous()
+    integer_pairs = _pair_of_each_byte(pairs.device).index_select(0, pairs.flatten().int())
+    return (
+        torch.view_as_real(integer_pairs).view(len(pairs), 2 * pairs.shape[1])[:, :dim].contiguous()
+    )
 
 
 @cache

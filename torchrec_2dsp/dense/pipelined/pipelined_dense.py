@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor.parallel import ParallelStyle
 from torchrec.distributed.types import ShardingEnv
 
 from torchrec_2dsp._compat.data_parallel import (
@@ -21,19 +21,19 @@ from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.comms.agreement import agreeing
 from torchrec_2dsp.dense.dense_parts import broadcast_weights, dense_parts, group_of
 from torchrec_2dsp.dense.layer_stack import LayerStack
+from torchrec_2dsp.dense.pipelined.cut_stack import CutStack
 from torchrec_2dsp.dense.pipelined.groups import PipelineGroups
-from torchrec_2dsp.dense.pipelined.pipeline import Pipeline, Reduction
+from torchrec_2dsp.dense.pipelined.moving_layers import check_optimizer, sort_groups
+from torchrec_2dsp.dense.pipelined.pipeline import Reduction
 from torchrec_2dsp.dense.pipelined.pipeline_times import PipelineTimes, gather_times
 from torchrec_2dsp.dense.pipelined.schedule import Schedule
-from torchrec_2dsp.dense.pipelined.stage import LayerStage
 from torchrec_2dsp.dense.pipelined.stage_layers import (
     MeasuredCuts,
-    StageLayers,
     agreed_cuts,
     layers_of_stages,
     planned_modules,
 )
-from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.errors import ConfigError, UnsupportedError
 from torchrec_2dsp.mesh.dense_mesh import DenseMesh
 from torchrec_2dsp.mesh.mesh2d import RankLayout
 
@@ -120,10 +120,14 @@ class PipelinedDense(DataParallelWrapper):
         self._layout = layout
         self._values = values
         self._groups: PipelineGroups | None = None
-        self._pipelines: dict[str, Pipeline] = {}
+        self._model: nn.Module | None = None
+        self._stacks: dict[str, CutStack] = {}
         self._others: list[nn.Module] = []
-        self.cuts: dict[str, tuple[int, ...]] = {}
+
+    @property
+    def cuts(self) -> dict[str, tuple[int, ...]]:
         """The first layer of each stage but the first, by the name of the `LayerStack`."""
+        return {name: stack.cuts for name, stack in self._stacks.items()}
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         """Cut the layers, and shard what isn't in tables or in them; TorchRec calls it.
@@ -162,10 +166,20 @@ class PipelinedDense(DataParallelWrapper):
                 name: layers_of_stages(name, stack, cuts[name], model)
                 for name, stack in stacks.items()
             }
-        self.cuts, self._groups = cuts, PipelineGroups(mesh, group, device)
+        self._model, self._groups = model, PipelineGroups(mesh, group, device)
         tp_mesh = self._groups.tensor_parallel_mesh() if mesh.tp > 1 else None
         for name, stack in stacks.items():
-            self._cut(name, stack, layers[name], plans[name], tp_mesh)
+            self._stacks[name] = CutStack(
+                name,
+                stack,
+                layers[name],
+                self._schedule,
+                self._groups,
+                reduction=self._reduction,
+                wire=_WIRES[self._values],
+            )
+            if tp_mesh is not None:
+                self._stacks[name].split(plans[name], tp_mesh)
         everyone = DeviceMesh(
             device.type, dist.get_process_group_ranks(group), mesh_dim_names=("dp_pp_tp",)
         )
@@ -181,48 +195,46 @@ class PipelinedDense(DataParallelWrapper):
             f"{styles}, tp={self._tp}, layout={self._layout.value}"
         )
 
-    def _cut(
+    def recut(
         self,
-        name: str,
-        stack: LayerStack,
-        layers: Sequence[StageLayers],
-        plan: Mapping[str, ParallelStyle],
-        tp_mesh: DeviceMesh | None,
-    ) -> None:
-        """Leave a stack with the layers of this rank, and let a pipeline run it."""
-        groups, schedule = self._groups, self._schedule
-        assert groups is not None
-        own = schedule.stages_of(groups.position)
-        numbers = [number for stage in own for number in layers[stage].numbers]
-        stack.keep_layers(
-            numbers,
-            keeps_loss=schedule.num_stages - 1 in own,
-            run=lambda *given: self._pipelines[name].run(*given),
-        )
-        if tp_mesh is not None:
-            here = {f"layers.{number}" for number in numbers}
-            held = {
-                module: style
-                for module, style in plan.items()
-                if ".".join(module.split(".")[:2]) in here
-                or (module.split(".")[0] == "loss" and schedule.num_stages - 1 in own)
-            }
-            parallelize_module(stack, tp_mesh, held)
-        stages = [
-            (
-                stage,
-                LayerStage(
-                    layers[stage].name,
-                    [stack.layers[number] for number in layers[stage].numbers],
-                    stack.loss if stage == schedule.num_stages - 1 else None,
-                    splits_backward=schedule.splits_backward,
-                ),
-            )
-            for stage in own
-        ]
-        self._pipelines[name] = Pipeline(
-            schedule, stages, groups, reduction=self._reduction, wire=_WIRES[self._values]
-        )
+        optimizer: torch.optim.Optimizer,
+        *,
+        cuts: Sequence[int] | None = None,
+        least_gain: float = 0.05,
+    ) -> bool:
+        """Cut the layers anew, and move them to their new ranks; call it on all ranks.
+
+        Weights, buffers and what the optimizer keeps of them move along, so that training goes on
+        as if the layers had been cut so from the beginning. Call it between two steps, when
+        gradients are cleared. Some dense parameters of this rank are others then, in the model and
+        in the optimizer.
+
+        Args:
+            optimizer: of this rank's dense parameters, torch's or a `KeyedOptimizerWrapper` of it,
+                with equally many groups on all ranks.
+            cuts: the first layer of each stage but the first, for each `LayerStack`. By default
+                they are chosen by what layers have taken since the last cuts.
+            least_gain: chosen cuts have to save the slowest stage this share of its time.
+
+        Returns:
+            Whether layers have moved.
+
+        Collectives:
+            For chosen cuts an all-gather of objects; agreements of all ranks; a send and a receive
+            of objects for each layer that moves.
+        """
+        groups, model = self._model_groups(), self._model
+        assert model is not None
+        with agreeing(groups.everyone):
+            check_optimizer(optimizer)
+            if groups.mesh.tp > 1:
+                raise UnsupportedError(
+                    f"layers that tp={groups.mesh.tp} ranks compute together can't be moved; save "
+                    "a checkpoint, choose other cuts, and load it"
+                )
+        moved = [stack.recut(optimizer, model, cuts, least_gain) for stack in self._stacks.values()]
+        sort_groups(optimizer, model)
+        return any(moved)
 
     def stage_times(self) -> dict[str, PipelineTimes]:
         """How long each stage worked for a batch, by the name of the `LayerStack`; on all ranks.
@@ -234,8 +246,8 @@ class PipelinedDense(DataParallelWrapper):
         """
         groups = self._model_groups()
         return {
-            name: gather_times(pipeline.busy, self._schedule.num_stages, groups)
-            for name, pipeline in self._pipelines.items()
+            name: gather_times(stack.pipeline.busy, self._schedule.num_stages, groups)
+            for name, stack in self._stacks.items()
         }
 
     @torch.no_grad()
@@ -261,9 +273,9 @@ class PipelinedDense(DataParallelWrapper):
         square = torch.zeros((), dtype=torch.float64, device=groups.device)
         for gradient in gradients:
             square += gradient.double().square().sum()
-        for pipeline in self._pipelines.values():
-            square += pipeline.layers.square_norm() / groups.mesh.dp
-            gradients += pipeline.layers.gradients()
+        for stack in self._stacks.values():
+            square += stack.pipeline.layers.square_norm() / groups.mesh.dp
+            gradients += stack.pipeline.layers.gradients()
         dist.all_reduce(square, group=groups.everyone)
         norm = float(square.sqrt())
         if norm > max_norm:

@@ -1,5 +1,6 @@
 """`LayerStage`: some layers of a `LayerStack`, and what their backward needs of micro-batches."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +55,8 @@ class LayerStage:
         """The layers, and the loss of the last stage."""
         self.params = [param for param in self.modules.parameters() if param.requires_grad]
         """The parameters that are trained."""
+        self.forward_seconds = [0.0] * len(self.layers)
+        """How long the forwards of each layer took in training, the loss not counted."""
         self._splits_backward = splits_backward
         self._graphs: dict[int, _Graph] = {}
 
@@ -68,8 +71,13 @@ class LayerStage:
             targets: of the last stage, leaves; without them the loss isn't computed.
         """
         output = given
-        for layer in self.layers:
+        started = time.perf_counter()
+        for number, layer in enumerate(self.layers):
             output = layer(output)
+            ended = time.perf_counter()
+            if torch.is_grad_enabled():
+                self.forward_seconds[number] += ended - started
+            started = ended
         if targets is not None and self.loss is not None:
             output = self.loss(output, *targets)
             self._check_losses(output, given.shape[0])

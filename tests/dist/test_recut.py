@@ -1,0 +1,222 @@
+"""Layers of a pipeline that change ranks between two steps: training goes on as if they had not."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+
+import torchrec_2dsp as tdsp
+from tests.support.parity import LR
+from tests.support.pipelining import (
+    TABLES,
+    WIDTH,
+    PipelineCell,
+    batch_for,
+    pipelined,
+    stack_model,
+)
+from tests.support.ranks import RankPool
+from torchrec_2dsp.errors import ConfigError, TwoDError
+
+ONE_PIPELINE: dict[str, Any] = {"num_stages": 4, "num_micro_batches": 5}
+TWO_PIPELINES: dict[str, Any] = {
+    "num_stages": 4,
+    "num_micro_batches": 4,
+    "stages_per_rank": 2,
+    "schedule": "ZBVZeroBubble",
+}
+NUM_STEPS = 3
+
+
+def make_optimizer(name: str, params: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """Two groups, whose parameters must not be mixed up."""
+    biases = [param for key, param in params.items() if key.endswith("bias")]
+    others = [param for key, param in params.items() if not key.endswith("bias")]
+    groups: list[dict[str, Any]] = [{"params": others, "lr": LR}, {"params": biases, "lr": 2 * LR}]
+    kind = {"adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad}[name]
+    return kind(groups, foreach=False)
+
+
+def step_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, cell: PipelineCell, step: int, rank: int
+) -> float:
+    optimizer.zero_grad()
+    loss = model(batch_for(cell, step, 0, rank)).mean()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def kept(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[Any, ...]]:
+    """The dense parameters of this rank's layers in the optimizer's order, and their moments."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    return [
+        (
+            number,
+            names[id(param)],
+            param.detach().clone(),
+            *(moment.clone() for _, moment in sorted(optimizer.state[param].items())),
+        )
+        for number, group in enumerate(optimizer.param_groups)
+        for param in group["params"]
+        if "stack" in names[id(param)]
+    ]
+
+
+def train(
+    rank: int, options: dict[str, Any], optimizer_name: str, recuts: dict[int, list[int]]
+) -> tuple[list[float], list[tuple[Any, ...]], dict[str, tuple[int, ...]]]:
+    cell = PipelineCell(TABLES["row-wise"], tuple(options.items()))
+    wrapper = tdsp.PipelinedDense(**options)
+    losses = []
+    with pipelined(cell.cell, wrapper) as (model, params):
+        optimizer = make_optimizer(optimizer_name, params)
+        for step in range(NUM_STEPS):
+            if step in recuts:
+                optimizer.zero_grad()
+                assert wrapper.recut(optimizer, cuts=recuts[step])
+            losses.append(step_of(model, optimizer, cell, step, rank))
+        return losses, kept(model, optimizer), wrapper.cuts
+
+
+def with_and_without(
+    rank: int, world_size: int, options: dict[str, Any], optimizer_name: str
+) -> int:
+    """How many parameters are compared, after a run that is cut anew twice."""
+    before, between, after = [1, 2, 6], [2, 5, 7], [1, 3, 6]
+    recuts = {1: between, 2: after}
+    losses, ours, cuts = train(rank, options | {"cuts": before}, optimizer_name, recuts)
+    expected_losses, expected, _ = train(rank, options | {"cuts": after}, optimizer_name, {})
+    assert cuts == {"stack": tuple(after)}
+    assert losses == expected_losses
+    assert [entry[:2] for entry in ours] == [entry[:2] for entry in expected]
+    for own, wanted in zip(ours, expected, strict=True):
+        assert all(map(torch.equal, own[2:], wanted[2:])), own[1]
+        assert len(own) > 3, "there are moments"
+    return len(ours)
+
+
+@pytest.mark.dealt
+@pytest.mark.parametrize("optimizer", ["adam", "adagrad"])
+@pytest.mark.parametrize("options", [ONE_PIPELINE, TWO_PIPELINES], ids=["one", "two"])
+def test_training_goes_on_with_the_bits_of_the_new_cuts(
+    ranks4: RankPool, options: dict[str, Any], optimizer: str
+) -> None:
+    assert all(num > 0 for num in ranks4.run(with_and_without, options, optimizer))
+
+
+class Slow(nn.Module):
+    """A layer that takes its time."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return torch.tanh(inputs)
+
+
+def cut_by_time(rank: int, world_size: int) -> list[Any]:
+    """What `recut` says and cuts, before and after two layers of a stage are seen to be slow."""
+    options: dict[str, Any] = {"num_stages": 4, "num_micro_batches": 2}
+    cell = PipelineCell(TABLES["row-wise"], tuple(options.items()))
+    wrapper = tdsp.PipelinedDense(**options)
+    model = stack_model(cell.cell.spec)
+    model.stack.layers[0], model.stack.layers[1] = Slow(), Slow()
+    said: list[Any] = []
+    with pipelined(cell.cell, wrapper, model) as (parallel_model, params):
+        optimizer = torch.optim.SGD(params.values(), lr=LR, foreach=False)
+        with pytest.raises(ConfigError, match="no layer has been timed"):
+            wrapper.recut(optimizer)
+        for step in range(3):
+            step_of(parallel_model, optimizer, cell, step, rank)
+            optimizer.zero_grad()
+            said.append(wrapper.recut(optimizer, least_gain=0.3))
+        return [*said, wrapper.cuts["stack"]]
+
+
+def test_slow_layers_part_once(ranks4: RankPool) -> None:
+    for *moved, cuts in ranks4.run(cut_by_time):
+        # The first step also warms up, so it may tell nothing.
+        assert sum(moved) == 1
+        assert moved[:2] != [False, False]
+        assert cuts[0] == 1
+
+
+def named_optimizer(params: dict[str, nn.Parameter]) -> KeyedOptimizerWrapper:
+    return KeyedOptimizerWrapper(
+        {name.removeprefix("module."): param for name, param in params.items()},
+        lambda given: torch.optim.Adagrad(given, lr=LR, foreach=False),
+    )
+
+
+def loaded_elsewhere(rank: int, world_size: int, folder: str) -> None:
+    """A checkpoint after a recut is one like others: a run with other cuts goes on from it."""
+    cell = PipelineCell(TABLES["row-wise"], tuple(ONE_PIPELINE.items()))
+    losses = []
+    wrapper = tdsp.PipelinedDense(**ONE_PIPELINE, cuts=[1, 2, 6])
+    with pipelined(cell.cell, wrapper) as (model, params):
+        optimizer = named_optimizer(params)
+        step_of(model, optimizer, cell, 0, rank)
+        optimizer.zero_grad()
+        wrapper.recut(optimizer, cuts=[2, 5, 7])
+        tdsp.save_checkpoint(folder, model, optimizer)
+        losses.append(step_of(model, optimizer, cell, 1, rank))
+    with pipelined(cell.cell, tdsp.PipelinedDense(**ONE_PIPELINE)) as (model, params):
+        optimizer = named_optimizer(params)
+        tdsp.load_checkpoint(folder, model, optimizer)
+        losses.append(step_of(model, optimizer, cell, 1, rank))
+    assert losses[0] == losses[1]
+
+
+def test_checkpoints_do_not_depend_on_cuts(ranks4: RankPool, tmp_path: Path) -> None:
+    ranks4.run(loaded_elsewhere, str(tmp_path / "saved"))
+
+
+class Local(nn.Linear):
+    """A layer that holds what can't be sent."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.function: Callable[[torch.Tensor], torch.Tensor] = lambda inputs: inputs
+
+
+def refused(rank: int, world_size: int) -> list[str]:
+    """What `recut` says to what can't be; the cuts stay, and training goes on."""
+    cell = PipelineCell(TABLES["row-wise"], tuple(ONE_PIPELINE.items()))
+    wrapper = tdsp.PipelinedDense(**ONE_PIPELINE, cuts=[1, 2, 6])
+    model = stack_model(cell.cell.spec)
+    model.stack.layers[1] = Local()
+    said = []
+    with pipelined(cell.cell, wrapper, model) as (parallel_model, params):
+        optimizer = torch.optim.SGD(params.values(), lr=LR, foreach=False)
+        step_of(parallel_model, optimizer, cell, 0, rank)
+        attempts: list[tuple[torch.optim.Optimizer, list[int]]] = [(optimizer, [3, 4, 6])]
+        optimizer.zero_grad()
+        attempts += [
+            (optimizer, [1, 2, 6 + rank % 2]),
+            (optimizer, [1, 2]),
+            (CombinedOptimizer([named_optimizer(params)]), [3, 4, 6]),
+            (optimizer, [2, 4, 6]),
+        ]
+        for number, (given, cuts) in enumerate(attempts):
+            if number == 0:
+                parallel_model(batch_for(cell, 0, 0, rank)).mean().backward()
+            with pytest.raises(TwoDError) as raised:
+                wrapper.recut(given, cuts=cuts)
+            said.append(str(raised.value))
+            optimizer.zero_grad()
+        assert wrapper.cuts == {"stack": (1, 2, 6)}
+        step_of(parallel_model, optimizer, cell, 1, rank)
+    return said
+
+
+def test_what_cannot_be_moved_is_refused_by_all(ranks4: RankPool) -> None:
+    for gradients, differ, too_few, combined, unpicklable in ranks4.run(refused):
+        assert "has gradients, which a move would lose" in gradients
+        assert "the choice of cuts differs between ranks" in differ
+        assert "make 3 stages, not num_stages=4" in too_few
+        assert "can't change the parameters of a CombinedOptimizer" in combined
+        assert "layer 1 of 'stack' can't be sent to another rank" in unpicklable

@@ -1,0 +1,155 @@
+"""`CutStack`: a `LayerStack` of which each rank has some layers, and the pipeline that runs it."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.dense.layer_stack import LayerStack
+from torchrec_2dsp.dense.pipelined.groups import PipelineGroups
+from torchrec_2dsp.dense.pipelined.layer_times import (
+    better_cuts,
+    gather_layer_seconds,
+    own_layer_seconds,
+)
+from torchrec_2dsp.dense.pipelined.moving_layers import move_layers, moves_between
+from torchrec_2dsp.dense.pipelined.pipeline import Pipeline, Reduction
+from torchrec_2dsp.dense.pipelined.schedule import Schedule
+from torchrec_2dsp.dense.pipelined.stage import LayerStage
+from torchrec_2dsp.dense.pipelined.stage_layers import StageLayers, layers_of_stages
+from torchrec_2dsp.plan.stage_cuts import check_cuts
+
+
+class CutStack:
+    """Runs a stack by the layers that its ranks have, and moves layers when it is cut anew."""
+
+    def __init__(
+        self,
+        name: str,
+        stack: LayerStack,
+        layers: Sequence[StageLayers],
+        schedule: Schedule,
+        groups: PipelineGroups,
+        *,
+        reduction: Reduction,
+        wire: torch.dtype | None,
+    ) -> None:
+        """
+        Args:
+            name: of the stack in the model.
+            stack: not cut yet; it keeps the layers of this rank.
+            layers: of each stage.
+            schedule: of the stages.
+            groups: the process groups.
+            reduction: as in `Pipeline`.
+            wire: as in `Pipeline`.
+        """
+        self._name, self._stack, self._layers = name, stack, list(layers)
+        self._schedule, self._groups = schedule, groups
+        self._reduction: Reduction = reduction
+        self._wire = wire
+        self._keeps_loss = schedule.num_stages - 1 in self._own_stages
+        stack.keep_layers(
+            self._own_layers,
+            keeps_loss=self._keeps_loss,
+            run=lambda *given: self.pipeline.run(*given),
+        )
+        self._build_pipeline()
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The first layer of each stage but the first."""
+        return tuple(stage.numbers.start for stage in self._layers[1:])
+
+    @property
+    def _own_stages(self) -> tuple[int, ...]:
+        return self._schedule.stages_of(self._groups.position)
+
+    @property
+    def _own_layers(self) -> list[int]:
+        return [number for stage in self._own_stages for number in self._layers[stage].numbers]
+
+    def split(self, plan: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
+        """Split the layers of this rank over its tensor-parallel group.
+
+        Args:
+            plan: styles, by names of modules in the stack.
+            mesh: the ranks that compute these layers together.
+        """
+        here = {f"layers.{number}" for number in self._own_layers}
+        held = {
+            module: style
+            for module, style in plan.items()
+            if ".".join(module.split(".")[:2]) in here
+            or (module.split(".")[0] == "loss" and self._keeps_loss)
+        }
+        parallelize_module(self._stack, mesh, held)
+        self._build_pipeline()
+
+    def recut(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        cuts: Sequence[int] | None,
+        least_gain: float,
+    ) -> bool:
+        """Move layers for other cuts, if these are better.
+
+        Args:
+            optimizer: of this rank's dense parameters.
+            model: the stack is in it.
+            cuts: those that are wanted; `None` for what the times of layers say.
+            least_gain: the share of its time that the slowest stage has to lose by the latter.
+
+        Returns:
+            Whether layers have moved.
+
+        Collectives:
+            Without cuts an all-gather of objects; agreements of all ranks, and those of
+            `move_layers`.
+        """
+        num_layers = len(self._stack.layers)
+        if cuts is None:
+            seconds = gather_layer_seconds(self._layer_seconds(), num_layers, self._groups.everyone)
+            cuts = better_cuts(seconds, self.cuts, least_gain)
+        with agreeing(self._groups.everyone) as facts:
+            facts["the choice of cuts"] = str(list(cuts))
+            cuts = check_cuts(cuts, num_layers, self._schedule.num_stages)
+            layers = layers_of_stages(self._name, self._stack, cuts, model)
+        moves = moves_between(self.cuts, cuts, num_layers, self._schedule)
+        is_moved = bool(moves)
+        move_layers(self._name, self._stack, moves, optimizer, self._groups)
+        self._layers = layers
+        # With the pipeline its clocks begin anew, so that the next cuts are chosen by new times.
+        self._build_pipeline()
+        return is_moved
+
+    def _layer_seconds(self) -> dict[int, float]:
+        firsts = {stage: self._layers[stage].numbers.start for stage in self._own_stages}
+        return own_layer_seconds(dict(self._stages), firsts, self.pipeline.busy)
+
+    def _build_pipeline(self) -> None:
+        last = self._schedule.num_stages - 1
+        self._stages = [
+            (
+                stage,
+                LayerStage(
+                    self._layers[stage].name,
+                    [self._stack.layers[number] for number in self._layers[stage].numbers],
+                    self._stack.loss if stage == last else None,
+                    splits_backward=self._schedule.splits_backward,
+                ),
+            )
+            for stage in self._own_stages
+        ]
+        self.pipeline = Pipeline(
+            self._schedule,
+            self._stages,
+            self._groups,
+            reduction=self._reduction,
+            wire=self._wire,
+        )
+        """What runs the layers."""

@@ -1,0 +1,218 @@
+"""`move_layers`: layers of a `LayerStack` change ranks, with what an optimizer keeps of them."""
+
+import io
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+
+from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.dense.layer_stack import LayerElsewhere, LayerStack
+from torchrec_2dsp.dense.pipelined.groups import PipelineGroups
+from torchrec_2dsp.dense.pipelined.schedule import Schedule
+from torchrec_2dsp.errors import ConfigError, UnsupportedError
+
+
+@dataclass(frozen=True)
+class Move:
+    """A layer, and the positions in each pipeline that it leaves and goes to."""
+
+    layer: int
+    """The number of the layer in its `LayerStack`."""
+
+    source: int
+    """The position of the rank that has it."""
+
+    target: int
+    """The position of the rank that gets it."""
+
+
+def moves_between(
+    before: Sequence[int], after: Sequence[int], num_layers: int, schedule: Schedule
+) -> list[Move]:
+    """What has to move for other cuts.
+
+    Args:
+        before: the first layer of each stage but the first.
+        after: the same, as it is to be.
+        num_layers: how many layers the stack has.
+        schedule: says which rank runs which stage.
+
+    Example:
+        >>> from torchrec_2dsp.dense.pipelined.moving_layers import moves_between
+        >>> from torchrec_2dsp.dense.pipelined.schedule import Schedule
+        >>> moves_between([2], [3], 4, Schedule("1F1B", 2, num_micro_batches=2))
+        [Move(layer=2, source=1, target=0)]
+    """
+    positions = [
+        [schedule.rank_of(sum(layer >= cut for cut in cuts)) for layer in range(num_layers)]
+        for cuts in (before, after)
+    ]
+    return [
+        Move(layer, source, target)
+        for layer, (source, target) in enumerate(zip(*positions, strict=True))
+        if source != target
+    ]
+
+
+@dataclass(frozen=True)
+class _PackedLayer:
+    """A layer as it travels."""
+
+    layer: nn.Module
+    groups: list[int | None]
+    """The optimizer's group of each parameter."""
+    names: list[str | None]
+    """The optimizer's name of each parameter, if it gives names."""
+    states: list[dict[str, Any]]
+    """What the optimizer keeps of each parameter."""
+
+
+def move_layers(
+    name: str,
+    stack: LayerStack,
+    moves: Sequence[Move],
+    optimizer: torch.optim.Optimizer,
+    groups: PipelineGroups,
+) -> None:
+    """Move layers inside each pipeline, and their places in the optimizers.
+
+    Args:
+        name: of the stack in the model.
+        stack: cut already.
+        moves: equal on all ranks.
+        optimizer: of this rank's dense parameters.
+        groups: of the pipeline.
+
+    Collectives:
+        An agreement of all ranks, then a send and a receive of objects for each layer.
+
+    Raises:
+        ConfigError: a layer can't be moved; then none is.
+    """
+    with agreeing(groups.everyone) as facts:
+        facts["the number of the optimizer's groups"] = str(len(optimizer.param_groups))
+        packed = {
+            move.layer: _packed(name, stack, move.layer, optimizer)
+            for move in moves
+            if move.source == groups.position
+        }
+    for move in moves:
+        if move.source == groups.position:
+            _drop(stack, move.layer, optimizer)
+            dist.send_object_list(
+                [packed.pop(move.layer)],
+                group=groups.agreements,
+                group_dst=groups.rank_at(move.target),
+            )
+        elif move.target == groups.position:
+            arrived: list[Any] = [None]
+            source = groups.rank_at(move.source)
+            dist.recv_object_list(arrived, group=groups.agreements, group_src=source)
+            _take(stack, move.layer, _unpacked(arrived[0], groups.device), optimizer)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if layers can't change their places in an optimizer."""
+    # It makes its dict of parameters anew each time.
+    if isinstance(optimizer, CombinedOptimizer):
+        raise UnsupportedError(
+            "recut can't change the parameters of a CombinedOptimizer; give it the "
+            "torch.optim optimizer of the dense parameters, or its KeyedOptimizerWrapper"
+        )
+
+
+def sort_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Put the parameters of each group into the order of the model's."""
+    places = {id(param): place for place, param in enumerate(model.parameters())}
+    for group in optimizer.param_groups:
+        group["params"].sort(key=lambda param: places.get(id(param), -1))
+
+
+def _packed(name: str, stack: LayerStack, number: int, optimizer: torch.optim.Optimizer) -> bytes:
+    layer = stack.layers[number]
+    params = list(layer.parameters())
+    own = {id(param) for param in params}
+    others = [*(module for place, module in enumerate(stack.layers) if place != number), stack.loss]
+    for other in others:
+        if any(id(param) in own for param in other.parameters()):
+            raise ConfigError(
+                f"layer {number} of {name!r} shares a parameter with another layer, so it can't be "
+                "moved; save a checkpoint, choose other cuts, and load it"
+            )
+    if any(param.grad is not None for param in params):
+        raise ConfigError(
+            f"layer {number} of {name!r} has gradients, which a move would lose; call recut after "
+            "optimizer.step() and optimizer.zero_grad()"
+        )
+    places = {
+        id(param): place
+        for place, group in enumerate(optimizer.param_groups)
+        for param in group["params"]
+    }
+    names = {id(param): key for key, param in _named_params(optimizer).items()}
+    content = _PackedLayer(
+        layer,
+        [places.get(id(param)) for param in params],
+        [names.get(id(param)) for param in params],
+        [optimizer.state.get(param, {}) for param in params],
+    )
+    file = io.BytesIO()
+    try:
+        torch.save(content, file)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise UnsupportedError(
+            f"layer {number} of {name!r} can't be sent to another rank: {error}; keep what can't "
+            "be pickled, such as a lambda, out of layers, or choose cuts that leave it here"
+        ) from error
+    return file.getvalue()
+
+
+def _unpacked(packed: bytes, device: torch.device) -> _PackedLayer:
+    # Each rank numbers its accelerators by itself.
+    there = {f"{device.type}:{number}": str(device) for number in range(64)}
+    return torch.load(
+        io.BytesIO(packed),
+        map_location=there if device.type != "cpu" else None,
+        # It comes from a rank of this job, and is a module of the user's.
+        weights_only=False,
+    )
+
+
+def _drop(stack: LayerStack, number: int, optimizer: torch.optim.Optimizer) -> None:
+    gone = {id(param) for param in stack.layers[number].parameters()}
+    for group in optimizer.param_groups:
+        group["params"] = [param for param in group["params"] if id(param) not in gone]
+    named = _named_params(optimizer)
+    for key in [key for key, param in named.items() if id(param) in gone]:
+        del named[key]
+    for param in stack.layers[number].parameters():
+        optimizer.state.pop(param, None)
+    stack.layers[number] = LayerElsewhere()
+
+
+def _take(
+    stack: LayerStack, number: int, content: _PackedLayer, optimizer: torch.optim.Optimizer
+) -> None:
+    stack.layers[number] = content.layer
+    params = list(content.layer.parameters())
+    named = _named_params(optimizer)
+    for param, place, key, state in zip(
+        params, content.groups, content.names, content.states, strict=True
+    ):
+        if place is not None:
+            optimizer.param_groups[place]["params"].append(param)
+        if key is not None:
+            named[key] = param
+        if state:
+            optimizer.state[param] = state
+
+
+def _named_params(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The parameters of one of TorchRec's optimizers, by the names that it gives them."""
+    return cast(dict[str, Any], optimizer.params) if isinstance(optimizer, KeyedOptimizer) else {}

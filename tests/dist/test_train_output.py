@@ -192,7 +192,8 @@ def test_traces_say_where_a_step_goes(
         # Float rounding: microseconds since the machine has started have twelve digits.
         total_us = split.all_computing_us + split.all_waiting_us
         assert total_us == pytest.approx(split.step_us, rel=1e-5)
-        assert split.computing_us.keys() == {*StepPhase}
+        # A short phase may be all waiting.
+        assert split.computing_us.keys() | split.waiting_us.keys() == {*StepPhase}
         assert split.all_waiting_us > 0
     html = run_page(RunContents.read(folder / "repeated")).html()
     assert "<h2>Phases of a step of repeated</h2>" in html

@@ -70,7 +70,7 @@ class AccumulatedSteps:
 
     def __init__(
         self,
-        model: DistributedModelParallel,
+        model: ModelParallel2D,
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         *,

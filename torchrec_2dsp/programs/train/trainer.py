@@ -16,6 +16,7 @@ from torchrec_2dsp.comms.naming_faults import naming_faults
 from torchrec_2dsp.comms.notice_board import NoticeBoard
 from torchrec_2dsp.dense.gradient_report import GradientReport
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.parallel.train_state.state import TrainState
 from torchrec_2dsp.programs.data.dataset import Dataset, Split
 from torchrec_2dsp.programs.models.dense import apply_late_gradients, dense_total
@@ -181,10 +182,12 @@ class RunTrainer:
 
     def _stepper(self) -> Stepper:
         loop, run = self._config.loop, self._config.runs[self._name]
-        parts = self._model, self._optimizers.whole, self._device
+        model, optimizer, device = self._model, self._optimizers.whole, self._device
         if loop.accumulate > 1:
-            return AccumulatedSteps(*parts, num_batches=loop.accumulate)
-        return PipelinedSteps(*parts, prefetch_rows=run.prefetch_rows)
+            # No config lets TorchRec alone accumulate.
+            assert isinstance(model, ModelParallel2D)
+            return AccumulatedSteps(model, optimizer, device, num_batches=loop.accumulate)
+        return PipelinedSteps(model, optimizer, device, prefetch_rows=run.prefetch_rows)
 
     def _train_some(
         self,

@@ -19,6 +19,7 @@ from torchrec_2dsp._compat.data_parallel import (
 )
 from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.comms.own_group import own_mesh
 from torchrec_2dsp.dense.dense_parts import broadcast_weights, dense_parts, group_of
 from torchrec_2dsp.dense.layer_stack import LayerStack
 from torchrec_2dsp.dense.pipelined.groups import PipelineGroups
@@ -166,9 +167,8 @@ class PipelinedDense(DataParallelWrapper):
         tp_mesh = self._groups.tensor_parallel_mesh() if mesh.tp > 1 else None
         for name, stack in stacks.items():
             self._cut(name, stack, layers[name], plans[name], tp_mesh)
-        everyone = DeviceMesh(
-            device.type, dist.get_process_group_ranks(group), mesh_dim_names=("dp_pp_tp",)
-        )
+        ranks = torch.tensor(dist.get_process_group_ranks(group))
+        everyone = own_mesh(ranks, device.type, ("dp_pp_tp",))
         self._others = [part for part in parts.values() if not isinstance(part, LayerStack)]
         for part in self._others:
             fully_shard(part, mesh=everyone)

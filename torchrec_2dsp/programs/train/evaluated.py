@@ -7,7 +7,7 @@ from itertools import islice
 import torch
 from torchrec.datasets.utils import Batch
 
-from torchrec_2dsp.comms.mesh_groups import world_group
+from torchrec_2dsp.comms.world_groups import world_group
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.models.kinds import has_clicks, ranking_of

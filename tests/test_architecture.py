@@ -7,6 +7,7 @@ import pytest
 
 import torchrec_2dsp
 from tests.support.code_rules import (
+    group_creations,
     import_effects,
     inherited_violations,
     private_violations,
@@ -38,6 +39,7 @@ Checker = Callable[[Path], list[str]]
         inherited_violations,
         swallowed_errors,
         import_effects,
+        group_creations,
         unchecked_rooms,
     ],
 )
@@ -77,6 +79,7 @@ GOOD = {
     "programs__cli__app": "def run():\n    from pkg.mesh.b import x\n    import rich",
     "mesh__c": "class A:\n    def __init__(self):\n        self._x = 1",
     "mesh__d": "from pkg.mesh.c import A\nclass B(A):\n    def f(self):\n        return self._x",
+    "comms__own_group": "def f():\n    return dist.new_group()",
     "optim__c": "try:\n    f()\nexcept Exception as error:\n    print(error)",
     "report__svg": "def draw():\n    from matplotlib.figure import Figure",
 }
@@ -93,6 +96,7 @@ def test_a_good_package_passes(tmp_path: Path) -> None:
         inherited_violations,
         swallowed_errors,
         import_effects,
+        group_creations,
         size_violations,
     ):
         assert check(package) == []
@@ -173,6 +177,11 @@ def test_a_good_package_passes(tmp_path: Path) -> None:
             "@atexit.register\ndef f():\n    pass",
             import_effects,
             "a.py:1: atexit.register runs when the file is imported",
+        ),
+        (
+            "def f():\n    return torch.distributed.new_group([0])",
+            group_creations,
+            "a.py:2: torch.distributed.new_group creates process groups that release_groups()",
         ),
         ("x = 1\n" * 301, size_violations, "mesh/a.py: 301 lines, over 300; split it by theme"),
         (

@@ -64,6 +64,7 @@ PUBLIC_NAMES = [
     "load_checkpoint",
     "never",
     "pin",
+    "release_groups",
     "save_checkpoint",
 ]
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torchrec_2dsp.access.hot_set import HotSet as HotSet
     from torchrec_2dsp.access.stats import AccessStats as AccessStats
     from torchrec_2dsp.codecs.transport import Transport as Transport
+    from torchrec_2dsp.comms.world_groups import release_groups as release_groups
     from torchrec_2dsp.cost.calibration import Calibration as Calibration
     from torchrec_2dsp.dense.delayed_dense import DelayedDense as DelayedDense
     from torchrec_2dsp.dense.diloco import DiLoCo as DiLoCo
@@ -93,6 +94,7 @@ _ROOMS = {
     "access.hot_set": ("HotSet",),
     "access.stats": ("AccessStats",),
     "codecs.transport": ("Transport",),
+    "comms.world_groups": ("release_groups",),
     "cost.calibration": ("Calibration",),
     "dense.delayed_dense": ("DelayedDense",),
     "dense.diloco": ("DiLoCo",),

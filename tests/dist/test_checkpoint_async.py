@@ -17,8 +17,9 @@ from tests.dist.test_checkpoint_harness import HOT, SEQUENCE, batches, make, sto
 from tests.support.oracle import local_loss
 from tests.support.parity import Cell
 from tests.support.ranks import RankPool, run_ranks
+from torchrec_2dsp.comms.world_groups import WorldGroups
 from torchrec_2dsp.errors import CheckpointError, ConfigError
-from torchrec_2dsp.parallel.checkpoint import group as groups, load_checkpoint, save_checkpoint
+from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
 from torchrec_2dsp.parallel.checkpoint.writer import ChecksumWriter
 
 pytestmark = pytest.mark.dealt_file
@@ -127,8 +128,7 @@ def groups_are_made_once(rank: int, world_size: int, folder: Path) -> list[objec
     seen = []
     for number in range(2):
         save_checkpoint(folder / str(number), model, asynchronous=True).result()
-        (group,) = groups.BACKGROUND_GROUPS.values()
-        seen.append(group)
+        seen.append(WorldGroups.current().shared["background_checkpoints"])
     return [seen[0] is seen[1], seen[0] is dist.group.WORLD, dist.get_backend(seen[0])]
 
 

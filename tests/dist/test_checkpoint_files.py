@@ -31,6 +31,7 @@ from tests.dist.test_checkpoint_harness import (
 from tests.support.models import ModelSpec, TableSpec
 from tests.support.parity import Cell, make_oracle
 from tests.support.ranks import RankPool
+from torchrec_2dsp.comms.world_groups import WorldGroups
 from torchrec_2dsp.parallel.checkpoint import group as groups, load_checkpoint, save_checkpoint
 
 pytestmark = pytest.mark.dealt_file
@@ -278,9 +279,9 @@ def over_a_group_of_its_own(rank: int, world_size: int, path: Path) -> bool:
         cell = Cell(tdsp.Mesh2D(2, 1), "row_wise")
         model, optimizer = make(cell, world_size)
         save_checkpoint(path, model, optimizer, extra={"a": [1, "two"]})
-        (group,) = groups.GLOO_GROUPS.values()
+        group = WorldGroups.current().shared["checkpoints"]
         assert load_checkpoint(path, model, optimizer) == {"a": [1, "two"]}
-        return group is not dist.group.WORLD and list(groups.GLOO_GROUPS.values()) == [group]
+        return group is not dist.group.WORLD and groups.coordination_group() is group
     finally:
         dist.get_backend_config = backend
 

@@ -11,7 +11,7 @@ from torch import nn
 from tests.support.patience import patient
 from tests.support.ranks import RankPool
 from torchrec_2dsp._compat.c10d import store_of_world
-from torchrec_2dsp.comms.mesh_groups import world_group
+from torchrec_2dsp.comms.world_groups import world_group
 from torchrec_2dsp.dense.late_gradients import LateGradients
 
 

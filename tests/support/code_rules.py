@@ -12,6 +12,18 @@ PUBLIC_IN_SPITE = ("_replace", "_asdict", "_fields", "_Unpickler")
 """Names that begin with an underscore so as not to be fields, and the one unpickler in Python."""
 EFFECTS = ("register", "register_backend", "register_module_forward_hook")
 """Functions that change what others see: exit handlers, backends, global hooks."""
+CREATING_GROUPS = (
+    "DeviceMesh",
+    "init_device_mesh",
+    "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+    "split_group",
+)
+"""torch's functions that create process groups."""
+GROUPS_FILE = "comms/own_group.py"
+GROUP_CREATORS = ("comms.own_group", "programs.calibrate.groups", "programs.cluster.self_check")
+"""The modules that may create groups: the library's one place, and programs that destroy theirs."""
 BROAD = ("Exception", "BaseException")
 """What a handler catches that catches everything."""
 
@@ -166,6 +178,23 @@ def import_effects(package: Path) -> list[str]:
         for node in _run_at_import(statement)
         if isinstance(node, ast.Attribute) and node.attr in EFFECTS
     ]
+
+
+def group_creations(package: Path) -> list[str]:
+    """Calls that create process groups elsewhere than where they are noted to be released."""
+    return [
+        f"{module.path}:{node.lineno}: {ast.unparse(node.func)} creates process groups that "
+        f"release_groups() doesn't know; use a function of {GROUPS_FILE}"
+        for module in read_package(package).values()
+        if module.name.split(".", 1)[-1] not in GROUP_CREATORS
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call) and _called_name(node) in CREATING_GROUPS
+    ]
+
+
+def _called_name(call: ast.Call) -> str:
+    """The name of what is called, without what it is an attribute of."""
+    return ast.unparse(call.func).split(".")[-1]
 
 
 def _run_at_import(statement: ast.stmt) -> Iterator[ast.AST]:

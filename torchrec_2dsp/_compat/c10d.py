@@ -16,6 +16,7 @@ __all__ = [
     "IncompatibleKeys",
     "TorchDispatchMode",
     "argument_names",
+    "exists",
     "group_named",
     "is_dispatch_watched",
     "operator_name",
@@ -66,6 +67,11 @@ def pass_on_to(group: dist.ProcessGroup, backend: dist.ProcessGroupGloo) -> None
     kind = dist.ProcessGroup.BackendType.CUSTOM
     group._register_backend(torch.device("cpu"), kind, backend)
     group._set_default_backend(kind)
+
+
+def exists(group: dist.ProcessGroup) -> bool:
+    """Whether a group was created and not destroyed yet, by itself or with its world."""
+    return group in _c10d._world.pg_names
 
 
 def group_named(name: str) -> dist.ProcessGroup:

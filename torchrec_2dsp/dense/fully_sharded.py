@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchrec.distributed.types import ShardingEnv
 
@@ -15,6 +14,7 @@ from torchrec_2dsp._compat.data_parallel import (
     wrapped_module,
 )
 from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.comms.own_group import own_mesh
 from torchrec_2dsp.dense.dense_parts import broadcast_weights, dense_parts, group_of
 from torchrec_2dsp.errors import ConfigError
 
@@ -84,9 +84,9 @@ class FullyShardedDense(DataParallelWrapper):
             )
         ranks = torch.tensor(dist.get_process_group_ranks(group)).view(self._num_copies, -1)
         mesh = (
-            DeviceMesh(device.type, ranks[0], mesh_dim_names=("shard",))
+            own_mesh(ranks[0], device.type, ("shard",))
             if self._num_copies == 1
-            else DeviceMesh(device.type, ranks, mesh_dim_names=("replicate", "shard"))
+            else own_mesh(ranks, device.type, ("replicate", "shard"))
         )
         for _, part in parts:
             broadcast_weights(part, group)

@@ -6,7 +6,6 @@ from fnmatch import fnmatchcase
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torchrec.distributed.types import ShardingEnv
@@ -18,6 +17,7 @@ from torchrec_2dsp._compat.data_parallel import (
 )
 from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.comms.own_group import own_mesh
 from torchrec_2dsp.dense.dense_parts import broadcast_weights, dense_parts, group_of
 from torchrec_2dsp.dense.joint_batch import JointBatch
 from torchrec_2dsp.errors import ConfigError
@@ -74,8 +74,8 @@ class TensorParallelDense(DataParallelWrapper):
             names = {name: type(style).__name__ for name, style in self._plan.items()}
             facts["the settings of TensorParallelDense"] = f"{names}, tp={self._tp}"
         ranks = torch.tensor(dist.get_process_group_ranks(group)).view(mesh.dp, mesh.tp)
-        grid = DeviceMesh(device.type, ranks, mesh_dim_names=("dp", "tp"))
-        everyone = DeviceMesh(device.type, ranks.flatten(), mesh_dim_names=("dp_tp",))
+        grid = own_mesh(ranks, device.type, ("dp", "tp"))
+        everyone = own_mesh(ranks.flatten(), device.type, ("dp_tp",))
         for name, part in parts.items():
             broadcast_weights(part, group)
             if name not in plans:

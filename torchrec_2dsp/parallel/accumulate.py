@@ -8,8 +8,8 @@ from torch import nn
 
 from torchrec_2dsp._compat.data_parallel import data_parallel_parts, has_synced
 from torchrec_2dsp.comms.agreement import agreeing
-from torchrec_2dsp.comms.mesh_groups import world_group
 from torchrec_2dsp.comms.naming_faults import naming_faults
+from torchrec_2dsp.comms.world_groups import world_group
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.shard.parted import sharded_tables
 

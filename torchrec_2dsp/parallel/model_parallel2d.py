@@ -15,8 +15,9 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec_2dsp._compat.torchrec import DMPCollectionContext, get_local_size
 from torchrec_2dsp.access.hot_set import HotSet
 from torchrec_2dsp.comms.agreement import agreeing
-from torchrec_2dsp.comms.mesh_groups import MeshGroups, world_group
+from torchrec_2dsp.comms.mesh_groups import MeshGroups
 from torchrec_2dsp.comms.naming_faults import naming_faults
+from torchrec_2dsp.comms.world_groups import world_group
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
 from torchrec_2dsp.parallel.arguments import checked_plan, describe_sharder

@@ -1,7 +1,6 @@
 """`SampleGroup`: exchanges of samples that run on a thread, one after the other."""
 
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -9,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from torchrec_2dsp.comms.own_group import own_group
+from torchrec_2dsp.comms.world_groups import WorldGroups
 
 T = TypeVar("T")
 
@@ -71,16 +71,14 @@ class SampleGroup:
         Collectives:
             The creation of a group, once.
         """
-        if group not in _GROUPS:
-            _GROUPS[group] = cls(group)
-        return _GROUPS[group]
+        shared = WorldGroups.current().shared
+        if (cls, group) not in shared:
+            shared[cls, group] = cls(group)
+        samples: SampleGroup = shared[cls, group]
+        return samples
 
     def start(self, call: Callable[[], T]) -> Ahead[T]:
         """Run a call on a thread, when those that were started before are over."""
         ahead = Ahead(call, self._last)
         self._last = ahead
         return ahead
-
-
-_GROUPS: "weakref.WeakKeyDictionary[dist.ProcessGroup, SampleGroup]" = weakref.WeakKeyDictionary()
-"""The group of each group of ranks whose batches are balanced."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from torchrec_2dsp.comms.agreement import agreeing
-from torchrec_2dsp.comms.mesh_groups import world_group
+from torchrec_2dsp.comms.world_groups import world_group
 from torchrec_2dsp.errors import ConfigError, InputError, RankError, TwoDError
 from torchrec_2dsp.samples.ahead import Ahead, SampleGroup
 from torchrec_2dsp.samples.cost import SampleCost

@@ -12,7 +12,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.comms.agreement import agreeing
-from torchrec_2dsp.comms.mesh_groups import MeshGroups, world_group
+from torchrec_2dsp.comms.mesh_groups import MeshGroups
+from torchrec_2dsp.comms.world_groups import world_group
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.optim.delayed_moment import DelayedMomentRowWiseAdaGrad
 from torchrec_2dsp.plan.checks.fits_module import check_module_plan, idle_hot_sets

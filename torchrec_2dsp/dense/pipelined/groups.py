@@ -1,13 +1,13 @@
 """`PipelineGroups`: the process groups of the pipelines of a `DenseMesh`."""
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchrec_2dsp._compat.c10d import timeout_of
+from torchrec_2dsp.comms.own_group import own_mesh, own_subgroup
 from torchrec_2dsp.mesh.dense_mesh import DenseMesh
 
 
@@ -63,12 +63,8 @@ class PipelineGroups:
             Creates process groups.
         """
         ranks = torch.tensor(self._ranks).view(-1, self.mesh.tp)
-        return DeviceMesh(self.device.type, ranks, mesh_dim_names=("copy", "tp"))["tp"]
+        return own_mesh(ranks, self.device.type, ("copy", "tp"))["tp"]
 
     def _new(self, name: str, sets: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        group, _ = dist.new_subgroups_by_enumeration(
-            [[self._ranks[rank] for rank in ranks] for ranks in sets],
-            timeout=timeout_of(self.everyone, self.device.type),
-            group_desc=name,
-        )
-        return cast(dist.ProcessGroup, group)
+        global_sets = [[self._ranks[rank] for rank in ranks] for ranks in sets]
+        return own_subgroup(global_sets, timeout_of(self.everyone, self.device.type), name)

@@ -6,7 +6,6 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -19,6 +18,7 @@ from torchrec_2dsp._compat.data_parallel import (
 )
 from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.comms.own_group import own_mesh
 from torchrec_2dsp.dense.dense_parts import broadcast_weights, dense_parts, group_of
 from torchrec_2dsp.dense.layer_stack import LayerStack
 from torchrec_2dsp.dense.pipelined.cut_stack import CutStack
@@ -180,9 +180,8 @@ class PipelinedDense(DataParallelWrapper):
             )
             if tp_mesh is not None:
                 self._stacks[name].split(plans[name], tp_mesh)
-        everyone = DeviceMesh(
-            device.type, dist.get_process_group_ranks(group), mesh_dim_names=("dp_pp_tp",)
-        )
+        ranks = torch.tensor(dist.get_process_group_ranks(group))
+        everyone = own_mesh(ranks, device.type, ("dp_pp_tp",))
         self._others = [part for part in parts.values() if not isinstance(part, LayerStack)]
         for part in self._others:
             fully_shard(part, mesh=everyone)

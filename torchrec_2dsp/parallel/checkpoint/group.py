@@ -1,19 +1,10 @@
 """The process groups over which ranks coordinate a checkpoint."""
 
-import weakref
-from typing import cast
-
 import torch
 import torch.distributed as dist
 
-from torchrec_2dsp._compat.c10d import timeout_of
-from torchrec_2dsp.comms.mesh_groups import world_group
-
-GLOO_GROUPS: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]"
-"""The gloo group of each world that doesn't talk gloo itself."""
-BACKGROUND_GROUPS: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]"
-"""The group of each world's asynchronous saves."""
-GLOO_GROUPS, BACKGROUND_GROUPS = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
+from torchrec_2dsp.comms.own_group import own_group
+from torchrec_2dsp.comms.world_groups import WorldGroups, world_group
 
 
 def coordination_group() -> dist.ProcessGroup:
@@ -23,11 +14,7 @@ def coordination_group() -> dist.ProcessGroup:
         The creation of a group, once per world, if the world itself doesn't talk gloo.
     """
     world = world_group()
-    if _talks_gloo(world):
-        return world
-    if world not in GLOO_GROUPS:
-        GLOO_GROUPS[world] = _new_group(world)
-    return GLOO_GROUPS[world]
+    return world if _talks_gloo(world) else _shared_group("checkpoints")
 
 
 def background_group() -> dist.ProcessGroup:
@@ -38,17 +25,18 @@ def background_group() -> dist.ProcessGroup:
     Collectives:
         The creation of a group, once per world.
     """
-    world = world_group()
-    if world not in BACKGROUND_GROUPS:
-        BACKGROUND_GROUPS[world] = _new_group(world)
-    return BACKGROUND_GROUPS[world]
+    return _shared_group("background_checkpoints")
 
 
-def _new_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    accelerator = None if _talks_gloo(world) else torch.accelerator.current_accelerator()
-    timeout = timeout_of(world, accelerator.type if accelerator is not None else "cpu")
-    group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints")
-    return cast(dist.ProcessGroup, group)
+def _shared_group(name: str) -> dist.ProcessGroup:
+    """All ranks over gloo, in a group that is created at its first use."""
+    world, shared = world_group(), WorldGroups.current().shared
+    if name not in shared:
+        accelerator = None if _talks_gloo(world) else torch.accelerator.current_accelerator()
+        device = accelerator or torch.device("cpu")
+        shared[name] = own_group(world, device, name, backend="gloo")
+    group: dist.ProcessGroup = shared[name]
+    return group
 
 
 def _talks_gloo(world: dist.ProcessGroup) -> bool:

@@ -33,7 +33,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torchrec_2dsp._compat.torchrec import get_local_size
-from torchrec_2dsp.comms.mesh_groups import world_group
+from torchrec_2dsp.comms.world_groups import world_group
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.workload import DenseWork
 from torchrec_2dsp.mesh.mesh2d import Mesh2D

@@ -12,7 +12,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.comms.encoded_bytes import count_encoded
 from torchrec_2dsp.comms.full_duplex import full_duplex_backend
-from torchrec_2dsp.comms.mesh_groups import world_group
+from torchrec_2dsp.comms.world_groups import world_group
 from torchrec_2dsp.cost.workload import DenseWork
 from torchrec_2dsp.dense.gradient_report import GradientReport
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D

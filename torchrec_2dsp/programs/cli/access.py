@@ -53,7 +53,7 @@ def access(
 
 
 def _access(name: str, output: Path, overrides: list[str]) -> None:
-    from torchrec_2dsp.comms.mesh_groups import world_group
+    from torchrec_2dsp.comms.world_groups import world_group
     from torchrec_2dsp.programs.access.config import AccessConfig
     from torchrec_2dsp.programs.access.count import count_access
     from torchrec_2dsp.programs.config.config_file import load_config

@@ -8,7 +8,7 @@ import torch
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from torchrec_2dsp.comms.mesh_groups import world_group
+from torchrec_2dsp.comms.world_groups import world_group
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.models.kinds import has_clicks, ranking_of
 from torchrec_2dsp.programs.models.model import rank_device

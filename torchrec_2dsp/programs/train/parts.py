@@ -16,7 +16,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.comms.agreement import agreeing
-from torchrec_2dsp.comms.mesh_groups import world_group
+from torchrec_2dsp.comms.world_groups import world_group
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan import serialize

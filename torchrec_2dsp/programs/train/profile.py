@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from torchrec_2dsp.comms.full_duplex import wait_for_exchanges
-from torchrec_2dsp.comms.mesh_groups import world_group
+from torchrec_2dsp.comms.world_groups import world_group
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.train.step_mark import step_mark
 

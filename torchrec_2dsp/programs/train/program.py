@@ -1,6 +1,5 @@
 """Train every run of a config, one after the other, on the ranks of this world."""
 
-import gc
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -9,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.functional import binary_cross_entropy
 
 from torchrec_2dsp.comms.agreement import agreeing
-from torchrec_2dsp.comms.mesh_groups import MeshGroups, world_group
+from torchrec_2dsp.comms.world_groups import release_groups, world_group
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.data.dataset import Dataset, Split
 from torchrec_2dsp.programs.data.logs.together import open_together
@@ -104,10 +103,7 @@ def train_run(
     result = trainer.run(watchers, profiler)
     # Only after a success: after a failure the other ranks may never come.
     del trainer
-    MeshGroups.for_mesh(result.plan.mesh, config.loop.device).close()
-    # Traced modules and saved states refer to each other. Until they are collected, they keep the
-    # tables, and the threads and files of the groups, beside those of the next run.
-    gc.collect()
+    release_groups()
     with agreeing(world_group()):
         for watcher in watchers:
             watcher.run_finished(result)

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torchrec.datasets.utils import Batch
 
 from torchrec_2dsp.comms.encoded_bytes import count_encoded
-from torchrec_2dsp.comms.mesh_groups import world_group
 from torchrec_2dsp.comms.naming_faults import naming_faults
 from torchrec_2dsp.comms.notice_board import NoticeBoard
+from torchrec_2dsp.comms.world_groups import world_group
 from torchrec_2dsp.dense.gradient_report import GradientReport
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.comms.agreement import agreeing
-from torchrec_2dsp.comms.mesh_groups import MeshGroups, world_group
+from torchrec_2dsp.comms.mesh_groups import MeshGroups
+from torchrec_2dsp.comms.world_groups import world_group
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
 from torchrec_2dsp.programs.bench.setting import describe_setting

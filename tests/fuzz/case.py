@@ -125,7 +125,7 @@ class DenseCase:
     @property
     def leaves_out(self) -> bool:
         """Whether ranks choose what they send, which the oracle then takes from them."""
-        return self.kind == "thresholded" and (self.density < 1 or self.values != "fp32")
+        return self.kind == "thresholded" and self.density < 1
 
 
 @dataclass(frozen=True, kw_only=True)

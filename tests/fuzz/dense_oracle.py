@@ -29,6 +29,8 @@ class DenseState:
         self._optimizer = _Optimizer(case.dense.optimizer, self.values)
         self._num_steps = 0
         self._sends_all = False
+        self.sent_whole = True
+        """Whether the last step had all gradients, whatever the density."""
         self.left_out = torch.zeros_like(values)
         """What hasn't been sent of the mean gradients so far."""
         self._in_flight: torch.Tensor | None = None
@@ -95,9 +97,11 @@ class DenseState:
     def _sent(self, mean: torch.Tensor, applied: torch.Tensor | None) -> torch.Tensor:
         """The mean of what ranks have sent: all that there is, or what they have chosen."""
         due = self.left_out + mean
-        sends_all = self._sends_all or self._num_steps < self._dense.warm_up
         # A rank that is alone sends nothing, so it leaves nothing out.
-        sent = due if sends_all or applied is None or len(self.values) == 1 else applied.to(due)
+        self.sent_whole = (
+            self._sends_all or self._num_steps < self._dense.warm_up or len(self.values) == 1
+        )
+        sent = due if self.sent_whole or applied is None else applied.to(due)
         self.left_out, self._sends_all = due - sent, False
         return sent
 

@@ -49,7 +49,7 @@ DENSE_CHOICES: dict[str, tuple[Any, ...]] = {
     ),
     "optimizer": ("sgd", "sgd", "adagrad", "adam"),
     "clip": (0.0, 0.0, 0.3),
-    "warm_up": (1, 1, 2, 3),
+    "warm_up": (0, 1, 1, 2, 3),
     "density": (1.0, 0.05, 0.3),
     "values": ("fp32", "bf16", "int8"),
     "route": ("auto", "gather", "owners"),
@@ -126,6 +126,7 @@ def settled(case: Case) -> Case:
         case,
         modules=tuple(_settled_module(case, module) for module in case.modules),
         sync=_settled_sync(case),
+        dense=_settled_dense(case.dense),
         # TorchRec's sequences need a sample.
         sizes=sizes,
         # A refused batch is looked up in part, which lets delayed updates come early.
@@ -150,6 +151,12 @@ def _settled_sync(case: Case) -> SyncCase:
     if case.optimizer == "sgd":
         sync = replace(sync, moments_policy="")
     return sync
+
+
+def _settled_dense(dense: DenseCase) -> DenseCase:
+    if dense.kind == "delayed":
+        return replace(dense, warm_up=max(1, dense.warm_up))
+    return dense
 
 
 def _settled_module(case: Case, module: ModuleCase) -> ModuleCase:

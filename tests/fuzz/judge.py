@@ -9,6 +9,8 @@ import torch
 
 from tests.fuzz.actions import actions_of
 from tests.fuzz.case import Case
+from tests.fuzz.density import check_density
+from tests.fuzz.difference import Difference
 from tests.fuzz.oracle import expect
 from tests.fuzz.processes import RankReport
 from tests.fuzz.seen import Piece, Seen
@@ -32,6 +34,8 @@ class Counts:
     """Numbers that two ranks hold, compared bit for bit."""
     left_out: int = 0
     """Dense gradients that ranks hadn't sent yet."""
+    chosen: int = 0
+    """Elements of dense gradients that ranks chose to send, where they didn't send all."""
     refused_batches: int = 0
     synced_rows: int = 0
     rounded: int = 0
@@ -68,7 +72,8 @@ def judge(case: Case, reports: list[RankReport]) -> Verdict:
         comparison.check_copies(seen)
         comparison.check_refusals(seen)
         comparison.check_left_out(seen)
-    except _Difference as difference:
+        comparison.check_density(seen)
+    except Difference as difference:
         return Verdict("finding", difference.kind, difference.text, comparison.counts)
     comparison.counts.synced_rows = sum(of_rank.num_synced_rows for of_rank in seen)
     return Verdict("ok", counts=comparison.counts)
@@ -101,14 +106,6 @@ def _stem(message: str) -> str:
     """An error's text without what differs from case to case."""
     line = message.strip().splitlines()[0] if message.strip() else ""
     return re.sub(r"'[^']*'|m\d[tf]\d+|[-\d.]+|\([^)]*\)", "_", line)[:90]
-
-
-class _Difference(Exception):
-    """Something that isn't as expected."""
-
-    def __init__(self, kind: str, text: str) -> None:
-        self.kind, self.text = kind, text
-        super().__init__(text)
 
 
 class _Comparison:
@@ -146,7 +143,7 @@ class _Comparison:
         wanted_lookups = {index for index, of in self._exact.scores if of == rank}
         missing |= wanted_lookups - looked_up
         if missing:
-            raise _Difference("the machine", f"rank {rank} didn't see actions {sorted(missing)}")
+            raise Difference("the machine", f"rank {rank} didn't see actions {sorted(missing)}")
 
     def check_copies(self, seen: list[Seen]) -> None:
         """What several ranks hold must be equal bit for bit, and tables must be complete."""
@@ -174,7 +171,7 @@ class _Comparison:
                 for holder in self._holders(name):
                     if held[name, holder] != table.rows * table.dim:
                         text = f"{held[name, holder]} of {table.rows * table.dim} weights of {name}"
-                        raise _Difference("incomplete table", f"{text} in {self._at(index)}")
+                        raise Difference("incomplete table", f"{text} in {self._at(index)}")
 
     def check_refusals(self, seen: list[Seen]) -> None:
         """Bad batches are refused by one error on all ranks."""
@@ -183,7 +180,7 @@ class _Comparison:
             if action.kind != "refuse" and texts == {""}:
                 continue
             if len(texts) > 1 or "" in texts:
-                raise _Difference("not refused alike", f"{self._at(index)}: {texts}")
+                raise Difference("not refused alike", f"{self._at(index)}: {texts}")
             self.counts.refused_batches += 1
 
     def check_left_out(self, seen: list[Seen]) -> None:
@@ -197,6 +194,10 @@ class _Comparison:
             copies = [(rank, of_rank.applied[index]) for rank, of_rank in enumerate(seen)]
             self._check_equal("dense gradients", copies, index)
 
+    def check_density(self, seen: list[Seen]) -> None:
+        """Ranks send no more of dense gradients than they were asked to."""
+        self.counts.chosen += check_density(self._case, self._exact, seen)
+
     def _check_equal(self, name: str, copies: list[tuple[int, torch.Tensor]], index: int) -> None:
         (first_rank, first), *others = copies
         for rank, values in others:
@@ -204,7 +205,7 @@ class _Comparison:
             if first.shape != values.shape or not torch.equal(first, values):
                 gap = (first.double() - values.double()).abs().max().item()
                 text = f"{name} on ranks {first_rank} and {rank} by {gap:.3g} in {self._at(index)}"
-                raise _Difference("copies differ", text)
+                raise Difference("copies differ", text)
 
     def _holder(self, table: str, group: int, rank: int) -> int:
         """Which of `_holders` a rank belongs to."""
@@ -234,7 +235,7 @@ class _Comparison:
         if piece is not None:
             wanted, noise = _cut(wanted, piece), _cut(noise, piece)
         if values.shape != wanted.shape:
-            raise _Difference(f"wrong shape of {kind}", f"{what}: {values.shape}")
+            raise Difference(f"wrong shape of {kind}", f"{what}: {values.shape}")
         if not values.numel():
             return
         self.counts.rounded += is_rounded * values.numel()
@@ -242,7 +243,7 @@ class _Comparison:
         excess = gaps - BASE * (1 + wanted.abs())
         if not bool((excess <= noise).all()):
             place = int((excess - noise).argmax())
-            raise _Difference(
+            raise Difference(
                 "wrong numbers",
                 f"{what}: {values.flatten()[place].item():.8g} in place of "
                 f"{wanted.flatten()[place].item():.8g}, off by {gaps.flatten()[place].item():.3g} "

@@ -41,6 +41,8 @@ class Expected:
     """Each rank's weight and bias of the dense layer after each action that reads the state."""
     left_out: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     """What all ranks together haven't sent of dense gradients, after the same actions."""
+    sent_whole: set[int] = field(default_factory=set)
+    """The actions whose dense gradients all ranks send as a whole, whatever their density."""
 
 
 def loss_of(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -184,6 +186,8 @@ class _Simulation:
                 totals[name] += grad
             dense += dense_grads
         self._dense.train(dense, self._lr, self._applied.get(index))
+        if self._dense.sent_whole:
+            expected.sent_whole.add(index)
         for part in self._parts:
             part.train(totals, self._lr)
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torchrec_2dsp as tdsp
 from torchrec_2dsp.codecs.error_feedback import ErrorFeedback
 from torchrec_2dsp.codecs.rows import IntegerRows
+from torchrec_2dsp.dense.bucket_layout import BucketLayout
 from torchrec_2dsp.dense.late_gradients import LateGradients
 from torchrec_2dsp.replicas.hops import ArrivingRows, Hop
 from torchrec_2dsp.rows.direct_update import DirectUpdater
@@ -21,7 +22,7 @@ from torchrec_2dsp.rows.direct_update import DirectUpdater
 _apply, _sync_now = DirectUpdater.apply, tdsp.ModelParallel2D.sync_now
 _start, _scales = Hop.start, IntegerRows._scales
 _arrived, _take_off = LateGradients._arrived, ErrorFeedback.take_off
-_mean = tdsp.LocalDense.mean
+_mean, _layout_of = tdsp.LocalDense.mean, BucketLayout.of
 
 
 @contextmanager
@@ -117,6 +118,17 @@ def a_rank_that_forgets_what_it_left_out() -> Iterator[None]:
         _take_off(feedback, name, positions, 1.01 * sent if dist.get_rank() == 1 else sent)
 
     with mock.patch.object(ErrorFeedback, "take_off", take_off):
+        yield
+
+
+@contextmanager
+def ranks_that_send_twice_as_much() -> Iterator[None]:
+    """All ranks choose twice the elements of dense gradients that they were asked for."""
+
+    def layout_of(params: Any, *, density: float, dense_below: int) -> BucketLayout:
+        return _layout_of(params, density=min(0.99, 2 * density), dense_below=dense_below)
+
+    with mock.patch.object(BucketLayout, "of", layout_of):
         yield
 
 

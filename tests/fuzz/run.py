@@ -26,6 +26,7 @@ from tests.fuzz.oracle import loss_of
 from tests.fuzz.seen import Piece, Seen, StateSeen
 from tests.support.loops import local_tensors
 from tests.support.parity import local_shards
+from torchrec_2dsp.dense.gradient_report import GradientReport
 from torchrec_2dsp.shard.parted import sharded_tables
 
 _PIPELINES = {
@@ -97,11 +98,18 @@ class _Run:
         elif action.kind == "reordered":
             self._look_up_reordered(index, action)
         else:
+            before = self._sent_so_far
             loss, scores = self._look_up(action)
             self._seen.losses[index] = float(loss)
             self._seen.scores[index] = scores.clone()
             if action.kind in ("train", "detach") and self._case.dense.leaves_out:
                 self._seen.applied[index] = self._applied
+                self._seen.sent[index] = self._sent_so_far - before
+
+    @property
+    def _sent_so_far(self) -> GradientReport:
+        """What this rank has sent of dense gradients, where it may leave something out."""
+        return self._dense.total if self._case.dense.leaves_out else GradientReport()
 
     def _look_up(self, action: Action) -> tuple[torch.Tensor, torch.Tensor]:
         if self._pipeline is not None and action.in_stream:

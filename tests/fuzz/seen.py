@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from torchrec_2dsp.dense.gradient_report import GradientReport
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -37,6 +39,8 @@ class Seen:
     """Errors of batches that had to be refused."""
     applied: dict[int, torch.Tensor] = field(default_factory=dict)
     """The mean dense gradients of updates, where ranks choose what they send."""
+    sent: dict[int, GradientReport] = field(default_factory=dict)
+    """What this rank says that it sent of dense gradients, by update."""
     left_out: dict[int, torch.Tensor] = field(default_factory=dict)
     """What this rank hasn't sent yet at a read of the state, in the form of a mean's share."""
     num_synced_rows: int = 0

@@ -111,22 +111,35 @@ def dense_case(**fields: Any) -> Case:
     return Case(dense=DenseCase(**fields), steps=3)
 
 
+WRONG = "wrong numbers"
+THRESHOLDED = dense_case(kind="thresholded", density=0.3, route="gather")
+
+
 @pytest.mark.parametrize(
-    ("plant", "case", "text"),
+    ("plant", "case", "kind", "text"),
     [
-        (plants.late_gradients_that_are_lost, dense_case(kind="delayed"), "dense layer on rank"),
+        (
+            plants.late_gradients_that_are_lost,
+            dense_case(kind="delayed"),
+            WRONG,
+            "dense layer on rank",
+        ),
         (
             plants.a_rank_that_forgets_what_it_left_out,
-            dense_case(kind="thresholded", density=0.3, route="gather"),
+            THRESHOLDED,
+            WRONG,
             "dense gradients that weren't sent",
         ),
-        (plants.ranks_that_meet_without_rank_1, dense_case(kind="local"), "scores of rank"),
+        (plants.ranks_that_send_twice_as_much, THRESHOLDED, "more than the density", "4 of 5"),
+        (plants.ranks_that_meet_without_rank_1, dense_case(kind="local"), WRONG, "scores of rank"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_a_dense_wrapper_does_wrong_is_found(plant: Plant, case: Case, text: str) -> None:
+def test_what_a_dense_wrapper_does_wrong_is_found(
+    plant: Plant, case: Case, kind: str, text: str
+) -> None:
     verdict, right = with_and_without(plant, case)
-    assert (verdict.outcome, verdict.kind) == ("finding", "wrong numbers"), verdict.text
+    assert (verdict.outcome, verdict.kind) == ("finding", kind), verdict.text
     assert text in verdict.text
     assert right.outcome == "ok", right.text
 

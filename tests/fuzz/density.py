@@ -1,0 +1,84 @@
+"""How much ranks sent of their dense gradients, against the density that they were asked for."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from tests.fuzz.actions import actions_of, batches_of
+from tests.fuzz.case import Case
+from tests.fuzz.difference import Difference
+from tests.fuzz.oracle import Expected
+from tests.fuzz.seen import Seen
+from tests.fuzz.weights import initial_dense
+from torchrec_2dsp.dense.gradient_report import GradientReport
+
+
+def check_density(case: Case, exact: Expected, seen: list[Seen]) -> int:
+    """Check that no rank sent more than the density allows; how many elements all chose.
+
+    Args:
+        case: that was run.
+        exact: says which steps send everything.
+        seen: by each rank.
+    """
+    if not case.dense.leaves_out:
+        return 0
+    num_chosen, actions = 0, actions_of(case)
+    for index, applied in seen[0].applied.items():
+        # DDP adds up after each batch of the first step, and after the last one of others.
+        is_first = index == 0
+        num_sums = len(batches_of(case, actions[index])) if is_first else 1
+        for rank, of_rank in enumerate(seen):
+            report, where = of_rank.sent[index], f"rank {rank} in action {index}"
+            _check_report(case, report, index in exact.sent_whole, where)
+            _check_chosen(case, report, num_sums, where)
+            num_chosen += report.num_entries
+        if not seen[0].sent[index].num_thresholded_steps:
+            continue
+        for number, (size, values) in enumerate(_by_param(case, applied)):
+            allowed = num_sums * case.world_size * _most_of(case, size)
+            if (num_changed := int(values.count_nonzero())) > allowed:
+                raise Difference(
+                    "more than the density",
+                    f"{num_changed} of {size} elements of dense parameter {number} were sent in "
+                    f"action {index}; the density allows all ranks {allowed} together",
+                )
+    return num_chosen
+
+
+def _check_report(case: Case, sent: GradientReport, is_whole: bool, where: str) -> None:
+    """Check how a rank says that it has sent the gradients of one step."""
+    is_thresholded = sent.num_thresholded_steps == 1
+    has_choice = case.dense.route == "auto"
+    if sent.num_steps != 1 or (is_thresholded and is_whole):
+        raise Difference("wrong report", f"{where}: {sent}")
+    if not is_whole and not is_thresholded and not has_choice:
+        raise Difference("wrong report", f"{where} was to leave something out: {sent}")
+    if has_choice and is_thresholded and not sent.num_bytes < sent.dense_bytes:
+        raise Difference("wrong report", f"{where} chose to send more than in DDP: {sent}")
+
+
+def _check_chosen(case: Case, sent: GradientReport, num_sums: int, where: str) -> None:
+    """Check how many elements a rank says that it has sent in one step."""
+    sizes = [param.numel() for param in initial_dense(case)]
+    num_sums *= sent.num_thresholded_steps
+    most = num_sums * sum(_most_of(case, size) for size in sizes)
+    num_elements = num_sums * sum(sizes)
+    if sent.num_entries > most or sent.num_elements != num_elements:
+        raise Difference(
+            "more than the density",
+            f"{where}: {sent.num_entries} of {sent.num_elements} elements, where {most} of "
+            f"{num_elements} are allowed",
+        )
+
+
+def _most_of(case: Case, size: int) -> int:
+    """How many elements of a parameter a rank may send in a step."""
+    return math.ceil(case.dense.density * size)
+
+
+def _by_param(case: Case, values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """The size and the values of each dense parameter, of which the case has all in one tensor."""
+    sizes = [param.numel() for param in initial_dense(case)]
+    yield from zip(sizes, values.split(sizes), strict=True)

@@ -23,11 +23,12 @@ from tests.support.exporting import (
 )
 from tests.support.patience import patient
 from tests.support.ranks import RankPool
-from torchrec_2dsp.errors import CheckpointError, ConfigError, ExportError, UnsupportedError
+from torchrec_2dsp.errors import CheckpointError, ConfigError, ExportError
 from torchrec_2dsp.programs.export.export import export_model
 from torchrec_2dsp.programs.export.folder import ExportRecord
-from torchrec_2dsp.programs.export.quality import HeldOutBatches, request_of
-from torchrec_2dsp.programs.export.serving import load_script, quantize_, served_tables
+from torchrec_2dsp.programs.export.quality import HeldOutBatches
+from torchrec_2dsp.programs.export.served import request_of
+from torchrec_2dsp.programs.export.serving import load_script, quantize_
 from torchrec_2dsp.programs.export.source import ExportSource
 from torchrec_2dsp.programs.launch.world import only_rank
 from torchrec_2dsp.programs.models.kinds import dataset_for
@@ -74,7 +75,7 @@ def test_the_file_scores_as_tables_of_eight_bits_do(
     tables: Any = next(
         module for module in model.modules() if hasattr(module, "embedding_bag_configs")
     )
-    configs = tables.embedding_bag_configs()
+    names = [name for config in tables.embedding_bag_configs() for name in config.feature_names]
     for table in tables.embedding_bags.children():
         weight: Any = table.weight
         rounded = quantized_by_hand(weight)
@@ -85,7 +86,7 @@ def test_the_file_scores_as_tables_of_eight_bits_do(
     script = load_script(output / "model.pt")
     largest = 0.0
     for batch, float_scores in zip(batches, exact, strict=True):
-        answer = script(*request_of(batch, configs))
+        answer = script(*request_of(batch.dense_features, batch.sparse_features, names))
         # A number on the border between two steps may be rounded either way: FBGEMM multiplies by
         # the inverse of the scale. One step of one number is 4e-3 of a row's range, which is 0.3.
         torch.testing.assert_close(answer["scores"], plain_scores(model, batch), atol=2e-4, rtol=0)
@@ -159,7 +160,7 @@ def test_a_process_without_the_package_answers(served: dict[str, Any]) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     first, *answers, last = done.stdout.splitlines()
     assert (first, last) == ("blocked", "done")
-    request = torch.zeros(2, 2), torch.ones(2, dtype=torch.int64), torch.tensor([1, 0, 1, 0])
+    request = torch.zeros(2, 2), torch.ones(6, dtype=torch.int64), torch.tensor([1, 2, 1, 2])
     here = load_script(output / "model.pt")(*request)
     expected = [f"{name} (2,) {scores.tolist()}" for name, scores in here.items()]
     assert answers == expected
@@ -262,20 +263,14 @@ def test_a_model_that_serves_worse_leaves_nothing(
     with pytest.raises(ConfigError, match="exists and isn't an empty folder"), only_rank("export"):
         export_model(source, served["dlrm"][1])
 
-    def damaged(model: nn.Module) -> nn.Module:
-        quantized = quantize_(model)
-        for name, buffer in quantized.named_buffers():
+    def damaged(model: nn.Module) -> None:
+        quantize_(model)
+        for name, buffer in model.named_buffers():
             if "embedding_bags" in name:
                 buffer.copy_(buffer.flip(0))
-        return quantized
 
     monkeypatch.setattr("torchrec_2dsp.programs.export.export.quantize_", damaged)
     said = r"ne is .* as trained and .* as served, worse by"
     with pytest.raises(ExportError, match=said), only_rank("export"):
         export_model(source, tmp_path / "out", max_loss=0.0)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_model_of_another_kind_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="a Linear can't be exported"):
-        served_tables(nn.Linear(2, 2))

@@ -4,8 +4,8 @@ import os
 import shutil
 from pathlib import Path
 
+import torch
 from torch import nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_2dsp.comms.world_groups import world_group
 from torchrec_2dsp.errors import ConfigError
@@ -18,6 +18,8 @@ from torchrec_2dsp.programs.export.folder import (
     serving_inputs,
     write_encoding,
 )
+from torchrec_2dsp.programs.export.kinds import served_model
+from torchrec_2dsp.programs.export.own import saying_what_stops
 from torchrec_2dsp.programs.export.quality import (
     HeldOutBatches,
     ServedQuality,
@@ -25,18 +27,15 @@ from torchrec_2dsp.programs.export.quality import (
     check_script,
     largest_difference,
     measure,
-    request_of,
     scores_of,
 )
-from torchrec_2dsp.programs.export.serving import (
-    load_script,
-    quantize_,
-    served_tables,
-    serving_script,
-)
+from torchrec_2dsp.programs.export.served import ServedModel, tables_of
+from torchrec_2dsp.programs.export.serving import load_script, quantize_, quantized_bytes
 from torchrec_2dsp.programs.export.source import ExportSource
 from torchrec_2dsp.programs.export.trained import trained_model
 from torchrec_2dsp.programs.models.kinds import dataset_for
+from torchrec_2dsp.programs.models.own_model import OwnModelConfig
+from torchrec_2dsp.programs.train.datasets import shape_of
 from torchrec_2dsp.programs.train.environment import environment
 
 DEFAULT_MAX_LOSS = 0.001
@@ -95,21 +94,40 @@ def _written(
 ) -> ExportRecord:
     """Write all files, and read the model's again to compare it with the trained one."""
     config, group = source.config, world_group()
-    tables = served_tables(model)
     batches = HeldOutBatches(config, dataset_for(config.model, dataset))
-    trained = measure(model, batches, tables, config, group)
-    table_bytes = _table_bytes(tables)
-    quantized = quantize_(model)
-    served = measure(quantized, batches, tables, config, group)
-    serving_script(quantized, tables).save(str(folder / MODEL_FILE))
+    served = served_model(model, config.model, shape_of(config.data, dataset))
+    table_bytes = sum(table.num_embeddings * table.embedding_dim * 4 for table in tables_of(model))
+    trained_quality = measure(model, served, batches, config, group)
+    factory = config.model.factory if isinstance(config.model, OwnModelConfig) else ""
+    with saying_what_stops(factory):
+        quantize_(model)
+        served_quality = measure(model, served, batches, config, group)
+        served.script().save(str(folder / MODEL_FILE))
     script = load_script(folder / MODEL_FILE)
-    check_script(scores_of(script, batches, tables), served.scores)
-    outputs = tuple(script(*request_of(next(iter(batches)), tables)))
-    serving_inputs(config, tables, dataset.num_dense, outputs).save(folder / FEATURES_FILE)
-    write_encoding(config, folder)
-    record = _record(source, trained, served, max_loss, table_bytes, quantized)
+    check_script(scores_of(script, served, batches), served_quality.scores)
+    serving_inputs(config, served, _outputs(script, served, batches)).save(folder / FEATURES_FILE)
+    write_encoding(config, dataset, folder)
+    record = _record(
+        source,
+        trained_quality,
+        served_quality,
+        max_loss,
+        table_bytes,
+        quantized_bytes(model),
+    )
     record.save(folder / EXPORT_FILE)
     return record
+
+
+def _outputs(
+    script: torch.jit.ScriptModule, served: ServedModel, batches: HeldOutBatches
+) -> tuple[str, ...]:
+    """The names of what the script answers."""
+    requests = (served.request(batch) for batch in batches)
+    request = next((request for request in requests if request is not None), None)
+    if request is None:
+        raise ConfigError("no held-out sample has a history to export the model on; hold more out")
+    return tuple(script(*request))
 
 
 def _record(
@@ -118,7 +136,7 @@ def _record(
     served: ServedQuality,
     max_loss: float,
     table_bytes: int,
-    quantized: nn.Module,
+    served_table_bytes: int,
 ) -> ExportRecord:
     metric = source.config.metric
     worse_by = check_loss(metric, trained.metrics[metric], served.metrics[metric], max_loss)
@@ -133,14 +151,6 @@ def _record(
         worse_by=worse_by,
         max_loss=max_loss,
         table_bytes=table_bytes,
-        served_table_bytes=sum(
-            buffer.nbytes
-            for name, buffer in quantized.named_buffers()
-            if ".embedding_bags." in name
-        ),
+        served_table_bytes=served_table_bytes,
         environment=environment(),
     )
-
-
-def _table_bytes(tables: list[EmbeddingBagConfig]) -> int:
-    return sum(table.num_embeddings * table.embedding_dim * 4 for table in tables)

@@ -1,5 +1,6 @@
 """`ServingInputs`, `ExportRecord` and `write_encoding`: what lies beside an exported model."""
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,35 +8,22 @@ from typing import Any, ClassVar, Literal
 
 import tomli_w
 from pydantic import ConfigDict
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_2dsp.programs.config.config_file import with_absolute_paths
 from torchrec_2dsp.programs.config.json_file import JsonFile
-from torchrec_2dsp.programs.config.sections import Section
+from torchrec_2dsp.programs.data.dataset import Dataset
 from torchrec_2dsp.programs.data.logs.config import LogConfig
+from torchrec_2dsp.programs.data.logs.sequence_data import SequenceData
+from torchrec_2dsp.programs.export.served import ServedFeature, ServedModel
 from torchrec_2dsp.programs.train.config import TrainConfig
 
 MODEL_FILE, FEATURES_FILE, EXPORT_FILE = "model.pt", "features.json", "export.json"
 """The model, what it takes, and how it compares with what was trained."""
 DATA_FILE, PREPARED_FOLDER = "data.toml", "prepared"
 """How values of a log become ids: the section of the config, and what was prepared for it."""
+ITEMS_FILE = "items.json"
+"""The names of the items of a log of interactions, by their ids."""
 _ENCODING_FILES = ("vocabulary_*.parquet", "scales.json")
-
-
-class ServedFeature(Section):
-    """A sparse feature of a request."""
-
-    name: str
-    """The feature's name in the data."""
-
-    table: str
-    """The table that its ids are rows of."""
-
-    num_rows: int
-    """How many rows the table has: ids are 0 to ``num_rows - 1``."""
-
-    dim: int
-    """The embedding dimension."""
 
 
 class ServingInputs(JsonFile):
@@ -60,6 +48,9 @@ class ServingInputs(JsonFile):
 
     outputs: tuple[str, ...]
     """The names of the tensors that the model gives."""
+
+    functions: tuple[str, ...] = ()
+    """The functions that the model has beside its call."""
 
 
 class ExportRecord(JsonFile):
@@ -110,31 +101,28 @@ class ExportRecord(JsonFile):
 
 
 def serving_inputs(
-    config: TrainConfig,
-    tables: list[EmbeddingBagConfig],
-    num_dense: int,
-    outputs: tuple[str, ...],
+    config: TrainConfig, served: ServedModel, outputs: tuple[str, ...]
 ) -> ServingInputs:
     """The content of features.json."""
     columns: Any = getattr(config.data, "dense", ())
     return ServingInputs(
         kind=config.model.kind,
-        num_dense=num_dense,
-        dense=tuple(column.column for column in columns) if num_dense else (),
-        features=tuple(
-            ServedFeature(
-                name=name, table=table.name, num_rows=table.num_embeddings, dim=table.embedding_dim
-            )
-            for table in tables
-            for name in table.feature_names
-        ),
+        num_dense=served.num_dense,
+        dense=tuple(column.column for column in columns) if served.num_dense else (),
+        features=served.features,
         outputs=outputs,
+        functions=served.functions,
     )
 
 
-def write_encoding(config: TrainConfig, folder: Path) -> None:
-    """Write how values of a log become ids, if the data is a log: its section of the config, and
-    copies of the vocabularies and scales that it uses."""
+def write_encoding(config: TrainConfig, dataset: Dataset, folder: Path) -> None:
+    """Write how values of a log become ids, if the data is a log.
+
+    Of a log of rows that is its section of the config, with copies of the vocabularies and scales
+    that it uses; of a log of interactions, the names of its items in the order of their ids.
+    """
+    if isinstance(dataset, SequenceData):
+        (folder / ITEMS_FILE).write_text(json.dumps(dataset.log.item_names, ensure_ascii=False))
     data = config.data
     if not isinstance(data, LogConfig):
         return

@@ -8,11 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.datasets.utils import Batch
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_2dsp.errors import ConfigError, ExportError
 from torchrec_2dsp.programs.data.dataset import Dataset, Split
-from torchrec_2dsp.programs.export.serving import Scores, scores_module
+from torchrec_2dsp.programs.export.served import Answer, ServedModel
 from torchrec_2dsp.programs.models.kinds import has_clicks, ranking_of
 from torchrec_2dsp.programs.models.ranking_metrics import ranking_metrics
 from torchrec_2dsp.programs.train.config import TrainConfig
@@ -23,9 +22,6 @@ from torchrec_2dsp.programs.train.stepping import closing_batches
 _ROUNDING = 1e-5
 """How far a script's scores may be from those of the module that it was made of, relative to the
 largest: the same arithmetic, of which the compiler may round some in another order."""
-
-Request = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""What a served model is given: dense features, values and lengths."""
 
 
 class HeldOutBatches:
@@ -48,19 +44,12 @@ class HeldOutBatches:
             yield from islice(opened, loop.eval_steps or None)
 
 
-def request_of(batch: Batch, tables: list[EmbeddingBagConfig]) -> Request:
-    """The request for a batch of samples."""
-    bags = [batch.sparse_features[name] for table in tables for name in table.feature_names]
-    values = torch.cat([bag.values() for bag in bags])
-    return batch.dense_features, values, torch.cat([bag.lengths() for bag in bags])
-
-
 def scores_of(
-    model: Callable[..., Scores], batches: HeldOutBatches, tables: list[EmbeddingBagConfig]
+    answers: Callable[..., Answer], served: ServedModel, batches: HeldOutBatches
 ) -> list[torch.Tensor]:
-    """The scores that a module gives the samples of each batch."""
+    """The scores that a module, or a script, gives the samples of each batch."""
     with torch.no_grad():
-        return [model(*request_of(batch, tables))["scores"] for batch in batches]
+        return [served.scores(answers, batch) for batch in batches]
 
 
 @dataclass(frozen=True)
@@ -76,8 +65,8 @@ class ServedQuality:
 
 def measure(
     model: nn.Module,
+    served: ServedModel,
     batches: HeldOutBatches,
-    tables: list[EmbeddingBagConfig],
     config: TrainConfig,
     group: dist.ProcessGroup,
 ) -> ServedQuality:
@@ -85,16 +74,15 @@ def measure(
 
     Args:
         model: in evaluation mode.
+        served: how it serves.
         batches: the held-out ones.
-        tables: the tables of the model.
         config: says which metrics there are.
         group: of this process alone.
 
     Collectives:
         Those of `ClickMetrics.gather` and of `ranking_metrics`, in a group of one.
     """
-    features = [name for table in tables for name in table.feature_names]
-    scores = scores_of(scores_module(model, features), batches, tables)
+    scores = scores_of(served.module(), served, batches)
     clicks = ClickMetrics(group, torch.device("cpu"))
     with torch.no_grad():
         for batch in batches:

@@ -1,0 +1,99 @@
+"""`ServedModel`: what the export of a model needs to know of it, whatever kind it is of."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+from torchrec.datasets.utils import Batch
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_2dsp.programs.config.section import Section
+
+Request = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""What a served model is given: dense features, values and lengths."""
+
+Answer = dict[str, torch.Tensor]
+"""What a served model gives: tensors with a row for each sample, by name."""
+
+
+class ServedFeature(Section):
+    """A sparse feature of a request."""
+
+    name: str
+    """The feature's name in the data."""
+
+    table: str
+    """The table that its ids are rows of; empty for a feature that no table has."""
+
+    num_rows: int
+    """How many rows the table has: ids are 0 to ``num_rows - 1``."""
+
+    dim: int
+    """The embedding dimension; 0 without a table."""
+
+
+class ServedModel(Protocol):
+    """A trained model, and how it answers requests.
+
+    It holds on to the model, whose tables may be quantised in place at any time.
+    """
+
+    features: tuple[ServedFeature, ...]
+    """The sparse features, in the order in which a request gives their ids."""
+
+    num_dense: int
+    """How many dense features a sample of a request has."""
+
+    functions: tuple[str, ...]
+    """The functions that the file has beside the call that answers a request."""
+
+    def module(self) -> nn.Module:
+        """A module that answers requests, by the tables as they are now."""
+        ...
+
+    def script(self) -> torch.jit.ScriptModule:
+        """The file's content: `module` as a script, which also checks requests.
+
+        It has no copies of the weights: they are those of the model.
+        """
+        ...
+
+    def request(self, batch: Batch) -> Request | None:
+        """The request for a batch of held-out samples; none if no sample is one."""
+        ...
+
+    def scores(self, answers: Callable[..., Answer], batch: Batch) -> torch.Tensor:
+        """The scores of a batch's samples, by which two models are compared.
+
+        Args:
+            answers: a module or a script of this model.
+            batch: of held-out samples.
+        """
+        ...
+
+
+def tables_of(model: nn.Module) -> list[BaseEmbeddingConfig]:
+    """The tables of a model before they are quantised, in its order."""
+    tables: list[BaseEmbeddingConfig] = []
+    for module in model.modules():
+        if isinstance(module, EmbeddingBagCollection):
+            tables.extend(module.embedding_bag_configs())
+        if isinstance(module, EmbeddingCollection):
+            tables.extend(module.embedding_configs())
+    return tables
+
+
+def request_of(dense: torch.Tensor, features: KeyedJaggedTensor, names: Sequence[str]) -> Request:
+    """The request for some samples.
+
+    Args:
+        dense: the dense features that a request has.
+        features: the ids of the samples.
+        names: the features that a request has, in its order.
+    """
+    bags = [features[name] for name in names]
+    values = torch.cat([bag.values() for bag in bags])
+    return dense, values, torch.cat([bag.lengths() for bag in bags])

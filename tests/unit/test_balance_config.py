@@ -8,7 +8,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from tests.support.bench_results import bench_result
+from tests.support.bench_results import STEPS_MS, bench_result
 from torchrec_2dsp.programs.bench.config import (
     BenchConfig,
     StockContestant,
@@ -16,7 +16,8 @@ from torchrec_2dsp.programs.bench.config import (
     is_stock,
 )
 from torchrec_2dsp.programs.bench.dealt import compute_times, dealt_samples
-from torchrec_2dsp.programs.bench.markdown_balance import balance_table
+from torchrec_2dsp.programs.bench.markdown import markdown_report
+from torchrec_2dsp.programs.bench.markdown_balance import balance_table, shares_of, shares_table
 from torchrec_2dsp.programs.bench.results import ComputeTimes, DealtSamples
 from torchrec_2dsp.programs.bench.statistics import summarize
 from torchrec_2dsp.programs.cli.train_display import balance_text
@@ -216,6 +217,33 @@ def test_a_page_shows_how_even_the_work_was() -> None:
         ["stock_duplex", "1.500", "1.100", "40%", "1.00", "150.0", "150.0", "0.0"],
         *([name, *["-"] * 7] for name in ("exact_2d", "floor")),
     ]
+
+
+def test_a_page_says_how_busy_ranks_were_and_what_the_slowest_cost() -> None:
+    result = bench_result(steps_ms=STEPS_MS | {"stock": (300, *[125] * 6)})
+    first, *others = result.contestants
+    assert shares_table(summarize(result)) == ""
+    assert "Lost to imbalance" not in markdown_report([result])
+    # A step takes 150 ms in the mean. Another rank is the slowest in each step.
+    times = compute_times([[0.05, 0.1], [0.1, 0.05]])
+    first = first.model_copy(update={"compute": times})
+    result = result.model_copy(update={"contestants": (first, *others)})
+    _, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in shares_table(summarize(result)).splitlines()
+    ]
+    assert rows == [
+        ["stock", "50.0%", "16.7%", "33.3%", "1.333"],
+        *([name, *["-"] * 4] for name in ("stock_duplex", "exact_2d", "floor")),
+    ]
+    assert shares_table(summarize(result)) in markdown_report([result])
+    assert shares_of(others[0]) is None
+    # Nobody waits for the slowest rank of a ceiling.
+    ceiling = shares_of(first.model_copy(update={"kind": "ceiling"}))
+    assert ceiling is not None
+    assert (ceiling.busy, ceiling.lost) == (pytest.approx(0.5), 0.0)
+    unmeasured = first.model_copy(update={"blocks": ()})
+    assert shares_of(unmeasured) is None
 
 
 def test_a_run_says_how_even_its_work_was() -> None:

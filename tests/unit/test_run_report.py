@@ -64,6 +64,8 @@ def test_a_page_has_its_parts_in_order_and_every_plot_has_data(tmp_path: Path) -
         "Learning rates",
         "Throughput",
         "Where a step goes",
+        "How even the work of ranks is",
+        "Ranks in a step of plain",
         "Phases of a step of plain",
         "Memory",
         "Bytes per step",

@@ -8,7 +8,15 @@ import pytest
 from tests.support.run_folders import run_record, write_run
 from tests.support.run_pages import figure, headings_of, page_of, words_of
 from tests.support.traces import COMPUTING_US, WAITING_US, step_events, write_trace
+from torchrec_2dsp.programs.bench.rank_shares import RankShares
 from torchrec_2dsp.programs.run_report.contents import RunContents
+from torchrec_2dsp.programs.run_report.rank_balance import (
+    common_steps,
+    rank_shares,
+    slowest_counts,
+)
+from torchrec_2dsp.programs.run_report.step_phases import StepPhase
+from torchrec_2dsp.programs.run_report.step_split import RankSplit, StepTimes
 
 
 def test_profiled_steps_are_split_by_phase_and_the_slowest_rank_is_marked(tmp_path: Path) -> None:
@@ -41,6 +49,61 @@ def test_profiled_steps_are_split_by_phase_and_the_slowest_rank_is_marked(tmp_pa
     assert "rows 0.01 13.6% 0.00 0.01 0.00 (rank 0) 0.00 (rank 10)" in words
     assert "the step 0.11 100.0% 0.08 0.03 0.07 (rank 0) 0.10 (rank 2)" in words
     assert "Phases of a step of plain" not in words
+    # Of steps of 110 us ranks compute 83 in the mean, and the slowest 103.
+    assert "traced as read 75.5% 18.2% 1.24" in words
+    assert "2 0.10 0.03 79.2% 1 of 1" in words
+
+
+def test_a_page_says_what_the_slowest_rank_costs_with_and_without_dealt_samples(
+    tmp_path: Path,
+) -> None:
+    records = [
+        run_record("plain"),
+        run_record("dealt", imbalance_before=1.36, imbalance_after=1.02),
+        run_record("unprofiled"),
+    ]
+    sections = {"plain": {}, "dealt": {"balance": {}}, "unprofiled": {}}
+    folder = write_run(tmp_path / "run", records, sections=sections)
+    # A rank computes 73 us of 100, and in one of two steps of the plain run 50 us more.
+    for rank in range(2):
+        first, second = (step_events(n, 200 * n, late=50 * (n == rank)) for n in range(2))
+        write_trace(folder / "plain" / f"trace_rank{rank}.json", [*first, *second])
+        write_trace(folder / "dealt" / f"trace_rank{rank}.json", step_events())
+    page = page_of(folder)
+    words = " ".join(words_of(page).split())
+    assert "plain as read 78.4% 20.0% 1.26 dealt dealt by cost 73.0% 0.0% 1.00 1.36 1.02" in words
+    assert "rank computing ms waiting ms busy slowest in steps" in words
+    assert "0 0.10 0.03 78.4% 1 of 2 1 0.10 0.03 78.4% 1 of 2" in words
+    assert "Ranks in a step of unprofiled" not in headings_of(page)
+
+
+def split_of(rank: int, *computing_us: float, first: int = 5) -> RankSplit:
+    """The split of steps of 100 us each."""
+    steps = {first + place: StepTimes(time, 100.0) for place, time in enumerate(computing_us)}
+    return RankSplit(
+        rank=rank,
+        num_steps=len(steps),
+        step_us=100.0,
+        computing_us={StepPhase.OTHER: sum(computing_us) / len(steps)},
+        waiting_us={},
+        steps=steps,
+    )
+
+
+def test_what_is_lost_to_the_slowest_rank_is_found_step_by_step() -> None:
+    splits = [split_of(0, 80, 40), split_of(3, 40, 80)]
+    assert rank_shares(splits) == RankShares(busy=0.6, lost=0.2)
+    assert slowest_counts(splits) == {0: 1, 3: 1}
+    # Steps that a trace lacks are left out.
+    later = split_of(9, 20, 10, first=6)
+    assert common_steps([*splits, later]) == [6]
+    shares = rank_shares([*splits, later])
+    assert shares is not None
+    assert shares.imbalance == pytest.approx(80 / (140 / 3))
+    assert shares.lost == pytest.approx(0.8 - 1.4 / 3)
+    assert rank_shares([splits[0], split_of(1, 5, first=9)]) is None
+    assert rank_shares([]) is None
+    assert rank_shares(splits[:1]) == RankShares(busy=0.6, lost=0.0)
 
 
 def test_a_page_says_how_to_profile_if_no_step_was_profiled(tmp_path: Path) -> None:

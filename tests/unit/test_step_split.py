@@ -26,7 +26,7 @@ from tests.support.traces import (
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.run_report.rank_trace import HostSpan, RankTrace
 from torchrec_2dsp.programs.run_report.step_phases import PhaseAtMoment, StepPhase
-from torchrec_2dsp.programs.run_report.step_split import RankSplit, read_splits, slowest
+from torchrec_2dsp.programs.run_report.step_split import RankSplit, StepTimes, read_splits, slowest
 from torchrec_2dsp.programs.train.step_mark import step_mark
 
 OUTSIDE = PhaseAtMoment(StepPhase.OTHER)
@@ -50,6 +50,8 @@ def test_the_split_is_the_mean_of_steps_and_leaves_out_what_lies_between() -> No
     events.append(operator("aten::evaluation", 105, 140))
     split = split_of(events)
     assert (split.num_steps, split.step_us) == (2, 110)
+    waited_us = sum(WAITING_US.values())
+    assert split.steps == {7: StepTimes(100 - waited_us, 100), 8: StepTimes(120 - waited_us, 120)}
     assert split.computing_us == COMPUTING_US | {StepPhase.NEXT_BATCH: 20}
     assert split.waiting_us == WAITING_US
 
@@ -229,6 +231,19 @@ def test_operators_wait_only_if_they_exchange(name: str, may_wait: bool) -> None
     assert OUTSIDE.inside(HostSpan(name, 0, 1, is_operator=True)).may_wait is may_wait
 
 
+def test_a_rank_waits_for_samples_that_it_is_dealt() -> None:
+    events = [
+        event(step_mark(3), 0, 100),
+        event("## next_batch ##", 0, 40),
+        event("## wait for samples ##", 10, 40),
+        event("gloo:all_to_all", 5, 25, thread=OTHER),
+        event("## backward 3 ##", 40, 100),
+    ]
+    split = split_of(events)
+    assert split.waiting_us == {StepPhase.NEXT_BATCH: 15}
+    assert split.steps == {3: StepTimes(85, 100)}
+
+
 def test_collectives_that_a_backward_starts_are_of_dense_gradients() -> None:
     backward = OUTSIDE.inside(HostSpan("## backward 3 ##", 0, 1))
     sent = HostSpan("c10d::allreduce_", 0, 1, is_operator=True)
@@ -237,7 +252,16 @@ def test_collectives_that_a_backward_starts_are_of_dense_gradients() -> None:
 
 def package_sources() -> list[tuple[Path, str]]:
     package = Path(torchrec_2dsp.__file__).parent
-    rooms = ("_compat", "dense", "parallel", "replicas", "rows", "shard", "programs/train")
+    rooms = (
+        "_compat",
+        "dense",
+        "parallel",
+        "replicas",
+        "rows",
+        "samples",
+        "shard",
+        "programs/train",
+    )
     return [(path, path.read_text()) for room in rooms for path in (package / room).rglob("*.py")]
 
 

@@ -4,7 +4,12 @@ from collections.abc import Mapping, Sequence
 from textwrap import indent
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.bench.markdown_balance import BALANCE, balance_table
+from torchrec_2dsp.programs.bench.markdown_balance import (
+    BALANCE,
+    SHARES,
+    balance_table,
+    shares_table,
+)
 from torchrec_2dsp.programs.bench.markdown_predicted import predicted_section, predicted_together
 from torchrec_2dsp.programs.bench.markdown_tables import (
     counts_link,
@@ -116,6 +121,7 @@ _DENSE = (
 
 
 def _section(result: BenchResult, summary: Summary, plot: str | None) -> list[str]:
+    shares = shares_table(summary)
     phases, traffic, plan = phase_table(summary), traffic_table(summary), plan_table(result)
     failed = failures(result)
     return [
@@ -123,9 +129,10 @@ def _section(result: BenchResult, summary: Summary, plot: str | None) -> list[st
         _who_is_best(result, summary),
         step_table(result, summary),
         f"Without figures:\n\n{failed}" if failed else "",
-        "### Where the time goes" if phases or plot else "",
+        "### Where the time goes" if phases or plot or shares else "",
         f"![Traced step by phase]({plot})" if plot else "",
         phases,
+        f"{SHARES}\n\n{shares}" if shares else "",
         f"{_TRAVEL}\n\n{travel}" if (travel := travel_table(summary)) else "",
         f"### Traffic\n\n{traffic}" if traffic else "",
         f"{_ENCODED}\n\n{encoded}" if (encoded := encoded_table(summary)) else "",

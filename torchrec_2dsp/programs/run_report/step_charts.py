@@ -4,6 +4,11 @@ from collections.abc import Sequence
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.run_report.contents import RunContents, RunPart
+from torchrec_2dsp.programs.run_report.rank_balance import (
+    SHARES_TEXT,
+    ranks_table,
+    shares_table,
+)
 from torchrec_2dsp.programs.run_report.step_phases import StepPhase
 from torchrec_2dsp.programs.run_report.step_split import RankSplit, read_splits, slowest
 from torchrec_2dsp.report.charts import BarChart, Bars
@@ -47,7 +52,10 @@ def add_steps(page: Page, contents: RunContents) -> None:
     if splits_of:
         page.add_bars("Where a step goes", step_chart(splits_of))
         page.add_text(_chart_text(splits_of))
+        page.add_table("How even the work of ranks is", shares_table(traced, splits_of))
+        page.add_text(SHARES_TEXT)
     for name, splits in splits_of.items():
+        page.add_table(f"Ranks in a step of {name}", ranks_table(splits))
         page.add_table(f"Phases of a step of {name}", phases_table(splits))
         page.add_text(_table_text(next(run for run in traced if run.name == name), splits))
     for refusal in refusals:

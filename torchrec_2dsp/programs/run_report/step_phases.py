@@ -11,7 +11,7 @@ class StepPhase(StrEnum):
     """What a rank is doing at a moment of a step, in the order of a step."""
 
     NEXT_BATCH = "next batch"
-    """Takes a batch from the data, and brings it to the device."""
+    """Takes a batch from the data, or waits for a dealt one, and brings it to the device."""
     IDS = "ids"
     """Sends the ids of a batch to the ranks that own their rows."""
     LOOKUP = "lookup"
@@ -53,6 +53,8 @@ class PhaseAtMoment:
             sends_dense = self.phase is StepPhase.DENSE_BACKWARD
             phase = StepPhase.DENSE_GRADIENTS if sends_dense else self.phase
             return PhaseAtMoment(phase, may_wait=True)
+        if span.name.startswith(_SAMPLES):
+            return PhaseAtMoment(StepPhase.NEXT_BATCH, may_wait=True)
         for phase, names in _NAMES.items():
             if names.search(span.name):
                 # Row gradients are applied by a lookup of their rows and its backward.
@@ -78,6 +80,9 @@ _EXCHANGES = re.compile(
     r"|_(Arriving|Leaving|Put|Taken|ReduceScatterRagged)(Backward)?$"
 )
 """Autograd functions that send and wait."""
+
+_SAMPLES = "## wait for samples"
+"""The range in which a rank waits for the samples that it is dealt."""
 
 # The first that fits counts: names of a backward before those of its forward.
 _NAMES: dict[StepPhase, re.Pattern[str]] = {

@@ -9,10 +9,22 @@ from typing import Self
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.run_report.rank_trace import HostSpan, RankTrace
 from torchrec_2dsp.programs.run_report.step_phases import PhaseAtMoment, StepPhase
+from torchrec_2dsp.programs.train.step_mark import marked_step
 
 _OTHER = PhaseAtMoment(StepPhase.OTHER)
 _BACKWARD = PhaseAtMoment(StepPhase.DENSE_BACKWARD, may_wait=True)
 _Segment = tuple[float, float, PhaseAtMoment]
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The times of one step of a rank."""
+
+    computing_us: float
+    """How long the rank computes."""
+
+    whole_us: float
+    """What the step takes, waiting included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +52,9 @@ class RankSplit:
     waiting_us: Mapping[StepPhase, float]
     """How long the rank waits for collectives in each phase."""
 
+    steps: Mapping[int, StepTimes]
+    """The times of each step, by its number."""
+
     @classmethod
     def of_trace(cls, rank: int, trace: RankTrace) -> Self:
         """The split of the steps of a trace that have trained.
@@ -51,7 +66,7 @@ class RankSplit:
         waiting: dict[StepPhase, float] = {}
         starts = [span.start_us for span in trace.training]
         backward = [_innermost(spans, _BACKWARD) for spans in trace.backward]
-        num_steps, steps_us = 0, 0.0
+        steps: dict[int, StepTimes] = {}
         for step in trace.steps:
             first, last = bisect_left(starts, step.start_us), bisect_left(starts, step.end_us)
             spans = [step, *trace.training[first:last]]
@@ -59,17 +74,20 @@ class RankSplit:
             # A step for which there was no data any more has none.
             if all(state.phase is not StepPhase.DENSE_BACKWARD for _, _, state in segments):
                 continue
-            num_steps += 1
-            steps_us += step.end_us - step.start_us
+            all_waited_us = 0.0
             for segment in segments:
                 for start_us, end_us, state in _with_backward(segment, backward):
                     waited_us = (
                         _overlap_us(start_us, end_us, trace.collectives) if state.may_wait else 0.0
                     )
+                    all_waited_us += waited_us
                     _add(computing, state.phase, end_us - start_us - waited_us)
                     # A backward that computes nothing and isn't over waits for dense gradients.
                     is_dense = state.phase is StepPhase.DENSE_BACKWARD
                     _add(waiting, StepPhase.DENSE_GRADIENTS if is_dense else state.phase, waited_us)
+            whole_us = step.end_us - step.start_us
+            steps[_number(step)] = StepTimes(whole_us - all_waited_us, whole_us)
+        num_steps = len(steps)
         if not num_steps:
             raise ConfigError(
                 f"the trace of rank {rank} has no step with a backward; profile more steps"
@@ -77,9 +95,10 @@ class RankSplit:
         return cls(
             rank=rank,
             num_steps=num_steps,
-            step_us=steps_us / num_steps,
+            step_us=sum(times.whole_us for times in steps.values()) / num_steps,
             computing_us={phase: total / num_steps for phase, total in computing.items()},
             waiting_us={phase: total / num_steps for phase, total in waiting.items()},
+            steps=steps,
         )
 
     @property
@@ -112,6 +131,13 @@ def rank_of_trace(path: Path) -> int:
 def slowest(splits: Sequence[RankSplit]) -> RankSplit:
     """The rank that computes longest, for which the others wait."""
     return max(splits, key=lambda split: split.all_computing_us)
+
+
+def _number(step: HostSpan) -> int:
+    """The number that the mark of a step has."""
+    number = marked_step(step.name)
+    assert number is not None, step.name
+    return number
 
 
 def _add(totals: dict[StepPhase, float], phase: StepPhase, amount: float) -> None:

@@ -18,20 +18,16 @@ def main() -> None:
     inputs = json.loads((folder / "features.json").read_text())
     num_features, num_samples = len(inputs["features"]), 2
 
-    # Two samples. The first one has id 1 of each feature once, and the second one twice. Ids go
+    # Two samples. The first one has id 1 of each feature, and the second one no ids at all. Ids go
     # feature by feature, and within a feature sample by sample.
     dense = torch.zeros(num_samples, inputs["num_dense"])
-    lengths = torch.tensor([1, 2] * num_features)
-    values = torch.ones(3 * num_features, dtype=torch.int64)
+    lengths = torch.tensor([1, 0] * num_features)
+    values = torch.ones(num_features, dtype=torch.int64)
 
     with torch.inference_mode():
         answer = model(dense, values, lengths)
     for name in inputs["outputs"]:
         print(name, tuple(answer[name].shape), answer[name].flatten()[:4].tolist())
-    if "next_items" in inputs["functions"]:
-        with torch.inference_mode():
-            best = model.next_items(dense, values, lengths, 3)
-        print("next items", best["items"].tolist())
     print("done")
 
 

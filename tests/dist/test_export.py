@@ -1,9 +1,6 @@
 """An exported model scores as TorchRec's quantised tables do, near the trained one, and alone."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,29 +11,26 @@ from torch import nn
 
 from tests.support.exporting import (
     CELLS,
+    HALF_PRECISION,
     Trained,
     plain_evaluation,
     plain_scores,
+    printed_alone,
     quantized_by_hand,
     stock_model,
     train_all,
 )
-from tests.support.patience import patient
 from tests.support.ranks import RankPool
 from torchrec_2dsp.errors import CheckpointError, ConfigError, ExportError
 from torchrec_2dsp.programs.export.export import export_model
 from torchrec_2dsp.programs.export.folder import ExportRecord
+from torchrec_2dsp.programs.export.kinds import served_model
 from torchrec_2dsp.programs.export.quality import HeldOutBatches
-from torchrec_2dsp.programs.export.served import request_of
 from torchrec_2dsp.programs.export.serving import load_script, quantize_
 from torchrec_2dsp.programs.export.source import ExportSource
 from torchrec_2dsp.programs.launch.world import only_rank
 from torchrec_2dsp.programs.models.kinds import dataset_for
 from torchrec_2dsp.programs.train.run_folder import RunFolder
-
-ROOT = Path(__file__).parents[2]
-HALF_PRECISION = 2.0**-11
-"""The rounding of a row's scale and offset, which FBGEMM keeps in half precision."""
 
 
 @pytest.fixture(scope="module")
@@ -60,22 +54,20 @@ def served(trained: tuple[Path, Any]) -> dict[str, tuple[ExportSource, Path, Exp
     return exports
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("cell", CELLS)
 def test_the_file_scores_as_tables_of_eight_bits_do(
     cell: str, served: dict[str, Any], trained: tuple[Path, Any]
 ) -> None:
     source, output, record = served[cell]
     model = stock_model(source)
-    held_out = HeldOutBatches(
-        source.config, dataset_for(source.config.model, source.config.data.dataset())
-    )
+    config = source.config
+    as_served = served_model(model, config.model, config.data.dataset())
+    held_out = HeldOutBatches(config, dataset_for(config.model, config.data.dataset()))
     batches = list(held_out)
     exact = [plain_scores(model, batch) for batch in batches]
     tables: Any = next(
         module for module in model.modules() if hasattr(module, "embedding_bag_configs")
     )
-    names = [name for config in tables.embedding_bag_configs() for name in config.feature_names]
     for table in tables.embedding_bags.children():
         weight: Any = table.weight
         rounded = quantized_by_hand(weight)
@@ -86,7 +78,9 @@ def test_the_file_scores_as_tables_of_eight_bits_do(
     script = load_script(output / "model.pt")
     largest = 0.0
     for batch, float_scores in zip(batches, exact, strict=True):
-        answer = script(*request_of(batch.dense_features, batch.sparse_features, names))
+        request = as_served.request(batch)
+        assert request is not None
+        answer = script(*request)
         # A number on the border between two steps may be rounded either way: FBGEMM multiplies by
         # the inverse of the scale. One step of one number is 4e-3 of a row's range, which is 0.3.
         torch.testing.assert_close(answer["scores"], plain_scores(model, batch), atol=2e-4, rtol=0)
@@ -108,7 +102,6 @@ def test_the_file_scores_as_tables_of_eight_bits_do(
     assert record.table_bytes == 70 * 8 * 4
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("cell", CELLS)
 def test_ranks_evaluate_as_the_plain_model_does_on_their_parts(
     cell: str, served: dict[str, Any], trained: tuple[Path, list[dict[str, Trained]]]
@@ -130,37 +123,10 @@ def test_ranks_evaluate_as_the_plain_model_does_on_their_parts(
     assert (thresholds[0] != thresholds[1]) == (cell == "split")
 
 
-ALONE = """
-import runpy, sys
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torchrec_2dsp", "torchrec"):
-            raise ImportError(f"{name} is blocked")
-sys.meta_path.insert(0, Blocker())
-try:
-    import torchrec_2dsp
-except ImportError:
-    print("blocked")
-sys.argv = ["serve.py", sys.argv[1]]
-runpy.run_path("docs/examples/serve.py", run_name="__main__")
-"""
-
-
 def test_a_process_without_the_package_answers(served: dict[str, Any]) -> None:
     _, output, _ = served["split"]
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, str(output)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=patient(100),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    first, *answers, last = done.stdout.splitlines()
-    assert (first, last) == ("blocked", "done")
-    request = torch.zeros(2, 2), torch.ones(6, dtype=torch.int64), torch.tensor([1, 2, 1, 2])
+    answers = printed_alone("serve.py", output)
+    request = torch.zeros(2, 2), torch.ones(2, dtype=torch.int64), torch.tensor([1, 0, 1, 0])
     here = load_script(output / "model.pt")(*request)
     expected = [f"{name} (2,) {scores.tolist()}" for name, scores in here.items()]
     assert answers == expected
@@ -263,13 +229,13 @@ def test_a_model_that_serves_worse_leaves_nothing(
     with pytest.raises(ConfigError, match="exists and isn't an empty folder"), only_rank("export"):
         export_model(source, served["dlrm"][1])
 
-    def damaged(model: nn.Module) -> None:
+    def damaged_(model: nn.Module) -> None:
         quantize_(model)
         for name, buffer in model.named_buffers():
             if "embedding_bags" in name:
                 buffer.copy_(buffer.flip(0))
 
-    monkeypatch.setattr("torchrec_2dsp.programs.export.export.quantize_", damaged)
+    monkeypatch.setattr("torchrec_2dsp.programs.export.export.quantize_", damaged_)
     said = r"ne is .* as trained and .* as served, worse by"
     with pytest.raises(ExportError, match=said), only_rank("export"):
         export_model(source, tmp_path / "out", max_loss=0.0)

@@ -86,7 +86,6 @@ def expected_ids(row: Row, vocabulary: list[str]) -> tuple[list[int], list[int]]
     return [known if row.user else 0], tags
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_raw_values_get_the_scores_of_the_trained_model(ranks2: RankPool, tmp_path: Path) -> None:
     write_log(tmp_path / "log.csv", ROWS)
     ranks2.run(train_on_log, tmp_path)

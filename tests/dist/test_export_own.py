@@ -1,58 +1,61 @@
-"""Exports of users' own models: the same scores, or an error that says what stops them."""
+"""A user's own model is exported as those of the package are, or refused with what stops it."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+)
 from torchrec.datasets.utils import Batch
 
-from tests.support.exporting import quantized_by_hand, stock_model
+from tests.support.exporting import (
+    DATA,
+    HALF_PRECISION,
+    printed_alone,
+    quantized_by_hand,
+    stock_model,
+    train_config,
+)
 from tests.support.ranks import RankPool
 from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.programs.config.config_file import make_config
-from torchrec_2dsp.programs.data.dataset import DatasetFeature
+from torchrec_2dsp.programs.data.dataset import DatasetFeature, Split
 from torchrec_2dsp.programs.export.export import export_model
-from torchrec_2dsp.programs.export.own import served_own_model
-from torchrec_2dsp.programs.export.quality import HeldOutBatches
-from torchrec_2dsp.programs.export.served import request_of
-from torchrec_2dsp.programs.export.serving import load_script
+from torchrec_2dsp.programs.export.folder import ExportRecord
+from torchrec_2dsp.programs.export.own import saying_what_stops, served_own_model
+from torchrec_2dsp.programs.export.serving import load_script, quantize_
 from torchrec_2dsp.programs.export.source import ExportSource
 from torchrec_2dsp.programs.launch.world import only_rank
 from torchrec_2dsp.programs.train.config import TrainConfig
-from torchrec_2dsp.programs.train.datasets import shape_of
-from torchrec_2dsp.programs.train.program import train
-from torchrec_2dsp.programs.train.run_folder import RunFolder
 
-NAMES = ["user", "item"]
+NUM_USERS, NUM_ITEMS, MOST_IDS, DIM = 40, 30, 3, 8
+DATASET = make_config(TrainConfig, {"data": DATA, "runs": {"main": {}}}).data.dataset()
 
 
 class OwnModel(nn.Module):
-    """A linear model over bags; on demand what it computes depends on the numbers of a batch."""
+    """Bags of users and sequences of items, whose ids the model changes before it looks them up."""
 
-    def __init__(self, features: Sequence[DatasetFeature], num_dense: int, *, looks: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.bags = EmbeddingBagCollection(
-            tables=[
-                EmbeddingBagConfig(
-                    name=f"t_{feature.name}",
-                    num_embeddings=feature.num_rows,
-                    embedding_dim=8,
-                    feature_names=[feature.name],
-                )
-                for feature in features
-            ]
-        )
-        self.over, self.looks = nn.Linear(num_dense + 8 * len(features), 1), looks
+        bags = EmbeddingBagConfig(NUM_USERS, DIM, name="t_user", feature_names=["user"])
+        rows = EmbeddingConfig(NUM_ITEMS, DIM, name="t_item", feature_names=["item"])
+        self.bags = EmbeddingBagCollection([bags])
+        self.items = EmbeddingCollection([rows])
+        self.over = nn.Linear(2 + (1 + MOST_IDS) * DIM, 1)
 
-    def forward(self, batch: Batch) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        bags = self.bags(batch.sparse_features).values()
-        logits = self.over(torch.cat([batch.dense_features, bags], dim=1)).squeeze(1)
-        if self.looks and not self.training and bool(batch.dense_features.sum() > 1e9):
-            logits = 2 * logits
+    def forward(self, batch: Batch) -> Any:
+        users = self.bags(batch.sparse_features)["user"]
+        items = self.items(batch.sparse_features)["item"].to_padded_dense(MOST_IDS)
+        inputs = torch.cat([batch.dense_features, users, items.flatten(1)], dim=1)
+        logits = self.over(torch.relu(inputs)).squeeze(1)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
         return loss, (loss.detach(), logits.detach(), batch.labels)
 
@@ -60,85 +63,165 @@ class OwnModel(nn.Module):
 def make_model(
     features: Sequence[DatasetFeature], num_dense: int, options: Mapping[str, Any]
 ) -> nn.Module:
-    return OwnModel(features, num_dense, looks=options["looks"])
+    return OwnModel()
 
 
-def train_own_models(rank: int, world_size: int, folder: Path) -> None:
-    for looks in (False, True):
-        options = {"looks": looks}
-        config = make_config(
-            TrainConfig,
-            {
-                "data": {
-                    "num_dense": 2,
-                    "features": [
-                        {"name": "user", "num_rows": 40},
-                        {"name": "item", "num_rows": 30, "min_ids": 0, "max_ids": 3},
-                    ],
-                },
-                "model": {
-                    "kind": "module:factory",
-                    "factory": f"{__name__}:make_model",
-                    "options": options,
-                },
-                "loop": {"steps": 4, "global_batch_size": 16, "eval_steps": 2, "report_every": 4},
-                "checkpoint": {"folder": str(folder / f"checkpoints_{looks}")},
-                "output": {"folder": str(folder / f"out_{looks}")},
-                "runs": {"main": {"num_groups": 2}},
-            },
-        )
-        train(config, [] if rank else [RunFolder(config.output.folder, config)])
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_own_models_score_as_rounded_tables_do(ranks2: RankPool, tmp_path: Path) -> None:
-    ranks2.run(train_own_models, tmp_path)
-    source = ExportSource.find(tmp_path / "out_False")
+@pytest.fixture(scope="module")
+def served(
+    ranks2: RankPool, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[ExportSource, Path, ExportRecord]:
+    """The model, trained and exported."""
+    folder = tmp_path_factory.mktemp("own")
+    tree = {
+        "data": DATA,
+        "model": {"kind": "module:factory", "factory": f"{__name__}:make_model"},
+        "loop": {"steps": 4, "global_batch_size": 16, "eval_steps": 2},
+        "checkpoint": {"folder": str(folder / "checkpoints")},
+        "output": {"folder": str(folder / "out")},
+        "runs": {"main": {"num_groups": 2}},
+    }
+    ranks2.run(train_config, make_config(TrainConfig, tree))
+    source, output = ExportSource.find(folder / "out"), folder / "served"
     with only_rank("export"):
-        record = export_model(source, tmp_path / "served", max_loss=0.01)
+        return source, output, export_model(source, output, max_loss=0.01)
+
+
+def test_the_file_scores_as_the_model_does_over_rounded_rows(
+    served: tuple[ExportSource, Path, ExportRecord],
+) -> None:
+    source, output, record = served
     model: Any = stock_model(source)
-    for table in model.bags.embedding_bags.children():
-        table.weight.copy_(quantized_by_hand(table.weight))
-    script = load_script(tmp_path / "served" / "model.pt")
-    for batch in HeldOutBatches(source.config, source.config.data.dataset()):
-        answer = script(*request_of(batch.dense_features, batch.sparse_features, NAMES))
-        _, (_, logits, _) = model(batch)
+    script = load_script(output / "model.pt")
+    batches = DATASET.batches(Split.EVAL, global_batch_size=16, rank=0, world_size=1)
+    held_out = [batch for _, batch in zip(range(2), batches, strict=False)]
+    exact = [model(batch)[1][1] for batch in held_out]
+    for table in (model.bags.embedding_bags["t_user"], model.items.embeddings["t_item"]):
+        rounded = quantized_by_hand(table.weight)
+        span = table.weight.amax(dim=1) - table.weight.amin(dim=1)
+        bound = span / 510 + 2 * HALF_PRECISION * table.weight.abs().amax(dim=1)
+        assert ((rounded - table.weight).abs().amax(dim=1) <= bound).all()
+        table.weight.copy_(rounded)
+    largest = 0.0
+    for batch, exact_scores in zip(held_out, exact, strict=True):
+        ids = batch.sparse_features
+        answer = script(batch.dense_features, ids.values(), ids.lengths())
         # A number on the border between two steps may be rounded either way.
-        torch.testing.assert_close(answer["scores"], logits, atol=2e-3, rtol=0)
+        torch.testing.assert_close(answer["scores"], model(batch)[1][1], atol=5e-4, rtol=0)
         assert torch.equal(answer["probabilities"], torch.sigmoid(answer["scores"]))
-    assert 0 < record.largest_difference < 0.02
+        largest = max(largest, float((answer["scores"] - exact_scores).abs().max()))
+        # Of the batch, each sample alone, as the guide says a request is.
+        for number in (0, 7):
+            bags = [ids[name].to_dense()[number] for name in ("user", "item")]
+            alone = (
+                batch.dense_features[number : number + 1],
+                torch.cat(bags),
+                torch.tensor([len(bag) for bag in bags]),
+            )
+            # The rounding of float32.
+            torch.testing.assert_close(
+                script(*alone)["scores"], answer["scores"][number : number + 1], atol=1e-6, rtol=0
+            )
+    # The rounding of float32.
+    assert 0 < record.largest_difference == pytest.approx(largest, abs=1e-6)
+    assert record.largest_difference < 0.02
+    assert (record.metric, record.num_samples) == ("ne", 32)
+    assert record.served_table_bytes == (NUM_USERS + NUM_ITEMS) * 16
+    content = json.loads((output / "features.json").read_text())
+    assert content["features"] == [
+        {"name": "user", "table": "t_user", "num_rows": NUM_USERS, "dim": DIM},
+        {"name": "item", "table": "t_item", "num_rows": NUM_ITEMS, "dim": DIM},
+    ]
+    assert (content["kind"], content["num_dense"]) == ("module:factory", 2)
 
-    looking = ExportSource.find(tmp_path / "out_True")
-    said = r"factory='.*:make_model' can't be exported: .*\nThe forward is recorded without a batch"
-    with pytest.raises(UnsupportedError, match=f"(?s){said}"), only_rank("export"):
-        export_model(looking, tmp_path / "never", max_loss=0.01)
-    assert not (tmp_path / "never").exists()
+
+def test_a_process_without_the_package_and_the_factory_answers(
+    served: tuple[ExportSource, Path, ExportRecord],
+) -> None:
+    _, output, _ = served
+    request = torch.zeros(2, 2), torch.ones(2, dtype=torch.int64), torch.tensor([1, 0, 1, 0])
+    here = load_script(output / "model.pt")(*request)
+    assert printed_alone("serve.py", output) == [
+        f"{name} (2,) {numbers.tolist()}" for name, numbers in here.items()
+    ]
 
 
-class MyBags(EmbeddingBagCollection):
-    """Bags that do something else, for all that TorchRec knows."""
+class OwnBags(EmbeddingBagCollection):
+    """Bags that TorchRec doesn't know."""
 
 
-def my_bags() -> nn.Module:
-    return MyBags(
-        tables=[
-            EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=3, feature_names=["f"])
-        ]
-    )
+class Asking(OwnModel):
+    """A model that looks at its numbers before it computes."""
+
+    def forward(self, batch: Batch) -> Any:
+        if batch.dense_features.sum() > 0:
+            return super().forward(batch)
+        return super().forward(batch)
+
+
+class Unscriptable(OwnModel):
+    """A model that calls what no script has."""
+
+    def forward(self, batch: Batch) -> Any:
+        loss, (detached, logits, labels) = super().forward(batch)
+        return loss, (detached, torch.func.vmap(torch.sin)(logits), labels)
+
+
+def with_own_bags() -> nn.Module:
+    model = OwnModel()
+    model.bags = OwnBags(model.bags.embedding_bag_configs())
+    return model
+
+
+def scripted(model: nn.Module) -> torch.jit.ScriptModule:
+    with saying_what_stops("mine:make"):
+        served_model = served_own_model(model, DATASET, "mine:make")
+        quantize_(model)
+        return served_model.script()
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("make", "said"),
     [
-        (nn.Linear(2, 2), "it has no EmbeddingBagCollection and no EmbeddingCollection"),
-        (nn.ModuleDict({"bags": my_bags()}), "bags is a MyBags, which TorchRec doesn't quantise"),
+        (lambda: nn.Linear(2, 2), "has no EmbeddingBagCollection and no EmbeddingCollection"),
+        (with_own_bags, "bags is a OwnBags, which TorchRec doesn't quantise; use an Embedding"),
+        (Asking, "TraceError: symbolically traced variables cannot be used as inputs to control"),
+        (Unscriptable, "can't be exported: "),
     ],
 )
-def test_models_without_tables_to_quantise_are_refused(model: nn.Module, said: str) -> None:
-    config = make_config(
-        TrainConfig,
-        {"data": {"features": [{"name": "f", "num_rows": 3}]}, "runs": {"main": {}}},
-    )
-    shape = shape_of(config.data, config.data.dataset())
-    with pytest.raises(UnsupportedError, match=said):
-        served_own_model(model, shape, "mine:make")
+def test_what_stops_an_export_is_named(make: Callable[[], nn.Module], said: str) -> None:
+    model = make().eval().requires_grad_(False)
+    with pytest.raises(UnsupportedError, match=said) as caught:
+        scripted(model)
+    assert "the model of factory='mine:make' can't be exported" in str(caught.value)
+
+
+def test_another_number_of_scores_is_refused() -> None:
+    class OneScore(OwnModel):
+        def forward(self, batch: Batch) -> Any:
+            loss, (detached, logits, labels) = super().forward(batch)
+            return loss, (detached, logits.sum(), labels)
+
+    served_model = served_own_model(OneScore().eval(), DATASET, "mine:make")
+    batch = next(iter(DATASET.batches(Split.EVAL, global_batch_size=4, rank=0, world_size=1)))
+    with pytest.raises(UnsupportedError, match="gives 1 scores for 4 samples; return one for each"):
+        served_model.scores(served_model.module(), batch)
+
+
+def test_scores_that_need_labels_are_refused(
+    served: tuple[ExportSource, Path, ExportRecord], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    forward = OwnModel.forward
+
+    def telling(self: OwnModel, batch: Batch) -> Any:
+        loss, (detached, logits, labels) = forward(self, batch)
+        return loss, (detached, logits + 0.1 * labels, labels)
+
+    monkeypatch.setattr(OwnModel, "forward", telling)
+    with pytest.raises(UnsupportedError, match="let labels count"), only_rank("export"):
+        export_model(served[0], tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_errors_of_the_models_of_the_package_stay_what_they_are() -> None:
+    with pytest.raises(ZeroDivisionError), saying_what_stops(""):
+        raise ZeroDivisionError

@@ -2,6 +2,10 @@
 and a stock model."""
 
 import math
+import os
+import subprocess
+import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -13,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from tests.support.patience import patient
 from tests.support.train_runs import plain_metrics
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.dataset import Split
@@ -25,6 +30,7 @@ from torchrec_2dsp.programs.train.datasets import shape_of
 from torchrec_2dsp.programs.train.program import train
 from torchrec_2dsp.programs.train.run_folder import RunFolder
 
+ROOT = Path(__file__).parents[2]
 DATA = {
     "num_dense": 2,
     "features": [
@@ -45,6 +51,24 @@ CELLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
     ),
 }
+HALF_PRECISION = 2.0**-11
+"""The rounding of a row's scale and offset, which FBGEMM keeps in half precision."""
+ALONE = """
+import runpy, sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torchrec_2dsp", "torchrec"):
+            raise ImportError(f"{name} is blocked")
+sys.meta_path.insert(0, Blocker())
+try:
+    import torchrec_2dsp
+except ImportError:
+    print("blocked")
+script, *sys.argv[1:] = sys.argv[1:]
+sys.argv[0] = script
+runpy.run_path(script, run_name="__main__")
+"""
+"""Runs a script where nothing but torch and FBGEMM can be imported."""
 
 
 def config_of(cell: str, folder: Path) -> TrainConfig:
@@ -92,6 +116,28 @@ def train_all(rank: int, world_size: int, folder: Path) -> dict[str, Trained]:
     return done
 
 
+def train_config(rank: int, world_size: int, config: TrainConfig) -> None:
+    """Train the runs of a config, which leave all that an export needs."""
+    train(config, [RunFolder(config.output.folder, config)] if rank == 0 else [])
+
+
+def printed_alone(example: str, folder: Path) -> list[str]:
+    """The lines that an example prints of an export in a process without this package."""
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, f"docs/examples/{example}", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=patient(100),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, *lines, last = done.stdout.splitlines()
+    assert (first, last) == ("blocked", "done")
+    return lines
+
+
 def quantized_by_hand(weight: torch.Tensor) -> torch.Tensor:
     """A table after a round trip through eight bits, written down in plain arithmetic."""
     low = weight.amin(dim=1, keepdim=True).half().float()
@@ -106,7 +152,9 @@ def stock_model(source: ExportSource) -> nn.Module:
     model = build_any_model(shape_of(config.data, config.data.dataset()), config.model)
     split_(model, run.splits, run.split_threshold)
     state = {"model": model.state_dict()}
-    dcp.load(state, checkpoint_id=source.checkpoint, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        dcp.load(state, checkpoint_id=source.checkpoint, no_dist=True)
     return model.eval().requires_grad_(False)
 
 

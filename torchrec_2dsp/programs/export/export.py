@@ -4,27 +4,29 @@ import os
 import shutil
 from pathlib import Path
 
-import torch
 from torch import nn
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_2dsp.comms.world_groups import world_group
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.data.dataset import Dataset
+from torchrec_2dsp.programs.export.encoding import write_encoding
 from torchrec_2dsp.programs.export.folder import (
     EXPORT_FILE,
     FEATURES_FILE,
     MODEL_FILE,
     ExportRecord,
     serving_inputs,
-    write_encoding,
 )
 from torchrec_2dsp.programs.export.kinds import served_model
 from torchrec_2dsp.programs.export.own import saying_what_stops
 from torchrec_2dsp.programs.export.quality import (
     HeldOutBatches,
     ServedQuality,
+    check_answers,
     check_loss,
     check_script,
+    first_request,
     largest_difference,
     measure,
     scores_of,
@@ -35,7 +37,6 @@ from torchrec_2dsp.programs.export.source import ExportSource
 from torchrec_2dsp.programs.export.trained import trained_model
 from torchrec_2dsp.programs.models.kinds import dataset_for
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig
-from torchrec_2dsp.programs.train.datasets import shape_of
 from torchrec_2dsp.programs.train.environment import environment
 
 DEFAULT_MAX_LOSS = 0.001
@@ -61,7 +62,7 @@ def export_model(
     Raises:
         ConfigError: the folder is there already, or there are no held-out samples.
         CheckpointError: the checkpoint didn't finish, is damaged, or is another model's.
-        UnsupportedError: it isn't known how models of this kind are served.
+        UnsupportedError: the model is a user's own, and something in it can't be exported.
         ExportError: the served model is worse than ``max_loss`` allows.
     """
     check_output(output)
@@ -94,40 +95,31 @@ def _written(
 ) -> ExportRecord:
     """Write all files, and read the model's again to compare it with the trained one."""
     config, group = source.config, world_group()
+    served = served_model(model, config.model, dataset)
     batches = HeldOutBatches(config, dataset_for(config.model, dataset))
-    served = served_model(model, config.model, shape_of(config.data, dataset))
-    table_bytes = sum(table.num_embeddings * table.embedding_dim * 4 for table in tables_of(model))
-    trained_quality = measure(model, served, batches, config, group)
+    trained = measure(model, served, batches, config, group)
+    table_bytes = _table_bytes(tables_of(model))
     factory = config.model.factory if isinstance(config.model, OwnModelConfig) else ""
     with saying_what_stops(factory):
         quantize_(model)
-        served_quality = measure(model, served, batches, config, group)
+        quantized = measure(model, served, batches, config, group)
         served.script().save(str(folder / MODEL_FILE))
-    script = load_script(folder / MODEL_FILE)
-    check_script(scores_of(script, served, batches), served_quality.scores)
-    serving_inputs(config, served, _outputs(script, served, batches)).save(folder / FEATURES_FILE)
+        outputs = _checked_outputs(folder / MODEL_FILE, served, quantized, batches)
+    serving_inputs(config, served, outputs).save(folder / FEATURES_FILE)
     write_encoding(config, dataset, folder)
-    record = _record(
-        source,
-        trained_quality,
-        served_quality,
-        max_loss,
-        table_bytes,
-        quantized_bytes(model),
-    )
+    record = _record(source, trained, quantized, max_loss, table_bytes, quantized_bytes(model))
     record.save(folder / EXPORT_FILE)
     return record
 
 
-def _outputs(
-    script: torch.jit.ScriptModule, served: ServedModel, batches: HeldOutBatches
+def _checked_outputs(
+    path: Path, served: ServedModel, quantized: ServedQuality, batches: HeldOutBatches
 ) -> tuple[str, ...]:
-    """The names of what the script answers."""
-    requests = (served.request(batch) for batch in batches)
-    request = next((request for request in requests if request is not None), None)
-    if request is None:
-        raise ConfigError("no held-out sample has a history to export the model on; hold more out")
-    return tuple(script(*request))
+    """The names of what a file gives, which is read again and must score as the quantised model."""
+    script = load_script(path)
+    check_script(scores_of(served, script, batches), quantized.scores)
+    request = first_request(served, batches)
+    return check_answers(script, served.module(), request, len(served.features))
 
 
 def _record(
@@ -154,3 +146,7 @@ def _record(
         served_table_bytes=served_table_bytes,
         environment=environment(),
     )
+
+
+def _table_bytes(tables: list[BaseEmbeddingConfig]) -> int:
+    return sum(table.num_embeddings * table.embedding_dim * 4 for table in tables)

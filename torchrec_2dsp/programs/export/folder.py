@@ -1,29 +1,15 @@
-"""`ServingInputs`, `ExportRecord` and `write_encoding`: what lies beside an exported model."""
+"""`ServingInputs` and `ExportRecord`: what lies beside an exported model."""
 
-import json
-import shutil
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import tomli_w
 from pydantic import ConfigDict
 
-from torchrec_2dsp.programs.config.config_file import with_absolute_paths
 from torchrec_2dsp.programs.config.json_file import JsonFile
-from torchrec_2dsp.programs.data.dataset import Dataset
-from torchrec_2dsp.programs.data.logs.config import LogConfig
-from torchrec_2dsp.programs.data.logs.sequence_data import SequenceData
 from torchrec_2dsp.programs.export.served import ServedFeature, ServedModel
 from torchrec_2dsp.programs.train.config import TrainConfig
 
 MODEL_FILE, FEATURES_FILE, EXPORT_FILE = "model.pt", "features.json", "export.json"
 """The model, what it takes, and how it compares with what was trained."""
-DATA_FILE, PREPARED_FOLDER = "data.toml", "prepared"
-"""How values of a log become ids: the section of the config, and what was prepared for it."""
-ITEMS_FILE = "items.json"
-"""The names of the items of a log of interactions, by their ids."""
-_ENCODING_FILES = ("vocabulary_*.parquet", "scales.json")
 
 
 class ServingInputs(JsonFile):
@@ -50,7 +36,7 @@ class ServingInputs(JsonFile):
     """The names of the tensors that the model gives."""
 
     functions: tuple[str, ...] = ()
-    """The functions that the model has beside its call."""
+    """The names of what the model can do beside answering a call."""
 
 
 class ExportRecord(JsonFile):
@@ -113,34 +99,3 @@ def serving_inputs(
         outputs=outputs,
         functions=served.functions,
     )
-
-
-def write_encoding(config: TrainConfig, dataset: Dataset, folder: Path) -> None:
-    """Write how values of a log become ids, if the data is a log.
-
-    Of a log of rows that is its section of the config, with copies of the vocabularies and scales
-    that it uses; of a log of interactions, the names of its items in the order of their ids.
-    """
-    if isinstance(dataset, SequenceData):
-        (folder / ITEMS_FILE).write_text(json.dumps(dataset.log.item_names, ensure_ascii=False))
-    data = config.data
-    if not isinstance(data, LogConfig):
-        return
-    section: dict[str, Any] = _without_none(with_absolute_paths(config)["data"])
-    if data.prepared:
-        section["prepared"] = PREPARED_FOLDER
-        copies = folder / PREPARED_FOLDER
-        copies.mkdir()
-        for pattern in _ENCODING_FILES:
-            for path in sorted(Path(data.prepared).glob(pattern)):
-                shutil.copyfile(path, copies / path.name)
-    (folder / DATA_FILE).write_text(tomli_w.dumps({"data": section}))
-
-
-def _without_none(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A tree without the values for which TOML has no word."""
-    return {
-        key: _without_none(value) if isinstance(value, Mapping) else value
-        for key, value in tree.items()
-        if value is not None
-    }

@@ -7,7 +7,6 @@
 ```
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.programs.export.checked import RequestCheck
-from torchrec_2dsp.programs.export.served import Answer, Request, ServedFeature, tables_of
+from torchrec_2dsp.programs.export.served import Request, ServedFeature, tables_of
 from torchrec_2dsp.programs.export.serving import script_of, traced_script
 from torchrec_2dsp.programs.models.sequence.config import SequenceModelConfig
 from torchrec_2dsp.programs.models.sequence.model import NextItemModel
@@ -65,15 +64,13 @@ class ServedNextItems:
         """The histories of held-out samples without their last items; none if all are empty."""
         return self._held_out(batch).request
 
-    def scores(self, answers: Callable[..., Answer], batch: Batch) -> torch.Tensor:
+    def scores(self, answers: Any, batch: Batch) -> torch.Tensor:
         """The scores of the last items of held-out samples, where a history comes before."""
         held_out = self._held_out(batch)
         if held_out.request is None:
             return torch.empty(0)
         vectors = answers(*held_out.request)["next_vectors"]
-        # The type of a script knows nothing of its functions.
-        with_functions: Any = answers
-        return (vectors * with_functions.item_vectors(held_out.targets)).sum(dim=1)
+        return (vectors * answers.item_vectors(held_out.targets)).sum(dim=1)
 
     def _held_out(self, batch: Batch) -> "_HeldOut":
         ids = batch.sparse_features[self.features[0].name]
@@ -149,15 +146,15 @@ class _NextItems(nn.Module):
                 "one item at least"
             )
         lengths = lengths.long()
-        counts = lengths.clamp(max=self.max_items)
-        steps = torch.arange(int(counts.max()))
-        is_item = steps < counts.unsqueeze(1)
+        num_used = lengths.clamp(max=self.max_items)
+        steps = torch.arange(int(num_used.max()))
+        is_item = steps < num_used.unsqueeze(1)
         # A sequence begins at position 0 and is filled up at its end, as in training.
-        places = (lengths.cumsum(0) - counts).unsqueeze(1) + steps
+        places = (lengths.cumsum(0) - num_used).unsqueeze(1) + steps
         vectors = self.lookup(values.long(), torch.tensor([values.numel(), 0]))
         inputs = vectors[places.where(is_item, 0)].where(is_item.unsqueeze(2), 0.0)
         outputs = self.layers(inputs)
-        return {"next_vectors": outputs[torch.arange(len(counts)), counts - 1]}
+        return {"next_vectors": outputs[torch.arange(len(num_used)), num_used - 1]}
 
     @torch.jit.export
     def item_vectors(self, ids: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`served_own_model`: a user's model, asked for scores as the training program asks it."""
+"""`served_own_model`: a user's own model, whose scores are those that its forward returns."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.datasets.utils import Batch
 
-from torchrec_2dsp.errors import ConfigError, ExportError
+from torchrec_2dsp.errors import ConfigError, ExportError, UnsupportedError
 from torchrec_2dsp.programs.data.dataset import Dataset, Split
-from torchrec_2dsp.programs.export.served import Answer, ServedModel
+from torchrec_2dsp.programs.export.served import Answer, Request, ServedModel, first_sample
 from torchrec_2dsp.programs.models.kinds import has_clicks, ranking_of
 from torchrec_2dsp.programs.models.ranking_metrics import ranking_metrics
 from torchrec_2dsp.programs.train.config import TrainConfig
@@ -22,6 +22,7 @@ from torchrec_2dsp.programs.train.stepping import closing_batches
 _ROUNDING = 1e-5
 """How far a script's scores may be from those of the module that it was made of, relative to the
 largest: the same arithmetic, of which the compiler may round some in another order."""
+_NOTHING_HELD_OUT = "there are no held-out batches to compare on; hold some samples out"
 
 
 class HeldOutBatches:
@@ -45,11 +46,24 @@ class HeldOutBatches:
 
 
 def scores_of(
-    answers: Callable[..., Answer], served: ServedModel, batches: HeldOutBatches
+    served: ServedModel, answers: Callable[..., Answer], batches: HeldOutBatches
 ) -> list[torch.Tensor]:
-    """The scores that a module, or a script, gives the samples of each batch."""
+    """The scores that a module or a script of a served model gives the samples of each batch."""
     with torch.no_grad():
         return [served.scores(answers, batch) for batch in batches]
+
+
+def first_request(served: ServedModel, batches: HeldOutBatches) -> Request:
+    """The request for the first held-out batch that has one.
+
+    Raises:
+        ConfigError: none has.
+    """
+    for batch in batches:
+        request = served.request(batch)
+        if request is not None:
+            return request
+    raise ConfigError(_NOTHING_HELD_OUT)
 
 
 @dataclass(frozen=True)
@@ -74,25 +88,45 @@ def measure(
 
     Args:
         model: in evaluation mode.
-        served: how it serves.
+        served: how this model serves.
         batches: the held-out ones.
         config: says which metrics there are.
         group: of this process alone.
 
+    Raises:
+        UnsupportedError: scores of a request, which has no labels, aren't those of evaluations.
+
     Collectives:
         Those of `ClickMetrics.gather` and of `ranking_metrics`, in a group of one.
     """
-    scores = scores_of(served.module(), served, batches)
+    scores = scores_of(served, served.module(), batches)
     clicks = ClickMetrics(group, torch.device("cpu"))
     with torch.no_grad():
-        for batch in batches:
+        for batch, served_scores in zip(batches, scores, strict=True):
             _, (loss, logits, labels) = model(batch)
             clicks.add(loss, logits, labels)
+            if has_clicks(config.model):
+                _check_logits(logits.reshape(-1), served_scores)
     metrics = clicks.gather(0).metrics
     if not has_clicks(config.model):
         metrics = {"loss": metrics["loss"]}
     rankings = ranking_metrics(model, batches, ranking_of(config.model), group)
     return ServedQuality(scores, {**metrics, **rankings})
+
+
+def _check_logits(evaluated: torch.Tensor, scores: torch.Tensor) -> None:
+    # Those of a model that diverged aren't numbers, which its metrics say.
+    if bool(evaluated.isfinite().all()) and not _are_equal(evaluated, scores):
+        raise UnsupportedError(
+            "the model scores samples otherwise where their labels are zeros, and requests have no "
+            "labels; let labels count in the loss alone"
+        )
+
+
+def _are_equal(scores: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether scores are equal but for rounding; a number that isn't one never is."""
+    difference = float((scores - expected).abs().max())
+    return difference <= _ROUNDING * max(1.0, float(expected.abs().max()))
 
 
 def largest_difference(one_way: list[torch.Tensor], other_way: list[torch.Tensor]) -> float:
@@ -101,10 +135,39 @@ def largest_difference(one_way: list[torch.Tensor], other_way: list[torch.Tensor
     Raises:
         ConfigError: there are no scores to compare.
     """
-    if not one_way:
-        raise ConfigError("there are no held-out batches to compare on; hold some samples out")
-    pairs = zip(one_way, other_way, strict=True)
-    return max(float((scores - others).abs().max()) for scores, others in pairs)
+    if not sum(scores.numel() for scores in one_way):
+        raise ConfigError(_NOTHING_HELD_OUT)
+    return float((torch.cat(one_way) - torch.cat(other_way)).abs().max())
+
+
+def check_answers(
+    answers: Callable[..., Answer], module: nn.Module, request: Request, num_features: int
+) -> tuple[str, ...]:
+    """Raise unless a file that was read again answers as the module that it was made of.
+
+    Of the request, all samples and the first one alone are asked for: a file has to answer requests
+    of any size.
+
+    Args:
+        answers: the script.
+        module: the module.
+        request: with some samples.
+        num_features: how many sparse features a request has.
+
+    Returns:
+        The names of what is in an answer.
+
+    Raises:
+        ExportError: an answer is another one.
+    """
+    names: tuple[str, ...] = ()
+    with torch.no_grad():
+        for part in (request, first_sample(request, num_features)):
+            answer, expected = answers(*part), module(*part)
+            names = tuple(answer)
+            for name in names:
+                check_script([answer[name]], [expected[name]])
+    return names
 
 
 def check_script(script_scores: list[torch.Tensor], module_scores: list[torch.Tensor]) -> None:
@@ -114,9 +177,7 @@ def check_script(script_scores: list[torch.Tensor], module_scores: list[torch.Te
         ExportError: it doesn't.
     """
     difference = largest_difference(script_scores, module_scores)
-    largest = max(float(scores.abs().max()) for scores in module_scores)
-    # A comparison that no number that isn't one passes.
-    if not difference <= _ROUNDING * max(1.0, largest):
+    if not _are_equal(torch.cat(script_scores), torch.cat(module_scores)):
         raise ExportError(
             f"the file's scores are up to {difference:.3g} away from those of the module that it "
             "was made of, which should be equal; this is a defect of this package or of "

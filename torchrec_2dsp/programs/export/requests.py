@@ -2,25 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pyarrow as pa
 import torch
-from pydantic import Field
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.config.config_file import load_config
-from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.programs.data.logs.encoder import Encoder
-from torchrec_2dsp.programs.data.logs.sections import AvazuConfig, CriteoConfig, TableConfig
+from torchrec_2dsp.programs.data.logs.sections import TableConfig
 from torchrec_2dsp.programs.data.logs.table_data import prepared_encoder
-from torchrec_2dsp.programs.export.folder import DATA_FILE, FEATURES_FILE, ServingInputs
-
-
-class _ServedData(Section):
-    """The content of an export's data.toml."""
-
-    data: Annotated[TableConfig | CriteoConfig | AvazuConfig, Field(discriminator="kind")]
+from torchrec_2dsp.programs.export.encoding import read_encoding
+from torchrec_2dsp.programs.export.folder import FEATURES_FILE, ServingInputs
 
 
 class RequestEncoder:
@@ -56,13 +48,12 @@ class RequestEncoder:
             ConfigError: the folder has no encoding, or a part of it is missing.
         """
         folder = Path(folder)
-        if not (folder / DATA_FILE).exists():
+        table = read_encoding(folder)
+        if not isinstance(table, TableConfig):
             raise ConfigError(
-                f"{folder} has no {DATA_FILE}; only exports of models that were trained on a log "
-                "of rows say how values become ids"
+                f"{folder} is the export of a model of sequences, whose requests are histories of "
+                "items; use HistoryEncoder"
             )
-        data = load_config(_ServedData, folder / DATA_FILE).data
-        table = data if isinstance(data, TableConfig) else data.table()
         inputs = ServingInputs.load(folder / FEATURES_FILE)
         return cls(prepared_encoder(table), table.label, inputs)
 

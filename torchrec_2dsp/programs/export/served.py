@@ -97,3 +97,21 @@ def request_of(dense: torch.Tensor, features: KeyedJaggedTensor, names: Sequence
     bags = [features[name] for name in names]
     values = torch.cat([bag.values() for bag in bags])
     return dense, values, torch.cat([bag.lengths() for bag in bags])
+
+
+def first_sample(request: Request, num_features: int) -> Request:
+    """The request for the first sample of a request alone.
+
+    Example:
+        >>> import torch
+        >>> from torchrec_2dsp.programs.export.served import first_sample
+        >>> ids, lengths = torch.tensor([1, 2, 3, 7, 8]), torch.tensor([2, 1, 0, 2])
+        >>> first_sample((torch.ones(2, 1), ids, lengths), num_features=2)
+        (tensor([[1.]]), tensor([1, 2]), tensor([2, 0]))
+    """
+    dense, values, lengths = request
+    by_feature = lengths.view(num_features, -1)
+    bags = values.split(by_feature.sum(dim=1).tolist())
+    counts = by_feature[:, 0].tolist()
+    first_ids = [bag[:count] for bag, count in zip(bags, counts, strict=True)]
+    return dense[:1], torch.cat(first_ids), by_feature[:, 0]

@@ -5,6 +5,7 @@ interactions is grouped in memory, by sorting arrays: about 30 bytes an interact
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
@@ -32,11 +33,16 @@ class InteractionLog:
     lengths: NDArray[np.int64]
     """How many items each user has."""
 
-    item_names: tuple[str, ...]
-    """The items as the log names them."""
+    item_values: pa.BinaryArray
+    """The items as the log names them, in the order of their numbers."""
 
     num_left_out: int
     """How many users had too few items."""
+
+    @cached_property
+    def item_names(self) -> tuple[str, ...]:
+        """The names of the items, with a mark for bytes that are no text."""
+        return tuple(value.decode("utf-8", "replace") for value in self.item_values.to_pylist())
 
     @property
     def num_users(self) -> int:
@@ -110,7 +116,7 @@ def read_interactions(
         items=item_numbers[order][is_used],
         starts=np.cumsum(lengths) - lengths,
         lengths=lengths,
-        item_names=tuple(text.decode("utf-8", "replace") for text in names.to_pylist()),
+        item_values=names,
         num_left_out=int((~has_enough).sum()),
     )
 

@@ -64,7 +64,7 @@ class SequenceData:
         """The sequences of all users."""
         lengths = np.minimum(self.log.lengths - 1, config.max_length)
         self.features: Sequence[LogFeature] = (
-            LogFeature(config.feature, len(self.log.item_names), float(lengths.mean())),
+            LogFeature(config.feature, len(self.log.item_values), float(lengths.mean())),
         )
         """The one feature, which holds the items in their order."""
 

@@ -101,7 +101,7 @@ def write_vocabulary(path: Path, table: pa.Table, rules: str) -> None:
 
     Args:
         path: the file.
-        table: the columns "value" and "count".
+        table: the column "value", and others that describe values, such as "count".
         rules: how it was chosen, which a reader has to name again.
     """
     sink = pa.BufferOutputStream()

@@ -20,13 +20,18 @@ class Bucket:
     """A bucket of DDP's, as far as hooks look at it."""
 
     params: list[nn.Parameter]
-    gradients: torch.Tensor
+    flat: torch.Tensor
 
     def parameters(self) -> list[nn.Parameter]:
         return self.params
 
     def buffer(self) -> torch.Tensor:
-        return self.gradients
+        return self.flat
+
+    def gradients(self) -> list[torch.Tensor]:
+        sizes = [param.numel() for param in self.params]
+        parts = zip(self.params, self.flat.split(sizes), strict=True)
+        return [part.view_as(param) for param, part in parts]
 
 
 def reduced(late: LateGradients, params: list[nn.Parameter], *gradients: float) -> list[float]:

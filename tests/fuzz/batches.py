@@ -61,6 +61,8 @@ class LocalBatch:
     """What the scores should be."""
     shared: dict[tuple[int, int], SharedBags] = field(default_factory=dict)
     """The distinct bags of each feature; empty where each sample has bags of its own."""
+    uses_shortcut: bool = True
+    """Whether the dense part's shortcut counts, if it has one."""
 
     @property
     def sent(self) -> dict[tuple[int, int], Lookups]:
@@ -109,7 +111,9 @@ def local_batch(case: Case, number: int, rank: int, *, is_refused: bool = False)
                 shared[place, feature] = SharedBags(features[place, feature], bags)
                 features[place, feature] = features[place, feature].of_bags(bags)
     targets = torch.rand(size, generator=generator) * 2 - 1
-    return LocalBatch(features, targets, shared)
+    # Some batches use it on all ranks, on some, or on none.
+    uses_shortcut = number % 3 == 2 or (number % 3 == 1 and rank % 2 == 0)
+    return LocalBatch(features, targets, shared, uses_shortcut)
 
 
 def num_rows(module: ModuleCase, feature: int) -> int:
@@ -146,7 +150,7 @@ def corrected(case: Case, batch: LocalBatch) -> LocalBatch:
         else:
             ids = ids.clamp(0, rows - 1)
         features[place, feature] = Lookups(ids, lengths, weights)
-    return LocalBatch(features, batch.targets)
+    return LocalBatch(features, batch.targets, uses_shortcut=batch.uses_shortcut)
 
 
 def _with_bad_ids(ids: torch.Tensor, rows: int, generator: torch.Generator) -> torch.Tensor:

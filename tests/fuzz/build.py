@@ -108,12 +108,12 @@ def make_parallel(case: Case, dense: DataParallelWrapper | None = None) -> Distr
 
 
 def dense_params(parallel: DistributedModelParallel) -> dict[str, torch.Tensor]:
-    """Weight and bias of the dense layer."""
+    """The parameters of the dense part."""
     return {name: param for name, param in _unfused(parallel).items() if "over." in name}
 
 
 def named_dense(parallel: DistributedModelParallel) -> dict[str, torch.Tensor]:
-    """Weight and bias by the names that they have in a model which nothing is around."""
+    """The same parameters by the names that they have in a model which nothing is around."""
     params = dense_params(parallel)
     return {name.removeprefix("module."): param for name, param in params.items()}
 
@@ -124,10 +124,10 @@ def make_optimizer(
     dense: DataParallelWrapper | None,
     seen: Callable[[], None],
 ) -> CombinedOptimizer:
-    """The fused optimizer, that of the dense layer, and SGD for data-parallel tables.
+    """The fused optimizer, that of the dense part, and SGD for data-parallel tables.
 
     Args:
-        case: says how the dense layer is trained.
+        case: says how the dense part is trained.
         parallel: the sharded model.
         dense: the wrapper that it has.
         seen: is called in each step before dense gradients are clipped.

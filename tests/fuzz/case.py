@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import torchrec_2dsp as tdsp
+from tests.fuzz.dense_case import PLAIN_DENSE, DenseCase
 from torchrec_2dsp.plan.sync_policy import parse_policy
 
 
@@ -100,35 +101,6 @@ class SyncCase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenseCase:
-    """How the dense layer is trained; fields that a kind doesn't have are ignored."""
-
-    kind: str = "ddp"
-    """TorchRec's own ``"ddp"``, its ``"fp16"`` hook, ``"thresholded"``, ``"fully_sharded"``,
-    ``"delayed"``, or ``"local"`` for ranks that meet."""
-    optimizer: str = "sgd"
-    clip: float = 0.0
-    """The largest norm of its gradients; 0 for any."""
-    warm_up: int = 1
-    """How many first steps of ``"delayed"`` and ``"thresholded"`` are as in DDP."""
-    density: float = 1.0
-    """The share of elements that ``"thresholded"`` sends."""
-    values: str = "fp32"
-    """How these travel."""
-    route: str = "auto"
-    """On which way."""
-    num_copies: int = 1
-    """How many times ranks hold the layer, if it is ``"fully_sharded"``."""
-    local_steps: int = 1
-    """After how many steps ``"local"`` ranks meet."""
-
-    @property
-    def leaves_out(self) -> bool:
-        """Whether ranks choose what they send, which the oracle then takes from them."""
-        return self.kind == "thresholded" and self.density < 1
-
-
-@dataclass(frozen=True, kw_only=True)
 class Case:
     """One run. The default of each field is its plainest value, which shrinking goes back to."""
 
@@ -143,7 +115,7 @@ class Case:
     """Whether modules look up one batch of all features, and not each one its own."""
     optimizer: str = "sgd"
     sync: SyncCase = SyncCase()
-    dense: DenseCase = DenseCase()
+    dense: DenseCase = PLAIN_DENSE
     wrapper: str = "2d"
     """`ModelParallel2D`, or ``"stock"`` for TorchRec's `DistributedModelParallel`."""
     loop: str = "plain"
@@ -209,7 +181,9 @@ class Case:
         if "sync" in values:
             values["sync"] = SyncCase(**values["sync"])
         if "dense" in values:
-            values["dense"] = DenseCase(**values["dense"])
+            dense = dict(values["dense"])
+            dense |= {"hidden": tuple(dense["hidden"])} if "hidden" in dense else {}
+            values["dense"] = DenseCase(**dense)
         if "modules" in values:
             values["modules"] = tuple(_module(module) for module in values["modules"])
         values |= {name: tuple(values[name]) for name in ("sizes",) if name in values}

@@ -1,4 +1,4 @@
-"""The dense layer in the oracle: its values on each rank, by each way to train it."""
+"""The dense part in the oracle: its values on each rank, by each way to train it."""
 
 import copy
 
@@ -13,7 +13,7 @@ _BETAS = (0.9, 0.999)
 
 
 class DenseState:
-    """What the training of the dense layer has come to: weight and bias, one after the other."""
+    """What the training of the dense part has come to: its parameters, one after the other."""
 
     def __init__(self, case: Case, noise: Noise) -> None:
         """
@@ -22,15 +22,15 @@ class DenseState:
             noise: of gradients that travel in half precision.
         """
         self._case, self._dense, self._noise = case, case.dense, noise
-        weight, bias = initial_dense(case)
-        values = torch.cat([weight[0], bias]).to(noise.dtype)
+        params = initial_dense(case).values()
+        values = torch.cat([param.flatten() for param in params]).to(noise.dtype)
         self.values = values.expand(case.world_size, -1).clone()
-        """The values of each rank: ``[ranks, width + 1]``."""
+        """The values of each rank: ``[ranks, number of them]``."""
         self._optimizer = _Optimizer(case.dense.optimizer, self.values)
         self._num_steps = 0
         self._sends_all = False
         self.sent_whole = True
-        """Whether the last step had all gradients, whatever the density."""
+        """Whether the last step left nothing out that was to be sent, whatever the density."""
         self.left_out = torch.zeros_like(values)
         """What hasn't been sent of the mean gradients so far."""
         self._in_flight: torch.Tensor | None = None
@@ -63,12 +63,14 @@ class DenseState:
         if kind == "delayed" and self._num_steps >= self._dense.warm_up:
             in_flight = torch.zeros_like(mean) if self._in_flight is None else self._in_flight
             self._in_flight, mean = mean, in_flight
-        if self._dense.leaves_out:
+        if kind == "thresholded":
             mean = self._sent(mean, applied)
         self._num_steps += 1
         self._update(num_ranks * grads if kind == "local" else mean.expand(num_ranks, -1), lr)
-        if kind == "local" and self._num_steps % self._dense.local_steps == 0:
-            self._meet()
+        if kind == "local":
+            self.sent_whole = bool(self._num_steps % self._dense.local_steps)
+            if not self.sent_whole:
+                self._meet(applied)
 
     def flush(self, lr: float) -> None:
         """Apply the gradient that is in flight by one more step, or let the next step send all."""
@@ -111,9 +113,11 @@ class DenseState:
             grads = grads * (self._dense.clip / (norms + 1e-6)).clamp(max=1)
         self.values = self.values - lr * self._optimizer.direction(grads)
 
-    def _meet(self) -> None:
+    def _meet(self, applied: torch.Tensor | None) -> None:
         """Move the values that ranks had when they parted by the mean of their changes."""
-        change = (self._shared - self.values).mean(dim=0)
+        due = self._dense.residual_decay * self.left_out + (self._shared - self.values).mean(dim=0)
+        change = due if applied is None else applied.to(due)
+        self.left_out = due - change
         self._outer_momentum = OUTER_MOMENTUM * self._outer_momentum + change
         moved = self._outer_lr * (change + OUTER_MOMENTUM * self._outer_momentum)
         self.values = (self._shared - moved).expand_as(self.values).clone()

@@ -1,11 +1,11 @@
-"""How ranks train the dense layer of a case: its wrapper, its optimizer, and its values."""
+"""How ranks train the dense part of a case: its wrapper, its optimizer, and its values."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torchrec.distributed.model_parallel import DataParallelWrapper
+from torchrec.distributed.model_parallel import DataParallelWrapper, DefaultDataParallelWrapper
 from torchrec.optim import SemisyncOptimizer
 from torchrec.optim.keyed import KeyedOptimizer, KeyedOptimizerWrapper
 
@@ -20,22 +20,42 @@ _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+class NotedLocalDense(tdsp.LocalDense):
+    """Notes what ranks sent when they met."""
+
+    met: torch.Tensor | None = None
+    """The mean of all changes at the last meeting, flat; ``None`` when it was read."""
+
+    def mean(self, changes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        means = super().mean(changes)
+        self.met = torch.cat([mean.flatten() for mean in means])
+        return means
+
+
 def make_dense(dense: DenseCase) -> DataParallelWrapper | None:
     """The wrapper; `None` for the one that TorchRec takes by itself."""
-    makers: dict[str, Callable[[], DataParallelWrapper]] = {
-        "fp16": lambda: tdsp.HookedDataParallel("fp16"),
+    # DDP has to be told of parameters without a gradient.
+    in_ddp: dict[str, Any] = (
+        {"static_graph": False, "find_unused_parameters": True} if dense.shortcut else {}
+    )
+    makers: dict[str, Callable[[], DataParallelWrapper | None]] = {
+        "ddp": lambda: DefaultDataParallelWrapper(**in_ddp) if in_ddp else None,
+        "fp16": lambda: tdsp.HookedDataParallel("fp16", **in_ddp),
         "thresholded": lambda: tdsp.ThresholdedDataParallel(
             dense.density,
             warm_up=dense.warm_up,
             values=dense.values,
             dense_below=0,
             route=dense.route,
+            **in_ddp,
         ),
         "fully_sharded": lambda: tdsp.FullyShardedDense(num_copies=dense.num_copies),
-        "delayed": lambda: tdsp.DelayedDense(warm_up=dense.warm_up),
-        "local": tdsp.LocalDense,
+        "delayed": lambda: tdsp.DelayedDense(warm_up=dense.warm_up, **in_ddp),
+        "local": lambda: NotedLocalDense(
+            density=dense.density, values=dense.values, residual_decay=dense.residual_decay
+        ),
     }
-    return None if dense.kind == "ddp" else makers[dense.kind]()
+    return makers[dense.kind]()
 
 
 def make_dense_optimizer(
@@ -44,12 +64,12 @@ def make_dense_optimizer(
     wrapper: DataParallelWrapper | None,
     seen: Callable[[], None],
 ) -> KeyedOptimizer:
-    """The optimizer of the dense layer.
+    """The optimizer of the dense part.
 
     Args:
         case: says which one.
-        params: of the layer.
-        wrapper: that runs the layer.
+        params: of the dense part.
+        wrapper: that runs it.
         seen: is called in each step before gradients are clipped.
     """
     inner = _OPTIMIZERS[case.dense.optimizer](list(params.values()))

@@ -25,33 +25,28 @@ def check_density(case: Case, exact: Expected, seen: list[Seen]) -> int:
     if not case.dense.leaves_out:
         return 0
     num_chosen, actions = 0, actions_of(case)
-    for index, applied in seen[0].applied.items():
+    for index in seen[0].sent:
         # DDP adds up after each batch of the first step, and after the last one of others.
-        is_first = index == 0
-        num_sums = len(batches_of(case, actions[index])) if is_first else 1
+        is_in_parts = index == 0 and case.dense.kind == "thresholded"
+        num_sums = len(batches_of(case, actions[index])) if is_in_parts else 1
         for rank, of_rank in enumerate(seen):
             report, where = of_rank.sent[index], f"rank {rank} in action {index}"
             _check_report(case, report, index in exact.sent_whole, where)
             _check_chosen(case, report, num_sums, where)
             num_chosen += report.num_entries
-        if not seen[0].sent[index].num_thresholded_steps:
-            continue
-        for number, (size, values) in enumerate(_by_param(case, applied)):
-            allowed = num_sums * case.world_size * _most_of(case, size)
-            if (num_changed := int(values.count_nonzero())) > allowed:
-                raise Difference(
-                    "more than the density",
-                    f"{num_changed} of {size} elements of dense parameter {number} were sent in "
-                    f"action {index}; the density allows all ranks {allowed} together",
-                )
+        if seen[0].sent[index].num_thresholded_steps:
+            allowed = num_sums * case.world_size
+            _check_sum(case, seen[0].applied[index], allowed, f"action {index}")
     return num_chosen
 
 
 def _check_report(case: Case, sent: GradientReport, is_whole: bool, where: str) -> None:
-    """Check how a rank says that it has sent the gradients of one step."""
+    """Check how a rank says that it has sent what one step gave."""
     is_thresholded = sent.num_thresholded_steps == 1
-    has_choice = case.dense.route == "auto"
-    if sent.num_steps != 1 or (is_thresholded and is_whole):
+    has_choice = case.dense.kind == "thresholded" and case.dense.route == "auto"
+    # Ranks that don't meet send nothing.
+    num_steps = int(case.dense.kind == "thresholded" or not is_whole)
+    if sent.num_steps != num_steps or (is_thresholded and is_whole):
         raise Difference("wrong report", f"{where}: {sent}")
     if not is_whole and not is_thresholded and not has_choice:
         raise Difference("wrong report", f"{where} was to leave something out: {sent}")
@@ -61,7 +56,7 @@ def _check_report(case: Case, sent: GradientReport, is_whole: bool, where: str) 
 
 def _check_chosen(case: Case, sent: GradientReport, num_sums: int, where: str) -> None:
     """Check how many elements a rank says that it has sent in one step."""
-    sizes = [param.numel() for param in initial_dense(case)]
+    sizes = [param.numel() for param in initial_dense(case).values()]
     num_sums *= sent.num_thresholded_steps
     most = num_sums * sum(_most_of(case, size) for size in sizes)
     num_elements = num_sums * sum(sizes)
@@ -73,12 +68,25 @@ def _check_chosen(case: Case, sent: GradientReport, num_sums: int, where: str) -
         )
 
 
+def _check_sum(case: Case, applied: torch.Tensor, num_messages: int, where: str) -> None:
+    """Check that no more elements have come than so many messages may hold."""
+    for number, (size, values) in enumerate(_by_param(case, applied)):
+        allowed = num_messages * _most_of(case, size)
+        if (num_changed := int(values.count_nonzero())) > allowed:
+            raise Difference(
+                "more than the density",
+                f"{num_changed} of {size} elements of dense parameter {number} were sent in "
+                f"{where}; the density allows all ranks {allowed} together",
+            )
+
+
 def _most_of(case: Case, size: int) -> int:
-    """How many elements of a parameter a rank may send in a step."""
-    return math.ceil(case.dense.density * size)
+    """How many elements of a parameter a rank may send at once."""
+    share = case.dense.density * size
+    return max(1, round(share)) if case.dense.kind == "local" else math.ceil(share)
 
 
 def _by_param(case: Case, values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
     """The size and the values of each dense parameter, of which the case has all in one tensor."""
-    sizes = [param.numel() for param in initial_dense(case)]
+    sizes = [param.numel() for param in initial_dense(case).values()]
     yield from zip(sizes, values.split(sizes), strict=True)

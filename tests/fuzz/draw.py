@@ -47,6 +47,8 @@ DENSE_CHOICES: dict[str, tuple[Any, ...]] = {
     "kind": (
         ("ddp",) * 4 + ("fp16", "thresholded", "thresholded", "fully_sharded", "delayed", "local")
     ),
+    "hidden": ((), (), (4,), (6, 4)),
+    "shortcut": (False, False, False, True),
     "optimizer": ("sgd", "sgd", "adagrad", "adam"),
     "clip": (0.0, 0.0, 0.3),
     "warm_up": (0, 1, 1, 2, 3),
@@ -55,6 +57,7 @@ DENSE_CHOICES: dict[str, tuple[Any, ...]] = {
     "route": ("auto", "gather", "owners"),
     "num_copies": (1, 1, 2),
     "local_steps": (1, 2, 3),
+    "residual_decay": (1.0, 1.0, 0.5),
 }
 MODULE_CHOICES: dict[str, tuple[Any, ...]] = {
     "kind": ("bags", "bags", "weighted", "sequences"),
@@ -140,8 +143,7 @@ def _may_happen(case: Case, event: str) -> bool:
 
     Ranks that haven't met have different weights, of which a checkpoint would keep some.
     """
-    is_apart = case.dense.kind == "local" and case.dense.local_steps > 1
-    return not (is_apart and event in ("save", "save_load", "load"))
+    return not (case.dense.is_apart and event in ("save", "save_load", "load"))
 
 
 def _settled_sync(case: Case) -> SyncCase:
@@ -154,9 +156,13 @@ def _settled_sync(case: Case) -> SyncCase:
 
 
 def _settled_dense(dense: DenseCase) -> DenseCase:
-    if dense.kind == "delayed":
-        return replace(dense, warm_up=max(1, dense.warm_up))
-    return dense
+    # FSDP2 needs the gradients of all ranks; Adam moves on without any, or not, as there are zeros.
+    may_skip = dense.kind != "fully_sharded" and dense.optimizer != "adam"
+    return replace(
+        dense,
+        warm_up=max(1, dense.warm_up) if dense.kind == "delayed" else dense.warm_up,
+        shortcut=dense.shortcut and may_skip,
+    )
 
 
 def _settled_module(case: Case, module: ModuleCase) -> ModuleCase:

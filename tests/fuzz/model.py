@@ -1,4 +1,4 @@
-"""The model of a case: its embedding modules and one dense layer, as pipelines can trace it."""
+"""The model of a case: its embedding modules and its dense part, as pipelines can trace it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,6 +34,7 @@ class Batch(Pipelineable):
     m2: KeyedJaggedTensor | None = None
     ids: KeyedJaggedTensor | None = None
     weighted_ids: KeyedJaggedTensor | None = None
+    uses_shortcut: bool = True
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """The batch itself: it is on the CPU, and so are the ranks."""
@@ -78,7 +79,7 @@ def to_batch(case: Case, local: LocalBatch, *, is_reversed: bool = False) -> Bat
             weights=torch.cat([part.weights for part in lookups]) if is_weighted else None,
             **sizes,
         )
-    return Batch(local.targets, **inputs)
+    return Batch(local.targets, uses_shortcut=local.uses_shortcut, **inputs)
 
 
 torch.fx.wrap("loss_of")
@@ -95,6 +96,36 @@ def sums_of_sequences(sequences: JaggedTensor) -> torch.Tensor:
     return torch.zeros(lengths.numel(), values.shape[1]).index_add(0, samples, values)
 
 
+@torch.fx.wrap
+def plus_shortcut(
+    scores: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, uses_shortcut: bool
+) -> torch.Tensor:
+    """The scores, to which a layer beside the others may add something."""
+    return scores + inputs @ weight.T if uses_shortcut else scores
+
+
+class DenseLayers(nn.Module):
+    """The dense part: layers with an activation between any two, and maybe a shortcut."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        params = initial_dense(case)
+        weights = [param for name, param in params.items() if name.startswith("layers")][::2]
+        layers: list[nn.Module] = []
+        for weight in weights:
+            layers += [nn.Linear(weight.shape[1], weight.shape[0]), nn.Tanh()]
+        self.layers = nn.Sequential(*layers[:-1])
+        self.shortcut: nn.Linear | None = None
+        if case.dense.shortcut:
+            self.shortcut = nn.Linear(weights[0].shape[1], 1, bias=False)
+
+    def forward(self, inputs: torch.Tensor, uses_shortcut: bool) -> torch.Tensor:
+        scores = self.layers(inputs)
+        if self.shortcut is not None:
+            scores = plus_shortcut(scores, inputs, self.shortcut.weight, uses_shortcut)
+        return scores.squeeze(1)
+
+
 class FuzzModel(nn.Module):
     """Returns the loss and the scores."""
 
@@ -105,8 +136,7 @@ class FuzzModel(nn.Module):
         self._are_sequences = [module.kind == "sequences" for module in case.modules]
         for number, module in enumerate(case.modules):
             self.add_module(f"m{number}", embedding_module(number, module))
-        weight, _ = initial_dense(case)
-        self.over = nn.Linear(weight.shape[1], 1)
+        self.over = DenseLayers(case)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         columns = []
@@ -116,7 +146,7 @@ class FuzzModel(nn.Module):
                 output = outputs[name]
                 is_sequence = self._are_sequences[number]
                 columns.append(sums_of_sequences(output) if is_sequence else output.float())
-        scores = self.over(torch.cat(columns, dim=1).tanh()).squeeze(1)
+        scores = self.over(torch.cat(columns, dim=1).tanh(), batch.uses_shortcut)
         return loss_of(scores, batch.targets), scores.detach()
 
 
@@ -133,8 +163,7 @@ def embedding_module(number: int, module: ModuleCase) -> nn.Module:
 
 def initial_state(case: Case) -> dict[str, torch.Tensor]:
     """The state dict that all ranks load."""
-    weight, bias = initial_dense(case)
-    state = {"over.weight": weight, "over.bias": bias}
+    state = {f"over.{name}": param for name, param in initial_dense(case).items()}
     for name, table in initial_tables(case).items():
         module = int(name[1 : name.index("t")])
         kind = "embeddings" if case.modules[module].kind == "sequences" else "embedding_bags"

@@ -14,6 +14,7 @@ from torch import nn
 from tests.fuzz.actions import Action, actions_of, batches_of
 from tests.fuzz.batches import LocalBatch, Lookups, corrected, local_batch
 from tests.fuzz.case import Case, ModuleCase, TableCase, feature_name, table_name
+from tests.fuzz.dense_net import DenseNet, NetPass
 from tests.fuzz.dense_oracle import DenseState
 from tests.fuzz.noise import Noise
 from tests.fuzz.parts import parts_of_case
@@ -38,7 +39,7 @@ class Expected:
     moments: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
     """Each table's moments after the same actions, spread over its columns."""
     dense: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    """Each rank's weight and bias of the dense layer after each action that reads the state."""
+    """Each rank's parameters of the dense part, flat, after each action that reads the state."""
     left_out: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     """What all ranks together haven't sent of dense gradients, after the same actions."""
     sent_whole: set[int] = field(default_factory=set)
@@ -65,7 +66,7 @@ def expect(
 
 @dataclass(frozen=True)
 class _Column:
-    """Some columns of the dense layer's input: a feature's bags of one table."""
+    """Some columns of the dense part's input: a feature's bags of one table."""
 
     table: str
     module: int
@@ -79,7 +80,7 @@ class _Simulation:
         self._case, self._noise, self._applied = case, noise, applied
         self._world = case.world_size
         self._lr = LR
-        self._dense = DenseState(case, noise)
+        self._dense, self._net = DenseState(case, noise), DenseNet(case)
         averaged = case.sync.kind == "weight" and case.groups > 1
         self._states = {
             name: TableState(
@@ -151,22 +152,20 @@ class _Simulation:
 
     def _look_up_all(
         self, index: int, action: Action, expected: Expected, number: int
-    ) -> list[tuple[LocalBatch, torch.Tensor, torch.Tensor]]:
-        """Each rank's batch, what the dense layer gets, and the gradient of the mean loss."""
+    ) -> list[tuple[LocalBatch, NetPass, torch.Tensor]]:
+        """Each rank's batch, what the dense part makes of it, and the gradient of the mean loss."""
         for part in self._parts:
             part.hold(action.hot)
         looked_up = []
         for rank, batch in enumerate(self._batches(number)):
             group = self._case.mesh.group_of(rank)
             bags = [self._pool(batch, column, group, action.hot) for column in self._columns]
-            inputs = torch.cat(bags, 1)
-            inputs = inputs.tanh()
-            values = self._dense.values[rank]
-            scores = inputs @ values[:-1] + values[-1]
-            errors = scores - batch.targets.to(self._noise.dtype)
-            expected.scores[index, rank] = scores
-            expected.losses[index, rank] = float(loss_of(scores, batch.targets))
-            looked_up.append((batch, inputs, errors.clamp(-1, 1) / self._world))
+            inputs, values = torch.cat(bags, 1).tanh(), self._dense.values[rank]
+            made = self._net.forward(values, inputs, batch.uses_shortcut)
+            errors = made.scores - batch.targets.to(self._noise.dtype)
+            expected.scores[index, rank] = made.scores
+            expected.losses[index, rank] = float(loss_of(made.scores, batch.targets))
+            looked_up.append((batch, made, errors.clamp(-1, 1) / self._world))
         return looked_up
 
     def _train(self, index: int, action: Action, expected: Expected) -> None:
@@ -194,10 +193,10 @@ class _Simulation:
     def _gradients(
         self,
         action: Action,
-        looked_up: list[tuple[LocalBatch, torch.Tensor, torch.Tensor]],
+        looked_up: list[tuple[LocalBatch, NetPass, torch.Tensor]],
         share: float,
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Each rank's row gradients of each table, and those of the dense layer, of one batch.
+        """Each rank's row gradients of each table, and those of the dense part, of one batch.
 
         Args:
             action: that trains.
@@ -209,12 +208,11 @@ class _Simulation:
             for name, state in self._states.items()
         }
         dense_grads = torch.zeros_like(self._dense.values)
-        for rank, (batch, inputs, grads_of_mean) in enumerate(looked_up):
-            score_grads = grads_of_mean * share
-            dense_grads[rank, :-1] = score_grads @ inputs
-            dense_grads[rank, -1] = score_grads.sum()
-            weight = self._dense.values[rank, :-1]
-            input_grads = score_grads[:, None] * weight * (1 - inputs.square())
+        for rank, (batch, made, grads_of_mean) in enumerate(looked_up):
+            dense_grads[rank], input_grads = self._net.backward(
+                self._dense.values[rank], made, grads_of_mean * share
+            )
+            input_grads = input_grads * (1 - made.inputs[0].square())
             for column in self._columns:
                 lookups = batch.features[column.module, column.feature]
                 bags = input_grads[:, column.start : column.start + column.width]

@@ -16,6 +16,7 @@ from torchrec_2dsp.codecs.error_feedback import ErrorFeedback
 from torchrec_2dsp.codecs.rows import IntegerRows
 from torchrec_2dsp.dense.bucket_layout import BucketLayout
 from torchrec_2dsp.dense.late_gradients import LateGradients
+from torchrec_2dsp.dense.unused_parameters import UnusedParameters
 from torchrec_2dsp.replicas.hops import ArrivingRows, Hop
 from torchrec_2dsp.rows.direct_update import DirectUpdater
 
@@ -129,6 +130,13 @@ def ranks_that_send_twice_as_much() -> Iterator[None]:
         return _layout_of(params, density=min(0.99, 2 * density), dense_below=dense_below)
 
     with mock.patch.object(BucketLayout, "of", layout_of):
+        yield
+
+
+@contextmanager
+def unused_parameters_without_gradients() -> Iterator[None]:
+    """A parameter that no rank used gets no gradient, though one has come for it."""
+    with mock.patch.object(UnusedParameters, "give", lambda unused, means: means):
         yield
 
 

@@ -13,7 +13,6 @@ import torchrec_2dsp as tdsp
 from tests.fuzz.actions import Action, actions_of, batches_of
 from tests.fuzz.batches import local_batch
 from tests.fuzz.build import (
-    dense_params,
     halve_learning_rates,
     make_optimizer,
     make_parallel,
@@ -24,9 +23,9 @@ from tests.fuzz.dense_wrappers import make_dense, whole
 from tests.fuzz.model import Batch, to_batch
 from tests.fuzz.oracle import loss_of
 from tests.fuzz.seen import Piece, Seen, StateSeen
+from tests.fuzz.sent_watch import SentWatch
 from tests.support.loops import local_tensors
 from tests.support.parity import local_shards
-from torchrec_2dsp.dense.gradient_report import GradientReport
 from torchrec_2dsp.shard.parted import sharded_tables
 
 _PIPELINES = {
@@ -53,8 +52,8 @@ class _Run:
         self._rank, self._case, self._folder = rank, case, folder
         self._dense: Any = make_dense(case.dense)
         self._parallel: Any = make_parallel(case, self._dense)
-        self._optimizer = make_optimizer(case, self._parallel, self._dense, self._note_applied)
-        self._applied = torch.zeros(0)
+        self._watch = SentWatch(case, self._dense, self._parallel)
+        self._optimizer = make_optimizer(case, self._parallel, self._dense, self._watch.before_step)
         self._saved: Path | None = None
         self._num_refreshes = 0
         self._actions = actions_of(case)
@@ -91,25 +90,17 @@ class _Run:
             simple[action.kind]()
         elif action.kind in ("state_dict", "fused_state", "final"):
             self._seen.states[index] = self._read(action.kind)
-            if self._case.dense.leaves_out:
-                self._seen.left_out[index] = self._left_out()
+            self._watch.read(index, self._seen)
         elif action.kind == "refuse":
             self._seen.refusals[index] = self._refused(action)
         elif action.kind == "reordered":
             self._look_up_reordered(index, action)
         else:
-            before = self._sent_so_far
             loss, scores = self._look_up(action)
             self._seen.losses[index] = float(loss)
             self._seen.scores[index] = scores.clone()
-            if action.kind in ("train", "detach") and self._case.dense.leaves_out:
-                self._seen.applied[index] = self._applied
-                self._seen.sent[index] = self._sent_so_far - before
-
-    @property
-    def _sent_so_far(self) -> GradientReport:
-        """What this rank has sent of dense gradients, where it may leave something out."""
-        return self._dense.total if self._case.dense.leaves_out else GradientReport()
+            if action.kind in ("train", "detach"):
+                self._watch.after_step(index, self._seen)
 
     def _look_up(self, action: Action) -> tuple[torch.Tensor, torch.Tensor]:
         if self._pipeline is not None and action.in_stream:
@@ -198,8 +189,8 @@ class _Run:
                 Piece(table, row, column, tensor.detach().clone())
                 for tensor, (row, column) in local_shards(value)
             ]
-        both = torch.cat([dense["over.weight"], dense["over.bias"]])
-        return StateSeen(weights, _moments(self._parallel), _hot_copies(self._parallel), both)
+        flat = torch.cat([dense[name] for name in named_dense(self._parallel)])
+        return StateSeen(weights, _moments(self._parallel), _hot_copies(self._parallel), flat)
 
     def _load_own_state(self) -> None:
         state = {
@@ -230,21 +221,6 @@ class _Run:
     def _load(self) -> None:
         if self._saved is not None:
             tdsp.load_checkpoint(self._saved, self._parallel, self._optimizer)
-
-    def _note_applied(self) -> None:
-        if self._case.dense.leaves_out:
-            params = dense_params(self._parallel).values()
-            self._applied = torch.cat(
-                [whole(param.grad) for param in params if param.grad is not None]
-            )
-
-    def _left_out(self) -> torch.Tensor:
-        residuals = self._dense.state_dict()["residuals"]
-        parts = [
-            residuals.get(name, torch.zeros(param.numel())).flatten()
-            for name, param in named_dense(self._parallel).items()
-        ]
-        return torch.cat(parts) / self._case.world_size
 
     def _flush(self) -> None:
         if isinstance(self._dense, tdsp.DelayedDense):

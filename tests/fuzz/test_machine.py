@@ -1,6 +1,6 @@
 """The machine finds faults that are planted, whatever they do, and makes the case smaller."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,9 @@ REPLICAS = Case(
 Plant = Callable[[], AbstractContextManager[None]]
 
 
-def test_an_update_applied_twice_is_found_in_a_drawn_case_and_made_smaller() -> None:
+def test_an_update_applied_twice_is_found_in_a_drawn_case_and_made_smaller(
+    healthy: Worker,
+) -> None:
     worker = Worker(plants.updates_applied_twice)
     try:
         summary = Machine([worker], shrink_s=20).run(1, 100, max_findings=1, is_wanted=is_plain)
@@ -35,24 +37,27 @@ def test_an_update_applied_twice_is_found_in_a_drawn_case_and_made_smaller() -> 
     assert finding.verdict.kind in ("wrong numbers", "copies differ"), str(finding)
     assert len(finding.case.to_json()) < 0.6 * len(finding.drawn.to_json()), str(finding)
     assert f"python -m tests.fuzz --case '{finding.case.to_json()}'" in str(summary)
-    healthy = Worker()
-    try:
-        healthy.ask(finding.case.to_json(), 60)
-        assert healthy.answer().outcome == "ok", str(finding)
-    finally:
-        healthy.close()
+    healthy.ask(finding.case.to_json(), 60)
+    assert healthy.answer().outcome == "ok", str(finding)
 
 
-def with_and_without(plant: Plant, case: Case) -> tuple[Verdict, Verdict]:
+@pytest.fixture(scope="module")
+def healthy() -> Iterator[Worker]:
+    """One without a fault."""
+    worker = Worker()
+    yield worker
+    worker.close()
+
+
+def with_and_without(plant: Plant, healthy: Worker, case: Case) -> tuple[Verdict, Verdict]:
     """The verdicts on a case with a planted fault, and without it."""
-    faulty, healthy = Worker(plant), Worker()
+    faulty = Worker(plant)
     try:
         for worker in (faulty, healthy):
             worker.ask(case.to_json(), 60)
         return faulty.answer(), healthy.answer()
     finally:
-        for worker in (faulty, healthy):
-            worker.close()
+        faulty.close()
 
 
 def is_plain(case: Case) -> bool:
@@ -100,8 +105,10 @@ def test_what_one_rank_does_is_found(plant: Plant, kind: str, text: str) -> None
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_one_rank_rounds_otherwise_is_found(plant: Plant, case: Case, kind: str) -> None:
-    verdict, right = with_and_without(plant, case)
+def test_what_one_rank_rounds_otherwise_is_found(
+    plant: Plant, case: Case, kind: str, healthy: Worker
+) -> None:
+    verdict, right = with_and_without(plant, healthy, case)
     assert (verdict.outcome, verdict.kind) == ("finding", kind), verdict.text
     assert right.outcome == "ok", right.text
     assert right.counts.rounded > 0
@@ -122,7 +129,7 @@ THRESHOLDED = dense_case(kind="thresholded", density=0.3, route="gather")
             plants.late_gradients_that_are_lost,
             dense_case(kind="delayed"),
             WRONG,
-            "dense layer on rank",
+            "dense part on rank",
         ),
         (
             plants.a_rank_that_forgets_what_it_left_out,
@@ -131,14 +138,26 @@ THRESHOLDED = dense_case(kind="thresholded", density=0.3, route="gather")
             "dense gradients that weren't sent",
         ),
         (plants.ranks_that_send_twice_as_much, THRESHOLDED, "more than the density", "4 of 5"),
+        (
+            plants.unused_parameters_without_gradients,
+            replace(THRESHOLDED, dense=replace(THRESHOLDED.dense, shortcut=True), steps=4),
+            WRONG,
+            "dense gradients that weren't sent",
+        ),
+        (
+            plants.a_rank_that_forgets_what_it_left_out,
+            dense_case(kind="local", hidden=(4,), density=0.3),
+            WRONG,
+            "dense gradients that weren't sent",
+        ),
         (plants.ranks_that_meet_without_rank_1, dense_case(kind="local"), WRONG, "scores of rank"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_what_a_dense_wrapper_does_wrong_is_found(
-    plant: Plant, case: Case, kind: str, text: str
+    plant: Plant, case: Case, kind: str, text: str, healthy: Worker
 ) -> None:
-    verdict, right = with_and_without(plant, case)
+    verdict, right = with_and_without(plant, healthy, case)
     assert (verdict.outcome, verdict.kind) == ("finding", kind), verdict.text
     assert text in verdict.text
     assert right.outcome == "ok", right.text

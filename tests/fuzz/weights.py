@@ -1,5 +1,7 @@
 """The numbers that ranks and oracle start from."""
 
+import itertools
+
 import torch
 
 from tests.fuzz.case import DTYPES, Case
@@ -18,10 +20,19 @@ def initial_tables(case: Case) -> dict[str, torch.Tensor]:
     }
 
 
-def initial_dense(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weight and bias of the dense layer."""
+def initial_dense(case: Case) -> dict[str, torch.Tensor]:
+    """The parameters of the dense part, by the names that they have in it."""
     width = sum(table.dim * len(table.features) for table in case.tables.values())
-    return 0.4 * _normal(case, 1_000, (1, width)), 0.1 * _normal(case, 1_001, (1,))
+    widths = [width, *case.dense.hidden, 1]
+    params = {}
+    for number, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
+        # There is an activation between any two.
+        name, index = f"layers.{2 * number}", 1_000 + 2 * number
+        params[f"{name}.weight"] = 0.4 * _normal(case, index, (outputs, inputs))
+        params[f"{name}.bias"] = 0.1 * _normal(case, index + 1, (outputs,))
+    if case.dense.shortcut:
+        params["shortcut.weight"] = 0.4 * _normal(case, 1_100, (1, width))
+    return params
 
 
 def _normal(case: Case, index: int, shape: tuple[int, ...]) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torch.profiler import record_function
 
 from torchrec_2dsp.comms.agreement import agree
 from torchrec_2dsp.dense.gradient_report import GradientReport
+from torchrec_2dsp.dense.unused_parameters import UnusedParameters
 from torchrec_2dsp.errors import SyncError
 
 _Future = torch.futures.Future[torch.Tensor]
@@ -98,7 +99,7 @@ class LateGradients:
         is_finite = own.sum(dtype=torch.float32).isfinite()
         work = dist.all_reduce(own, group=self._group, async_op=True)
         self._in_flight.append(_InFlight(names, sizes, own, work, is_finite))
-        return _done(late)
+        return _done(UnusedParameters(bucket).give(late))
 
     def _arrived(
         self, names: tuple[str, ...], sizes: tuple[int, ...], like: torch.Tensor

@@ -101,9 +101,10 @@ class LocalDense(DataParallelWrapper):
         model = wrapped_module(dmp).to(device)
         for _, part in dense_parts(model, "LocalDense"):
             broadcast_weights(part, group)
-        model.register_forward_pre_hook(self._before_forward)
+        model.register_forward_hook(self._after_forward)
 
-    def _before_forward(self, module: torch.nn.Module, _: tuple[Any, ...]) -> None:
+    def _after_forward(self, module: torch.nn.Module, *_: Any) -> None:
+        """Note that ranks are about to train by themselves; not if the batch was refused."""
         if module.training and torch.is_grad_enabled() and not self._is_apart:
             for note in self._before_apart:
                 note()

@@ -21,6 +21,7 @@ from torchrec_2dsp.dense.bucket_layout import BucketLayout
 from torchrec_2dsp.dense.gradient_report import GradientReport
 from torchrec_2dsp.dense.gradient_route import BucketSize, GradientRoute
 from torchrec_2dsp.dense.sparse_sums import GatheredSum, OwnedSum
+from torchrec_2dsp.dense.unused_parameters import UnusedParameters
 from torchrec_2dsp.errors import SyncError
 
 _Future = torch.futures.Future[torch.Tensor]
@@ -112,7 +113,7 @@ class ThresholdedGradients:
             One all-reduce of 24 bytes, waited for; then an all-reduce of the bucket, or those of
             the route and an all-reduce of what is sent as a whole, not waited for.
         """
-        layout, buffer = self._layout(bucket), bucket.buffer()
+        layout, buffer, unused = self._layout(bucket), bucket.buffer(), UnusedParameters(bucket)
         standing = self._agree(buffer, layout)
         size = BucketSize(
             layout.num_elements, layout.capacity, self._num_ranks, self._settings.values
@@ -140,7 +141,7 @@ class ThresholdedGradients:
             if not self._goes_on:
                 report += GradientReport(num_steps=1, num_thresholded_steps=int(is_thresholded))
         self.total += report
-        return future
+        return future.then(lambda arrived: unused.give(arrived.value()))
 
     def _layout(self, bucket: dist.GradBucket) -> BucketLayout:
         params = [(self._names[id(param)], param) for param in bucket.parameters()]

@@ -1,0 +1,47 @@
+"""How the dense part of a case looks, and how it is trained."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseCase:
+    """The dense part; fields that a kind of training doesn't have are ignored."""
+
+    kind: str = "ddp"
+    """TorchRec's own ``"ddp"``, its ``"fp16"`` hook, ``"thresholded"``, ``"fully_sharded"``,
+    ``"delayed"``, or ``"local"`` for ranks that meet."""
+    hidden: tuple[int, ...] = ()
+    """The widths of its hidden layers."""
+    shortcut: bool = False
+    """Whether a layer goes beside them, which some batches don't use."""
+    optimizer: str = "sgd"
+    clip: float = 0.0
+    """The largest norm of its gradients; 0 for any."""
+    warm_up: int = 1
+    """How many first steps of ``"delayed"`` and ``"thresholded"`` are as in DDP."""
+    density: float = 1.0
+    """The share of elements that ``"thresholded"`` sends, or ``"local"`` when ranks meet."""
+    values: str = "fp32"
+    """How these travel."""
+    route: str = "auto"
+    """On which way."""
+    num_copies: int = 1
+    """How many times ranks hold the layers, if they are ``"fully_sharded"``."""
+    local_steps: int = 1
+    """After how many steps ``"local"`` ranks meet."""
+    residual_decay: float = 1.0
+    """What is left until the next meeting of what wasn't sent."""
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether ranks choose what they send, which the oracle then takes from them."""
+        return self.kind in ("thresholded", "local") and self.density < 1
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether there are steps after which ranks have different weights."""
+        return self.kind == "local" and self.local_steps > 1
+
+
+PLAIN_DENSE = DenseCase()
+"""The dense part of a case that says nothing of it."""

@@ -13,12 +13,17 @@ from tests.support.loops import shard
 from tests.support.parity import make_sharder
 from tests.support.pipelining import close_groups, stack_model, tensor_parallel_plan
 from tests.support.ranks import RankPool
+from torchrec_2dsp.parallel.checkpoint.unsharded import load_weights
 
 pytestmark = pytest.mark.dealt_file
 
 ROUNDING = 2e-6
 NUM_BEFORE, NUM_AFTER = 2, 2
-KINDS = ("ddp", "sharded", "copied", "split", "pipelined", "interleaved", "both")
+KINDS = (
+    *("ddp", "sharded", "copied", "split", "split copies"),
+    *("pipelined", "pipelined shares", "interleaved", "both", "both shares"),
+)
+ON_EIGHT_RANKS = ("split copies", "three axes")
 ON_TWO_RANKS = ("ddp", "sharded", "split", "pipelined")
 
 
@@ -29,14 +34,24 @@ def make_wrapper(kind: str) -> Any:
         return tdsp.FullyShardedDense(num_copies=2)
     if kind == "split":
         return tdsp.TensorParallelDense(tensor_parallel_plan(), tp=2)
+    if kind == "split copies":
+        return tdsp.TensorParallelDense(tensor_parallel_plan(), tp=2, num_copies=2)
     if kind == "pipelined":
         return tdsp.PipelinedDense(2, num_micro_batches=2)
+    if kind == "pipelined shares":
+        return tdsp.PipelinedDense(2, num_micro_batches=2, cuts=[5], fully_shard=True)
     if kind == "interleaved":
         schedule = "ZBVZeroBubble"
         return tdsp.PipelinedDense(8, num_micro_batches=2, stages_per_rank=2, schedule=schedule)
     if kind == "both":
         plan = tensor_parallel_plan()
         return tdsp.PipelinedDense(2, num_micro_batches=2, cuts=[6], plan=plan, tp=2)
+    if kind == "three axes":
+        plan = tensor_parallel_plan()
+        return tdsp.PipelinedDense(2, num_micro_batches=4, plan=plan, tp=2, fully_shard=True)
+    if kind == "both shares":
+        plan = tensor_parallel_plan()
+        return tdsp.PipelinedDense(1, num_micro_batches=2, plan=plan, tp=2, fully_shard=True)
     return None
 
 
@@ -126,3 +141,29 @@ def test_a_run_goes_on_with_another_wrapper(
     for kind in ON_TWO_RANKS:
         runs = ranks2.run(load, kind, folder)
         assert_close(together([loaded for loaded, _ in runs]), before)
+    assert_close(in_one_process(folder), before)
+
+
+@pytest.mark.parametrize("saved", ON_EIGHT_RANKS)
+def test_runs_move_between_eight_ranks_and_four(
+    ranks8: RankPool, ranks4: RankPool, tmp_path: Path, saved: str
+) -> None:
+    folder, back = str(tmp_path / "of eight"), str(tmp_path / "of four")
+    before = together(ranks8.run(save, saved, folder))
+    for kind in ("ddp", "split copies", "pipelined shares"):
+        runs = ranks4.run(load, kind, folder)
+        assert_close(together([loaded for loaded, _ in runs]), before)
+    before = together(ranks4.run(save, "pipelined shares", back))
+    runs = ranks8.run(load, saved, back)
+    assert_close(together([loaded for loaded, _ in runs]), before)
+
+
+def in_one_process(folder: str) -> dict[str, torch.Tensor]:
+    """The dense weights of a checkpoint, in a model that isn't sharded and has no ranks."""
+    model = stack_model(cell_of(4).spec)
+    load_weights(folder, model)
+    return {
+        name: param.detach()
+        for name, param in model.named_parameters()
+        if not name.startswith("ebc")
+    }

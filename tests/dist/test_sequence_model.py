@@ -78,6 +78,9 @@ WAYS: dict[str, Way] = {
         num_groups=2,
         pipeline=TrainPipelineSparseDist,
     ),
+    "split, two copies": Way(
+        dense=lambda: tdsp.TensorParallelDense(SEQUENCE_TENSOR_PLAN, tp=2, num_copies=2)
+    ),
     "thresholds of 1": Way(dense=lambda: tdsp.ThresholdedDataParallel(1.0)),
     "meetings": Way(dense=tdsp.LocalDense),
 }

@@ -37,6 +37,34 @@ def test_weights_are_those_of_ddp(ranks4: RankPool, tp: int) -> None:
                 torch.testing.assert_close(actual[param], value, rtol=0, atol=ROUNDING)
 
 
+@pytest.mark.parametrize(("tp", "num_copies"), [(2, 2), (1, 2), (1, 4), (4, 1)])
+def test_each_host_may_have_a_copy_of_what_is_split(
+    ranks4: RankPool, tp: int, num_copies: int
+) -> None:
+    cell = cell_of(4)
+    by_ddp = ranks4.run(train_by_ddp, cell, None)[0]
+    check_copies(ranks4, by_ddp.weights, cell, tp, num_copies)
+
+
+def test_copies_shares_and_splits_on_eight_ranks(ranks8: RankPool) -> None:
+    cell = cell_of(8, groups=2)
+    by_ddp = ranks8.run(train_by_ddp, cell, None)[0]
+    for num_copies in (1, 2, 4):
+        check_copies(ranks8, by_ddp.weights, cell, 2, num_copies)
+
+
+def check_copies(ranks: RankPool, expected: Any, cell: Any, tp: int, num_copies: int) -> None:
+    """Compare each step's weights with DDP's, and what a rank holds with its share."""
+    wrapper = tdsp.TensorParallelDense(PLAN, tp=tp, num_copies=num_copies)
+    ours = ranks.run(train_dtensors, cell, wrapper)
+    assert len({rank.digest for rank in ours}) == 1
+    assert ours[0].held_share < 1.1 * num_copies / cell.mesh.world_size
+    for actual, wanted in zip(ours[0].weights, expected, strict=True):
+        assert actual.keys() == wanted.keys()
+        for param, value in wanted.items():
+            torch.testing.assert_close(actual[param], value, rtol=0, atol=ROUNDING)
+
+
 class Sums(nn.Module):
     """Takes all that a joint batch can gather, and gives the sum for each sample."""
 
@@ -107,6 +135,10 @@ def misuse(rank: int, world_size: int) -> tuple[str, ...]:
         with pytest.raises(kind) as raised:
             model_of(cell, tdsp.TensorParallelDense(plan, tp=tp))
         said.append(str(raised.value))
+    for num_copies in (4, 1 + rank % 2, True):
+        with pytest.raises(ConfigError) as raised:
+            model_of(cell, tdsp.TensorParallelDense(PLAN, tp=2, num_copies=num_copies))
+        said.append(str(raised.value))
     layer, group = Flat(2, 1), torch.distributed.group.WORLD
     assert group is not None
     JointBatch("flat", layer, group)
@@ -116,7 +148,7 @@ def misuse(rank: int, world_size: int) -> tuple[str, ...]:
 
 
 def test_what_cannot_be_is_said(ranks4: RankPool) -> None:
-    ((unknown, no_divisor, differs, nothing, alone, flat),) = set(ranks4.run(misuse))
+    ((unknown, no_divisor, differs, nothing, alone, *copies, flat),) = set(ranks4.run(misuse))
     assert unknown == (
         "TensorParallelDense: no module of the dense part is called 'tower.7'; the dense part has "
         "tower, last"
@@ -127,4 +159,9 @@ def test_what_cannot_be_is_said(ranks4: RankPool) -> None:
     assert alone.startswith(
         "TensorParallelDense: 'last' is a part of the model that holds no tables"
     )
+    assert copies[0] == (
+        "TensorParallelDense(num_copies=4) doesn't divide 2 groups of tp=2 ranks; use one of 1, 2"
+    )
+    assert copies[1].startswith("the settings of TensorParallelDense differs between ranks")
+    assert copies[2] == "TensorParallelDense(num_copies=True) is no count; use 1 or more"
     assert flat.startswith("'flat' gives a Tensor () for 12 samples; give tensors whose first")

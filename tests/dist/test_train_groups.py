@@ -33,7 +33,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "sharded": {"dense": {"kind": "fully_sharded"}},
     "copies": {"dense": {"kind": "fully_sharded", "num_copies": 2}},
     "split": {"dense": {"kind": "tensor_parallel", "tp": 2}},
+    "split_copies": {"dense": {"kind": "tensor_parallel", "tp": 2, "num_copies": 2}},
     "pipelined": {"dense": PIPELINED},
+    "pipelined_shares": {"dense": PIPELINED | {"fully_shard": True}},
     "pipelined_split": {"dense": PIPELINED | {"tp": 2}},
 }
 

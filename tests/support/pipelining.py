@@ -1,6 +1,6 @@
 """A model with layers that can be cut, trained by one wrapper or another beside its oracle."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -118,10 +118,21 @@ def stack_model(spec: ModelSpec) -> StackModel:
     return StackModel(spec)
 
 
+def dense_sgd(params: Any) -> torch.optim.Optimizer:
+    """What trains the dense part, if a test says nothing else."""
+    return torch.optim.SGD(params, lr=LR, foreach=False)
+
+
 class StackOracle(Oracle):
     """The unsharded model, uncut, trained on the batches of all ranks at once."""
 
-    def __init__(self, cell: Cell, *, reduction: str = "mean") -> None:
+    def __init__(
+        self,
+        cell: Cell,
+        *,
+        reduction: str = "mean",
+        make_dense_optimizer: Callable[[Any], torch.optim.Optimizer] = dense_sgd,
+    ) -> None:
         super().__init__(cell.spec, optimizer=cell.optimizer, lr=LR, eps=cell.eps)
         self.model = cast(Any, stack_model(cell.spec))
         self.weights = {
@@ -129,6 +140,11 @@ class StackOracle(Oracle):
             for name, table in tables_of(self.model).items()
         }
         self._reduction = reduction
+        model = cast(Any, self.model)
+        self.dense = {
+            name: param for name, param in model.named_parameters() if not name.startswith("ebc")
+        }
+        self.dense_optimizer = make_dense_optimizer(list(self.dense.values()))
 
     def step_on(self, batches: Sequence[Sequence[KeyedJaggedTensor]]) -> list[float]:
         """One update on some batches of each rank; the mean loss of each rank's batches."""
@@ -145,10 +161,8 @@ class StackOracle(Oracle):
             for of_rank in batches
         ]
         (sum(losses, torch.zeros(())) / len(batches)).backward()
+        self.dense_optimizer.step()
         with torch.no_grad():
-            for part in (cast(Any, self.model).bottom, cast(Any, self.model).stack):
-                for param in part.parameters():
-                    param -= self.lr * param.grad
             for name, table in tables_of(self.model).items():
                 self._update_(name, cast(torch.Tensor, cast(torch.Tensor, table.weight).grad))
         return [loss.item() for loss in losses]

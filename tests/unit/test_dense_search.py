@@ -72,6 +72,36 @@ def test_shards_gather_weights_twice(num_copies: int, gathered: float, summed: f
     assert cost.gradients_s == pytest.approx(summed * WEIGHTS * LINK)
 
 
+def test_a_copy_of_split_layers_in_each_host_sends_gradients_alone() -> None:
+    """Of eight ranks on two hosts, each keeps a quarter of a copy, or an eighth of a single one."""
+    model = DenseCostModel(only_the_link(), local_world_size=4)
+    one, two, four = (
+        plan(DenseKind.TENSOR_PARALLEL, world=8, tp=2, num_copies=num) for num in (1, 2, 4)
+    )
+    # Both ways of an all-reduce of a quarter, by the four ranks of a host.
+    cost = model.step_cost(WORK, two, BATCH)
+    assert cost.gather_s == 0.0
+    assert cost.gradients_s == pytest.approx(WEIGHTS * LINK)
+    assert model.step_cost(WORK, one, BATCH).gather_s > 0.0
+    assert model.step_cost(WORK, four, BATCH).gather_s == 0.0
+    kept = 2 * BATCH * 8 * BLOCK.kept_bytes / 2
+    for way, share in ((one, 8), (two, 4)):
+        memory = 4 * WEIGHTS / share + BLOCK.parameter_bytes + kept
+        assert model.memory_bytes(WORK, way, BATCH) == memory
+    assert model.memory_bytes(WORK, four, BATCH) == 4 * WEIGHTS / 2 + kept
+    assert str(two) == "dp 4, tp 2, 2 copies"
+
+
+def test_pipelines_that_share_layers_gather_them_once() -> None:
+    """Both ranks of a host get half of their layers from the other one, and send as much back."""
+    shared = replace(TWO_STAGES, fully_shard=True)
+    cost, copied = (MODEL.step_cost(WORK, way, BATCH) for way in (shared, TWO_STAGES))
+    assert cost.gather_s == pytest.approx(WEIGHTS / 2 * LINK)
+    assert cost.gradients_s == pytest.approx(WEIGHTS / 2 * LINK)
+    assert cost.total_s == pytest.approx(copied.total_s), "the two halves of an all-reduce"
+    assert str(shared) == "dp 2, pp 2, sharded, 8 micro-batches, cuts 4"
+
+
 def test_a_pipeline_waits_at_both_ends() -> None:
     """All samples of two ranks go through both stages, in eight parts: nine slots instead of
     eight."""
@@ -130,6 +160,11 @@ def test_memory_counts_weights_gradients_moments_and_what_is_kept() -> None:
     # The first of two stages keeps two of eight micro-batches, of half of the layers.
     wanted = 4 * WEIGHTS / 2 + 2 * (2 * BATCH / 8) * 4 * BLOCK.kept_bytes
     assert MODEL.memory_bytes(WORK, TWO_STAGES, BATCH) == wanted
+    # Of four pipelines each keeps a quarter, and has whole weights and gradients in between.
+    four = plan(DenseKind.PIPELINED, world=8, pp=2, num_micro_batches=8, cuts=(4,))
+    copied = MODEL.memory_bytes(WORK, four, BATCH)
+    shared = MODEL.memory_bytes(WORK, replace(four, fully_shard=True), BATCH)
+    assert copied - shared == (4 - (4 / 4 + 2)) * WEIGHTS / 2
 
 
 def test_the_fastest_comes_first_and_every_way_once() -> None:
@@ -161,7 +196,9 @@ def test_an_optimizer_passes_over_what_a_rank_keeps() -> None:
         (1, DDP),
         (1 / 4, plan(DenseKind.FULLY_SHARDED)),
         (1 / 4, plan(DenseKind.TENSOR_PARALLEL, tp=2)),
+        (1 / 2, plan(DenseKind.TENSOR_PARALLEL, tp=2, num_copies=2)),
         (1 / 2, TWO_STAGES),
+        (1 / 4, replace(TWO_STAGES, fully_shard=True)),
     ):
         assert model.step_cost(WORK, way, BATCH).update_s == pytest.approx(kept * WEIGHTS * 1e-9)
 
@@ -174,6 +211,25 @@ def test_memory_rules_ways_out_and_says_so() -> None:
     assert f"{choices.num_too_large} ways take more memory than there is." in str(choices)
     with pytest.raises(PlanError, match=r"fits into 10 bytes per rank; the smallest, .*, takes"):
         search(memory_bytes=10)
+
+
+def test_shares_are_proposed_where_copies_do_not_fit() -> None:
+    """With little to keep for the backward, weights decide."""
+    work = replace(WORK, layers=(replace(BLOCK, kept_bytes=1.0),) * 8)
+
+    def fitting(kind: DenseKind, memory_bytes: float) -> list[DensePlan]:
+        choices = search(work=work, world_size=16, kinds=[kind], memory_bytes=memory_bytes)
+        assert choices.num_too_large > 0
+        return [way.plan for way in choices.candidates]
+
+    # Half of the layers, with gradients and moments, take two; an eighth of these, and half of the
+    # layers with their gradients, take one and a quarter.
+    pipelined = fitting(DenseKind.PIPELINED, 1.5 * WEIGHTS)
+    assert {way.fully_shard for way in pipelined if way.mesh.pipeline_size == 2} == {True}
+    assert {way.fully_shard for way in pipelined if way.mesh.pipeline_size > 2} == {True, False}
+    # Eight copies of the halves take two, four take one, and a layer is gathered.
+    split = fitting(DenseKind.TENSOR_PARALLEL, 0.75 * WEIGHTS)
+    assert {way.num_copies for way in split} == {1, 2}
 
 
 def test_layers_that_can_not_be_split_or_cut_are_left_whole() -> None:
@@ -212,6 +268,16 @@ def test_kinds_can_be_left_out() -> None:
             lambda: plan(DenseKind.FULLY_SHARDED, num_copies=3),
             PlanError,
             "num_copies=3 doesn't divide 4 ranks",
+        ),
+        (
+            lambda: plan(DenseKind.TENSOR_PARALLEL, tp=2, num_copies=4),
+            PlanError,
+            "num_copies=4 doesn't divide 2 groups of tp=2 ranks",
+        ),
+        (
+            lambda: plan(DenseKind.FULLY_SHARDED, fully_shard=True),
+            PlanError,
+            "fully_shard=True is for a pipelined dense part, not 'fully_sharded'",
         ),
         (lambda: plan(DenseKind.DDP, tp=3), MeshError, "tp=3 does not divide 4 ranks"),
         (

@@ -14,7 +14,7 @@ from torchrec_2dsp._compat.data_parallel import (
     wrapped_module,
 )
 from torchrec_2dsp.comms.agreement import agreeing
-from torchrec_2dsp.comms.own_group import own_mesh
+from torchrec_2dsp.dense.copies_mesh import check_num_copies, copies_mesh
 from torchrec_2dsp.dense.dense_parts import broadcast_weights, dense_parts, group_of
 from torchrec_2dsp.errors import ConfigError
 
@@ -52,10 +52,7 @@ class FullyShardedDense(DataParallelWrapper):
                 again in the backward.
             mixed_precision: as FSDP2's ``mp_policy``.
         """
-        if isinstance(num_copies, bool) or not isinstance(num_copies, int) or num_copies < 1:
-            raise ConfigError(
-                f"FullyShardedDense(num_copies={num_copies!r}) is no count; use 1 or more"
-            )
+        check_num_copies("FullyShardedDense", num_copies)
         self._units = tuple(units)
         self._num_copies = num_copies
         self._reshards = reshard_after_forward
@@ -83,11 +80,7 @@ class FullyShardedDense(DataParallelWrapper):
                 f"{self._units}, {self._num_copies}, {self._reshards}, {self._precision}"
             )
         ranks = torch.tensor(dist.get_process_group_ranks(group)).view(self._num_copies, -1)
-        mesh = (
-            own_mesh(ranks[0], device.type, ("shard",))
-            if self._num_copies == 1
-            else own_mesh(ranks, device.type, ("replicate", "shard"))
-        )
+        mesh = copies_mesh(ranks, device.type)
         for _, part in parts:
             broadcast_weights(part, group)
             units = [unit for unit in part.modules() if isinstance(unit, self._units)]

@@ -17,7 +17,7 @@ from torchrec_2dsp._compat.data_parallel import (
 )
 from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.comms.agreement import agreeing
-from torchrec_2dsp.comms.own_group import own_mesh
+from torchrec_2dsp.dense.copies_mesh import check_num_copies, copies_mesh, shares_of
 from torchrec_2dsp.dense.dense_parts import broadcast_weights, dense_parts, group_of
 from torchrec_2dsp.dense.joint_batch import JointBatch
 from torchrec_2dsp.errors import ConfigError
@@ -44,16 +44,19 @@ class TensorParallelDense(DataParallelWrapper):
         )
     """
 
-    def __init__(self, plan: Mapping[str, ParallelStyle], *, tp: int) -> None:
+    def __init__(self, plan: Mapping[str, ParallelStyle], *, tp: int, num_copies: int = 1) -> None:
         """
         Args:
             plan: how each module is split, by its name in the model, with `*` for any part of a
                 name: torch's styles, such as `ColwiseParallel` and `RowwiseParallel`.
             tp: how many ranks compute a layer together; they have to be on one host.
+            num_copies: how many times the ranks hold the dense part, as in `FullyShardedDense`:
+                with as many copies as hosts, gradients alone travel between these.
         """
         if not plan:
             raise ConfigError("TensorParallelDense(plan={}) splits nothing; name some modules")
-        self._plan, self._tp = dict(plan), tp
+        check_num_copies("TensorParallelDense", num_copies)
+        self._plan, self._tp, self._num_copies = dict(plan), tp, num_copies
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         """Split and shard what isn't in tables; TorchRec calls it.
@@ -70,12 +73,22 @@ class TensorParallelDense(DataParallelWrapper):
             mesh = DenseMesh.for_world(
                 num_ranks, tp=self._tp, local_world_size=get_local_size(num_ranks)
             )
+            if mesh.dp % self._num_copies:
+                counts = [count for count in range(1, mesh.dp + 1) if mesh.dp % count == 0]
+                raise ConfigError(
+                    f"TensorParallelDense(num_copies={self._num_copies}) doesn't divide {mesh.dp} "
+                    f"groups of tp={mesh.tp} ranks; use one of {', '.join(map(str, counts))}"
+                )
             plans = self._by_part(parts)
             names = {name: type(style).__name__ for name, style in self._plan.items()}
-            facts["the settings of TensorParallelDense"] = f"{names}, tp={self._tp}"
-        ranks = torch.tensor(dist.get_process_group_ranks(group)).view(mesh.dp, mesh.tp)
-        grid = own_mesh(ranks, device.type, ("dp", "tp"))
-        everyone = own_mesh(ranks.flatten(), device.type, ("dp_tp",))
+            facts["the settings of TensorParallelDense"] = (
+                f"{names}, tp={self._tp}, num_copies={self._num_copies}"
+            )
+        ranks = torch.tensor(dist.get_process_group_ranks(group))
+        in_groups = ranks.view(self._num_copies, -1, mesh.tp)
+        # FSDP2 wants the axes of shares and of splits in one mesh.
+        grid = copies_mesh(in_groups, device.type, ("tp",))
+        everyone = copies_mesh(ranks.view(self._num_copies, -1), device.type)
         for name, part in parts.items():
             broadcast_weights(part, group)
             if name not in plans:
@@ -83,7 +96,7 @@ class TensorParallelDense(DataParallelWrapper):
                 continue
             parallelize_module(part, grid["tp"], plans[name])
             if mesh.dp > 1:
-                fully_shard(part, mesh=grid["dp"])
+                fully_shard(part, mesh=shares_of(grid))
             JointBatch(name, part, grid["tp"].get_group())
 
     def _by_part(self, parts: Mapping[str, nn.Module]) -> dict[str, dict[str, ParallelStyle]]:

@@ -36,6 +36,9 @@ class DensePlan:
         'dp 2, pp 4, 8 micro-batches, cuts 2 4 7'
         >>> str(DensePlan(kind=DenseKind.DDP, mesh=DenseMesh.for_world(8)))
         'DDP'
+        >>> mesh = DenseMesh.for_world(8, tp=2)
+        >>> str(DensePlan(kind=DenseKind.TENSOR_PARALLEL, mesh=mesh, num_copies=2))
+        'dp 4, tp 2, 2 copies'
     """
 
     kind: DenseKind
@@ -45,13 +48,16 @@ class DensePlan:
     """How the ranks share the layers."""
 
     num_copies: int = 1
-    """How many copies fully sharded ranks have together."""
+    """How many copies fully sharded ranks, or groups that compute layers together, have of them."""
 
     num_micro_batches: int = 1
     """How many parts the batch of a pipeline is cut into."""
 
     cuts: tuple[int, ...] = field(default=())
     """The layers with which the second and all later stages of a pipeline begin."""
+
+    fully_shard: bool = False
+    """Whether each pipeline keeps a share of each layer, instead of a copy."""
 
     def __post_init__(self) -> None:
         if len(self.cuts) != self.mesh.pp - 1:
@@ -63,9 +69,14 @@ class DensePlan:
             raise PlanError(
                 f"pp={self.mesh.pp} is for a pipelined dense part, not {self.kind.value!r}"
             )
-        if self.mesh.dp * self.mesh.tp * self.mesh.pp % self.num_copies:
+        if self.mesh.dp % self.num_copies:
             raise PlanError(
-                f"num_copies={self.num_copies} doesn't divide {self.mesh.world_size} ranks"
+                f"num_copies={self.num_copies} doesn't divide {self.mesh.dp} "
+                f"{'ranks' if self.mesh.tp == 1 else f'groups of tp={self.mesh.tp} ranks'}"
+            )
+        if self.fully_shard and self.kind is not DenseKind.PIPELINED:
+            raise PlanError(
+                f"fully_shard=True is for a pipelined dense part, not {self.kind.value!r}"
             )
 
     def __str__(self) -> str:
@@ -73,8 +84,8 @@ class DensePlan:
         mesh = self.mesh
         if self.kind is DenseKind.DDP:
             return "DDP"
+        copies = f", {self.num_copies} copies" if self.num_copies > 1 else ""
         if self.kind is DenseKind.FULLY_SHARDED:
-            copies = f", {self.num_copies} copies" if self.num_copies > 1 else ""
             return f"fully sharded{copies}"
         sizes = ", ".join(
             f"{name} {size}"
@@ -82,7 +93,8 @@ class DensePlan:
             if size > 1
         )
         if self.kind is DenseKind.TENSOR_PARALLEL:
-            return sizes
+            return f"{sizes}{copies}"
         cuts = " ".join(map(str, self.cuts))
         layout = ", strided" if mesh.dp > 1 and mesh.layout is RankLayout.STRIDED else ""
-        return f"{sizes}{layout}, {self.num_micro_batches} micro-batches, cuts {cuts}"
+        sharded = ", sharded" if self.fully_shard else ""
+        return f"{sizes}{layout}{sharded}, {self.num_micro_batches} micro-batches, cuts {cuts}"

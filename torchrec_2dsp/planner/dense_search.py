@@ -1,7 +1,7 @@
 """`search_dense`: how the dense part of a model would be run best, by predicted cost. Pure."""
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
 
@@ -176,7 +176,8 @@ def _plans(
             continue
         if tp > 1:
             mesh = DenseMesh.for_world(world_size, tp=tp)
-            yield DensePlan(kind=DenseKind.TENSOR_PARALLEL, mesh=mesh)
+            for num_copies in _divisors(mesh.dp):
+                yield DensePlan(kind=DenseKind.TENSOR_PARALLEL, mesh=mesh, num_copies=num_copies)
         for pp in _divisors(world_size // tp):
             if not 1 < pp <= len(work.layers):
                 continue
@@ -184,7 +185,10 @@ def _plans(
             for layout, per_rank in product(layouts, _MICRO_BATCHES_PER_RANK):
                 if per_rank <= batch_size:
                     mesh = DenseMesh.for_world(world_size, tp=tp, pp=pp, layout=layout)
-                    yield _pipelined(work, mesh, batch_size, per_rank, s_per_byte)
+                    plan = _pipelined(work, mesh, batch_size, per_rank, s_per_byte)
+                    yield plan
+                    if mesh.dp > 1:
+                        yield replace(plan, fully_shard=True)
 
 
 def _pipelined(

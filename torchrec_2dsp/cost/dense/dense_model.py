@@ -1,7 +1,7 @@
 """`DenseCostModel`: what a dense part takes by a plan, on calibrated machines. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.dense.dense_cost import DenseCost
@@ -63,9 +63,11 @@ class DenseCostModel:
         mesh = plan.mesh
         if plan.kind is DenseKind.PIPELINED:
             samples = mesh.pipeline_size * batch_size / plan.num_micro_batches
+            # Shares are joined by whole weights and gradients while a batch is in the schedule.
+            per_held = per_weight / mesh.dp + 2 if plan.fully_shard else per_weight
             # Of the last stage one micro-batch is on its way, of the first as many as stages.
             return max(
-                per_weight * _held_bytes(layers, mesh.tp)
+                per_held * _held_bytes(layers, mesh.tp)
                 + min(plan.num_micro_batches, mesh.pp - stage)
                 * samples
                 * _kept_bytes(layers, mesh.tp)
@@ -74,7 +76,7 @@ class DenseCostModel:
         shards = {
             DenseKind.DDP: 1,
             DenseKind.FULLY_SHARDED: mesh.world_size // plan.num_copies,
-            DenseKind.TENSOR_PARALLEL: mesh.dp,
+            DenseKind.TENSOR_PARALLEL: mesh.dp // plan.num_copies,
         }[plan.kind]
         largest = max(layer.parameter_bytes for layer in work.layers) if shards > 1 else 0.0
         return (
@@ -96,33 +98,43 @@ class DenseCostModel:
         )
 
     def _fully_sharded(self, work: DenseLayers, plan: DensePlan, batch_size: int) -> DenseCost:
-        world = plan.mesh.world_size
-        size = world // plan.num_copies
-        shards = self._span([range(start, start + size) for start in range(0, world, size)])
-        copies = self._span([range(place, world, size) for place in range(size)])
-        gather_s, scatter_s = self._sharded_s(shards, work.layers, work.parameter_bytes)
-        return DenseCost(
-            compute_s=sum(layer.seconds(batch_size) for layer in work.layers),
-            gather_s=gather_s,
-            gradients_s=scatter_s + self._all_reduce_s(copies, work.parameter_bytes / size),
-            update_s=self._update_s(work.parameter_bytes / size),
-        )
+        shares = self._shares_cost(work.layers, plan, work.parameter_bytes)
+        return replace(shares, compute_s=sum(layer.seconds(batch_size) for layer in work.layers))
 
     def _tensor_parallel(self, work: DenseLayers, plan: DensePlan, batch_size: int) -> DenseCost:
         mesh = plan.mesh
         joint, together = mesh.tp * batch_size, self._span(mesh.groups())
-        held_bytes = _held_bytes(work.layers, mesh.tp)
-        gather_s, scatter_s = self._sharded_s(self._span(mesh.copies()), work.layers, held_bytes)
         both_ends = batch_size * (work.input_bytes + work.target_bytes)
         ends_s = self.calibration.collectives.all_gather.seconds(
             together, all_gather(together, both_ends)
         )
-        return DenseCost(
+        return replace(
+            self._shares_cost(work.layers, plan, _held_bytes(work.layers, mesh.tp)),
             compute_s=sum(layer.seconds(joint, tp=mesh.tp) for layer in work.layers),
-            gather_s=gather_s,
-            gradients_s=scatter_s,
-            update_s=self._update_s(held_bytes / mesh.dp),
             activations_s=ends_s + self._sums_s(together, work.layers, joint),
+        )
+
+    def _shares_cost(
+        self, layers: Sequence[LayerWork], plan: DensePlan, held_bytes: float
+    ) -> DenseCost:
+        """Seconds of what ranks that keep shares send, inside copies and between them, and of the
+        optimizer."""
+        world, tp = plan.mesh.world_size, plan.mesh.tp
+        size = world // plan.num_copies
+        shares = self._span(
+            [
+                range(start + place, start + size, tp)
+                for start in range(0, world, size)
+                for place in range(tp)
+            ]
+        )
+        copies = self._span([range(place, world, size) for place in range(size)])
+        gather_s, scatter_s = self._sharded_s(shares, layers, held_bytes)
+        kept_bytes = held_bytes * tp / size
+        return DenseCost(
+            gather_s=gather_s,
+            gradients_s=scatter_s + self._all_reduce_s(copies, kept_bytes),
+            update_s=self._update_s(kept_bytes),
         )
 
     def _pipelined(self, work: DenseLayers, plan: DensePlan, batch_size: int) -> DenseCost:
@@ -147,14 +159,30 @@ class DenseCostModel:
             line, all_samples * (work.input_bytes + work.target_bytes), num_messages=2
         )
         held_bytes = max(_held_bytes(layers, mesh.tp) for layers in stages)
-        return DenseCost(
+        return replace(
+            self._copies_cost(plan, held_bytes),
             compute_s=compute_s,
             waiting_s=through_s - compute_s - activations_s,
-            gradients_s=self._all_reduce_s(self._span(mesh.copies()), held_bytes),
             activations_s=activations_s,
-            update_s=self._update_s(held_bytes),
             hand_off_s=ends_s + (num_parts + mesh.pp - 2) * once_s,
             hidden_s=self._hidden_s((num_parts - 1) * once_s, compute_s),
+        )
+
+    def _copies_cost(self, plan: DensePlan, held_bytes: float) -> DenseCost:
+        """Seconds of what the pipelines that hold the same layers send each other, and of the
+        optimizer."""
+        span = self._span(plan.mesh.copies())
+        if not plan.fully_shard:
+            return DenseCost(
+                gradients_s=self._all_reduce_s(span, held_bytes),
+                update_s=self._update_s(held_bytes),
+            )
+        collectives = self.calibration.collectives
+        gathered = all_gather(span, held_bytes / span.num_ranks)
+        return DenseCost(
+            gather_s=collectives.all_gather.seconds(span, gathered),
+            gradients_s=collectives.reduce_scatter.seconds(span, reduce_scatter(span, held_bytes)),
+            update_s=self._update_s(held_bytes / span.num_ranks),
         )
 
     def _span(self, groups: Sequence[Sequence[int]]) -> Span:

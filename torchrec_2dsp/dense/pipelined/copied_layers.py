@@ -2,14 +2,18 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from torchrec_2dsp.dense.pipelined.groups import PipelineGroups
+from torchrec_2dsp.dense.pipelined.held_layers import (
+    add_gradient_,
+    broadcast_first,
+    is_split,
+    local_part,
+)
 from torchrec_2dsp.dense.pipelined.stage import LayerStage
 
 
@@ -26,6 +30,10 @@ class CopiedLayers:
         self.params = [param for stage in stages for param in stage.params]
         """The parameters that are trained."""
         self._modules = [stage.modules for stage in stages]
+
+    def whole(self) -> AbstractContextManager[None]:
+        """A context in which the stages can run: copies are whole anyhow."""
+        return nullcontext()
 
     @contextmanager
     def gradients_set_aside(self) -> Iterator[list[torch.Tensor]]:
@@ -60,7 +68,7 @@ class CopiedLayers:
             An all-reduce of all of them for each data type, waited for.
         """
         local = [
-            _local(gradient, param) * factor
+            local_part(gradient, param) * factor
             for param, gradient in zip(self.params, gradients, strict=True)
         ]
         num_copies = self._groups.mesh.dp
@@ -75,11 +83,7 @@ class CopiedLayers:
             for number, part in zip(numbers, parts, strict=True):
                 local[number] = part.view(local[number].shape)
         for param, gradient in zip(self.params, local, strict=True):
-            mean = _like(gradient, param)
-            if param.grad is None:
-                param.grad = mean
-            else:
-                param.grad.add_(mean)
+            add_gradient_(param, gradient)
 
     def broadcast_buffers(self) -> None:
         """Give all copies the buffers of the first one, as DDP does.
@@ -87,42 +91,22 @@ class CopiedLayers:
         Collectives:
             A broadcast of each buffer.
         """
-        if self._groups.mesh.dp > 1:
-            for modules in self._modules:
-                for buffer in modules.buffers():
-                    dist.broadcast(buffer, group_src=0, group=self._groups.copies)
+        buffers = [buffer for modules in self._modules for buffer in modules.buffers()]
+        broadcast_first(buffers, self._groups)
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradients of this rank's layers, or its share of those that are split."""
-        return [_local(param.grad, param) for param in self.params if param.grad is not None]
+        return [local_part(param.grad, param) for param in self.params if param.grad is not None]
 
     def square_norm(self) -> torch.Tensor:
-        """The sum of the squares of this rank's gradients, of its share of those that are split.
+        """This rank's part of the sum of the squares of all gradients.
 
-        Layers that aren't split are on all ranks of a tensor-parallel group; each counts a part.
+        Copies count a part each, and so do the ranks of a tensor-parallel group, if they all hold
+        what isn't split.
         """
         total = torch.zeros((), dtype=torch.float64, device=self._groups.device)
         for param in self.params:
             if param.grad is not None:
-                square = _local(param.grad, param).double().square().sum()
-                is_split = isinstance(param, DTensor) and any(
-                    placement.is_shard() for placement in param.placements
-                )
-                total += square if is_split else square / self._groups.mesh.tp
-        return total
-
-
-def _local(gradient: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
-    """This rank's part of a gradient, split as its parameter is."""
-    if isinstance(gradient, DTensor) and isinstance(param, DTensor):
-        return gradient.redistribute(placements=param.placements).to_local()
-    return gradient
-
-
-def _like(local: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
-    """The gradient of a parameter, of which this rank has a part if it is split."""
-    if isinstance(param, DTensor):
-        return DTensor.from_local(
-            local, param.device_mesh, param.placements, shape=param.shape, stride=param.stride()
-        )
-    return local
+                square = local_part(param.grad, param).double().square().sum()
+                total += square if is_split(param) else square / self._groups.mesh.tp
+        return total / self._groups.mesh.dp

@@ -9,6 +9,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from torchrec_2dsp.comms.agreement import agreeing
 from torchrec_2dsp.dense.layer_stack import LayerStack
+from torchrec_2dsp.dense.pipelined.copied_layers import CopiedLayers
 from torchrec_2dsp.dense.pipelined.groups import PipelineGroups
 from torchrec_2dsp.dense.pipelined.layer_times import (
     better_cuts,
@@ -18,6 +19,7 @@ from torchrec_2dsp.dense.pipelined.layer_times import (
 from torchrec_2dsp.dense.pipelined.moving_layers import move_layers, moves_between
 from torchrec_2dsp.dense.pipelined.pipeline import Pipeline, Reduction
 from torchrec_2dsp.dense.pipelined.schedule import Schedule
+from torchrec_2dsp.dense.pipelined.sharded_layers import ShardedLayers
 from torchrec_2dsp.dense.pipelined.stage import LayerStage
 from torchrec_2dsp.dense.pipelined.stage_layers import StageLayers, layers_of_stages
 from torchrec_2dsp.plan.stage_cuts import check_cuts
@@ -51,6 +53,7 @@ class CutStack:
         self._schedule, self._groups = schedule, groups
         self._reduction: Reduction = reduction
         self._wire = wire
+        self._shares: DeviceMesh | None = None
         self._keeps_loss = schedule.num_stages - 1 in self._own_stages
         stack.keep_layers(
             self._own_layers,
@@ -87,6 +90,15 @@ class CutStack:
             or (module.split(".")[0] == "loss" and self._keeps_loss)
         }
         parallelize_module(self._stack, mesh, held)
+        self._build_pipeline()
+
+    def shard(self, mesh: DeviceMesh) -> None:
+        """Shard the layers of this rank, split already where they are to be.
+
+        Args:
+            mesh: the ranks of other pipelines that hold the same part of these layers.
+        """
+        self._shares = mesh
         self._build_pipeline()
 
     def recut(
@@ -145,9 +157,13 @@ class CutStack:
             )
             for stage in self._own_stages
         ]
+        stages = [stage for _, stage in self._stages]
         self.pipeline = Pipeline(
             self._schedule,
             self._stages,
+            CopiedLayers(stages, self._groups)
+            if self._shares is None
+            else ShardedLayers(stages, self._groups, self._shares),
             self._groups,
             reduction=self._reduction,
             wire=self._wire,

@@ -56,14 +56,19 @@ class PipelineGroups:
         """All ranks of the pipeline at a position."""
         return range(position * self.mesh.tp, (position + 1) * self.mesh.tp)
 
-    def tensor_parallel_mesh(self) -> DeviceMesh:
-        """The ranks that compute this rank's layers together.
+    def layers_mesh(self) -> DeviceMesh:
+        """The ranks by pipeline, position and place in their tensor-parallel group.
+
+        The axis "copy" has those that hold the same part of the same layers; the axis "tp" those
+        that compute this rank's layers together.
 
         Collectives:
             Creates process groups.
         """
-        ranks = torch.tensor(self._ranks).view(-1, self.mesh.tp)
-        return own_mesh(ranks, self.device.type, ("copy", "tp"))["tp"]
+        mesh = self.mesh
+        ranks = [[self._ranks[rank] for rank in pipeline] for pipeline in mesh.pipelines()]
+        by_place = torch.tensor(ranks).view(mesh.dp, mesh.pp, mesh.tp)
+        return own_mesh(by_place, self.device.type, ("copy", "stage", "tp"))
 
     def _new(self, name: str, sets: Sequence[Sequence[int]]) -> dist.ProcessGroup:
         global_sets = [[self._ranks[rank] for rank in ranks] for ranks in sets]

@@ -16,6 +16,7 @@ from torchrec_2dsp.dense.layer_stack import LayerElsewhere, LayerStack
 from torchrec_2dsp.dense.pipelined.groups import PipelineGroups
 from torchrec_2dsp.dense.pipelined.schedule import Schedule
 from torchrec_2dsp.errors import ConfigError, UnsupportedError
+from torchrec_2dsp.mesh.dense_mesh import DenseMesh
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,27 @@ class _PackedLayer:
     """The optimizer's name of each parameter, if it gives names."""
     states: list[dict[str, Any]]
     """What the optimizer keeps of each parameter."""
+
+
+def check_can_move(mesh: DenseMesh, *, is_sharded: bool) -> None:
+    """Raise an error, if ranks have parts of layers.
+
+    Args:
+        mesh: of the layers.
+        is_sharded: whether pipelines have shares of them.
+
+    Raises:
+        UnsupportedError: a layer isn't whole on any rank.
+    """
+    if mesh.tp > 1:
+        parts = f"layers that tp={mesh.tp} ranks compute together"
+    elif is_sharded and mesh.dp > 1:
+        parts = f"layers of which {mesh.dp} pipelines keep a share each"
+    else:
+        return
+    raise UnsupportedError(
+        f"{parts} can't be moved; save a checkpoint, choose other cuts, and load it"
+    )
 
 
 def move_layers(

@@ -6,12 +6,12 @@ from typing import Any, Literal
 import torch
 from torchrec.distributed.types import LazyAwaitable
 
-from torchrec_2dsp.dense.pipelined.copied_layers import CopiedLayers
 from torchrec_2dsp.dense.pipelined.engine import Batch, BusyTime, Computed, Engine, PipelinePlace
 from torchrec_2dsp.dense.pipelined.failing import Together
 from torchrec_2dsp.dense.pipelined.given import Given, GivenTogether, exchange
 from torchrec_2dsp.dense.pipelined.groups import PipelineGroups
 from torchrec_2dsp.dense.pipelined.hand_over import send_back, send_together
+from torchrec_2dsp.dense.pipelined.held_layers import HeldLayers
 from torchrec_2dsp.dense.pipelined.links import Links, TensorKind, joined
 from torchrec_2dsp.dense.pipelined.loss_gradient import common_factors
 from torchrec_2dsp.dense.pipelined.schedule import Schedule
@@ -36,6 +36,7 @@ class Pipeline:
         self,
         schedule: Schedule,
         stages: Sequence[tuple[int, LayerStage]],
+        layers: HeldLayers,
         groups: PipelineGroups,
         *,
         reduction: Reduction,
@@ -45,6 +46,7 @@ class Pipeline:
         Args:
             schedule: of the stages.
             stages: of this rank, with their numbers.
+            layers: of these stages.
             groups: the process groups.
             reduction: by what the loss of a sample counts: by 1, or by one in as many samples as
                 the rank's batch has.
@@ -65,8 +67,8 @@ class Pipeline:
             wire,
             device,
         )
-        self.layers = CopiedLayers([stage for _, stage in stages], groups)
-        """The layers of this rank, of which other pipelines have copies."""
+        self.layers = layers
+        """The layers of this rank."""
         self._kinds: dict[Any, dict[int, TensorKind]] = {}
         self._together = Together(groups.agreements, (self._forward, self._backward))
 
@@ -88,7 +90,7 @@ class Pipeline:
         own = Given.of([inputs, *targets], trains=torch.is_grad_enabled())
         given = exchange(own, self._groups.agreements)
         if not trains:
-            with self._together:
+            with self._together, self.layers.whole():
                 return self._evaluate(inputs, targets, given)
         # Without it, autograd wouldn't ask for the gradients of weights where no input has one.
         anchor = torch.zeros((), requires_grad=True)
@@ -195,8 +197,7 @@ class Pipeline:
             gradient: of the losses.
 
         Collectives:
-            An all-gather of 24 bytes over all ranks, and an all-reduce of the gradients of this
-            rank's weights over its copies, waited for.
+            An all-gather of 24 bytes over all ranks, and those of `HeldLayers.add_mean`.
         """
         expected = 1.0 if self._reduction == "sum" else 1.0 / max(1, gradient.numel())
         factor, pipeline_factor = common_factors(

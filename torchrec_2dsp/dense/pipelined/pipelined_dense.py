@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torchrec.distributed.types import ShardingEnv
 
@@ -21,19 +20,25 @@ from torchrec_2dsp.comms.agreement import agreeing
 from torchrec_2dsp.comms.own_group import own_mesh
 from torchrec_2dsp.dense.dense_parts import broadcast_weights, dense_parts, group_of
 from torchrec_2dsp.dense.layer_stack import LayerStack
+from torchrec_2dsp.dense.pipelined.clipping import clip_together_
 from torchrec_2dsp.dense.pipelined.cut_stack import CutStack
 from torchrec_2dsp.dense.pipelined.groups import PipelineGroups
-from torchrec_2dsp.dense.pipelined.moving_layers import check_optimizer, sort_groups
+from torchrec_2dsp.dense.pipelined.moving_layers import (
+    check_can_move,
+    check_optimizer,
+    sort_groups,
+)
 from torchrec_2dsp.dense.pipelined.pipeline import Reduction
 from torchrec_2dsp.dense.pipelined.pipeline_times import PipelineTimes, gather_times
 from torchrec_2dsp.dense.pipelined.schedule import Schedule
+from torchrec_2dsp.dense.pipelined.sharded_layers import check_shareable
 from torchrec_2dsp.dense.pipelined.stage_layers import (
     MeasuredCuts,
     agreed_cuts,
     layers_of_stages,
     planned_modules,
 )
-from torchrec_2dsp.errors import ConfigError, UnsupportedError
+from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.dense_mesh import DenseMesh
 from torchrec_2dsp.mesh.mesh2d import RankLayout
 
@@ -78,6 +83,7 @@ class PipelinedDense(DataParallelWrapper):
         plan: Mapping[str, ParallelStyle] | None = None,
         tp: int = 1,
         layout: RankLayout = RankLayout.CONTIGUOUS,
+        fully_shard: bool = False,
     ) -> None:
         """
         Args:
@@ -98,6 +104,8 @@ class PipelinedDense(DataParallelWrapper):
             tp: how many ranks compute a layer together; they have to be on one host.
             layout: whether the ranks of a pipeline are neighbours, or, strided, those that hold the
                 same layers: with pipelines over hosts, gradients stay inside hosts.
+            fully_shard: whether each pipeline keeps a share of each layer, with its gradient and
+                moments, instead of a copy; shares are gathered once for a batch.
         """
         self._schedule = Schedule(schedule, num_stages, num_micro_batches, stages_per_rank)
         for name, value, choices in (
@@ -117,7 +125,7 @@ class PipelinedDense(DataParallelWrapper):
         self._cuts: Sequence[int] | MeasuredCuts | Literal["even"] = cuts
         self._plan, self._tp = dict(plan or {}), tp
         self._reduction: Reduction = reduction
-        self._layout = layout
+        self._layout, self._fully_shard = layout, fully_shard
         self._values = values
         self._groups: PipelineGroups | None = None
         self._model: nn.Module | None = None
@@ -166,8 +174,9 @@ class PipelinedDense(DataParallelWrapper):
                 name: layers_of_stages(name, stack, cuts[name], model)
                 for name, stack in stacks.items()
             }
+            for name, stack in stacks.items() if self._fully_shard else ():
+                check_shareable(layers[name], stack)
         self._model, self._groups = model, PipelineGroups(mesh, group, device)
-        tp_mesh = self._groups.tensor_parallel_mesh() if mesh.tp > 1 else None
         for name, stack in stacks.items():
             self._stacks[name] = CutStack(
                 name,
@@ -178,20 +187,33 @@ class PipelinedDense(DataParallelWrapper):
                 reduction=self._reduction,
                 wire=_WIRES[self._values],
             )
-            if tp_mesh is not None:
-                self._stacks[name].split(plans[name], tp_mesh)
+        self._share_layers(plans, self._groups)
         ranks = torch.tensor(dist.get_process_group_ranks(group))
         everyone = own_mesh(ranks, device.type, ("dp_pp_tp",))
         self._others = [part for part in parts.values() if not isinstance(part, LayerStack)]
         for part in self._others:
             fully_shard(part, mesh=everyone)
 
+    def _share_layers(
+        self, plans: Mapping[str, Mapping[str, ParallelStyle]], groups: PipelineGroups
+    ) -> None:
+        """Split the layers of this rank inside hosts, and shard them over pipelines, if wanted."""
+        is_sharded = self._fully_shard and groups.mesh.dp > 1
+        if groups.mesh.tp == 1 and not is_sharded:
+            return
+        mesh = groups.layers_mesh()
+        for name, stack in self._stacks.items():
+            if groups.mesh.tp > 1:
+                stack.split(plans[name], mesh["tp"])
+            if is_sharded:
+                stack.shard(mesh["copy"])
+
     def _settings(self) -> str:
         styles = {name: type(style).__name__ for name, style in self._plan.items()}
         cuts = "measured" if isinstance(self._cuts, MeasuredCuts) else self._cuts
         return (
             f"{self._schedule}, cuts={cuts}, reduction={self._reduction}, values={self._values}, "
-            f"{styles}, tp={self._tp}, layout={self._layout.value}"
+            f"{styles}, tp={self._tp}, layout={self._layout.value}, fully_shard={self._fully_shard}"
         )
 
     def recut(
@@ -226,11 +248,7 @@ class PipelinedDense(DataParallelWrapper):
         assert model is not None
         with agreeing(groups.everyone):
             check_optimizer(optimizer)
-            if groups.mesh.tp > 1:
-                raise UnsupportedError(
-                    f"layers that tp={groups.mesh.tp} ranks compute together can't be moved; save "
-                    "a checkpoint, choose other cuts, and load it"
-                )
+            check_can_move(groups.mesh, is_sharded=self._fully_shard)
         moved = [stack.recut(optimizer, model, cuts, least_gain) for stack in self._stacks.values()]
         sort_groups(optimizer, model)
         return any(moved)
@@ -249,7 +267,6 @@ class PipelinedDense(DataParallelWrapper):
             for name, stack in self._stacks.items()
         }
 
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all dense gradients so that their norm is at most ``max_norm``; return the norm.
 
@@ -263,24 +280,8 @@ class PipelinedDense(DataParallelWrapper):
             An all-reduce of 8 bytes over all ranks, waited for.
         """
         groups = self._model_groups()
-        gradients = [
-            param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
-            for part in self._others
-            for param in part.parameters()
-            if param.grad is not None
-        ]
-        square = torch.zeros((), dtype=torch.float64, device=groups.device)
-        for gradient in gradients:
-            square += gradient.double().square().sum()
-        for stack in self._stacks.values():
-            square += stack.pipeline.layers.square_norm() / groups.mesh.dp
-            gradients += stack.pipeline.layers.gradients()
-        dist.all_reduce(square, group=groups.everyone)
-        norm = float(square.sqrt())
-        if norm > max_norm:
-            for gradient in gradients:
-                gradient.mul_(max_norm / norm)
-        return norm
+        held = [stack.pipeline.layers for stack in self._stacks.values()]
+        return clip_together_(max_norm, self._others, held, groups)
 
     def _model_groups(self) -> PipelineGroups:
         if self._groups is None:

@@ -53,12 +53,17 @@ class LayerStage:
         modules = [*self.layers, *([] if loss is None else [loss])]
         self.modules = nn.ModuleList(modules)
         """The layers, and the loss of the last stage."""
-        self.params = [param for param in self.modules.parameters() if param.requires_grad]
+        self.params: list[nn.Parameter] = []
         """The parameters that are trained."""
+        self.take_params()
         self.forward_seconds = [0.0] * len(self.layers)
         """How long the forwards of each layer took in training, the loss not counted."""
         self._splits_backward = splits_backward
         self._graphs: dict[int, _Graph] = {}
+
+    def take_params(self) -> None:
+        """Look up the parameters anew, after the modules were given others."""
+        self.params = [param for param in self.modules.parameters() if param.requires_grad]
 
     def forward(
         self, micro_batch: int, given: torch.Tensor, targets: Sequence[torch.Tensor] | None = None

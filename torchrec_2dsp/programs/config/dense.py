@@ -42,7 +42,8 @@ class DenseGradientsConfig(Section):
     """The rank of the matrices of "powersgd"."""
 
     num_copies: int = Field(default=1, ge=1)
-    """How many times the ranks hold the dense part, if it is "fully_sharded"."""
+    """How many times the ranks hold the dense part, if it is "fully_sharded" or
+    "tensor_parallel"."""
 
     tp: int = Field(default=1, ge=1)
     """How many ranks compute a layer together, if it is "tensor_parallel" or "pipelined"."""
@@ -59,6 +60,9 @@ class DenseGradientsConfig(Section):
     layout: RankLayout = RankLayout.CONTIGUOUS
     """Whether the ranks of a pipeline are neighbours, or strided: then those that hold the same
     layers are."""
+
+    fully_shard: bool = False
+    """Whether each pipeline keeps a share of each layer, instead of a copy."""
 
     local_steps: int = Field(default=16, ge=1)
     """Every so many steps the ranks of "local" meet."""
@@ -94,7 +98,7 @@ class DenseGradientsConfig(Section):
             "powersgd": f"dense gradients by PowerSGD of rank {self.rank}",
             "delayed": "dense gradients one step late",
             "fully_sharded": f"dense part fully sharded, in {self.num_copies} copies",
-            "tensor_parallel": f"layers split over {self.tp} ranks",
+            "tensor_parallel": f"layers split over {self.tp} ranks, in {self.num_copies} copies",
             "pipelined": self._pipelined_text,
             "planned": "dense part by predicted cost",
             "local": f"dense parts that meet every {self.local_steps} steps",
@@ -103,8 +107,9 @@ class DenseGradientsConfig(Section):
 
     @property
     def _pipelined_text(self) -> str:
+        sharded = ", sharded" if self.fully_shard else ""
         split = f", layers split over {self.tp} ranks" if self.tp > 1 else ""
         return (
             f"{self.num_stages} stages, {self.schedule}, {self.num_micro_batches} micro-batches, "
-            f"{self.layout.value}{split}"
+            f"{self.layout.value}{sharded}{split}"
         )

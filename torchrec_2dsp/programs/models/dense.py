@@ -49,7 +49,7 @@ def dense_wrapper(
             "fills them up to several; set model.length_chunks=1, or use another kind"
         )
     if config.kind == "tensor_parallel":
-        return TensorParallelDense(layered.tensor_plan, tp=config.tp)
+        return TensorParallelDense(layered.tensor_plan, tp=config.tp, num_copies=config.num_copies)
     if config.kind == "pipelined":
         return PipelinedDense(
             config.num_stages,
@@ -59,6 +59,7 @@ def dense_wrapper(
             plan=layered.tensor_plan if config.tp > 1 else None,
             tp=config.tp,
             layout=config.layout,
+            fully_shard=config.fully_shard,
         )
     if config.kind == "planned":
         raise ConfigError(

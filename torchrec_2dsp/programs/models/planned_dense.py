@@ -59,7 +59,7 @@ def wrapper_of(plan: DensePlan, layered: Layered) -> DataParallelWrapper | None:
     if plan.kind is DenseKind.FULLY_SHARDED:
         return FullyShardedDense(layered.units, num_copies=plan.num_copies)
     if plan.kind is DenseKind.TENSOR_PARALLEL:
-        return TensorParallelDense(layered.tensor_plan, tp=mesh.tp)
+        return TensorParallelDense(layered.tensor_plan, tp=mesh.tp, num_copies=plan.num_copies)
     return PipelinedDense(
         mesh.pp,
         num_micro_batches=plan.num_micro_batches,
@@ -68,4 +68,5 @@ def wrapper_of(plan: DensePlan, layered: Layered) -> DataParallelWrapper | None:
         plan=layered.tensor_plan if mesh.tp > 1 else None,
         tp=mesh.tp,
         layout=mesh.layout,
+        fully_shard=plan.fully_shard,
     )

@@ -1,0 +1,58 @@
+"""Every way to run a dense part with every way to shard tables, against one process."""
+
+import pytest
+
+from tests.support.dense_products import (
+    FORMS,
+    ProductCell,
+    ProductGap,
+    run_products,
+)
+from tests.support.pipelining import TABLES
+from tests.support.ranks import RankPool
+from tests.support.slices import Deal
+
+ROUNDING = 3e-6
+"""Losses, weights and moments of tables: sums of float32 in another order, over ten steps of
+AdaGrad, whose first ones divide rounding by small roots. The largest seen are half of that."""
+MOMENT_ROUNDING = 6e-6
+"""Dense moments are sums of squares, of which an error is twice as large."""
+ON_FOUR_RANKS = [form for form in FORMS if form not in ("PP, TP, FSDP", "PP zero bubble, TP, FSDP")]
+"""All forms but those of which four ranks make one pipeline, with nobody to share layers with."""
+ON_EIGHT_RANKS = [form for form in FORMS if form != "TP"]
+"""All forms but four ranks that compute layers together: hosts have two."""
+
+
+def check(gaps: list[list[ProductGap]], cells: list[ProductCell]) -> None:
+    for cell, of_ranks in zip(cells, zip(*gaps, strict=True), strict=True):
+        assert sum(gap.num_values for gap in of_ranks) > 0
+        for gap in of_ranks:
+            assert gap.num_moments > 0, cell
+            assert gap.tables < ROUNDING, (cell, gap)
+            assert gap.dense_moment < MOMENT_ROUNDING, (cell, gap)
+
+
+def test_a_few_of_all(ranks4: RankPool, dealt: Deal) -> None:
+    names = list(TABLES)
+    cells = [
+        ProductCell(form, names[number % len(names)], 1 + 3 * (number % 3 == 0))
+        for number, form in enumerate(ON_FOUR_RANKS)
+    ]
+    hand = dealt(cells)
+    check(ranks4.run(run_products, hand), hand)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_batches", [1, 4])
+@pytest.mark.parametrize("form", ON_FOUR_RANKS)
+def test_four_ranks(ranks4: RankPool, form: str, num_batches: int) -> None:
+    cells = [ProductCell(form, tables, num_batches) for tables in TABLES]
+    check(ranks4.run(run_products, cells), cells)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_batches", [1, 4])
+@pytest.mark.parametrize("form", ON_EIGHT_RANKS)
+def test_eight_ranks(ranks8: RankPool, form: str, num_batches: int) -> None:
+    cells = [ProductCell(form, tables, num_batches) for tables in TABLES]
+    check(ranks8.run(run_products, cells), cells)

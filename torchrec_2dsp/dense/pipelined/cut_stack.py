@@ -1,6 +1,7 @@
 """`CutStack`: a `LayerStack` of which each rank has some layers, and the pipeline that runs it."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -16,13 +17,30 @@ from torchrec_2dsp.dense.pipelined.layer_times import (
     gather_layer_seconds,
     own_layer_seconds,
 )
-from torchrec_2dsp.dense.pipelined.moving_layers import move_layers, moves_between
+from torchrec_2dsp.dense.pipelined.moving_layers import (
+    Move,
+    move_layers,
+    moves_between,
+    pack_layers,
+)
 from torchrec_2dsp.dense.pipelined.pipeline import Pipeline, Reduction
 from torchrec_2dsp.dense.pipelined.schedule import Schedule
 from torchrec_2dsp.dense.pipelined.sharded_layers import ShardedLayers
 from torchrec_2dsp.dense.pipelined.stage import LayerStage
 from torchrec_2dsp.dense.pipelined.stage_layers import StageLayers, layers_of_stages
 from torchrec_2dsp.plan.stage_cuts import check_cuts
+
+
+@dataclass(frozen=True)
+class NextCuts:
+    """Cuts of a stack that nothing speaks against."""
+
+    layers: list[StageLayers]
+    """The layers of each stage."""
+    moves: list[Move]
+    """What has to move, of all ranks."""
+    packed: dict[int, bytes]
+    """The layers that leave this rank, by their numbers."""
 
 
 class CutStack:
@@ -101,43 +119,55 @@ class CutStack:
         self._shares = mesh
         self._build_pipeline()
 
-    def recut(
-        self,
-        optimizer: torch.optim.Optimizer,
-        model: nn.Module,
-        cuts: Sequence[int] | None,
-        least_gain: float,
-    ) -> bool:
-        """Move layers for other cuts, if these are better.
+    def better_cuts(self, least_gain: float) -> tuple[int, ...]:
+        """Cuts that the times of layers ask for, or those that there are.
 
         Args:
-            optimizer: of this rank's dense parameters.
-            model: the stack is in it.
-            cuts: those that are wanted; `None` for what the times of layers say.
-            least_gain: the share of its time that the slowest stage has to lose by the latter.
-
-        Returns:
-            Whether layers have moved.
+            least_gain: the share of its time that the slowest stage has to lose.
 
         Collectives:
-            Without cuts an all-gather of objects; agreements of all ranks, and those of
-            `move_layers`.
+            An all-gather of objects.
         """
         num_layers = len(self._stack.layers)
-        if cuts is None:
-            seconds = gather_layer_seconds(self._layer_seconds(), num_layers, self._groups.everyone)
-            cuts = better_cuts(seconds, self.cuts, least_gain)
-        with agreeing(self._groups.everyone) as facts:
-            facts["the choice of cuts"] = str(list(cuts))
-            cuts = check_cuts(cuts, num_layers, self._schedule.num_stages)
-            layers = layers_of_stages(self._name, self._stack, cuts, model)
-        moves = moves_between(self.cuts, cuts, num_layers, self._schedule)
-        is_moved = bool(moves)
-        move_layers(self._name, self._stack, moves, optimizer, self._groups)
-        self._layers = layers
+        seconds = gather_layer_seconds(self._layer_seconds(), num_layers, self._groups.everyone)
+        return better_cuts(seconds, self.cuts, least_gain)
+
+    def prepare(
+        self, cuts: Sequence[int], optimizer: torch.optim.Optimizer, model: nn.Module
+    ) -> "NextCuts":
+        """What other cuts take, without moving anything yet.
+
+        Args:
+            cuts: the first layer of each stage but the first.
+            optimizer: of this rank's dense parameters.
+            model: the stack is in it.
+
+        Raises:
+            ConfigError: there are no such cuts, or a layer can't be moved.
+        """
+        num_layers = len(self._stack.layers)
+        checked_cuts = check_cuts(cuts, num_layers, self._schedule.num_stages)
+        layers = layers_of_stages(self._name, self._stack, checked_cuts, model)
+        moves = moves_between(self.cuts, checked_cuts, num_layers, self._schedule)
+        position = self._groups.position
+        packed = pack_layers(self._name, self._stack, moves, optimizer, position)
+        return NextCuts(layers, moves, packed)
+
+    def recut(self, next_cuts: "NextCuts", optimizer: torch.optim.Optimizer) -> bool:
+        """Move layers, and let a new pipeline run them; say whether any have moved.
+
+        Args:
+            next_cuts: from `prepare`, which no rank has refused.
+            optimizer: of this rank's dense parameters.
+
+        Collectives:
+            Those of `move_layers`.
+        """
+        move_layers(self._stack, next_cuts.moves, next_cuts.packed, optimizer, self._groups)
+        self._layers = next_cuts.layers
         # With the pipeline its clocks begin anew, so that the next cuts are chosen by new times.
         self._build_pipeline()
-        return is_moved
+        return bool(next_cuts.moves)
 
     def _layer_seconds(self) -> dict[int, float]:
         firsts = {stage: self._layers[stage].numbers.start for stage in self._own_stages}
@@ -169,3 +199,40 @@ class CutStack:
             wire=self._wire,
         )
         """What runs the layers."""
+
+
+def recut_together(
+    stacks: Mapping[str, CutStack],
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    groups: PipelineGroups,
+    *,
+    cuts: Sequence[int] | None,
+    least_gain: float,
+) -> bool:
+    """Cut all stacks of a model anew, or none; say whether layers have moved.
+
+    Args:
+        stacks: by their names in the model.
+        optimizer: of this rank's dense parameters.
+        model: the stacks are in it.
+        groups: of the pipeline.
+        cuts: of each stack; `None` for those that times ask for.
+        least_gain: as in `CutStack.better_cuts`.
+
+    Collectives:
+        Those of `CutStack.better_cuts` and `CutStack.recut`, and an agreement of all ranks.
+    """
+    chosen = {
+        name: stack.better_cuts(least_gain) if cuts is None else cuts
+        for name, stack in stacks.items()
+    }
+    # Nothing moves before all ranks can move all of it.
+    with agreeing(groups.everyone) as facts:
+        facts["the choice of cuts"] = str([[*of_stack] for of_stack in chosen.values()])
+        facts["the number of the optimizer's groups"] = str(len(optimizer.param_groups))
+        prepared = {
+            name: stack.prepare(chosen[name], optimizer, model) for name, stack in stacks.items()
+        }
+    have_moved = [stack.recut(prepared[name], optimizer) for name, stack in stacks.items()]
+    return any(have_moved)

@@ -2,7 +2,7 @@
 
 import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
-from torchrec_2dsp.comms.agreement import agreeing
 from torchrec_2dsp.dense.layer_stack import LayerElsewhere, LayerStack
 from torchrec_2dsp.dense.pipelined.groups import PipelineGroups
 from torchrec_2dsp.dense.pipelined.schedule import Schedule
@@ -95,43 +94,58 @@ def check_can_move(mesh: DenseMesh, *, is_sharded: bool) -> None:
     )
 
 
-def move_layers(
+def pack_layers(
     name: str,
     stack: LayerStack,
     moves: Sequence[Move],
+    optimizer: torch.optim.Optimizer,
+    position: int,
+) -> dict[int, bytes]:
+    """The layers that leave a rank, by their numbers, with what the optimizer keeps of them.
+
+    Args:
+        name: of the stack in the model.
+        stack: cut already; it stays as it is.
+        moves: of all ranks.
+        optimizer: of this rank's dense parameters.
+        position: of this rank in its pipeline.
+
+    Raises:
+        ConfigError: a layer has gradients, or shares a parameter.
+        UnsupportedError: a layer can't be pickled.
+    """
+    return {
+        move.layer: _packed(name, stack, move.layer, optimizer)
+        for move in moves
+        if move.source == position
+    }
+
+
+def move_layers(
+    stack: LayerStack,
+    moves: Sequence[Move],
+    packed: Mapping[int, bytes],
     optimizer: torch.optim.Optimizer,
     groups: PipelineGroups,
 ) -> None:
     """Move layers inside each pipeline, and their places in the optimizers.
 
     Args:
-        name: of the stack in the model.
         stack: cut already.
         moves: equal on all ranks.
+        packed: the layers that leave this rank, from `pack_layers`.
         optimizer: of this rank's dense parameters.
         groups: of the pipeline.
 
     Collectives:
-        An agreement of all ranks, then a send and a receive of objects for each layer.
-
-    Raises:
-        ConfigError: a layer can't be moved; then none is.
+        A send and a receive of objects for each layer.
     """
-    with agreeing(groups.everyone) as facts:
-        facts["the number of the optimizer's groups"] = str(len(optimizer.param_groups))
-        packed = {
-            move.layer: _packed(name, stack, move.layer, optimizer)
-            for move in moves
-            if move.source == groups.position
-        }
     for move in moves:
         if move.source == groups.position:
             _drop(stack, move.layer, optimizer)
-            dist.send_object_list(
-                [packed.pop(move.layer)],
-                group=groups.agreements,
-                group_dst=groups.rank_at(move.target),
-            )
+            target = groups.rank_at(move.target)
+            layer = [packed[move.layer]]
+            dist.send_object_list(layer, group=groups.agreements, group_dst=target)
         elif move.target == groups.position:
             arrived: list[Any] = [None]
             source = groups.rank_at(move.source)
@@ -167,7 +181,8 @@ def _packed(name: str, stack: LayerStack, number: int, optimizer: torch.optim.Op
                 f"layer {number} of {name!r} shares a parameter with another layer, so it can't be "
                 "moved; save a checkpoint, choose other cuts, and load it"
             )
-    if any(param.grad is not None for param in params):
+    # Gradients of zeros are those that `zero_grad(set_to_none=False)` leaves.
+    if any(param.grad is not None and bool(param.grad.any()) for param in params):
         raise ConfigError(
             f"layer {number} of {name!r} has gradients, which a move would lose; call recut after "
             "optimizer.step() and optimizer.zero_grad()"
@@ -196,11 +211,12 @@ def _packed(name: str, stack: LayerStack, number: int, optimizer: torch.optim.Op
 
 
 def _unpacked(packed: bytes, device: torch.device) -> _PackedLayer:
-    # Each rank numbers its accelerators by itself.
-    there = {f"{device.type}:{number}": str(device) for number in range(64)}
     return torch.load(
         io.BytesIO(packed),
-        map_location=there if device.type != "cpu" else None,
+        # What was on the other rank's accelerator is for this one's; step counts stay on the CPU.
+        map_location=lambda storage, place: (
+            storage if place == "cpu" else cast(Any, storage).to(device=device)
+        ),
         # It comes from a rank of this job, and is a module of the user's.
         weights_only=False,
     )

@@ -21,7 +21,7 @@ from torchrec_2dsp.comms.own_group import own_mesh
 from torchrec_2dsp.dense.dense_parts import broadcast_weights, dense_parts, group_of
 from torchrec_2dsp.dense.layer_stack import LayerStack
 from torchrec_2dsp.dense.pipelined.clipping import clip_together_
-from torchrec_2dsp.dense.pipelined.cut_stack import CutStack
+from torchrec_2dsp.dense.pipelined.cut_stack import CutStack, recut_together
 from torchrec_2dsp.dense.pipelined.groups import PipelineGroups
 from torchrec_2dsp.dense.pipelined.moving_layers import (
     check_can_move,
@@ -249,9 +249,11 @@ class PipelinedDense(DataParallelWrapper):
         with agreeing(groups.everyone):
             check_optimizer(optimizer)
             check_can_move(groups.mesh, is_sharded=self._fully_shard)
-        moved = [stack.recut(optimizer, model, cuts, least_gain) for stack in self._stacks.values()]
+        has_moved = recut_together(
+            self._stacks, optimizer, model, groups, cuts=cuts, least_gain=least_gain
+        )
         sort_groups(optimizer, model)
-        return any(moved)
+        return has_moved
 
     def stage_times(self) -> dict[str, PipelineTimes]:
         """How long each stage worked for a batch, by the name of the `LayerStack`; on all ranks.

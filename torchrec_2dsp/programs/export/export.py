@@ -31,12 +31,13 @@ from torchrec_2dsp.programs.export.quality import (
     measure,
     scores_of,
 )
-from torchrec_2dsp.programs.export.served import ServedModel, tables_of
+from torchrec_2dsp.programs.export.served import ServedModel
 from torchrec_2dsp.programs.export.serving import load_script, quantize_, quantized_bytes
 from torchrec_2dsp.programs.export.source import ExportSource
 from torchrec_2dsp.programs.export.trained import trained_model
 from torchrec_2dsp.programs.models.kinds import dataset_for
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig
+from torchrec_2dsp.programs.models.tables import tables_of
 from torchrec_2dsp.programs.train.environment import environment
 
 DEFAULT_MAX_LOSS = 0.001

@@ -1,6 +1,6 @@
 """`served_own_model`: a user's own model, whose scores are those that its forward returns."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +12,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_2dsp.errors import TwoDError, UnsupportedError
 from torchrec_2dsp.programs.data.dataset import BatchShape
 from torchrec_2dsp.programs.export.scores import ServedScores
-from torchrec_2dsp.programs.export.served import ServedFeature, tables_of
+from torchrec_2dsp.programs.export.served import ServedFeature
+from torchrec_2dsp.programs.models.tables import tables_of
 
 _COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)
 
@@ -42,8 +43,7 @@ def served_own_model(model: nn.Module, data: BatchShape, factory: str) -> Served
         )
         for feature in data.features
     ]
-    answers = _BatchScores(model, [feature.name for feature in features])
-    return ServedScores(answers, features, data.num_dense)
+    return ServedScores(_BatchScores(model), features, data.num_dense)
 
 
 @contextmanager
@@ -93,15 +93,11 @@ def _check_collections(model: nn.Module, factory: str) -> None:
 class _BatchScores(nn.Module):
     """Scores of a model that takes batches and returns the logits beside its loss."""
 
-    def __init__(self, model: nn.Module, features: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self._features = list(features)
 
-    def forward(
-        self, dense: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        ids = KeyedJaggedTensor(keys=self._features, values=values, lengths=lengths)
+    def forward(self, dense: torch.Tensor, ids: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
         # Nobody knows the labels of a request, and the loss isn't asked for.
         batch = Batch(dense, ids, dense.new_zeros(dense.size(0)))
         _, (_, logits, _) = self.model(batch)

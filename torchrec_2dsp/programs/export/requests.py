@@ -13,6 +13,7 @@ from torchrec_2dsp.programs.data.logs.sections import TableConfig
 from torchrec_2dsp.programs.data.logs.table_data import prepared_encoder
 from torchrec_2dsp.programs.export.encoding import read_encoding
 from torchrec_2dsp.programs.export.folder import FEATURES_FILE, ServingInputs
+from torchrec_2dsp.programs.export.served import request_of
 
 
 class RequestEncoder:
@@ -84,10 +85,8 @@ class RequestEncoder:
         labels = pa.array([0.0] * num_samples, pa.float32())
         samples = self._encoder.encode(pa.table(arrays | {self._label: labels}))
         batch = samples.batch([feature.name for feature in self._encoder.features])
-        bags = [batch.sparse_features[name] for name in self._names]
-        values = torch.cat([bag.values() for bag in bags])
-        lengths = torch.cat([bag.lengths() for bag in bags])
-        return batch.dense_features[:, : self._num_dense], values, lengths
+        dense = batch.dense_features[:, : self._num_dense]
+        return request_of(dense, batch.sparse_features, self._names)
 
 
 def _array(values: Sequence[Any]) -> pa.Array:

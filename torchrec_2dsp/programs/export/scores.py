@@ -16,9 +16,9 @@ from torchrec_2dsp.programs.export.served import (
     Request,
     ServedFeature,
     request_of,
-    tables_of,
 )
 from torchrec_2dsp.programs.export.serving import script_of, traced_script
+from torchrec_2dsp.programs.models.tables import tables_of
 from torchrec_2dsp.programs.models.two_tower import TwoTowerModel
 
 
@@ -33,12 +33,13 @@ class ServedScores:
     ) -> None:
         """
         Args:
-            answers: gives ``scores`` for dense features, values and lengths.
+            answers: gives ``scores`` for dense features and a `KeyedJaggedTensor`.
             features: those of a request, in its order.
             num_dense: how many dense features a sample has.
         """
-        self._answers = answers.eval()
         self.features, self.num_dense = tuple(features), num_dense
+        self._names = [feature.name for feature in features]
+        self._answers = _Answers(answers, self._names).eval()
 
     def module(self) -> nn.Module:
         """A module that answers requests, by the tables as they are now."""
@@ -51,8 +52,7 @@ class ServedScores:
 
     def request(self, batch: Batch) -> Request:
         """The request for a batch of held-out samples."""
-        names = [feature.name for feature in self.features]
-        return request_of(batch.dense_features, batch.sparse_features, names)
+        return request_of(batch.dense_features, batch.sparse_features, self._names)
 
     def scores(self, answers: Callable[..., Answer], batch: Batch) -> torch.Tensor:
         """The scores of a batch's samples.
@@ -75,14 +75,12 @@ def served_clicks(model: DLRMTrain) -> ServedScores:
     num_dense = next(
         module.in_features for module in dlrm.dense_arch.modules() if isinstance(module, nn.Linear)
     )
-    features = _features_of_tables(model)
-    return ServedScores(_ClickScores(dlrm, _names(features)), features, num_dense)
+    return ServedScores(_ClickScores(dlrm), _features_of_tables(model), num_dense)
 
 
 def served_towers(model: TwoTowerModel) -> ServedScores:
     """Two towers, which give dot products and the vectors that are multiplied."""
-    features = _features_of_tables(model)
-    return ServedScores(_TwoTowerScores(model, _names(features)), features, model.num_dense)
+    return ServedScores(_TwoTowerScores(model), _features_of_tables(model), model.num_dense)
 
 
 def _features_of_tables(model: nn.Module) -> list[ServedFeature]:
@@ -96,22 +94,29 @@ def _features_of_tables(model: nn.Module) -> list[ServedFeature]:
     ]
 
 
-def _names(features: Sequence[ServedFeature]) -> list[str]:
-    return [feature.name for feature in features]
+class _Answers(nn.Module):
+    """Answers requests by a module that takes their ids together."""
 
-
-class _ClickScores(nn.Module):
-    """Scores of a DLRM or a DCN."""
-
-    def __init__(self, model: nn.Module, features: list[str]) -> None:
+    def __init__(self, answers: nn.Module, features: list[str]) -> None:
         super().__init__()
-        self.model = model
+        self.answers = answers
         self._features = features
 
     def forward(
         self, dense: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         ids = KeyedJaggedTensor(keys=self._features, values=values, lengths=lengths)
+        return self.answers(dense, ids)
+
+
+class _ClickScores(nn.Module):
+    """Scores of a DLRM or a DCN."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, dense: torch.Tensor, ids: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
         scores = self.model(dense, ids).squeeze(1)
         return {"scores": scores, "probabilities": torch.sigmoid(scores)}
 
@@ -119,15 +124,11 @@ class _ClickScores(nn.Module):
 class _TwoTowerScores(nn.Module):
     """Scores of two towers, and the vectors that they are products of."""
 
-    def __init__(self, model: TwoTowerModel, features: list[str]) -> None:
+    def __init__(self, model: TwoTowerModel) -> None:
         super().__init__()
         self.model = model
-        self._features = features
 
-    def forward(
-        self, dense: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        ids = KeyedJaggedTensor(keys=self._features, values=values, lengths=lengths)
+    def forward(self, dense: torch.Tensor, ids: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
         users, items = self.model.vectors(ids, dense)
         return {
             "scores": (users * items).sum(dim=1),

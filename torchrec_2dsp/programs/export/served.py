@@ -6,8 +6,6 @@ from typing import Protocol
 import torch
 from torch import nn
 from torchrec.datasets.utils import Batch
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.programs.config.section import Section
@@ -73,17 +71,6 @@ class ServedModel(Protocol):
             batch: of held-out samples.
         """
         ...
-
-
-def tables_of(model: nn.Module) -> list[BaseEmbeddingConfig]:
-    """The tables of a model before they are quantised, in its order."""
-    tables: list[BaseEmbeddingConfig] = []
-    for module in model.modules():
-        if isinstance(module, EmbeddingBagCollection):
-            tables.extend(module.embedding_bag_configs())
-        if isinstance(module, EmbeddingCollection):
-            tables.extend(module.embedding_configs())
-    return tables
 
 
 def request_of(dense: torch.Tensor, features: KeyedJaggedTensor, names: Sequence[str]) -> Request:

@@ -8,8 +8,6 @@ from torch import nn
 from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.planner.types import KernelConfig, TopologyFactory, TrainerConfig
 from torchrec.distributed.types import ModuleSharder
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -29,6 +27,7 @@ from torchrec_2dsp.programs.models.optimizer import dense_optimizer, table_optim
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig
 from torchrec_2dsp.programs.models.planned import collective_plan, planner_arguments
 from torchrec_2dsp.programs.models.splits import split_
+from torchrec_2dsp.programs.models.tables import tables_of
 from torchrec_2dsp.programs.train.config import RunConfig, TrainConfig
 from torchrec_2dsp.programs.train.sections import LoopConfig
 from torchrec_2dsp.programs.train.stock import stock_plan
@@ -168,13 +167,7 @@ def num_steps_of(loop: LoopConfig, dataset: Dataset) -> int:
 
 def _table_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
     """The rows and the dimension of each table of a model that isn't sharded."""
-    configs: list[BaseEmbeddingConfig] = []
-    for module in model.modules():
-        if isinstance(module, EmbeddingBagCollection):
-            configs += module.embedding_bag_configs()
-        elif isinstance(module, EmbeddingCollection):
-            configs += module.embedding_configs()
-    return {config.name: (config.num_embeddings, config.embedding_dim) for config in configs}
+    return {table.name: (table.num_embeddings, table.embedding_dim) for table in tables_of(model)}
 
 
 def _plan_of_file(name: str, run: RunConfig, world_size: int) -> Plan2D:

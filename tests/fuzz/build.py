@@ -113,7 +113,7 @@ def dense_params(parallel: DistributedModelParallel) -> dict[str, torch.Tensor]:
 
 
 def named_dense(parallel: DistributedModelParallel) -> dict[str, torch.Tensor]:
-    """The same parameters by the names that they have in a model which nothing is around."""
+    """The parameters of the dense part, by their names in a model without a wrapper."""
     params = dense_params(parallel)
     return {name.removeprefix("module."): param for name, param in params.items()}
 

@@ -161,11 +161,11 @@ class _Simulation:
             group = self._case.mesh.group_of(rank)
             bags = [self._pool(batch, column, group, action.hot) for column in self._columns]
             inputs, values = torch.cat(bags, 1).tanh(), self._dense.values[rank]
-            made = self._net.forward(values, inputs, batch.uses_shortcut)
-            errors = made.scores - batch.targets.to(self._noise.dtype)
-            expected.scores[index, rank] = made.scores
-            expected.losses[index, rank] = float(loss_of(made.scores, batch.targets))
-            looked_up.append((batch, made, errors.clamp(-1, 1) / self._world))
+            net_pass = self._net.forward(values, inputs, batch.uses_shortcut)
+            errors = net_pass.scores - batch.targets.to(self._noise.dtype)
+            expected.scores[index, rank] = net_pass.scores
+            expected.losses[index, rank] = float(loss_of(net_pass.scores, batch.targets))
+            looked_up.append((batch, net_pass, errors.clamp(-1, 1) / self._world))
         return looked_up
 
     def _train(self, index: int, action: Action, expected: Expected) -> None:
@@ -208,11 +208,11 @@ class _Simulation:
             for name, state in self._states.items()
         }
         dense_grads = torch.zeros_like(self._dense.values)
-        for rank, (batch, made, grads_of_mean) in enumerate(looked_up):
+        for rank, (batch, net_pass, grads_of_mean) in enumerate(looked_up):
             dense_grads[rank], input_grads = self._net.backward(
-                self._dense.values[rank], made, grads_of_mean * share
+                self._dense.values[rank], net_pass, grads_of_mean * share
             )
-            input_grads = input_grads * (1 - made.inputs[0].square())
+            input_grads = input_grads * (1 - net_pass.inputs[0].square())
             for column in self._columns:
                 lookups = batch.features[column.module, column.feature]
                 bags = input_grads[:, column.start : column.start + column.width]

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.support.patience import patient
+
 _STEPS = """
 import resource, sys
 import torch
@@ -37,7 +39,7 @@ def test_memory_that_a_step_frees_is_there_for_the_next() -> None:
                 check=True,
                 capture_output=True,
                 text=True,
-                timeout=100,
+                timeout=patient(100),
                 env=eager,
             ).stdout
         )

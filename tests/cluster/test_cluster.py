@@ -147,7 +147,7 @@ def test_a_crash_is_explained_and_leaves_nothing(
 
 def test_the_deadline_shows_where_ranks_hang(tmp_path: Path) -> None:
     with EmulatedCluster(hosts=2, ranks_per_host=1) as cluster:
-        for timeout_s in (5, 40):
+        for timeout_s in (5, 20, 100):
             with pytest.raises(CommandFailed, match=f"missed the deadline of {timeout_s} s") as e:
                 cluster.run([*PROGRAM, "hang", str(tmp_path)], timeout_s=timeout_s)
             shown = all("in wait_for_ever" in tail for tail in e.value.tails)

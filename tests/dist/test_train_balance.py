@@ -15,7 +15,7 @@ from tests.support.ranks import RankPool
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.models.balance import WeightedBatch, weigh_losses_, weighted_batch
-from torchrec_2dsp.programs.train import program, trainer
+from torchrec_2dsp.programs.train import program, sharded
 from torchrec_2dsp.programs.train.checkpoints import Resume
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
@@ -200,7 +200,7 @@ def lose_weight(rank: int, world_size: int) -> tuple[list[float], list[float]]:
     """The losses as read, and dealt by speed when batches don't carry their weights."""
     runs = {"as_read": {}, "dealt": SPEED}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "weigh_losses_", lambda model: None)
+        patch.setattr(sharded, "weigh_losses_", lambda model: None)
         as_read, dealt = train(config_with(CLICKS, runs, loop={"steps": 3})).runs
     return list(as_read.losses), list(dealt.losses)
 

@@ -9,6 +9,7 @@ import pytest
 
 import torchrec_2dsp
 from tests.support.import_rules import LAYERS, PROGRAMS
+from tests.support.parsing import parsed
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(torchrec_2dsp.__file__).parent
@@ -57,7 +58,7 @@ def texts_of(tree: ast.AST) -> list[str]:
 @cache
 def package_texts() -> str:
     """All string literals of the package, one to a line."""
-    trees = (ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py")))
+    trees = (parsed(path) for path in sorted(PACKAGE.rglob("*.py")))
     return "\n".join(text for tree in trees for text in texts_of(tree))
 
 

@@ -26,6 +26,8 @@ from torchrec_2dsp.errors import CheckpointError
 from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
 from torchrec_2dsp.parallel.checkpoint.fit import check_part
 
+pytestmark = pytest.mark.dealt_file
+
 SAVED = Cell(M22, "row_wise", hot_rows=HOT)
 TABLES = SAVED.spec.tables
 

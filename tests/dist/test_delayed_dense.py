@@ -14,6 +14,8 @@ from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.errors import ConfigError, SyncError
 
+pytestmark = pytest.mark.dealt_file
+
 NUM_STEPS = 6
 ROUNDING = 2e-6
 """The reference adds the ranks' float32 gradients in another order: a few roundings of weights

@@ -32,6 +32,8 @@ from torchrec_2dsp.programs.launch.world import only_rank
 from torchrec_2dsp.programs.models.kinds import dataset_for
 from torchrec_2dsp.programs.train.run_folder import RunFolder
 
+pytestmark = pytest.mark.dealt_file
+
 
 @pytest.fixture(scope="module")
 def trained(

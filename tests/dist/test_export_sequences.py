@@ -25,6 +25,8 @@ from torchrec_2dsp.programs.export.source import ExportSource
 from torchrec_2dsp.programs.launch.world import only_rank
 from torchrec_2dsp.programs.train.config import TrainConfig
 
+pytestmark = pytest.mark.dealt_file
+
 NUM_ITEMS, MAX_LENGTH, EVAL_STEPS = 60, 6, 3
 Histories = list[list[int]]
 

@@ -31,6 +31,8 @@ from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.errors import ConfigError, TwoDError
 
+pytestmark = pytest.mark.dealt_file
+
 ROUNDING = 1e-6
 """Sums of float32 in another order, over two steps."""
 SHARED: list[dict[str, Any]] = [option | {"fully_shard": True} for option in TWO_RANKS]

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 import torchrec_2dsp as tdsp
@@ -20,6 +21,8 @@ from tests.support.pipelining import (
 )
 from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
+
+pytestmark = pytest.mark.dealt_file
 
 ROUNDING = 1e-6
 """A norm is a sum of float32 in another order."""

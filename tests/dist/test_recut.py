@@ -27,6 +27,8 @@ from tests.support.pipelining import (
 from tests.support.ranks import RankPool
 from torchrec_2dsp.errors import ConfigError, TwoDError
 
+pytestmark = pytest.mark.dealt_file
+
 ONE_PIPELINE: dict[str, Any] = {"num_stages": 4, "num_micro_batches": 5}
 TWO_PIPELINES: dict[str, Any] = {
     "num_stages": 4,
@@ -105,7 +107,6 @@ def with_and_without(
     return len(ours)
 
 
-@pytest.mark.dealt
 @pytest.mark.parametrize("optimizer", ["adam", "adagrad"])
 @pytest.mark.parametrize("options", [ONE_PIPELINE, TWO_PIPELINES], ids=["one", "two"])
 def test_training_goes_on_with_the_bits_of_the_new_cuts(

@@ -24,6 +24,8 @@ from torchrec_2dsp.rows.direct_update import DirectUpdater
 from torchrec_2dsp.rows.gradients import RowGradients
 from torchrec_2dsp.shard.row_exchange import kernel as row_kernel
 
+pytestmark = pytest.mark.dealt_file
+
 ONE = tdsp.Mesh2D(1, 4)
 ROWS = Cell(ONE, exchange="row")
 SEQUENCE = ModelSpec(SEQUENCE_TABLES, sequence=True)

@@ -24,6 +24,8 @@ from torchrec_2dsp.replicas.exchange import (
 from torchrec_2dsp.rows.blocks import Block
 from torchrec_2dsp.rows.gradients import BlockGradients
 
+pytestmark = pytest.mark.dealt_file
+
 BLOCKS = (Block(8, (0,), (0,), (0,), 1000), Block(4, (1,), (1,), (0,), 50))
 NUM_ROWS = 40
 """Touched by a rank, of each block."""

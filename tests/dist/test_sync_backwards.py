@@ -13,6 +13,8 @@ from tests.support.parity import LR, Cell, compare, make_optimizer
 from tests.support.ranks import RankPool
 from torchrec_2dsp.replicas.sync_reason import SyncReason
 
+pytestmark = pytest.mark.dealt_file
+
 MESH = tdsp.Mesh2D(2, 2)
 EXACT = Cell(MESH)
 HOT = Cell(MESH, sharding="table_wise", hot_rows=(("t0", (0, 1, 5)), ("t1", (0, 2))))

@@ -19,6 +19,8 @@ from torchrec_2dsp.replicas.capture import RowCapture
 from torchrec_2dsp.replicas.touched import TouchedRows
 from torchrec_2dsp.shard.kernels import TableShard
 
+pytestmark = pytest.mark.dealt_file
+
 MESH = tdsp.Mesh2D(2, 2)
 SPEC = ModelSpec((TableSpec("t0", 400, 8, ("f0",)), TableSpec("t1", 240, 16, ("f1", "f2"))))
 """Few of its rows are in a batch."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+from tests.support.parsing import parsed
+
 PROGRAMS = "programs"
 """The wing of what is run from the command line; the rest of the package is the library."""
 
@@ -77,7 +79,7 @@ def read_package(package: Path) -> dict[str, Module]:
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package.parent).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        modules[name] = Module(path, name, ast.parse(path.read_text()))
+        modules[name] = Module(path, name, parsed(path))
     return modules
 
 

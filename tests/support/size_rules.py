@@ -3,6 +3,8 @@
 import ast
 from pathlib import Path
 
+from tests.support.parsing import parsed
+
 MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 60
 
@@ -17,7 +19,7 @@ def size_violations(folder: Path) -> list[str]:
             violations.append(
                 f"{path}: {num_lines} lines, over {MAX_FILE_LINES}; split it by theme"
             )
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 num_lines = _num_code_lines(node)
                 if num_lines > MAX_FUNCTION_LINES:

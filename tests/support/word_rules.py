@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tests.support.parsing import parsed
+
 FILLERS = frozenset(
     [
         "one",
@@ -67,7 +69,7 @@ def twin_violations(package: Path, rooms: Sequence[str]) -> list[str]:
 def _files(package: Path, rooms: Sequence[str]) -> Iterator[tuple[Path, ast.Module]]:
     for room in rooms:
         for path in sorted((package / room).rglob("*.py")):
-            yield path, ast.parse(path.read_text())
+            yield path, parsed(path)
 
 
 def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import torchrec_2dsp
+from tests.support.parsing import parsed
 from torchrec_2dsp._compat import torchrec as adapters
 
 PACKAGE = Path(torchrec_2dsp.__file__).parent
@@ -44,7 +45,7 @@ def is_private(name: str) -> bool:
 
 def imported_names(path: Path) -> Iterator[tuple[str, str]]:
     """``(module, name)`` of every ``from upstream import name`` in a file."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and is_upstream(node.module):
             for alias in node.names:
                 yield str(node.module), alias.name
@@ -53,7 +54,7 @@ def imported_names(path: Path) -> Iterator[tuple[str, str]]:
 def upstream_scope(path: Path) -> dict[str, object]:
     """The upstream modules and classes that a file knows, by the name it calls them."""
     scope: dict[str, object] = {}
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and is_upstream(node.module):
             module = importlib.import_module(str(node.module))
             for alias in node.names:
@@ -74,7 +75,7 @@ def private_attributes(path: Path) -> Iterator[tuple[str, object, str]]:
     """
     scope = upstream_scope(path)
     names = {**vars(importlib.import_module(f"{torchrec_2dsp.__name__}._compat.{path.stem}"))}
-    for function in ast.walk(ast.parse(path.read_text())):
+    for function in ast.walk(parsed(path)):
         if not isinstance(function, ast.FunctionDef):
             continue
         owners: dict[str, Any] = dict(scope)

@@ -18,8 +18,7 @@ pytestmark = pytest.mark.dealt_file
 
 NUM_STEPS = 6
 ROUNDING = 2e-6
-"""The reference adds the ranks' float32 gradients in another order: a few roundings of weights
-below 1, carried through six steps."""
+"""The reference adds gradients in another order: a few roundings of weights below 1."""
 
 
 @dataclass(frozen=True)
@@ -269,8 +268,7 @@ def misuse(rank: int, world_size: int) -> list[str]:
         model(batch_of(cell, step, rank)).backward()
     with pytest.raises(ConfigError) as raised:
         model(batch_of(cell, 3, rank))
-    # Evaluation leaves gradients alone.
-    with torch.no_grad():
+    with torch.no_grad():  # Evaluation leaves gradients alone.
         model(batch_of(cell, 3, rank))
     return [*errors, str(raised.value)]
 

@@ -188,14 +188,12 @@ class BenchConfig(Section):
         check_pair(self.data, self.model)
         for name, own in self.planned.items():
             check_balance(f"contestants.{name}", own, self.model, self.schedule.device)
-        planned = [
-            name for name, contestant in self.planned.items() if contestant.dense.kind == "planned"
-        ]
-        if planned and not self.calibration:
-            raise ValueError(
-                f'contestants.{planned[0]}.dense.kind="planned" needs to know the machines; give a '
-                "calibration"
-            )
+            own.dense.check_calibration(f"contestants.{name}", self.calibration)
+            if own.dense.recut_every:
+                raise ValueError(
+                    f"contestants.{name}.dense.recut_every is for training, and a benchmark leaves "
+                    "layers where they are; leave it out"
+                )
         return self
 
     @model_validator(mode="after")

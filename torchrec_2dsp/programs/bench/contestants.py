@@ -33,7 +33,6 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torchrec_2dsp._compat.torchrec import get_local_size
-from torchrec_2dsp.comms.world_groups import world_group
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.workload import DenseWork
 from torchrec_2dsp.mesh.mesh2d import Mesh2D
@@ -46,7 +45,6 @@ from torchrec_2dsp.programs.bench.workload import tables_work, workload_of
 from torchrec_2dsp.programs.calibrate.link_speed import LinkSpeeds
 from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
 from torchrec_2dsp.programs.models.balance import weigh_losses_
-from torchrec_2dsp.programs.models.dense import dense_wrapper
 from torchrec_2dsp.programs.models.kinds import build_any_model, layered_of
 from torchrec_2dsp.programs.models.model import rank_device, table_name
 from torchrec_2dsp.programs.models.optimizer import (
@@ -57,7 +55,7 @@ from torchrec_2dsp.programs.models.optimizer import (
 )
 from torchrec_2dsp.programs.models.pipeline import make_pipeline
 from torchrec_2dsp.programs.models.planned import collective_plan, planner_arguments
-from torchrec_2dsp.programs.models.planned_dense import plan_dense, wrapper_of
+from torchrec_2dsp.programs.models.planned_dense import dense_part
 from torchrec_2dsp.shard.sequence_sharder import EmbeddingCollectionSharder2D
 from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
 
@@ -206,17 +204,14 @@ def _dense_wrapper(
     config: BenchConfig, contestant: PlannedContestant, model: nn.Module
 ) -> DataParallelWrapper | None:
     """What runs the dense part of a contestant; of a planned one, what is predicted to be best."""
-    layered = layered_of(model)
-    if contestant.dense.kind != "planned":
-        return dense_wrapper(contestant.dense, layered)
-    choices = plan_dense(
-        layered,
-        Calibration.load(config.calibration),
+    part = dense_part(
+        contestant.dense,
+        layered_of(model),
+        calibration=config.calibration,
         batch_size=config.schedule.batch_size,
         state_per_weight=STATE_PER_WEIGHT[config.optimizer.dense_optimizer],
-        world=world_group(),
     )
-    return wrapper_of(choices.best.plan, layered)
+    return part.wrapper
 
 
 def _planner_arguments(

@@ -1,6 +1,7 @@
 """`Display`: a training program as it runs, on a terminal or in a log."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,6 +68,12 @@ class Display:
         else:
             self._bar.update(self._bar.task_ids[0], completed=progress.step, figures=figures)
 
+    def layers_moved(self, name: str, step: int, cuts: Mapping[str, tuple[int, ...]]) -> None:
+        """Print where layers are cut now."""
+        for stack, firsts in cuts.items():
+            at = ", ".join(map(str, firsts))
+            self._say(f"{name}: layers of {stack!r} are cut at {at}, after step {step}")
+
     def evaluated(self, name: str, evaluation: "Evaluation", *, is_best: bool) -> None:
         """Print the metrics of an evaluation."""
         metrics = "  ".join(f"{key} {value:.5f}" for key, value in evaluation.metrics.items())
@@ -127,6 +134,7 @@ def plan_to_show(name: str, planned: "PlannedRun") -> Table:
     """One row per table; ranks that hold the same shard are joined by a plus."""
     plan = planned.plan
     how = f", kept equal by {type(plan.sync).__name__}" if plan.mesh.num_groups > 1 else ""
+    how += f"; dense part: {planned.dense}" if planned.dense else ""
     table = Table(
         "table",
         title=Text(f"{name}: {plan.mesh}{how}", style="bold"),

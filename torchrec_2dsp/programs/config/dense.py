@@ -1,8 +1,8 @@
 """`DenseGradientsConfig`: how ranks add up the gradients of what isn't sharded."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from torchrec_2dsp.codecs.transport import Transport
 from torchrec_2dsp.mesh.mesh2d import RankLayout
@@ -64,6 +64,10 @@ class DenseGradientsConfig(Section):
     fully_shard: bool = False
     """Whether each pipeline keeps a share of each layer, instead of a copy."""
 
+    recut_every: int = Field(default=0, ge=0)
+    """After how many steps of training "pipelined" layers are cut anew, by what they took, where
+    that makes the slowest stage faster; 0 leaves the cuts as they are."""
+
     local_steps: int = Field(default=16, ge=1)
     """Every so many steps the ranks of "local" meet."""
 
@@ -78,6 +82,34 @@ class DenseGradientsConfig(Section):
 
     warm_up: int = Field(default=10, ge=2)
     """How many first steps "powersgd" and "thresholded" leave dense, and "delayed" punctual."""
+
+    @model_validator(mode="after")
+    def _check_recut(self) -> Self:
+        if not self.recut_every:
+            return self
+        if self.kind != "pipelined":
+            raise ValueError(
+                f"recut_every={self.recut_every} is for kind='pipelined', not for {self.kind!r}; "
+                "leave it out"
+            )
+        if self.tp > 1 or self.fully_shard:
+            raise ValueError(
+                f"recut_every={self.recut_every} moves whole layers between ranks, and with tp > 1 "
+                "or fully_shard=true ranks have parts of them; leave it out"
+            )
+        return self
+
+    def check_calibration(self, key: str, calibration: str) -> None:
+        """Raise `ValueError` if the dense part is planned for machines that nobody knows.
+
+        Args:
+            key: of the section that this one is in.
+            calibration: of the machines; empty for none.
+        """
+        if self.kind == "planned" and not calibration:
+            raise ValueError(
+                f'{key}.dense.kind="planned" needs to know the machines; give a calibration'
+            )
 
     @property
     def is_stock(self) -> bool:

@@ -24,7 +24,7 @@ def dense_wrapper(
     """What runs the dense part; `None` for TorchRec's own wrapper, which is DDP.
 
     Args:
-        config: the kind of the dense part, and its settings.
+        config: the kind of the dense part, and its settings; `dense_part` takes "planned", too.
         layered: the layers that ranks may share; none for a model without any.
         static_graph: whether DDP, if it is that, learns the graph in its first backward.
 
@@ -43,11 +43,8 @@ def dense_wrapper(
             f'dense.kind="{config.kind}" is for models with a LayerStack, such as '
             'model.kind="sequence"'
         )
-    if config.kind == "pipelined" and getattr(layered.stack, "num_chunks", 1) > 1:
-        raise ConfigError(
-            'dense.kind="pipelined" needs sequences of one length, and model.length_chunks > 1 '
-            "fills them up to several; set model.length_chunks=1, or use another kind"
-        )
+    if config.kind == "pipelined":
+        check_one_length(config.kind, layered)
     if config.kind == "tensor_parallel":
         return TensorParallelDense(layered.tensor_plan, tp=config.tp, num_copies=config.num_copies)
     if config.kind == "pipelined":
@@ -61,11 +58,6 @@ def dense_wrapper(
             layout=config.layout,
             fully_shard=config.fully_shard,
         )
-    if config.kind == "planned":
-        raise ConfigError(
-            'dense.kind="planned" needs to know the machines; use it in the benchmark, with a '
-            "calibration"
-        )
     if config.kind == "local":
         return LocalDense(density=config.meeting_density, values=config.values)
     if config.kind == "thresholded":
@@ -76,9 +68,25 @@ def dense_wrapper(
             warm_up=config.warm_up,
             static_graph=static_graph,
         )
+    if config.kind == "planned":
+        raise ConfigError('dense.kind="planned" needs to know the machines; give a calibration')
     return HookedDataParallel(
         config.kind, rank=config.rank, warm_up=config.warm_up, static_graph=static_graph
     )
+
+
+def check_one_length(kind: str, layered: Layered) -> None:
+    """Raise `ConfigError` if a batch's sequences have several lengths, which no pipeline takes.
+
+    Args:
+        kind: of the dense part, for the text.
+        layered: the layers.
+    """
+    if getattr(layered.stack, "num_chunks", 1) > 1:
+        raise ConfigError(
+            f'dense.kind="{kind}" needs sequences of one length, and model.length_chunks > 1 '
+            "fills them up to several; set model.length_chunks=1, or use another kind"
+        )
 
 
 def thresholded_gradients(model: nn.Module) -> ThresholdedDataParallel | None:

@@ -1,17 +1,71 @@
-"""The wrapper of a dense part that is predicted to be the fastest."""
+"""`dense_part`: what runs a model's dense part, as its config says or as predictions do."""
+
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torchrec.distributed.model_parallel import DataParallelWrapper
 
 from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.comms.world_groups import world_group
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.dense.fully_sharded import FullyShardedDense
 from torchrec_2dsp.dense.pipelined.pipelined_dense import PipelinedDense
 from torchrec_2dsp.dense.tensor_parallel import TensorParallelDense
 from torchrec_2dsp.plan.dense_plan import DenseKind, DensePlan
 from torchrec_2dsp.planner.dense_search import DenseChoices, search_dense
+from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
+from torchrec_2dsp.programs.models.dense import check_one_length, dense_wrapper
 from torchrec_2dsp.programs.models.layered import Layered
+
+
+@dataclass(frozen=True)
+class DensePart:
+    """What runs a model's dense part."""
+
+    wrapper: DataParallelWrapper | None
+    """The wrapper; `None` for TorchRec's own, which is DDP."""
+
+    choices: DenseChoices | None = None
+    """What a planned one was chosen from, equal on all ranks."""
+
+
+def dense_part(
+    config: DenseGradientsConfig,
+    layered: Layered,
+    *,
+    calibration: str,
+    batch_size: int,
+    state_per_weight: float,
+    static_graph: bool = True,
+) -> DensePart:
+    """What runs the dense part; for a planned one the layers are measured on these ranks.
+
+    Args:
+        config: the kind of the dense part, and its settings.
+        layered: the layers that ranks may share.
+        calibration: of the machines, if the dense part is planned: a file, or a shipped name.
+        batch_size: samples per rank.
+        state_per_weight: numbers of optimizer state for each weight.
+        static_graph: as for `dense_wrapper`.
+
+    Raises:
+        ConfigError: the model can't be run so.
+
+    Collectives:
+        For a planned one those of `plan_dense`.
+    """
+    if config.kind != "planned" or not calibration:
+        return DensePart(dense_wrapper(config, layered, static_graph=static_graph))
+    check_one_length(config.kind, layered)
+    choices = plan_dense(
+        layered,
+        Calibration.load(calibration),
+        batch_size=batch_size,
+        state_per_weight=state_per_weight,
+        world=world_group(),
+    )
+    return DensePart(wrapper_of(choices.best.plan, layered), choices)
 
 
 def plan_dense(

@@ -210,6 +210,7 @@ class TrainConfig(Section):
             )
         for name, run in self.runs.items():
             check_balance(f"runs.{name}", run, self.model, self.loop.device)
+            run.dense.check_calibration(f"runs.{name}", run.calibration)
             if self.loop.accumulate > 1 and run.prefetch_rows:
                 raise ValueError(
                     f"runs.{name}.prefetch_rows is for a pipeline, and a step of "

@@ -1,11 +1,11 @@
 """A run's sharders, plan and optimizers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner.types import KernelConfig, TopologyFactory, TrainerConfig
 from torchrec.distributed.types import ModuleSharder
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
@@ -21,11 +21,16 @@ from torchrec_2dsp.plan import serialize
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.planner.planner2d import Planner2D
 from torchrec_2dsp.programs.data.dataset import BatchShape, Dataset
-from torchrec_2dsp.programs.models.dense import dense_wrapper
 from torchrec_2dsp.programs.models.kinds import build_any_model, layered_of
-from torchrec_2dsp.programs.models.optimizer import dense_optimizer, table_optimizer, with_meetings
+from torchrec_2dsp.programs.models.optimizer import (
+    STATE_PER_WEIGHT,
+    dense_optimizer,
+    table_optimizer,
+    with_meetings,
+)
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig
 from torchrec_2dsp.programs.models.planned import collective_plan, planner_arguments
+from torchrec_2dsp.programs.models.planned_dense import DensePart, dense_part
 from torchrec_2dsp.programs.models.splits import split_
 from torchrec_2dsp.programs.models.tables import tables_of
 from torchrec_2dsp.programs.train.config import RunConfig, TrainConfig
@@ -86,6 +91,17 @@ class PlannedRun:
     num_steps: int
     """How many steps the run has, unless it is out of patience before: those of the config, or as
     many as there are data for."""
+
+    dense: str = ""
+    """What runs the dense part, in words, if it was planned."""
+
+    def with_dense(self, part: DensePart) -> "PlannedRun":
+        """The plan with what was chosen for the dense part, if that was planned, too."""
+        if part.choices is None:
+            return self
+        texts = [self.explanation, str(part.choices)] if self.explanation else []
+        dense = str(part.choices.best.plan)
+        return replace(self, explanation="\n\n".join(texts), dense=dense)
 
 
 def plan_run(
@@ -181,13 +197,23 @@ def _plan_of_file(name: str, run: RunConfig, world_size: int) -> Plan2D:
     return plan
 
 
-def make_dense_wrapper(
-    config: TrainConfig, run: RunConfig, model: nn.Module
-) -> DataParallelWrapper | None:
-    """What runs the dense part of a model that isn't sharded yet; `None` for TorchRec's own."""
-    # A DDP that is told that its graph is static learns it in its first backward, in which it adds
-    # up the gradients of each batch. That would be other bits after a resume.
-    return dense_wrapper(run.dense, layered_of(model), static_graph=config.loop.accumulate == 1)
+def make_dense_part(config: TrainConfig, run: RunConfig, model: nn.Module) -> DensePart:
+    """What runs the dense part of a model that isn't sharded yet.
+
+    Collectives:
+        Those of `dense_part`.
+    """
+    loop = config.loop
+    return dense_part(
+        run.dense,
+        layered_of(model),
+        calibration=run.calibration,
+        batch_size=loop.batch_size // dist.get_world_size(world_group()),
+        state_per_weight=STATE_PER_WEIGHT[config.optimizer.dense_optimizer],
+        # A DDP that is told that its graph is static learns it in its first backward, in which it
+        # adds up the gradients of each batch. That would be other bits after a resume.
+        static_graph=loop.accumulate == 1,
+    )
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The results of a run: while it trains, and at its end."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -158,6 +159,11 @@ class TrainWatcher(Protocol):
         """Some steps of a run were trained."""
         ...
 
+    def layers_moved(self, name: str, step: int, cuts: Mapping[str, tuple[int, ...]]) -> None:
+        """Pipelined layers were cut anew after ``step`` steps; ``cuts`` has the first layer of each
+        stage but the first, by the name of the stack."""
+        ...
+
     def evaluated(self, name: str, evaluation: Evaluation, *, is_best: bool) -> None:
         """A run was evaluated; ``is_best`` if it was never better before."""
         ...
@@ -184,6 +190,9 @@ class QuietWatcher:
         """Do nothing."""
 
     def steps_trained(self, name: str, progress: StepsTrained) -> None:
+        """Do nothing."""
+
+    def layers_moved(self, name: str, step: int, cuts: Mapping[str, tuple[int, ...]]) -> None:
         """Do nothing."""
 
     def evaluated(self, name: str, evaluation: Evaluation, *, is_best: bool) -> None:

@@ -15,7 +15,7 @@ from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.datasets import shape_of
 from torchrec_2dsp.programs.train.parts import (
     PlannedRun,
-    make_dense_wrapper,
+    make_dense_part,
     make_model,
     make_sharders,
     num_steps_of,
@@ -53,14 +53,15 @@ def sharded_model(
         weigh_losses_(model)
     own_sharders = make_sharders(config, run, shape)
     planned = plan_run(config, name, shape, model, own_sharders, num_steps)
+    part = make_dense_part(config, run, model)
     parallel_model = ModelParallel2D(
         model,
         device=device,
         plan=planned.plan,
         sharders=own_sharders,
-        data_parallel_wrapper=make_dense_wrapper(config, run, model),
+        data_parallel_wrapper=part.wrapper,
     )
-    return parallel_model, planned
+    return parallel_model, planned.with_dense(part)
 
 
 def ending_together(

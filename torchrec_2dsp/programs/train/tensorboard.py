@@ -1,5 +1,6 @@
 """`TensorBoardWatcher`: the scalars of each run, in a folder of its own."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
@@ -60,6 +61,12 @@ class TensorBoardWatcher(QuietWatcher):
                 writer.add_scalar("train/loss", loss, number)
             for tag, value in figures.items():
                 writer.add_scalar(tag, value, step)
+
+    def layers_moved(self, name: str, step: int, cuts: Mapping[str, tuple[int, ...]]) -> None:
+        """The first layer of each stage but the first, in words."""
+        with writing(self._folder / name):
+            for stack, firsts in cuts.items():
+                self._writers[name].add_text(f"dense/cuts of {stack}", str(firsts), step)
 
     def evaluated(self, name: str, evaluation: Evaluation, *, is_best: bool) -> None:
         """The metrics of an evaluation."""

@@ -28,6 +28,7 @@ from torchrec_2dsp.programs.train.dense_progress import dense_progress
 from torchrec_2dsp.programs.train.evaluated import evaluated
 from torchrec_2dsp.programs.train.evaluation import best_of, num_since_best
 from torchrec_2dsp.programs.train.history import RunHistory, RunSettings
+from torchrec_2dsp.programs.train.layer_cuts import LayerCuts
 from torchrec_2dsp.programs.train.local_moments import LocalMoments
 from torchrec_2dsp.programs.train.meter import Meter, mean_per_step
 from torchrec_2dsp.programs.train.parts import make_optimizers
@@ -82,6 +83,7 @@ class RunTrainer:
             members["local_moments"] = LocalMoments(self._optimizers.dense)
         self._state = TrainState(self._model, self._optimizers.whole, **members)
         self._checkpoints = Checkpoints(config.checkpoint, name)
+        self._cuts = LayerCuts(self._model, self._optimizers.dense, run.dense.recut_every)
         # Ranks draw different numbers, where a model draws some.
         torch.manual_seed(config.model.seed + dist.get_rank(self._world))
 
@@ -164,15 +166,20 @@ class RunTrainer:
                 if not self._train_some(stepper, batches, watchers, profiler):
                     ending = Ending.DATA
                     break
-                self._evaluate_and_save(stepper, watchers)
+                self._after_steps(stepper, watchers)
         self._balance = balance_report(batches)
         stepper.pause()
         if profiler is not None:
             profiler.finish()
         return ending
 
-    def _evaluate_and_save(self, stepper: Stepper, watchers: Sequence[TrainWatcher]) -> None:
-        """What is due after this step: first an evaluation, which the checkpoint then knows."""
+    def _after_steps(self, stepper: Stepper, watchers: Sequence[TrainWatcher]) -> None:
+        """What is due after this step: an evaluation comes before the checkpoint, which has it."""
+        if self.step == self._cuts.due_after(self.step - 1) and self.step < self._config.loop.steps:
+            stepper.pause()
+            if (cuts := self._cuts.recut()) is not None:
+                for watcher in watchers:
+                    watcher.layers_moved(self._name, self.step, cuts)
         every = self._config.loop.eval_every
         if every and self.step % every == 0:
             stepper.pause()
@@ -221,9 +228,8 @@ class RunTrainer:
         stops = [loop.steps, (step // loop.report_every + 1) * loop.report_every]
         if loop.eval_every:
             stops.append((step // loop.eval_every + 1) * loop.eval_every)
-        if (saved := self._checkpoints.due_after(step)) is not None:
-            stops.append(saved)
-        return min(stops)
+        due = (self._checkpoints.due_after(step), self._cuts.due_after(step))
+        return min([*stops, *(stop for stop in due if stop is not None)])
 
     def _set_rates(self, step: int) -> None:
         schedules, num_steps = self._config.optimizer.schedules, self._config.loop.steps

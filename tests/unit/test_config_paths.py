@@ -6,6 +6,7 @@ import pytest
 from pydantic import BaseModel
 
 from torchrec_2dsp.programs.config.config_file import (
+    OutputPath,
     PathBesideConfig,
     PathsBesideConfig,
     load_config,
@@ -58,3 +59,17 @@ def test_one_path_is_a_text_and_may_begin_at_home(
     overrides = ["files=~/day_*.gz", "access=~/here"]
     config = load_config(Outer, path, overrides)
     assert (config.files, config.access) == (("/home/me/day_*.gz",), "/home/me/here")
+
+
+def test_what_is_written_may_begin_at_home_and_stays_beside_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Written(BaseModel):
+        folder: OutputPath = ""
+
+    monkeypatch.setenv("HOME", "/home/me")
+    path = tmp_path / "config.toml"
+    path.write_text('folder = "runs"')
+    assert load_config(Written, path).folder == "runs"
+    assert load_config(Written, path, ["folder=~/runs"]).folder == "/home/me/runs"
+    assert load_config(Written, path, ["folder="]).folder == ""

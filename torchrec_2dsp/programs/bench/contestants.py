@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import (
     CommType,
@@ -56,6 +55,7 @@ from torchrec_2dsp.programs.models.optimizer import (
 from torchrec_2dsp.programs.models.pipeline import make_pipeline
 from torchrec_2dsp.programs.models.planned import collective_plan, planner_arguments
 from torchrec_2dsp.programs.models.planned_dense import dense_part
+from torchrec_2dsp.programs.models.stock_sequences import StockSequenceSharder
 from torchrec_2dsp.shard.sequence_sharder import EmbeddingCollectionSharder2D
 from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
 
@@ -128,7 +128,7 @@ def _stock(
     }
     sharders = cast(
         list[ModuleSharder[nn.Module]],
-        [bags(**arguments), EmbeddingCollectionSharder(**arguments)],
+        [bags(**arguments), StockSequenceSharder(**arguments)],
     )
     planner = EmbeddingShardingPlanner(**_planner_arguments(config, contestant, speeds))
     world = dist.group.WORLD

@@ -18,6 +18,8 @@ _BESIDE_CONFIG, _MAY_BE_SHIPPED = object(), object()
 PathBesideConfig = Annotated[str, _BESIDE_CONFIG, AfterValidator(os.path.expanduser)]
 """A path that a config file gives relative to itself; on the command line it is relative to the
 process. Empty for none."""
+OutputPath = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A path to write to, relative to the process wherever it is given. Empty for none."""
 PathsBesideConfig = Annotated[
     tuple[str, ...],
     _BESIDE_CONFIG,

@@ -4,6 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from torchrec_2dsp.programs.config.config_file import OutputPath
 from torchrec_2dsp.programs.config.section import Section
 
 LESS_IS_BETTER = ("loss", "ne")
@@ -50,7 +51,7 @@ class LoopConfig(Section):
     """How many seconds a rank may keep the others waiting before all of them give up, and name it.
     What one rank does alone, such as making a vocabulary, has to be done in time."""
 
-    tensorboard_dir: str = ""
+    tensorboard_dir: OutputPath = ""
     """The folder of TensorBoard scalars; empty for none."""
 
     @property
@@ -75,7 +76,7 @@ class LoopConfig(Section):
 class CheckpointConfig(Section):
     """Which checkpoints a run leaves, and how it saves them."""
 
-    folder: str = ""
+    folder: OutputPath = ""
     """The folder of the checkpoints, with a folder for each run; empty for none."""
 
     every: int = Field(default=1000, ge=1)
@@ -94,5 +95,5 @@ class CheckpointConfig(Section):
 class OutputConfig(Section):
     """What a program leaves behind, beside checkpoints."""
 
-    folder: str = ""
+    folder: OutputPath = ""
     """The folder of the config, the record and each run's plan and traces; empty for none."""

@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
@@ -21,6 +20,7 @@ from torchrec_2dsp.plan.remap import plan_for_rank
 from torchrec_2dsp.planner.collective import plan_on_rank_0
 from torchrec_2dsp.programs.config.sections import OptimizerConfig
 from torchrec_2dsp.programs.models.shards import local_shards
+from torchrec_2dsp.programs.models.stock_sequences import StockSequenceSharder
 from torchrec_2dsp.shard.initial_tables import configs_of, draw_part_
 
 
@@ -33,7 +33,7 @@ def stock_sharders(optimizer: OptimizerConfig) -> list[ModuleSharder[nn.Module]]
     }
     sharders = [
         EmbeddingBagCollectionSharder(fused_params=dict(fused_params)),
-        EmbeddingCollectionSharder(fused_params=dict(fused_params)),
+        StockSequenceSharder(fused_params=dict(fused_params)),
     ]
     return cast(list[ModuleSharder[nn.Module]], sharders)
 

@@ -13,6 +13,7 @@ from hypothesis import settings
 from tests.support.ranks import RankPool
 from tests.support.slices import (
     Deal,
+    hand_number,
     hand_of,
     parse_slice,
     slice_of,
@@ -74,12 +75,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = set(slow) - slice_of(slow, number, count)
         matrices: dict[str, list[str]] = defaultdict(list)
         for item in items:
+            if item.get_closest_marker("slow"):
+                continue  # Its slice is rare enough.
             if item.get_closest_marker("dealt_file"):
                 matrices[item.nodeid.partition("::")[0]].append(item.nodeid)
             elif item.get_closest_marker("dealt"):
                 matrices[item.nodeid.partition("[")[0]].append(item.nodeid)
         for cells in matrices.values():
-            left_out |= set(cells) - set(hand_of(cells, number))
+            left_out |= set(cells) - set(hand_of(cells, hand_number(text)))
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
         items[:] = [item for item in items if item.nodeid not in left_out]
 
@@ -90,7 +93,7 @@ def dealt(pytestconfig: pytest.Config) -> Deal:
     text = pytestconfig.getoption("--slow-slice")
     if not text:
         return lambda cells: [*cells]
-    number, _ = parse_slice(text)
+    number = hand_number(text)
     return lambda cells: hand_of(cells, number)
 
 

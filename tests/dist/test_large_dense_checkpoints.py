@@ -15,7 +15,7 @@ from tests.support.pipelining import close_groups, stack_model, tensor_parallel_
 from tests.support.ranks import RankPool
 from torchrec_2dsp.parallel.checkpoint.unsharded import load_weights
 
-pytestmark = pytest.mark.dealt_file
+pytestmark = pytest.mark.slow
 
 ROUNDING = 2e-6
 NUM_BEFORE, NUM_AFTER = 2, 2

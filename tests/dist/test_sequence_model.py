@@ -92,6 +92,7 @@ def train_all_ways(rank: int, world_size: int, names: list[str]) -> dict[str, Tr
     }
 
 
+@pytest.mark.slow
 def test_every_way_trains_as_one_process(ranks4: RankPool) -> None:
     expected = train_unsharded(model_of(), data_of(), 4, table_and_quality)
     table, quality = expected.at_end

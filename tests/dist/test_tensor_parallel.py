@@ -46,6 +46,7 @@ def test_each_host_may_have_a_copy_of_what_is_split(
     check_copies(ranks4, by_ddp.weights, cell, tp, num_copies)
 
 
+@pytest.mark.slow
 def test_copies_shares_and_splits_on_eight_ranks(ranks8: RankPool) -> None:
     cell = cell_of(8, groups=2)
     by_ddp = ranks8.run(train_by_ddp, cell, None)[0]

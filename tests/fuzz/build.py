@@ -23,9 +23,9 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_2dsp as tdsp
 from tests.fuzz.case import Case, TableCase, table_name
-from tests.fuzz.dense_wrappers import as_held, make_dense_optimizer
+from tests.fuzz.dense_wrappers import make_dense_optimizer
 from tests.fuzz.model import FuzzModel, initial_state
-from tests.fuzz.weights import EPS, LR
+from tests.fuzz.weights import EPS, LR, initial_dense
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 
 _FUSED = {
@@ -93,16 +93,17 @@ def make_parallel(case: Case, dense: DataParallelWrapper | None = None) -> Distr
         dense: runs what isn't in tables; `None` for TorchRec's own wrapper.
     """
     wrapper = DistributedModelParallel if case.wrapper == "stock" else tdsp.ModelParallel2D
+    model = FuzzModel(case)
+    # Before ranks have parts of them, and DDP buckets.
+    model.over.load_state_dict(initial_dense(case))
     parallel = wrapper(
-        FuzzModel(case),
+        model,
         device=torch.device("cpu"),
         plan=make_plan(case),
         sharders=make_sharders(case),
         data_parallel_wrapper=dense,
     )
-    state = initial_state(case)
-    for name, param in named_dense(parallel).items():
-        state[name] = as_held(state[name], param)
+    state = parallel.state_dict() | initial_state(case)
     parallel.load_state_dict(state)  # type: ignore[arg-type]
     return parallel
 

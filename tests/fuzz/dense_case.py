@@ -9,7 +9,7 @@ class DenseCase:
 
     kind: str = "ddp"
     """TorchRec's own ``"ddp"``, its ``"fp16"`` hook, ``"thresholded"``, ``"fully_sharded"``,
-    ``"delayed"``, or ``"local"`` for ranks that meet."""
+    ``"tensor_parallel"``, ``"pipelined"``, ``"delayed"``, or ``"local"`` for ranks that meet."""
     hidden: tuple[int, ...] = ()
     """The widths of its hidden layers."""
     shortcut: bool = False
@@ -26,7 +26,17 @@ class DenseCase:
     route: str = "auto"
     """On which way."""
     num_copies: int = 1
-    """How many times ranks hold the layers, if they are ``"fully_sharded"``."""
+    """How many times ranks hold the layers, if they have parts or shares of them."""
+    tp: int = 1
+    """How many ranks compute the layers together, if they are ``"tensor_parallel"``."""
+    schedule: str = "1F1B"
+    """Of the two stages of ``"pipelined"``."""
+    num_micro_batches: int = 1
+    """Into how many parts it cuts the batches of a pipeline."""
+    layout: str = "contiguous"
+    """How its ranks lie."""
+    fully_shard: bool = False
+    """Whether its pipelines have shares of layers."""
     local_steps: int = 1
     """After how many steps ``"local"`` ranks meet."""
     residual_decay: float = 1.0

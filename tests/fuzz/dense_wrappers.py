@@ -1,17 +1,19 @@
 """How ranks train the dense part of a case: its wrapper, its optimizer, and its values."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torchrec.distributed.model_parallel import DataParallelWrapper, DefaultDataParallelWrapper
 from torchrec.optim import SemisyncOptimizer
 from torchrec.optim.keyed import KeyedOptimizer, KeyedOptimizerWrapper
 
 import torchrec_2dsp as tdsp
 from tests.fuzz.case import Case, DenseCase
-from tests.fuzz.weights import EPS, LR, OUTER_LR, OUTER_MOMENTUM
+from tests.fuzz.weights import EPS, LR, OUTER_LR, OUTER_MOMENTUM, initial_dense
 
 _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=LR),
@@ -50,12 +52,32 @@ def make_dense(dense: DenseCase) -> DataParallelWrapper | None:
             **in_ddp,
         ),
         "fully_sharded": lambda: tdsp.FullyShardedDense(num_copies=dense.num_copies),
+        "tensor_parallel": lambda: tdsp.TensorParallelDense(
+            _splits(dense), tp=dense.tp, num_copies=dense.num_copies
+        ),
+        "pipelined": lambda: tdsp.PipelinedDense(
+            2,
+            num_micro_batches=dense.num_micro_batches,
+            schedule=dense.schedule,
+            reduction="sum",
+            layout=tdsp.RankLayout(dense.layout),
+            fully_shard=dense.fully_shard,
+        ),
         "delayed": lambda: tdsp.DelayedDense(warm_up=dense.warm_up, **in_ddp),
         "local": lambda: NotedLocalDense(
             density=dense.density, values=dense.values, residual_decay=dense.residual_decay
         ),
     }
     return makers[dense.kind]()
+
+
+def _splits(dense: DenseCase) -> dict[str, ParallelStyle]:
+    """Layers split by outputs and by inputs in turns; a last one without a next is whole."""
+    num_split = (len(dense.hidden) + 1) // 2 * 2
+    return {
+        f"over.layers.{2 * number}": RowwiseParallel() if number % 2 else ColwiseParallel()
+        for number in range(num_split)
+    }
 
 
 def make_dense_optimizer(
@@ -76,7 +98,9 @@ def make_dense_optimizer(
 
     def before_step(*_: Any) -> None:
         seen()
-        if case.dense.clip:
+        if case.dense.clip and isinstance(wrapper, tdsp.PipelinedDense):
+            wrapper.clip_grad_norm_(case.dense.clip)
+        elif case.dense.clip:
             torch.nn.utils.clip_grad_norm_(params.values(), case.dense.clip)
 
     inner.register_step_pre_hook(before_step)
@@ -91,17 +115,6 @@ def make_dense_optimizer(
     )
 
 
-def as_held(value: torch.Tensor, held: Any) -> torch.Tensor:
-    """A whole tensor, in the form of the parameter that is to become it.
-
-    Collectives:
-        A scatter, if ranks hold shares.
-    """
-    if not isinstance(held, DTensor):
-        return value
-    return distribute_tensor(value, held.device_mesh, held.placements)
-
-
 def whole(value: torch.Tensor) -> torch.Tensor:
     """A copy of a parameter, or of a gradient, flat.
 
@@ -110,3 +123,19 @@ def whole(value: torch.Tensor) -> torch.Tensor:
     """
     full = value.full_tensor() if isinstance(value, DTensor) else value
     return full.detach().clone().flatten()
+
+
+def gathered(case: Case, own: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """All parameters of the dense part, flat, of which ranks have some each.
+
+    Collectives:
+        An all-gather of objects.
+    """
+    of_ranks: list[Mapping[str, torch.Tensor]] = [own] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    parts = []
+    for name in initial_dense(case):
+        first, *others = [held[f"over.{name}"] for held in of_ranks if f"over.{name}" in held]
+        assert all(torch.equal(first, other) for other in others), f"copies of {name} differ"
+        parts.append(first)
+    return torch.cat(parts)

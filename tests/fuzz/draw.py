@@ -45,7 +45,9 @@ SYNC_CHOICES: dict[str, tuple[Any, ...]] = {
 }
 DENSE_CHOICES: dict[str, tuple[Any, ...]] = {
     "kind": (
-        ("ddp",) * 4 + ("fp16", "thresholded", "thresholded", "fully_sharded", "delayed", "local")
+        ("ddp",) * 4
+        + ("fp16", "thresholded", "thresholded", "fully_sharded", "delayed", "local")
+        + ("tensor_parallel", "pipelined", "pipelined")
     ),
     "hidden": ((), (), (4,), (6, 4)),
     "shortcut": (False, False, False, True),
@@ -56,6 +58,10 @@ DENSE_CHOICES: dict[str, tuple[Any, ...]] = {
     "values": ("fp32", "bf16", "int8"),
     "route": ("auto", "gather", "owners"),
     "num_copies": (1, 1, 2),
+    "schedule": ("1F1B", "GPipe"),
+    "num_micro_batches": (1, 2, 3),
+    "layout": ("contiguous", "strided"),
+    "fully_shard": (False, False, True),
     "local_steps": (1, 2, 3),
     "residual_decay": (1.0, 1.0, 0.5),
 }
@@ -129,7 +135,7 @@ def settled(case: Case) -> Case:
         case,
         modules=tuple(_settled_module(case, module) for module in case.modules),
         sync=_settled_sync(case),
-        dense=_settled_dense(case.dense),
+        dense=_settled_dense(case.dense, case),
         # TorchRec's sequences need a sample.
         sizes=sizes,
         # A refused batch is looked up in part, which lets delayed updates come early.
@@ -155,9 +161,23 @@ def _settled_sync(case: Case) -> SyncCase:
     return sync
 
 
-def _settled_dense(dense: DenseCase) -> DenseCase:
+def _settled_dense(dense: DenseCase, case: Case) -> DenseCase:
+    if dense.kind == "tensor_parallel":
+        tp = 2 if case.local_world_size % 2 == 0 else 1
+        num_groups = case.world_size // tp
+        dense = replace(
+            dense,
+            hidden=dense.hidden or (4,),
+            tp=tp,
+            num_copies=min(dense.num_copies, num_groups),
+            # torch's norm is of gradients on one mesh of ranks, and whole layers have another.
+            clip=0.0,
+        )
+    if dense.kind == "pipelined":
+        dense = replace(dense, hidden=dense.hidden or (4,))
     # FSDP2 needs the gradients of all ranks; Adam moves on without any, or not, as there are zeros.
-    may_skip = dense.kind != "fully_sharded" and dense.optimizer != "adam"
+    is_sharded = dense.kind in ("fully_sharded", "tensor_parallel", "pipelined")
+    may_skip = not is_sharded and dense.optimizer != "adam"
     return replace(
         dense,
         warm_up=max(1, dense.warm_up) if dense.kind == "delayed" else dense.warm_up,

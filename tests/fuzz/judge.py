@@ -123,6 +123,10 @@ class _Comparison:
             of_rank = ("scores", (index, rank))
             self._compare(*of_rank, scores, f"scores of rank {rank} in {self._at(index)}")
             self.counts.scores += scores.numel()
+        for index, losses in seen.losses.items():
+            of_rank = ("losses", (index, rank))
+            self._compare(*of_rank, losses, f"losses of rank {rank} in {self._at(index)}")
+            self.counts.scores += losses.numel()
         for index, state in seen.states.items():
             where = f"on rank {rank} in {self._at(index)}"
             self._compare("dense", (index, rank), state.dense, f"dense part {where}")
@@ -139,7 +143,7 @@ class _Comparison:
                 self._compare(*of_table, piece.values, what, piece)
                 self.counts.moments += piece.values.numel()
         missing = {index for index, of in self._exact.dense if of == rank} ^ seen.states.keys()
-        looked_up = seen.scores.keys() | seen.refusals.keys()
+        looked_up = seen.scores.keys() | seen.losses.keys() | seen.refusals.keys()
         wanted_lookups = {index for index, of in self._exact.scores if of == rank}
         missing |= wanted_lookups - looked_up
         if missing:

@@ -16,9 +16,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
+import torchrec_2dsp as tdsp
 from tests.fuzz.batches import LocalBatch
 from tests.fuzz.case import Case, ModuleCase, TableCase, feature_name, table_name
-from tests.fuzz.oracle import POSITION_WEIGHT, loss_of, output_names
+from tests.fuzz.oracle import POSITION_WEIGHT, losses_of, output_names
 from tests.fuzz.weights import initial_dense, initial_tables
 
 _TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16}
@@ -82,7 +83,7 @@ def to_batch(case: Case, local: LocalBatch, *, is_reversed: bool = False) -> Bat
     return Batch(local.targets, uses_shortcut=local.uses_shortcut, **inputs)
 
 
-torch.fx.wrap("loss_of")
+torch.fx.wrap("losses_of")
 
 
 @torch.fx.wrap
@@ -126,8 +127,15 @@ class DenseLayers(nn.Module):
         return scores.squeeze(1)
 
 
+class SampleLosses(nn.Module):
+    """What a pipeline makes of the last layer's outputs."""
+
+    def forward(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return losses_of(scores.squeeze(1), targets)
+
+
 class FuzzModel(nn.Module):
-    """Returns the loss and the scores."""
+    """Returns the loss and the scores; in training, pipelined layers give losses instead."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -136,7 +144,10 @@ class FuzzModel(nn.Module):
         self._are_sequences = [module.kind == "sequences" for module in case.modules]
         for number, module in enumerate(case.modules):
             self.add_module(f"m{number}", embedding_module(number, module))
-        self.over = DenseLayers(case)
+        self._is_pipelined = case.dense.kind == "pipelined"
+        self.over: Any = DenseLayers(case)
+        if self._is_pipelined:
+            self.over = tdsp.LayerStack(self.over.layers, SampleLosses())
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         columns = []
@@ -146,8 +157,15 @@ class FuzzModel(nn.Module):
                 output = outputs[name]
                 is_sequence = self._are_sequences[number]
                 columns.append(sums_of_sequences(output) if is_sequence else output.float())
-        scores = self.over(torch.cat(columns, dim=1).tanh(), batch.uses_shortcut)
-        return loss_of(scores, batch.targets), scores.detach()
+        inputs = torch.cat(columns, dim=1).tanh()
+        if self._is_pipelined and self.training:
+            losses = self.over(inputs, batch.targets)
+            return losses.sum(), losses.detach()
+        if self._is_pipelined:
+            scores = self.over(inputs.detach()).squeeze(1)
+        else:
+            scores = self.over(inputs, batch.uses_shortcut)
+        return losses_of(scores, batch.targets).sum(), scores.detach()
 
 
 def embedding_module(number: int, module: ModuleCase) -> nn.Module:
@@ -162,8 +180,8 @@ def embedding_module(number: int, module: ModuleCase) -> nn.Module:
 
 
 def initial_state(case: Case) -> dict[str, torch.Tensor]:
-    """The state dict that all ranks load."""
-    state = {f"over.{name}": param for name, param in initial_dense(case).items()}
+    """The tables in the state dict that all ranks load."""
+    state = {}
     for name, table in initial_tables(case).items():
         module = int(name[1 : name.index("t")])
         kind = "embeddings" if case.modules[module].kind == "sequences" else "embedding_bags"

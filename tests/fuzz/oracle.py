@@ -32,8 +32,8 @@ class Expected:
 
     scores: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     """The scores of each rank in each action."""
-    losses: dict[tuple[int, int], float] = field(default_factory=dict)
-    """The loss of each rank in each action."""
+    losses: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    """The losses of each rank's samples in each action."""
     weights: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
     """Each table's weights after each action that reads the state."""
     moments: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
@@ -46,9 +46,9 @@ class Expected:
     """The actions whose dense gradients all ranks send as a whole, whatever their density."""
 
 
-def loss_of(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The loss of a rank's batch. Its gradient is bounded, so that no case trains away."""
-    return nn.functional.smooth_l1_loss(scores, targets.to(scores.dtype), reduction="sum")
+def losses_of(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The loss of each sample. Its gradient is bounded, so that no case trains away."""
+    return nn.functional.smooth_l1_loss(scores, targets.to(scores.dtype), reduction="none")
 
 
 def expect(
@@ -164,7 +164,7 @@ class _Simulation:
             net_pass = self._net.forward(values, inputs, batch.uses_shortcut)
             errors = net_pass.scores - batch.targets.to(self._noise.dtype)
             expected.scores[index, rank] = net_pass.scores
-            expected.losses[index, rank] = float(loss_of(net_pass.scores, batch.targets))
+            expected.losses[index, rank] = losses_of(net_pass.scores, batch.targets)
             looked_up.append((batch, net_pass, errors.clamp(-1, 1) / self._world))
         return looked_up
 

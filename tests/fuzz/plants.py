@@ -15,7 +15,9 @@ import torchrec_2dsp as tdsp
 from torchrec_2dsp.codecs.error_feedback import ErrorFeedback
 from torchrec_2dsp.codecs.rows import IntegerRows
 from torchrec_2dsp.dense.bucket_layout import BucketLayout
+from torchrec_2dsp.dense.joint_batch import _OwnRows
 from torchrec_2dsp.dense.late_gradients import LateGradients
+from torchrec_2dsp.dense.pipelined.stage import LayerStage
 from torchrec_2dsp.dense.unused_parameters import UnusedParameters
 from torchrec_2dsp.replicas.hops import ArrivingRows, Hop
 from torchrec_2dsp.rows.direct_update import DirectUpdater
@@ -24,6 +26,7 @@ _apply, _sync_now = DirectUpdater.apply, tdsp.ModelParallel2D.sync_now
 _start, _scales = Hop.start, IntegerRows._scales
 _arrived, _take_off = LateGradients._arrived, ErrorFeedback.take_off
 _mean, _layout_of = tdsp.LocalDense.mean, BucketLayout.of
+_stage_backward, _rows_backward = LayerStage.backward, _OwnRows.backward
 
 
 @contextmanager
@@ -108,6 +111,34 @@ def late_gradients_that_are_lost() -> Iterator[None]:
         return torch.zeros_like(_arrived(gradients, names, sizes, like))
 
     with mock.patch.object(LateGradients, "_arrived", arrived):
+        yield
+
+
+@contextmanager
+def stages_that_forget_a_micro_batch() -> Iterator[None]:
+    """Weights of a pipeline's layers get nothing from the second part of a batch."""
+
+    def backward(stage: LayerStage, micro_batch: int, gradient: Any) -> list[torch.Tensor]:
+        before = [param.grad for param in stage.params]
+        grads = _stage_backward(stage, micro_batch, gradient)
+        if micro_batch == 1:
+            for param, grad in zip(stage.params, before, strict=True):
+                param.grad = grad
+        return grads
+
+    with mock.patch.object(LayerStage, "backward", backward):
+        yield
+
+
+@contextmanager
+def ranks_of_a_layer_that_add_their_losses() -> Iterator[None]:
+    """Layers that two ranks compute together get the sum of their gradients, not the mean."""
+
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        rows, *others = _rows_backward(ctx, *grads)
+        return (2 * rows, *others)
+
+    with mock.patch.object(_OwnRows, "backward", staticmethod(backward)):
         yield
 
 

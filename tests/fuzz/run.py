@@ -19,9 +19,8 @@ from tests.fuzz.build import (
     named_dense,
 )
 from tests.fuzz.case import Case
-from tests.fuzz.dense_wrappers import make_dense, whole
+from tests.fuzz.dense_wrappers import gathered, make_dense, whole
 from tests.fuzz.model import Batch, to_batch
-from tests.fuzz.oracle import loss_of
 from tests.fuzz.seen import Piece, Seen, StateSeen
 from tests.fuzz.sent_watch import SentWatch
 from tests.support.loops import local_tensors
@@ -96,47 +95,48 @@ class _Run:
         elif action.kind == "reordered":
             self._look_up_reordered(index, action)
         else:
-            loss, scores = self._look_up(action)
-            self._seen.losses[index] = float(loss)
-            self._seen.scores[index] = scores.clone()
-            if action.kind in ("train", "detach"):
+            outputs = self._look_up(action).clone()
+            is_training = action.kind in ("train", "detach")
+            if is_training and self._case.dense.kind == "pipelined":
+                self._seen.losses[index] = outputs
+            else:
+                self._seen.scores[index] = outputs
+            if is_training:
                 self._watch.after_step(index, self._seen)
 
-    def _look_up(self, action: Action) -> tuple[torch.Tensor, torch.Tensor]:
+    def _look_up(self, action: Action) -> torch.Tensor:
+        """What the model gives for a batch: scores, or losses in a pipeline of layers."""
         if self._pipeline is not None and action.in_stream:
             with self._evaluating() if action.kind == "evaluate" else contextlib.nullcontext():
-                scores = self._pipeline.progress(self._stream)
-            # A pipeline gives the scores alone.
-            targets = local_batch(self._case, action.batch, self._rank).targets
-            return loss_of(scores, targets), scores
+                return self._pipeline.progress(self._stream)
         if self._pipeline is not None:
             self._pipeline.detach()
         batch = self._batch(action)
         if action.kind in ("evaluate", "detach_eval"):
             with self._evaluating(), torch.no_grad():
-                result = self._parallel(batch)
+                _, outputs = self._parallel(batch)
         else:
-            result = self._train(action)
+            outputs = self._train(action)
         if self._pipeline is not None and action.kind == "detach_eval":
             # After "detach" the pipeline attaches the model by itself.
             self._pipeline.attach(self._parallel)
-        return result
+        return outputs
 
-    def _train(self, action: Action) -> tuple[torch.Tensor, torch.Tensor]:
-        """A step of a plain loop; the loss and the scores of its last batch."""
+    def _train(self, action: Action) -> torch.Tensor:
+        """A step of a plain loop; what the model gives for its last batch."""
         has_sync = isinstance(self._parallel, tdsp.ModelParallel2D)
         self._optimizer.zero_grad()
         batches = [self._batch(action, number) for number in batches_of(self._case, action)]
-        loss, scores = torch.zeros(()), torch.zeros(0)
+        outputs = torch.zeros(0)
         for batch in batches if len(batches) == 1 else tdsp.accumulate(self._parallel, batches):
-            loss, scores = self._parallel(batch)
+            loss, outputs = self._parallel(batch)
             (loss / len(batches)).backward()
         if has_sync and self._case.sync_call == "before":
             self._parallel.sync()
         self._optimizer.step()
         if has_sync and self._case.sync_call == "after":
             self._parallel.sync()
-        return loss.detach(), scores
+        return outputs
 
     def _batch(self, action: Action, number: int | None = None) -> Batch:
         is_refused = action.kind == "refuse"
@@ -189,7 +189,10 @@ class _Run:
                 Piece(table, row, column, tensor.detach().clone())
                 for tensor, (row, column) in local_shards(value)
             ]
-        flat = torch.cat([dense[name] for name in named_dense(self._parallel)])
+        if isinstance(self._dense, tdsp.PipelinedDense):
+            flat = gathered(self._case, dense)
+        else:
+            flat = torch.cat([dense[name] for name in named_dense(self._parallel)])
         return StateSeen(weights, _moments(self._parallel), _hot_copies(self._parallel), flat)
 
     def _load_own_state(self) -> None:

@@ -33,7 +33,8 @@ class Seen:
     """What one rank saw, by the number of the action."""
 
     scores: dict[int, torch.Tensor] = field(default_factory=dict)
-    losses: dict[int, float] = field(default_factory=dict)
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Losses of samples, where a pipeline of layers gives nothing else."""
     states: dict[int, StateSeen] = field(default_factory=dict)
     refusals: dict[int, str] = field(default_factory=dict)
     """Errors of batches that had to be refused."""

@@ -29,7 +29,7 @@ def test_an_update_applied_twice_is_found_in_a_drawn_case_and_made_smaller(
 ) -> None:
     worker = Worker(plants.updates_applied_twice)
     try:
-        summary = Machine([worker], shrink_s=10).run(1, 100, max_findings=1, is_wanted=is_plain)
+        summary = Machine([worker], shrink_s=10).run(1, 1_000, max_findings=1, is_wanted=is_plain)
     finally:
         worker.close()
     assert summary.findings, str(summary)
@@ -151,6 +151,18 @@ THRESHOLDED = dense_case(kind="thresholded", density=0.3, route="gather")
             "dense gradients that weren't sent",
         ),
         (plants.ranks_that_meet_without_rank_1, dense_case(kind="local"), WRONG, "scores of rank"),
+        (
+            plants.stages_that_forget_a_micro_batch,
+            dense_case(kind="pipelined", hidden=(4,), num_micro_batches=2),
+            WRONG,
+            "losses of rank",
+        ),
+        (
+            plants.ranks_of_a_layer_that_add_their_losses,
+            dense_case(kind="tensor_parallel", hidden=(4,), tp=2),
+            WRONG,
+            "scores of rank",
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -28,7 +28,7 @@ BLURRED = {"fp32": 2e-4, "half": 0.02, "integers": 0.2}
 _NUDGE = 1e-6
 """The share of its row's largest number by which one may be off before it is rounded: what is half
 way between two may become either."""
-_KINDS = ("scores", "weights", "moments", "dense", "left_out")
+_KINDS = ("scores", "losses", "weights", "moments", "dense", "left_out")
 Applied = Mapping[int, torch.Tensor]
 
 

@@ -44,6 +44,13 @@ def parse_slice(text: str) -> tuple[int, int]:
     return int(number), int(count)
 
 
+def hand_number(text: str) -> int:
+    """The number that chooses hands: for ``"commit/24"`` one that the slice says nothing of, or
+    slow tests would always get the same hand of their cells."""
+    number, count = parse_slice(text)
+    return seed_of_commit() // count if text.startswith("commit/") else number
+
+
 def slice_of(names: Sequence[str], number: int, count: int) -> set[str]:
     """Every so many-th name, so that neighbours, which take alike long, are in other slices."""
     return set(sorted(names)[number::count])

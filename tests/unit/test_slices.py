@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.commit import seed_of_commit
 from tests.support.patience import NUM_LANES, patient
-from tests.support.slices import NUM_HANDS, hand_of, parse_slice, slice_of
+from tests.support.slices import NUM_HANDS, hand_number, hand_of, parse_slice, slice_of
 
 
 @pytest.mark.parametrize("count", [1, 3, 24, 100])
@@ -40,6 +40,7 @@ def test_a_hand_has_some_of_every_factor() -> None:
 def test_the_commit_chooses_a_slice() -> None:
     assert parse_slice("3/24") == (3, 24)
     assert parse_slice("commit/24") == (seed_of_commit() % 24, 24)
+    assert (hand_number("3/24"), hand_number("commit/24")) == (3, seed_of_commit() // 24)
 
 
 @pytest.mark.parametrize("text", ["3", "24/24", "-1/24", "x/24", "1/0", "1/x"])

@@ -43,6 +43,18 @@ class DenseCase:
     """What is left until the next meeting of what wasn't sent."""
 
     @property
+    def has_shortcut(self) -> bool:
+        """Whether there is one: stages have none beside them, and split layers run on the batches
+        of several ranks."""
+        return self.shortcut and self.kind not in ("tensor_parallel", "pipelined")
+
+    @property
+    def max_norm(self) -> float:
+        """``clip`` where it can be: torch's norm is of gradients on one mesh of ranks, and split
+        layers have another one than whole ones."""
+        return 0.0 if self.kind == "tensor_parallel" else self.clip
+
+    @property
     def leaves_out(self) -> bool:
         """Whether ranks choose what they send, which the oracle then takes from them."""
         return self.kind in ("thresholded", "local") and self.density < 1

@@ -28,7 +28,7 @@ class DenseNet:
         """
         self._shapes = [param.shape for param in initial_dense(case).values()]
         self._num_layers = len(case.dense.hidden) + 1
-        self._has_shortcut = case.dense.shortcut
+        self._has_shortcut = case.dense.has_shortcut
 
     def forward(self, values: torch.Tensor, inputs: torch.Tensor, uses_shortcut: bool) -> NetPass:
         """The scores of a batch.

@@ -108,9 +108,9 @@ class DenseState:
         return sent
 
     def _update(self, grads: torch.Tensor, lr: float) -> None:
-        if self._dense.clip:
+        if self._dense.max_norm:
             norms = grads.norm(dim=1, keepdim=True)
-            grads = grads * (self._dense.clip / (norms + 1e-6)).clamp(max=1)
+            grads = grads * (self._dense.max_norm / (norms + 1e-6)).clamp(max=1)
         self.values = self.values - lr * self._optimizer.direction(grads)
 
     def _meet(self, applied: torch.Tensor | None) -> None:

@@ -38,7 +38,7 @@ def make_dense(dense: DenseCase) -> DataParallelWrapper | None:
     """The wrapper; `None` for the one that TorchRec takes by itself."""
     # DDP has to be told of parameters without a gradient.
     in_ddp: dict[str, Any] = (
-        {"static_graph": False, "find_unused_parameters": True} if dense.shortcut else {}
+        {"static_graph": False, "find_unused_parameters": True} if dense.has_shortcut else {}
     )
     makers: dict[str, Callable[[], DataParallelWrapper | None]] = {
         "ddp": lambda: DefaultDataParallelWrapper(**in_ddp) if in_ddp else None,
@@ -98,10 +98,10 @@ def make_dense_optimizer(
 
     def before_step(*_: Any) -> None:
         seen()
-        if case.dense.clip and isinstance(wrapper, tdsp.PipelinedDense):
-            wrapper.clip_grad_norm_(case.dense.clip)
-        elif case.dense.clip:
-            torch.nn.utils.clip_grad_norm_(params.values(), case.dense.clip)
+        if case.dense.max_norm and isinstance(wrapper, tdsp.PipelinedDense):
+            wrapper.clip_grad_norm_(case.dense.max_norm)
+        elif case.dense.max_norm:
+            torch.nn.utils.clip_grad_norm_(params.values(), case.dense.max_norm)
 
     inner.register_step_pre_hook(before_step)
     keyed = KeyedOptimizerWrapper(params, lambda _: inner)

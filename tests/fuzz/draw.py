@@ -170,14 +170,11 @@ def _settled_dense(dense: DenseCase, case: Case) -> DenseCase:
             hidden=dense.hidden or (4,),
             tp=tp,
             num_copies=min(dense.num_copies, num_groups),
-            # torch's norm is of gradients on one mesh of ranks, and whole layers have another.
-            clip=0.0,
         )
     if dense.kind == "pipelined":
         dense = replace(dense, hidden=dense.hidden or (4,))
     # FSDP2 needs the gradients of all ranks; Adam moves on without any, or not, as there are zeros.
-    is_sharded = dense.kind in ("fully_sharded", "tensor_parallel", "pipelined")
-    may_skip = not is_sharded and dense.optimizer != "adam"
+    may_skip = dense.kind != "fully_sharded" and dense.optimizer != "adam"
     return replace(
         dense,
         warm_up=max(1, dense.warm_up) if dense.kind == "delayed" else dense.warm_up,

@@ -117,7 +117,7 @@ class DenseLayers(nn.Module):
             layers += [nn.Linear(weight.shape[1], weight.shape[0]), nn.Tanh()]
         self.layers = nn.Sequential(*layers[:-1])
         self.shortcut: nn.Linear | None = None
-        if case.dense.shortcut:
+        if case.dense.has_shortcut:
             self.shortcut = nn.Linear(weights[0].shape[1], 1, bias=False)
 
     def forward(self, inputs: torch.Tensor, uses_shortcut: bool) -> torch.Tensor:

@@ -30,7 +30,7 @@ def initial_dense(case: Case) -> dict[str, torch.Tensor]:
         name, index = f"layers.{2 * number}", 1_000 + 2 * number
         params[f"{name}.weight"] = 0.4 * _normal(case, index, (outputs, inputs))
         params[f"{name}.bias"] = 0.1 * _normal(case, index + 1, (outputs,))
-    if case.dense.shortcut:
+    if case.dense.has_shortcut:
         params["shortcut.weight"] = 0.4 * _normal(case, 1_100, (1, width))
     return params
 

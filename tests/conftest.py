@@ -76,13 +76,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         matrices: dict[str, list[str]] = defaultdict(list)
         for item in items:
             if item.get_closest_marker("slow"):
-                continue  # Its slice is rare enough.
+                continue  # Slices choose among these already.
             if item.get_closest_marker("dealt_file"):
                 matrices[item.nodeid.partition("::")[0]].append(item.nodeid)
             elif item.get_closest_marker("dealt"):
                 matrices[item.nodeid.partition("[")[0]].append(item.nodeid)
+        chosen_hand = hand_number(text)
         for cells in matrices.values():
-            left_out |= set(cells) - set(hand_of(cells, hand_number(text)))
+            left_out |= set(cells) - set(hand_of(cells, chosen_hand))
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
         items[:] = [item for item in items if item.nodeid not in left_out]
 

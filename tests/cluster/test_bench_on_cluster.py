@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("needs_cluster")
 COMMAND = (
     *("-m", "torchrec_2dsp", "bench", "--config", "configs/runs/bench.toml"),
     *("--only", "table_wise", "--only", "planner_duplex", "--only", "ceiling"),
-    *("--set", "schedule.block_s=0.1", "--set", "network.interface=eth0"),
+    *("--set", "schedule.block_s=0.2", "--set", "network.interface=eth0"),
 )
 
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.dealt_file
 
 NUM_STEPS = 6
 ROUNDING = 2e-6
-"""The reference adds gradients in another order: a few roundings of weights below 1."""
+"""Gradients are added in another order: a few roundings of weights below 1, in six steps."""
 
 
 @dataclass(frozen=True)

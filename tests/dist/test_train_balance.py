@@ -12,6 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.support.loops import largest_gap, snapshot
 from tests.support.ranks import RankPool
+from tests.support.sequence_configs import SEQUENCES
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.models.balance import WeightedBatch, weigh_losses_, weighted_batch
@@ -37,18 +38,7 @@ CLICKS: dict[str, Any] = {
     },
     "model": {"dim": 8, "dense_layers": [4], "over_layers": [4]},
 }
-SEQUENCES: dict[str, Any] = {
-    "data": {"kind": "synthetic_sequences", "num_items": 60, "num_clusters": 5, "max_length": 12},
-    "model": {
-        "kind": "sequence",
-        "dim": 8,
-        "max_length": 8,
-        "num_blocks": 1,
-        "num_negatives": 4,
-        "loss_mean": "samples",
-        "length_chunks": 3,
-    },
-}
+IN_CHUNKS = SEQUENCES | {"model": SEQUENCES["model"] | {"length_chunks": 3}}
 LOOP = {"steps": STEPS, "global_batch_size": 32, "eval_steps": 2, "report_every": 4}
 ROWS = {"sharding_types": ["row_wise"], "exchange": "row"}
 
@@ -147,7 +137,7 @@ PREFETCHED = {"prefetched:speed": ROWS | {"prefetch_rows": True} | SPEED}
     ("tree", "runs", "loop"),
     [
         (CLICKS, CASES | PREFETCHED, {}),
-        (SEQUENCES, CASES | SHARED_LAYERS, {}),
+        (IN_CHUNKS, CASES | SHARED_LAYERS, {}),
         (CLICKS, {"one_group": {}, "one_group:speed": SPEED}, {"accumulate": 2, "steps": 4}),
     ],
     ids=["dlrm", "sequence", "accumulated"],

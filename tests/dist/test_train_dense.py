@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import RankPool
+from tests.support.sequence_configs import SEQUENCES
 from torchrec_2dsp.dense.pipelined import cut_stack
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.config.config_file import make_config
@@ -22,15 +23,8 @@ pytestmark = pytest.mark.dealt_file
 
 PIPELINED = {"kind": "pipelined", "num_stages": 2, "num_micro_batches": 2}
 TREE: dict[str, Any] = {
-    "data": {"kind": "synthetic_sequences", "num_items": 60, "max_length": 8, "num_clusters": 5},
-    "model": {
-        "kind": "sequence",
-        "dim": 8,
-        "max_length": 8,
-        "num_blocks": 4,
-        "num_negatives": 4,
-        "loss_mean": "samples",
-    },
+    "data": SEQUENCES["data"],
+    "model": SEQUENCES["model"] | {"num_blocks": 4},
     "optimizer": {"dense_clip_norm": 1.0, "dense_lr": 0.01},
     "loop": {"steps": 7, "global_batch_size": 16, "eval_steps": 1, "report_every": 3},
 }

@@ -94,7 +94,7 @@ def make_parallel(case: Case, dense: DataParallelWrapper | None = None) -> Distr
     """
     wrapper = DistributedModelParallel if case.wrapper == "stock" else tdsp.ModelParallel2D
     model = FuzzModel(case)
-    # Before ranks have parts of them, and DDP buckets.
+    # Once the model is wrapped, a rank may have parts of them.
     model.over.load_state_dict(initial_dense(case))
     parallel = wrapper(
         model,

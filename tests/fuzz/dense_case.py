@@ -30,11 +30,11 @@ class DenseCase:
     tp: int = 1
     """How many ranks compute the layers together, if they are ``"tensor_parallel"``."""
     schedule: str = "1F1B"
-    """Of the two stages of ``"pipelined"``."""
+    """The order in which the two stages of ``"pipelined"`` work."""
     num_micro_batches: int = 1
     """Into how many parts it cuts the batches of a pipeline."""
     layout: str = "contiguous"
-    """How its ranks lie."""
+    """How the ranks of a pipeline lie."""
     fully_shard: bool = False
     """Whether its pipelines have shares of layers."""
     local_steps: int = 1

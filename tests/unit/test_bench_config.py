@@ -99,6 +99,14 @@ def test_groups_that_do_not_divide_the_world_are_refused() -> None:
             {"plain": {"kind": "stock"}, "hot": {"kind": "two_d", "by_cost": True, "hot_rows": 3}},
             "by_cost = true chooses by itself; leave out: 3 hot rows per table",
         ),
+        (
+            {"plain": {"kind": "stock", "dense": {"kind": "planned"}}},
+            'contestants.plain.dense.kind="planned" needs to know the machines',
+        ),
+        (
+            {"plain": {"kind": "stock", "dense": {"kind": "pipelined", "recut_every": 5}}},
+            "contestants.plain.dense.recut_every is for training",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(contestants: dict[str, Any], said: str) -> None:

@@ -15,6 +15,20 @@ from torchrec_2dsp.shard.parted import PartedModule
 from torchrec_2dsp.shard.sharders import Sharder2D
 
 
+def sequence_sharding_types(
+    sharder: EmbeddingCollectionSharder, compute_device_type: str
+) -> list[str]:
+    """TorchRec's types for sequences that work: on a CPU, FBGEMM's data-parallel lookup gives bags.
+
+    Args:
+        sharder: TorchRec's, or one that is based on it.
+        compute_device_type: what ranks compute on.
+    """
+    kinds = EmbeddingCollectionSharder.sharding_types(sharder, compute_device_type)
+    is_on_cpu = compute_device_type == "cpu"
+    return [kind for kind in kinds if not (is_on_cpu and kind == "data_parallel")]
+
+
 class EmbeddingCollectionSharder2D(Sharder2D, EmbeddingCollectionSharder):
     """Shards `EmbeddingCollection`s by a `Plan2D`; see `EmbeddingBagCollectionSharder2D`."""
 
@@ -51,9 +65,7 @@ class EmbeddingCollectionSharder2D(Sharder2D, EmbeddingCollectionSharder):
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """TorchRec's types for sequences; none is looked up data parallel on a CPU."""
-        kinds = EmbeddingCollectionSharder.sharding_types(self, compute_device_type)
-        is_on_cpu = compute_device_type == "cpu"
-        return [kind for kind in kinds if not (is_on_cpu and kind == "data_parallel")]
+        return sequence_sharding_types(self, compute_device_type)
 
     def shard(  # type: ignore[override]  # where tables are of several meshes
         self,

@@ -24,7 +24,7 @@ def dense_wrapper(
     """What runs the dense part; `None` for TorchRec's own wrapper, which is DDP.
 
     Args:
-        config: the kind of the dense part, and its settings; `dense_part` takes "planned", too.
+        config: the kind of the dense part, and its settings; only `dense_part` takes "planned".
         layered: the layers that ranks may share; none for a model without any.
         static_graph: whether DDP, if it is that, learns the graph in its first backward.
 
@@ -68,8 +68,7 @@ def dense_wrapper(
             warm_up=config.warm_up,
             static_graph=static_graph,
         )
-    if config.kind == "planned":
-        raise ConfigError('dense.kind="planned" needs to know the machines; give a calibration')
+    assert config.kind != "planned", "dense_part plans it"
     return HookedDataParallel(
         config.kind, rank=config.rank, warm_up=config.warm_up, static_graph=static_graph
     )

@@ -55,7 +55,7 @@ def dense_part(
     Collectives:
         For a planned one those of `plan_dense`.
     """
-    if config.kind != "planned" or not calibration:
+    if config.kind != "planned":
         return DensePart(dense_wrapper(config, layered, static_graph=static_graph))
     check_one_length(config.kind, layered)
     choices = plan_dense(

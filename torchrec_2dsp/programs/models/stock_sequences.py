@@ -1,7 +1,8 @@
 """`StockSequenceSharder`: TorchRec's sharder of sequences, where it works."""
 
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embedding_types import ShardingType
+
+from torchrec_2dsp.shard.sequence_sharder import sequence_sharding_types
 
 
 class StockSequenceSharder(EmbeddingCollectionSharder):
@@ -20,6 +21,4 @@ class StockSequenceSharder(EmbeddingCollectionSharder):
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """The types that work on a device."""
-        kinds = super().sharding_types(compute_device_type)
-        unusable = {ShardingType.DATA_PARALLEL.value} if compute_device_type == "cpu" else set()
-        return [kind for kind in kinds if kind not in unusable]
+        return sequence_sharding_types(self, compute_device_type)

@@ -169,7 +169,7 @@ def test_every_rank_raises_the_same_error_within_seconds(
     }
     assert text in errors[0][1]
     assert errors[0][2] in causes
-    assert max(seconds for _, _, _, seconds in errors) < 5
+    assert max(seconds for _, _, _, seconds in errors) < 20
     # The ranks are still in step: a plan can be made.
     assert len(set(ranks4.run(plan_as_json, "row_wise"))) == 1
 

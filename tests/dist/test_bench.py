@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.bench_results import NO_LINKS
 from tests.support.click_configs import click_data
 from tests.support.faulty_bench import CONFIG
 from tests.support.loops import local_tensors
@@ -17,17 +18,8 @@ from torchrec_2dsp.programs.bench import replay
 from torchrec_2dsp.programs.bench.config import BenchConfig
 from torchrec_2dsp.programs.bench.contestants import build_trainer
 from torchrec_2dsp.programs.bench.results import BenchResult, ContestantResult, Outcome
-from torchrec_2dsp.programs.calibrate.link_speed import LinkSpeeds
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.synthetic import make_batch
-
-NO_LINKS = LinkSpeeds(
-    local_world_size=2,
-    intra_host_all_to_all_bytes_per_s=None,
-    intra_host_all_reduce_bytes_per_s=None,
-    cross_host_all_to_all_bytes_per_s=None,
-    cross_host_all_reduce_bytes_per_s=None,
-)
 
 
 @pytest.fixture(scope="module")

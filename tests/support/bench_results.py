@@ -13,7 +13,17 @@ from torchrec_2dsp.programs.bench.results import (
     Phase,
 )
 from torchrec_2dsp.programs.bench.traffic import MeasuredTraffic, RowTravel
+from torchrec_2dsp.programs.calibrate.link_speed import LinkSpeeds
 from torchrec_2dsp.programs.config.config_file import make_config
+
+NO_LINKS = LinkSpeeds(
+    local_world_size=2,
+    intra_host_all_to_all_bytes_per_s=None,
+    intra_host_all_reduce_bytes_per_s=None,
+    cross_host_all_to_all_bytes_per_s=None,
+    cross_host_all_reduce_bytes_per_s=None,
+)
+"""Links that were not measured, of one host with two ranks."""
 
 CONTESTANTS: dict[str, dict[str, Any]] = {
     "stock": {"kind": "stock"},

@@ -98,7 +98,7 @@ class States:
     def speeds_measured(self, speeds: Any) -> None:
         """Not of interest."""
 
-    def contestant_built(self, name: str, sharding: dict[str, int]) -> None:
+    def contestant_built(self, name: str, sharding: dict[str, int], dense_plan: str) -> None:
         """Not of interest."""
 
     def contestant_out(self, name: str, outcome: Any, reason: str) -> None:

@@ -54,7 +54,7 @@ from torchrec_2dsp.programs.models.optimizer import (
 )
 from torchrec_2dsp.programs.models.pipeline import make_pipeline
 from torchrec_2dsp.programs.models.planned import collective_plan, planner_arguments
-from torchrec_2dsp.programs.models.planned_dense import dense_part
+from torchrec_2dsp.programs.models.planned_dense import DensePart, dense_part
 from torchrec_2dsp.programs.models.stock_sequences import StockSequenceSharder
 from torchrec_2dsp.shard.sequence_sharder import EmbeddingCollectionSharder2D
 from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
@@ -75,6 +75,9 @@ class Trainer:
 
     plan: ShardingPlan
     """The plan that the model is sharded by."""
+
+    dense_plan: str = ""
+    """What was predicted to be the fastest dense part; empty if none was planned."""
 
     def stop_learning(self) -> None:
         """Let steps do their work and change no weight from now on."""
@@ -99,15 +102,19 @@ def build_trainer(
     unsharded = build_any_model(shape, config.model, tables_device="meta")
     if contestant.balance is not None:
         weigh_losses_(unsharded)
+    part = _dense_part(config, contestant, unsharded)
     if isinstance(contestant, TwoDContestant):
-        model, plan = _two_d(config, contestant, mesh, speeds, dense, unsharded, device)
+        model, plan = _two_d(
+            config, contestant, mesh, speeds, dense, unsharded, device, part.wrapper
+        )
     else:
-        model, plan = _stock(config, contestant, speeds, unsharded, device)
+        model, plan = _stock(config, contestant, speeds, unsharded, device, part.wrapper)
     fill_tables_(model, shape.features, config.model.dim, config.model.seed)
     optimizer = _optimizer(config, contestant.dense, model)
     prefetch_rows = isinstance(contestant, TwoDContestant) and contestant.prefetch_rows
     pipeline = make_pipeline(model, optimizer, device, prefetch_rows=prefetch_rows)
-    return Trainer(model, pipeline, optimizer, plan)
+    dense_plan = str(part.choices.best.plan) if part.choices else ""
+    return Trainer(model, pipeline, optimizer, plan, dense_plan)
 
 
 def _stock(
@@ -116,6 +123,7 @@ def _stock(
     speeds: LinkSpeeds,
     model: nn.Module,
     device: torch.device,
+    wrapper: DataParallelWrapper | None,
 ) -> tuple[DistributedModelParallel, ShardingPlan]:
     bags = _AnyTypeSharder if contestant.sharding_types else EmbeddingBagCollectionSharder
     arguments: dict[str, Any] = {
@@ -139,7 +147,7 @@ def _stock(
         device=device,
         plan=plan,
         sharders=sharders,
-        data_parallel_wrapper=_dense_wrapper(config, contestant, model),
+        data_parallel_wrapper=wrapper,
     )
     return parallel_model, plan
 
@@ -159,6 +167,7 @@ def _two_d(
     dense: DenseWork | None,
     model: nn.Module,
     device: torch.device,
+    wrapper: DataParallelWrapper | None,
 ) -> tuple[DistributedModelParallel, ShardingPlan]:
     shape = shape_of(config.data)
     optimizer = table_optimizer(
@@ -195,23 +204,20 @@ def _two_d(
         device=device,
         plan=plan,
         sharders=sharders,
-        data_parallel_wrapper=_dense_wrapper(config, contestant, model),
+        data_parallel_wrapper=wrapper,
     )
     return parallel_model, plan
 
 
-def _dense_wrapper(
-    config: BenchConfig, contestant: PlannedContestant, model: nn.Module
-) -> DataParallelWrapper | None:
+def _dense_part(config: BenchConfig, contestant: PlannedContestant, model: nn.Module) -> DensePart:
     """What runs the dense part of a contestant; of a planned one, what is predicted to be best."""
-    part = dense_part(
+    return dense_part(
         contestant.dense,
         layered_of(model),
         calibration=config.calibration,
         batch_size=config.schedule.batch_size,
         state_per_weight=STATE_PER_WEIGHT[config.optimizer.dense_optimizer],
     )
-    return part.wrapper
 
 
 def _planner_arguments(

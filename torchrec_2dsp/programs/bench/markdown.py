@@ -29,7 +29,7 @@ from torchrec_2dsp.programs.bench.markdown_traffic import (
     traffic_table,
     travel_table,
 )
-from torchrec_2dsp.programs.bench.results import BenchResult
+from torchrec_2dsp.programs.bench.results import BenchResult, ContestantResult
 from torchrec_2dsp.programs.bench.setting_labels import setting_labels
 from torchrec_2dsp.programs.bench.statistics import (
     CONFIDENCE,
@@ -158,11 +158,17 @@ def _who_is_best(result: BenchResult, summary: Summary) -> str:
     return f"{text}. Losses are held against those of {escaped(result.reference)}."
 
 
+def _described(contestant: ContestantResult) -> str:
+    if not contestant.dense_plan:
+        return contestant.description
+    return f"{contestant.description}: {contestant.dense_plan}"
+
+
 def _contestants(results: Sequence[BenchResult]) -> str:
     lines = []
     for name in names_in(results):
         texts = dict.fromkeys(
-            escaped(contestant.description)
+            escaped(_described(contestant))
             for result in results
             for contestant in result.contestants
             if contestant.name == name

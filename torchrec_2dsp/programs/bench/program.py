@@ -161,11 +161,11 @@ class _Bench:
         if built is None or warm is None:
             return
         first: Built = built[0]
-        runner.found["sharding"] = first.sharding
+        runner.found |= {"sharding": first.sharding, "dense_plan": first.dense_plan}
         runner.plan = first.plan
         runner.step_s = max(warm)
         for watcher in self._watchers:
-            watcher.contestant_built(name, first.sharding)
+            watcher.contestant_built(name, first.sharding, first.dense_plan)
 
     def _measure(self) -> None:
         shuffler = random.Random(self._schedule.seed)

@@ -125,6 +125,9 @@ class ContestantResult(Section):
     sharding: dict[str, int] = Field(default_factory=dict)
     """How many tables have which sharding type."""
 
+    dense_plan: str = ""
+    """What was predicted to be the fastest dense part; empty if none was planned."""
+
     predicted: dict[str, float] | None = None
     """Seconds of the step's parts, as fields of `StepCost`; None without a calibration."""
 

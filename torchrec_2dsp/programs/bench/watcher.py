@@ -13,8 +13,8 @@ class BenchWatcher(Protocol):
         """The speeds of the network were measured."""
         ...
 
-    def contestant_built(self, name: str, sharding: dict[str, int]) -> None:
-        """A contestant has trained its first steps."""
+    def contestant_built(self, name: str, sharding: dict[str, int], dense_plan: str) -> None:
+        """A contestant has trained its first steps; how its dense part runs, if that is planned."""
         ...
 
     def block_measured(self, name: str, block: ContestantBlock) -> None:

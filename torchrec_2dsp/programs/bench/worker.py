@@ -101,6 +101,8 @@ class Built(NamedTuple):
     """How many tables have which sharding type."""
     plan: ShardingPlan
     """The plan that the contestant trains by."""
+    dense_plan: str
+    """What was predicted to be the fastest dense part; empty if none was planned."""
 
 
 class Worker:
@@ -158,7 +160,7 @@ class Worker:
         if self._planned.balance is not None:
             self._feed.deal(self._planned.balance)
         plan = self._trainer.plan
-        return Built(sharding_of(plan), plan)
+        return Built(sharding_of(plan), plan, self._trainer.dense_plan)
 
     def warm_up(self) -> float:
         """Train the first steps; seconds of the last one.

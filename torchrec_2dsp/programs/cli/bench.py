@@ -136,11 +136,13 @@ class BenchDisplay:
         parts = [f"{rate * 8e-9:.2f} Gbit/s {to}" for to, rate in rates.items() if rate]
         self._say(f"a rank sends {', '.join(parts)}")
 
-    def contestant_built(self, name: str, sharding: dict[str, int]) -> None:
+    def contestant_built(self, name: str, sharding: dict[str, int], dense_plan: str) -> None:
         """Show that a contestant is ready."""
-        types = ", ".join(f"{count} {kind}" for kind, count in sharding.items())
+        parts = [f"{count} {kind}" for kind, count in sharding.items()]
+        if dense_plan:
+            parts.append(f"dense part {dense_plan}")
         self._bar.advance(self._built)
-        self._say(f"{name}: {types}")
+        self._say(f"{name}: {', '.join(parts)}")
 
     def block_measured(self, name: str, block: "ContestantBlock") -> None:
         """Move the bar; without one, say when a round begins."""

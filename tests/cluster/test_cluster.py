@@ -20,7 +20,7 @@ from torchrec_2dsp.programs.cluster.kernel import probe, run_tool
 from torchrec_2dsp.programs.cluster.names import ClusterName
 from torchrec_2dsp.programs.cluster.network import namespaces_of
 
-pytestmark = pytest.mark.usefixtures("needs_cluster")
+pytestmark = [pytest.mark.usefixtures("needs_cluster"), pytest.mark.dealt_file]
 
 PROGRAM = ("-m", "tests.cluster.programs")
 START_TIMEOUT_S = 60

@@ -36,6 +36,8 @@ from torchrec_2dsp.programs.export.source import ExportSource
 from torchrec_2dsp.programs.launch.world import only_rank
 from torchrec_2dsp.programs.train.config import TrainConfig
 
+pytestmark = pytest.mark.dealt_file
+
 NUM_USERS, NUM_ITEMS, MOST_IDS, DIM = 40, 30, 3, 8
 DATASET = make_config(TrainConfig, {"data": DATA, "runs": {"main": {}}}).data.dataset()
 

@@ -19,6 +19,8 @@ from torchrec_2dsp._compat.c10d import store_of_world
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.comms.notice_board import NoticeBoard
 
+pytestmark = pytest.mark.dealt_file
+
 EXACT = Cell(tdsp.Mesh2D(2, 2))
 ROWS = Cell(tdsp.Mesh2D(1, 4), exchange="row", owners="hash")
 UNEVEN = (

@@ -22,6 +22,8 @@ from torchrec_2dsp.programs.train.results import QuietWatcher, StepsTrained
 from torchrec_2dsp.programs.train.run_folder import RunFolder
 from torchrec_2dsp.programs.train.tensorboard import TensorBoardWatcher
 
+pytestmark = pytest.mark.dealt_file
+
 FULL = Path("/dev/full")
 LOOP = {"steps": 6, "report_every": 1, "eval_every": 0, "eval_steps": 1}
 CHECKPOINTS = {

@@ -18,6 +18,8 @@ from tests.support.models import SEQUENCE_TABLES, ModelSpec, build, tables_of
 from tests.support.parity import LR, Cell, compare, make_optimizer
 from tests.support.ranks import RankPool
 
+pytestmark = pytest.mark.dealt_file
+
 AVERAGED = Cell(tdsp.Mesh2D(2, 2), sync=tdsp.WeightSync())
 EXACT = replace(AVERAGED, sync=tdsp.GradientSync())
 SEQUENCE = replace(AVERAGED, spec=ModelSpec(SEQUENCE_TABLES, sequence=True))

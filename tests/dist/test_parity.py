@@ -133,7 +133,7 @@ def test_element_wise_adagrad_is_exact_too(ranks4: RankPool, dealt: Deal) -> Non
     check(cells, ranks4.run(run_cells, cells, 5, timeout_s=120))
 
 
-def test_half_precision_tables(ranks4: RankPool) -> None:
+def test_half_precision_tables(ranks4: RankPool, dealt: Deal) -> None:
     """Within a rounding of fp16 per step, which is 2.4e-4 for weights below 0.5."""
     spec = ModelSpec(data_type=DataType.FP16)
     cells = [
@@ -142,11 +142,11 @@ def test_half_precision_tables(ranks4: RankPool) -> None:
         for optimizer, sync in METHODS
         for hot_rows in ((), HOT_ROWS)
     ]
-    for gaps in ranks4.run(run_cells, cells, 5):
+    for gaps in ranks4.run(run_cells, dealt(cells), 5):
         assert max(gap.worst for gap in gaps) < 1e-3
 
 
-def test_two_ranks_per_host_in_groups_over_hosts(ranks8: RankPool) -> None:
+def test_two_ranks_per_host_in_groups_over_hosts(ranks8: RankPool, dealt: Deal) -> None:
     """Node-wise types are only themselves where a group spans hosts."""
     cells = [
         Cell(MESHES_8[0], sharding, optimizer="rowwise_adagrad", hot_rows=hot_rows)
@@ -154,6 +154,7 @@ def test_two_ranks_per_host_in_groups_over_hosts(ranks8: RankPool) -> None:
         for hot_rows in ((), HOT_ROWS)
     ]
     cells += [Cell(MESHES_8[1], sharding) for sharding in ("table_row_wise", "grid_shard")]
+    cells = dealt(cells)
     check(cells, ranks8.run(run_cells, cells, timeout_s=200))
 
 

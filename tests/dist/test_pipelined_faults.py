@@ -34,6 +34,8 @@ from torchrec_2dsp.errors import (
     UnsupportedError,
 )
 
+pytestmark = pytest.mark.dealt_file
+
 DEADLINE_S = 10.0
 """How long ranks may take to hear of another one's error; without a message, it is minutes."""
 TWO_STAGES: dict[str, Any] = {"num_stages": 2, "num_micro_batches": 4}

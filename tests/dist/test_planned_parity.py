@@ -103,7 +103,7 @@ def test_what_is_planned_equals_the_unsharded_model(
 
 @pytest.mark.parametrize("stock_wrapper", [False, True])
 def test_tables_in_the_world_equal_the_unsharded_model(
-    ranks4: RankPool, stock_wrapper: bool
+    ranks4: RankPool, stock_wrapper: bool, dealt: Deal
 ) -> None:
     methods = (("rowwise_adagrad", GradientSync()), ("sgd", WeightSync(dense_above=1.0)))
     cells = [
@@ -118,7 +118,7 @@ def test_tables_in_the_world_equal_the_unsharded_model(
         for mesh in MESHES[1:]
         for optimizer, sync in methods
     ]
-    check(ranks4, cells)
+    check(ranks4, dealt(cells))
 
 
 def check(ranks4: RankPool, cells: list[Cell]) -> None:

@@ -129,8 +129,10 @@ TRIPS = [
 ]
 
 
-def test_checkpoints_are_those_of_row_wise_tables(ranks4: RankPool, tmp_path: Path) -> None:
-    check_arrivals(ranks4, TRIPS, tmp_path)
+def test_checkpoints_are_those_of_row_wise_tables(
+    ranks4: RankPool, tmp_path: Path, dealt: Deal
+) -> None:
+    check_arrivals(ranks4, dealt(TRIPS), tmp_path)
 
 
 ONE_TABLE = ModelSpec((TableSpec("t0", 40, 8, ("f0", "f1")),))

@@ -15,6 +15,8 @@ from tests.support.parity import Cell, local_loss
 from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
 
+pytestmark = pytest.mark.dealt_file
+
 NUM_STEPS = 4
 EVERY_RANK = -2
 """In place of an idle rank: all are."""

@@ -18,6 +18,8 @@ from tests.support.dense_training import (
 from tests.support.ranks import RankPool, RanksFailed
 from torchrec_2dsp.errors import ConfigError, SyncError
 
+pytestmark = pytest.mark.dealt_file
+
 
 def fail_with_nan(rank: int, world_size: int) -> str:
     wrapper = tdsp.ThresholdedDataParallel(0.05)

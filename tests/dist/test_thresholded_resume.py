@@ -15,6 +15,8 @@ from torchrec_2dsp._compat.data_parallel import data_parallel_wrapper
 from torchrec_2dsp.codecs.error_feedback import ErrorFeedback
 from torchrec_2dsp.errors import CheckpointError, ConfigError
 
+pytestmark = pytest.mark.dealt_file
+
 NUM_STEPS = 3
 
 

@@ -22,6 +22,8 @@ from tests.support.ranks import RankPool
 from tests.support.variable_batches import changed, make_variable_batch
 from torchrec_2dsp.shard.bad_ids import BadIds
 
+pytestmark = pytest.mark.dealt_file
+
 STEPS = 3
 TWO = tdsp.Mesh2D(2, 2)
 HOT_ROWS = (("t0", (0, 1, 5, 39)), ("t1", (0, 2)))

@@ -18,6 +18,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 import torchrec_2dsp as tdsp
 from torchrec_2dsp.planner.balance import Bins, Items, improved, largest_differencing
 
+pytestmark = pytest.mark.dealt_file
+
 RANKS = 4
 GIB = 2**30
 

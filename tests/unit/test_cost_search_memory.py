@@ -28,6 +28,8 @@ from torchrec_2dsp.planner.search.result import Found
 from torchrec_2dsp.planner.search.select import selections, smallest
 from torchrec_2dsp.planner.search.space import Space
 
+pytestmark = pytest.mark.dealt_file
+
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.6, 0.2])
 def test_memory_that_doesnt_suffice_is_given_where_it_saves_most(share: float) -> None:

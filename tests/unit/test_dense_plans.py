@@ -11,6 +11,8 @@ from torchrec_2dsp.cost.dense.transformer import Transformer
 from torchrec_2dsp.errors import CalibrationError
 from torchrec_2dsp.programs.cli.app import app
 
+pytestmark = pytest.mark.dealt_file
+
 KNOWN = "configs/hardware/emulated_1gbit.toml"
 DATA = '{num_dense=2, features=[{name="a", num_rows=5000}, {name="b", num_rows=9}]}'
 

@@ -26,6 +26,8 @@ from torchrec_2dsp.planner.search.choices import Choice
 from torchrec_2dsp.planner.search.result import Tried
 from torchrec_2dsp.programs.cli.app import app
 
+pytestmark = pytest.mark.dealt_file
+
 CONFIG = "configs/runs/plan.toml"
 MESH = tdsp.Mesh2D(1, 4)
 

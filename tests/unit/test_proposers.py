@@ -26,6 +26,8 @@ from torchrec_2dsp.planner.torchrec.proposals import Draft
 from torchrec_2dsp.planner.torchrec.proposers import Loaded
 from torchrec_2dsp.planner.torchrec.stats import Stats2D
 
+pytestmark = pytest.mark.dealt_file
+
 BATCH = 512
 
 

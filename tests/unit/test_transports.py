@@ -9,6 +9,8 @@ import torchrec_2dsp as tdsp
 from tests.support.planning import SHARDERS, planner, skewed, tables
 from tests.unit.test_planner import nothing_reserved, world
 
+pytestmark = pytest.mark.dealt_file
+
 
 def transports_of(plan: tdsp.Plan2D) -> set[tdsp.Transport]:
     (module,) = (module for _, module in plan.modules())

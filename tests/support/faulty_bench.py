@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torchrec_2dsp.programs.bench import program
+from torchrec_2dsp.programs.bench import probe, program
 from torchrec_2dsp.programs.bench.config import BenchConfig
 from torchrec_2dsp.programs.bench.worker import Worker
 from torchrec_2dsp.programs.config.config_file import make_config
@@ -106,6 +106,8 @@ class States:
 
     def block_measured(self, name: str, block: Any) -> None:
         """Look at all processes of this rank."""
+        if block.round > 1:
+            return
         time.sleep(0.1)  # Who is stopped comes to a stop a little later.
         for process in multiprocessing.active_children():
             line = Path(f"/proc/{process.pid}/stat").read_text()
@@ -116,6 +118,7 @@ def main() -> None:
     """Run it; rank 0 writes the result, and what contestants do meanwhile."""
     config = make_config(BenchConfig, CONFIG)
     program.Worker = FaultyWorker
+    probe._NUM_PASSES = 2  # Enough where nobody asks how fast the machine is.
     states = States()
     result = program.run_bench(config, [states])
     if os.environ["RANK"] == "0":

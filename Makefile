@@ -65,14 +65,16 @@ bench: $(INSTALLED)  ## compare ways to train on 4 local ranks, in under 3 minut
 
 # Tests with several ranks wait more than they compute, so there are more lanes than cores.
 IN_LANES := -m "not alone" --numprocesses $(LANES) --dist loadfile --no-loadscope-reorder --timeout 900
+# Nothing may run beside some tests. Only their files are collected.
+ALONE = -m alone $(shell grep -rl --include='test_*.py' mark.alone tests)
 
 test: $(INSTALLED)  ## run the tests, and a slice of the long ones
 	$(BIN)/pytest $(IN_LANES) --slow-slice commit/$(SLICES)
-	$(BIN)/pytest -m alone --slow-slice commit/$(SLICES)
+	$(BIN)/pytest $(ALONE) --slow-slice commit/$(SLICES)
 
 test-all: $(INSTALLED)  ## run all tests
 	$(BIN)/pytest $(IN_LANES)
-	$(BIN)/pytest -m alone
+	$(BIN)/pytest $(ALONE)
 
 # One test of each kind of what depends on TorchRec the most, for a version that isn't the default.
 SMOKE := tests/unit/test_versions.py tests/unit/test_needed_names.py \

@@ -12,6 +12,7 @@ from hypothesis import settings
 
 from tests.support.ranks import RankPool
 from tests.support.slices import (
+    NUM_FILE_HANDS,
     Deal,
     hand_number,
     hand_of,
@@ -52,7 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--slow-slice",
         metavar="K/N",
         help="of the tests marked `slow` run one slice only, of long matrices a sixth of the "
-        "cells, of long files a sixth of the tests; `commit/N`: those of the commit",
+        "cells, of long files a tenth of the tests; `commit/N`: those of the commit",
     )
 
 
@@ -73,15 +74,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item.nodeid for item in items if item.get_closest_marker("slow")]
         number, count = parse_slice(text)
         left_out = set(slow) - slice_of(slow, number, count)
+        files: dict[str, list[str]] = defaultdict(list)
         matrices: dict[str, list[str]] = defaultdict(list)
         for item in items:
-            if item.get_closest_marker("slow"):
-                continue  # Slices choose among these already.
+            if item.get_closest_marker("slow") or item.get_closest_marker("alone"):
+                continue  # Slices choose among the first already, and the second are few.
             if item.get_closest_marker("dealt_file"):
-                matrices[item.nodeid.partition("::")[0]].append(item.nodeid)
+                files[item.nodeid.partition("::")[0]].append(item.nodeid)
             elif item.get_closest_marker("dealt"):
                 matrices[item.nodeid.partition("[")[0]].append(item.nodeid)
         chosen_hand = hand_number(text)
+        for tests in files.values():
+            left_out |= set(tests) - set(hand_of(tests, chosen_hand, NUM_FILE_HANDS))
         for cells in matrices.values():
             left_out |= set(cells) - set(hand_of(cells, chosen_hand))
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])

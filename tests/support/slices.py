@@ -14,8 +14,9 @@ from tests.support.commit import seed_of_commit
 
 Item = TypeVar("Item")
 NUM_HANDS = 6
-"""How many commits it takes at the least until every cell of a dealt matrix has run, and every test
-of a file that is dealt as a whole."""
+"""How many commits it takes at the least until every cell of a dealt matrix has run."""
+NUM_FILE_HANDS = 10
+"""The same for every test of a file that is dealt."""
 
 _SHUFFLED = 36
 """The seed of a shuffle that leaves each sixth of a product of 4, 3 and 3 with all its factors."""
@@ -56,7 +57,7 @@ def slice_of(names: Sequence[str], number: int, count: int) -> set[str]:
     return set(sorted(names)[number::count])
 
 
-def hand_of(cells: Sequence[Item], number: int) -> list[Item]:
+def hand_of(cells: Sequence[Item], number: int, num_hands: int = NUM_HANDS) -> list[Item]:
     """A hand of the cells in their order, at least one; each cell belongs to a single hand.
 
     Neighbours have most in common, and every sixth of a product may lack a factor: cells are
@@ -64,8 +65,9 @@ def hand_of(cells: Sequence[Item], number: int) -> list[Item]:
 
     Args:
         cells: those of a matrix.
-        number: chooses the hand. There are `NUM_HANDS`, if there are as many cells.
+        number: chooses the hand.
+        num_hands: how many there are, if there are as many cells.
     """
     places = Random(_SHUFFLED).sample(range(len(cells)), len(cells))
-    hand = places[number % min(NUM_HANDS, len(cells)) :: NUM_HANDS] if cells else []
+    hand = places[number % min(num_hands, len(cells)) :: num_hands] if cells else []
     return [cells[place] for place in sorted(hand)]

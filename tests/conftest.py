@@ -53,7 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--slow-slice",
         metavar="K/N",
         help="of the tests marked `slow` run one slice only, of long matrices a sixth of the "
-        "cells, of long files a tenth of the tests; `commit/N`: those of the commit",
+        "cells, of long tests a tenth in each file; `commit/N`: those of the commit",
     )
 
 

@@ -15,6 +15,8 @@ from tests.support.oracle import Oracle
 from tests.support.parity import LR, TOLERANCE, Cell, compare, make_optimizer, make_parallel
 from tests.support.ranks import RankPool
 
+pytestmark = pytest.mark.dealt_file
+
 
 class MeanOracle(Oracle):
     """Trains on the mean loss of all samples of a step."""

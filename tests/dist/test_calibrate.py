@@ -17,6 +17,8 @@ from torchrec_2dsp.programs.calibrate import beside, collectives, fit, kernels, 
 from torchrec_2dsp.programs.calibrate.calibrate import calibrate
 from torchrec_2dsp.programs.cli.app import app
 
+pytestmark = pytest.mark.dealt_file
+
 
 def measured(
     rank: int, world_size: int, local_world_size: int

@@ -10,6 +10,8 @@ from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
 from torchrec_2dsp.programs.train.results import largest_loss_gap
 
+pytestmark = pytest.mark.dealt_file
+
 NUM_DENSE_STEPS = 3
 TREE = {
     "data": {"num_dense": 3, "features": [{"name": "user", "num_rows": 100}]},

@@ -19,6 +19,8 @@ from tests.support.parity import (
 from tests.support.ranks import RankPool
 from torchrec_2dsp.shard.initial_tables import BLOCK_ROWS, drawn_block
 
+pytestmark = pytest.mark.dealt_file
+
 SEED = 11
 # More rows than a block, and shards that end inside one.
 TABLES = (TableSpec("t0", 2_500, 8, ("f0",)), TableSpec("t1", 3, 16, ("f1", "f2")))

@@ -14,6 +14,8 @@ from tests.support.parity import Cell
 from tests.support.ranks import RankPool
 from torchrec_2dsp.errors import ConfigError, SyncError
 
+pytestmark = pytest.mark.dealt_file
+
 LR, OUTER_LR, MOMENTUM = 0.05, 0.7, 0.9
 NUM_LOCAL, NUM_STEPS = 3, 9
 

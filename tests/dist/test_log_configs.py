@@ -17,6 +17,8 @@ from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
 from torchrec_2dsp.programs.train.results import QuietWatcher
 
+pytestmark = pytest.mark.dealt_file
+
 CLICKS = (
     *("data.num_rows=2000", "loop.global_batch_size=128", "loop.steps=12", "loop.eval_every=6"),
     *("loop.eval_steps=3", "model.over_layers=[16]", "data.block_bytes=100_000"),

@@ -78,6 +78,7 @@ def syncs_in_a_pipeline(rank: int, world_size: int, cell: Cell, interval: int) -
         return len(reports)
 
 
+@pytest.mark.dealt_file
 @pytest.mark.parametrize("interval", [1, 2, 3])
 def test_a_pipelines_interval_skips_no_sync(ranks4: RankPool, interval: int) -> None:
     for cell in (EXACT, AVERAGED):
@@ -93,6 +94,7 @@ def accumulated(rank: int, world_size: int, cell: Cell, steps: int) -> float:
     return compare(parallel, oracle).worst
 
 
+@pytest.mark.dealt_file
 def test_gradient_accumulation(ranks4: RankPool) -> None:
     """The fused update runs in every backward, the dense one in every first, or second."""
     for cell in (EXACT, HOT, replace(AVERAGED, optimizer="sgd")):
@@ -123,6 +125,7 @@ def warmed_up(rank: int, world_size: int, cell: Cell) -> float:
     return compare(parallel, oracle).worst
 
 
+@pytest.mark.dealt_file
 def test_wrapped_optimizers(ranks4: RankPool) -> None:
     """TorchRec's wrappers around the combined optimizer."""
     for cell in (EXACT, HOT, replace(AVERAGED, optimizer="sgd")):
@@ -164,6 +167,7 @@ def fused_clipped(rank: int, world_size: int, cell: Cell) -> tuple[float, float]
 ONE_GROUP = replace(EXACT, mesh=tdsp.Mesh2D(1, 4))
 
 
+@pytest.mark.dealt_file
 @pytest.mark.parametrize(
     "cell",
     [

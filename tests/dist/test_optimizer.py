@@ -227,6 +227,7 @@ def scheduled(rank: int, world_size: int, cell: Cell) -> tuple[list[float], floa
     return seen, compare(parallel, emulation.groups[0]).worst
 
 
+@pytest.mark.dealt_file
 @pytest.mark.parametrize(
     "cell",
     [
@@ -258,6 +259,7 @@ def new_hyper_parameters(rank: int, world_size: int, cell: Cell) -> float:
     return compare(parallel, emulation.groups[0]).worst
 
 
+@pytest.mark.dealt_file
 def test_a_running_kernel_takes_the_users_eps(ranks4: RankPool) -> None:
     for cell in (AVERAGED, replace(EXACT, hot_rows=HOT), replace(AVERAGED, hot_rows=HOT)):
         assert max(ranks4.run(new_hyper_parameters, cell)) < ROUNDING

@@ -59,6 +59,7 @@ def test_sequences(ranks4: RankPool, dealt: Deal) -> None:
     check(cells, ranks4.run(run_cells, cells, 4, timeout_s=120))
 
 
+@pytest.mark.dealt_file
 def test_rows_of_a_host_travel_together(ranks8: RankPool) -> None:
     """In groups of two hosts with two ranks each, beside a table on four hosts."""
     mesh = tdsp.Mesh2D(2, 4)
@@ -71,6 +72,7 @@ def modes_of(rank: int, world_size: int, cell: Cell) -> list[bool]:
     return [part.module.training for part in sharded_tables(parallel)]
 
 
+@pytest.mark.dealt_file
 def test_all_parts_are_told_of_evaluation(ranks4: RankPool) -> None:
     assert ranks4.run(modes_of, Cell(MESHES[0], in_world=("t1",))) == [[False, False]] * 4
 
@@ -91,6 +93,7 @@ def bad_ids(rank: int, world_size: int, cell: Cell) -> list[str]:
     return said
 
 
+@pytest.mark.dealt_file
 def test_bad_ids_of_all_parts_are_told_on_every_rank(ranks4: RankPool) -> None:
     first, *others = ranks4.run(bad_ids, Cell(MESHES[0], in_world=("t1",)), timeout_s=60)
     assert all(one == first for one in others)
@@ -140,6 +143,7 @@ def _by_name(output: KeyedTensor | dict[str, JaggedTensor]) -> list[tuple[str, t
     return [(name, one.values()) for name, one in output.items()]
 
 
+@pytest.mark.dealt_file
 @pytest.mark.parametrize("kind", [EmbeddingBagCollection, EmbeddingCollection])
 def test_features_may_look_up_tables_of_both_kinds(ranks4: RankPool, kind: type) -> None:
     assert max(ranks4.run(shared_features, kind)) < 1e-6

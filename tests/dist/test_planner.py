@@ -16,6 +16,8 @@ from tests.unit.test_planner import SHARDERS, bags, constrained, planner_for, wo
 from torchrec_2dsp.plan.serialize import from_json, to_json
 from torchrec_2dsp.planner.torchrec.stats import Stats2D
 
+pytestmark = pytest.mark.dealt_file
+
 MESH = tdsp.Mesh2D(num_groups=2, group_size=2)
 
 

@@ -83,6 +83,7 @@ def test_unusual_batches_equal_the_unsharded_model(ranks4: RankPool, dealt: Deal
     check(dealt(cells), ranks4, 3)
 
 
+@pytest.mark.dealt_file
 def test_sequences_equal_the_unsharded_model(ranks4: RankPool) -> None:
     cells = [
         replace(ROWS, mesh=mesh, spec=SEQUENCE, optimizer=optimizer)
@@ -91,6 +92,7 @@ def test_sequences_equal_the_unsharded_model(ranks4: RankPool) -> None:
     check(cells, ranks4)
 
 
+@pytest.mark.dealt_file
 def test_averaged_replicas_equal_the_unsharded_model(ranks4: RankPool) -> None:
     """With SGD an average of replicas is exact, and it needs to know which rows change."""
     sync = tdsp.WeightSync(dense_above=1.0)
@@ -100,16 +102,19 @@ def test_averaged_replicas_equal_the_unsharded_model(ranks4: RankPool) -> None:
     check(cells, ranks4)
 
 
+@pytest.mark.dealt_file
 def test_one_rank_and_two_dimensions_equal_the_unsharded_model(ranks2: RankPool) -> None:
     meshes = (tdsp.Mesh2D(1, 2), tdsp.Mesh2D(2, 1))
     check([replace(ROWS, mesh=mesh, spec=MIXED) for mesh in meshes], ranks2)
 
 
+@pytest.mark.dealt_file
 def test_groups_over_hosts_equal_the_unsharded_model(ranks8: RankPool) -> None:
     cells = [replace(ROWS, mesh=mesh) for mesh in (tdsp.Mesh2D(1, 8), tdsp.Mesh2D(2, 4))]
     check(cells, ranks8, 4)
 
 
+@pytest.mark.dealt_file
 @pytest.mark.parametrize("hot_rows", [(), HOT_ROWS], ids=["cold", "hot"])
 def test_pipelines_change_nothing(
     ranks4: RankPool, hot_rows: tuple[tuple[str, tuple[int, ...]], ...]
@@ -165,6 +170,7 @@ def bytes_of_a_step(rank: int, world_size: int, cell: Cell) -> list[int]:
     return [one.num_bytes for one in exchanges]
 
 
+@pytest.mark.dealt_file
 def test_each_distinct_row_travels_once(ranks4: RankPool) -> None:
     """Sizes, then distinct ids; rows from their owners, and gradients to them."""
     asked = [[0] * 4 for _ in IDS]
@@ -181,6 +187,7 @@ def test_each_distinct_row_travels_once(ranks4: RankPool) -> None:
         assert gradients == sum(asked[rank]) * 8 * 4
 
 
+@pytest.mark.dealt_file
 def test_nothing_travels_if_all_rows_are_hot(ranks4: RankPool) -> None:
     cell = replace(ROWS, spec=ONE_TABLE, hot_rows=(("t0", tuple(range(40))),))
     for _, _, ids, rows, gradients, *hot in ranks4.run(bytes_of_a_step, cell):
@@ -205,6 +212,7 @@ def quantised(rank: int, world_size: int, cell: Cell, qcomms: CommType) -> tuple
     return gap, sum(sent[3:])
 
 
+@pytest.mark.dealt_file
 @pytest.mark.parametrize("qcomms", [CommType.FP16, CommType.BF16])
 def test_quantised_communication_halves_the_bytes(ranks4: RankPool, qcomms: CommType) -> None:
     short, full = (ranks4.run(quantised, ROWS, one) for one in (qcomms, CommType.FP32))
@@ -228,6 +236,7 @@ def warnings_of(rank: int, world_size: int, cells: list[Cell]) -> list[list[str]
     return heard
 
 
+@pytest.mark.dealt_file
 def test_hot_rows_that_save_no_bytes_are_told(ranks4: RankPool) -> None:
     stock_exchange = Cell(TWO, hot_rows=HOT_ROWS)
     quiet = [replace(ROWS, hot_rows=HOT_ROWS), Cell(TWO), replace(stock_exchange, mesh=FOUR)]
@@ -238,6 +247,7 @@ def test_hot_rows_that_save_no_bytes_are_told(ranks4: RankPool) -> None:
     assert others == [[[], [], [], []]] * 3
 
 
+@pytest.mark.dealt_file
 def test_a_plan_says_what_it_needs() -> None:
     cell = Cell(ONE, "table_wise")
     plan = group_plan(cell, build(cell.spec), make_sharder(cell), 4)
@@ -253,6 +263,7 @@ def test_a_plan_says_what_it_needs() -> None:
 TINY = ModelSpec((TableSpec("t0", 3, 8, ("f0", "f1")),))
 
 
+@pytest.mark.dealt_file
 def test_ranks_without_rows_equal_the_unsharded_model(ranks4: RankPool) -> None:
     """FBGEMM can't look up a kernel whose tables have no rows on a rank."""
     one_row = ModelSpec((TableSpec("t0", 1, 8, ("f0",)),))

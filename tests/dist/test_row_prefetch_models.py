@@ -20,6 +20,8 @@ from tests.support.prefetching import STEPS, Trained, run
 from tests.support.ranks import RankPool
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 
+pytestmark = pytest.mark.dealt_file
+
 CELL = Cell(tdsp.Mesh2D(1, 4))
 EXCHANGES = {"t0": "row", "t1": "row_per_host", "t2": "pooled", "s0": "row", "s1": "row"}
 

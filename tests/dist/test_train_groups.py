@@ -94,6 +94,7 @@ def test_runs_leave_no_groups_and_threads(ranks4: RankPool, tmp_path: Path, deal
     assert ranks4.run(what_runs_leave, tmp_path, dealt(list(RUNS))) == [[]] * 4
 
 
+@pytest.mark.dealt_file
 def test_a_second_split_model_sends_nothing_to_the_groups_of_the_first(
     ranks4: RankPool, tmp_path: Path
 ) -> None:
@@ -128,10 +129,12 @@ def release_some(rank: int, world_size: int) -> list[bool]:
     return [*was_there, is_new, group_names() | {others.group_name} == groups, total.item() == 4]
 
 
+@pytest.mark.dealt_file
 def test_groups_of_the_package_are_released_and_no_others(ranks2: RankPool) -> None:
     assert ranks2.run(release_some) == [[True] * 7] * 2
 
 
+@pytest.mark.dealt_file
 def test_without_a_world_there_is_nothing_to_release() -> None:
     with pytest.raises(tdsp.errors.MeshError, match="not initialised"):
         tdsp.release_groups()

@@ -47,6 +47,7 @@ def test_runs_go_on_with_the_same_bits(ranks4: RankPool, tmp_path: Path, dealt: 
     check_variants(ranks4, tmp_path, [5], 8, dealt(list(VARIANTS)))
 
 
+@pytest.mark.dealt_file
 def test_runs_go_on_from_their_first_steps(ranks4: RankPool, tmp_path: Path) -> None:
     """In which DDP adds gradients in another order than later."""
     check_variants(ranks4, tmp_path, [1, 2, 3], 5, ["gradient"])
@@ -77,6 +78,7 @@ def differences_without(rank: int, world_size: int, folder: Path) -> list[str]:
     return [key for key in end if not torch.equal(end[key], found[key])]
 
 
+@pytest.mark.dealt_file
 def test_the_comparison_sees_what_a_train_state_restores(ranks4: RankPool, tmp_path: Path) -> None:
     """And that a save averages replicas, which a run without saves doesn't do."""
     for different in ranks4.run(differences_without, tmp_path):
@@ -122,6 +124,7 @@ def load_two(rank: int, world_size: int, path: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.dealt_file
 def test_what_belongs_to_the_run_goes_to_any_number_of_ranks(
     ranks4: RankPool, ranks2: RankPool, tmp_path: Path
 ) -> None:
@@ -135,6 +138,7 @@ def test_what_belongs_to_the_run_goes_to_any_number_of_ranks(
         assert loaded["bad ids"] == (10 + rank) + (12 + rank)
 
 
+@pytest.mark.dealt_file
 def test_what_was_another_on_each_rank_is_refused_elsewhere(
     ranks4: RankPool, ranks2: RankPool, tmp_path: Path
 ) -> None:
@@ -164,6 +168,7 @@ def synced_steps(rank: int, world_size: int, start: int) -> list[int]:
     return found
 
 
+@pytest.mark.dealt_file
 def test_a_policy_goes_on_at_a_step(ranks2: RankPool) -> None:
     assert ranks2.run(synced_steps, 10) == [[12, 15]] * 2
     assert ranks2.run(synced_steps, 0) == [[3]] * 2
@@ -205,6 +210,7 @@ def counted(rank: int, world_size: int, folder: Path) -> list[Any]:
     return seen
 
 
+@pytest.mark.dealt_file
 def test_iterations_learning_rates_and_random_numbers_come_back(
     ranks4: RankPool, tmp_path: Path
 ) -> None:

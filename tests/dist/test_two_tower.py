@@ -25,6 +25,8 @@ from torchrec_2dsp.programs.models.kinds import build_any_model
 from torchrec_2dsp.programs.models.ranking import RankingQuality, rank_all_items
 from torchrec_2dsp.programs.models.two_tower import Tower, TwoTowerConfig
 
+pytestmark = pytest.mark.dealt_file
+
 ROUNDING = 2e-6
 """Ranks add float32 numbers in another order; weights are below 1, and four steps carry it on."""
 

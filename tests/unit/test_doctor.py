@@ -28,6 +28,8 @@ from torchrec_2dsp.programs.doctor.health import (
     run_health_checks,
 )
 
+pytestmark = pytest.mark.dealt_file
+
 ROOT = Path(__file__).parents[2]
 BROKEN = replace(on_cpu(OLD), fbgemm_gpu_cpu="1.7.0")
 HERE = set_for(find_versions())

@@ -9,6 +9,8 @@ import pytest
 
 import torchrec_2dsp
 
+pytestmark = pytest.mark.dealt_file
+
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 EXTRAS = ("matplotlib", "plotly", "rich", "tensorboard", "typer")
 ABSENT = """

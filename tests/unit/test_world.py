@@ -11,12 +11,13 @@ from tests.support.patience import patient
 _STEPS = """
 import resource, sys
 import torch
-from torchrec_2dsp.programs.launch.world import keep_freed_memory
 
 def step():
     return [torch.ones(2**21) for _ in range(6)]
 
 if sys.argv[1] == "keep":
+    from torchrec_2dsp.programs.launch.world import keep_freed_memory
+
     keep_freed_memory()
 for _ in range(5):
     step()

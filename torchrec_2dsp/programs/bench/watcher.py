@@ -14,7 +14,7 @@ class BenchWatcher(Protocol):
         ...
 
     def contestant_built(self, name: str, sharding: dict[str, int], dense_plan: str) -> None:
-        """A contestant has trained its first steps; how its dense part runs, if that is planned."""
+        """A contestant has trained its first steps, by a planned dense part if it asked for one."""
         ...
 
     def block_measured(self, name: str, block: ContestantBlock) -> None:

@@ -14,8 +14,6 @@ from torchrec_2dsp.programs.cluster.errors import ClusterConfigError, SelfCheckF
 from torchrec_2dsp.programs.cluster.link import Link
 from torchrec_2dsp.programs.cluster.self_check import SelfCheck, check_links
 
-pytestmark = pytest.mark.dealt_file
-
 GOOD = SelfCheck(
     all_to_all_bytes_per_s=118e6,
     all_reduce_bytes_per_s=119e6,

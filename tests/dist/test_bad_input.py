@@ -19,7 +19,7 @@ from tests.support.ranks import RankPool
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.mesh.mesh2d import RankLayout
 
-MAX_SECONDS = 20.0
+MAX_SECONDS = 5.0
 MESH = tdsp.Mesh2D(2, 2)
 CELL = Cell(MESH)
 

@@ -11,13 +11,9 @@ from typer.testing import CliRunner
 import torchrec_2dsp as tdsp
 from tests.support.programs import forked, torchrun
 from tests.support.ranks import RankPool
-from torchrec_2dsp.cost.span import Span
-from torchrec_2dsp.cost.traffic import Traffic
 from torchrec_2dsp.programs.calibrate import beside, collectives, fit, kernels, timing
 from torchrec_2dsp.programs.calibrate.calibrate import calibrate
 from torchrec_2dsp.programs.cli.app import app
-
-pytestmark = pytest.mark.dealt_file
 
 
 def measured(
@@ -43,8 +39,9 @@ def test_every_rank_finds_the_same(ranks4: RankPool) -> None:
     assert left == 0
     assert (made.hardware.num_hosts, made.hardware.ranks_per_host) == (2, 2)
     for name, cost in made.collectives:
-        assert None not in (cost.local_s_per_byte, cost.link_s_per_byte), name
-        assert 0 < cost.seconds(Span.of_world(4, 2), Traffic(2**21, 2**21)) < 10, name
+        assert cost.local_s_per_byte is not None, name
+        assert cost.link_s_per_byte is not None, name
+        assert 1e-12 < max(cost.local_s_per_byte, cost.link_s_per_byte) < 1e-5, name
     for name, cost in made.kernels:
         # Noise decides which unit of work the time is put down to.
         units = [getattr(cost, unit) for unit in type(cost).model_fields if unit.endswith("_s")]

@@ -62,7 +62,7 @@ def texts_of(pool: RankPool, path: Path, cells: list[Cell], dense: str = "") -> 
     by_rank: list[list[Refusal]] = pool.run(refused, path, cells, dense)
     for of_rank in by_rank:
         assert [refusal.text for refusal in of_rank] == [r.text for r in by_rank[0]]
-        assert max(refusal.seconds for refusal in of_rank) < 20
+        assert max(refusal.seconds for refusal in of_rank) < 10
     return [refusal.text.replace(str(path), "FOLDER") for refusal in by_rank[0]]
 
 

@@ -61,7 +61,7 @@ def cells(draw: st.DrawFn) -> Cell:
 
 
 @settings(
-    max_examples=15,
+    max_examples=25,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

@@ -17,8 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.ranks import RankPool, RanksFailed, run_ranks
 from torchrec_2dsp.comms.counting import Collective, count_collectives
 
-pytestmark = pytest.mark.dealt_file
-
 ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 

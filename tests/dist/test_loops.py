@@ -78,7 +78,6 @@ def syncs_in_a_pipeline(rank: int, world_size: int, cell: Cell, interval: int) -
         return len(reports)
 
 
-@pytest.mark.dealt_file
 @pytest.mark.parametrize("interval", [1, 2, 3])
 def test_a_pipelines_interval_skips_no_sync(ranks4: RankPool, interval: int) -> None:
     for cell in (EXACT, AVERAGED):
@@ -167,7 +166,6 @@ def fused_clipped(rank: int, world_size: int, cell: Cell) -> tuple[float, float]
 ONE_GROUP = replace(EXACT, mesh=tdsp.Mesh2D(1, 4))
 
 
-@pytest.mark.dealt_file
 @pytest.mark.parametrize(
     "cell",
     [

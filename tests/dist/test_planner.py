@@ -16,8 +16,6 @@ from tests.unit.test_planner import SHARDERS, bags, constrained, planner_for, wo
 from torchrec_2dsp.plan.serialize import from_json, to_json
 from torchrec_2dsp.planner.torchrec.stats import Stats2D
 
-pytestmark = pytest.mark.dealt_file
-
 MESH = tdsp.Mesh2D(num_groups=2, group_size=2)
 
 
@@ -171,7 +169,7 @@ def test_every_rank_raises_the_same_error_within_seconds(
     }
     assert text in errors[0][1]
     assert errors[0][2] in causes
-    assert max(seconds for _, _, _, seconds in errors) < 20
+    assert max(seconds for _, _, _, seconds in errors) < 5
     # The ranks are still in step: a plan can be made.
     assert len(set(ranks4.run(plan_as_json, "row_wise"))) == 1
 

@@ -93,7 +93,6 @@ def test_unusual_batches_equal_the_unsharded_model(ranks4: RankPool, dealt: Deal
     check(dealt(cells), ranks4, 3)
 
 
-@pytest.mark.dealt_file
 def test_several_dimensions_equal_the_unsharded_model(ranks2: RankPool) -> None:
     cells = [
         replace(NONEMPTY, mesh=mesh, sharding=kind, spec=MIXED)
@@ -102,7 +101,6 @@ def test_several_dimensions_equal_the_unsharded_model(ranks2: RankPool) -> None:
     check(cells, ranks2)
 
 
-@pytest.mark.dealt_file
 def test_averaged_replicas_equal_the_unsharded_model(ranks4: RankPool) -> None:
     sync = tdsp.WeightSync(dense_above=1.0)
     cells = [
@@ -181,7 +179,6 @@ def bytes_of_a_step(rank: int, world_size: int, cell: Cell) -> tuple[int, int]:
     return embeddings, gradients
 
 
-@pytest.mark.dealt_file
 def test_only_bags_with_ids_travel(ranks4: RankPool) -> None:
     filled = [sum(bool(bag) for bag in bags) for bags in IDS]
     cell = replace(NONEMPTY, spec=ONE_TABLE, sharding="table_wise")
@@ -192,7 +189,6 @@ def test_only_bags_with_ids_travel(ranks4: RankPool) -> None:
     assert [gradients for _, gradients in answers] == [one * 8 * 4 for one in filled]
 
 
-@pytest.mark.dealt_file
 def test_only_parts_of_bags_with_ids_travel(ranks4: RankPool) -> None:
     """An owner sends a part of each bag that has any of its rows."""
     parts = [
@@ -204,7 +200,6 @@ def test_only_parts_of_bags_with_ids_travel(ranks4: RankPool) -> None:
         assert sent == (sum(of[rank] for of in parts) * 8 * 4, sum(parts[rank]) * 8 * 4)
 
 
-@pytest.mark.dealt_file
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
 def test_nothing_travels_if_all_rows_are_hot(ranks4: RankPool, kind: str) -> None:
     hot_rows = (("t0", tuple(range(40))),)
@@ -231,7 +226,6 @@ def quantised(rank: int, world_size: int, cell: Cell) -> tuple[float, float]:
     return gap, sent[1] / sent[0]
 
 
-@pytest.mark.dealt_file
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
 def test_quantised_communication_halves_the_bytes(ranks4: RankPool, kind: str) -> None:
     for gap, ratio in ranks4.run(quantised, replace(NONEMPTY, sharding=kind)):
@@ -243,7 +237,6 @@ def sharded(rank: int, world_size: int, cell: Cell) -> None:
     shard(cell)
 
 
-@pytest.mark.dealt_file
 def test_what_it_is_not_for_is_refused(ranks4: RankPool) -> None:
     cell = Cell(ONE, "table_row_wise")
     plan = group_plan(cell, build(cell.spec), make_sharder(cell), 4)

@@ -102,7 +102,6 @@ def test_averaged_replicas_equal_the_unsharded_model(ranks4: RankPool) -> None:
     check(cells, ranks4)
 
 
-@pytest.mark.dealt_file
 def test_one_rank_and_two_dimensions_equal_the_unsharded_model(ranks2: RankPool) -> None:
     meshes = (tdsp.Mesh2D(1, 2), tdsp.Mesh2D(2, 1))
     check([replace(ROWS, mesh=mesh, spec=MIXED) for mesh in meshes], ranks2)
@@ -170,7 +169,6 @@ def bytes_of_a_step(rank: int, world_size: int, cell: Cell) -> list[int]:
     return [one.num_bytes for one in exchanges]
 
 
-@pytest.mark.dealt_file
 def test_each_distinct_row_travels_once(ranks4: RankPool) -> None:
     """Sizes, then distinct ids; rows from their owners, and gradients to them."""
     asked = [[0] * 4 for _ in IDS]
@@ -187,7 +185,6 @@ def test_each_distinct_row_travels_once(ranks4: RankPool) -> None:
         assert gradients == sum(asked[rank]) * 8 * 4
 
 
-@pytest.mark.dealt_file
 def test_nothing_travels_if_all_rows_are_hot(ranks4: RankPool) -> None:
     cell = replace(ROWS, spec=ONE_TABLE, hot_rows=(("t0", tuple(range(40))),))
     for _, _, ids, rows, gradients, *hot in ranks4.run(bytes_of_a_step, cell):
@@ -236,7 +233,6 @@ def warnings_of(rank: int, world_size: int, cells: list[Cell]) -> list[list[str]
     return heard
 
 
-@pytest.mark.dealt_file
 def test_hot_rows_that_save_no_bytes_are_told(ranks4: RankPool) -> None:
     stock_exchange = Cell(TWO, hot_rows=HOT_ROWS)
     quiet = [replace(ROWS, hot_rows=HOT_ROWS), Cell(TWO), replace(stock_exchange, mesh=FOUR)]
@@ -247,7 +243,6 @@ def test_hot_rows_that_save_no_bytes_are_told(ranks4: RankPool) -> None:
     assert others == [[[], [], [], []]] * 3
 
 
-@pytest.mark.dealt_file
 def test_a_plan_says_what_it_needs() -> None:
     cell = Cell(ONE, "table_wise")
     plan = group_plan(cell, build(cell.spec), make_sharder(cell), 4)

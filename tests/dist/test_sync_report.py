@@ -38,7 +38,7 @@ def test_an_average_counts_each_row_once(ranks4: RankPool) -> None:
         assert report.seconds > 0
 
 
-PAUSE_S = 0.6
+PAUSE_S = 0.2
 
 
 def travelling(rank: int, world_size: int, cell: Cell) -> tuple[tdsp.SyncReport, tdsp.SyncReport]:

@@ -129,12 +129,10 @@ def release_some(rank: int, world_size: int) -> list[bool]:
     return [*was_there, is_new, group_names() | {others.group_name} == groups, total.item() == 4]
 
 
-@pytest.mark.dealt_file
 def test_groups_of_the_package_are_released_and_no_others(ranks2: RankPool) -> None:
     assert ranks2.run(release_some) == [[True] * 7] * 2
 
 
-@pytest.mark.dealt_file
 def test_without_a_world_there_is_nothing_to_release() -> None:
     with pytest.raises(tdsp.errors.MeshError, match="not initialised"):
         tdsp.release_groups()

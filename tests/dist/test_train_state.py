@@ -124,7 +124,6 @@ def load_two(rank: int, world_size: int, path: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.dealt_file
 def test_what_belongs_to_the_run_goes_to_any_number_of_ranks(
     ranks4: RankPool, ranks2: RankPool, tmp_path: Path
 ) -> None:
@@ -138,7 +137,6 @@ def test_what_belongs_to_the_run_goes_to_any_number_of_ranks(
         assert loaded["bad ids"] == (10 + rank) + (12 + rank)
 
 
-@pytest.mark.dealt_file
 def test_what_was_another_on_each_rank_is_refused_elsewhere(
     ranks4: RankPool, ranks2: RankPool, tmp_path: Path
 ) -> None:
@@ -168,7 +166,6 @@ def synced_steps(rank: int, world_size: int, start: int) -> list[int]:
     return found
 
 
-@pytest.mark.dealt_file
 def test_a_policy_goes_on_at_a_step(ranks2: RankPool) -> None:
     assert ranks2.run(synced_steps, 10) == [[12, 15]] * 2
     assert ranks2.run(synced_steps, 0) == [[3]] * 2
@@ -210,7 +207,6 @@ def counted(rank: int, world_size: int, folder: Path) -> list[Any]:
     return seen
 
 
-@pytest.mark.dealt_file
 def test_iterations_learning_rates_and_random_numbers_come_back(
     ranks4: RankPool, tmp_path: Path
 ) -> None:

@@ -11,8 +11,8 @@ from tests.fuzz.worker import Worker
 from tests.support.commit import seed_of_commit
 from tests.support.patience import patient
 
-NUM_CASES = 12
-"""About ten seconds for two workers; other ones for each commit."""
+NUM_CASES = 20
+"""About a quarter of a minute for two workers; other ones for each commit."""
 FAILED_ONCE = Path(__file__).with_name("failed_once.jsonl")
 """A line for each case that showed a defect, as small as it was made."""
 

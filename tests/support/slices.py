@@ -16,7 +16,7 @@ Item = TypeVar("Item")
 NUM_HANDS = 6
 """How many commits it takes at the least until every cell of a dealt matrix has run."""
 NUM_FILE_HANDS = 10
-"""The same for every test of a file that has the mark `dealt_file`."""
+"""How many commits it takes until every test marked `dealt_file` has run."""
 
 _SHUFFLED = 36
 """The seed of a shuffle that leaves each sixth of a product of 4, 3 and 3 with all its factors."""

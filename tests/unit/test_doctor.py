@@ -28,8 +28,6 @@ from torchrec_2dsp.programs.doctor.health import (
     run_health_checks,
 )
 
-pytestmark = pytest.mark.dealt_file
-
 ROOT = Path(__file__).parents[2]
 BROKEN = replace(on_cpu(OLD), fbgemm_gpu_cpu="1.7.0")
 HERE = set_for(find_versions())
@@ -169,6 +167,7 @@ def test_doctor_runs_where_the_package_refuses_to(tmp_path: Path) -> None:
     assert f'pip install --no-deps "torchrec=={HERE.torchrec}"' in shown.stdout
 
 
+@pytest.mark.dealt_file
 def test_an_untried_version_is_a_warning_and_works(tmp_path: Path) -> None:
     folder = pretend(tmp_path, UNKNOWN)
     shown = run_python("-m", "torchrec_2dsp", "doctor", first_on_path=folder)

@@ -26,8 +26,6 @@ from torchrec_2dsp.planner.search.choices import Choice
 from torchrec_2dsp.planner.search.result import Tried
 from torchrec_2dsp.programs.cli.app import app
 
-pytestmark = pytest.mark.dealt_file
-
 CONFIG = "configs/runs/plan.toml"
 MESH = tdsp.Mesh2D(1, 4)
 
@@ -39,6 +37,7 @@ def explained() -> Explanation:
     return made.explain()
 
 
+@pytest.mark.dealt_file
 def test_a_report_has_every_table_and_fits_the_page() -> None:
     found = explained()
     text = str(found)
@@ -156,6 +155,7 @@ SMALL = (
 )
 
 
+@pytest.mark.dealt_file
 def test_a_plan_is_printed_and_written(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     code, text = run("plan", "--config", CONFIG, *SMALL, "--json", str(path))
@@ -166,6 +166,7 @@ def test_a_plan_is_printed_and_written(tmp_path: Path) -> None:
     assert str(plan.mesh) in text
 
 
+@pytest.mark.dealt_file
 def test_a_plan_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = Path(CONFIG).absolute()
     monkeypatch.chdir(tmp_path)
@@ -174,6 +175,7 @@ def test_a_plan_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.Mon
     assert "on emulated_1gbit" in text
 
 
+@pytest.mark.dealt_file
 def test_a_plan_is_held_against_torchrecs() -> None:
     code, text = run("plan", "--config", CONFIG, *SMALL)
     assert code == 0, text
@@ -210,6 +212,7 @@ def test_plots_fit_narrow_windows_and_name_what_needs_names() -> None:
         assert layout.margin.t >= 50
 
 
+@pytest.mark.dealt_file
 def test_a_page_shows_all_tables_and_plots_without_a_network(tmp_path: Path) -> None:
     path = tmp_path / "plan.html"
     code, text = run("plan", "--config", CONFIG, *SMALL, "--html", str(path))
@@ -248,6 +251,7 @@ def test_without_plotly_a_page_says_what_it_needs(monkeypatch: pytest.MonkeyPatc
         explained().write_html("never.html")
 
 
+@pytest.mark.dealt_file
 def test_worlds_are_simulated_from_the_smallest_on() -> None:
     code, text = run("simulate", "--config", CONFIG, *SMALL, "--ranks", "16,4")
     assert code == 0, text

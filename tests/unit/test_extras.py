@@ -9,8 +9,6 @@ import pytest
 
 import torchrec_2dsp
 
-pytestmark = pytest.mark.dealt_file
-
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 EXTRAS = ("matplotlib", "plotly", "rich", "tensorboard", "typer")
 ABSENT = """
@@ -53,6 +51,7 @@ def test_every_public_name_loads_without_extras() -> None:
     assert done.stdout.split() == torchrec_2dsp.__all__
 
 
+@pytest.mark.dealt_file
 def test_a_library_that_is_needed_is_missed() -> None:
     done = run_without(("pydantic",), "from torchrec_2dsp import Calibration")
     assert done.returncode == 1
@@ -70,6 +69,7 @@ def test_without_its_extra_the_command_line_says_what_to_install(absent: str) ->
     )
 
 
+@pytest.mark.dealt_file
 def test_without_tensorboard_the_training_program_says_what_to_install() -> None:
     done = run_without(
         ("tensorboard",),

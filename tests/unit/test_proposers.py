@@ -26,8 +26,6 @@ from torchrec_2dsp.planner.torchrec.proposals import Draft
 from torchrec_2dsp.planner.torchrec.proposers import Loaded
 from torchrec_2dsp.planner.torchrec.stats import Stats2D
 
-pytestmark = pytest.mark.dealt_file
-
 BATCH = 512
 
 
@@ -69,6 +67,7 @@ def chosen(plan: tdsp.Plan2D) -> list[tuple[str, str]]:
     return [(table.sharding_type, table.exchange.value) for _, table in module.tables()]
 
 
+@pytest.mark.dealt_file
 @pytest.mark.parametrize(
     ("link", "mesh"),
     [
@@ -150,6 +149,7 @@ def test_hot_rows_are_those_that_the_search_finds() -> None:
     assert plan_of(inner, rows=rows) != plan, "without its wrapper there are none"
 
 
+@pytest.mark.dealt_file
 @pytest.mark.parametrize(("memory", "largest"), [(4.0, 1), (0.6, 2), (0.3, 4)])
 def test_the_first_answer_says_how_much_fits(memory: float, largest: int) -> None:
     """Groups are as large as they must be: copies that are never synced are best."""

@@ -44,7 +44,7 @@ def reduced(late: LateGradients, params: list[nn.Parameter], *gradients: float) 
 
 def run_ahead(rank: int, world_size: int) -> list[list[float]]:
     param = nn.Parameter(torch.zeros(2))
-    late = LateGradients(1, {id(param): "weight"}, world_group())
+    late = LateGradients(1, {id(param): "weight"}, world_group(), torch.device("cpu"))
     store, means = store_of_world(), []
     for step in range(4):
         late.begin_step()
@@ -67,7 +67,7 @@ def test_nobody_waits_for_the_gradients_of_the_step(ranks2: RankPool) -> None:
 def change_buckets(rank: int, world_size: int) -> list[list[float]]:
     first, second, third = (nn.Parameter(torch.zeros(size)) for size in (1, 2, 1))
     names = {id(param): name for param, name in ((first, "a"), (second, "b"), (third, "c"))}
-    late = LateGradients(0, names, world_group())
+    late = LateGradients(0, names, world_group(), torch.device("cpu"))
     late.begin_step()
     means = [reduced(late, [first, second], 1.0, 2.0), reduced(late, [third], 3.0)]
     late.begin_step()

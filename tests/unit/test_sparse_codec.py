@@ -189,10 +189,10 @@ def test_rows_have_residuals_as_well() -> None:
     feedback.add("table", torch.ones(4, 2))
     feedback.take_off("table", torch.tensor([2]), torch.tensor([[1.0, 0.5]]))
     feedback.give_back("table", torch.tensor([0]), torch.tensor([[2.0, 0.0]]))
-    drained = feedback.drain("table")
+    drained = feedback.drain("table", torch.device("cpu"))
     assert drained is not None
     assert drained.tolist() == [[3, 1], [1, 1], [0, 0.5], [1, 1]]
-    assert feedback.drain("table") is None
+    assert feedback.drain("table", torch.device("cpu")) is None
 
 
 def test_residuals_of_ranks_add_up() -> None:

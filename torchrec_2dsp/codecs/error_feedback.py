@@ -32,10 +32,10 @@ class ErrorFeedback:
         Returns:
             The residual itself, which the next call changes.
         """
-        residual = self._residuals.get(name)
+        residual = self.drain(name, values.device)
         if residual is None:
             residual = torch.zeros_like(values, dtype=torch.float32)
-            self._residuals[name] = residual
+        self._residuals[name] = residual
         return residual.add_(values)
 
     def take_off(self, name: str, positions: torch.Tensor, sent: torch.Tensor) -> None:
@@ -52,9 +52,15 @@ class ErrorFeedback:
         """Add what had been sent, and wasn't used after all."""
         self._residuals[name].index_add_(0, positions, values)
 
-    def drain(self, name: str) -> torch.Tensor | None:
-        """The residual of a tensor, which is zero from now on; `None` if there is none."""
-        return self._residuals.pop(name, None)
+    def drain(self, name: str, device: torch.device) -> torch.Tensor | None:
+        """The residual of a tensor, which is zero from now on; `None` if there is none.
+
+        Args:
+            name: of the tensor.
+            device: where the tensor is; a residual that was loaded may be elsewhere.
+        """
+        residual = self._residuals.pop(name, None)
+        return None if residual is None else residual.to(device)
 
     def square_norm(self) -> float:
         """The sum of the squares of all residuals."""

@@ -96,7 +96,7 @@ class DelayedDense(DataParallelWrapper):
         }
         names = {id(param): name for name, param in self._params.items()}
         own = own_group(group, device, "delayed_dense")
-        self._gradients = LateGradients(self._warm_up, names, own)
+        self._gradients = LateGradients(self._warm_up, names, own, device)
         ddp.register_comm_hook(None, self._gradients.reduce)
         ddp.register_forward_pre_hook(self._before_forward)
 

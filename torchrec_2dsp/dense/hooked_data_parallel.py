@@ -87,6 +87,7 @@ class HookedDataParallel(DataParallelWrapper):
             find_unused_parameters=find_unused_parameters,
         )
         self._power_sgd: PowerSGDState | None = None
+        self._device = torch.device("cpu")
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         """Wrap what isn't sharded; TorchRec calls it.
@@ -99,6 +100,7 @@ class HookedDataParallel(DataParallelWrapper):
             facts["the settings of HookedDataParallel"] = (
                 f"{self._hook}, rank {self._rank}, warm_up {self._warm_up}"
             )
+        self._device = device
         self._wrapper.wrap(dmp, env, device)
         ddp = data_parallel_module(dmp)
         if ddp is not None:
@@ -131,7 +133,9 @@ class HookedDataParallel(DataParallelWrapper):
             return
         self._power_sgd.iter = int(state["iteration"])
         for name in _MEMORIES:
-            memories = {int(bucket): memory for bucket, memory in state[name].items()}
+            memories = {
+                int(bucket): memory.to(self._device) for bucket, memory in state[name].items()
+            }
             setattr(self._power_sgd, name, memories)
 
 

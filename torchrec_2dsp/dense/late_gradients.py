@@ -43,14 +43,22 @@ class _InFlight:
 class LateGradients:
     """Means of all ranks' gradients that are used one step late."""
 
-    def __init__(self, warm_up: int, names: Mapping[int, str], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        warm_up: int,
+        names: Mapping[int, str],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
         """
         Args:
             warm_up: how many first steps use their own gradients.
             names: of the parameters, by their ids.
             group: the ranks that add up, used by nothing else.
+            device: where the parameters are.
         """
         self._warm_up, self._names, self._group = warm_up, names, group
+        self._device = device
         self._num_ranks = dist.get_world_size(group)
         self._in_flight: list[_InFlight] = []
         self._step = 0
@@ -175,7 +183,10 @@ class LateGradients:
         for flight in self._in_flight:
             if flight.work is not None:
                 flight.work.wait()
-        means = {name: mean.clone() for name, mean in state.get("in_flight", {}).items()}
+        means = {
+            name: mean.to(self._device, copy=True)
+            for name, mean in state.get("in_flight", {}).items()
+        }
         self._in_flight = _arrived_means(means)
         self._step = int(state.get("step", 0))
 

@@ -161,7 +161,7 @@ class LocalDense(DataParallelWrapper):
         size: BucketSize,
     ) -> torch.Tensor:
         assert self._group is not None
-        residual = self._feedback.drain("all")
+        residual = self._feedback.drain("all", flat.device)
         if residual is not None:
             flat += self._decay * residual
         due = self._feedback.add("all", flat)

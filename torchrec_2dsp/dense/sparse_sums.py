@@ -10,8 +10,6 @@ import torch.distributed as dist
 from torchrec_2dsp.codecs.sparse import Entries, SparseCodec
 from torchrec_2dsp.codecs.threshold import largest
 
-_NOTHING = Entries(torch.empty(0, dtype=torch.int64), torch.empty(0))
-
 
 @dataclass(frozen=True)
 class StartedSum:
@@ -69,7 +67,8 @@ class GatheredSum:
             return total
 
         sent = Entries(entries.positions, self._codec.rounded(entries.values))
-        return StartedSum(sent, _NOTHING, arriving.future.then(add_up))
+        nothing = Entries(sent.positions[:0], sent.values[:0])
+        return StartedSum(sent, nothing, arriving.future.then(add_up))
 
 
 class OwnedSum:

@@ -181,7 +181,7 @@ class ThresholdedGradients:
     def _reduce_all(self, buffer: torch.Tensor, layout: BucketLayout) -> _Future:
         """DDP's own arithmetic, after the residuals were added."""
         for part in layout.thresholded:
-            residual = self._feedback.drain(part.name)
+            residual = self._feedback.drain(part.name, buffer.device)
             if residual is not None:
                 buffer[part.place] += residual
         return _all_reduce(buffer.div_(self._num_ranks), self._group)

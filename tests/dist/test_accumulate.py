@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 import torchrec_2dsp as tdsp
@@ -22,6 +21,7 @@ from tests.support.parity import (
     make_optimizer,
     oracle_of,
 )
+from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool
 from torchrec_2dsp._compat.fbgemm import iteration_of
 from torchrec_2dsp.comms.counting import count_collectives
@@ -64,7 +64,7 @@ def make_model(cell: Cell, *, accumulates: bool = True) -> DistributedModelParal
     plan = group_plan(cell, model, sharder, 4)
     parallel = wrapper(
         model,
-        device=torch.device("cpu"),
+        device=rank_device(),
         plan=plan,
         sharders=[sharder],  # type: ignore[list-item]
     )

@@ -21,6 +21,7 @@ from tests.support.loops import (
 from tests.support.models import SEQUENCE_TABLES, ModelSpec
 from tests.support.oracle import local_loss
 from tests.support.parity import Cell, make_optimizer, make_sharder
+from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool
 
 FAULTY_RANK = 2
@@ -137,7 +138,7 @@ def raising_in_pipelines(rank: int, world_size: int, cell: Cell) -> tuple[list[s
     answers, ends = [], []
     for kind in (PIPELINES["sparse dist"], tdsp.TrainPipelineRowPrefetch):
         parallel = shard_loss_model(cell)
-        pipeline = kind(parallel, make_optimizer(parallel), torch.device("cpu"))
+        pipeline = kind(parallel, make_optimizer(parallel), rank_device())
         batches = iter(stream)
         for _ in range(3):
             pipeline.progress(batches)

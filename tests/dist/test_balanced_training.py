@@ -13,6 +13,7 @@ from tests.support.loops import largest_gap, shard_loss_model, snapshot
 from tests.support.models import ModelSpec, make_batch, tables_of
 from tests.support.oracle import Oracle
 from tests.support.parity import LR, TOLERANCE, Cell, compare, make_optimizer, make_parallel
+from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.dealt_file
@@ -129,7 +130,7 @@ def pipe(rank: int, world_size: int) -> float:
         batches = [make_batch(cell.spec, seed=10 * step + rank, batch_size=6) for step in range(4)]
         balanced = tdsp.BalancedBatches(batches)
         if is_piped:
-            pipeline: Any = TrainPipelineSparseDist(parallel, optimizer, torch.device("cpu"))
+            pipeline: Any = TrainPipelineSparseDist(parallel, optimizer, rank_device())
             for _ in range(4):
                 pipeline.progress(balanced)
             with pytest.raises(StopIteration):

@@ -30,6 +30,7 @@ from tests.support.parity import (
     make_parallel,
     oracle_of,
 )
+from tests.support.rank_device import copied, rank_device
 from tests.support.ranks import RankPool
 from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
 
@@ -105,7 +106,7 @@ def make_stock(cell: Cell, world_size: int) -> DistributedModelParallel:
     planner = EmbeddingShardingPlanner(
         topology=Topology(
             world_size=world_size,
-            compute_device="cpu",
+            compute_device=rank_device().type,
             local_world_size=local_world_size(),
         ),
         batch_size=8,
@@ -116,8 +117,8 @@ def make_stock(cell: Cell, world_size: int) -> DistributedModelParallel:
         storage_reservation=FixedPercentageStorageReservation(0.0),
     )
     parallel = DistributedModelParallel(
-        module=model,
-        device=torch.device("cpu"),
+        module=model.to(rank_device()),
+        device=rank_device(),
         plan=planner.plan(model, sharders),  # type: ignore[arg-type]
         sharders=sharders,  # type: ignore[arg-type]
     )
@@ -152,7 +153,7 @@ def full_state(
     """Every table and moment, whole, from the shards of all ranks; replicas must be equal."""
     # Arrays: hundreds of small tensors take long to pickle.
     mine = [
-        (name, offsets, shard.detach().numpy().copy())
+        (name, offsets, copied(shard).numpy())
         for name, value in state_entries(model, optimizer)
         for shard, offsets in local_shards(value)
     ]

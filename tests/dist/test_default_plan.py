@@ -13,6 +13,7 @@ import torchrec_2dsp as tdsp
 from tests.support.models import SEQUENCE_TABLES, ModelSpec, build, make_batch
 from tests.support.oracle import local_loss
 from tests.support.parity import TOLERANCE
+from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool
 
 STEPS = 3
@@ -47,7 +48,7 @@ def train_both(rank: int, world_size: int, spec: ModelSpec) -> tuple[list[float]
         logger.removeHandler(handler)
         logger.setLevel(level)
     assert ours.mesh == tdsp.Mesh2D(1, world_size)
-    stock = DistributedModelParallel(build(spec, seed=2), device=torch.device("cpu"))
+    stock = DistributedModelParallel(build(spec, seed=2), device=rank_device())
     return losses_of(ours, spec, rank), losses_of(stock, spec, rank), "\n".join(lines)
 
 

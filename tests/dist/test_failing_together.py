@@ -14,6 +14,7 @@ import torchrec_2dsp as tdsp
 from tests.support.loops import LossModel, largest_gap, make_stream, plain_loop, shard, snapshot
 from tests.support.oracle import local_loss
 from tests.support.parity import Cell, make_optimizer
+from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool
 from torchrec_2dsp._compat.c10d import store_of_world
 from torchrec_2dsp.comms.counting import count_collectives
@@ -126,7 +127,7 @@ def prefetching(rank: int, world_size: int, num_batches: list[int]) -> tuple[str
     """What `TrainPipelineRowPrefetch` raises, and the losses until then."""
     torch.manual_seed(0)
     model = shard(ROWS, model=LossModel(ROWS.spec))
-    pipeline: Any = tdsp.TrainPipelineRowPrefetch(model, make_optimizer(model), torch.device("cpu"))
+    pipeline: Any = tdsp.TrainPipelineRowPrefetch(model, make_optimizer(model), rank_device())
     batches = iter([step[rank] for step in make_stream(ROWS, 6)][: num_batches[rank]])
     losses = []
     said = ""
@@ -162,9 +163,7 @@ def switching(rank: int, world_size: int) -> tuple[list[float], list[float]]:
     for parts in ([batches], [batches[:4], batches[4:]]):
         torch.manual_seed(0)
         model = shard(ROWS, model=LossModel(ROWS.spec))
-        pipeline: Any = tdsp.TrainPipelineRowPrefetch(
-            model, make_optimizer(model), torch.device("cpu")
-        )
+        pipeline: Any = tdsp.TrainPipelineRowPrefetch(model, make_optimizer(model), rank_device())
         iterators = [iter(part) for part in parts]
         losses.append([])
         # After one step, three batches of the first iterator are under way.

@@ -17,6 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.parity import LR, TOLERANCE
+from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
@@ -45,7 +46,7 @@ def collection(tables: tuple[MixedTable, ...], weighted: bool = False) -> Embedd
     """A collection with the same weights on all ranks."""
     torch.manual_seed(0)
     return EmbeddingBagCollection(
-        device=torch.device("cpu"),
+        device=rank_device(),
         is_weighted=weighted,
         tables=[
             EmbeddingBagConfig(

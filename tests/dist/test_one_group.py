@@ -29,6 +29,7 @@ from tests.support.parity import (
     make_parallel,
     make_sharder,
 )
+from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
 from torchrec_2dsp.plan.remap import plan_for_rank
@@ -64,7 +65,7 @@ def make_stock(cell: Cell, world_size: int) -> DistributedModelParallel:
     )
     parallel = DistributedModelParallel(
         module=model,
-        device=torch.device("cpu"),
+        device=rank_device(),
         plan=stock_plan,
         sharders=cast(Any, [kind(params)]),
     )

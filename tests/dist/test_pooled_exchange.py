@@ -36,6 +36,7 @@ from tests.support.parity import (
     make_sharder,
     run_cells,
 )
+from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool, RanksFailed
 from tests.support.slices import Deal
 from torchrec_2dsp.comms.counting import count_collectives
@@ -212,7 +213,7 @@ def quantised(rank: int, world_size: int, cell: Cell) -> tuple[float, float]:
     stream, codecs = make_stream(cell, 4), QCommsConfig(CommType.FP16, CommType.FP16)
     sharder = make_sharder(cell)
     assert isinstance(sharder, EmbeddingBagCollectionSharder)
-    sharder._qcomm_codecs_registry = get_qcomm_codecs_registry(codecs, device=torch.device("cpu"))
+    sharder._qcomm_codecs_registry = get_qcomm_codecs_registry(codecs, device=rank_device())
     batches = [step[rank] for step in stream]
     losses, sent = [], []
     for parallel in (shard(cell, sharder), shard(cell)):

@@ -13,6 +13,7 @@ from tests.support.models import SEQUENCE_TABLES, ModelSpec
 from tests.support.oracle import batches_of
 from tests.support.parity import Cell, make_optimizer
 from tests.support.prefetching import sharded
+from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
 
@@ -50,7 +51,7 @@ CELLS = [
 def trained(rank: int, cell: Cell, kind: type[Any], is_paused: bool) -> tuple[list[float], Any]:
     """Losses and weights of a few steps, with or without a pause for an evaluation between."""
     parallel = sharded(cell)
-    pipeline = kind(parallel, make_optimizer(parallel), torch.device("cpu"))
+    pipeline = kind(parallel, make_optimizer(parallel), rank_device())
     batches = [
         batches_of(cell.spec, cell.seed, cell.batch_sizes, cell.max_length, step)[rank]
         for step in range(STEPS)

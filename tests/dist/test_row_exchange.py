@@ -35,6 +35,7 @@ from tests.support.parity import (
     run_cells,
     tolerance_of,
 )
+from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
 from torchrec_2dsp.comms.counting import count_collectives
@@ -197,7 +198,7 @@ def quantised(rank: int, world_size: int, cell: Cell, qcomms: CommType) -> tuple
     stream, codecs = make_stream(cell, 4), QCommsConfig(qcomms, qcomms)
     sharder = make_sharder(cell)
     assert isinstance(sharder, EmbeddingBagCollectionSharder)
-    sharder._qcomm_codecs_registry = get_qcomm_codecs_registry(codecs, device=torch.device("cpu"))
+    sharder._qcomm_codecs_registry = get_qcomm_codecs_registry(codecs, device=rank_device())
     parallel, exact = shard(cell, sharder), shard(cell)
     batches = [step[rank] for step in stream]
     losses = plain_loop(parallel, make_optimizer(parallel), batches[:-1])

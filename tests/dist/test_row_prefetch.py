@@ -17,6 +17,7 @@ from tests.support.loops import LossModel, largest_gap, make_stream, snapshot
 from tests.support.models import MIXED, SEQUENCE_TABLES, ModelSpec, TableSpec
 from tests.support.parity import Cell, make_optimizer
 from tests.support.prefetching import STEPS, Counts, compare, drain, run, sharded
+from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
 from torchrec_2dsp.comms.counting import count_collectives
@@ -105,7 +106,7 @@ def look_up_otherwise_after_two_steps(step: int, parallel: Any, pipeline: Any) -
     """Another pipeline trains on the rows of the next batch, and nobody tells this one."""
     if step == 2:
         batch = make_stream(ROWS, STEPS)[3][torch.distributed.get_rank()]
-        other = TrainPipelineSparseDist(parallel, make_optimizer(parallel), torch.device("cpu"))
+        other = TrainPipelineSparseDist(parallel, make_optimizer(parallel), rank_device())
         other.progress(iter([batch]))
 
 
@@ -219,7 +220,7 @@ def epochs(rank: int, world_size: int) -> tuple[float, int]:
     ends, num_updates = [], []
     for kind in (TrainPipelineSparseDist, tdsp.TrainPipelineRowPrefetch):
         parallel = sharded(ROWS)
-        pipeline: Any = kind(parallel, make_optimizer(parallel), torch.device("cpu"))
+        pipeline: Any = kind(parallel, make_optimizer(parallel), rank_device())
         with torch.no_grad():
             parallel.eval()
             drain(pipeline, batches[:3])

@@ -17,6 +17,7 @@ from tests.support.loops import largest_gap, make_stream
 from tests.support.oracle import local_loss
 from tests.support.parity import LR, TOLERANCE, Cell
 from tests.support.prefetching import STEPS, Trained, run
+from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 
@@ -31,7 +32,7 @@ class ManyModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        device = torch.device("cpu")
+        device = rank_device()
         bags = {"t0": (40, ["f0", "f3"]), "t1": (24, ["f1"]), "t2": (33, ["f2"])}
         configs = [
             EmbeddingBagConfig(
@@ -76,7 +77,7 @@ def sharded(output: DataType = DataType.FP32) -> Any:
     for name, exchange in EXCHANGES.items():
         plan = tdsp.pin(plan, name, exchange=exchange)
     parallel: Any = tdsp.ModelParallel2D(
-        module=model, device=torch.device("cpu"), plan=plan, sharders=sharders
+        module=model, device=rank_device(), plan=plan, sharders=sharders
     )
     parallel.load_state_dict(weights)
     return parallel

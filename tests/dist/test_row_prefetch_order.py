@@ -13,6 +13,7 @@ from tests.support.loops import LossModel, local_loss, make_stream, shard
 from tests.support.models import BagModel
 from tests.support.parity import Cell, make_optimizer, make_sharder
 from tests.support.prefetching import STEPS
+from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool
 from torchrec_2dsp.shard.prefetch.journey import RowJourney
 from torchrec_2dsp.shard.row_exchange.requests import RowRequests
@@ -42,9 +43,7 @@ class ScaledModel(LossModel):
 def events_of_a_step(rank: int, world_size: int) -> list[str]:
     torch.manual_seed(0)
     parallel = shard(ROWS, make_sharder(ROWS), ScaledModel(ROWS.spec))
-    pipeline: Any = tdsp.TrainPipelineRowPrefetch(
-        parallel, make_optimizer(parallel), torch.device("cpu")
-    )
+    pipeline: Any = tdsp.TrainPipelineRowPrefetch(parallel, make_optimizer(parallel), rank_device())
     stream = iter([step[rank] for step in make_stream(ROWS, STEPS)])
     for _ in range(2):
         pipeline.progress(stream)

@@ -11,6 +11,7 @@ import torchrec_2dsp as tdsp
 from tests.dist.test_transport import HOT_ROWS, ROUNDING, train_late
 from tests.support.models import SEQUENCE_TABLES, ModelSpec
 from tests.support.parity import TOLERANCE, Cell, run_cells
+from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
 from torchrec_2dsp.comms.counting import count_collectives
@@ -86,7 +87,7 @@ def exchange_rows(
     """For each of three steps, whether the sums are those of all ranks, and what was sent."""
     groups = MeshGroups.for_mesh(tdsp.Mesh2D(world_size, 1), "cpu")
     codec = tdsp.Transport(transport).codec
-    exchange = GradientExchange(BLOCKS, torch.device("cpu"), groups.replica_rows, codec)
+    exchange = GradientExchange(BLOCKS, rank_device(), groups.replica_rows, codec)
     answers = []
     for step in range(3):
         by_rank = [rows_of(peer, step, shape) for peer in range(world_size)]

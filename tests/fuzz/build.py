@@ -26,6 +26,7 @@ from tests.fuzz.case import Case, TableCase, table_name
 from tests.fuzz.dense_wrappers import make_dense_optimizer
 from tests.fuzz.model import FuzzModel, initial_state
 from tests.fuzz.weights import EPS, LR, initial_dense
+from tests.support.rank_device import rank_device
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 
 _FUSED = {
@@ -72,7 +73,7 @@ def make_sharders(case: Case) -> list[Any]:
     if case.qcomms != "none":
         kind = CommType(case.qcomms)
         known["qcomm_codecs_registry"] = get_qcomm_codecs_registry(
-            QCommsConfig(kind, kind), device=torch.device("cpu")
+            QCommsConfig(kind, kind), device=rank_device()
         )
     if case.optimizer in _OURS:
         known["optimizer"] = _OURS[case.optimizer](lr=LR, eps=EPS)
@@ -96,9 +97,10 @@ def make_parallel(case: Case, dense: DataParallelWrapper | None = None) -> Distr
     model = FuzzModel(case)
     # Once the model is wrapped, a rank may have parts of them.
     model.over.load_state_dict(initial_dense(case))
+    model.over.to(rank_device())
     parallel = wrapper(
         model,
-        device=torch.device("cpu"),
+        device=rank_device(),
         plan=make_plan(case),
         sharders=make_sharders(case),
         data_parallel_wrapper=dense,

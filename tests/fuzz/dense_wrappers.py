@@ -14,6 +14,7 @@ from torchrec.optim.keyed import KeyedOptimizer, KeyedOptimizerWrapper
 import torchrec_2dsp as tdsp
 from tests.fuzz.case import Case, DenseCase
 from tests.fuzz.weights import EPS, LR, OUTER_LR, OUTER_MOMENTUM, initial_dense
+from tests.support.rank_device import copied
 
 _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=LR),
@@ -122,7 +123,7 @@ def whole(value: torch.Tensor) -> torch.Tensor:
         An all-gather, if ranks hold shares.
     """
     full = value.full_tensor() if isinstance(value, DTensor) else value
-    return full.detach().clone().flatten()
+    return copied(full).flatten()
 
 
 def gathered(case: Case, own: Mapping[str, torch.Tensor]) -> torch.Tensor:

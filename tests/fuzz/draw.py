@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.fuzz.actions import EVENTS
 from tests.fuzz.case import Case, DenseCase, ModuleCase, SyncCase, TableCase
+from tests.support.devices import on_gpus
 
 MESHES = ((1, 2), (2, 1), (1, 4), (1, 4), (2, 2), (2, 2), (4, 1))
 """Groups and ranks of a group; what stands twice is drawn twice as often."""
@@ -98,7 +99,7 @@ UNSETTLED_SHARE = 0.03
 
 
 def draw_case(seed: int) -> Case:
-    """The case of a seed: the same wherever and whenever it is drawn."""
+    """The case of a seed: the same wherever and whenever it is drawn, for a device."""
     rng = random.Random(f"case {seed}")
     groups, size = rng.choice(MESHES)
     world = groups * size
@@ -119,6 +120,9 @@ def draw_case(seed: int) -> Case:
         seed=rng.randrange(1_000),
         **chosen,
     )
+    if on_gpus():
+        # Each rank counts as a host, and FBGEMM's CUDA kernel can't cut a batch without samples.
+        case = replace(case, local=1, sizes=tuple(max(1, number) for number in case.sizes))
     settled_case = settled(case)
     # TorchRec itself fails without samples, and names nothing.
     return (

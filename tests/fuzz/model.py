@@ -1,8 +1,8 @@
 """The model of a case: its embedding modules and its dense part, as pipelines can trace it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -38,11 +38,21 @@ class Batch(Pipelineable):
     uses_shortcut: bool = True
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
-        """The batch itself: it is on the CPU, and so are the ranks."""
-        return self
+        """The same on another device."""
+        inputs = {
+            name: value.to(device, non_blocking=non_blocking)
+            for name, value in vars(self).items()
+            if isinstance(value, torch.Tensor | KeyedJaggedTensor)
+        }
+        return replace(self, **inputs)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Nothing, on the CPU."""
+        """Keep what is on a GPU until ``stream`` is done with it."""
+        for value in vars(self).values():
+            if isinstance(value, KeyedJaggedTensor) or (
+                isinstance(value, torch.Tensor) and value.is_cuda
+            ):
+                value.record_stream(cast(Any, stream))
 
     def pin_memory(self) -> "Batch":
         """The batch itself."""
@@ -90,11 +100,11 @@ torch.fx.wrap("losses_of")
 def sums_of_sequences(sequences: JaggedTensor) -> torch.Tensor:
     """One vector for each sample, to which later rows add more."""
     lengths = sequences.lengths().long()
-    samples = torch.arange(lengths.numel()).repeat_interleave(lengths)
+    samples = torch.arange(lengths.numel(), device=lengths.device).repeat_interleave(lengths)
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-    shares = 1 + POSITION_WEIGHT * (torch.arange(samples.numel()) - starts)
+    shares = 1 + POSITION_WEIGHT * (torch.arange(samples.numel(), device=starts.device) - starts)
     values = sequences.values().float() * shares[:, None]
-    return torch.zeros(lengths.numel(), values.shape[1]).index_add(0, samples, values)
+    return values.new_zeros(lengths.numel(), values.shape[1]).index_add(0, samples, values)
 
 
 @torch.fx.wrap

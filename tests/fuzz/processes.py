@@ -27,6 +27,8 @@ import torchrec_2dsp as tdsp
 from tests.fuzz.case import Case
 from tests.fuzz.run import run_case
 from tests.fuzz.seen import Seen
+from tests.support.devices import device_env
+from tests.support.rank_device import join_world
 
 GRACE_S = 15.0
 """How long the other ranks may go on after one has failed."""
@@ -165,15 +167,11 @@ def _answer(rank: int, case: Case, folder: Path) -> RankReport:
         "LOCAL_RANK": str(rank % case.local_world_size),
         "LOCAL_WORLD_SIZE": str(case.local_world_size),
         "GLOO_SOCKET_IFNAME": "lo",
-    }
+    } | device_env(rank)
     try:
         store = dist.FileStore(str(folder / "store"), case.world_size)
-        dist.init_process_group(
-            "gloo",
-            store=store,
-            rank=rank,
-            world_size=case.world_size,
-            timeout=timedelta(minutes=10),
+        join_world(
+            rank, store=store, rank=rank, world_size=case.world_size, timeout=timedelta(minutes=10)
         )
         return RankReport("returned", run_case(rank, case.world_size, case, folder))
     except Exception as error:  # Whatever it is, it is reported.

@@ -25,6 +25,7 @@ from tests.fuzz.seen import Piece, Seen, StateSeen
 from tests.fuzz.sent_watch import SentWatch
 from tests.support.loops import local_tensors
 from tests.support.parity import local_shards
+from tests.support.rank_device import copied, rank_device
 from torchrec_2dsp.shard.parted import sharded_tables
 
 _PIPELINES = {
@@ -58,9 +59,8 @@ class _Run:
         self._actions = actions_of(case)
         self._pipeline: Any = None
         if case.loop != "plain":
-            device = torch.device("cpu")
             kind = _PIPELINES[case.loop]
-            self._pipeline = kind(self._parallel, self._optimizer, device)
+            self._pipeline = kind(self._parallel, self._optimizer, rank_device())
             self._stream = iter(
                 [self._batch(action) for action in self._actions if action.in_stream]
             )
@@ -95,7 +95,7 @@ class _Run:
         elif action.kind == "reordered":
             self._look_up_reordered(index, action)
         else:
-            outputs = self._look_up(action).clone()
+            outputs = copied(self._look_up(action))
             is_training = action.kind in ("train", "detach")
             if is_training and self._case.dense.kind == "pipelined":
                 self._seen.losses[index] = outputs
@@ -161,7 +161,7 @@ class _Run:
         batch = to_batch(self._case, local, is_reversed=is_last)
         with self._evaluating(), torch.no_grad():
             try:
-                self._seen.scores[index] = self._parallel(batch)[1].clone()
+                self._seen.scores[index] = copied(self._parallel(batch)[1])
             except tdsp.errors.InputError as error:
                 self._seen.refusals[index] = str(error)
 
@@ -186,7 +186,7 @@ class _Run:
                 continue
             table = name.split(".")[-2]
             weights += [
-                Piece(table, row, column, tensor.detach().clone())
+                Piece(table, row, column, copied(tensor))
                 for tensor, (row, column) in local_shards(value)
             ]
         if isinstance(self._dense, tdsp.PipelinedDense):
@@ -244,7 +244,7 @@ def _moments(parallel: nn.Module) -> list[Piece]:
                 width = shard.tensors["weight"].shape[1]
                 if moment.dim() == 1:
                     moment = moment[:, None].expand(-1, width)
-                pieces.append(Piece(shard.table, shard.row, shard.column, moment.clone()))
+                pieces.append(Piece(shard.table, shard.row, shard.column, copied(moment)))
     return pieces
 
 
@@ -258,5 +258,5 @@ def _hot_copies(parallel: nn.Module) -> dict[str, torch.Tensor]:
         for kernel in hot_rows._tbes:
             for hot, tensors in zip(kernel.slices, kernel.tensors(), strict=True):
                 for name, tensor in tensors.items():
-                    copies[f"{hot.table}, column {hot.column}, {name}"] = tensor.clone()
+                    copies[f"{hot.table}, column {hot.column}, {name}"] = copied(tensor)
     return copies

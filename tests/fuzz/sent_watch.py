@@ -9,6 +9,7 @@ from tests.fuzz.build import named_dense
 from tests.fuzz.case import Case
 from tests.fuzz.dense_wrappers import NotedLocalDense, whole
 from tests.fuzz.seen import Seen
+from tests.support.rank_device import copied
 from torchrec_2dsp.dense.gradient_report import GradientReport
 
 
@@ -46,7 +47,8 @@ class SentWatch:
         if not self._is_on:
             return
         if isinstance(self._wrapper, NotedLocalDense):
-            self._applied, self._wrapper.met = self._wrapper.met, None
+            met, self._wrapper.met = self._wrapper.met, None
+            self._applied = None if met is None else copied(met)
         if self._applied is not None:
             seen.applied[index] = self._applied
         seen.sent[index] = self._wrapper.total - self._before
@@ -67,7 +69,7 @@ class SentWatch:
             return
         params = named_dense(self._parallel).items()
         parts = [
-            residuals.get(name, torch.zeros(param.numel())).flatten() for name, param in params
+            residuals.get(name, param.new_zeros(param.numel())).flatten() for name, param in params
         ]
-        left_out = residuals.get("all", torch.cat(parts))
+        left_out = copied(residuals.get("all", torch.cat(parts)))
         seen.left_out[index] = left_out / self._case.world_size

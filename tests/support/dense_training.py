@@ -15,6 +15,7 @@ import torchrec_2dsp as tdsp
 from tests.support.loops import shard
 from tests.support.models import BagModel, make_batch
 from tests.support.parity import Cell, make_sharder
+from tests.support.rank_device import copied
 from torchrec_2dsp.comms.counting import count_collectives
 
 LR = 0.05
@@ -104,7 +105,7 @@ def train(
         trained.counts.append(seen.counts())
         optimizer.step()
         named = {name.removeprefix("module."): value for name, value in dense.items()}
-        trained.weights.append({name: value.detach().clone() for name, value in named.items()})
+        trained.weights.append({name: copied(value) for name, value in named.items()})
         if wrapper is not None:
             trained.reports.append(wrapper.total)
     if wrapper is not None:
@@ -135,4 +136,4 @@ def whole(value: Any) -> torch.Tensor:
     with warnings.catch_warnings():
         # FSDP2 over tensor-parallel shards gathers twice, and says so.
         warnings.simplefilter("ignore")
-        return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        return copied(value.full_tensor() if isinstance(value, DTensor) else value)

@@ -31,6 +31,7 @@ from tests.support.parity import (
     make_optimizer,
     make_sharder,
 )
+from tests.support.rank_device import copied, rank_device
 from tests.support.variable_batches import make_variable_batch
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.replicas.sync_reason import SyncReason
@@ -64,8 +65,8 @@ def shard(
     weights = {name: value.clone() for name, value in model.state_dict().items()} if load else {}
     wrapper = DistributedModelParallel if cell.stock_wrapper else tdsp.ModelParallel2D
     parallel = wrapper(
-        module=model,
-        device=torch.device("cpu"),
+        module=model.to(rank_device()),
+        device=rank_device(),
         plan=group_plan(cell, model, sharder, local_world_size()),
         sharders=[sharder],
         data_parallel_wrapper=data_parallel_wrapper,
@@ -98,7 +99,7 @@ def stock_dmp(cell: Cell, world_size: int) -> DistributedModelParallel:
         {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": LR}
     )
     planner = EmbeddingShardingPlanner(
-        Topology(world_size=world_size, compute_device="cpu"),
+        Topology(world_size=world_size, compute_device=rank_device().type),
         batch_size=8,
         constraints={
             table.name: ParameterConstraints(sharding_types=["table_wise"])
@@ -108,7 +109,7 @@ def stock_dmp(cell: Cell, world_size: int) -> DistributedModelParallel:
     )
     plan = planner.plan(model, [sharder])
     return DistributedModelParallel(
-        model, device=torch.device("cpu"), plan=plan, sharders=[sharder]
+        model.to(rank_device()), device=rank_device(), plan=plan, sharders=[sharder]
     )
 
 
@@ -123,7 +124,7 @@ def entries(parallel: DistributedModelParallel) -> dict[str, Any]:
 def snapshot(parallel: DistributedModelParallel) -> Tensors:
     """Copies of everything that this rank trains, read as a user would: by the state dicts."""
     return {
-        f"{name}{number}": part.detach().clone()
+        f"{name}{number}": copied(part)
         for name, value in entries(parallel).items()
         for number, part in enumerate(local_tensors(value))
     }
@@ -214,7 +215,7 @@ def pipeline_loop(
     **options: Any,
 ) -> list[float]:
     """A pipeline over a `LossModel`, until its stream ends."""
-    pipeline = PIPELINES[kind](parallel, optimizer, torch.device("cpu"), **options)
+    pipeline = PIPELINES[kind](parallel, optimizer, rank_device(), **options)
     stream, losses = iter(batches), []
     for _ in range(len(batches) + 1):
         try:

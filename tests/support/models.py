@@ -118,8 +118,10 @@ class SequenceModel(nn.Module):
         parts = []
         for name in self.features:
             jagged = sequences[name]
-            sample = torch.arange(jagged.lengths().numel()).repeat_interleave(jagged.lengths())
-            total = jagged.values().new_zeros(jagged.lengths().numel(), jagged.values().shape[1])
+            lengths = jagged.lengths()
+            sample = torch.arange(lengths.numel(), device=lengths.device)
+            sample = sample.repeat_interleave(lengths)
+            total = jagged.values().new_zeros(lengths.numel(), jagged.values().shape[1])
             # Values by position in the sequence, so that order matters.
             parts.append(total.index_add(0, sample, jagged.values().tanh()))
         return self.over(torch.cat(parts, dim=1)).squeeze(1)

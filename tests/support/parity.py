@@ -17,6 +17,7 @@ from tests.support.cell_plans import group_plan, plan_by_cost
 from tests.support.cells import Cell
 from tests.support.models import build
 from tests.support.oracle import Oracle, OracleKind, batch_of, local_loss, trained_oracle
+from tests.support.rank_device import rank_device
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.shard.parted import sharded_tables
@@ -85,8 +86,8 @@ def make_parallel(cell: Cell, world_size: int, local_world_size: int) -> Distrib
         plan = group_plan(cell, model, sharder, local_world_size)
     wrapper = DistributedModelParallel if cell.stock_wrapper else tdsp.ModelParallel2D
     parallel = wrapper(
-        module=model,
-        device=torch.device("cpu"),
+        module=model.to(rank_device()),
+        device=rank_device(),
         plan=plan,
         sharders=[sharder],  # type: ignore[list-item]
     )
@@ -159,13 +160,13 @@ def compare(parallel: DistributedModelParallel, oracle: Oracle, loss_gap: float 
         if table is None:
             expected = oracle.model.state_dict()[name]
             dense = value.full_tensor() if isinstance(value, DTensor) else value
-            weight_gap = max(weight_gap, _gap(dense, expected))
+            weight_gap = max(weight_gap, _gap(dense.cpu(), expected))
             continue
         for shard, (row, column) in local_shards(value):
             expected = oracle.weights[table][
                 row : row + shard.shape[0], column : column + shard.shape[1]
             ]
-            weight_gap = max(weight_gap, _gap(shard.float(), expected.float()))
+            weight_gap = max(weight_gap, _gap(shard.float().cpu(), expected.float()))
             count += shard.numel()
     parallel.state_dict()
     for part in sharded_tables(parallel):
@@ -176,7 +177,7 @@ def compare(parallel: DistributedModelParallel, oracle: Oracle, loss_gap: float 
                         expected = _expected_moment(
                             oracle, shard.table, shard.row, shard.column, moment
                         )
-                        gap = (moment - expected).abs() / expected.max().clamp(min=1e-12)
+                        gap = (moment.cpu() - expected).abs() / expected.max().clamp(min=1e-12)
                         moment_gap = max(moment_gap, gap.max().item())
     synced = parallel.sync_total.num_rows if isinstance(parallel, tdsp.ModelParallel2D) else 0
     return Gap(loss_gap, weight_gap, moment_gap, count, synced)

@@ -20,6 +20,7 @@ import torchrec_2dsp as tdsp
 from tests.support.loops import LossModel, Tensors, largest_gap, make_stream, shard, snapshot
 from tests.support.models import SequenceModel
 from tests.support.parity import Cell, make_optimizer, make_sharder
+from tests.support.rank_device import rank_device
 from torchrec_2dsp.comms.row_wire import TravellingRows
 from torchrec_2dsp.shard.prefetch.halves import Halves
 from torchrec_2dsp.shard.prefetch.journey import RowJourney
@@ -63,7 +64,7 @@ def sharded(cell: Cell, qcomms: CommType | None = None) -> DistributedModelParal
     sharder: Any = make_sharder(cell)
     if qcomms is not None:
         sharder._qcomm_codecs_registry = get_qcomm_codecs_registry(
-            QCommsConfig(qcomms, qcomms), device=torch.device("cpu")
+            QCommsConfig(qcomms, qcomms), device=rank_device()
         )
     torch.manual_seed(0)
     model = (SequenceLossModel if cell.spec.sequence else LossModel)(cell.spec)
@@ -104,7 +105,7 @@ def run(
     between: Any = None,
 ) -> Trained:
     """Train all batches; ``between(step, parallel, pipeline)`` is called after each step."""
-    pipeline: Any = kind(parallel, make_optimizer(parallel), torch.device("cpu"))
+    pipeline: Any = kind(parallel, make_optimizer(parallel), rank_device())
     stream, losses = iter(batches), []
     with counting_rows() as seen:
         for step in range(len(batches)):

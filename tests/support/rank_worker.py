@@ -66,20 +66,25 @@ def sum_over_ranks(rank: int, world_size: int) -> int:
     import torch
     import torch.distributed as dist
 
-    ones = torch.ones(1)
+    from tests.support.rank_device import rank_device
+
+    ones = torch.ones(1, device=rank_device())
     dist.all_reduce(ones)
     return int(ones)
 
 
 def _set_up() -> None:
     import torch
-    import torch.distributed as dist
     from _pytest.config import apply_warning_filters
+
+    from tests.support.devices import on_gpus
+    from tests.support.rank_device import join_world
 
     torch.set_num_threads(1)
     leave_out_watchers()
-    apply_warning_filters(_warning_filters(), [])
-    dist.init_process_group("gloo", timeout=GLOO_TIMEOUT)
+    if not on_gpus():  # NCCL and CUDA warn of more than can be helped.
+        apply_warning_filters(_warning_filters(), [])
+    join_world(int(os.environ["RANK"]), timeout=GLOO_TIMEOUT)
 
 
 def _call(payload: bytes, rank: int, world_size: int) -> Any:

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from tests.support.devices import device_env, on_gpus, ranks_per_host
 from tests.support.patience import patient
 from tests.support.rank_worker import serve, sum_over_ranks
 
@@ -83,7 +84,7 @@ class RankPool:
         """``start_method="spawn"`` takes seconds, but its ranks start and exit as a script does:
         a fork of a process that has imported TorchRec runs no exit handlers."""
         self.world_size = world_size
-        self.local_world_size = local_world_size or world_size
+        self.local_world_size = ranks_per_host(local_world_size or world_size)
         self.num_starts = 0
         """How often processes were started."""
         self.exit_codes: list[int | None] = []
@@ -140,15 +141,18 @@ class RankPool:
             "GLOO_SOCKET_IFNAME": "lo",
         }
         context: SpawnContext | ForkServerContext = multiprocessing.get_context("spawn")
-        if self._start_method == "forkserver":
+        if self._start_method == "forkserver" and not on_gpus():
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(PRELOADED)
         self.num_starts += 1
         self._ranks = [
-            _Rank(number, context, env | _rank_env(number, self.local_world_size))
-            for number in range(self.world_size)
+            _Rank(number, context, env | self._env_of(number)) for number in range(self.world_size)
         ]
         self._collect(patient(START_TIMEOUT_S), GRACE_S)
+
+    def _env_of(self, rank: int) -> dict[str, str]:
+        local = {"RANK": str(rank), "LOCAL_RANK": str(rank % self.local_world_size)}
+        return local | device_env(rank)
 
     def _call(
         self, fn: RankFunction, args: tuple[Any, ...], timeout_s: float, grace_s: float
@@ -288,10 +292,6 @@ class _Rank:
         self.connection.close()
         self._stacks.unlink(missing_ok=True)
         self._stacks.parent.rmdir()
-
-
-def _rank_env(rank: int, local_world_size: int) -> dict[str, str]:
-    return {"RANK": str(rank), "LOCAL_RANK": str(rank % local_world_size)}
 
 
 def _report(kind: str, value: Any) -> str:

@@ -16,6 +16,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_2dsp as tdsp
 from tests.support.dense_training import whole
+from tests.support.rank_device import rank_device
 from torchrec_2dsp.optim.moment_scaled import MomentScaledRowWiseAdaGradOptimizer
 from torchrec_2dsp.programs.data.dataset import Dataset, Split
 
@@ -80,7 +81,7 @@ def train_sharded(
             optimizer.step()
             trained.losses.append(loss.item())
     else:
-        pipeline = way.pipeline(parallel, optimizer, torch.device("cpu"))
+        pipeline = way.pipeline(parallel, optimizer, rank_device())
         trained.losses = [pipeline.progress(batches)[0].item() for _ in range(STEPS)]
         pipeline.detach()
     parallel.sync_now()

@@ -17,6 +17,7 @@ import torchrec_2dsp as tdsp
 from tests.support.loops import shard, snapshot
 from tests.support.models import BagModel, ModelSpec, make_batch
 from tests.support.parity import Cell, make_sharder
+from tests.support.rank_device import rank_device
 
 M22, M14, M41 = tdsp.Mesh2D(2, 2), tdsp.Mesh2D(1, 4), tdsp.Mesh2D(4, 1)
 HOT = (("t0", (0, 1, 5, 39)), ("t1", (0, 2, 3)))
@@ -177,7 +178,7 @@ class Run:
         if self._pipeline is None and self.variant.pipeline:
             kind = {"sparse": TrainPipelineSparseDist, "rows": tdsp.TrainPipelineRowPrefetch}
             made: Any = kind[self.variant.pipeline]
-            self._pipeline = made(self.model, self.optimizer, torch.device("cpu"))
+            self._pipeline = made(self.model, self.optimizer, rank_device())
             self._stream = self.batches()
         batch = batch_of(self.variant.cell.spec, self.position["batch"], dist.get_rank())
         if self._pipeline is not None:

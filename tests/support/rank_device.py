@@ -1,0 +1,37 @@
+"""The device of this rank, and the world of ranks on such devices."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from tests.support.devices import on_gpus
+
+
+def rank_device() -> torch.device:
+    """Where this rank computes."""
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpus() else torch.device("cpu")
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU, which another process can read."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+def join_world(number: int, **settings: Any) -> None:
+    """Initialize the process group of a rank, on the backend of its device."""
+    if on_gpus():
+        torch.cuda.set_device(number % torch.cuda.device_count())
+        hook: Any = _move_batch
+        register_module_forward_pre_hook(hook)
+    dist.init_process_group("nccl" if on_gpus() else "gloo", **settings)
+
+
+def _move_batch(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a sharded model is called with, on the rank's device: a loop would move it there."""
+    if not isinstance(module, DistributedModelParallel):
+        return args
+    return tuple(arg.to(rank_device()) if hasattr(arg, "to") else arg for arg in args)

@@ -35,6 +35,10 @@ LOCKS := $(LOCKS_FOLDER_$(TORCHREC))/$(VARIANT).txt requirements/dev.txt
 
 # One thread per process: several ranks share the cores in the demo and in the tests.
 export OMP_NUM_THREADS := 1
+# Files are compiled when they are first imported: most files of torch never are. What has been
+# compiled is kept, whatever the caller's environment says.
+export PIP_COMPILE := 0
+export PYTHONDONTWRITEBYTECODE :=
 # No look-up of newer versions while linting.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
@@ -89,9 +93,8 @@ SMOKE := tests/unit/test_versions.py tests/unit/test_needed_names.py \
 smoke: $(INSTALLED)  ## run one test of each kind, in about a minute
 	$(BIN)/pytest $(SMOKE)
 
-# The newer TorchRec's files are compiled when they are imported: most of them never are.
 smoke-newer:  ## the same with TorchRec 1.9, in an environment of its own
-	PIP_COMPILE=0 $(MAKE) smoke TORCHREC=1.9
+	$(MAKE) smoke TORCHREC=1.9
 
 fuzz: $(INSTALLED)  ## run random cases on two cores, for SECONDS=3600
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
@@ -128,6 +131,8 @@ $(LOCKED): $(LOCKS)
 
 $(INSTALLED): $(LOCKED) pyproject.toml
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	# By one process, because ranks that start together would all compile the same files.
+	$(BIN)/python -c 'import tests.support.preloaded' || true  # What is wrong, doctor says.
 	touch $@
 
 # The documentation has an environment of its own: nothing of it is needed to train, test or lint.

@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from tests.support.devices import on_gpus
 
@@ -32,6 +31,9 @@ def join_world(number: int, **settings: Any) -> None:
 
 def _move_batch(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """What a sharded model is called with, on the rank's device: a loop would move it there."""
+    # Not above: ranks on the CPU may do without TorchRec, which takes seconds to import.
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+
     if not isinstance(module, DistributedModelParallel):
         return args
     return tuple(arg.to(rank_device()) if hasattr(arg, "to") else arg for arg in args)

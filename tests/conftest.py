@@ -13,6 +13,7 @@ from hypothesis import settings
 from tests.support.ranks import RankPool
 from tests.support.slices import (
     NUM_FILE_HANDS,
+    NUM_SUITE_HANDS,
     Deal,
     hand_number,
     hand_of,
@@ -53,7 +54,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--slow-slice",
         metavar="K/N",
         help="of the tests marked `slow` run one slice only, of long matrices a sixth of the "
-        "cells, of long tests a tenth in each file; `commit/N`: those of the commit",
+        "cells, of long tests a tenth in each file, and a quarter of those that are dealt over "
+        "all files; `commit/N`: those of the commit",
     )
 
 
@@ -76,16 +78,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = set(slow) - slice_of(slow, number, count)
         files: dict[str, list[str]] = defaultdict(list)
         matrices: dict[str, list[str]] = defaultdict(list)
+        suite: list[str] = []
         for item in items:
             if item.get_closest_marker("slow") or item.get_closest_marker("alone"):
                 continue  # Slices choose among the first already, and the second are few.
-            if item.get_closest_marker("dealt_file"):
+            if item.get_closest_marker("dealt_suite"):
+                suite.append(item.nodeid)
+            elif item.get_closest_marker("dealt_file"):
                 files[item.nodeid.partition("::")[0]].append(item.nodeid)
             elif item.get_closest_marker("dealt"):
                 matrices[item.nodeid.partition("[")[0]].append(item.nodeid)
         chosen_hand = hand_number(text)
         for tests in files.values():
             left_out |= set(tests) - set(hand_of(tests, chosen_hand, NUM_FILE_HANDS))
+        left_out |= set(suite) - set(hand_of(sorted(suite), chosen_hand, NUM_SUITE_HANDS))
         for cells in matrices.values():
             left_out |= set(cells) - set(hand_of(cells, chosen_hand))
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])

@@ -23,6 +23,7 @@ def link_bytes(contestant: ContestantResult) -> list[float]:
     return [num_bytes for num_bytes in counted if num_bytes is not None]
 
 
+@pytest.mark.dealt_suite
 def test_a_report_counts_what_crosses_the_link_and_says_where_it_ran(tmp_path: Path) -> None:
     with EmulatedCluster(hosts=2, ranks_per_host=1, link="1gbit") as cluster:
         cluster.run([*COMMAND, "--output", str(tmp_path / "page.md")], timeout_s=300)

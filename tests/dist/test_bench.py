@@ -241,6 +241,7 @@ def test_collectives_are_replayed_in_a_circle_and_alone(ranks2: RankPool) -> Non
     assert first == [12.0, 20.0, 12.0, 20.0, 12.0, 20.0, 12.0]
 
 
+@pytest.mark.dealt_suite
 def test_the_command_shows_a_table_and_writes_a_report(tmp_path: Path) -> None:
     report = tmp_path / "deep" / "report.md"
     done = forked(

@@ -43,6 +43,7 @@ def built_and_trained(rank: int, world_size: int) -> dict[str, tuple[str, list[f
     return told
 
 
+@pytest.mark.dealt_suite
 def test_a_planned_dense_part_is_named_and_trains_the_same(ranks2: RankPool) -> None:
     first, second = ranks2.run(built_and_trained)
     assert first == second

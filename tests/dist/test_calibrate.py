@@ -33,6 +33,7 @@ def measured(
     return made, told, len(set(_world.pg_names.values()) - before)
 
 
+@pytest.mark.dealt_suite
 def test_every_rank_finds_the_same(ranks4: RankPool) -> None:
     (made, told, left), *others = ranks4.run(measured, 2)
     assert [other for other, _, _ in others] == [made] * 3

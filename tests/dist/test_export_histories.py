@@ -42,6 +42,7 @@ def write_log(path: Path) -> tuple[dict[str, list[str]], list[str]]:
     return items, sorted(counts, key=lambda item: (-counts[item], item))
 
 
+@pytest.mark.dealt_suite
 def test_names_of_items_get_the_scores_of_the_trained_model(
     ranks2: RankPool, tmp_path: Path
 ) -> None:

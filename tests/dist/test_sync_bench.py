@@ -42,6 +42,7 @@ def result(folder: Path) -> SyncBenchResult:
     return SyncBenchResult.load(folder / "syncs.json")
 
 
+@pytest.mark.dealt_suite
 def test_every_sync_is_timed_in_every_case(result: SyncBenchResult) -> None:
     names = ["dense", "touched", "touched_bf16", "gradients", "gradients_bf16"]
     assert [one.sync for one in result.times] == names * 4

@@ -246,6 +246,7 @@ DEMO = ("torchrec_2dsp", "train", "--config", "configs/runs/demo.toml")
 """The demo's command, as a user starts it."""
 
 
+@pytest.mark.dealt_suite
 def test_the_last_thing_that_torchrun_says_is_what_was_wrong() -> None:
     done = torchrun(*DEMO, "--set", "loop.steps=0")
 

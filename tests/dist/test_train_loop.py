@@ -76,6 +76,7 @@ def trained(ranks2: RankPool) -> list[dict[str, Any]]:
     return ranks2.run(train_beside, timeout_s=280)
 
 
+@pytest.mark.dealt_suite
 def test_schedules_clipping_and_accumulation_train_as_the_plain_loop(
     trained: list[dict[str, Any]],
 ) -> None:

@@ -31,6 +31,7 @@ def train_rounded(rank: int, world_size: int, folder: str) -> RunResult:
     return result.runs[0]
 
 
+@pytest.mark.dealt_suite
 def test_scalars_tell_what_transports_save(ranks4: RankPool, tmp_path: Path) -> None:
     run = ranks4.run(train_rounded, str(tmp_path))[0]
 

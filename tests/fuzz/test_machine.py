@@ -24,6 +24,7 @@ REPLICAS = Case(
 Plant = Callable[[], AbstractContextManager[None]]
 
 
+@pytest.mark.dealt_suite
 def test_an_update_applied_twice_is_found_in_a_drawn_case_and_made_smaller(
     healthy: Worker,
 ) -> None:

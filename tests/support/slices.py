@@ -17,6 +17,8 @@ NUM_HANDS = 6
 """How many commits it takes at the least until every cell of a dealt matrix has run."""
 NUM_FILE_HANDS = 10
 """How many commits it takes until every test marked `dealt_file` has run."""
+NUM_SUITE_HANDS = 4
+"""How many commits it takes at the least until every test marked `dealt_suite` has run."""
 
 _SHUFFLED = 36
 """The seed of a shuffle that leaves each sixth of a product of 4, 3 and 3 with all its factors."""

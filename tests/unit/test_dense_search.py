@@ -245,6 +245,7 @@ def test_layers_stay_inside_hosts() -> None:
         assert candidate.plan.mesh.tp <= 4
 
 
+@pytest.mark.dealt_suite
 def test_thousands_of_ranks_are_searched_in_seconds() -> None:
     deep = replace(WORK, layers=(BLOCK,) * 48)
     # Of this process alone: other tests run beside it.

@@ -180,7 +180,7 @@ def test_an_untried_version_is_a_warning_and_works(tmp_path: Path) -> None:
     assert f"torchrec_2dsp is not tried with torchrec {UNKNOWN}. Tried are: " in loaded.stderr
 
 
-@pytest.mark.parametrize("options", [(), ("--run",)])
+@pytest.mark.parametrize("options", [(), pytest.param(("--run",), marks=pytest.mark.dealt_suite)])
 def test_doctor_is_content_here(options: tuple[str, ...], tmp_path: Path) -> None:
     result = run_python("-m", "torchrec_2dsp", "doctor", *options, first_on_path=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr

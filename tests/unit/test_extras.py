@@ -39,6 +39,7 @@ def test_the_extras_are_these() -> None:
     assert sorted(line.partition(">=")[0] for line in named) == list(EXTRAS)
 
 
+@pytest.mark.dealt_suite
 def test_every_public_name_loads_without_extras() -> None:
     done = run_without(
         EXTRAS,

@@ -50,6 +50,7 @@ def test_names_are_read_from_the_sources(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.dealt_suite
 def test_nothing_is_missing_here() -> None:
     names = needed_names()
     assert (COMM, "get_local_size") in names

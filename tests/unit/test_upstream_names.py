@@ -181,6 +181,7 @@ def own_subclasses(module: ModuleType) -> Iterator[type]:
                 yield kind
 
 
+@pytest.mark.dealt_suite
 def test_inherited_private_attributes_exist() -> None:
     """What a subclass uses as ``self._x`` is set by itself or by the upstream class."""
     missing = []

@@ -28,6 +28,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 10)
 """
 
 
+@pytest.mark.dealt_suite
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")
 def test_memory_that_a_step_frees_is_there_for_the_next() -> None:
     # As small as they are before glibc has seen larger ones.

@@ -30,7 +30,7 @@ from tests.support.parity import (
     make_parallel,
     oracle_of,
 )
-from tests.support.rank_device import copied, rank_device
+from tests.support.rank_device import copied, on_rank_device, rank_device
 from tests.support.ranks import RankPool
 from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
 
@@ -117,7 +117,7 @@ def make_stock(cell: Cell, world_size: int) -> DistributedModelParallel:
         storage_reservation=FixedPercentageStorageReservation(0.0),
     )
     parallel = DistributedModelParallel(
-        module=model.to(rank_device()),
+        module=on_rank_device(model),
         device=rank_device(),
         plan=planner.plan(model, sharders),  # type: ignore[arg-type]
         sharders=sharders,  # type: ignore[arg-type]

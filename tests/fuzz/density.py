@@ -26,8 +26,11 @@ def check_density(case: Case, exact: Expected, seen: list[Seen]) -> int:
         return 0
     num_chosen, actions = 0, actions_of(case)
     for index in seen[0].sent:
-        # DDP adds up after each batch of the first step, and after the last one of others.
-        is_in_parts = index == 0 and case.dense.kind == "thresholded"
+        # DDP learns a static graph in the first step, where it adds up after each batch; otherwise
+        # it does after the last one.
+        is_in_parts = (
+            index == 0 and case.dense.kind == "thresholded" and not case.dense.has_shortcut
+        )
         num_sums = len(batches_of(case, actions[index])) if is_in_parts else 1
         for rank, of_rank in enumerate(seen):
             report, where = of_rank.sent[index], f"rank {rank} in action {index}"

@@ -31,7 +31,7 @@ from tests.support.parity import (
     make_optimizer,
     make_sharder,
 )
-from tests.support.rank_device import copied, rank_device
+from tests.support.rank_device import copied, on_rank_device, rank_device
 from tests.support.variable_batches import make_variable_batch
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.replicas.sync_reason import SyncReason
@@ -65,7 +65,7 @@ def shard(
     weights = {name: value.clone() for name, value in model.state_dict().items()} if load else {}
     wrapper = DistributedModelParallel if cell.stock_wrapper else tdsp.ModelParallel2D
     parallel = wrapper(
-        module=model.to(rank_device()),
+        module=on_rank_device(model),
         device=rank_device(),
         plan=group_plan(cell, model, sharder, local_world_size()),
         sharders=[sharder],
@@ -109,7 +109,7 @@ def stock_dmp(cell: Cell, world_size: int) -> DistributedModelParallel:
     )
     plan = planner.plan(model, [sharder])
     return DistributedModelParallel(
-        model.to(rank_device()), device=rank_device(), plan=plan, sharders=[sharder]
+        on_rank_device(model), device=rank_device(), plan=plan, sharders=[sharder]
     )
 
 

@@ -17,7 +17,7 @@ from tests.support.cell_plans import group_plan, plan_by_cost
 from tests.support.cells import Cell
 from tests.support.models import build
 from tests.support.oracle import Oracle, OracleKind, batch_of, local_loss, trained_oracle
-from tests.support.rank_device import rank_device
+from tests.support.rank_device import on_rank_device, rank_device
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.shard.parted import sharded_tables
@@ -86,7 +86,7 @@ def make_parallel(cell: Cell, world_size: int, local_world_size: int) -> Distrib
         plan = group_plan(cell, model, sharder, local_world_size)
     wrapper = DistributedModelParallel if cell.stock_wrapper else tdsp.ModelParallel2D
     parallel = wrapper(
-        module=model.to(rank_device()),
+        module=on_rank_device(model),
         device=rank_device(),
         plan=plan,
         sharders=[sharder],  # type: ignore[list-item]

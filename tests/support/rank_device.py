@@ -15,6 +15,14 @@ def rank_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpus() else torch.device("cpu")
 
 
+def on_rank_device(model: nn.Module) -> nn.Module:
+    """The model, on this rank's device, but for parts that have no memory yet."""
+    for part in model.children():
+        if not any(param.is_meta for param in part.parameters()):
+            part.to(rank_device())
+    return model
+
+
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the CPU, which another process can read."""
     return tensor.detach().to("cpu", copy=True)

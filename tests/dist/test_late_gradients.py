@@ -82,3 +82,13 @@ def change_buckets(rank: int, world_size: int) -> list[list[float]]:
 def test_gradients_find_their_parameters_in_other_buckets(ranks2: RankPool) -> None:
     for means in ranks2.run(change_buckets):
         assert means == [[0, 0, 0], [0], [3, 1], [2, 2], [6, 6, 5, 4]]
+
+
+def load_elsewhere(rank: int, world_size: int) -> bool:
+    late = LateGradients(1, {}, world_group(), torch.device("meta"))
+    late.load_state_dict({"step": 3, "in_flight": {"weight": torch.ones(2)}})
+    return late.state_dict()["in_flight"]["weight"].is_meta
+
+
+def test_loaded_means_go_to_the_device_of_the_parameters(ranks2: RankPool) -> None:
+    assert ranks2.run(load_elsewhere) == [True, True]

@@ -38,7 +38,7 @@ class Batch(Pipelineable):
     uses_shortcut: bool = True
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
-        """The same on another device."""
+        """A copy of the batch on another device."""
         inputs = {
             name: value.to(device, non_blocking=non_blocking)
             for name, value in vars(self).items()

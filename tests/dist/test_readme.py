@@ -75,8 +75,9 @@ def run_swap(rank: int, world_size: int, source: str) -> list[float]:
 
 
 def test_the_swap_of_the_migration_guide_runs(ranks2: RankPool) -> None:
-    source = swapped()
+    source = swapped().replace("my_cluster.toml", "configs/hardware/emulated_1gbit.toml")
     assert "Planner2D" in source
+    assert "emulated_1gbit" in source
     assert source.rstrip().rpartition("\n")[2].startswith("pipeline = ")
     for losses in ranks2.run(run_swap, source):
         assert len(set(losses)) == 3

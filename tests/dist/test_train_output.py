@@ -21,8 +21,7 @@ from torchrec_2dsp.programs.data.synthetic_dataset import SyntheticData
 from torchrec_2dsp.programs.models.true_access import true_access
 from torchrec_2dsp.programs.run_report.contents import RunContents
 from torchrec_2dsp.programs.run_report.page import run_page
-from torchrec_2dsp.programs.run_report.step_phases import StepPhase
-from torchrec_2dsp.programs.run_report.step_split import read_splits
+from torchrec_2dsp.programs.traces import StepPhase, marked_step, read_splits
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.profile import ProfiledSteps
 from torchrec_2dsp.programs.train.program import train
@@ -30,7 +29,6 @@ from torchrec_2dsp.programs.train.progress_file import ProgressFile, read_progre
 from torchrec_2dsp.programs.train.record import TrainRecord
 from torchrec_2dsp.programs.train.results import TrainResult
 from torchrec_2dsp.programs.train.run_folder import RunFolder
-from torchrec_2dsp.programs.train.step_mark import marked_step
 from torchrec_2dsp.programs.train.tensorboard import TensorBoardWatcher
 
 OPTIMIZER = {"schedule": {"kind": "linear"}}

@@ -21,7 +21,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"cost", "replicas"}),
     frozenset({"dense", "planner", "samples", "shard"}),
     frozenset({"parallel"}),
-    frozenset({"programs.config", "programs.doctor", "programs.launch"}),
+    frozenset({"programs.config", "programs.doctor", "programs.launch", "programs.traces"}),
     frozenset({"programs.data"}),
     frozenset({"programs.calibrate", "programs.models"}),
     frozenset({"programs.access", "programs.plan"}),

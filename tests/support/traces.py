@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torchrec_2dsp.programs.run_report.step_phases import StepPhase
-from torchrec_2dsp.programs.train.step_mark import step_mark
+from torchrec_2dsp.programs.traces import StepPhase, step_mark
 
 TRAINING, BACKWARD, OTHER = 1, 2, 3
 """The threads: one that trains, one that runs the backward on GPUs, and any other."""

@@ -8,15 +8,13 @@ import pytest
 from tests.support.run_folders import run_record, write_run
 from tests.support.run_pages import figure, headings_of, page_of, words_of
 from tests.support.traces import COMPUTING_US, WAITING_US, step_events, write_trace
-from torchrec_2dsp.programs.bench.rank_shares import RankShares
 from torchrec_2dsp.programs.run_report.contents import RunContents
 from torchrec_2dsp.programs.run_report.rank_balance import (
     common_steps,
     rank_shares,
     slowest_counts,
 )
-from torchrec_2dsp.programs.run_report.step_phases import StepPhase
-from torchrec_2dsp.programs.run_report.step_split import RankSplit, StepTimes
+from torchrec_2dsp.programs.traces import RankShares, RankSplit, StepPhase, StepTimes
 
 
 def test_profiled_steps_are_split_by_phase_and_the_slowest_rank_is_marked(tmp_path: Path) -> None:

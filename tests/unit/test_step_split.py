@@ -24,10 +24,17 @@ from tests.support.traces import (
     write_trace,
 )
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.run_report.rank_trace import HostSpan, RankTrace
-from torchrec_2dsp.programs.run_report.step_phases import PhaseAtMoment, StepPhase
-from torchrec_2dsp.programs.run_report.step_split import RankSplit, StepTimes, read_splits, slowest
-from torchrec_2dsp.programs.train.step_mark import step_mark
+from torchrec_2dsp.programs.traces import (
+    HostSpan,
+    PhaseAtMoment,
+    RankSplit,
+    RankTrace,
+    StepPhase,
+    StepTimes,
+    read_splits,
+    slowest,
+    step_mark,
+)
 
 OUTSIDE = PhaseAtMoment(StepPhase.OTHER)
 

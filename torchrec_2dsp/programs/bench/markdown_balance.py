@@ -1,9 +1,9 @@
 """The tables of a benchmark report on how busy the ranks were, and how even their work was."""
 
 from torchrec_2dsp.programs.bench.markdown_tables import MISSING, megabytes, ms, table
-from torchrec_2dsp.programs.bench.rank_shares import RankShares
 from torchrec_2dsp.programs.bench.results import ContestantResult
 from torchrec_2dsp.programs.bench.statistics import Summary
+from torchrec_2dsp.programs.traces import RankShares
 
 SHARES = (
     "How the ranks used the time of the blocks. *Busy*: the share of a step in which the training "

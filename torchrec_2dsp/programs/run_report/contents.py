@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.run_report.plan_lines import RunPlan, read_plan
-from torchrec_2dsp.programs.run_report.step_split import rank_of_trace
+from torchrec_2dsp.programs.traces import rank_of_trace
 from torchrec_2dsp.programs.train.progress_file import read_progress
 from torchrec_2dsp.programs.train.record import (
     TRAIN_RECORD_FORMAT,

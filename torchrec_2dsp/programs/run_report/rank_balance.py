@@ -3,9 +3,8 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from torchrec_2dsp.programs.bench.rank_shares import RankShares
 from torchrec_2dsp.programs.run_report.contents import RunPart
-from torchrec_2dsp.programs.run_report.step_split import RankSplit
+from torchrec_2dsp.programs.traces import RankShares, RankSplit
 from torchrec_2dsp.report.table import Table
 
 SHARES_TEXT = (

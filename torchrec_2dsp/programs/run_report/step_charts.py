@@ -9,8 +9,7 @@ from torchrec_2dsp.programs.run_report.rank_balance import (
     ranks_table,
     shares_table,
 )
-from torchrec_2dsp.programs.run_report.step_phases import StepPhase
-from torchrec_2dsp.programs.run_report.step_split import RankSplit, read_splits, slowest
+from torchrec_2dsp.programs.traces import RankSplit, StepPhase, read_splits, slowest
 from torchrec_2dsp.report.charts import BarChart, Bars
 from torchrec_2dsp.report.page import Page
 from torchrec_2dsp.report.table import Table

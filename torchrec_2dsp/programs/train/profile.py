@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torchrec_2dsp.comms.full_duplex import wait_for_exchanges
 from torchrec_2dsp.comms.world_groups import world_group
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.train.step_mark import step_mark
+from torchrec_2dsp.programs.traces import step_mark
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,497 @@
+"""Read the traces of profiled steps, and split each step into phases.
+
+```text
+trace of a rank --RankTrace--> spans of its threads --RankSplit--> us of a mean step, by StepPhase:
+                                                                   computing, and waiting for others
+```
+
+`train --profile` and `bench` write such traces. Nothing here needs torch.
+"""
+
+import json
+import re
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Self
+
+from torchrec_2dsp.errors import ConfigError
+
+_COLLECTIVES = ("gloo:", "nccl:")
+_BACKWARD_OPERATOR = "autograd::engine::evaluate_function"
+_RANGES = ("cpu_op", "user_annotation")
+_REMEDY = "profile the run again with train --profile 20:30"
+_MARK = re.compile(r"## train step (\d+) ##")
+
+
+def step_mark(step: int) -> str:
+    """Return the name of the range that a trace has around a step, counted from 1.
+
+    Example:
+        >>> from torchrec_2dsp.programs.traces import marked_step, step_mark
+        >>> step_mark(20), marked_step(step_mark(20)), marked_step("## forward 20 ##")
+        ('## train step 20 ##', 20, None)
+    """
+    return f"## train step {step} ##"
+
+
+def marked_step(name: str) -> int | None:
+    """Return the step that a range surrounds; `None` for any other range."""
+    mark = _MARK.fullmatch(name)
+    return None if mark is None else int(mark[1])
+
+
+@dataclass(frozen=True)
+class HostSpan:
+    """A time in which a host thread was inside an operator or a named range."""
+
+    name: str
+    """The operator's or the range's name."""
+    start_us: float
+    """The start, on the trace's clock."""
+    end_us: float
+    """The end, on the same clock."""
+    is_operator: bool = False
+    """Whether it is a torch operator, rather than a range that Python code has named."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTrace:
+    """The profiled steps of a rank."""
+
+    steps: tuple[HostSpan, ...]
+    """The steps, in order."""
+
+    training: tuple[HostSpan, ...]
+    """The training thread's spans, by start; outer spans come first."""
+
+    backward: tuple[tuple[HostSpan, ...], ...]
+    """The spans of each other thread on which torch ran a backward, as it does on GPUs."""
+
+    collectives: tuple[tuple[float, float], ...]
+    """The times in which at least one collective was in flight, by start, in microseconds."""
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a trace that torch's profiler has exported.
+
+        Raises:
+            ConfigError: the file can't be read, is something else, or marks no step.
+        """
+        try:
+            content = json.loads(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"{path} can't be read: {error.strerror}; {_REMEDY}") from error
+        except ValueError as error:
+            raise ConfigError(f"{path} is not JSON: {error}; {_REMEDY}") from error
+        events = content.get("traceEvents") if isinstance(content, dict) else None
+        if not isinstance(events, list):
+            raise ConfigError(f"{path} has no traceEvents, so it is no trace; {_REMEDY}")
+        try:
+            trace = cls.of_events(events)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{path} has an event that no profiler writes; {_REMEDY}") from error
+        if not trace.steps:
+            raise ConfigError(
+                f"{path} doesn't mark where steps begin, as older versions didn't; {_REMEDY}"
+            )
+        return trace
+
+    @classmethod
+    def of_events(cls, events: Iterable[Mapping[str, Any]]) -> Self:
+        """Sort the events of a Chrome trace by thread."""
+        threads: dict[Any, list[HostSpan]] = defaultdict(list)
+        steps: list[tuple[Any, HostSpan]] = []
+        collectives = []
+        for event in events:
+            if event.get("ph") != "X" or event.get("cat") not in _RANGES:
+                continue
+            name, start_us = str(event["name"]), float(event["ts"])
+            end_us = start_us + float(event["dur"])
+            span = HostSpan(name, start_us, end_us, is_operator=event["cat"] == "cpu_op")
+            if name.startswith(_COLLECTIVES):
+                collectives.append((start_us, end_us))
+            elif marked_step(name) is None:
+                threads[event["tid"]].append(span)
+            else:
+                steps.append((event["tid"], span))
+        training = threads.pop(steps[0][0] if steps else None, [])
+        backward = [
+            _outer_first(spans)
+            for _, spans in sorted(threads.items(), key=lambda thread: str(thread[0]))
+            if any(span.name.startswith(_BACKWARD_OPERATOR) for span in spans)
+        ]
+        return cls(
+            steps=_outer_first(span for _, span in steps),
+            training=_outer_first(training),
+            backward=tuple(backward),
+            collectives=_joined(collectives),
+        )
+
+
+def _outer_first(spans: Iterable[HostSpan]) -> tuple[HostSpan, ...]:
+    return tuple(sorted(spans, key=lambda span: (span.start_us, -span.end_us)))
+
+
+def _joined(times: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """Unite times that overlap."""
+    joined: list[tuple[float, float]] = []
+    for start_us, end_us in sorted(times):
+        if joined and start_us <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end_us))
+        else:
+            joined.append((start_us, end_us))
+    return tuple(joined)
+
+
+class StepPhase(StrEnum):
+    """A rank's activity at a moment of a step, in the order of a step."""
+
+    NEXT_BATCH = "next batch"
+    """Take a batch from the data, or wait for a dealt one, and copy it to the device."""
+    IDS = "ids"
+    """Send a batch's ids to the ranks that own their rows."""
+    LOOKUP = "lookup"
+    """Look up rows."""
+    ROWS = "rows"
+    """Send rows or pooled rows to the ranks that have the samples."""
+    DENSE_FORWARD = "dense forward"
+    """Run the forward of what isn't a table."""
+    DENSE_BACKWARD = "dense backward"
+    """Run the backward of what isn't a table."""
+    ROW_GRADIENTS = "row gradients"
+    """Send gradients of rows, or of pooled rows, to the row owners."""
+    TABLE_UPDATE = "table update"
+    """Sum each row's gradients, and update the tables."""
+    REPLICA_SYNC = "replica sync"
+    """Keep replicas equal."""
+    DENSE_GRADIENTS = "dense gradients"
+    """Reduce dense gradients over all ranks."""
+    OPTIMIZER = "optimizer"
+    """Update what isn't a table, and clear gradients."""
+    OTHER = "other"
+    """Anything that no range of the trace names."""
+
+
+@dataclass(frozen=True)
+class PhaseAtMoment:
+    """The meaning of a thread's innermost span."""
+
+    phase: StepPhase
+    """The part of the step."""
+
+    may_wait: bool = False
+    """Whether the thread waits if a collective is in flight: it runs no operator, and is where
+    TorchRec or this package waits."""
+
+    def inside(self, span: HostSpan) -> "PhaseAtMoment":
+        """Return the meaning of ``span`` inside a span with this meaning."""
+        if span.name.startswith("c10d::"):
+            sends_dense = self.phase is StepPhase.DENSE_BACKWARD
+            phase = StepPhase.DENSE_GRADIENTS if sends_dense else self.phase
+            return PhaseAtMoment(phase, may_wait=True)
+        if span.name.startswith(_SAMPLES):
+            return PhaseAtMoment(StepPhase.NEXT_BATCH, may_wait=True)
+        for phase, names in _NAMES.items():
+            if names.search(span.name):
+                # Row gradients are applied by a lookup of their rows and its backward.
+                if (self.phase, phase) == (StepPhase.TABLE_UPDATE, StepPhase.LOOKUP):
+                    phase = self.phase
+                computes = span.is_operator and not _EXCHANGES.search(span.name)
+                return PhaseAtMoment(phase, may_wait=phase in _WAITING and not computes)
+        return replace(self, may_wait=False) if span.is_operator else self
+
+
+_OTHER = PhaseAtMoment(StepPhase.OTHER)
+_BACKWARD = PhaseAtMoment(StepPhase.DENSE_BACKWARD, may_wait=True)
+_WAITING = (
+    StepPhase.IDS,
+    StepPhase.ROWS,
+    StepPhase.DENSE_BACKWARD,
+    StepPhase.ROW_GRADIENTS,
+    StepPhase.REPLICA_SYNC,
+    StepPhase.DENSE_GRADIENTS,
+)
+"""The phases in which ranks wait for collectives."""
+
+_EXCHANGES = re.compile(
+    r"_(Req|Wait)(Backward)?$|AllToAllSingle"
+    r"|_(Arriving|Leaving|Put|Taken|ReduceScatterRagged)(Backward)?$"
+)
+"""Autograd functions that send and wait."""
+
+_SAMPLES = "## wait for samples"
+"""The range in which a rank waits for the samples that it is dealt."""
+
+# The first that fits counts: names of a backward before those of its forward.
+_NAMES: dict[StepPhase, re.Pattern[str]] = {
+    phase: re.compile(names)
+    for phase, names in (
+        (StepPhase.OPTIMIZER, r"^## (optimizer|zero_grad)|^Optimizer\."),
+        (
+            StepPhase.NEXT_BATCH,
+            r"^## (next_batch|load_batch|wait_for_batch|(inplace_)?copy_(batch_)?to_gpu)",
+        ),
+        (
+            StepPhase.IDS,
+            r"^## (start|wait)_sparse_data_dist|^\[(splits|input)_dist|^## all2all_data"
+            r"|^## \w*(KJT|Splits)\w* wait|^## (runtime_forward_assemble_KJT|dist_init)"
+            r"|^## ((request|announce) rows|check ids)",
+        ),
+        (
+            StepPhase.TABLE_UPDATE,
+            r"^## (capture|apply) rows|(Captured|Direct)LookupBackward|SplitLookupFunc"
+            r"|^fbgemm::\w*embedding\w*backward",
+        ),
+        (
+            StepPhase.ROW_GRADIENTS,
+            r"^## finish row gradients|_bwd?\b|_bwd_|_(Req|Wait)Backward$|AllToAllSingleBackward"
+            r"|_(Arriving|Leaving|Pooled|Put|Taken|ReduceScatterRagged)Backward$",
+        ),
+        (
+            StepPhase.LOOKUP,
+            r"^\[lookup|^## (start_embedding_lookup|arrange rows)|_(Captured|Direct)Lookup$"
+            r"|^fbgemm::\w*embedding\w*(lookup|forward)",
+        ),
+        (
+            StepPhase.ROWS,
+            r"^\[output_dist|^## \w*Embedding\w*Awaitable wait|_fwd\b|_fwd_|_(Req|Wait)$"
+            r"|AllToAllSingle$|^## (all2all_(pooled|sequence)|reduce_scatter|ebc )"
+            r"|^## (send late rows|rows beside computing)"
+            r"|^_(Arriving|Leaving|Pooled|Put|Taken|ReduceScatterRagged)$",
+        ),
+        (
+            StepPhase.REPLICA_SYNC,
+            r"^## (replica sync|dmp_collection_sync|note rows|2d_reduce_scatter|2d_allgather)",
+        ),
+        (StepPhase.DENSE_GRADIENTS, r"^## dense gradients"),
+        (StepPhase.DENSE_BACKWARD, r"^## backward \d* ?##"),
+        (StepPhase.DENSE_FORWARD, r"^## (dense_)?forward|^DistributedDataParallel\.forward"),
+    )
+}
+"""The names of ranges and operators by which a phase is known: TorchRec's, torch's and ours."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The times of one step of a rank."""
+
+    computing_us: float
+    """The time that the rank computes."""
+
+    whole_us: float
+    """The whole step, waiting included."""
+
+
+_Segment = tuple[float, float, PhaseAtMoment]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSplit:
+    """A rank's mean step by phase; computing and waiting add up to ``step_us``.
+
+    A moment belongs to the training thread's innermost span. Where that is the backward itself, and
+    torch runs the backward on threads of its own, it belongs to the innermost span of the first of
+    them that has one. Other threads overlap and aren't counted.
+    """
+
+    rank: int
+    """The rank."""
+
+    num_steps: int
+    """The number of steps that the mean is over."""
+
+    step_us: float
+    """The length of a step."""
+
+    computing_us: Mapping[StepPhase, float]
+    """The computing time of each phase that has any."""
+
+    waiting_us: Mapping[StepPhase, float]
+    """The time that the rank waits for collectives, for each phase that has any."""
+
+    steps: Mapping[int, StepTimes]
+    """The times of each step, by its number."""
+
+    @classmethod
+    def of_trace(cls, rank: int, trace: RankTrace) -> Self:
+        """Split the steps of a trace that have trained.
+
+        Raises:
+            ConfigError: none of them has a backward.
+        """
+        computing: dict[StepPhase, float] = defaultdict(float)
+        waiting: dict[StepPhase, float] = defaultdict(float)
+        starts = [span.start_us for span in trace.training]
+        backward = [_innermost(spans, _BACKWARD) for spans in trace.backward]
+        steps: dict[int, StepTimes] = {}
+        for step in trace.steps:
+            first, last = bisect_left(starts, step.start_us), bisect_left(starts, step.end_us)
+            segments = _innermost([step, *trace.training[first:last]], _OTHER)
+            # A step for which there was no data any more has no backward.
+            if all(state.phase is not StepPhase.DENSE_BACKWARD for _, _, state in segments):
+                continue
+            all_waited_us = 0.0
+            for segment in segments:
+                for start_us, end_us, state in _with_backward(segment, backward):
+                    waited_us = (
+                        _overlap_us(start_us, end_us, trace.collectives) if state.may_wait else 0.0
+                    )
+                    all_waited_us += waited_us
+                    computing[state.phase] += end_us - start_us - waited_us
+                    # A backward that computes nothing and isn't over waits for dense gradients.
+                    is_dense = state.phase is StepPhase.DENSE_BACKWARD
+                    waiting[StepPhase.DENSE_GRADIENTS if is_dense else state.phase] += waited_us
+            number = marked_step(step.name)
+            assert number is not None, step.name
+            whole_us = step.end_us - step.start_us
+            steps[number] = StepTimes(whole_us - all_waited_us, whole_us)
+        num_steps = len(steps)
+        if not num_steps:
+            raise ConfigError(
+                f"the trace of rank {rank} has no step with a backward; profile more steps"
+            )
+        return cls(
+            rank=rank,
+            num_steps=num_steps,
+            step_us=sum(times.whole_us for times in steps.values()) / num_steps,
+            computing_us={phase: us / num_steps for phase, us in computing.items() if us > 0.0},
+            waiting_us={phase: us / num_steps for phase, us in waiting.items() if us > 0.0},
+            steps=steps,
+        )
+
+    @property
+    def all_computing_us(self) -> float:
+        """The length of a step without its waiting."""
+        return sum(self.computing_us.values())
+
+    @property
+    def all_waiting_us(self) -> float:
+        """The time that a step waits for collectives."""
+        return sum(self.waiting_us.values())
+
+
+def read_splits(traces: Sequence[Path]) -> list[RankSplit]:
+    """Split the steps of a run's traces, in rank order.
+
+    Raises:
+        ConfigError: a file is no trace of training steps.
+    """
+    splits = [RankSplit.of_trace(rank_of_trace(path), RankTrace.read(path)) for path in traces]
+    return sorted(splits, key=lambda split: split.rank)
+
+
+def rank_of_trace(path: Path) -> int:
+    """Return the rank that a trace's file name names; -1 if it names none."""
+    digits = path.stem.removeprefix("trace_rank")
+    return int(digits) if digits.isdecimal() else -1
+
+
+def slowest(splits: Sequence[RankSplit]) -> RankSplit:
+    """Return the rank that computes longest, for which the others wait."""
+    return max(splits, key=lambda split: split.all_computing_us)
+
+
+def _innermost(spans: Sequence[HostSpan], outside: PhaseAtMoment) -> list[_Segment]:
+    """Cut a thread's time into segments, each with the meaning of its innermost span.
+
+    Args:
+        spans: by start, outer ones first. A part that reaches beyond the span around it, because
+            clocks are rounded, is cut off.
+        outside: the meaning outside all spans.
+    """
+    segments: list[_Segment] = []
+    open_spans: list[tuple[float, PhaseAtMoment]] = []
+    at_us = 0.0
+
+    def advance(to_us: float) -> None:
+        nonlocal at_us
+        if to_us > at_us:
+            if open_spans:
+                segments.append((at_us, to_us, open_spans[-1][1]))
+            at_us = to_us
+
+    for span in spans:
+        while open_spans and open_spans[-1][0] <= span.start_us:
+            advance(open_spans[-1][0])
+            open_spans.pop()
+        advance(span.start_us)
+        end_us, around = open_spans[-1] if open_spans else (span.end_us, outside)
+        open_spans.append((min(span.end_us, end_us), around.inside(span)))
+    while open_spans:
+        advance(open_spans[-1][0])
+        open_spans.pop()
+    return segments
+
+
+def _with_backward(segment: _Segment, threads: Sequence[Sequence[_Segment]]) -> Iterator[_Segment]:
+    """Cut a segment of the training thread where backward threads say more."""
+    start_us, end_us, state = segment
+    if not threads or state != _BACKWARD:
+        yield segment
+        return
+    thread, others = threads[0], threads[1:]
+    place = max(0, bisect_right(thread, start_us, key=lambda part: part[0]) - 1)
+    for part_start_us, part_end_us, part in thread[place:]:
+        if part_start_us >= end_us:
+            break
+        if part_end_us <= start_us:
+            continue
+        if part_start_us > start_us:
+            yield from _with_backward((start_us, part_start_us, state), others)
+        begun_us = max(start_us, part_start_us)
+        start_us = min(end_us, part_end_us)
+        yield begun_us, start_us, part
+    if start_us < end_us:
+        yield from _with_backward((start_us, end_us, state), others)
+
+
+def _overlap_us(start_us: float, end_us: float, times: Sequence[tuple[float, float]]) -> float:
+    """Measure how much of a time lies in ordered times that don't overlap."""
+    place = max(0, bisect_right(times, start_us, key=lambda time: time[0]) - 1)
+    overlap_us = 0.0
+    while place < len(times) and times[place][0] < end_us:
+        overlap_us += max(0.0, min(end_us, times[place][1]) - max(start_us, times[place][0]))
+        place += 1
+    return overlap_us
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankShares:
+    """The shares of a step that ranks compute, and that they lose to the slowest.
+
+    The rest of a step is waiting that even work wouldn't save, most of all for the network.
+
+    Example:
+        >>> from torchrec_2dsp.programs.traces import RankShares
+        >>> RankShares.of_times(mean=60.0, slowest=75.0, step=100.0)
+        RankShares(busy=0.6, lost=0.15)
+        >>> RankShares.of_times(mean=60.0, slowest=75.0, step=100.0).imbalance
+        1.25
+    """
+
+    busy: float
+    """The share of a step in which a rank computes, mean over ranks and steps."""
+
+    lost: float
+    """The share of a step by which its slowest rank computes longer than the mean rank, mean over
+    steps: meanwhile the others wait for it."""
+
+    @classmethod
+    def of_times(cls, *, mean: float, slowest: float, step: float) -> Self:
+        """Divide times, which may have any unit, by the step's.
+
+        Args:
+            mean: a rank's computing time in a step, mean over ranks and steps.
+            slowest: the computing time of a step's slowest rank, mean over steps.
+            step: the length of a step.
+        """
+        return cls(busy=mean / step, lost=(slowest - mean) / step)
+
+    @property
+    def imbalance(self) -> float:
+        """The slowest rank's computing time in units of the mean; 1 is even."""
+        return 1.0 + self.lost / self.busy if self.busy else 1.0

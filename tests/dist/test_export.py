@@ -30,7 +30,7 @@ from torchrec_2dsp.programs.export.serving import load_script, quantize_
 from torchrec_2dsp.programs.export.source import ExportSource
 from torchrec_2dsp.programs.launch.world import only_rank
 from torchrec_2dsp.programs.models.kinds import dataset_for
-from torchrec_2dsp.programs.train.run_folder import RunFolder
+from torchrec_2dsp.programs.train.results import RunFolder
 
 pytestmark = pytest.mark.dealt_file
 

@@ -25,7 +25,7 @@ from torchrec_2dsp.programs.export.source import ExportSource
 from torchrec_2dsp.programs.launch.world import only_rank
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
-from torchrec_2dsp.programs.train.run_folder import RunFolder
+from torchrec_2dsp.programs.train.results import RunFolder
 
 NUM_TAGS = 20
 ROWS = make_rows(160)

@@ -17,10 +17,13 @@ from torchrec_2dsp.parallel.checkpoint.latest import latest_checkpoint
 from torchrec_2dsp.programs.train.checkpoints import Resume
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
-from torchrec_2dsp.programs.train.progress_file import read_progress
-from torchrec_2dsp.programs.train.results import QuietWatcher, StepsTrained
-from torchrec_2dsp.programs.train.run_folder import RunFolder
-from torchrec_2dsp.programs.train.tensorboard import TensorBoardWatcher
+from torchrec_2dsp.programs.train.record import read_progress
+from torchrec_2dsp.programs.train.results import (
+    QuietWatcher,
+    RunFolder,
+    StepsTrained,
+    TensorBoardWatcher,
+)
 
 pytestmark = pytest.mark.dealt_file
 

@@ -13,11 +13,11 @@ from tests.support.ranks import RankPool
 from tests.support.train_runs import TREE, PlainRun
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.config.config_file import make_config
-from torchrec_2dsp.programs.train import trainer
+from torchrec_2dsp.programs.train import program as trainer
 from torchrec_2dsp.programs.train.checkpoints import Resume
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
-from torchrec_2dsp.programs.train.run_folder import RunFolder
+from torchrec_2dsp.programs.train.results import RunFolder
 
 pytestmark = pytest.mark.dealt_file
 

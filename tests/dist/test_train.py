@@ -14,12 +14,10 @@ from tests.support.ranks import RankPool
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.parameter_sharding import Exchange
 from torchrec_2dsp.plan.row_owners import RowOwners
-from torchrec_2dsp.programs.cli.train_display import Display
-from torchrec_2dsp.programs.cli.train_result import show_result
+from torchrec_2dsp.programs.cli.train import Display, show_result
 from torchrec_2dsp.programs.config.config_file import load_config, make_config
 from torchrec_2dsp.programs.train.config import TrainConfig
-from torchrec_2dsp.programs.train.evaluation import Evaluation
-from torchrec_2dsp.programs.train.parts import PlannedRun
+from torchrec_2dsp.programs.train.metrics import Evaluation
 from torchrec_2dsp.programs.train.program import train
 from torchrec_2dsp.programs.train.record import TrainRecord
 from torchrec_2dsp.programs.train.results import (
@@ -29,6 +27,7 @@ from torchrec_2dsp.programs.train.results import (
     TrainResult,
     largest_loss_gap,
 )
+from torchrec_2dsp.programs.train.sharded import PlannedRun
 
 ROOT = Path(__file__).parents[2]
 TINY = {

@@ -19,9 +19,8 @@ from torchrec_2dsp.programs.models.balance import WeightedBatch, weigh_losses_, 
 from torchrec_2dsp.programs.train import program, sharded
 from torchrec_2dsp.programs.train.checkpoints import Resume
 from torchrec_2dsp.programs.train.config import TrainConfig
-from torchrec_2dsp.programs.train.program import train
+from torchrec_2dsp.programs.train.program import RunTrainer, train
 from torchrec_2dsp.programs.train.results import RunResult
-from torchrec_2dsp.programs.train.trainer import RunTrainer
 from torchrec_2dsp.samples.balanced_batches import BalancedBatches
 
 pytestmark = pytest.mark.dealt_file

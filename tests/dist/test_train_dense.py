@@ -15,9 +15,9 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.train.checkpoints import Resume
 from torchrec_2dsp.programs.train.config import TrainConfig
-from torchrec_2dsp.programs.train.parts import PlannedRun
 from torchrec_2dsp.programs.train.program import train
 from torchrec_2dsp.programs.train.results import QuietWatcher, RunResult
+from torchrec_2dsp.programs.train.sharded import PlannedRun
 
 pytestmark = pytest.mark.dealt_file
 

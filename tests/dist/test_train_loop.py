@@ -16,7 +16,7 @@ from tests.support.logs import make_rows, table_config, write_log
 from tests.support.ranks import RankPool
 from tests.support.train_runs import TREE, PlainRun, config_with, plain_metrics
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.cli.train_display import Display
+from torchrec_2dsp.programs.cli.train import Display
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.synthetic_dataset import SyntheticDataset

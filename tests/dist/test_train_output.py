@@ -23,13 +23,14 @@ from torchrec_2dsp.programs.run_report.contents import RunContents
 from torchrec_2dsp.programs.run_report.page import run_page
 from torchrec_2dsp.programs.traces import StepPhase, marked_step, read_splits
 from torchrec_2dsp.programs.train.config import TrainConfig
-from torchrec_2dsp.programs.train.profile import ProfiledSteps
 from torchrec_2dsp.programs.train.program import train
-from torchrec_2dsp.programs.train.progress_file import ProgressFile, read_progress
-from torchrec_2dsp.programs.train.record import TrainRecord
-from torchrec_2dsp.programs.train.results import TrainResult
-from torchrec_2dsp.programs.train.run_folder import RunFolder
-from torchrec_2dsp.programs.train.tensorboard import TensorBoardWatcher
+from torchrec_2dsp.programs.train.record import (
+    ProgressFile,
+    TrainRecord,
+    read_progress,
+)
+from torchrec_2dsp.programs.train.results import RunFolder, TensorBoardWatcher, TrainResult
+from torchrec_2dsp.programs.train.steps import ProfiledSteps
 
 OPTIMIZER = {"schedule": {"kind": "linear"}}
 

@@ -11,8 +11,7 @@ from tests.support.ranks import RankPool
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
-from torchrec_2dsp.programs.train.results import RunResult
-from torchrec_2dsp.programs.train.tensorboard import TensorBoardWatcher
+from torchrec_2dsp.programs.train.results import RunResult, TensorBoardWatcher
 
 
 def train_rounded(rank: int, world_size: int, folder: str) -> RunResult:

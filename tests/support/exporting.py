@@ -24,11 +24,10 @@ from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.export.source import ExportSource
 from torchrec_2dsp.programs.models.kinds import build_any_model, dataset_for, has_clicks
 from torchrec_2dsp.programs.models.splits import split_
-from torchrec_2dsp.programs.train import trainer
-from torchrec_2dsp.programs.train.config import TrainConfig
-from torchrec_2dsp.programs.train.datasets import shape_of
+from torchrec_2dsp.programs.train import program as trainer
+from torchrec_2dsp.programs.train.config import TrainConfig, shape_of
 from torchrec_2dsp.programs.train.program import train
-from torchrec_2dsp.programs.train.run_folder import RunFolder
+from torchrec_2dsp.programs.train.results import RunFolder
 
 ROOT = Path(__file__).parents[2]
 DATA = {

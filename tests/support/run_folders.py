@@ -10,10 +10,11 @@ import tomli_w
 
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.access.table_access import TableAccess
-from torchrec_2dsp.programs.train.progress_file import ProgressFile, ProgressLine
 from torchrec_2dsp.programs.train.record import (
     CurvePoint,
     EvaluationRecord,
+    ProgressFile,
+    ProgressLine,
     RunRecord,
     TrainRecord,
 )

@@ -20,9 +20,13 @@ from tests.support.soak import Usage
 from tests.support.train_runs import config_with
 from torchrec_2dsp.programs.launch.world import keep_freed_memory
 from torchrec_2dsp.programs.train.program import train
-from torchrec_2dsp.programs.train.results import QuietWatcher, StepsTrained, TrainWatcher
-from torchrec_2dsp.programs.train.run_folder import RunFolder
-from torchrec_2dsp.programs.train.tensorboard import TensorBoardWatcher
+from torchrec_2dsp.programs.train.results import (
+    QuietWatcher,
+    RunFolder,
+    StepsTrained,
+    TensorBoardWatcher,
+    TrainWatcher,
+)
 
 KINDS: dict[str, dict[str, Any]] = {
     "rows": {

@@ -13,9 +13,9 @@ from typing import Any
 
 from torchrec_2dsp.parallel.checkpoint.writer import ChecksumWriter
 from torchrec_2dsp.programs.cli.app import app
-from torchrec_2dsp.programs.train import trainer
-from torchrec_2dsp.programs.train.meter import Meter
-from torchrec_2dsp.programs.train.stepping import PipelinedSteps
+from torchrec_2dsp.programs.train import program as trainer
+from torchrec_2dsp.programs.train.metrics import Meter
+from torchrec_2dsp.programs.train.steps import PipelinedSteps
 
 MOMENTS: dict[str, tuple[Any, str]] = {
     "step": (PipelinedSteps, "step"),

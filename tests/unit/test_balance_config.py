@@ -20,10 +20,9 @@ from torchrec_2dsp.programs.bench.markdown import markdown_report
 from torchrec_2dsp.programs.bench.markdown_balance import balance_table, shares_of, shares_table
 from torchrec_2dsp.programs.bench.results import ComputeTimes, DealtSamples
 from torchrec_2dsp.programs.bench.statistics import summarize
-from torchrec_2dsp.programs.cli.train_display import balance_text
-from torchrec_2dsp.programs.config.balance import BalanceConfig
+from torchrec_2dsp.programs.cli.train import balance_text
 from torchrec_2dsp.programs.config.config_file import make_config, overridden
-from torchrec_2dsp.programs.config.sections import ModelConfig
+from torchrec_2dsp.programs.config.sections import BalanceConfig, ModelConfig
 from torchrec_2dsp.programs.models.balance import sample_lengths
 from torchrec_2dsp.programs.models.sequence.config import SequenceModelConfig
 from torchrec_2dsp.programs.train.config import TrainConfig

@@ -18,7 +18,7 @@ from torchrec_2dsp.programs.data.synthetic import (
     make_batch,
 )
 from torchrec_2dsp.programs.data.zipf import Zipf
-from torchrec_2dsp.programs.train.meter import normalized_entropy
+from torchrec_2dsp.programs.train.metrics import normalized_entropy
 
 ADDITIVE = SyntheticConfig(
     num_dense=4,

@@ -12,8 +12,7 @@ from torchrec_2dsp.plan.sync_config import GradientSync
 from torchrec_2dsp.programs.bench.config import BenchConfig
 from torchrec_2dsp.programs.bench.syncs.config import SyncBenchConfig
 from torchrec_2dsp.programs.cli.app import app
-from torchrec_2dsp.programs.config.config_file import load_config
-from torchrec_2dsp.programs.config.shipped import find_config, shipped_configs
+from torchrec_2dsp.programs.config.config_file import find_config, load_config, shipped_configs
 from torchrec_2dsp.programs.plan.planning import PlanConfig
 from torchrec_2dsp.programs.train.config import TrainConfig
 

@@ -15,7 +15,7 @@ from torchrec_2dsp.programs.config.config_file import (
     overridden,
 )
 from torchrec_2dsp.programs.train.config import TrainConfig
-from torchrec_2dsp.programs.train.meter import Measured, normalized_entropy
+from torchrec_2dsp.programs.train.metrics import Measured, normalized_entropy
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs" / "runs" / "demo.toml"

@@ -13,15 +13,20 @@ from tests.support.click_configs import click_data
 from tests.support.train_runs import config_with, plain_metrics
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.cli.app import app
-from torchrec_2dsp.programs.cli.train_display import Display
+from torchrec_2dsp.programs.cli.train import Display
 from torchrec_2dsp.programs.config.config_file import make_config
-from torchrec_2dsp.programs.config.schedule import RateSchedule
+from torchrec_2dsp.programs.config.sections import RateSchedule
 from torchrec_2dsp.programs.models.clipping import clip_
-from torchrec_2dsp.programs.train.auc import area_under_roc
+from torchrec_2dsp.programs.train.checkpoints import RunHistory, RunSettings
 from torchrec_2dsp.programs.train.config import TrainConfig
-from torchrec_2dsp.programs.train.evaluation import Evaluation, best_of, is_better, num_since_best
-from torchrec_2dsp.programs.train.history import RunHistory, RunSettings
-from torchrec_2dsp.programs.train.parts import make_model
+from torchrec_2dsp.programs.train.metrics import (
+    Evaluation,
+    area_under_roc,
+    best_of,
+    is_better,
+    num_since_best,
+)
+from torchrec_2dsp.programs.train.sharded import make_model
 
 
 def rates(num_steps: int = 8, **values: object) -> list[float]:

@@ -9,16 +9,15 @@ from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.programs.bench.data import BenchData, BenchModel, check_pair
 from torchrec_2dsp.programs.bench.sections import LossConfig, NetworkConfig, ScheduleConfig
-from torchrec_2dsp.programs.config.balance import SamplesConfig
-from torchrec_2dsp.programs.config.config_file import CalibrationPath
+from torchrec_2dsp.programs.config.config_file import CalibrationPath, with_kinds
 from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
-from torchrec_2dsp.programs.config.kinds import with_kinds
 from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.programs.config.sections import (
     ExchangeConfig,
     ModelConfig,
     OptimizerConfig,
     ReplicationConfig,
+    SamplesConfig,
 )
 from torchrec_2dsp.programs.models.balance import check_balance, check_speeds_fit
 

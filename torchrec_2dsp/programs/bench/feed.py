@@ -8,7 +8,7 @@ from itertools import chain, cycle, islice, repeat
 from torchrec.datasets.utils import Batch
 
 from torchrec_2dsp.programs.bench.config import BenchConfig
-from torchrec_2dsp.programs.config.balance import BalanceConfig
+from torchrec_2dsp.programs.config.sections import BalanceConfig
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.models.balance import deal_batches
 from torchrec_2dsp.programs.models.kinds import dataset_for

@@ -11,8 +11,7 @@ from torchrec_2dsp.programs.bench.traffic import (
     MeasuredTraffic,
     RowTravel,
 )
-from torchrec_2dsp.programs.config.json_file import JsonFile
-from torchrec_2dsp.programs.config.section import Section
+from torchrec_2dsp.programs.config.section import JsonFile, Section
 
 BENCH_RESULT_FORMAT = 2
 

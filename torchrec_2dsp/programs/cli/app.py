@@ -15,9 +15,8 @@ from torchrec_2dsp.programs.cli.cluster import cluster
 from torchrec_2dsp.programs.cli.doctor import doctor
 from torchrec_2dsp.programs.cli.export import export
 from torchrec_2dsp.programs.cli.plan import plan, simulate
-from torchrec_2dsp.programs.cli.report import report
+from torchrec_2dsp.programs.cli.report import report, train_study
 from torchrec_2dsp.programs.cli.train import train
-from torchrec_2dsp.programs.cli.train_study import train_study
 
 # A command module stays light: what it needs of torch it imports inside its function, so that
 # `--help` is quick and `doctor` runs where torch does not.

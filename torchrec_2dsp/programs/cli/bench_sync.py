@@ -8,8 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from torchrec_2dsp.programs.cli.errors import shown_errors
-from torchrec_2dsp.programs.cli.outputs import check_writable
+from torchrec_2dsp.programs.cli.errors import check_writable, shown_errors
 
 if TYPE_CHECKING:
     from torchrec_2dsp.programs.bench.syncs.results import SyncBenchResult

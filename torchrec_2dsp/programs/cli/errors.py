@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from torchrec_2dsp.errors import TwoDError
+from torchrec_2dsp.errors import ConfigError, TwoDError
 
 # An error is usually that of all ranks, and torchrun stops the others as soon as one has left: they
 # wait so that rank 0 speaks for all, and speak if it has nothing to say.
@@ -49,3 +49,18 @@ def _tell_torchrun(text: str) -> None:
     # The folder is gone where the launcher has ended.
     with suppress(OSError):
         Path(path).write_text(json.dumps(content))
+
+
+def check_writable(output: Path | None) -> None:
+    """Raise `ConfigError` if ``output`` can't be written: before the work, not after it."""
+    if output is None:
+        return
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not output.exists()
+        output.touch()
+        if is_new:
+            # What fails later leaves no empty file.
+            output.unlink()
+    except OSError as error:
+        raise ConfigError(f"--output {output} can't be written: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""`report`: one page on a training run."""
+"""`report` and `train-study`: pages on one training run, and on runs with several seeds."""
 
 from pathlib import Path
 from typing import Annotated
@@ -26,7 +26,7 @@ def report(
 
 
 def _write(run: Path, output: Path | None) -> Path:
-    from torchrec_2dsp.programs.cli.outputs import check_writable
+    from torchrec_2dsp.programs.cli.errors import check_writable
     from torchrec_2dsp.programs.run_report.contents import RunContents
     from torchrec_2dsp.programs.run_report.page import run_page
 
@@ -35,3 +35,60 @@ def _write(run: Path, output: Path | None) -> Path:
     check_writable(path)
     run_page(contents).write(path)
     return path
+
+
+def train_study(
+    records: Annotated[
+        list[Path],
+        typer.Argument(metavar="RECORD.json...", help="Records that train --output wrote."),
+    ],
+    reference: Annotated[str, typer.Option(help="The run that the others are held against.")],
+    output: Annotated[Path, typer.Option(help="The page to write, such as results/quality.md.")],
+    baseline: Annotated[
+        str, typer.Option(help="The run whose gap to the reference the others may close.")
+    ] = "",
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="RUN", help="Compare only these runs; repeatable.")
+    ] = None,
+    title: Annotated[str, typer.Option(help="Title of the page.")] = "Quality",
+) -> None:
+    """Write a Markdown page on runs with several seeds, with its plot and its data beside it."""
+    with shown_errors():
+        for path in _write_study(records, reference, output, baseline, only or [], title):
+            Console().print(Text(f"wrote {path}"), soft_wrap=True)
+
+
+def _write_study(
+    sources: list[Path],
+    reference: str,
+    output: Path,
+    baseline: str,
+    only: list[str],
+    title: str,
+) -> list[Path]:
+    """All files that were written, the page last."""
+    from torchrec_2dsp.errors import ConfigError
+    from torchrec_2dsp.programs.cli.errors import check_writable
+    from torchrec_2dsp.programs.study.study_report import study_plot, study_report
+    from torchrec_2dsp.programs.train.record import TrainRecord, joined
+
+    if output.suffix != ".md":
+        raise ConfigError(f"--output {output} is no Markdown page; use a name that ends in .md")
+    records = joined([TrainRecord.load(source) for source in sources])
+    records = [record.only(only) for record in records]
+    data = [output.with_name(f"{output.stem}_{n}.json") for n in range(1, len(records) + 1)]
+    plot = output.with_suffix(".svg")
+    page = study_report(
+        records,
+        reference=reference,
+        baseline=baseline,
+        title=title,
+        plot=plot.name,
+        data=[path.name for path in data],
+    )
+    check_writable(output)
+    study_plot(records, plot, reference=reference)
+    for record, path in zip(records, data, strict=True):
+        record.save(path)
+    output.write_text(page)
+    return [*data, plot, output]

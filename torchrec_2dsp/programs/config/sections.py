@@ -1,6 +1,7 @@
 """The parts of a config file that say what is trained."""
 
-from typing import Annotated, Literal, Self
+import math
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -16,6 +17,8 @@ from torchrec_2dsp.plan.sync_config import (
 )
 from torchrec_2dsp.plan.sync_policy import every, parse_policy
 from torchrec_2dsp.programs.config.section import Section
+from torchrec_2dsp.samples.cost import SampleCost
+from torchrec_2dsp.samples.shares import check_speeds
 
 SplitPlace = Literal["embeddings", "dense", "over"]
 """Where a model may be split: after the lookup, and after the first layer and ReLU of the dense
@@ -235,3 +238,196 @@ class ReplicationConfig(Section):
             drift_every=self.drift_every,
             dense_above=self.dense_above,
         )
+
+
+class RateSchedule(Section):
+    """A learning rate that grows in the first steps, and then stays or decays.
+
+    Example:
+        >>> from torchrec_2dsp.programs.config.sections import RateSchedule
+        >>> schedule = RateSchedule(kind="linear", warm_up=2, final=0.5)
+        >>> [schedule.multiplier(step, num_steps=6) for step in range(6)]
+        [0.5, 1.0, 1.0, 0.875, 0.75, 0.625]
+    """
+
+    kind: Literal["constant", "linear", "cosine", "step"] = "constant"
+    """How the rate goes on after the warm-up: it stays, falls on a line, falls as a cosine from its
+    top to its bottom, or is multiplied by `factor` every few steps."""
+
+    warm_up: int = Field(default=0, ge=0)
+    """How many first steps the rate takes to grow to the optimizer's, by as much in each."""
+
+    decay_steps: int = Field(default=0, ge=0)
+    """How many steps after the warm-up "linear" and "cosine" take to fall; 0 for all that are
+    left."""
+
+    final: float = Field(default=0.0, ge=0, le=1)
+    """The share of the rate that "linear" and "cosine" end with."""
+
+    step_every: int = Field(default=0, ge=0)
+    """After how many steps "step" multiplies the rate."""
+
+    factor: float = Field(default=0.1, gt=0, le=1)
+    """The factor by which "step" multiplies the rate."""
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        fields = type(self).model_fields
+        of_kinds = {
+            "decay_steps": ("linear", "cosine"),
+            "final": ("linear", "cosine"),
+            "step_every": ("step",),
+            "factor": ("step",),
+        }
+        for name, kinds in of_kinds.items():
+            value = getattr(self, name)
+            if self.kind not in kinds and value != fields[name].default:
+                raise ValueError(
+                    f"{name}={value} is for kind={' or '.join(map(repr, kinds))}, and the schedule "
+                    f"is {self.kind!r}; set the kind, or leave {name} out"
+                )
+        if self.kind == "step" and not self.step_every:
+            raise ValueError("kind='step' needs step_every, the steps between two of its changes")
+        return self
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the rate never changes."""
+        return self.kind == "constant" and not self.warm_up
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the rates are others in a longer run."""
+        return self.kind in ("linear", "cosine") and not self.decay_steps
+
+    def multiplier(self, step: int, num_steps: int) -> float:
+        """The rate of a step as a share of the optimizer's.
+
+        Args:
+            step: how many steps were trained before.
+            num_steps: how many steps the run has.
+        """
+        if step < self.warm_up:
+            return (step + 1) / self.warm_up
+        after = step - self.warm_up
+        if self.kind == "step":
+            return self.factor ** (after // self.step_every)
+        if self.kind == "constant":
+            return 1.0
+        length = self.decay_steps or max(1, num_steps - self.warm_up)
+        share = min(1.0, after / length)
+        if self.kind == "cosine":
+            share = (1 - math.cos(math.pi * share)) / 2
+        return 1.0 - (1.0 - self.final) * share
+
+
+class ScheduledOptimizerConfig(OptimizerConfig):
+    """The optimizers of a training program, the schedules of their rates, and clipping."""
+
+    schedule: RateSchedule = RateSchedule()
+    """The schedule of the tables' learning rate."""
+
+    dense_schedule: RateSchedule | None = None
+    """The schedule of the other parameters' learning rate, if it isn't that of the tables."""
+
+    dense_clip_norm: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """The largest Euclidean norm of the gradient of all other parameters together, to which a
+    larger one is scaled down; 0 for no bound."""
+
+    @property
+    def schedules(self) -> tuple[RateSchedule, RateSchedule]:
+        """The schedules of the tables and of the other parameters."""
+        return self.schedule, self.dense_schedule or self.schedule
+
+
+MEASURED = "measured"
+"""The `rank_speeds` that ranks measure while they train."""
+
+
+class CostConfig(Section):
+    """The cost of a sample, by its length; only the ratio of the two numbers counts."""
+
+    linear: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """The cost of one more id."""
+
+    quadratic: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """The cost of one more pair of ids, as attention has it."""
+
+    @model_validator(mode="after")
+    def _check_cost(self) -> Self:
+        if not self.linear and not self.quadratic:
+            raise ValueError(
+                "linear=0 and quadratic=0 make all samples free, so there is nothing to balance; "
+                "set one of them above 0"
+            )
+        return self
+
+    @property
+    def sample_cost(self) -> SampleCost:
+        """The cost as `BalancedBatches` takes it."""
+        return SampleCost(linear=self.linear, quadratic=self.quadratic)
+
+
+class BalanceConfig(Section):
+    """Samples that are dealt to the ranks by what they cost, so that no rank waits for others."""
+
+    cost: CostConfig = CostConfig()
+    """The cost of a sample; by default its length."""
+
+    lengths: tuple[str, ...] = ()
+    """The sparse features whose ids are a sample's length. Empty for the items that a sequence
+    model uses, and for all features of other models."""
+
+    shared_ids: float = Field(default=0.0, ge=0, lt=1)
+    """The share by which a rank's cost may grow so that samples with the same ids come together;
+    0 leaves them apart."""
+
+    rank_speeds: Literal["measured"] | tuple[float, ...] = ()
+    """A speed for each rank, which gets samples in proportion; or "measured", by the processor time
+    that each rank's steps take. Empty for ranks that are equally fast."""
+
+    smoothing: float = Field(default=0.1, gt=0, le=1)
+    """The weight of the newest step in measured speeds."""
+
+    mean_over_samples: bool = False
+    """Whether the loss of a model of your own is a mean over the samples of a rank's batch. It has
+    to be, and nothing but the model knows."""
+
+    @field_validator("rank_speeds", mode="before")
+    @classmethod
+    def _check_speeds(cls, speeds: Any) -> Any:
+        if speeds == MEASURED:
+            return speeds
+        are_numbers = isinstance(speeds, list | tuple) and all(
+            isinstance(speed, int | float) and not isinstance(speed, bool) for speed in speeds
+        )
+        if not are_numbers:
+            raise ValueError(f"give a list with a number for each rank, or {MEASURED!r}")
+        check_speeds(speeds)
+        return tuple(map(float, speeds))
+
+    @model_validator(mode="after")
+    def _check_smoothing(self) -> Self:
+        default = type(self).model_fields["smoothing"].default
+        if self.smoothing != default and self.rank_speeds != MEASURED:
+            raise ValueError(
+                f"smoothing={self.smoothing} is for rank_speeds={MEASURED!r}; set that, or leave "
+                "smoothing out"
+            )
+        return self
+
+
+class SamplesConfig(Section):
+    """Which samples of a global batch a rank trains."""
+
+    balance: BalanceConfig | None = None
+    """The deal of samples to ranks; without this section each rank trains those that it reads."""
+
+    @property
+    def balance_text(self) -> str:
+        """The difference from batches as they are read, in words; empty if there is none."""
+        if self.balance is None:
+            return ""
+        by_speed = " and ranks' speeds" if self.balance.rank_speeds else ""
+        shared = ", shared ids together" if self.balance.shared_ids else ""
+        return f", samples dealt by cost{by_speed}{shared}"

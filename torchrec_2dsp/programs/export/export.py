@@ -38,7 +38,7 @@ from torchrec_2dsp.programs.export.trained import trained_model
 from torchrec_2dsp.programs.models.kinds import dataset_for
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig
 from torchrec_2dsp.programs.models.tables import tables_of
-from torchrec_2dsp.programs.train.environment import environment
+from torchrec_2dsp.programs.train.results import environment
 
 DEFAULT_MAX_LOSS = 0.001
 """How much worse a metric of the served model may be, unless a user says something else."""

@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict
 
-from torchrec_2dsp.programs.config.json_file import JsonFile
+from torchrec_2dsp.programs.config.section import JsonFile
 from torchrec_2dsp.programs.export.served import ServedFeature, ServedModel
 from torchrec_2dsp.programs.train.config import TrainConfig
 

@@ -15,9 +15,9 @@ from torchrec_2dsp.programs.export.served import Answer, Request, ServedModel, f
 from torchrec_2dsp.programs.models.kinds import has_clicks, ranking_of
 from torchrec_2dsp.programs.models.ranking_metrics import ranking_metrics
 from torchrec_2dsp.programs.train.config import TrainConfig
-from torchrec_2dsp.programs.train.evaluation import ClickMetrics
-from torchrec_2dsp.programs.train.sections import LESS_IS_BETTER
-from torchrec_2dsp.programs.train.stepping import closing_batches
+from torchrec_2dsp.programs.train.metrics import ClickMetrics
+from torchrec_2dsp.programs.train.record import LESS_IS_BETTER
+from torchrec_2dsp.programs.train.steps import closing_batches
 
 _ROUNDING = 1e-5
 """How far a script's scores may be from those of the module that it was made of, relative to the

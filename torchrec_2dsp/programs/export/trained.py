@@ -11,8 +11,8 @@ from torchrec_2dsp.programs.data.dataset import Dataset
 from torchrec_2dsp.programs.export.source import ExportSource
 from torchrec_2dsp.programs.models.kinds import build_any_model
 from torchrec_2dsp.programs.models.splits import split_
-from torchrec_2dsp.programs.train.datasets import shape_of
-from torchrec_2dsp.programs.train.history import RunSettings
+from torchrec_2dsp.programs.train.checkpoints import RunSettings
+from torchrec_2dsp.programs.train.config import shape_of
 
 
 def trained_model(source: ExportSource, dataset: Dataset) -> nn.Module:

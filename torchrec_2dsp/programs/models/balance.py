@@ -14,8 +14,8 @@ from torch import nn
 from torchrec.datasets.utils import Batch
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.config.balance import MEASURED, BalanceConfig
 from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
+from torchrec_2dsp.programs.config.sections import MEASURED, BalanceConfig
 from torchrec_2dsp.programs.data.dataset import DatasetFeature
 from torchrec_2dsp.programs.models.kinds import ModelSection
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig

@@ -3,22 +3,20 @@
 import math
 from collections.abc import Iterator
 
-from torchrec_2dsp.programs.run_report.access_charts import add_access
-from torchrec_2dsp.programs.run_report.amounts import (
+from torchrec_2dsp.programs.run_report.charts import (
+    TITLES,
+    add_access,
+    best_evaluation,
     bytes_chart,
+    curve_chart,
     dense_bytes_chart,
     memory_chart,
+    metric_charts,
+    rates_chart,
     seconds_trained,
 )
 from torchrec_2dsp.programs.run_report.contents import RunContents, RunPart
-from torchrec_2dsp.programs.run_report.curves import (
-    TITLES,
-    best_evaluation,
-    curve_chart,
-    metric_charts,
-    rates_chart,
-)
-from torchrec_2dsp.programs.run_report.step_charts import add_steps
+from torchrec_2dsp.programs.run_report.steps import add_steps
 from torchrec_2dsp.report.charts import LineChart
 from torchrec_2dsp.report.page import Page
 from torchrec_2dsp.report.table import Table

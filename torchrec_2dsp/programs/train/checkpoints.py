@@ -1,8 +1,12 @@
 """`Checkpoints`: where a run's checkpoints lie, which it goes on from, and which stay."""
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_2dsp.comms.agreement import agreeing
@@ -13,7 +17,9 @@ from torchrec_2dsp.parallel.checkpoint.load import load_checkpoint
 from torchrec_2dsp.parallel.checkpoint.pending import PendingSave
 from torchrec_2dsp.parallel.checkpoint.save import save_checkpoint
 from torchrec_2dsp.parallel.train_state.state import TrainState
-from torchrec_2dsp.programs.train.sections import CheckpointConfig
+from torchrec_2dsp.programs.train.config import CheckpointConfig, TrainConfig
+from torchrec_2dsp.programs.train.metrics import Evaluation, Measured, Window
+from torchrec_2dsp.programs.train.results import StepsTrained
 
 _LAST, _BEST = "last", "best"
 """The folders of a run's newest checkpoints, and of those whose evaluation was the best so far."""
@@ -153,3 +159,158 @@ class Checkpoints:
 def _step_of(path: Path) -> int:
     """The number of steps in a checkpoint's name; 0 for a name without one."""
     return int(path.name) if path.name.isdecimal() else 0
+
+
+class RunHistory:
+    """All that a run has measured so far; equal on all ranks, and part of its train state."""
+
+    def __init__(self) -> None:
+        self.progress: list[StepsTrained] = []
+        """The curve of the run."""
+        self.evaluations: list[Evaluation] = []
+        """The evaluations of the run."""
+
+    @property
+    def losses(self) -> list[float]:
+        """The train loss of each step."""
+        return [loss for steps in self.progress for loss in steps.measured.losses]
+
+    @property
+    def seconds(self) -> float:
+        """The time that all steps took."""
+        return sum(steps.window.seconds for steps in self.progress)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The losses as a tensor, and the rest as plain values."""
+        return {
+            "losses": torch.tensor(self.losses, dtype=torch.float64),
+            "progress": [_plain_progress(steps) for steps in self.progress],
+            "evaluations": [asdict(evaluation) for evaluation in self.evaluations],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the history of an earlier life of the run."""
+        losses, end = state["losses"].tolist(), 0
+        self.progress = []
+        for plain in state["progress"]:
+            start, end = end, end + plain["num_losses"]
+            self.progress.append(_progress(plain, tuple(losses[start:end])))
+        self.evaluations = [
+            Evaluation(**{**plain, "losses": tuple(plain["losses"])})
+            for plain in state["evaluations"]
+        ]
+
+
+def _plain_progress(steps: StepsTrained) -> dict[str, Any]:
+    """Progress as plain values, without its losses and without what differs between ranks."""
+    return {
+        "step": steps.step,
+        "num_losses": len(steps.measured.losses),
+        "click_rate": steps.measured.click_rate,
+        "seconds": steps.window.seconds,
+        "memory_bytes": list(steps.window.memory_bytes),
+        "table_lr": steps.table_lr,
+        "dense_lr": steps.dense_lr,
+        "samples_per_s": steps.samples_per_s,
+    }
+
+
+def _progress(plain: Mapping[str, Any], losses: tuple[float, ...]) -> StepsTrained:
+    window = Window(
+        Measured(losses, plain["click_rate"]), plain["seconds"], tuple(plain["memory_bytes"])
+    )
+    rates = {key: plain[key] for key in ("step", "table_lr", "dense_lr", "samples_per_s")}
+    return StepsTrained(window=window, **rates)
+
+
+class RunSettings:
+    """The values of a config that a run can't change while it is stopped; in its train state.
+
+    They decide which samples a step trains and how, so that a run with others would be another run.
+    The mesh, and how rows travel, aren't among them.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        loop, optimizer = config.loop, config.optimizer
+        settings: dict[str, Any] = {
+            "loop": loop.model_dump(mode="json", include={"global_batch_size", "accumulate"}),
+            "data": config.data.model_dump(mode="json"),
+            "model": config.model.model_dump(mode="json", exclude={"sharding_types"}),
+            "optimizer": optimizer.model_dump(mode="json"),
+        }
+        if any(schedule.depends_on_length for schedule in optimizer.schedules):
+            settings["loop"]["steps"] = loop.steps
+        self._values = dict(_flat("", settings))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The settings by their keys in the config, each as JSON."""
+        return dict(self._values)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing to do: the settings are those of the save."""
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise unless the settings are those of the save.
+
+        Raises:
+            ConfigError: they differ; it names the first key that does.
+        """
+        for key in sorted(state.keys() | self._values.keys()):
+            saved, now = (values.get(key, "nothing") for values in (state, self._values))
+            if saved != now:
+                raise ConfigError(
+                    f"{key} was {saved} when the checkpoint was saved, and is {now} now, which "
+                    f"would be another run; set it back, or start a new run in another folder"
+                )
+
+
+def _flat(prefix: str, value: Any) -> list[tuple[str, str]]:
+    """The leaves of nested dicts and lists, by their dotted keys, as JSON."""
+    if isinstance(value, dict):
+        items = [(str(key), item) for key, item in value.items()]
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        items = [(str(number), item) for number, item in enumerate(value)]
+    else:
+        return [(prefix, json.dumps(value))]
+    return [
+        leaf for key, item in items for leaf in _flat(f"{prefix}.{key}" if prefix else key, item)
+    ]
+
+
+class LocalMoments:
+    """The state of this rank's dense optimizer, for the train state of a run with `LocalDense`.
+
+    Each rank has moments of its own there, of which a checkpoint keeps those of one rank.
+    """
+
+    def __init__(self, optimizer: KeyedOptimizer) -> None:
+        """
+        Args:
+            optimizer: the optimizer of this rank's own steps.
+        """
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """The state by the names of the parameters."""
+        state = self._optimizer.state
+        return {
+            name: dict(state[param])
+            for name, param in self._optimizer.params.items()
+            if param in state
+        }
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take over the state of this rank."""
+        self.load_rank_states([state])
+
+    @torch.no_grad()
+    def load_rank_states(self, states: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
+        """Take over the state of the first of these ranks; without one, that of the checkpoint."""
+        current: Any = self._optimizer.state
+        for name, saved in states[0].items() if states else ():
+            entries = current[self._optimizer.params[name]]
+            for entry, value in saved.items():
+                if isinstance(value, torch.Tensor):
+                    entries[entry].copy_(value)
+                else:
+                    entries[entry] = value

@@ -1,34 +1,192 @@
 """`TrainConfig`: what a training program does."""
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
-from torchrec_2dsp.programs.config.balance import SamplesConfig
-from torchrec_2dsp.programs.config.config_file import CalibrationPath, PathBesideConfig
+from torchrec_2dsp.programs.config.config_file import (
+    CalibrationPath,
+    OutputPath,
+    PathBesideConfig,
+    with_kinds,
+)
 from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
-from torchrec_2dsp.programs.config.kinds import with_kinds
-from torchrec_2dsp.programs.config.schedule import ScheduledOptimizerConfig
 from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.programs.config.sections import (
     ExchangeConfig,
+    ModelConfig,
     ReplicationConfig,
+    SamplesConfig,
+    ScheduledOptimizerConfig,
     SplitConfig,
 )
+from torchrec_2dsp.programs.data.dataset import BatchShape, Dataset, Split
+from torchrec_2dsp.programs.data.logs.sections import (
+    AvazuConfig,
+    CriteoConfig,
+    InteractionsConfig,
+    TableConfig,
+)
+from torchrec_2dsp.programs.data.logs.sequence_data import SequenceData
+from torchrec_2dsp.programs.data.logs.table_data import TableData
+from torchrec_2dsp.programs.data.synthetic_dataset import SyntheticData
+from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesConfig
 from torchrec_2dsp.programs.models.balance import check_balance, check_speeds_fit
 from torchrec_2dsp.programs.models.kinds import metrics_of
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig
 from torchrec_2dsp.programs.models.planned_section import ShardingTypes
-from torchrec_2dsp.programs.train.datasets import (
-    ENDLESS,
-    DataConfig,
-    PlannedModelConfig,
-    TrainedModelConfig,
-)
-from torchrec_2dsp.programs.train.sections import CheckpointConfig, LoopConfig, OutputConfig
+from torchrec_2dsp.programs.models.sequence.config import SequenceModelConfig
+from torchrec_2dsp.programs.models.two_tower import TwoTowerConfig
+
+
+class LoopConfig(Section):
+    """How long to train, how often to evaluate, and what to tell meanwhile."""
+
+    steps: int = Field(default=200, ge=1)
+    """How many steps to train, if the data has as many batches."""
+
+    global_batch_size: int = Field(default=1024, ge=1)
+    """Samples of all ranks together in a step."""
+
+    accumulate: int = Field(default=1, ge=1)
+    """How many batches a step is cut into: they are trained one after the other, and make one
+    update, that of the whole."""
+
+    eval_every: int = Field(default=0, ge=0)
+    """After how many steps to evaluate; 0 for the end alone."""
+
+    eval_steps: int = Field(default=20, ge=0)
+    """How many held-out batches to evaluate on; 0 for all there are."""
+
+    metric: str = ""
+    """The metric by which evaluations are compared: loss, ne or auc of clicks, loss, recall@k or
+    ndcg@k of rankings. Empty for ne, or for the last of the rankings."""
+
+    patience: int = Field(default=0, ge=0)
+    """After how many evaluations in a row that are no better than the best to stop; 0 for never."""
+
+    report_every: int = Field(default=10, ge=1)
+    """Steps between two reports of the progress."""
+
+    final_steps: int = Field(default=20, ge=1)
+    """The final train loss is the mean over so many last steps."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    """The device on which each rank computes."""
+
+    timeout_s: float = Field(default=1800, gt=0)
+    """How many seconds a rank may keep the others waiting before all of them give up, and name it.
+    What one rank does alone, such as making a vocabulary, has to be done in time."""
+
+    tensorboard_dir: OutputPath = ""
+    """The folder of TensorBoard scalars; empty for none."""
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of all ranks together in a batch, of which a step has `accumulate`."""
+        return self.global_batch_size // self.accumulate
+
+    @model_validator(mode="after")
+    def _check_batches(self) -> Self:
+        if self.global_batch_size % self.accumulate:
+            raise ValueError(
+                f"accumulate={self.accumulate} does not divide "
+                f"global_batch_size={self.global_batch_size}; a step is cut into equal batches"
+            )
+        if self.patience and not self.eval_every:
+            raise ValueError(
+                f"patience={self.patience} counts evaluations; set eval_every, or leave it out"
+            )
+        return self
+
+
+class CheckpointConfig(Section):
+    """Which checkpoints a run leaves, and how it saves them."""
+
+    folder: OutputPath = ""
+    """The folder of the checkpoints, with a folder for each run; empty for none."""
+
+    every: int = Field(default=1000, ge=1)
+    """Steps between two checkpoints; a run saves at its end as well."""
+
+    keep_last: int = Field(default=2, ge=1)
+    """How many of the newest checkpoints stay."""
+
+    keep_best: int = Field(default=1, ge=0)
+    """How many checkpoints stay of evaluations that were the best so far; 0 saves none of them."""
+
+    asynchronous: bool = False
+    """Whether a run trains on while a checkpoint is written, which takes memory for a copy."""
+
+
+class OutputConfig(Section):
+    """What a program leaves behind, beside checkpoints."""
+
+    folder: OutputPath = ""
+    """The folder of the config, the record and each run's plan and traces; empty for none."""
+
+
+class PlannedModelConfig(ModelConfig):
+    """TorchRec's DLRM or DCN, and what its planner may do."""
+
+    sharding_types: ShardingTypes = ("table_wise", "row_wise")
+    """The types that the planner may choose from. Column-wise shards have a row-wise moment each,
+    and data-parallel tables are trained by the dense optimizer: with those, runs on different
+    meshes train by different rules."""
+
+    @field_validator("sharding_types")
+    @classmethod
+    def _check_types(cls, types: tuple[str, ...]) -> tuple[str, ...]:
+        if not types:
+            raise ValueError("it is empty; name at least one sharding type")
+        return types
+
+
+DataConfig = Annotated[
+    SyntheticData
+    | SyntheticSequencesConfig
+    | TableConfig
+    | CriteoConfig
+    | AvazuConfig
+    | InteractionsConfig,
+    Field(discriminator="kind"),
+]
+"""A section ``[data]``: of one kind, with a method ``dataset()`` that makes the `Dataset`."""
+
+TrainedModelConfig = Annotated[
+    PlannedModelConfig | SequenceModelConfig | TwoTowerConfig | OwnModelConfig,
+    Field(discriminator="kind"),
+]
+"""A section ``[model]``, of one kind."""
+
+ENDLESS = ("synthetic", "synthetic_sequences")
+"""The kinds whose batches never end."""
+
+
+def shape_of(config: Any, dataset: Dataset) -> BatchShape:
+    """The features that a model is built and planned for.
+
+    Synthetic clicks describe them themselves, and with them which rows are used most.
+    """
+    return config if isinstance(config, SyntheticData) else dataset
+
+
+def splits_of(dataset: Dataset) -> str:
+    """What of a log is trained on, and what is held out, in words; empty for data without files."""
+    if isinstance(dataset, TableData):
+        rows, held_out = (dataset.num_rows(split) for split in (Split.TRAIN, Split.EVAL))
+        return f"{rows:,} rows to train on, {held_out:,} rows held out: {dataset.held_out.words}"
+    if isinstance(dataset, SequenceData):
+        log = dataset.log
+        left_out = f", {log.num_left_out:,} others have too few" if log.num_left_out else ""
+        return (
+            f"{log.num_users:,} users with {len(log.items):,} uses of {len(log.item_names):,} "
+            f"items{left_out}; held out: the last of each user"
+        )
+    return ""
 
 
 class RunConfig(SamplesConfig, SplitConfig, ReplicationConfig, ExchangeConfig):

@@ -4,8 +4,7 @@ import statistics
 from typing import ClassVar
 
 from torchrec_2dsp.programs.bench.results import BenchSetting
-from torchrec_2dsp.programs.config.json_file import JsonFile
-from torchrec_2dsp.programs.config.section import Section
+from torchrec_2dsp.programs.config.section import JsonFile, Section
 
 SYNC_BENCH_FORMAT = 1
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.config.output_file import replace_whole
+from torchrec_2dsp.programs.config.section import replace_whole
 from torchrec_2dsp.programs.data.logs.blocks import LogBlock
 from torchrec_2dsp.programs.data.logs.files import fingerprint
 

@@ -1,0 +1,358 @@
+"""The charts of a run's page: curves over the steps, memory, bytes, and rows by use."""
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.run_report.contents import RunContents, RunPart
+from torchrec_2dsp.programs.train.record import LESS_IS_BETTER, CurvePoint, EvaluationRecord
+from torchrec_2dsp.report.charts import PALETTE, Axis, BarChart, Bars, Dash, Line, LineChart
+from torchrec_2dsp.report.page import Page
+
+TITLES = {
+    "loss": "Loss",
+    "ne": "Normalized entropy (NE)",
+    "auc": "AUC",
+    "calibration": "Calibration (predicted over observed clicks)",
+}
+"""What pages call the metrics that have another name in records."""
+_WITHOUT_BEST = ("calibration",)
+"""Metrics whose largest and smallest values are no better than others."""
+_EXPECTED_COLOUR = "#777777"
+_DASHES: tuple[Dash, ...] = ("-", "--", ":", "-.")
+_STEPS = Axis(title="step")
+
+Figure = Callable[[CurvePoint], float | None]
+"""What is read from a point."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """How the lines of a run look, in all charts."""
+
+    colour: str
+    """The colour as ``#rrggbb``."""
+
+    dash: Dash
+    """The dash: where runs have equal figures, the first line is seen through the others."""
+
+
+def looks(contents: RunContents) -> dict[str, Look]:
+    """The look of each run, by its name."""
+    return {
+        run.name: Look(PALETTE[place % len(PALETTE)], _DASHES[place % len(_DASHES)])
+        for place, run in enumerate(contents.runs)
+    }
+
+
+def curve_chart(contents: RunContents, title: str, figure: Figure) -> LineChart | None:
+    """A figure of all runs over the steps; `None` if no run has it."""
+    look_of = looks(contents)
+    lines = [
+        _line(points, name=run.name, look=look_of[run.name])
+        for run in contents.runs
+        if (points := _numbers((point.step, figure(point)) for point in run.curve))
+    ]
+    return LineChart(lines, x=_STEPS, y=Axis(title=title)) if lines else None
+
+
+def rates_chart(contents: RunContents) -> LineChart | None:
+    """The learning rates; runs with equal rates share a line. `None` if no run has any."""
+    look_of = looks(contents)
+    runs_of: dict[tuple[str, tuple[tuple[int, float], ...]], list[str]] = {}
+    figures: tuple[tuple[str, Figure], ...] = (
+        ("tables", lambda point: point.table_lr),
+        ("dense part", lambda point: point.dense_lr),
+    )
+    for part, figure in figures:
+        for run in contents.runs:
+            if points := _numbers((point.step, figure(point)) for point in run.curve):
+                # Some optimizers keep their rate in float32.
+                rates = tuple((step, float(f"{rate:.6g}")) for step, rate in points)
+                runs_of.setdefault((part, rates), []).append(run.name)
+    lines = [
+        _line(
+            points,
+            name=f"{part}: {', '.join(names)}",
+            look=Look(look_of[names[0]].colour, "-" if part == "tables" else "--"),
+        )
+        for (part, points), names in runs_of.items()
+    ]
+    return LineChart(lines, x=_STEPS, y=Axis(title="learning rate")) if lines else None
+
+
+def metric_charts(contents: RunContents) -> Iterator[tuple[str, LineChart]]:
+    """The name and the chart of each metric of evaluations that has a number."""
+    metrics = dict.fromkeys(
+        metric
+        for run in contents.runs
+        for evaluation in run.evaluations
+        for metric, value in evaluation.metrics.items()
+        if math.isfinite(value)
+    )
+    look_of = looks(contents)
+    for metric in metrics:
+        lines = []
+        for run in contents.runs:
+            points = _numbers((part.step, part.metrics.get(metric)) for part in run.evaluations)
+            if not points:
+                continue
+            look = look_of[run.name]
+            lines.append(_line(points, name=run.name, look=look, marker="o"))
+            best = best_evaluation(run, metric)
+            if best is not None and metric not in _WITHOUT_BEST and len(points) > 1:
+                value = best.metrics[metric]
+                lines.append(_star(best.step, value, f"{run.name}, best: {value:.5g}", look.colour))
+        yield metric, LineChart([*lines, *_planted(contents, metric)], x=_STEPS, y=_axis(metric))
+
+
+def best_evaluation(run: RunPart, metric: str) -> EvaluationRecord | None:
+    """The first evaluation that no other one beats; `None` if none has a number."""
+    numbered = [
+        part for part in run.evaluations if math.isfinite(part.metrics.get(metric, math.nan))
+    ]
+    sign = 1 if metric in LESS_IS_BETTER else -1
+    return min(numbered, key=lambda part: sign * part.metrics[metric], default=None)
+
+
+def _axis(metric: str) -> Axis:
+    title = TITLES.get(metric, metric)
+    if metric in _WITHOUT_BEST:
+        return Axis(title=title)
+    return Axis(title=f"{title}, {'less' if metric in LESS_IS_BETTER else 'more'} is better")
+
+
+def _planted(contents: RunContents, metric: str) -> list[Line]:
+    """What the model behind the labels reaches, over all steps."""
+    planted_ne = None if contents.record is None else contents.record.planted_ne
+    if metric != "ne" or planted_ne is None or not math.isfinite(planted_ne):
+        return []
+    steps = [part.step for run in contents.runs for part in run.evaluations]
+    ends = (min(steps), max(steps)) if min(steps) < max(steps) else (0, max(steps))
+    points = [(step, planted_ne) for step in ends]
+    name = "the model behind the labels"
+    return [_line(points, name=name, look=Look(_EXPECTED_COLOUR, ":"))]
+
+
+def _numbers(points: Iterator[tuple[int, float | None]]) -> list[tuple[int, float]]:
+    """The points that have a number; what a run didn't measure, or lost, has none."""
+    return [(x, y) for x, y in points if y is not None and math.isfinite(y)]
+
+
+def _line(
+    points: Sequence[tuple[int, float]],
+    *,
+    name: str,
+    look: Look,
+    marker: str = "",
+) -> Line:
+    # A single point would be invisible without a marker.
+    marker = marker or ("o" if len(points) == 1 else "")
+    x, y = [x for x, _ in points], [y for _, y in points]
+    return Line(x=x, y=y, name=name, colour=look.colour, dash=look.dash, marker=marker)
+
+
+def _star(x: int, y: float, text: str, colour: str) -> Line:
+    return Line(x=[x], y=[y], hover=[text], way="points", marker="*", colour=colour)
+
+
+_GB = 1e9
+_MAX_NAMES = 64
+_PHASES = ("rows", "replicas", "dense gradients")
+
+
+def memory_chart(contents: RunContents) -> LineChart | None:
+    """The most memory that each rank has used, of the runs that are over; `None` before that."""
+    look_of = looks(contents)
+    lines = [
+        Line(
+            x=list(range(len(run.record.memory_bytes))),
+            y=[num_bytes / _GB for num_bytes in run.record.memory_bytes],
+            name=run.name,
+            marker="o",
+            way="points",
+            colour=look_of[run.name].colour,
+        )
+        for run in contents.runs
+        if run.record is not None and run.record.memory_bytes
+    ]
+    if not lines:
+        return None
+    num_ranks = max(len(line.x) for line in lines)
+    # More names than these would cover each other.
+    names = [str(rank) for rank in range(num_ranks)] if num_ranks <= _MAX_NAMES else []
+    most = max(max(line.y) for line in lines)
+    return LineChart(
+        lines,
+        x=Axis(title="rank", limits=(-0.5, num_ranks - 0.5), names=names),
+        y=Axis(title="most memory of the rank's process, GB", limits=(0, 1.1 * most)),
+    )
+
+
+def bytes_chart(contents: RunContents) -> BarChart | None:
+    """The bytes that a rank sends per step, by phase; `None` if nothing was counted.
+
+    Where numbers are encoded, what they would take otherwise is another place of the chart.
+    """
+    sent_bytes: dict[str, dict[str, float]] = {phase: {} for phase in _PHASES}
+    places = []
+    for run in contents.runs:
+        before, after = _bytes_by_phase(run)
+        if not any([*before.values(), *after.values()]):
+            continue
+        states = [(run.name, after)]
+        if before != after:
+            states = [(f"{run.name}, before encoding", before), (f"{run.name}, sent", after)]
+        for place, by_phase in states:
+            places.append(place)
+            for phase, num_bytes in by_phase.items():
+                sent_bytes[phase][place] = num_bytes
+    unit, unit_bytes = _unit([sum(amounts) for amounts in _by_place(sent_bytes, places)])
+    bars = [
+        Bars(name=phase, values={place: amount / unit_bytes for place, amount in values.items()})
+        for phase, values in sent_bytes.items()
+        if any(values.values())
+    ]
+    if not bars:
+        return None
+    # A chart of one kind of bars has no legend.
+    what = f"{unit} of {bars[0].name}" if len(bars) == 1 else unit
+    return BarChart(bars, places=places, title=f"{what} per rank and step")
+
+
+def _by_place(
+    sent_bytes: Mapping[str, Mapping[str, float]], places: Sequence[str]
+) -> list[list[float]]:
+    """The bytes of all phases, for each place of a chart."""
+    return [[by_place.get(place, 0.0) for by_place in sent_bytes.values()] for place in places]
+
+
+def _unit(amounts: Sequence[float]) -> tuple[str, float]:
+    """The unit in which amounts of bytes are read well, and how many bytes it is."""
+    most = max(amounts, default=0.0)
+    units = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
+    fitting = [name for name, num_bytes in units.items() if most >= num_bytes]
+    name = fitting[-1] if fitting else "kB"
+    return name, units[name]
+
+
+def _bytes_by_phase(run: RunPart) -> tuple[dict[str, float], dict[str, float]]:
+    """Bytes per step before they were encoded, and as they were sent."""
+    before: dict[str, float] = {}
+    after: dict[str, float] = {}
+    record = run.record
+    if record is not None:
+        if record.rows_bytes_per_step:
+            after["rows"] = record.rows_bytes_per_step
+            before["rows"] = record.rows_fp32_bytes_per_step or record.rows_bytes_per_step
+        after["replicas"] = record.sync_bytes_per_step
+        before["replicas"] = record.sync_fp32_bytes_per_step or record.sync_bytes_per_step
+    dense = [point for point in run.curve if point.dense_bytes_per_step is not None]
+    if dense:
+        steps = _num_steps(run.curve)
+        weights = [steps[point.step] for point in dense]
+        sent, whole = zip(*map(_dense_bytes, dense), strict=True)
+        after["dense gradients"] = _mean(weights, sent)
+        before["dense gradients"] = _mean(weights, whole)
+    return before, after
+
+
+def dense_bytes_chart(contents: RunContents) -> LineChart | None:
+    """What thresholded dense gradients take over the steps; `None` without any."""
+    curves = {
+        run.name: points
+        for run in contents.runs
+        if (points := [point for point in run.curve if point.dense_bytes_per_step is not None])
+    }
+    if not curves:
+        return None
+    look_of, lines = looks(contents), []
+    amounts = [_dense_bytes(point) for points in curves.values() for point in points]
+    most = max(max(pair) for pair in amounts)
+    unit, unit_bytes = _unit([most])
+    for name, points in curves.items():
+        steps = [point.step for point in points]
+        sent, whole = zip(*map(_dense_bytes, points), strict=True)
+        drawn: list[tuple[str, Dash, Sequence[float]]] = [
+            (f"{name}, had all been sent", ":", whole),
+            (name, "-", sent),
+        ]
+        for title, dash, num_bytes in drawn:
+            y = [amount / unit_bytes for amount in num_bytes]
+            lines.append(Line(x=steps, y=y, name=title, colour=look_of[name].colour, dash=dash))
+    return LineChart(
+        lines,
+        x=Axis(title="step"),
+        y=Axis(
+            title=f"{unit} that rank 0 sends per step",
+            limits=(0, 1.1 * most / unit_bytes) if most else None,
+        ),
+    )
+
+
+def _dense_bytes(point: CurvePoint) -> tuple[float, float]:
+    """Bytes of dense gradients per step: as sent, and had all been sent."""
+    return point.dense_bytes_per_step or 0.0, point.dense_fp32_bytes_per_step or 0.0
+
+
+def seconds_trained(run: RunPart, global_batch_size: int) -> float | None:
+    """How long a run has trained, evaluations left out; `None` if its curve has no speed."""
+    steps = _num_steps(run.curve)
+    if not run.curve or not all(point.samples_per_s for point in run.curve):
+        return None
+    return sum(
+        steps[point.step] * global_batch_size / (point.samples_per_s or 1.0) for point in run.curve
+    )
+
+
+def _num_steps(curve: Sequence[CurvePoint]) -> dict[int, int]:
+    """How many steps each point of a curve is of, by its last step."""
+    ends = [point.step for point in curve]
+    return {end: end - before for before, end in zip([0, *ends], ends, strict=False)}
+
+
+def _mean(weights: Sequence[int], values: Sequence[float]) -> float:
+    return sum(map(operator.mul, weights, values)) / sum(weights)
+
+
+_MAX_TABLES = 28
+"""How many lines a chart has at most: as many as colours and dashes tell apart."""
+
+
+def add_access(page: Page, contents: RunContents) -> None:
+    """Add a chart for each pair of statistics and hot rows that runs have."""
+    runs_of: dict[tuple[str, tuple[tuple[str, int], ...]], list[str]] = {}
+    for run in contents.runs:
+        if path := run.config.get("access"):
+            runs_of.setdefault((path, tuple(_hot_rows(run).items())), []).append(run.name)
+    for (path, hot_rows), names in runs_of.items():
+        _add_chart(page, f"Rows by use, for {', '.join(names)}", path, dict(hot_rows))
+
+
+def _hot_rows(run: RunPart) -> dict[str, int]:
+    """How many rows of each table are hot."""
+    lines = () if run.plan is None else run.plan.lines
+    return {line.name: line.num_hot for line in lines if line.num_hot}
+
+
+def _add_chart(page: Page, heading: str, path: str, hot_rows: dict[str, int]) -> None:
+    # Reading Parquet takes a while to load, which most runs have no need of.
+    from torchrec_2dsp.access.plot import cdf_chart
+    from torchrec_2dsp.access.stats import AccessStats
+
+    try:
+        stats = AccessStats.load(path)
+    except ConfigError as error:
+        # A log may have been counted anew or moved since; the rest of the page holds.
+        page.add_text(f"{heading}: the statistics can't be shown. {error}")
+        return
+    most_used = sorted(stats, key=lambda name: -stats[name].num_lookups)[:_MAX_TABLES]
+    page.add_lines(heading, cdf_chart({name: stats[name] for name in most_used}, hot_rows))
+    left_out = len(stats) - len(most_used)
+    page.add_text(
+        ("A mark shows how many rows are hot. " if hot_rows else "No row is hot. ")
+        + (f"The {left_out} tables with the fewest lookups are left out. " if left_out else "")
+        + f"Counted in {path}."
+    )

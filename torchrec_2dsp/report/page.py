@@ -1,6 +1,5 @@
 """`Page`: a report as one HTML file, with tables to sort and plots that answer to the mouse."""
 
-from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,13 +86,7 @@ class Page:
 
     def add_table(self, heading: str, table: Table) -> None:
         """Add a table that is sorted by a click on a column's name."""
-        kinds = [' class="words"' if name in table.words else "" for name in table.headings]
-        head = _cells("th", table.headings, kinds)
-        body = "\n".join(_cells("td", row, kinds) for row in table.rows)
-        self._parts.append(
-            f'<h2>{escape(heading)}</h2>\n<div class="wide"><table><thead>{head}</thead>\n'
-            f"<tbody>{body}</tbody></table></div>"
-        )
+        self._parts.append(f'<h2>{escape(heading)}</h2>\n<div class="wide">{table.html()}</div>')
 
     def add_lines(self, heading: str, chart: LineChart) -> None:
         """Add a line chart that is as wide as the page.
@@ -155,10 +148,3 @@ class Page:
     def write(self, path: str | Path) -> None:
         """Write the page to a file."""
         Path(path).write_text(self.html(), encoding="utf-8")
-
-
-def _cells(tag: str, cells: Sequence[str], kinds: Sequence[str]) -> str:
-    elements = (
-        f"<{tag}{kind}>{escape(cell)}</{tag}>" for cell, kind in zip(cells, kinds, strict=True)
-    )
-    return f"<tr>{''.join(elements)}</tr>"

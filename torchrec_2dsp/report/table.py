@@ -1,16 +1,31 @@
-"""`Table`: rows under headings, as plain text and as Markdown; a `Page` shows them as well."""
+"""`Table`: the project's one table renderer, for terminals, Markdown and HTML.
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+table.text(width)       plain lines, long cells folded       logs, files
+console.print(table)    the same lines, with row styles      terminals, through rich
+table.markdown()        padded pipes, cells escaped          benchmark pages, study reports
+table.html()            an element that a `Page` can sort    HTML reports
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
 from itertools import zip_longest
 from textwrap import wrap
+from typing import Any
+
+MISSING = "-"
+"""The cell for a value that isn't known."""
 
 _GAP = "  "
+_WORDS_CLASS = ' class="words"'
+_NARROW_WORDS = 8
+"""Columns of words are folded to this width before columns of numbers are folded at all."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of texts, with a heading for each column.
+    """Rows of text cells under headings.
 
     Example:
         >>> from torchrec_2dsp.report.table import Table
@@ -21,50 +36,108 @@ class Table:
         left    1.5
         right  12.5
         >>> print(table.markdown())
-        | rank | ms |
-        | --- | ---: |
-        | left | 1.5 |
+        | rank  |   ms |
+        | :---- | ---: |
+        | left  |  1.5 |
         | right | 12.5 |
     """
 
     headings: Sequence[str]
-    """The names of the columns."""
+    """The column names; a line break in one is kept in text and a space elsewhere."""
 
     rows: Sequence[Sequence[str]]
-    """The cells of each row, one per column."""
+    """Each row's cells, one per column."""
 
     words: Collection[str] = ()
-    """The headings of columns that have words, which begin at the left; numbers end at the
-    right."""
+    """Headings of the left-aligned columns; the others are numbers, aligned right."""
+
+    title: str = field(default="", kw_only=True)
+    """A line above the table, in text and terminals only: pages have headings."""
+
+    styles: Mapping[int, str] = field(default_factory=dict, kw_only=True)
+    """Rich styles by row number, such as ``{0: "bold red"}``; only terminals show them."""
 
     def text(self, width: int = 100) -> str:
-        """The table in lines of at most ``width`` characters; long cells are folded."""
-        columns = list(zip(self.headings, *self.rows, strict=True))
-        widths = _widths([max(map(len, column)) for column in columns], width)
-        head, *rows = (self._lines(row, widths) for row in (self.headings, *self.rows))
-        rule = "─" * (sum(widths) + len(_GAP) * (len(widths) - 1))
-        return "\n".join([*head, rule, *(line for lines in rows for line in lines)])
+        """Return lines with at most ``width`` characters; long cells are folded."""
+        return "\n".join(line for line, _ in self._styled_lines(width))
 
     def markdown(self) -> str:
-        """The table as Markdown has it."""
-        kinds = ["---" if heading in self.words else "---:" for heading in self.headings]
-        return "\n".join(f"| {' | '.join(row)} |" for row in (self.headings, kinds, *self.rows))
-
-    def _lines(self, row: Sequence[str], widths: Sequence[int]) -> list[str]:
-        """The lines of one row."""
-        folded = [wrap(cell, width) or [""] for cell, width in zip(row, widths, strict=True)]
-        return [
-            _GAP.join(
-                cell.ljust(width) if heading in self.words else cell.rjust(width)
-                for heading, cell, width in zip(self.headings, cells, widths, strict=True)
-            ).rstrip()
-            for cells in zip_longest(*folded, fillvalue="")
+        """Return a Markdown table that is readable as plain text."""
+        cells = [[escape_markdown(cell) for cell in row] for row in (self.headings, *self.rows)]
+        widths = [max(4, *map(len, column)) for column in zip(*cells, strict=True)]
+        rule = [
+            ":" + "-" * (width - 1) if is_words else "-" * (width - 1) + ":"
+            for width, is_words in zip(widths, self._is_words, strict=True)
         ]
+        return "\n".join(
+            f"| {' | '.join(self._padded(row, widths))} |" for row in (cells[0], rule, *cells[1:])
+        )
+
+    def html(self) -> str:
+        """Return a ``<table>`` whose word columns have the class ``words``."""
+        head = self._html_row("th", self.headings)
+        body = "\n".join(self._html_row("td", row) for row in self.rows)
+        return f"<table><thead>{head}</thead>\n<tbody>{body}</tbody></table>"
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich.text import Text
+
+        for line, style in self._styled_lines(options.max_width):
+            yield Text(line, style=style, no_wrap=True)
+
+    @property
+    def _is_words(self) -> list[bool]:
+        return [heading in self.words for heading in self.headings]
+
+    def _styled_lines(self, room: int) -> Iterator[tuple[str, str]]:
+        widths = self._widths(room)
+        if self.title:
+            yield from ((line, "bold") for line in wrap(self.title, room))
+        yield from ((line, "bold") for line in self._folded(self.headings, widths))
+        yield "─" * (sum(widths) + len(_GAP) * (len(widths) - 1)), ""
+        for number, row in enumerate(self.rows):
+            for line in self._folded(row, widths):
+                yield line, self.styles.get(number, "")
+
+    def _widths(self, room: int) -> list[int]:
+        columns = zip(self.headings, *self.rows, strict=True)
+        widths = [
+            max(len(line) for cell in column for line in cell.split("\n")) for column in columns
+        ]
+        while sum(widths) + len(_GAP) * (len(widths) - 1) > room and max(widths) > 1:
+            words = [w for w, is_words in zip(widths, self._is_words, strict=True) if is_words]
+            widest = max(words, default=0)
+            widths[widths.index(widest if widest > _NARROW_WORDS else max(widths))] -= 1
+        return widths
+
+    def _folded(self, row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+        folded = [
+            [line for part in cell.split("\n") for line in wrap(part, width) or [""]]
+            for cell, width in zip(row, widths, strict=True)
+        ]
+        for cells in zip_longest(*folded, fillvalue=""):
+            yield _GAP.join(self._padded(cells, widths)).rstrip()
+
+    def _padded(self, cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+        for cell, width, is_words in zip(cells, widths, self._is_words, strict=True):
+            yield cell.ljust(width) if is_words else cell.rjust(width)
+
+    def _html_row(self, tag: str, cells: Sequence[str]) -> str:
+        elements = (
+            f"<{tag}{_WORDS_CLASS if is_words else ''}>{escape(cell)}</{tag}>"
+            for cell, is_words in zip(cells, self._is_words, strict=True)
+        )
+        return f"<tr>{''.join(elements)}</tr>"
 
 
-def _widths(natural: Sequence[int], room: int) -> list[int]:
-    """The widths of columns: their own, or less for the widest of them so that all have room."""
-    widths = list(natural)
-    while sum(widths) + len(_GAP) * (len(widths) - 1) > room and max(widths) > 1:
-        widths[widths.index(max(widths))] -= 1
-    return widths
+def escape_markdown(text: str) -> str:
+    r"""Return text on one line, which Markdown shows as it is.
+
+    Example:
+        >>> from torchrec_2dsp.report.table import escape_markdown
+        >>> print(escape_markdown("a|b of row_wise"))
+        a\|b of row_wise
+    """
+    text = re.sub(r"([\\`*<>|]|\](?=[(\[:]))", r"\\\1", " ".join(text.split()))
+    # An underscore between letters is just that, as is a bracket that no link follows.
+    return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)

@@ -20,7 +20,7 @@ import torchrec_2dsp as tdsp
 from tests.fuzz.batches import LocalBatch
 from tests.fuzz.case import Case, ModuleCase, TableCase, feature_name, table_name
 from tests.fuzz.oracle import POSITION_WEIGHT, losses_of, output_names
-from tests.fuzz.weights import initial_dense, initial_tables
+from tests.fuzz.state import initial_dense, initial_tables
 
 _TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16}
 

@@ -45,3 +45,20 @@ class Seen:
     left_out: dict[int, torch.Tensor] = field(default_factory=dict)
     """What this rank hasn't sent yet at a read of the state, in the form of a mean's share."""
     num_synced_rows: int = 0
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What became of one rank."""
+
+    outcome: str
+    """``"returned"``, ``"raised"``, ``"died"`` or ``"hung"``."""
+    seen: Seen | None = None
+    error: str = ""
+    """The type of what it raised."""
+    is_ours: bool = False
+    """Whether that is a `TwoDError`."""
+    message: str = ""
+    """What the error says, or how the process ended."""
+    trace: str = ""
+    """A traceback, or the end of what the process wrote."""

@@ -8,8 +8,7 @@ import torch
 from tests.fuzz.case import Case
 from tests.fuzz.judge import judge
 from tests.fuzz.oracle import expect
-from tests.fuzz.processes import RankReport
-from tests.fuzz.seen import Piece, Seen, StateSeen
+from tests.fuzz.seen import Piece, RankReport, Seen, StateSeen
 
 CASE = Case(optimizer="adagrad")
 """One table of 16 rows on two ranks."""

@@ -12,9 +12,8 @@ import torch
 
 from tests.fuzz.actions import actions_of
 from tests.fuzz.case import Case
-from tests.fuzz.noise import SIGNS, Noise
-from tests.fuzz.oracle import Expected, expect
-from tests.fuzz.wire import BY_OWNER
+from tests.fuzz.oracle import BY_OWNER, Expected, expect
+from tests.fuzz.state import SIGNS, Noise
 
 BASE = 4e-6
 """What may differ anyway, relative to numbers of about 1: TorchRec averages row-wise bags by their

@@ -1,0 +1,354 @@
+"""The oracle's tables: initial weights, rounding, and the state of each table and module."""
+
+import copy
+import itertools
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+import torchrec_2dsp as tdsp
+from tests.fuzz.case import DTYPES, Case, TableCase, table_name
+from torchrec_2dsp.codecs.rows import FloatRows
+from torchrec_2dsp.plan.sync_policy import parse_policy
+
+LR, EPS = 0.05, 1e-2
+"""``EPS`` is large enough that a gradient which cancels to rounding is no full AdaGrad step."""
+OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
+"""The rate and the momentum by which ranks that meet move by the mean of their changes."""
+
+
+def initial_tables(case: Case) -> dict[str, torch.Tensor]:
+    """The weights of all tables, in their types."""
+    return {
+        name: (0.3 * _normal(case, index, (table.rows, table.dim))).to(DTYPES[table.dtype])
+        for index, (name, table) in enumerate(case.tables.items())
+    }
+
+
+def initial_dense(case: Case) -> dict[str, torch.Tensor]:
+    """The parameters of the dense part, by the names that they have in it."""
+    width = sum(table.dim * len(table.features) for table in case.tables.values())
+    widths = [width, *case.dense.hidden, 1]
+    params = {}
+    for number, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
+        # There is an activation between any two.
+        name, index = f"layers.{2 * number}", 1_000 + 2 * number
+        params[f"{name}.weight"] = 0.4 * _normal(case, index, (outputs, inputs))
+        params[f"{name}.bias"] = 0.1 * _normal(case, index + 1, (outputs,))
+    if case.dense.has_shortcut:
+        params["shortcut.weight"] = 0.4 * _normal(case, 1_100, (1, width))
+    return params
+
+
+def _normal(case: Case, index: int, shape: tuple[int, ...]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(case.seed * 2_000 + index)
+    return torch.randn(shape, generator=generator)
+
+
+_SHARE_OF_ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How numbers are rounded on their way; nowhere by default."""
+
+    dtype: torch.dtype = torch.float64
+    """The type of all arithmetic."""
+    signs: tuple[int, int] | None = None
+    """How rounded numbers are off: the signs of neighbouring rows (of ranks, or samples) and of
+    neighbouring columns. Each choice is the worst one somewhere, where others cancel."""
+    rounds: bool = False
+    """Whether numbers that travel are really rounded, as the ranks do it."""
+    nudge: float = 0.0
+    """The share of its row's largest number by which a number is larger before it is rounded."""
+
+    def rounded(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The values with errors of the size that rounding to a type has at worst.
+
+        Rounding itself may hit a number by chance and be no measure.
+        """
+        share = _SHARE_OF_ROUNDING[dtype]
+        if self.signs is None or not share:
+            return values
+        return values * (1 + share * self._signs_of(values, self.signs))
+
+    def sent(
+        self, values: torch.Tensor, transport: tdsp.Transport, width: int | None = None
+    ) -> torch.Tensor:
+        """The values as they come after they have travelled.
+
+        Args:
+            values: their last dimension is that of rows.
+            transport: how they travel.
+            width: how many numbers have a scale in common; by default those of a whole row.
+        """
+        width = width or values.shape[-1]
+        codec = transport.codec_for(width)
+        if codec.is_exact or not values.numel():
+            return values
+        if self.rounds:
+            rows = values.reshape(-1, width)
+            rows = (rows + self.nudge * rows.abs().amax(dim=1, keepdim=True)).float()
+            return codec.decode(codec.encode(rows), width).view(values.shape).to(values.dtype)
+        if isinstance(codec, FloatRows):
+            return self.rounded(values, codec.dtype)
+        if self.signs is None:
+            return values
+        bounds = codec.error_bound(values.float().reshape(-1, width))
+        bounds = bounds[:, None].expand(-1, width).reshape(values.shape)
+        come = values + bounds.to(values.dtype) * self._signs_of(values, self.signs)
+        # Integers have the sign of their number, or are zero.
+        return torch.where(come * values > 0, come, 0.0)
+
+    def _signs_of(self, values: torch.Tensor, signs: tuple[int, int]) -> torch.Tensor:
+        pattern = torch.ones_like(values)
+        pattern[1::2] *= signs[0]
+        pattern[..., 1::2] *= signs[1]
+        return pattern
+
+
+SIGNS = ((1, 1), (-1, 1), (1, -1))
+"""Those that are tried."""
+
+
+ROW_WISE = ("rowwise_adagrad", "moment_scaled", "delayed_moment")
+"""Optimizers with one moment for each row of a column shard."""
+
+
+class TableState:
+    """What a table's training has come to."""
+
+    def __init__(
+        self, case: Case, table: TableCase, weight: torch.Tensor, *, is_copied: bool, noise: Noise
+    ) -> None:
+        """
+        Args:
+            case: says how it is trained.
+            table: which one.
+            weight: what it starts from.
+            is_copied: whether each group has a copy that it trains by itself.
+            noise: of the transport, and of the type of the table.
+        """
+        self._table, self._noise = table, noise
+        self._transport = tdsp.Transport(case.sync.transport)
+        is_still = table.sharding == "data_parallel"
+        self._is_sent = case.groups > 1 and not table.once and not is_still
+        self._is_sent_hot = case.world_size > 1
+        self._groups = [case.mesh.group_of(rank) for rank in range(case.world_size)]
+        self.is_copied = is_copied
+        """Whether each group has a copy that it trains by itself."""
+        self.weights = weight.expand(case.groups if is_copied else 1, -1, -1).clone()
+        """The weights of each copy: ``[copies, rows, dim]``."""
+        # A dense optimizer trains data-parallel tables.
+        self._rule = "sgd" if table.sharding == "data_parallel" else case.optimizer
+        moments_per_row = {"adagrad": table.dim, "sgd": 0}.get(self._rule, table.num_blocks)
+        self._moments = torch.zeros(len(self.weights), table.rows, moments_per_row).to(weight)
+        self._synced = (self.weights[0].clone(), self._moments[0].clone())
+        self._scale = 1.0
+        if self._rule == "moment_scaled" and case.sync.kind == "weight" and is_copied:
+            self._scale = float(case.groups)
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether its optimizer has a state."""
+        return self._moments.shape[2] > 0
+
+    def weights_of(self, group: int) -> torch.Tensor:
+        """The copy that a group looks up."""
+        return self.weights[group if self.is_copied else 0]
+
+    def moment_columns(self) -> torch.Tensor:
+        """The first copy's moments, one for each column: ``[rows, dim]``."""
+        moments = self._moments[0]
+        return moments.repeat_interleave(self._table.dim // moments.shape[1], dim=1)
+
+    def copy(self) -> "TableState":
+        """A copy of the state, which further training doesn't change."""
+        other = copy.copy(self)
+        other.weights, other._moments = self.weights.clone(), self._moments.clone()
+        other._synced = (self._synced[0].clone(), self._synced[1].clone())
+        return other
+
+    def restore(self, other: "TableState") -> None:
+        """Take over a copied state."""
+        self.weights, self._moments = other.weights.clone(), other._moments.clone()
+        self._synced = (other._synced[0].clone(), other._synced[1].clone())
+
+    def train_locally(self, grads: torch.Tensor, hot: torch.Tensor, lr: float) -> None:
+        """Each group's copy by the group's gradient, but for hot rows.
+
+        Args:
+            grads: of the mean loss of the world, by the rank that they come from.
+            hot: the ids of hot rows.
+            lr: the learning rate.
+        """
+        is_cold = torch.ones(self._table.rows, dtype=torch.bool)
+        is_cold[hot] = False
+        num_groups = len(self.weights)
+        for group in range(num_groups):
+            ranks = [rank for rank, other in enumerate(self._groups) if other == group]
+            # A group takes the mean over its own ranks.
+            grad = num_groups * grads[ranks].sum(dim=0)
+            self._apply(group, grad * is_cold[:, None], lr, self._scale)
+
+    def train_merged(
+        self, grads: torch.Tensor, rows: torch.Tensor, lr: float, *, is_hot: bool = False
+    ) -> None:
+        """All copies by the gradients of all ranks, for some rows."""
+        width = self._table.dim // self._table.num_blocks
+        if is_hot:
+            if self._is_sent_hot:
+                grads = self._noise.sent(grads, self._transport, width)
+        elif self._is_sent:
+            # Groups add their own gradients before they exchange them.
+            groups = torch.tensor(self._groups)
+            of_groups = grads.new_zeros(max(self._groups) + 1, *grads.shape[1:])
+            of_groups.index_add_(0, groups, grads)
+            grads = self._noise.sent(of_groups, self._transport, width)
+        is_trained = torch.zeros(self._table.rows, 1, dtype=torch.bool)
+        is_trained[rows] = True
+        grad = grads.sum(dim=0) * is_trained
+        for number in range(len(self.weights)):
+            self._apply(number, grad, lr, 1.0 if is_hot else self._scale)
+
+    def average(self, *, weights: bool, moments: bool) -> None:
+        """Make all copies their mean."""
+        synced_weight, synced_moment = self._synced
+        if weights:
+            width = self._table.dim // self._table.num_blocks
+            synced_weight = self._in_type(self._mean(self.weights, synced_weight, width))
+            self.weights = synced_weight.expand_as(self.weights).clone()
+        if moments:
+            width = max(1, self._moments.shape[2] // self._table.num_blocks)
+            synced_moment = self._mean(self._moments, synced_moment, width)
+            self._moments = synced_moment.expand_as(self._moments).clone()
+        self._synced = (synced_weight, synced_moment)
+
+    def _mean(self, copies: torch.Tensor, synced: torch.Tensor, width: int) -> torch.Tensor:
+        """The mean of all copies, as the last synced values and the mean of the changes."""
+        changes = self._noise.sent(copies - synced, self._transport, width)
+        return synced + changes.mean(dim=0)
+
+    def _apply(self, number: int, grad: torch.Tensor, lr: float, scale: float) -> None:
+        weight, moment = self.weights[number], self._moments[number]
+        if self._rule == "sgd":
+            weight -= lr * grad
+        elif self._rule == "adagrad":
+            moment += grad.square()
+            weight -= lr * grad / (moment.sqrt() + EPS)
+        else:
+            blocks = moment.shape[1]
+            added = grad.reshape(grad.shape[0], blocks, -1).square().mean(dim=2)
+            moment += added
+            divided = moment / scale
+            if self._rule == "delayed_moment":
+                before = moment - added
+                divided = torch.where(before > 0, before, added)
+            roots = divided.sqrt().repeat_interleave(grad.shape[1] // blocks, dim=1)
+            weight -= lr * grad / (roots + EPS)
+        self.weights[number] = self._in_type(weight)
+
+    def _in_type(self, weights: torch.Tensor) -> torch.Tensor:
+        return self._noise.rounded(weights, DTYPES[self._table.dtype])
+
+
+Grads = Mapping[str, torch.Tensor]
+"""Each table's gradients of the world's mean loss, by the rank that they come from."""
+
+
+class Part:
+    """Tables that share a sync point, as one sharded module has it."""
+
+    def __init__(
+        self, case: Case, tables: dict[str, TableCase], states: Mapping[str, TableState]
+    ) -> None:
+        """
+        Args:
+            case: says how they are synced.
+            tables: of one module, and of one mesh.
+            states: of all tables.
+        """
+        self._tables = tables
+        self._states = {name: states[name] for name in tables}
+        sync = case.sync
+        self._policy = parse_policy(sync.policy)
+        self._moments_policy = parse_policy(sync.moments_policy or sync.policy)
+        self._delay = sync.delay if sync.kind == "gradient" else 0
+        is_repeated = case.groups > 1 and not any(table.once for table in tables.values())
+        self._delays_cold = bool(self._delay) and (
+            is_repeated or case.optimizer == "delayed_moment"
+        )
+        self._hot_number = 0
+        self._num_steps = 0
+        self._waiting: deque[list[tuple[str, torch.Tensor, torch.Tensor, float, bool]]] = deque()
+        """Updates by step: table, gradients, rows, learning rate, and whether they are hot."""
+
+    def before_lookup(self) -> None:
+        """A training lookup comes: apply what may not be later."""
+        while len(self._waiting) > self._delay:
+            self._apply_oldest()
+
+    def hold(self, number: int) -> None:
+        """A batch comes that was distributed after so many refreshes of the hot sets."""
+        if number != self._hot_number and any(table.hot_rows for table in self._tables.values()):
+            self.read()
+            self._hot_number = number
+
+    def read(self) -> None:
+        """Make the state complete, and copies equal."""
+        while self._waiting:
+            self._apply_oldest()
+        for state in self._states.values():
+            if state.is_copied:
+                state.average(weights=True, moments=True)
+
+    def train(self, grads: Grads, lr: float) -> None:
+        """Apply the gradients of one backward, or keep them until they are due."""
+        delayed = []
+        for name, table in self._tables.items():
+            state, hot = self._states[name], self._hot_rows(table)
+            if state.is_copied:
+                state.train_locally(grads[name], hot, lr)
+                state.train_merged(grads[name], hot, lr, is_hot=True)
+                continue
+            is_cold = torch.ones(table.rows, dtype=torch.bool)
+            is_cold[hot] = False
+            cold = is_cold.nonzero().squeeze(1)
+            for rows, is_hot in ((cold, False), (hot, True)):
+                is_delayed = self._delay if is_hot else self._delays_cold
+                update = (name, grads[name], rows, lr, is_hot)
+                if is_delayed and table.sharding != "data_parallel":
+                    delayed.append(update)
+                else:
+                    state.train_merged(*update[1:4], is_hot=is_hot)
+        if self._delay:
+            self._waiting.append(delayed)
+        self._num_steps += 1
+        for state in self._states.values():
+            if state.is_copied:
+                state.average(
+                    weights=self._policy.is_due(self._num_steps),
+                    moments=self._moments_policy.is_due(self._num_steps),
+                )
+
+    def _apply_oldest(self) -> None:
+        for name, grads, rows, lr, is_hot in self._waiting.popleft():
+            self._states[name].train_merged(grads, rows, lr, is_hot=is_hot)
+
+    def _hot_rows(self, table: TableCase) -> torch.Tensor:
+        rows = table.refreshed_hot_rows if self._hot_number % 2 else table.hot_rows
+        return torch.tensor(rows, dtype=torch.int64)
+
+
+def parts_of_case(case: Case, states: Mapping[str, TableState]) -> list[Part]:
+    """The parts of all modules."""
+    parts = []
+    for number, module in enumerate(case.modules):
+        named = {table_name(number, index): table for index, table in enumerate(module.tables)}
+        for once in (False, True):
+            tables = {name: table for name, table in named.items() if table.once is once}
+            if tables:
+                parts.append(Part(case, tables, states))
+    return parts

@@ -1,4 +1,4 @@
-"""Compare what the ranks saw with the oracle, replicas bit for bit, and densities with their bound."""
+"""Compare what ranks saw with the oracle, replicas bit for bit, and densities with their bound."""
 
 import math
 import re

@@ -46,6 +46,22 @@ def test_training_equals_the_unsharded_model(ranks4: RankPool, mesh: tdsp.Mesh2D
             assert gap.worst <= TOLERANCE, f"{cell}: {gap}"
 
 
+@pytest.mark.parametrize("hot_rows", [(), SOME], ids=["cold", "hot"])
+def test_a_batch_s_weights_are_ignored(ranks4: RankPool, hot_rows: Any) -> None:
+    """As an unsharded `EmbeddingCollection` ignores them, in the backward, too."""
+    spec = replace(SPEC, weighted=True)
+    cold = Cell(TWO, "row_wise", spec=spec, hot_rows=hot_rows)
+    cells = [
+        cold,
+        replace(cold, exchange="row"),
+        replace(cold, optimizer="sgd", sync=tdsp.WeightSync()),
+    ]
+    cells += [replace(cold, mesh=ONE, optimizer="sgd"), replace(cold, sharding="table_wise")]
+    for gaps in ranks4.run(run_cells, cells, 4):
+        for cell, gap in zip(cells, gaps, strict=True):
+            assert gap.worst <= TOLERANCE, f"{cell}: {gap}"
+
+
 def test_refreshes_change_nothing(ranks4: RankPool) -> None:
     cells = [HOT, replace(HOT, mesh=TWO, sharding="row_wise", exchange="row")]
     for gaps in ranks4.run(gap_after_refreshes, cells):

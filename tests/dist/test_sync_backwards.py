@@ -9,6 +9,7 @@ from torchrec.distributed import comm_ops
 import torchrec_2dsp as tdsp
 from tests.support.loop_oracles import LoopOracle, TwiceModel, bag_loss, bag_oracle, twice_oracle
 from tests.support.loops import counting_syncs, make_stream, plain_loop, shard, sharded_tables
+from tests.support.oracle import local_loss
 from tests.support.parity import LR, Cell, compare, make_optimizer
 from tests.support.ranks import RankPool
 from torchrec_2dsp.replicas.sync_reason import SyncReason
@@ -56,6 +57,34 @@ def two_backwards(rank: int, world_size: int, cell: Cell) -> float:
 def test_two_backwards_between_syncs(ranks4: RankPool) -> None:
     for cell in (EXACT, HOT):
         assert max(ranks4.run(two_backwards, cell)) < ROUNDING
+
+
+def synced_between(rank: int, world_size: int, cell: Cell) -> str:
+    """The error of two backwards with a sync between them; empty if both are trained."""
+    parallel, stream = shard(cell), make_stream(cell, 2)
+    first, second = (local_loss(parallel(batches[rank])) for batches in stream)
+    first.backward()
+    assert isinstance(parallel, tdsp.ModelParallel2D)
+    parallel.sync()
+    try:
+        second.backward()
+    except tdsp.errors.SyncError as error:
+        return str(error)
+    parallel.sync()
+    return ""
+
+
+@pytest.mark.parametrize("rows", list(tdsp.SyncedRows), ids=str)
+def test_an_average_between_two_backwards_is_refused(
+    ranks4: RankPool, rows: tdsp.SyncedRows
+) -> None:
+    averaged = replace(EXACT, sync=tdsp.WeightSync(rows=rows))
+    (raised,) = set(ranks4.run(synced_between, averaged))
+    assert raised.startswith("tables were averaged or written between this lookup and its backward")
+    assert raised.endswith("call sync() after all backwards of a step")
+    # Neither has its backward read the tables, nor does exact sync write them at once.
+    for cell in (replace(averaged, exchange="row"), EXACT):
+        assert set(ranks4.run(synced_between, cell)) == {""}
 
 
 def undivided(rank: int, world_size: int, cell: Cell, late: bool) -> float:

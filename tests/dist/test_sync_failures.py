@@ -2,11 +2,15 @@
 
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from torchrec.distributed.planner import ParameterConstraints
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.loops import make_stream, shard, sharded_tables
@@ -88,6 +92,60 @@ def test_a_bad_gradient(ranks4: RankPool, cell: Cell, factor: float) -> None:
 def test_a_bad_gradient_on_one_of_two_hosts(two_hosts: RankPool, cell: Cell) -> None:
     said = told_alike(two_hosts.run(bad_loss, cell, float("nan")))
     assert "is not finite; no row was updated" in said
+
+
+class TwoModules(torch.nn.Module):
+    """Bags of two modules, of which the first has two kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Of different sizes, so that a message which meets another one's receive is seen.
+        tables = [
+            EmbeddingBagConfig(40, dim, name=f"t{index}", feature_names=[f"f{index}"])
+            for index, dim in enumerate([8, 16, 32])
+        ]
+        self.first = EmbeddingBagCollection(tables=cast(Any, tables[:2]))
+        self.second = EmbeddingBagCollection(tables=cast(Any, tables[2:]))
+
+    def forward(self, batch: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
+        return self.first(batch).to_dict() | self.second(batch).to_dict()
+
+
+def bad_bags(
+    rank: int, world_size: int, feature: str, value: float, second_kernel: str
+) -> tuple[str, float]:
+    """What a sync raises after one feature's bags got a gradient on one rank that isn't finite."""
+    model = TwoModules()
+    sharders: Any = [tdsp.EmbeddingBagCollectionSharder2D(fused_params={"learning_rate": 0.1})]
+    t1_type = "table_wise" if second_kernel == "table_wise" else "row_wise"
+    types = {"t0": "row_wise", "t1": t1_type, "t2": "row_wise"}
+    constraints = {
+        name: ParameterConstraints(sharding_types=[kind]) for name, kind in types.items()
+    }
+    planner = tdsp.Planner2D(mesh=MESH, batch_size=4, constraints=constraints)
+    plan = planner.collective_plan(model, sharders)
+    if second_kernel == "row exchange":
+        plan = tdsp.pin(plan, "t1", exchange="row")
+    parallel = tdsp.ModelParallel2D(model, plan=plan, sharders=sharders)
+    batch = KeyedJaggedTensor(
+        ["f0", "f1", "f2"], torch.arange(12) + rank, lengths=torch.ones(12, dtype=torch.int32)
+    )
+    bags = parallel(batch)
+    factors = {name: value if (rank, name) == (FAULTY_RANK, feature) else 1.0 for name in bags}
+    torch.stack([(bags[name] * factor).sum() for name, factor in factors.items()]).sum().backward()
+    return syncing(parallel)
+
+
+@pytest.mark.parametrize("second_kernel", ["row exchange", "table_wise"])
+@pytest.mark.parametrize("feature", ["f0", "f1", "f2"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_bad_gradient_in_one_kernel_of_two_modules(
+    ranks4: RankPool, feature: str, value: float, second_kernel: str
+) -> None:
+    """The faulty rank still sends the other kernels' gradients, so that all messages match."""
+    raised = told_alike(ranks4.run(bad_bags, feature, value, second_kernel, timeout_s=60))
+    assert raised.startswith(f"table '{feature.replace('f', 't')}' has a gradient for its row")
+    assert "is not finite; no row was updated" in raised
 
 
 def bad_weights(rank: int, world_size: int, cell: Cell) -> tuple[str, float]:

@@ -1,5 +1,7 @@
 """What every codec of rows promises, in one table that each joins by a line."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -16,6 +18,7 @@ CODECS: dict[str, RowCodec] = {
     "int4 at random": IntegerRows(bits=4, generator=torch.Generator().manual_seed(0)),
 }
 BYTES_OF_64 = {"fp32": 256, "bf16": 128, "fp16": 128, "int8": 66, "int4": 34}
+FLOAT32_MAX = torch.finfo(torch.float32).max
 every_codec = pytest.mark.parametrize("name", CODECS)
 
 
@@ -75,6 +78,34 @@ def test_both_ends_know_sizes_and_types(name: str, shape: tuple[int, int]) -> No
 @pytest.mark.parametrize(("name", "num_bytes"), BYTES_OF_64.items())
 def test_bytes_of_a_row(name: str, num_bytes: int) -> None:
     assert CODECS[name].num_bytes(64) == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "vanishes", "smallest", "largest", "overflows"),
+    [
+        ("fp32", None, 2e-45, FLOAT32_MAX, None),
+        ("bf16", 4.5e-41, 4.7e-41, 3.39e38, FLOAT32_MAX),
+        ("fp16", 2.9e-8, 3.1e-8, 65_504, 65_520),
+        ("int8", 1.47e-36, 1.48e-36, FLOAT32_MAX, None),
+        ("int4", 8.1e-38, 8.2e-38, 3.38e38, FLOAT32_MAX),
+    ],
+)
+def test_a_row_s_largest_number_has_bounds(
+    name: str,
+    vanishes: float | None,
+    smallest: float,
+    largest: float,
+    overflows: float | None,
+) -> None:
+    """The table in docs/guides/transport.md."""
+
+    def arrived(number: float) -> float:
+        return round_trip(CODECS[name], torch.tensor([[number, -number, 0.0]]))[0, 0].item()
+
+    assert vanishes is None or arrived(vanishes) == 0.0
+    assert arrived(smallest) > 0.0
+    assert arrived(largest) < math.inf
+    assert overflows is None or arrived(overflows) == math.inf
 
 
 @every_codec

@@ -38,7 +38,11 @@ __all__ = [
     "tbe_shape",
     "tell_empty_tables_apart",
     "updating_as_of",
+    "write_counts",
 ]
+
+
+_UPDATED = ("weights", "momentum1", "momentum2")
 
 
 @dataclass(frozen=True)
@@ -157,6 +161,15 @@ def optimizer_states(
     states = tbe.get_optimizer_state()
     assert len(states) == num_tables
     return states
+
+
+def write_counts(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> list[int]:
+    """Return how often weights and states were written, apart from the kernel's own updates.
+
+    Autograd refuses the backward of a lookup that has read older ones.
+    """
+    names = [f"{kind}_{place}" for kind in _UPDATED for place in ("host", "dev", "uvm")]
+    return [_tensor(getattr(tbe, name))._version for name in names if hasattr(tbe, name)]
 
 
 @contextmanager

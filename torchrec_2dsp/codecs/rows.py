@@ -12,7 +12,7 @@ from functools import cache
 import torch
 
 _SCALE_BYTES = 2
-"""A scale is a bfloat16, which has the range of float32: no gradient is too small for it."""
+"""A scale is a bfloat16, which has the range of float32."""
 _SMALLEST_SCALE = torch.finfo(torch.bfloat16).smallest_normal
 _SCALE_MARGIN = 1 + 2**-7
 """Scales grow by this before they are rounded, so that none comes out too small for its row."""

@@ -146,10 +146,12 @@ class GradientSyncAction:
         self._is_unsent = False
         pending: list[list[PendingGradients]] = []
         error: TwoDError | None = None
-        try:
-            pending = [capture.take() for capture in self._captures]
-        except Exception as raised:  # Peers wait in the check, whatever went wrong here.
-            error = as_ours(raised, SyncError)
+        for capture in self._captures:
+            # After an error, too: peers receive what every kernel sends, and wait in the check.
+            try:
+                pending.append(capture.take())
+            except Exception as raised:
+                error = error or as_ours(raised, SyncError)
         check = self._alarm.check(error)
         if self._is_layered:
             # Peers of a rank that failed would wait for its rows.

@@ -21,6 +21,7 @@ from torchrec_2dsp._compat.fbgemm import (
     set_learning_rate,
     tbe_shape,
     tell_empty_tables_apart,
+    write_counts,
 )
 from torchrec_2dsp._compat.shardings import replace_optimizer
 from torchrec_2dsp._compat.torchrec import (
@@ -31,6 +32,7 @@ from torchrec_2dsp._compat.torchrec import (
 )
 from torchrec_2dsp.codecs.rows import RowCodec
 from torchrec_2dsp.comms.peers import Peers
+from torchrec_2dsp.errors import SyncError
 from torchrec_2dsp.optim.moment_scaled import to_kernel_units
 from torchrec_2dsp.replicas.capture import RowCapture
 
@@ -168,7 +170,7 @@ class _CapturingKernel:
             if self._update_watchers and output.requires_grad:
                 self._announce_update(output, features)
             return output
-        weights = features.weights_or_none()
+        weights = None if tbe_shape(self.tbe).is_sequence else features.weights_or_none()
         if weights is not None and not weights.is_floating_point():
             # Scores that travel as integer weights; TorchRec's lookup ignores them, too.
             weights = None
@@ -179,7 +181,20 @@ class _CapturingKernel:
 
     def _updating(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The output of ``run``, a forward of the kernel, whose backward updates at once."""
-        return run()
+        output = run()
+        if self._update_watchers and output.requires_grad:
+            counts = write_counts(self.tbe)
+
+            def check(grad: torch.Tensor) -> None:
+                if write_counts(self.tbe) != counts:
+                    raise SyncError(
+                        "tables were averaged or written between this lookup and its backward, "
+                        "which updates what it has read; with WeightSync, call sync() after all "
+                        "backwards of a step"
+                    )
+
+            output.register_hook(check)
+        return output
 
     def _zeros(self, features: KeyedJaggedTensor) -> torch.Tensor:
         """What shards without rows give, which FBGEMM's CPU kernels don't look up."""

@@ -131,7 +131,8 @@ class HotTbe:
         lengths = torch.cat([feature.lengths for feature in hot_features])
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         parts = [feature.weights for feature in hot_features if feature.weights is not None]
-        weights = torch.cat(parts) if parts else None
+        # A batch's weights mean nothing to sequences.
+        weights = torch.cat(parts) if parts and not self.slices[0].is_sequence else None
         tbe = self.capture.tbe
         if torch.is_grad_enabled():
             output = self.capture.lookup(lambda: tbe(ids, offsets, weights), weights)

@@ -98,4 +98,4 @@ class RowKernel(EmbeddingKernel):
         return torch.zeros(num_rows, dtype=torch.bool, device=self.tbe.current_device)
 
     def _updating(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        return run() if self._direct is None else self._direct.lookup(run)
+        return super()._updating(run) if self._direct is None else self._direct.lookup(run)

@@ -21,7 +21,7 @@ from tests.support.import_rules import (
     unchecked_rooms,
     upstream_violations,
 )
-from tests.support.size_rules import size_violations
+from tests.support.size_rules import budget_violations, size_violations
 
 PACKAGE = Path(torchrec_2dsp.__file__).parent
 TESTS = Path(__file__).parent
@@ -52,6 +52,18 @@ def test_fences(check: Checker) -> None:
 def test_sizes(folder: Path) -> None:
     violations = size_violations(folder)
     assert not violations, "\n" + "\n".join(violations)
+
+
+def test_the_budget_of_lines() -> None:
+    violations = budget_violations(PACKAGE, TESTS)
+    assert not violations, "\n" + "\n".join(violations)
+
+
+def test_what_exceeds_the_budget_is_named(tmp_path: Path) -> None:
+    package, tests = package_of(tmp_path, mesh__a="x = 1\n" * 99_999), tmp_path / "tests"
+    tests.mkdir()
+    (violation,) = budget_violations(package, tests)
+    assert violation.startswith("the library: 100000 lines, over ")
 
 
 def test_parts_have_one_layer() -> None:

@@ -1,7 +1,6 @@
-"""Checks words from the source alone: how docstrings begin, loop variables, and twin classes."""
+"""Check names from the source alone: variables that say nothing, and twin classes."""
 
 import ast
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,21 +27,9 @@ FILLERS = frozenset(
 )
 """Names that don't say what a variable holds."""
 
-_FRAGMENT = re.compile(r"(Of|By|As of|The same|As in|That|Whose|Those|Their)\b(?!-)")
-
-
-def fragment_violations(package: Path, rooms: Sequence[str]) -> list[str]:
-    """Docstrings that lean on the words around them instead of having a subject."""
-    return [
-        f"{path}:{line}: the docstring begins with {start[0]!r}; begin with what it speaks of"
-        for path, tree in _files(package, rooms)
-        for line, text in _docstrings(tree)
-        if (start := _FRAGMENT.match(text.strip()))
-    ]
-
 
 def filler_violations(package: Path, rooms: Sequence[str]) -> list[str]:
-    """Variables of functions and comprehensions, and arguments, that are fillers."""
+    """List variables and arguments whose names are fillers."""
     return [
         f"{path}:{line}: a variable is named {name!r}; say what it holds"
         for path, tree in _files(package, rooms)
@@ -52,7 +39,7 @@ def filler_violations(package: Path, rooms: Sequence[str]) -> list[str]:
 
 
 def twin_violations(package: Path, rooms: Sequence[str]) -> list[str]:
-    """Public classes of these rooms that share their name with another one of the package."""
+    """List public classes of these rooms that share their name with another class."""
     checked = {path for path, _ in _files(package, rooms)}
     places: dict[str, list[Path]] = defaultdict(list)
     for path, tree in _files(package, [""]):
@@ -70,17 +57,6 @@ def _files(package: Path, rooms: Sequence[str]) -> Iterator[tuple[Path, ast.Modu
     for room in rooms:
         for path in sorted((package / room).rglob("*.py")):
             yield path, parsed(path)
-
-
-def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Texts that stand alone: of modules, classes, functions, constants and attributes."""
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Expr)
-            and isinstance(node.value, ast.Constant)
-            and isinstance(node.value.value, str)
-        ):
-            yield node.lineno, node.value.value
 
 
 def _variables(tree: ast.Module) -> Iterator[tuple[int, str]]:

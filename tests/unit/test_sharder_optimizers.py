@@ -1,6 +1,6 @@
 """From the user's optimizer to fused parameters."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer
 import torchrec_2dsp as tdsp
 from tests.support.models import ModelSpec, build, tables_of
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
+from torchrec_2dsp._compat.torchrec import InBackwardOptimizers
 from torchrec_2dsp.optim.moment_scaled import MomentScaledRowWiseAdaGradOptimizer
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.shard.kernels import MOMENT_SCALE
@@ -100,20 +101,49 @@ def test_a_parameters_own_optimizer_brings_its_own_scale(kind: Any, scale: float
     assert param._optimizer_classes == [kind]
 
 
-@pytest.mark.parametrize(
-    ("name", "is_attached"),
-    [("weight_decay", False), ("weight_decay", True), ("max_norm", False)],
-)
-def test_what_cpu_kernels_ignore_is_refused_there(name: str, is_attached: bool) -> None:
-    model, arguments = build(ModelSpec()), {name: 0.5}
-    if is_attached:
-        params = [table.weight for table in tables_of(model).values()]
-        _apply_optimizer_in_backward(torch.optim.SGD, params, {"lr": 0.1, **arguments})
-    fused_params = {} if is_attached else arguments
+def attach(kind: Any, model: torch.nn.Module, **arguments: Any) -> None:
+    for param in tables_of(model).parameters():
+        InBackwardOptimizers([kind], [{"lr": 0.1, **arguments}]).attach_to(param)
 
-    with pytest.raises(
-        tdsp.errors.UnsupportedError, match=f"{name}=0.5 does nothing in FBGEMM's CPU"
+
+@pytest.mark.parametrize("is_attached", [False, True])
+@pytest.mark.parametrize(
+    ("name", "value", "device", "text"),
+    [
+        ("weight_decay", 0.5, "cpu", "weight_decay=0.5 does nothing in FBGEMM's CPU kernels"),
+        ("max_norm", 0.5, "cpu", "max_norm=0.5 does nothing in FBGEMM's CPU kernels"),
+        ("weight_decay", 0.5, "cuda", "does nothing in FBGEMM's fused EmbOptimType.EXACT_SGD"),
+        ("momentum", 0.9, "cpu", "momentum=0.9 does nothing in FBGEMM's fused .*LARS_SGD"),
+        ("momentum", 0.9, "cuda", "momentum=0.9 does nothing in FBGEMM's fused"),
+        ("beta1", 0.9, "cpu", "beta1=0.9 does nothing in FBGEMM's fused .*EmbOptimType.ADAM"),
+        ("nesterov", True, "cpu", "nesterov=True is unknown to FBGEMM's fused .*; leave it out"),
+        ("dampening", 0.1, "cpu", "dampening=0.1 is unknown"),
+        ("maximize", True, "cpu", "maximize=True is unknown .*; negate the loss, leave it out"),
+        ("lr_decay", 0.1, "cpu", "lr_decay=0.1 is unknown .*; use a schedule"),
+        ("initial_accumulator_value", 0.1, "cpu", "initial_accumulator_value=0.1 is unknown"),
+        ("betas", (0.9, 0.99), "cuda", "is unknown .*; give beta1 and beta2, leave it out"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(
+    name: str, value: Any, device: str, text: str, is_attached: bool
+) -> None:
+    model = build(ModelSpec())
+    if is_attached:
+        attach(torch.optim.SGD, model, **{name: value})
+    fused_params = {} if is_attached else {name: value}
+    with pytest.raises(tdsp.errors.UnsupportedError, match=text):
+        check_optimizers(model, fused_params, AVERAGED, device)
+
+
+def test_what_an_optimizer_uses_or_what_changes_nothing_is_taken() -> None:
+    model = build(ModelSpec())
+    for optimizer, arguments in (
+        (EmbOptimType.EXACT_SGD, {"momentum": 0.0, "weight_decay": 0.0, "eps": 1e-3}),
+        (EmbOptimType.LARS_SGD, {"momentum": 0.9}),
+        (EmbOptimType.ADAM, {"beta1": 0.9, "weight_decay": 0.5}),
+        (EmbOptimType.EXACT_ROWWISE_ADAGRAD, {"weight_decay": 0.5, "max_norm": 1.0}),
     ):
-        check_optimizers(model, fused_params, AVERAGED, "cpu")
-    check_optimizers(model, fused_params, AVERAGED, "cuda")
-    check_optimizers(build(ModelSpec()), {name: 0.0}, AVERAGED, "cpu")
+        check_optimizers(model, {"optimizer": optimizer, **arguments}, AVERAGED, "cuda")
+    attach(torch.optim.Adam, model)
+    # The sharder's arguments are for tables without an optimizer of their own.
+    check_optimizers(cast(Any, model).ebc, {"momentum": 0.9}, AVERAGED, "cuda")

@@ -41,6 +41,36 @@ ON_CPU = frozenset(
 
 _IGNORED_ON_CPU = ("weight_decay", "max_norm")
 
+_ADAMS = frozenset(
+    {
+        EmbOptimType.ADAM,
+        EmbOptimType.PARTIAL_ROWWISE_ADAM,
+        EmbOptimType.LAMB,
+        EmbOptimType.PARTIAL_ROWWISE_LAMB,
+    }
+)
+_WITHOUT_DECAY = frozenset({EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD})
+_USED_BY = {
+    "momentum": frozenset({EmbOptimType.LARS_SGD}),
+    "eta": frozenset({EmbOptimType.LARS_SGD}),
+    "beta1": _ADAMS,
+    "beta2": _ADAMS,
+    "weight_decay": frozenset(EmbOptimType) - _WITHOUT_DECAY,
+    "max_norm": frozenset({EmbOptimType.EXACT_ROWWISE_ADAGRAD}),
+}
+"""The optimizers that use an argument; FBGEMM takes it for all of them."""
+
+_NOT_FUSED = {
+    "amsgrad": "",
+    "betas": "give beta1 and beta2, ",
+    "dampening": "",
+    "initial_accumulator_value": "",
+    "lr_decay": "use a schedule of learning rates, ",
+    "maximize": "negate the loss, ",
+    "nesterov": "",
+}
+"""Arguments of torch's optimizers that FBGEMM doesn't have, and what to do instead."""
+
 FROM_ROW_GRADIENTS = frozenset(
     {
         EmbOptimType.EXACT_SGD,
@@ -125,9 +155,8 @@ def check_optimizers(
     module: nn.Module, params: dict[str, Any], plan: ModulePlan2D, device_type: str
 ) -> None:
     """Raise if a table's optimizer can't run on this device, or not from row gradients."""
-    if device_type == "cpu":
-        _check_arguments(module, params)
-    for optimizer in _optimizers(module, params):
+    for optimizer, arguments in _optimizers(module, params):
+        _check_arguments(optimizer, arguments, device_type)
         if device_type == "cpu" and optimizer not in ON_CPU:
             raise UnsupportedError(
                 f"FBGEMM has no CPU kernel for {_name(optimizer)}; use one of {_names(ON_CPU)}"
@@ -155,34 +184,48 @@ def check_delayed_moment(module: nn.Module, plan: ModulePlan2D) -> None:
             )
 
 
-def _check_arguments(module: nn.Module, params: dict[str, Any]) -> None:
-    """Refuse what FBGEMM's CPU kernels take and don't do."""
+def _check_arguments(
+    optimizer: EmbOptimType, arguments: Mapping[str, Any], device_type: str
+) -> None:
+    """Refuse arguments that FBGEMM would ignore, or fails to understand."""
+    for name, value in arguments.items():
+        if name in _NOT_FUSED:
+            raise UnsupportedError(
+                f"{name}={value!r} is unknown to FBGEMM's fused optimizers; {_NOT_FUSED[name]}"
+                "leave it out"
+            )
+        if not value:
+            continue
+        if device_type == "cpu" and name in _IGNORED_ON_CPU:
+            raise UnsupportedError(
+                f"{name}={value} does nothing in FBGEMM's CPU kernels; leave it out, or train on "
+                "CUDA"
+            )
+        if optimizer not in _USED_BY.get(name, {optimizer}):
+            raise UnsupportedError(
+                f"{name}={value} does nothing in FBGEMM's fused {_name(optimizer)}; leave it out, "
+                f"or use one of {_names(_USED_BY[name])}"
+            )
+
+
+def _optimizers(
+    module: nn.Module, params: dict[str, Any]
+) -> Iterator[tuple[EmbOptimType, Mapping[str, Any]]]:
+    """Yield the fused optimizers of all tables with their arguments, by TorchRec's precedence."""
+    default = params.get("optimizer", EmbOptimType.EXACT_SGD)
     attached = [in_backward_optimizers(param) for param in module.parameters()]
-    given = [params, *(optimizer.kwargs[0] for optimizer in attached if optimizer is not None)]
-    for arguments in given:
-        for name in _IGNORED_ON_CPU:
-            if arguments.get(name):
-                raise UnsupportedError(
-                    f"{name}={arguments[name]} does nothing in FBGEMM's CPU kernels; leave it out, "
-                    "or train on CUDA"
-                )
-
-
-def _optimizers(module: nn.Module, params: dict[str, Any]) -> set[EmbOptimType]:
-    """The fused optimizers of all tables, by TorchRec's rules of precedence."""
-    distinct = set()
-    for param in module.parameters():
-        attached = in_backward_optimizers(param)
-        kwargs = attached.kwargs[0] if attached is not None else {}
+    if None in attached:
+        yield default, params
+    for in_backward in attached:
+        if in_backward is None:
+            continue
+        kwargs, kind = in_backward.kwargs[0], in_backward.classes[0]
         if "optimizer" in kwargs:
-            distinct.add(kwargs["optimizer"])
-        elif attached is None:
-            distinct.add(params.get("optimizer", EmbOptimType.EXACT_SGD))
-        elif issubclass(attached.classes[0], MomentScaledRowWiseAdaGradOptimizer):
-            distinct.add(EmbOptimType.EXACT_ROWWISE_ADAGRAD)
-        else:
-            distinct.add(optimizer_type_to_emb_opt_type(attached.classes[0]))
-    return distinct
+            yield kwargs["optimizer"], kwargs
+        elif issubclass(kind, MomentScaledRowWiseAdaGradOptimizer):
+            yield EmbOptimType.EXACT_ROWWISE_ADAGRAD, kwargs
+        elif (optimizer := optimizer_type_to_emb_opt_type(kind)) is not None:
+            yield optimizer, kwargs
 
 
 def _name(optimizer: EmbOptimType) -> str:

@@ -7,10 +7,12 @@ import pytest
 
 import torchrec_2dsp
 from tests.support.code_rules import (
+    budget_violations,
     group_creations,
     import_effects,
     inherited_violations,
     private_violations,
+    size_violations,
     swallowed_errors,
 )
 from tests.support.import_rules import (
@@ -21,7 +23,6 @@ from tests.support.import_rules import (
     unchecked_rooms,
     upstream_violations,
 )
-from tests.support.size_rules import budget_violations, size_violations
 
 PACKAGE = Path(torchrec_2dsp.__file__).parent
 TESTS = Path(__file__).parent

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 import torchrec_2dsp
-from tests.support.import_rules import LAYERS, PROGRAMS
-from tests.support.parsing import parsed
+from tests.support.import_rules import LAYERS, PROGRAMS, parsed
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(torchrec_2dsp.__file__).parent

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import torchrec_2dsp
-from tests.support.word_rules import filler_violations, twin_violations
+from tests.support.code_rules import filler_violations, twin_violations
 
 PACKAGE = Path(torchrec_2dsp.__file__).parent
 ROOMS = tuple(sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()))

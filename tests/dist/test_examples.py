@@ -5,8 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.patience import patient
-from tests.support.slices import Deal
+from tests.support.slices import Deal, patient
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"

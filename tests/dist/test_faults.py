@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 from tests.support.fault_cases import chosen_cases
-from tests.support.patience import patient
 from tests.support.rank_worker import REPOSITORY
-from tests.support.slices import Deal
+from tests.support.slices import Deal, patient
 
 
 def test_the_other_ranks_name_the_one_that_failed(tmp_path: Path, dealt: Deal) -> None:

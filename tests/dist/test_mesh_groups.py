@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from tests.support.exits import NUM_RANKS, WAYS
-from tests.support.patience import patient
 from tests.support.rank_worker import GLOO_TIMEOUT, REPOSITORY
 from tests.support.ranks import RankPool
+from tests.support.slices import patient
 from tests.support.threads import count_threads
 from torchrec_2dsp import Mesh2D, RankLayout
 from torchrec_2dsp._compat.c10d import timeout_of

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from tests.support.patience import patient
 from tests.support.programs import forked
+from tests.support.slices import patient
 from tests.support.train_runs import TREE
 
 TIMEOUT_S = 2.0

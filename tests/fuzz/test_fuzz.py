@@ -8,8 +8,7 @@ import pytest
 from tests.fuzz.case import Case
 from tests.fuzz.machine import DEADLINE_S, ENOUGH_CASES, Machine, Summary
 from tests.fuzz.worker import Worker
-from tests.support.commit import seed_of_commit
-from tests.support.patience import patient
+from tests.support.slices import patient, seed_of_commit
 
 NUM_CASES = 20
 """About a quarter of a minute for two workers; other ones for each commit."""

@@ -1,12 +1,12 @@
-"""Checks what code does with names, attributes and errors, from the source alone."""
+"""Check private names, errors, variable names and sizes from the source alone."""
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeGuard
 
-from tests.support.import_rules import ADAPTERS, Module, read_package
+from tests.support.import_rules import ADAPTERS, Module, parsed, read_package
 
 PUBLIC_IN_SPITE = ("_replace", "_asdict", "_fields", "_Unpickler")
 """Names that begin with an underscore so as not to be fields, and the one unpickler in Python."""
@@ -207,3 +207,130 @@ def _run_at_import(statement: ast.stmt) -> Iterator[ast.AST]:
             yield from _run_at_import(inner)
     else:
         yield from ast.walk(statement)
+
+
+FILLERS = frozenset(
+    [
+        "one",
+        "its",
+        "some",
+        "found",
+        "made",
+        "mine",
+        "told",
+        "known",
+        "asked",
+        "wanted",
+        "taken",
+        "left",
+        "kept",
+        "said",
+    ]
+)
+"""Names that don't say what a variable holds."""
+
+
+def filler_violations(package: Path, rooms: Sequence[str]) -> list[str]:
+    """List variables and arguments whose names are fillers."""
+    return [
+        f"{path}:{line}: a variable is named {name!r}; say what it holds"
+        for path, tree in _files(package, rooms)
+        for line, name in _variables(tree)
+        if name in FILLERS
+    ]
+
+
+def twin_violations(package: Path, rooms: Sequence[str]) -> list[str]:
+    """List public classes of these rooms that share their name with another class."""
+    checked = {path for path, _ in _files(package, rooms)}
+    places: dict[str, list[Path]] = defaultdict(list)
+    for path, tree in _files(package, [""]):
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(path)
+    return [
+        f"{paths[0]}: {', '.join(map(str, paths[1:]))} has a class {name}, too; rename one of them"
+        for name, paths in places.items()
+        if len(paths) > 1 and checked & set(paths)
+    ]
+
+
+def _files(package: Path, rooms: Sequence[str]) -> Iterator[tuple[Path, ast.Module]]:
+    for room in rooms:
+        for path in sorted((package / room).rglob("*.py")):
+            yield path, parsed(path)
+
+
+def _variables(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    fields = {
+        id(node.target)
+        for owner in ast.walk(tree)
+        if isinstance(owner, ast.ClassDef)
+        for node in owner.body
+        if isinstance(node, ast.AnnAssign)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names = [] if id(node) in fields else [node.id]
+            yield from ((node.lineno, name) for name in names)
+
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 60
+MAX_FILES = 560
+MAX_LINES = {"the library": 38_500, "the programs": 26_000, "tests": 51_500}
+"""A little above what there is: a feature pays for its lines by what it replaces."""
+
+
+def size_violations(folder: Path) -> list[str]:
+    """List files and functions that are too long."""
+    violations = []
+    for path in sorted(folder.rglob("*.py")):
+        text = path.read_text()
+        num_lines = len(text.splitlines())
+        if num_lines > MAX_FILE_LINES:
+            violations.append(
+                f"{path}: {num_lines} lines, over {MAX_FILE_LINES}; split it by topic"
+            )
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                num_lines = _num_code_lines(node)
+                if num_lines > MAX_FUNCTION_LINES:
+                    violations.append(
+                        f"{path}:{node.lineno}: {node.name} has {num_lines} lines, over "
+                        f"{MAX_FUNCTION_LINES}; take its steps out into functions"
+                    )
+    return violations
+
+
+def budget_violations(package: Path, tests: Path) -> list[str]:
+    """List what exceeds the budget of files and lines."""
+    programs = package / "programs"
+    files = sorted(package.rglob("*.py"))
+    parts = {
+        "the library": [path for path in files if programs not in path.parents],
+        "the programs": [path for path in files if programs in path.parents],
+        "tests": sorted(tests.rglob("*.py")),
+    }
+    violations = []
+    if len(files) > MAX_FILES:
+        violations.append(
+            f"the package has {len(files)} files, over {MAX_FILES}; merge what is one topic"
+        )
+    for name, paths in parts.items():
+        num_lines = sum(len(path.read_text().splitlines()) for path in paths)
+        if num_lines > MAX_LINES[name]:
+            violations.append(
+                f"{name}: {num_lines} lines, over {MAX_LINES[name]}; delete as many as you add"
+            )
+    return violations
+
+
+def _num_code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    first = function.body[0]
+    docstring = 0
+    if ast.get_docstring(function, clean=False) is not None:
+        docstring = (first.end_lineno or 0) - first.lineno + 1
+    return (function.end_lineno or 0) - function.lineno + 1 - docstring

@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from tests.support.patience import patient
+from tests.support.slices import patient
 from tests.support.train_runs import plain_metrics
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.dataset import Split

@@ -1,12 +1,22 @@
-"""Checks the import graph from the source alone."""
+"""Check the import graph from the source alone."""
 
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from tests.support.parsing import parsed
+
+def parsed(path: Path) -> ast.Module:
+    """The tree of a file, which is parsed once as long as it stays the same."""
+    return _parsed_text(path.read_text())
+
+
+@cache
+def _parsed_text(text: str) -> ast.Module:
+    return ast.parse(text)
+
 
 PROGRAMS = "programs"
 """The wing of what is run from the command line; the rest of the package is the library."""

@@ -17,9 +17,9 @@ import time
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from tests.support.patience import patient
 from tests.support.rank_worker import REPOSITORY, die_with_parent
 from tests.support.ranks import PRELOADED
+from tests.support.slices import patient
 
 _GRACE_S = 10.0
 """How long the other ranks may go on after one failed: torchrun stops them as well."""

@@ -20,8 +20,8 @@ from types import TracebackType
 from typing import Any, Literal
 
 from tests.support.devices import device_env, on_gpus, ranks_per_host
-from tests.support.patience import patient
 from tests.support.rank_worker import serve, sum_over_ranks
+from tests.support.slices import patient
 
 START_TIMEOUT_S = 120
 EXIT_TIMEOUT_S = 20

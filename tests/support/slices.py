@@ -1,16 +1,29 @@
-"""Which long tests run: all, or a slice of those marked `slow`, and a hand of each long matrix.
+"""Decide which long tests a run takes, and how long it waits."""
 
-The tests of a long file are a matrix, too. A commit chooses the slice and the hands, so that none
-rots.
-"""
-
+import hashlib
+import os
+import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from random import Random
 from typing import Protocol, TypeVar
 
 import pytest
 
-from tests.support.commit import seed_of_commit
+
+def seed_of_commit() -> int:
+    """Another number for each commit; 0 where there is no repository."""
+    answer = subprocess.run(
+        ["git", "rev-parse", "HEAD"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if answer.returncode:
+        return 0
+    return int(hashlib.sha256(answer.stdout.strip().encode()).hexdigest()[:7], 16)
+
 
 Item = TypeVar("Item")
 NUM_HANDS = 6
@@ -73,3 +86,16 @@ def hand_of(cells: Sequence[Item], number: int, num_hands: int = NUM_HANDS) -> l
     places = Random(_SHUFFLED).sample(range(len(cells)), len(cells))
     hand = places[number % min(num_hands, len(cells)) :: num_hands] if cells else []
     return [cells[place] for place in sorted(hand)]
+
+
+NUM_LANES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+"""Workers of xdist that run tests side by side."""
+_SHORT_S = 20.0
+
+
+def patient(seconds: float) -> float:
+    """A deadline that no test should reach, longer by each lane.
+
+    Short ones are left as they are: they belong to tests that wait for them.
+    """
+    return seconds if seconds < _SHORT_S else seconds * NUM_LANES

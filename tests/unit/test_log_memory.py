@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.log_speed import pyarrow_seconds, reader_seconds, write_criteo_like
-from tests.support.patience import patient
 from tests.support.rank_worker import REPOSITORY
+from tests.support.slices import patient
 
 _NUM_ROWS = 120_000
 _REPEATS = 10

@@ -12,7 +12,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.support.logs import global_batches, make_rows, numbers_of, table_config, write_log
-from tests.support.patience import patient
+from tests.support.slices import patient
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.logs.stream import BatchStream

@@ -2,9 +2,16 @@
 
 import pytest
 
-from tests.support.commit import seed_of_commit
-from tests.support.patience import NUM_LANES, patient
-from tests.support.slices import NUM_HANDS, hand_number, hand_of, parse_slice, slice_of
+from tests.support.slices import (
+    NUM_HANDS,
+    NUM_LANES,
+    hand_number,
+    hand_of,
+    parse_slice,
+    patient,
+    seed_of_commit,
+    slice_of,
+)
 
 
 @pytest.mark.parametrize("count", [1, 3, 24, 100])

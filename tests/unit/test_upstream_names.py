@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import torchrec_2dsp
-from tests.support.parsing import parsed
+from tests.support.import_rules import parsed
 from torchrec_2dsp._compat import torchrec as adapters
 
 PACKAGE = Path(torchrec_2dsp.__file__).parent

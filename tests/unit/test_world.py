@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.support.patience import patient
+from tests.support.slices import patient
 
 _STEPS = """
 import resource, sys

@@ -19,14 +19,17 @@ if TYPE_CHECKING:
     from torchrec_2dsp.comms.world_groups import release_groups as release_groups
     from torchrec_2dsp.cost.calibration import Calibration as Calibration
     from torchrec_2dsp.dense.delayed_dense import DelayedDense as DelayedDense
-    from torchrec_2dsp.dense.diloco import DiLoCo as DiLoCo
-    from torchrec_2dsp.dense.fully_sharded import FullyShardedDense as FullyShardedDense
     from torchrec_2dsp.dense.hooked_data_parallel import HookedDataParallel as HookedDataParallel
-    from torchrec_2dsp.dense.layer_stack import LayerStack as LayerStack
-    from torchrec_2dsp.dense.local_dense import LocalDense as LocalDense
+    from torchrec_2dsp.dense.local_dense import DiLoCo as DiLoCo, LocalDense as LocalDense
+    from torchrec_2dsp.dense.pipelined.layer_stack import (
+        LayerStack as LayerStack,
+        MeasuredCuts as MeasuredCuts,
+    )
     from torchrec_2dsp.dense.pipelined.pipelined_dense import PipelinedDense as PipelinedDense
-    from torchrec_2dsp.dense.pipelined.stage_layers import MeasuredCuts as MeasuredCuts
-    from torchrec_2dsp.dense.tensor_parallel import TensorParallelDense as TensorParallelDense
+    from torchrec_2dsp.dense.sharded_dense import (
+        FullyShardedDense as FullyShardedDense,
+        TensorParallelDense as TensorParallelDense,
+    )
     from torchrec_2dsp.dense.thresholded import Thresholded as Thresholded
     from torchrec_2dsp.dense.thresholded_data_parallel import (
         ThresholdedDataParallel as ThresholdedDataParallel,
@@ -80,7 +83,7 @@ if TYPE_CHECKING:
     )
     from torchrec_2dsp.replicas.sync_report import SyncReport as SyncReport
     from torchrec_2dsp.samples.balanced_batches import BalancedBatches as BalancedBatches
-    from torchrec_2dsp.samples.cost import SampleCost as SampleCost
+    from torchrec_2dsp.samples.deal import SampleCost as SampleCost
     from torchrec_2dsp.shard.default_sharders import get_default_sharders as get_default_sharders
     from torchrec_2dsp.shard.sequence_sharder import (
         EmbeddingCollectionSharder2D as EmbeddingCollectionSharder2D,
@@ -97,14 +100,11 @@ _ROOMS = {
     "comms.world_groups": ("release_groups",),
     "cost.calibration": ("Calibration",),
     "dense.delayed_dense": ("DelayedDense",),
-    "dense.diloco": ("DiLoCo",),
-    "dense.fully_sharded": ("FullyShardedDense",),
     "dense.hooked_data_parallel": ("HookedDataParallel",),
-    "dense.layer_stack": ("LayerStack",),
-    "dense.local_dense": ("LocalDense",),
+    "dense.local_dense": ("DiLoCo", "LocalDense"),
+    "dense.pipelined.layer_stack": ("LayerStack", "MeasuredCuts"),
     "dense.pipelined.pipelined_dense": ("PipelinedDense",),
-    "dense.pipelined.stage_layers": ("MeasuredCuts",),
-    "dense.tensor_parallel": ("TensorParallelDense",),
+    "dense.sharded_dense": ("FullyShardedDense", "TensorParallelDense"),
     "dense.thresholded": ("Thresholded",),
     "dense.thresholded_data_parallel": ("ThresholdedDataParallel",),
     "errors": ("TwoDError",),
@@ -155,7 +155,7 @@ _ROOMS = {
     ),
     "replicas.sync_report": ("SyncReport",),
     "samples.balanced_batches": ("BalancedBatches",),
-    "samples.cost": ("SampleCost",),
+    "samples.deal": ("SampleCost",),
     "shard.default_sharders": ("get_default_sharders",),
     "shard.sequence_sharder": ("EmbeddingCollectionSharder2D",),
     "shard.sharders": ("EmbeddingBagCollectionSharder2D",),

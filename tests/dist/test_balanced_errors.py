@@ -14,7 +14,7 @@ import torchrec_2dsp as tdsp
 from tests.support.ranks import RankPool
 from tests.support.sessions import Sessions, check_samples, count_dealing_threads, sessions
 from torchrec_2dsp.errors import ConfigError, InputError, RankError, TwoDError, UnsupportedError
-from torchrec_2dsp.samples.ahead import Ahead
+from torchrec_2dsp.samples.balanced_batches import Ahead
 
 
 def error_of(call: Any) -> tuple[type[Exception], str]:

@@ -12,7 +12,7 @@ from tests.support.ranks import RankPool
 from tests.support.slices import patient
 from torchrec_2dsp._compat.c10d import store_of_world
 from torchrec_2dsp.comms.world_groups import world_group
-from torchrec_2dsp.dense.late_gradients import LateGradients
+from torchrec_2dsp.dense.delayed_dense import LateGradients
 
 
 @dataclass

@@ -25,7 +25,7 @@ from tests.support.pipelining import (
     stack_model,
 )
 from tests.support.ranks import RankPool, RanksFailed
-from torchrec_2dsp.dense.layer_stack import LayerElsewhere
+from torchrec_2dsp.dense.pipelined.layer_stack import LayerElsewhere
 from torchrec_2dsp.errors import (
     ConfigError,
     InputError,

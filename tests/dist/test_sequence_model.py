@@ -23,9 +23,8 @@ from torchrec_2dsp.programs.data.dataset import Dataset, Split
 from torchrec_2dsp.programs.data.negatives import NegativeKind, WithNegatives
 from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesConfig
 from torchrec_2dsp.programs.models.ranking import RankingQuality, rank_all_items
-from torchrec_2dsp.programs.models.sequence.config import SequenceModelConfig
-from torchrec_2dsp.programs.models.sequence.layers import SEQUENCE_TENSOR_PLAN, TransformerBlock
-from torchrec_2dsp.programs.models.sequence.model import NextItemModel
+from torchrec_2dsp.programs.models.sequence import NextItemModel, SequenceModelConfig
+from torchrec_2dsp.programs.models.sequence_layers import SEQUENCE_TENSOR_PLAN, TransformerBlock
 
 pytestmark = pytest.mark.dealt_file
 

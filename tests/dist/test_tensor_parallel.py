@@ -16,7 +16,7 @@ from tests.support.dense_training import (
     train_dtensors,
 )
 from tests.support.ranks import RankPool
-from torchrec_2dsp.dense.joint_batch import JointBatch
+from torchrec_2dsp.dense.sharded_dense import JointBatch
 from torchrec_2dsp.errors import ConfigError, MeshError, UnsupportedError
 
 pytestmark = pytest.mark.dealt_file

@@ -15,7 +15,7 @@ from tests.support.ranks import RankPool
 from tests.support.slices import Deal
 from torchrec_2dsp.codecs.flat import FlatCodec
 from torchrec_2dsp.codecs.threshold import ThresholdRule
-from torchrec_2dsp.dense.gradient_route import GradientRoute
+from torchrec_2dsp.dense.gradient_sums import GradientRoute
 from torchrec_2dsp.dense.thresholded_gradients import ThresholdedGradients, ThresholdSettings
 
 SIZES = (1, 7, 100, 1_023, 1_024, 5_000, 70_000)

@@ -11,9 +11,8 @@ from torchrec_2dsp.optim.moment_scaled import MomentScaledRowWiseAdaGradOptimize
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.synthetic import make_batch
-from torchrec_2dsp.programs.models.model import build_model
+from torchrec_2dsp.programs.models.model import build_model, split_
 from torchrec_2dsp.programs.models.optimizer import dense_optimizer
-from torchrec_2dsp.programs.models.splits import split_
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
 

@@ -18,7 +18,7 @@ from torchrec_2dsp.programs.config.config_file import (
     with_absolute_paths,
 )
 from torchrec_2dsp.programs.data.synthetic_dataset import SyntheticData
-from torchrec_2dsp.programs.models.true_access import true_access
+from torchrec_2dsp.programs.models.planned import true_access
 from torchrec_2dsp.programs.run_report.contents import RunContents
 from torchrec_2dsp.programs.run_report.page import run_page
 from torchrec_2dsp.programs.traces import StepPhase, marked_step, read_splits

@@ -15,7 +15,7 @@ from tests.fuzz.oracle import Expected, expect
 from tests.fuzz.seen import Piece, RankReport, Seen
 from tests.fuzz.state import initial_dense, initial_tables
 from tests.fuzz.tolerance import BASE, Applied, RoundedExactly, Tolerances
-from torchrec_2dsp.dense.gradient_report import GradientReport
+from torchrec_2dsp.dense.gradient_sums import GradientReport
 
 
 class Difference(Exception):

@@ -28,7 +28,7 @@ from tests.fuzz.seen import Piece, Seen, StateSeen
 from tests.support.loops import local_tensors
 from tests.support.parity import local_shards
 from tests.support.rank_device import copied, rank_device
-from torchrec_2dsp.dense.gradient_report import GradientReport
+from torchrec_2dsp.dense.gradient_sums import GradientReport
 from torchrec_2dsp.shard.parted import sharded_tables
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from torchrec_2dsp.dense.gradient_report import GradientReport
+from torchrec_2dsp.dense.gradient_sums import GradientReport
 
 
 @dataclass(frozen=True)

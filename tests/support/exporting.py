@@ -23,7 +23,7 @@ from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.export.source import ExportSource
 from torchrec_2dsp.programs.models.kinds import build_any_model, dataset_for, has_clicks
-from torchrec_2dsp.programs.models.splits import split_
+from torchrec_2dsp.programs.models.model import split_
 from torchrec_2dsp.programs.train import program as trainer
 from torchrec_2dsp.programs.train.config import TrainConfig, shape_of
 from torchrec_2dsp.programs.train.program import train

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_2dsp.samples.deal import Ranks, deal_samples, loads_of
-from torchrec_2dsp.samples.shared_ids import SampleIds, bring_together
+from torchrec_2dsp.samples.deal import Ranks, SampleIds, bring_together, deal_samples, loads_of
 
 NUM_RANKS, NUM_SAMPLES = 4, 4096
 TOLERANCES = (0.01, 0.05, 0.2)

@@ -24,9 +24,9 @@ from torchrec_2dsp.programs.cli.train import balance_text
 from torchrec_2dsp.programs.config.config_file import make_config, overridden
 from torchrec_2dsp.programs.config.sections import BalanceConfig, ModelConfig
 from torchrec_2dsp.programs.models.balance import sample_lengths
-from torchrec_2dsp.programs.models.sequence.config import SequenceModelConfig
+from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
 from torchrec_2dsp.programs.train.config import TrainConfig
-from torchrec_2dsp.samples.report import BalanceReport
+from torchrec_2dsp.samples.dealer import BalanceReport
 
 CLICKS = {"data": {"features": [{"name": "user", "num_rows": 10}]}, "runs": {"dealt": {}}}
 SEQUENCES = {

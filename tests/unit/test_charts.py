@@ -8,9 +8,17 @@ import pytest
 
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.planner.explanation.plots import parts_chart
-from torchrec_2dsp.report.charts import PALETTE, Axis, BarChart, Bars, Line, LineChart
+from torchrec_2dsp.report.charts import (
+    PALETTE,
+    Axis,
+    BarChart,
+    Bars,
+    Line,
+    LineChart,
+    draw_bars,
+    draw_lines,
+)
 from torchrec_2dsp.report.page import Page
-from torchrec_2dsp.report.svg import draw_bars, draw_lines
 
 RANKS, TIME = Axis(title="ranks"), Axis(title="ms")
 

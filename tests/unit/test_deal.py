@@ -9,10 +9,15 @@ import torch
 from hypothesis import given, strategies as st
 
 from torchrec_2dsp.errors import ConfigError, InputError
-from torchrec_2dsp.samples.cost import SampleCost
-from torchrec_2dsp.samples.deal import deal_samples, loads_of
-from torchrec_2dsp.samples.shared_ids import SampleIds, bring_together
-from torchrec_2dsp.samples.shares import RankSpeeds, share_samples
+from torchrec_2dsp.samples.deal import (
+    RankSpeeds,
+    SampleCost,
+    SampleIds,
+    bring_together,
+    deal_samples,
+    loads_of,
+    share_samples,
+)
 
 ROUNDING = 1e-8
 """Costs become whole numbers of at most 2**30."""

@@ -10,8 +10,8 @@ import torchrec_2dsp as tdsp
 from torchrec_2dsp.mesh.dense_mesh import DenseMesh
 from torchrec_2dsp.plan.dense_plan import DenseKind, DensePlan
 from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
-from torchrec_2dsp.programs.models import dense, planned_dense
-from torchrec_2dsp.programs.models.layered import Layered
+from torchrec_2dsp.programs.models import dense
+from torchrec_2dsp.programs.models.dense import Layered
 
 LAYERED = Layered(
     stack=tdsp.LayerStack([nn.Linear(4, 4), nn.Linear(4, 4)], nn.MSELoss(reduction="none")),
@@ -21,13 +21,13 @@ MESH = DenseMesh.for_world(8, tp=2)
 PIPELINES = DenseMesh.for_world(8, pp=2)
 
 
-@pytest.fixture(params=[dense, planned_dense])
+@pytest.fixture(params=[False, True], ids=["config", "plan"])
 def asked(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> dict[str, Any]:
     """The settings of the wrapper that a program makes last."""
     settings: dict[str, Any] = {}
     for name in ("FullyShardedDense", "TensorParallelDense", "PipelinedDense"):
-        monkeypatch.setattr(request.param, name, lambda *_, **options: settings.update(options))
-    settings["is_planned"] = request.param is planned_dense
+        monkeypatch.setattr(dense, name, lambda *_, **options: settings.update(options))
+    settings["is_planned"] = request.param
     return settings
 
 
@@ -36,7 +36,7 @@ def make(asked: dict[str, Any], kind: str, mesh: DenseMesh, **options: Any) -> N
     if asked["is_planned"]:
         cuts = (1,) * (mesh.pp - 1)
         plan = DensePlan(kind=DenseKind(kind), mesh=mesh, cuts=cuts, **options)
-        planned_dense.wrapper_of(plan, LAYERED)
+        dense.wrapper_of(plan, LAYERED)
     else:
         config = DenseGradientsConfig.model_validate({"kind": kind, "tp": mesh.tp} | options)
         dense.dense_wrapper(config, LAYERED)

@@ -22,10 +22,9 @@ from torchrec_2dsp.programs.models.kinds import (
     has_clicks,
     ranking_of,
 )
+from torchrec_2dsp.programs.models.model import split_
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig
-from torchrec_2dsp.programs.models.sequence.config import SequenceModelConfig
-from torchrec_2dsp.programs.models.sequence.model import NextItemModel
-from torchrec_2dsp.programs.models.splits import split_
+from torchrec_2dsp.programs.models.sequence import NextItemModel, SequenceModelConfig
 from torchrec_2dsp.programs.models.two_tower import TwoTowerConfig, TwoTowerModel
 
 DATA = SyntheticConfig(

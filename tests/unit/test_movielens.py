@@ -18,7 +18,7 @@ from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.synthetic_sequences import SequenceFeature
 from torchrec_2dsp.programs.models.kinds import build_any_model, dataset_for
 from torchrec_2dsp.programs.models.ranking import RankingQuality, places_of, rank_all_items
-from torchrec_2dsp.programs.models.sequence.config import SequenceModelConfig
+from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
 
 LOG = REAL_LOGS / "movielens100k/ml-100k.inter"
 MAX_LENGTH, BATCH, STEPS = 32, 64, 160

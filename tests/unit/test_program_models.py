@@ -10,9 +10,8 @@ from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec_2dsp.dense.thresholded import Thresholded
 from torchrec_2dsp.programs.config.sections import ModelConfig, OptimizerConfig, SplitConfig
 from torchrec_2dsp.programs.data.synthetic import SparseFeature, SyntheticConfig, make_batch
-from torchrec_2dsp.programs.models.model import build_model
+from torchrec_2dsp.programs.models.model import build_model, split_
 from torchrec_2dsp.programs.models.optimizer import dense_optimizer
-from torchrec_2dsp.programs.models.splits import split_
 
 DATA = SyntheticConfig(
     num_dense=3,

@@ -9,9 +9,13 @@ from pydantic import ValidationError
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesConfig
 from torchrec_2dsp.programs.models.kinds import build_any_model, dataset_for
-from torchrec_2dsp.programs.models.ranking import RankingQuality, rank_all_items
-from torchrec_2dsp.programs.models.ranking_metrics import RankingConfig, ranking_metrics
-from torchrec_2dsp.programs.models.sequence.config import SequenceModelConfig
+from torchrec_2dsp.programs.models.ranking import (
+    RankingConfig,
+    RankingQuality,
+    rank_all_items,
+    ranking_metrics,
+)
+from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
 
 CONFIG = SequenceModelConfig(dim=8, max_length=6, num_negatives=4, eval_negatives=12)
 DATA = dataset_for(CONFIG, SyntheticSequencesConfig(num_items=60, max_length=6).dataset())

@@ -13,9 +13,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_2dsp.errors import InputError
 from torchrec_2dsp.programs.data.negatives import NegativeItems, NegativeKind
 from torchrec_2dsp.programs.models.ranking import rank_all_items
-from torchrec_2dsp.programs.models.sequence.config import SequenceModelConfig
-from torchrec_2dsp.programs.models.sequence.model import NextItemModel
-from torchrec_2dsp.programs.models.sequence.sampled_softmax import SampledSoftmax
+from torchrec_2dsp.programs.models.sequence import NextItemModel, SequenceModelConfig
+from torchrec_2dsp.programs.models.sequence_layers import SampledSoftmax
 
 NUM_ITEMS, NUM_NEGATIVES, MAX_LENGTH = 20, 3, 5
 SEQUENCES = [[4, 9, 2], [7], [], [1, 2, 3, 4, 5, 6, 7], [8, 8]]

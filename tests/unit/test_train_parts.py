@@ -16,7 +16,7 @@ from torchrec_2dsp.programs.cli.app import app
 from torchrec_2dsp.programs.cli.train import Display
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.config.sections import RateSchedule
-from torchrec_2dsp.programs.models.clipping import clip_
+from torchrec_2dsp.programs.models.optimizer import clip_
 from torchrec_2dsp.programs.train.checkpoints import RunHistory, RunSettings
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.metrics import (

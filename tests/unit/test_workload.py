@@ -12,7 +12,7 @@ import torchrec_2dsp as tdsp
 from torchrec_2dsp.access.table_access import TableAccess
 from torchrec_2dsp.cost.workload import TableWork, Workload
 from torchrec_2dsp.programs.data.synthetic import SparseFeature, SyntheticConfig
-from torchrec_2dsp.programs.models.true_access import true_access
+from torchrec_2dsp.programs.models.planned import true_access
 
 
 def model() -> nn.Module:

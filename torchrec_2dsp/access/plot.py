@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from torchrec_2dsp.access.table_access import TableAccess
-from torchrec_2dsp.report.charts import Axis, Line, LineChart
-from torchrec_2dsp.report.svg import draw_lines
+from torchrec_2dsp.report.charts import Axis, Line, LineChart, draw_lines
 
 _MAX_POINTS = 400
 """How many points a line has at most: more can't be told apart."""

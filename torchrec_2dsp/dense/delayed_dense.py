@@ -1,11 +1,18 @@
-"""`DelayedDense`: dense gradients that travel while the next step computes."""
+"""`LateGradients`: a hook of DDP's that gives each step the gradients of the step before.
 
-from collections.abc import Mapping
+step t          own gradients  --all-reduce-->  ...travels...
+step t + 1      own gradients  --all-reduce-->  ...travels...     the mean of step t  --> optimizer
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
 from torchrec.distributed.types import ShardingEnv
 
 from torchrec_2dsp._compat.data_parallel import (
@@ -14,12 +21,205 @@ from torchrec_2dsp._compat.data_parallel import (
     DistributedModelParallel,
     data_parallel_module,
 )
-from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.comms.agreement import agree, agreeing
 from torchrec_2dsp.comms.own_group import own_group
 from torchrec_2dsp.dense.dense_parts import group_of
-from torchrec_2dsp.dense.gradient_report import GradientReport
-from torchrec_2dsp.dense.late_gradients import LateGradients
-from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.dense.gradient_sums import GradientReport, UnusedParameters
+from torchrec_2dsp.errors import ConfigError, SyncError
+
+_Future = torch.futures.Future[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """The gradients of a bucket, on their way to becoming the mean of all ranks."""
+
+    names: tuple[str, ...]
+    """The parameters, in the order of the bucket."""
+    sizes: tuple[int, ...]
+    """The number of elements of each parameter."""
+    mean: torch.Tensor
+    """Flat; the mean, once it has arrived."""
+    work: dist.Work | None
+    """The all-reduce; `None` if the mean has arrived."""
+    is_finite: torch.Tensor
+    """Whether all of this rank's own gradients were finite."""
+
+    def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The gradient of each parameter, flat."""
+        return zip(self.names, self.mean.split(self.sizes), strict=True)
+
+
+class LateGradients:
+    """Means of all ranks' gradients that are used one step late."""
+
+    def __init__(
+        self,
+        warm_up: int,
+        names: Mapping[int, str],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            warm_up: how many first steps use their own gradients.
+            names: of the parameters, by their ids.
+            group: the ranks that add up, used by nothing else.
+            device: where the parameters are.
+        """
+        self._warm_up, self._names, self._group = warm_up, names, group
+        self._device = device
+        self._num_ranks = dist.get_world_size(group)
+        self._in_flight: list[_InFlight] = []
+        self._step = 0
+        self._is_late = self._is_due = False
+        self.num_late_steps = 0
+        """How many steps have used the gradients of the step before."""
+        self.total = GradientReport()
+        """What this rank has sent so far."""
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the step under way uses the gradients of the step before."""
+        return self._is_late
+
+    def begin_step(self) -> None:
+        """Let the next backward begin a step, which may have several backwards.
+
+        A batch that is refused has a forward and no backward: it is no step.
+        """
+        self._is_due = True
+
+    def _begin(self) -> None:
+        self._is_due = False
+        self._is_late = self._step >= self._warm_up
+        self._step += 1
+        self.num_late_steps += self._is_late
+        self.total += GradientReport(num_steps=1)
+
+    def reduce(self, _: object, bucket: dist.GradBucket) -> _Future:
+        """Send the gradients of a bucket, and return those that have arrived; DDP calls it.
+
+        Collectives:
+            An all-reduce of the bucket; in a late step it is waited for in the next one.
+        """
+        if self._is_due:
+            self._begin()
+        params = bucket.parameters()
+        own = bucket.buffer() / self._num_ranks
+        own_bytes = 2 * (self._num_ranks - 1) / self._num_ranks * own.nbytes
+        self.total += GradientReport(num_bytes=own_bytes, dense_bytes=own_bytes)
+        names = tuple(self._names[id(param)] for param in params)
+        sizes = tuple(param.numel() for param in params)
+        if not self._is_late:
+            return _all_reduce(own, self._group)
+        late = self._arrived(names, sizes, own)
+        is_finite = own.sum(dtype=torch.float32).isfinite()
+        work = dist.all_reduce(own, group=self._group, async_op=True)
+        self._in_flight.append(_InFlight(names, sizes, own, work, is_finite))
+        return _done(UnusedParameters(bucket).give(late))
+
+    def _arrived(
+        self, names: tuple[str, ...], sizes: tuple[int, ...], like: torch.Tensor
+    ) -> torch.Tensor:
+        """The means of these parameters, which are zero if nothing of them was in flight.
+
+        DDP puts parameters into other buckets after its first steps, and after a run has gone on.
+        """
+        needed = set(names)
+        sent = [flight for flight in self._in_flight if needed & set(flight.names)]
+        if not sent:
+            return torch.zeros_like(like)
+        others = [flight for flight in self._in_flight if not needed & set(flight.names)]
+        arrived = [self._wait(flight) for flight in sent]
+        self._in_flight = others
+        if len(arrived) == 1 and arrived[0].names == names:
+            return arrived[0].mean
+        by_name = dict(part for flight in arrived for part in flight.parts())
+        for flight in arrived:
+            later = {name: part for name, part in flight.parts() if name not in needed}
+            self._in_flight += _arrived_means(later)
+        means = [
+            by_name[name] if name in by_name else like.new_zeros(size)
+            for name, size in zip(names, sizes, strict=True)
+        ]
+        return torch.cat(means)
+
+    def _wait(self, flight: _InFlight) -> _InFlight:
+        """Wait for means; if they aren't finite, raise on all ranks.
+
+        Collectives:
+            An agreement of all ranks, if they aren't: all of them have the same sum.
+        """
+        if flight.work is None:
+            return flight
+        with record_function("## dense gradients ##"):
+            flight.work.wait()
+        if not flight.mean.sum(dtype=torch.float32).isfinite():
+            names = [name for name, part in flight.parts() if not part.isfinite().all()]
+            if names:
+                error = self._not_finite(names[0])
+                agree(self._group, error=None if flight.is_finite else error)
+                raise error
+        return replace(flight, work=None)
+
+    def _not_finite(self, name: str) -> SyncError:
+        return SyncError(
+            f"gradients of {name!r} are not finite in the step before step {self._step - 1}; no "
+            "dense weight has changed by them. Lower the learning rate, or clip gradients"
+        )
+
+    def drain(self) -> dict[str, torch.Tensor]:
+        """The means that are in flight, by parameter and flat; afterwards nothing is.
+
+        Collectives:
+            Those in flight, waited for.
+        """
+        arrived = [self._wait(flight) for flight in self._in_flight]
+        self._in_flight = []
+        return dict(part for flight in arrived for part in flight.parts())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step, and the means in flight, which are equal on all ranks."""
+        means = self.drain()
+        self._in_flight = _arrived_means(means)
+        return {
+            "step": self._step,
+            "in_flight": {name: mean.clone() for name, mean in means.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what was in flight at a save; what is in flight now is forgotten."""
+        for flight in self._in_flight:
+            if flight.work is not None:
+                flight.work.wait()
+        means = {
+            name: mean.to(self._device, copy=True)
+            for name, mean in state.get("in_flight", {}).items()
+        }
+        self._in_flight = _arrived_means(means)
+        self._step = int(state.get("step", 0))
+
+
+def _arrived_means(means: Mapping[str, torch.Tensor]) -> list[_InFlight]:
+    """Means that are there already, one for each parameter."""
+    return [
+        _InFlight((name,), (mean.numel(),), mean, None, torch.tensor(True))
+        for name, mean in means.items()
+    ]
+
+
+def _all_reduce(values: torch.Tensor, group: dist.ProcessGroup) -> _Future:
+    work = dist.all_reduce(values, group=group, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def _done(values: torch.Tensor) -> _Future:
+    """A future of values that are there."""
+    future: _Future = torch.futures.Future(devices=[values.device] if values.is_cuda else None)
+    future.set_result(values)
+    return future
 
 
 class DelayedDense(DataParallelWrapper):

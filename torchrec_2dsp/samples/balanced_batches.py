@@ -1,8 +1,9 @@
 """`BalancedBatches`: batches whose samples are dealt to the ranks by what they cost."""
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -10,15 +11,12 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from torchrec_2dsp.comms.agreement import agreeing
-from torchrec_2dsp.comms.world_groups import world_group
+from torchrec_2dsp.comms.own_group import own_group
+from torchrec_2dsp.comms.world_groups import WorldGroups, world_group
 from torchrec_2dsp.errors import ConfigError, InputError, RankError, TwoDError
-from torchrec_2dsp.samples.ahead import Ahead, SampleGroup
-from torchrec_2dsp.samples.cost import SampleCost
-from torchrec_2dsp.samples.dealer import Dealer, Dealt, Offer
-from torchrec_2dsp.samples.report import BalanceReport
+from torchrec_2dsp.samples.deal import RankSpeeds, SampleCost, SampleIds, check_speeds
+from torchrec_2dsp.samples.dealer import BalanceReport, Dealer, Dealt, Offer
 from torchrec_2dsp.samples.sample_rows import SampleRows
-from torchrec_2dsp.samples.shared_ids import SampleIds
-from torchrec_2dsp.samples.shares import RankSpeeds, check_speeds
 
 T = TypeVar("T")
 
@@ -175,7 +173,7 @@ class BalancedBatches(Iterator[T], Generic[T]):
         if error is None:
             self.close()
 
-    def _begin(self, samples: SampleGroup) -> "Ahead[Dealt | None]":
+    def _begin(self, samples: "SampleGroup") -> "Ahead[Dealt | None]":
         """Take a batch of this rank, here, and let it be dealt on a thread."""
         offer = self._offer()
         self._computed = (0.0, 0.0)
@@ -256,3 +254,74 @@ def _ids_of(rows: SampleRows) -> SampleIds:
     by_sample, order = torch.cat(owners).sort(stable=True)
     lengths = by_sample.bincount(minlength=rows.num_samples)
     return SampleIds(torch.cat(ids)[order].numpy(), lengths.numpy())
+
+
+class Ahead(Generic[T]):
+    """A call that runs on a thread, and its result or error."""
+
+    def __init__(self, call: Callable[[], T], after: "Ahead[Any] | None") -> None:
+        """
+        Args:
+            call: what to do.
+            after: the call that has to be over before this one begins.
+        """
+        self._call, self._after = call, after
+        self._result: list[T] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="balanced batches", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        after, self._after = self._after, None
+        if after is not None:
+            after.wait()
+        try:
+            self._result.append(self._call())
+        except BaseException as error:  # The thread that asks for the result raises it.
+            self._error = error
+
+    def wait(self) -> None:
+        """Wait until the call is over and its thread has ended."""
+        self._thread.join()
+
+    def result(self) -> T:
+        """What the call returned, after waiting for it; an error of it is raised."""
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result[0]
+
+
+class SampleGroup:
+    """The process group in which samples travel, and what is under way in it.
+
+    All ranks start exchanges in one order, and each waits for the one before. So several
+    `BalancedBatches` may share it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        accelerator = torch.accelerator.current_accelerator()
+        is_gloo = "gloo" in dist.get_backend_config(group)
+        device = torch.device("cpu") if is_gloo or accelerator is None else accelerator
+        self.group = own_group(group, device, "samples", backend="gloo")
+        """The ranks, over gloo, since batches are on the CPU."""
+        self._last: Ahead[Any] | None = None
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> "SampleGroup":
+        """The group of these ranks, created at its first use.
+
+        Collectives:
+            The creation of a group, once.
+        """
+        shared = WorldGroups.current().shared
+        if (cls, group) not in shared:
+            shared[cls, group] = cls(group)
+        samples: SampleGroup = shared[cls, group]
+        return samples
+
+    def start(self, call: Callable[[], T]) -> Ahead[T]:
+        """Run a call on a thread, when those that were started before are over."""
+        ahead = Ahead(call, self._last)
+        self._last = ahead
+        return ahead

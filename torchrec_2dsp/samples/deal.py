@@ -1,13 +1,178 @@
-"""`deal_samples`: samples for ranks, so that none has more to compute than others. Pure."""
+"""How many samples each rank gets, by how fast it is. Pure."""
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from torchrec_2dsp.errors import InputError
-from torchrec_2dsp.samples.shares import share_samples
+from torchrec_2dsp.errors import ConfigError, InputError
+
+
+def share_samples(num_samples: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    """The number of samples of each rank: in proportion to speeds, at least one, in total all.
+
+    Args:
+        num_samples: at least as many as ranks.
+        speeds: above 0; only ratios count.
+
+    Example:
+        >>> from torchrec_2dsp.samples.deal import share_samples
+        >>> share_samples(16, [1.0, 1.0, 0.5, 1.0])
+        (5, 5, 2, 4)
+    """
+    num_ranks = len(speeds)
+    if num_samples < num_ranks:
+        raise ConfigError(
+            f"{num_samples} samples can't be shared by {num_ranks} ranks; each needs at least one"
+        )
+    check_speeds(speeds)
+    # Shares beyond the one that each rank has anyway, so that no share falls below it.
+    total = sum(speeds)
+    exact = [max(1.0, num_samples * speed / total) for speed in speeds]
+    counts = [int(share) for share in exact]
+    while (missing := num_samples - sum(counts)) != 0:
+        # The rank that is farthest below its share gets one more, or farthest above one less.
+        step = 1 if missing > 0 else -1
+        gaps = [step * (share - count) for share, count in zip(exact, counts, strict=True)]
+        eligible = [rank for rank in range(num_ranks) if counts[rank] + step >= 1]
+        best = max(eligible, key=lambda rank: (gaps[rank], -rank))
+        counts[best] += step
+    return tuple(counts)
+
+
+def check_speeds(speeds: Sequence[float]) -> None:
+    """Raise unless all speeds are finite and above 0."""
+    wrong = [speed for speed in speeds if not (np.isfinite(speed) and speed > 0)]
+    if wrong:
+        raise ConfigError(f"rank_speeds: {wrong[0]!r} is no speed; use finite numbers above 0")
+
+
+class RankSpeeds:
+    """The speed of each rank, from what its batches cost and how long it computed them.
+
+    All ranks are told the same numbers, so they have the same speeds.
+
+    Example:
+        >>> from torchrec_2dsp.samples.deal import RankSpeeds
+        >>> speeds = RankSpeeds(2, smoothing=0.5)
+        >>> speeds.update([8.0, 8.0], [0.1, 0.2])
+        >>> [round(speed, 3) for speed in speeds.speeds()]
+        [1.333, 0.667]
+    """
+
+    def __init__(self, num_ranks: int, smoothing: float) -> None:
+        """
+        Args:
+            num_ranks: how many ranks there are.
+            smoothing: what the newest batch counts for, above 0, at most 1.
+        """
+        self._keep = 1 - smoothing
+        self._costs, self._seconds = [0.0] * num_ranks, [0.0] * num_ranks
+
+    def update(self, costs: Sequence[float], seconds: Sequence[float]) -> None:
+        """Take in what each rank has computed; zeros of a rank say nothing."""
+        for rank, (cost, time) in enumerate(zip(costs, seconds, strict=True)):
+            if cost > 0 and time > 0:
+                self._costs[rank] = self._keep * self._costs[rank] + cost
+                self._seconds[rank] = self._keep * self._seconds[rank] + time
+
+    def speeds(self) -> list[float]:
+        """The speeds, 1 on average; ranks that have said nothing are as fast as the average."""
+        rates = [
+            cost / time if time else 0.0
+            for cost, time in zip(self._costs, self._seconds, strict=True)
+        ]
+        heard = [rate for rate in rates if rate]
+        mean = sum(heard) / len(heard) if heard else 1.0
+        return [rate / mean if rate else 1.0 for rate in rates]
+
+
+Lengths = torch.Tensor | npt.NDArray[np.int64] | Sequence[int]
+"""The length of each sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleCost:
+    """A sample's cost: a part that grows with its length, and one that grows with the square.
+
+    Attention over a history costs the square of its length; lookups and dense layers cost the
+    length. Only ratios count.
+
+    Example:
+        >>> import torchrec_2dsp as tdsp
+        >>> tdsp.SampleCost(linear=2.0, quadratic=0.5).of([0, 1, 4])
+        tensor([ 0.0000,  2.5000, 16.0000], dtype=torch.float64)
+    """
+
+    linear: float = 1.0
+    """The cost of one more element."""
+
+    quadratic: float = 0.0
+    """The cost of one more pair of elements."""
+
+    def __post_init__(self) -> None:
+        numbers = (self.linear, self.quadratic)
+        if not all(np.isfinite(number) and number >= 0 for number in numbers) or not any(numbers):
+            raise ConfigError(
+                f"SampleCost(linear={self.linear}, quadratic={self.quadratic}) is no cost; use "
+                "numbers of 0 or more, at least one of them above 0"
+            )
+
+    def of(self, lengths: Lengths) -> torch.Tensor:
+        """The cost of each sample, in float64."""
+        exact = torch.as_tensor(lengths).double()
+        return self.linear * exact + self.quadratic * exact.square()
+
+    @classmethod
+    def fit(cls, lengths_per_step: Sequence[Lengths], seconds: Sequence[float]) -> "SampleCost":
+        """The cost that explains measured steps best, by non-negative least squares.
+
+        What every step takes, whatever its samples, is fitted beside it and left out.
+
+        Args:
+            lengths_per_step: the lengths of the samples of each step of one rank.
+            seconds: how long each step computed.
+
+        Raises:
+            ConfigError: there are fewer than three steps, or steps don't take longer with their
+                samples' lengths.
+
+        Example:
+            >>> import torchrec_2dsp as tdsp
+            >>> steps = [[1, 2], [4, 4], [8, 1], [16, 2]]
+            >>> seconds = [0.1 + sum(0.02 * n + 0.001 * n * n for n in step) for step in steps]
+            >>> cost = tdsp.SampleCost.fit(steps, seconds)
+            >>> round(cost.linear, 6), round(cost.quadratic, 6)
+            (0.02, 0.001)
+        """
+        # SciPy takes long to import, and only this needs it.
+        from scipy.optimize import nnls
+
+        if len(lengths_per_step) != len(seconds) or len(seconds) < 3:
+            raise ConfigError(
+                f"SampleCost.fit() got the lengths of {len(lengths_per_step)} steps and "
+                f"{len(seconds)} times; give as many of both, at least 3"
+            )
+        steps = [torch.as_tensor(lengths).double() for lengths in lengths_per_step]
+        sums = np.array([[1.0, float(n.sum()), float(n.square().sum())] for n in steps])
+        times = np.asarray(seconds, dtype=np.float64)
+        if not np.isfinite(times).all():
+            raise ConfigError("SampleCost.fit() got a time that is not finite; leave that step out")
+        # Columns of about one size, which the solver's tolerance is made for.
+        scales = np.maximum(sums.max(axis=0), 1.0)
+        solution, _ = nnls(sums / scales, times)
+        _, linear, quadratic = solution / scales
+        if linear == quadratic == 0:
+            raise ConfigError(
+                "SampleCost.fit() found no cost: these steps don't take longer with the lengths of "
+                "their samples; measure more steps, of other lengths"
+            )
+        return cls(linear=float(linear), quadratic=float(quadratic))
+
 
 Ranks = npt.NDArray[np.int64]
 """The rank of each sample."""
@@ -127,3 +292,119 @@ def _best_pair(
         if times[place] < best_time:
             best_time, best = times[place], (int(own[place]), int(theirs[near[place]]))
     return best
+
+
+@dataclass(frozen=True)
+class SampleIds:
+    """The ids of all samples, one sample after the other."""
+
+    ids: npt.NDArray[np.int64]
+    """All ids; equal numbers mean equal rows."""
+
+    lengths: npt.NDArray[np.int64]
+    """How many ids each sample has."""
+
+    def num_distinct(self, ranks: Ranks) -> int:
+        """How many distinct ids the ranks have, added up over the ranks."""
+        _, numbers = np.unique(self.ids, return_inverse=True)
+        num_ids = int(numbers.max(initial=-1)) + 1
+        return len(np.unique(np.repeat(ranks, self.lengths) * num_ids + numbers))
+
+
+def bring_together(
+    ranks: Ranks,
+    costs: npt.NDArray[np.float64],
+    samples: SampleIds,
+    num_ranks: int,
+    tolerance: float,
+) -> Ranks:
+    """Let samples of about equal cost change places, so that ranks need fewer distinct ids.
+
+    Samples are sorted by cost and cut into blocks in which costs differ by at most ``tolerance``.
+    Each block keeps its places on the ranks; its samples are put, one after the other, to where
+    most of their ids are already. So no rank's load grows by more than ``tolerance``.
+
+    Args:
+        ranks: the balanced deal, which isn't changed.
+        costs: of the samples.
+        samples: their ids.
+        num_ranks: how many ranks there are.
+        tolerance: by which share costs in a block may differ.
+
+    Returns:
+        The rank of each sample, those given if they need no more distinct ids.
+
+    Example:
+        >>> import numpy as np
+        >>> from torchrec_2dsp.samples.deal import SampleIds, bring_together
+        >>> users = SampleIds(np.array([7, 8, 7, 8]), np.ones(4, dtype=np.int64))
+        >>> bring_together(np.array([0, 0, 1, 1]), np.ones(4), users, 2, 0.0).tolist()
+        [0, 1, 0, 1]
+    """
+    shared = _useful(samples, num_ranks)
+    starts = np.concatenate([[0], np.cumsum(shared.lengths)])
+    together, num_ids = ranks.copy(), int(shared.ids.max(initial=-1)) + 1
+    counts = np.zeros((num_ids, num_ranks), dtype=np.int32)
+    np.add.at(counts, (shared.ids, np.repeat(together, shared.lengths)), 1)
+    ids_of = [shared.ids[start:end] for start, end in pairwise(starts)]
+    for block in _blocks(costs, tolerance):
+        movable = [sample for sample in block.tolist() if len(ids_of[sample])]
+        # Samples that share ids follow each other, so that they find each other's rank.
+        movable.sort(key=lambda sample: int(ids_of[sample].min()))
+        _place_(movable, together, counts, ids_of)
+    return together if samples.num_distinct(together) < samples.num_distinct(ranks) else ranks
+
+
+def _useful(samples: SampleIds, num_ranks: int) -> SampleIds:
+    """The ids that several samples share, numbered through, the rarest first.
+
+    An id that occurs once is needed by one rank in any case, and one that occurs in very many
+    samples is needed by all.
+    """
+    _, numbers = np.unique(samples.ids, return_inverse=True)
+    num_ids, num_samples = int(numbers.max(initial=-1)) + 1, len(samples.lengths)
+    owners = np.repeat(np.arange(num_samples), samples.lengths)
+    # A sample that has an id twice needs its row once.
+    pairs = np.unique(owners * num_ids + numbers)
+    owners, numbers = pairs // max(1, num_ids), pairs % max(1, num_ids)
+    occurrences = np.bincount(numbers, minlength=num_ids)[numbers]
+    is_useful = (occurrences > 1) & (occurrences <= max(2, num_samples // num_ranks))
+    by_rarity = numbers[is_useful] + occurrences[is_useful] * num_ids
+    _, numbered = np.unique(by_rarity, return_inverse=True)
+    return SampleIds(numbered, np.bincount(owners[is_useful], minlength=num_samples))
+
+
+def _blocks(costs: npt.NDArray[np.float64], tolerance: float) -> Iterator[npt.NDArray[np.int64]]:
+    """Samples by cost, in blocks whose costs differ by at most this share."""
+    order = np.argsort(-costs, kind="stable")
+    descending = costs[order]
+    start = 0
+    while start < len(order):
+        end = int(np.searchsorted(-descending, -descending[start] / (1 + tolerance), side="right"))
+        end = max(end, start + 1)
+        if end - start > 1:
+            yield order[start:end]
+        start = end
+
+
+def _place_(
+    block: list[int],
+    together: Ranks,
+    counts: npt.NDArray[np.int32],
+    ids_of: list[npt.NDArray[np.int64]],
+) -> None:
+    """Put the samples of a block to where their ids are, in as many places as it has on each rank.
+
+    A rank that is nearly full counts for less, or the first rank would get whatever comes first.
+    """
+    places = np.bincount(together[block], minlength=counts.shape[1])
+    for sample in block:
+        counts[ids_of[sample], together[sample]] -= 1
+    free = places.copy()
+    for sample in block:
+        overlap = np.count_nonzero(counts[ids_of[sample]], axis=0)
+        score = np.where(free > 0, (1 + overlap) * (free / np.maximum(places, 1)), -1.0)
+        rank = int(score.argmax())
+        free[rank] -= 1
+        together[sample] = rank
+        counts[ids_of[sample], rank] += 1

@@ -1,22 +1,20 @@
-"""`CutStack`: a `LayerStack` of which each rank has some layers, and the pipeline that runs it."""
+"""`PipelineTimes`: how long the stages of a pipeline worked, and how long they waited."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from torchrec_2dsp.comms.agreement import agreeing
-from torchrec_2dsp.dense.layer_stack import LayerStack
-from torchrec_2dsp.dense.pipelined.copied_layers import CopiedLayers
-from torchrec_2dsp.dense.pipelined.groups import PipelineGroups
-from torchrec_2dsp.dense.pipelined.layer_times import (
-    better_cuts,
-    gather_layer_seconds,
-    own_layer_seconds,
-)
+from torchrec_2dsp.dense.pipelined.engine import BusyTime, LayerStage
+from torchrec_2dsp.dense.pipelined.held_layers import CopiedLayers, ShardedLayers
+from torchrec_2dsp.dense.pipelined.layer_stack import LayerStack, StageLayers, layers_of_stages
+from torchrec_2dsp.dense.pipelined.links import PipelineGroups
 from torchrec_2dsp.dense.pipelined.moving_layers import (
     Move,
     move_layers,
@@ -25,10 +23,134 @@ from torchrec_2dsp.dense.pipelined.moving_layers import (
 )
 from torchrec_2dsp.dense.pipelined.pipeline import Pipeline, Reduction
 from torchrec_2dsp.dense.pipelined.schedule import Schedule
-from torchrec_2dsp.dense.pipelined.sharded_layers import ShardedLayers
-from torchrec_2dsp.dense.pipelined.stage import LayerStage
-from torchrec_2dsp.dense.pipelined.stage_layers import StageLayers, layers_of_stages
-from torchrec_2dsp.plan.stage_cuts import check_cuts
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.plan.stage_cuts import check_cuts, cut_layers
+
+
+@dataclass(frozen=True)
+class PipelineTimes:
+    """What a batch took, as a mean over all batches and pipelines.
+
+    Example:
+        >>> from torchrec_2dsp.dense.pipelined.cut_stack import PipelineTimes
+        >>> times = PipelineTimes((3.0, 1.0), total_seconds=4.0, num_ranks=2)
+        >>> times.bubble, times.imbalance
+        (0.5, 1.5)
+    """
+
+    seconds_of_stage: tuple[float, ...]
+    """How long each stage was worked on."""
+
+    total_seconds: float
+    """How long the schedule took."""
+
+    num_ranks: int
+    """How many ranks worked at the same time."""
+
+    @property
+    def bubble(self) -> float:
+        """The share of the ranks' time in which they waited."""
+        if not self.total_seconds:
+            return 0.0
+        return 1.0 - sum(self.seconds_of_stage) / (self.total_seconds * self.num_ranks)
+
+    @property
+    def imbalance(self) -> float:
+        """How many times the mean stage the slowest one took; 1 where cuts are right."""
+        mean = sum(self.seconds_of_stage) / len(self.seconds_of_stage)
+        return max(self.seconds_of_stage) / mean if mean else 1.0
+
+
+def gather_times(busy: BusyTime, num_stages: int, groups: PipelineGroups) -> PipelineTimes:
+    """The times of all ranks.
+
+    Collectives:
+        An all-gather of objects over all ranks.
+    """
+    gathered: list[BusyTime] = [busy] * dist.get_world_size(groups.everyone)
+    dist.all_gather_object(gathered, busy, group=groups.everyone)
+    # All ranks of a stage count, those that compute it together as well.
+    num_each = groups.mesh.dp * groups.mesh.tp
+    seconds = [
+        sum(times.seconds_of_stage.get(stage, 0.0) / max(1, times.num_steps) for times in gathered)
+        / num_each
+        for stage in range(num_stages)
+    ]
+    totals = [times.total_seconds / max(1, times.num_steps) for times in gathered]
+    return PipelineTimes(tuple(seconds), sum(totals) / len(totals), groups.mesh.pp)
+
+
+def own_layer_seconds(
+    stages: Mapping[int, LayerStage], firsts: Mapping[int, int], busy: BusyTime
+) -> dict[int, float]:
+    """What a batch took in each layer of this rank, by the layer's number.
+
+    Only forwards are timed layer by layer; a stage's whole time is divided as they are.
+
+    Args:
+        stages: of this rank, by their numbers.
+        firsts: the number of each stage's first layer.
+        busy: how long the rank has worked.
+    """
+    seconds = {}
+    for number, stage in stages.items():
+        whole = busy.seconds_of_stage.get(number, 0.0) / max(1, busy.num_steps)
+        forward = sum(stage.forward_seconds)
+        for place, of_layer in enumerate(stage.forward_seconds):
+            seconds[firsts[number] + place] = whole * of_layer / forward if forward else 0.0
+    return seconds
+
+
+def gather_layer_seconds(
+    own: Mapping[int, float], num_layers: int, group: dist.ProcessGroup
+) -> list[float]:
+    """What a batch took in each layer, as a mean over the ranks that have it.
+
+    Args:
+        own: from `own_layer_seconds`.
+        num_layers: of the stack.
+        group: all ranks.
+
+    Collectives:
+        An all-gather of objects.
+    """
+    gathered: list[Mapping[int, float]] = [own] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, own, group=group)
+    times = [[of_rank[n] for of_rank in gathered if n in of_rank] for n in range(num_layers)]
+    if not any(map(sum, times)):
+        raise ConfigError(
+            "no layer has been timed since the model was cut, so no cuts can be chosen; train a "
+            "batch, or give cuts"
+        )
+    return [sum(of_layer) / len(of_layer) for of_layer in times]
+
+
+def better_cuts(
+    seconds: Sequence[float], cuts: Sequence[int], least_gain: float
+) -> tuple[int, ...]:
+    """Cuts whose slowest stage takes less time, or those that there are.
+
+    Args:
+        seconds: what each layer takes.
+        cuts: the first layer of each stage but the first.
+        least_gain: the share of its time that the slowest stage has to lose.
+
+    Example:
+        >>> from torchrec_2dsp.dense.pipelined.cut_stack import better_cuts
+        >>> better_cuts([1.0, 1.0, 1.0, 3.0], [2], least_gain=0.05)
+        (3,)
+        >>> better_cuts([1.0, 1.0, 1.0, 1.01], [2], least_gain=0.05)
+        (2,)
+    """
+    num_layers, num_stages = len(seconds), len(cuts) + 1
+    best = cut_layers(seconds, [0.0] * num_layers, num_stages)
+    is_better = _slowest(seconds, best) <= (1 - least_gain) * _slowest(seconds, cuts)
+    return best if is_better else tuple(cuts)
+
+
+def _slowest(seconds: Sequence[float], cuts: Sequence[int]) -> float:
+    ends = (0, *cuts, len(seconds))
+    return max(sum(seconds[first:last]) for first, last in pairwise(ends))
 
 
 @dataclass(frozen=True)

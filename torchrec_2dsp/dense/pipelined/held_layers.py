@@ -1,15 +1,21 @@
 """`HeldLayers`: the parameters of a rank's stages, however the pipelines share them."""
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from torchrec_2dsp.dense.pipelined.groups import PipelineGroups
+from torchrec_2dsp.dense.pipelined.engine import LayerStage
+from torchrec_2dsp.dense.pipelined.layer_stack import LayerStack, StageLayers
+from torchrec_2dsp.dense.pipelined.links import PipelineGroups
+from torchrec_2dsp.errors import ConfigError
 
 
 class HeldLayers(Protocol):
@@ -99,3 +105,317 @@ def broadcast_first(buffers: Iterable[torch.Tensor], groups: PipelineGroups) -> 
     if groups.mesh.dp > 1:
         for buffer in buffers:
             dist.broadcast(buffer, group_src=0, group=groups.copies)
+
+
+class CopiedLayers:
+    """The parameters and buffers of this rank's stages, and what keeps their copies equal."""
+
+    def __init__(self, stages: Sequence[LayerStage], groups: PipelineGroups) -> None:
+        """
+        Args:
+            stages: of this rank.
+            groups: of the pipeline.
+        """
+        self._groups = groups
+        self.params = [param for stage in stages for param in stage.params]
+        """The parameters that are trained."""
+        self._modules = [stage.modules for stage in stages]
+
+    def whole(self) -> AbstractContextManager[None]:
+        """A context in which the stages can run: copies are whole anyhow."""
+        return nullcontext()
+
+    @contextmanager
+    def gradients_set_aside(self) -> Iterator[list[torch.Tensor]]:
+        """A context in which the parameters have no gradients but those computed in it.
+
+        Yields:
+            A list that has these gradients after the context, for each parameter in order.
+        """
+        before = [param.grad for param in self.params]
+        computed: list[torch.Tensor] = []
+        for param in self.params:
+            param.grad = None
+        try:
+            yield computed
+            computed += [
+                torch.zeros_like(param) if param.grad is None else param.grad
+                for param in self.params
+            ]
+        finally:
+            for param, gradient in zip(self.params, before, strict=True):
+                param.grad = gradient
+
+    @torch.no_grad()
+    def add_mean(self, gradients: Sequence[torch.Tensor], factor: float) -> None:
+        """Add the mean over the copies to the parameters' gradients.
+
+        Args:
+            gradients: of this rank, in the order of `params`.
+            factor: by which they are multiplied before.
+
+        Collectives:
+            An all-reduce of all of them for each data type, waited for.
+        """
+        local = [
+            local_part(gradient, param) * factor
+            for param, gradient in zip(self.params, gradients, strict=True)
+        ]
+        num_copies = self._groups.mesh.dp
+        by_type: dict[torch.dtype, list[int]] = defaultdict(list)
+        for number, gradient in enumerate(local):
+            by_type[gradient.dtype].append(number)
+        for numbers in by_type.values() if num_copies > 1 else ():
+            flat = torch.cat([local[number].reshape(-1) for number in numbers])
+            dist.all_reduce(flat, group=self._groups.copies)
+            flat /= num_copies
+            parts = flat.split([local[number].numel() for number in numbers])
+            for number, part in zip(numbers, parts, strict=True):
+                local[number] = part.view(local[number].shape)
+        for param, gradient in zip(self.params, local, strict=True):
+            add_gradient_(param, gradient)
+
+    def broadcast_buffers(self) -> None:
+        """Give all copies the buffers of the first one, as DDP does.
+
+        Collectives:
+            A broadcast of each buffer.
+        """
+        buffers = [buffer for modules in self._modules for buffer in modules.buffers()]
+        broadcast_first(buffers, self._groups)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients of this rank's layers, or its share of those that are split."""
+        return [local_part(param.grad, param) for param in self.params if param.grad is not None]
+
+    def square_norm(self) -> torch.Tensor:
+        """This rank's part of the sum of the squares of all gradients.
+
+        Copies count a part each, and so do the ranks of a tensor-parallel group, if they all hold
+        what isn't split.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self._groups.device)
+        for param in self.params:
+            if param.grad is not None:
+                square = local_part(param.grad, param).double().square().sum()
+                total += square if is_split(param) else square / self._groups.mesh.tp
+        return total / self._groups.mesh.dp
+
+
+class _Shares(nn.Module):
+    """Holds the modules of a stage, whose parameters FSDP2 gathers and frees when it is told to.
+
+    FSDP2 would gather in the forward of a module, and send gradients in each backward. A stage runs
+    its layers many times for a batch, so these aren't wrapped, and nobody calls this module.
+    """
+
+    def __init__(self, content: nn.Module) -> None:
+        super().__init__()
+        self.content = content
+
+    def forward(self) -> None:
+        """Raise an error: the layers run one by one."""
+        raise NotImplementedError("the layers of a stage run one by one")
+
+
+class ShardedLayers:
+    """The parameters of this rank's stages, each of which is sharded over the pipelines."""
+
+    def __init__(
+        self, stages: Sequence[LayerStage], groups: PipelineGroups, mesh: DeviceMesh
+    ) -> None:
+        """
+        Args:
+            stages: of this rank; their parameters become shares.
+            groups: of the pipeline.
+            mesh: the ranks that share this rank's layers, an axis of `PipelineGroups.layers_mesh`.
+        """
+        self._stages, self._groups = list(stages), groups
+        self._is_split = [is_split(param) for stage in stages for param in stage.params]
+        self._shares = [
+            fully_shard(_Shares(stage.modules), mesh=mesh, reshard_after_forward=False)
+            for stage in stages
+        ]
+        self._take_params()
+        self.params = [param for stage in stages for param in stage.params]
+        """This rank's shares of the parameters that are trained."""
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """A context in which the stages have whole parameters.
+
+        Collectives:
+            An all-gather of each stage's parameters over the pipelines, waited for.
+        """
+        shares: list[FSDPModule] = self._shares
+        try:
+            for stage in shares:
+                stage.unshard()
+            self._take_params()
+            yield
+        finally:
+            for stage in shares:
+                stage.reshard()
+            self._take_params()
+
+    @contextmanager
+    def gradients_set_aside(self) -> Iterator[list[torch.Tensor]]:
+        """The context `whole`, in which parameters have no gradients but those computed in it.
+
+        Yields:
+            A list that has these gradients after the context, or this rank's part of those that
+            are split over its tensor-parallel group, for each parameter in order.
+        """
+        computed: list[torch.Tensor] = []
+        with self.whole():
+            params = [param for stage in self._stages for param in stage.params]
+            try:
+                yield computed
+                computed += [
+                    local_part(torch.zeros_like(param) if param.grad is None else param.grad, param)
+                    for param in params
+                ]
+            finally:
+                for param in params:
+                    param.grad = None
+
+    @torch.no_grad()
+    def add_mean(self, gradients: Sequence[torch.Tensor], factor: float) -> None:
+        """Add the mean over the pipelines to the gradients of this rank's shares.
+
+        Args:
+            gradients: of whole parameters, in the order of `params`.
+            factor: by which they are multiplied before.
+
+        Collectives:
+            A reduce-scatter of the gradients of each stage over the pipelines, waited for.
+        """
+        start = 0
+        for stage in self._stages:
+            end = start + len(stage.params)
+            if start < end:
+                scattered = self._scattered([part * factor for part in gradients[start:end]])
+                for param, share in zip(self.params[start:end], scattered, strict=True):
+                    add_gradient_(param, share[: _local(param).shape[0]])
+            start = end
+
+    def broadcast_buffers(self) -> None:
+        """Give all pipelines the buffers of the first one, as DDP does.
+
+        Collectives:
+            A broadcast of each buffer.
+        """
+        buffers = [buffer for stage in self._stages for buffer in stage.modules.buffers()]
+        broadcast_first(buffers, self._groups)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients of this rank's shares."""
+        return [_local(param.grad) for param in self.params if param.grad is not None]
+
+    def square_norm(self) -> torch.Tensor:
+        """This rank's part of the sum of the squares of all gradients.
+
+        The ranks of a tensor-parallel group count a part each of what isn't split over them.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self._groups.device)
+        for param, is_split_by_tp in zip(self.params, self._is_split, strict=True):
+            if param.grad is not None:
+                square = _local(param.grad).double().square().sum()
+                total += square if is_split_by_tp else square / self._groups.mesh.tp
+        return total
+
+    def _scattered(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's rows of the mean of each gradient, filled up to those of the first rank."""
+        num_shares = self._groups.mesh.dp
+        flat = torch.cat([_padded(part, num_shares).view(num_shares, -1) for part in gradients], 1)
+        own = flat.new_empty(flat.shape[1])
+        dist.reduce_scatter_tensor(own, flat.view(-1), group=self._groups.copies)
+        own /= num_shares
+        shapes = [(-(-part.shape[0] // num_shares), *part.shape[1:]) for part in gradients]
+        parts = own.split([torch.Size(shape).numel() for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def _take_params(self) -> None:
+        for stage in self._stages:
+            stage.take_params()
+
+
+def check_shareable(stages: Sequence[StageLayers], stack: LayerStack) -> None:
+    """Raise an error, if FSDP2 can't shard a stage.
+
+    Args:
+        stages: of the stack.
+        stack: not cut yet.
+
+    Raises:
+        ConfigError: parameters of a stage have several data types, or one of them can't be cut.
+    """
+    for stage in stages:
+        modules = [stack.layers[number] for number in stage.numbers]
+        if stage is stages[-1]:
+            modules.append(stack.loss)
+        params = [param for module in modules for param in module.parameters()]
+        types = sorted({str(param.dtype) for param in params if param.requires_grad})
+        if len(types) > 1:
+            raise ConfigError(
+                f"{stage.name} trains parameters of {' and '.join(types)}, which fully_shard=True "
+                "can't gather together; choose one type, or cuts that part them"
+            )
+        if any(not param.dim() or not param.is_contiguous() for param in params):
+            raise ConfigError(
+                f"{stage.name} has a parameter without a dimension, or one that isn't contiguous, "
+                "which fully_shard=True can't cut; give it a dimension, or store it contiguously"
+            )
+
+
+def _padded(gradient: torch.Tensor, num_shares: int) -> torch.Tensor:
+    """A gradient with rows of zeros, so that all ranks have equally many rows of it."""
+    num_missing = -gradient.shape[0] % num_shares
+    if not num_missing:
+        return gradient.contiguous()
+    return torch.cat([gradient, gradient.new_zeros(num_missing, *gradient.shape[1:])])
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def clip_together_(
+    max_norm: float,
+    others: Sequence[nn.Module],
+    held: Sequence[HeldLayers],
+    groups: PipelineGroups,
+) -> float:
+    """Scale all dense gradients in place so that their norm is at most ``max_norm``.
+
+    Args:
+        max_norm: the largest Euclidean norm of all of them together.
+        others: modules that are sharded over all ranks.
+        held: the layers of this rank.
+        groups: of the pipeline.
+
+    Returns:
+        The norm before.
+
+    Collectives:
+        An all-reduce of 8 bytes over all ranks, waited for.
+    """
+    gradients = [
+        param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+        for part in others
+        for param in part.parameters()
+        if param.grad is not None
+    ]
+    square = torch.zeros((), dtype=torch.float64, device=groups.device)
+    for gradient in gradients:
+        square += gradient.double().square().sum()
+    for layers in held:
+        square += layers.square_norm()
+        gradients += layers.gradients()
+    dist.all_reduce(square, group=groups.everyone)
+    norm = float(square.sqrt())
+    if norm > max_norm:
+        for gradient in gradients:
+            gradient.mul_(max_norm / norm)
+    return norm

@@ -1,4 +1,4 @@
-"""`Links`: tensors that travel between the ranks of a pipeline, and what they look like there."""
+"""`PipelineGroups`: the process groups of the pipelines of a `DenseMesh`."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -9,6 +9,77 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchrec_2dsp._compat.c10d import timeout_of
+from torchrec_2dsp.comms.own_group import own_mesh, own_subgroup
+from torchrec_2dsp.errors import InputError, UnsupportedError
+from torchrec_2dsp.mesh.dense_mesh import DenseMesh
+
+
+class PipelineGroups:
+    """The process groups of this rank's pipeline, and of the ranks that hold the same layers.
+
+    Collectives:
+        Building it creates process groups, so all ranks must do it, in the same order relative to
+        other group creations.
+    """
+
+    def __init__(self, mesh: DenseMesh, everyone: dist.ProcessGroup, device: torch.device) -> None:
+        """
+        Args:
+            mesh: the arithmetic.
+            everyone: all ranks.
+            device: this rank's device.
+        """
+        self.mesh, self.everyone, self.device = mesh, everyone, device
+        self._ranks = dist.get_process_group_ranks(everyone)
+        number, self.rank = mesh.place_of(dist.get_rank(everyone))
+        self.global_ranks = [self._ranks[rank] for rank in mesh.pipelines()[number]]
+        """The ranks of the pipeline, in the world."""
+        self.position, self.tp_rank = divmod(self.rank, mesh.tp)
+        # Activations and gradients travel in groups of their own, in which messages of one rank
+        # for another have one order, and which can be broken without losing the third group.
+        self.agreements = self._new("pipeline_agreements", mesh.pipelines())
+        """The ranks of the pipeline, to agree on what they are given and on errors."""
+        self.forward = self._new("pipeline_forward", mesh.pipelines())
+        """The ranks of the pipeline, for what goes from the first stage towards the last one."""
+        self.backward = self._new("pipeline_backward", mesh.pipelines())
+        """The ranks of the pipeline, for what goes back."""
+        self.copies = self._new("pipeline_copies", mesh.copies())
+        """The ranks that hold the same part of the same layers."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks the pipeline has."""
+        return self.mesh.pipeline_size
+
+    def rank_at(self, position: int) -> int:
+        """The rank of the pipeline at a position, in this rank's tensor-parallel place."""
+        return position * self.mesh.tp + self.tp_rank
+
+    def ranks_at(self, position: int) -> range:
+        """All ranks of the pipeline at a position."""
+        return range(position * self.mesh.tp, (position + 1) * self.mesh.tp)
+
+    def layers_mesh(self) -> DeviceMesh:
+        """The ranks by pipeline, position and place in their tensor-parallel group.
+
+        The axis "copy" has those that hold the same part of the same layers; the axis "tp" those
+        that compute this rank's layers together.
+
+        Collectives:
+            Creates process groups.
+        """
+        mesh = self.mesh
+        ranks = [[self._ranks[rank] for rank in pipeline] for pipeline in mesh.pipelines()]
+        by_place = torch.tensor(ranks).view(mesh.dp, mesh.pp, mesh.tp)
+        return own_mesh(by_place, self.device.type, ("copy", "stage", "tp"))
+
+    def _new(self, name: str, sets: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        global_sets = [[self._ranks[rank] for rank in ranks] for ranks in sets]
+        return own_subgroup(global_sets, timeout_of(self.everyone, self.device.type), name)
+
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HEADER_SIZE = 16
@@ -188,3 +259,217 @@ def joined(parts: Sequence[torch.Tensor | None], kind: TensorKind, device: torch
     """The tensors of all micro-batches, one after the other."""
     tensors = [part for part in parts if part is not None]
     return torch.cat(tensors) if tensors else kind.zeros(0, device)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a `LayerStack` is called with on a rank."""
+
+    num_samples: int
+    """How many samples the rank's batch has."""
+
+    kinds: tuple[TensorKind, ...]
+    """What the inputs, then the targets look like."""
+
+    need_gradients: tuple[bool, ...]
+    """Which of these need a gradient."""
+
+    trains: bool
+    """Whether gradients are enabled."""
+
+    problem: str = ""
+    """Why the call can't be run, if it can't."""
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], *, trains: bool) -> "Given":
+        """The description of inputs and targets.
+
+        Args:
+            tensors: the inputs, then the targets.
+            trains: whether gradients are enabled.
+        """
+        num_samples = tensors[0].shape[0] if tensors[0].dim() else 0
+        problem = ""
+        for number, tensor in enumerate(tensors):
+            name = f"target {number}" if number else "the input"
+            if not tensor.dim() or tensor.shape[0] != num_samples:
+                problem = (
+                    f"{name} of a LayerStack has the shape {tuple(tensor.shape)}, for "
+                    f"{num_samples} samples; give tensors whose first dimension is the batch"
+                )
+                break
+        return cls(
+            num_samples,
+            tuple(TensorKind.of(tensor) for tensor in tensors),
+            tuple(tensor.requires_grad for tensor in tensors),
+            trains,
+            problem,
+        )
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """What has to be equal on all ranks of a pipeline."""
+        return self.kinds, self.trains
+
+
+@dataclass(frozen=True)
+class GivenTogether:
+    """What all ranks of a pipeline are given, in their order."""
+
+    ranks: tuple[Given, ...]
+    """What each rank is given."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many samples each rank has."""
+        return [given.num_samples for given in self.ranks]
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples all ranks have together."""
+        return sum(self.sizes)
+
+    @property
+    def need_gradients(self) -> list[bool]:
+        """Whether a rank needs the gradient, for the inputs and each target."""
+        return [
+            any(needs)
+            for needs in zip(*(given.need_gradients for given in self.ranks), strict=True)
+        ]
+
+    @property
+    def first(self) -> Given:
+        """What the first rank is given, which is like that of the others but for its size."""
+        return self.ranks[0]
+
+    def rows_of(self, rank: int) -> slice:
+        """Where a rank's samples are among those of all."""
+        start = sum(self.sizes[:rank])
+        return slice(start, start + self.sizes[rank])
+
+
+def exchange(own: Given, group: dist.ProcessGroup) -> GivenTogether:
+    """Tell the ranks of a pipeline what this one is given, and learn what they are.
+
+    Raises:
+        InputError: on all ranks, if batches don't fit together, or a tensor isn't one of samples.
+        UnsupportedError: on all ranks, if gradients of outputs would be needed.
+
+    Collectives:
+        An all-gather of objects.
+    """
+    gathered: list[Given] = [own] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, own, group=group)
+    together = GivenTogether(tuple(gathered))
+    ranks = dist.get_process_group_ranks(group)
+    for rank, given in zip(ranks, gathered, strict=True):
+        if given.problem:
+            raise InputError(f"{given.problem} (found on rank {rank})")
+        if given.signature != together.first.signature:
+            raise InputError(
+                f"rank {rank} calls a LayerStack with {_text(given)}, but rank {ranks[0]} of its "
+                f"pipeline with {_text(together.first)}; give all ranks of a pipeline tensors of "
+                "one shape, but for the number of samples, and call it on all of them alike"
+            )
+    if own.trains and len(own.kinds) == 1 and together.need_gradients[0]:
+        raise UnsupportedError(
+            "a pipelined LayerStack gives losses gradients, but no outputs; call it with targets, "
+            "or under torch.no_grad()"
+        )
+    return together
+
+
+def _text(given: Given) -> str:
+    tensors = [
+        f"{str(kind.dtype).removeprefix('torch.')}[{', '.join(map(str, ('batch', *kind.shape)))}]"
+        for kind in given.kinds
+    ]
+    return f"{' and '.join(tensors)} {'with' if given.trains else 'without'} gradients"
+
+
+def send_together(
+    own: Sequence[torch.Tensor],
+    kinds: Sequence[TensorKind],
+    given: GivenTogether,
+    position: int,
+    groups: PipelineGroups,
+    links: Links,
+) -> list[torch.Tensor] | None:
+    """Send this rank's samples to the ranks at a position; there, receive those of all ranks.
+
+    Args:
+        own: this rank's tensors.
+        kinds: of these tensors.
+        given: how many samples each rank has.
+        position: of the ranks that need all samples.
+        groups: of the pipeline.
+        links: by which the samples travel.
+
+    Returns:
+        Each tensor with the samples of all ranks, on the ranks at the position; else `None`.
+
+    Collectives:
+        A send of each tensor to each rank at the position, and a receive of each there.
+    """
+    for rank in groups.ranks_at(position):
+        if rank != groups.rank:
+            for tensor in own:
+                links.send(tensor, rank)
+    if groups.position != position:
+        return None
+    together = [kind.empty(given.num_samples, groups.device) for kind in kinds]
+    arriving = []
+    for rank in range(groups.size):
+        for joined, tensor in zip(together, own, strict=True):
+            rows = joined[given.rows_of(rank)]
+            if rank == groups.rank:
+                rows.copy_(tensor.detach())
+            else:
+                arriving.append(links.receive(rows, rank))
+    for work in arriving:
+        if work is not None:
+            work.wait()
+    return together
+
+
+def send_back(
+    together: torch.Tensor | None,
+    kind: TensorKind | None,
+    given: GivenTogether,
+    position: int,
+    groups: PipelineGroups,
+    links: Links,
+) -> tuple[torch.Tensor, TensorKind]:
+    """Give each rank its own rows of a result that the ranks at a position have.
+
+    Args:
+        together: the rows of all ranks, on ranks at the position.
+        kind: what the result looks like; `None` if this isn't known yet, on any rank.
+        given: how many samples each rank has.
+        position: of the ranks that have the result.
+        groups: of the pipeline.
+        links: by which rows travel.
+
+    Returns:
+        This rank's rows, and the kind of the result.
+
+    Collectives:
+        A send of its rows to each rank, and one of the kind before it, if it isn't known.
+    """
+    source = groups.rank_at(position)
+    if groups.rank != source:
+        if kind is None:
+            kind = links.receive_kind(source)
+        rows = kind.empty(given.sizes[groups.rank], groups.device)
+        work = links.receive(rows, source)
+        if work is not None:
+            work.wait()
+        return rows, kind
+    assert together is not None
+    for other in range(groups.mesh.pp):
+        rank = groups.rank_at(other)
+        if rank != source:
+            if kind is None:
+                links.send_kind(TensorKind.of(together), rank)
+            links.send(together[given.rows_of(rank)], rank)
+    return together[given.rows_of(source)].clone(), TensorKind.of(together)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
-from torchrec_2dsp.dense.layer_stack import LayerElsewhere, LayerStack
-from torchrec_2dsp.dense.pipelined.groups import PipelineGroups
+from torchrec_2dsp.dense.pipelined.layer_stack import LayerElsewhere, LayerStack
+from torchrec_2dsp.dense.pipelined.links import PipelineGroups
 from torchrec_2dsp.dense.pipelined.schedule import Schedule
 from torchrec_2dsp.errors import ConfigError, UnsupportedError
 from torchrec_2dsp.mesh.dense_mesh import DenseMesh

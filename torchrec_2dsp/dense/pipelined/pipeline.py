@@ -1,21 +1,157 @@
-"""`Pipeline`: runs a `LayerStack` of which each rank has some layers, forward and backward."""
+"""`Together`: a context in which an error of one rank of a pipeline is raised on all of them."""
 
+import copy
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torchrec.distributed.types import LazyAwaitable
 
-from torchrec_2dsp.dense.pipelined.engine import Batch, BusyTime, Computed, Engine, PipelinePlace
-from torchrec_2dsp.dense.pipelined.failing import Together
-from torchrec_2dsp.dense.pipelined.given import Given, GivenTogether, exchange
-from torchrec_2dsp.dense.pipelined.groups import PipelineGroups
-from torchrec_2dsp.dense.pipelined.hand_over import send_back, send_together
+from torchrec_2dsp.comms.agreement import agree
+from torchrec_2dsp.comms.broken_connection import is_broken_connection
+from torchrec_2dsp.comms.notice_board import described
+from torchrec_2dsp.dense.pipelined.engine import (
+    Batch,
+    BusyTime,
+    Computed,
+    Engine,
+    LayerStage,
+    PipelinePlace,
+)
 from torchrec_2dsp.dense.pipelined.held_layers import HeldLayers
-from torchrec_2dsp.dense.pipelined.links import Links, TensorKind, joined
-from torchrec_2dsp.dense.pipelined.loss_gradient import common_factors
+from torchrec_2dsp.dense.pipelined.links import (
+    Given,
+    GivenTogether,
+    Links,
+    PipelineGroups,
+    TensorKind,
+    exchange,
+    joined,
+    send_back,
+    send_together,
+)
 from torchrec_2dsp.dense.pipelined.schedule import Schedule
-from torchrec_2dsp.dense.pipelined.stage import LayerStage
+from torchrec_2dsp.errors import RankError, TwoDError, UnsupportedError
+
+
+class Together(AbstractContextManager[None]):
+    """A context for what the ranks of a pipeline do together.
+
+    A rank with an error breaks the connections by which activations and gradients travel, so that
+    the others, which wait for them, learn of it at once. Then all of them agree on the error. What
+    was under way can't be taken up again, so every later use raises the error again.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, links: Sequence[Links]) -> None:
+        """
+        Args:
+            group: the ranks of the pipeline, to agree on the error.
+            links: the connections to break.
+        """
+        self._group, self._links = group, links
+        self._failure: TwoDError | None = None
+
+    def __enter__(self) -> None:
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise the error that has broken the connections, if there is one."""
+        if self._failure is not None:
+            raise copy.copy(self._failure).with_traceback(None)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not isinstance(error, Exception):
+            return
+        for links in self._links:
+            links.close()
+        own = None if is_broken_connection(error) else _naming_rank(error)
+        self._failure = RankError(
+            "the connections of a pipeline of layers broke, and no rank of it says why; "
+            f"{described(error)}. Start the ranks again"
+        )
+        try:
+            agree(self._group, error=own)
+        except TwoDError as agreed:
+            self._failure = agreed
+        except RuntimeError:
+            # A rank that is gone doesn't agree either; whoever catches the error asks who it is.
+            return
+        if own is None:
+            raise copy.copy(self._failure).with_traceback(None) from error
+
+
+def _naming_rank(error: Exception) -> TwoDError:
+    """The error, or, if it isn't one of this package, another one that names this rank."""
+    if isinstance(error, TwoDError):
+        return error
+    rank = dist.get_rank()
+    return RankError(f"rank {rank} failed in a pipeline of layers: {described(error)}", (rank,))
+
+
+_TOLERANCE = 1e-6
+"""How far two factors may be apart, as a share: the gradient of a mean is rounded to float32."""
+
+
+def common_factors(
+    factors: torch.Tensor, groups: PipelineGroups, reduction: str
+) -> tuple[float, float]:
+    """The factor of this rank's samples, and that of its pipeline's first one.
+
+    Args:
+        factors: for each sample of this rank, the gradient of its loss, as a multiple of what the
+            schedule has taken it for.
+        groups: of the pipeline.
+        reduction: what the schedule has taken it for, for errors.
+
+    Raises:
+        UnsupportedError: on all ranks, if the factors of a pipeline aren't one number.
+
+    Collectives:
+        An all-gather of 24 bytes over all ranks, waited for.
+    """
+    own = torch.zeros(3, dtype=torch.float64, device=groups.device)
+    if factors.numel():
+        own[:] = torch.stack((torch.ones_like(factors[0]), *factors.aminmax()))
+    num_ranks = dist.get_world_size(groups.everyone)
+    gathered = own.new_empty(num_ranks * 3)
+    dist.all_gather_into_tensor(gathered, own, group=groups.everyone)
+    of_rank = gathered.view(num_ranks, 3).tolist()
+    pipeline_factors = {}
+    for ranks in groups.mesh.pipelines():
+        with_samples = [rank for rank in ranks if of_rank[rank][0]]
+        for rank in with_samples:
+            _check(of_rank[rank], rank, of_rank[with_samples[0]], with_samples[0], reduction)
+        factor = of_rank[with_samples[0]][1] if with_samples else 0.0
+        pipeline_factors.update(dict.fromkeys(ranks, factor))
+    rank = dist.get_rank(groups.everyone)
+    return of_rank[rank][1], pipeline_factors[rank]
+
+
+def _check(
+    own: list[float], rank: int, first: list[float], first_rank: int, reduction: str
+) -> None:
+    """Raise if the factors of a rank aren't those of the pipeline's first one."""
+    reference = first[1]
+    for factor in own[1:]:
+        if not abs(factor - reference) <= _TOLERANCE * abs(reference):
+            error = UnsupportedError(
+                "the losses of a pipeline's samples don't count alike: relative to the "
+                f"{reduction} of a rank's losses, one of rank {first_rank} counts {reference:g}, "
+                f"one of rank {rank} {factor:g}. Train by that {reduction} times one number on all "
+                "ranks, give PipelinedDense another reduction, or give weights of samples to the "
+                "LayerStack's loss as a target"
+            )
+            error.is_on_all_ranks = True
+            raise error
+
 
 Reduction = Literal["mean", "sum"]
 """What a program makes of the losses of a rank's samples."""

@@ -19,25 +19,28 @@ from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.comms.agreement import agreeing
 from torchrec_2dsp.comms.own_group import own_mesh
 from torchrec_2dsp.dense.dense_parts import broadcast_weights, dense_parts, group_of
-from torchrec_2dsp.dense.layer_stack import LayerStack
-from torchrec_2dsp.dense.pipelined.clipping import clip_together_
-from torchrec_2dsp.dense.pipelined.cut_stack import CutStack, recut_together
-from torchrec_2dsp.dense.pipelined.groups import PipelineGroups
+from torchrec_2dsp.dense.pipelined.cut_stack import (
+    CutStack,
+    PipelineTimes,
+    gather_times,
+    recut_together,
+)
+from torchrec_2dsp.dense.pipelined.held_layers import check_shareable, clip_together_
+from torchrec_2dsp.dense.pipelined.layer_stack import (
+    LayerStack,
+    MeasuredCuts,
+    agreed_cuts,
+    layers_of_stages,
+    planned_modules,
+)
+from torchrec_2dsp.dense.pipelined.links import PipelineGroups
 from torchrec_2dsp.dense.pipelined.moving_layers import (
     check_can_move,
     check_optimizer,
     sort_groups,
 )
 from torchrec_2dsp.dense.pipelined.pipeline import Reduction
-from torchrec_2dsp.dense.pipelined.pipeline_times import PipelineTimes, gather_times
 from torchrec_2dsp.dense.pipelined.schedule import Schedule
-from torchrec_2dsp.dense.pipelined.sharded_layers import check_shareable
-from torchrec_2dsp.dense.pipelined.stage_layers import (
-    MeasuredCuts,
-    agreed_cuts,
-    layers_of_stages,
-    planned_modules,
-)
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh.dense_mesh import DenseMesh
 from torchrec_2dsp.mesh.mesh2d import RankLayout

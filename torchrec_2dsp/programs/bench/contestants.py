@@ -44,6 +44,7 @@ from torchrec_2dsp.programs.bench.workload import tables_work, workload_of
 from torchrec_2dsp.programs.calibrate.link_speed import LinkSpeeds
 from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
 from torchrec_2dsp.programs.models.balance import weigh_losses_
+from torchrec_2dsp.programs.models.dense import DensePart, dense_part
 from torchrec_2dsp.programs.models.kinds import build_any_model, layered_of
 from torchrec_2dsp.programs.models.model import rank_device, table_name
 from torchrec_2dsp.programs.models.optimizer import (
@@ -52,10 +53,12 @@ from torchrec_2dsp.programs.models.optimizer import (
     table_optimizer,
     with_meetings,
 )
-from torchrec_2dsp.programs.models.pipeline import make_pipeline
-from torchrec_2dsp.programs.models.planned import collective_plan, planner_arguments
-from torchrec_2dsp.programs.models.planned_dense import DensePart, dense_part
-from torchrec_2dsp.programs.models.stock_sequences import StockSequenceSharder
+from torchrec_2dsp.programs.models.planned import (
+    StockSequenceSharder,
+    collective_plan,
+    make_pipeline,
+    planner_arguments,
+)
 from torchrec_2dsp.shard.sequence_sharder import EmbeddingCollectionSharder2D
 from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
 

@@ -8,7 +8,7 @@ from torchrec_2dsp.programs.config.sections import ModelConfig
 from torchrec_2dsp.programs.data.dataset import BatchShape
 from torchrec_2dsp.programs.data.synthetic_dataset import SyntheticData
 from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesConfig
-from torchrec_2dsp.programs.models.sequence.config import SequenceModelConfig
+from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
 
 BenchData = Annotated[SyntheticData | SyntheticSequencesConfig, Field(discriminator="kind")]
 """Synthetic clicks or sequences."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from torchrec_2dsp.programs.bench.results import ComputeTimes, DealtSamples
-from torchrec_2dsp.samples.report import BalanceReport
+from torchrec_2dsp.samples.dealer import BalanceReport
 
 
 def dealt_samples(reports: Sequence[BalanceReport | None]) -> DealtSamples | None:

@@ -13,7 +13,7 @@ from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.models.balance import deal_batches
 from torchrec_2dsp.programs.models.kinds import dataset_for
 from torchrec_2dsp.samples.balanced_batches import BalancedBatches
-from torchrec_2dsp.samples.report import BalanceReport
+from torchrec_2dsp.samples.dealer import BalanceReport
 
 _AHEAD = 4
 """So many batches are taken ahead of a step: by the pipeline, and by whoever deals samples."""

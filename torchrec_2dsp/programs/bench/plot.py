@@ -10,8 +10,17 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.bench.markdown_tables import ms, names_in, phase_label, phases_in
 from torchrec_2dsp.programs.bench.results import BenchResult, Outcome
 from torchrec_2dsp.programs.bench.setting_labels import places
-from torchrec_2dsp.report.charts import PALETTE, Axis, BarChart, Bars, Dash, Line, LineChart
-from torchrec_2dsp.report.svg import draw_bars, draw_lines
+from torchrec_2dsp.report.charts import (
+    PALETTE,
+    Axis,
+    BarChart,
+    Bars,
+    Dash,
+    Line,
+    LineChart,
+    draw_bars,
+    draw_lines,
+)
 
 _GREY = "#888888"
 _MARKERS = {"stock": "o", "two_d": "s"}

@@ -9,8 +9,7 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.bench.markdown_predicted import measured_s, predicted_in, predicted_s
 from torchrec_2dsp.programs.bench.results import BenchResult
 from torchrec_2dsp.programs.bench.setting_labels import setting_labels
-from torchrec_2dsp.report.charts import MARKERS, Axis, Line, LineChart
-from torchrec_2dsp.report.svg import draw_lines
+from torchrec_2dsp.report.charts import MARKERS, Axis, Line, LineChart, draw_lines
 
 _BAND = 0.15
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from torchrec_2dsp.programs.data.dataset import DatasetFeature
 from torchrec_2dsp.programs.models.model import table_name
-from torchrec_2dsp.programs.models.shards import local_shards
+from torchrec_2dsp.programs.models.planned import local_shards
 
 _BLOCK_ROWS = 4096
 

@@ -14,7 +14,7 @@ from torchrec_2dsp.comms.encoded_bytes import count_encoded
 from torchrec_2dsp.comms.full_duplex import full_duplex_backend
 from torchrec_2dsp.comms.world_groups import world_group
 from torchrec_2dsp.cost.workload import DenseWork
-from torchrec_2dsp.dense.gradient_report import GradientReport
+from torchrec_2dsp.dense.gradient_sums import GradientReport
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.programs.bench import replay
 from torchrec_2dsp.programs.bench.config import BenchConfig, CeilingContestant
@@ -38,7 +38,7 @@ from torchrec_2dsp.programs.launch.world import quiet_upstream
 from torchrec_2dsp.programs.models.dense import dense_total, thresholded_gradients
 from torchrec_2dsp.replicas.sync_reason import SyncReason
 from torchrec_2dsp.replicas.sync_report import SyncReport
-from torchrec_2dsp.samples.report import BalanceReport
+from torchrec_2dsp.samples.dealer import BalanceReport
 
 LEAD_IN_STEPS = 1
 """Untimed steps of a block: the caches hold what another contestant left there."""

@@ -16,7 +16,7 @@ from torchrec_2dsp.programs.data.synthetic_dataset import SyntheticData
 from torchrec_2dsp.programs.models.kinds import build_any_model
 from torchrec_2dsp.programs.models.model import rank_device
 from torchrec_2dsp.programs.models.optimizer import plain_dense_optimizer
-from torchrec_2dsp.programs.models.true_access import true_access
+from torchrec_2dsp.programs.models.planned import true_access
 
 
 def tables_work(config: BenchConfig) -> Workload:

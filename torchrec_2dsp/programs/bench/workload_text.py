@@ -6,7 +6,7 @@ from typing import cast
 from torchrec_2dsp.programs.bench.config import BenchConfig
 from torchrec_2dsp.programs.data.synthetic_dataset import SyntheticData
 from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesConfig
-from torchrec_2dsp.programs.models.sequence.config import SequenceModelConfig
+from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
 
 
 def workload_text(config: BenchConfig) -> str:

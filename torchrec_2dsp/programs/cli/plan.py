@@ -55,7 +55,7 @@ def _plan(name: str, overrides: list[str], json: Path | None, html: Path | None)
     from torchrec_2dsp.programs.config.config_file import load_config
     from torchrec_2dsp.programs.launch.world import quiet_upstream
     from torchrec_2dsp.programs.plan.planning import PlanConfig, planning
-    from torchrec_2dsp.report.page_plots import graph_objects
+    from torchrec_2dsp.report.page import graph_objects
 
     quiet_upstream()
     check_writable(json)

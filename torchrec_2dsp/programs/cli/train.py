@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         TrainWatcher,
     )
     from torchrec_2dsp.programs.train.sharded import PlannedRun
-    from torchrec_2dsp.samples.report import BalanceReport
+    from torchrec_2dsp.samples.dealer import BalanceReport
 
 
 def train(

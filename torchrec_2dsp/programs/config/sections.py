@@ -17,8 +17,7 @@ from torchrec_2dsp.plan.sync_config import (
 )
 from torchrec_2dsp.plan.sync_policy import every, parse_policy
 from torchrec_2dsp.programs.config.section import Section
-from torchrec_2dsp.samples.cost import SampleCost
-from torchrec_2dsp.samples.shares import check_speeds
+from torchrec_2dsp.samples.deal import SampleCost, check_speeds
 
 SplitPlace = Literal["embeddings", "dense", "over"]
 """Where a model may be split: after the lookup, and after the first layer and ReLU of the dense

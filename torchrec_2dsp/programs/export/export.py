@@ -36,8 +36,8 @@ from torchrec_2dsp.programs.export.serving import load_script, quantize_, quanti
 from torchrec_2dsp.programs.export.source import ExportSource
 from torchrec_2dsp.programs.export.trained import trained_model
 from torchrec_2dsp.programs.models.kinds import dataset_for
+from torchrec_2dsp.programs.models.model import tables_of
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig
-from torchrec_2dsp.programs.models.tables import tables_of
 from torchrec_2dsp.programs.train.results import environment
 
 DEFAULT_MAX_LOSS = 0.001

@@ -12,7 +12,7 @@ from torchrec_2dsp.programs.export.scores import served_clicks, served_towers
 from torchrec_2dsp.programs.export.served import ServedModel
 from torchrec_2dsp.programs.models.kinds import ModelSection
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig
-from torchrec_2dsp.programs.models.sequence.config import SequenceModelConfig
+from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
 
 
 def served_model(model: nn.Module, section: ModelSection, data: BatchShape) -> ServedModel:

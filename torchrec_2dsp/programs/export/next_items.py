@@ -17,9 +17,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_2dsp.programs.export.checked import RequestCheck
 from torchrec_2dsp.programs.export.served import Request, ServedFeature
 from torchrec_2dsp.programs.export.serving import script_of, traced_script
-from torchrec_2dsp.programs.models.sequence.config import SequenceModelConfig
-from torchrec_2dsp.programs.models.sequence.model import NextItemModel
-from torchrec_2dsp.programs.models.tables import tables_of
+from torchrec_2dsp.programs.models.model import tables_of
+from torchrec_2dsp.programs.models.sequence import NextItemModel, SequenceModelConfig
 
 
 class ServedNextItems:

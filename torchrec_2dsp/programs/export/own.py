@@ -13,7 +13,7 @@ from torchrec_2dsp.errors import TwoDError, UnsupportedError
 from torchrec_2dsp.programs.data.dataset import BatchShape
 from torchrec_2dsp.programs.export.scores import ServedScores
 from torchrec_2dsp.programs.export.served import ServedFeature
-from torchrec_2dsp.programs.models.tables import tables_of
+from torchrec_2dsp.programs.models.model import tables_of
 
 _COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)
 

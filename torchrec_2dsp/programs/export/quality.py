@@ -13,7 +13,7 @@ from torchrec_2dsp.errors import ConfigError, ExportError, UnsupportedError
 from torchrec_2dsp.programs.data.dataset import Dataset, Split
 from torchrec_2dsp.programs.export.served import Answer, Request, ServedModel, first_sample
 from torchrec_2dsp.programs.models.kinds import has_clicks, ranking_of
-from torchrec_2dsp.programs.models.ranking_metrics import ranking_metrics
+from torchrec_2dsp.programs.models.ranking import ranking_metrics
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.metrics import ClickMetrics
 from torchrec_2dsp.programs.train.record import LESS_IS_BETTER

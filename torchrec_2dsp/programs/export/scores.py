@@ -18,7 +18,7 @@ from torchrec_2dsp.programs.export.served import (
     request_of,
 )
 from torchrec_2dsp.programs.export.serving import script_of, traced_script
-from torchrec_2dsp.programs.models.tables import tables_of
+from torchrec_2dsp.programs.models.model import tables_of
 from torchrec_2dsp.programs.models.two_tower import TwoTowerModel
 
 

@@ -10,7 +10,7 @@ from torchrec_2dsp.parallel.train_state.saved import Saved
 from torchrec_2dsp.programs.data.dataset import Dataset
 from torchrec_2dsp.programs.export.source import ExportSource
 from torchrec_2dsp.programs.models.kinds import build_any_model
-from torchrec_2dsp.programs.models.splits import split_
+from torchrec_2dsp.programs.models.model import split_
 from torchrec_2dsp.programs.train.checkpoints import RunSettings
 from torchrec_2dsp.programs.train.config import shape_of
 

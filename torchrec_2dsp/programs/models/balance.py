@@ -19,7 +19,7 @@ from torchrec_2dsp.programs.config.sections import MEASURED, BalanceConfig
 from torchrec_2dsp.programs.data.dataset import DatasetFeature
 from torchrec_2dsp.programs.models.kinds import ModelSection
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig
-from torchrec_2dsp.programs.models.sequence.config import SequenceModelConfig
+from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
 from torchrec_2dsp.programs.models.two_tower import TwoTowerConfig
 from torchrec_2dsp.samples.balanced_batches import BalancedBatches
 

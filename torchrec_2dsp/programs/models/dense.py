@@ -1,21 +1,160 @@
-"""The data-parallel wrapper of a config, and of a model."""
+"""`Layered`: what a wrapper of the dense part has to know of a model's layers."""
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_2dsp._compat.data_parallel import DefaultDataParallelWrapper, data_parallel_wrapper
+from torchrec_2dsp._compat.torchrec import get_local_size
+from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.comms.world_groups import world_group
+from torchrec_2dsp.cost.calibration import Calibration
+from torchrec_2dsp.cost.dense.layers import DenseLayers, LayerWork
 from torchrec_2dsp.dense.delayed_dense import DelayedDense
-from torchrec_2dsp.dense.fully_sharded import FullyShardedDense
-from torchrec_2dsp.dense.gradient_report import GradientReport
+from torchrec_2dsp.dense.gradient_sums import GradientReport
 from torchrec_2dsp.dense.hooked_data_parallel import HookedDataParallel
 from torchrec_2dsp.dense.local_dense import LocalDense
+from torchrec_2dsp.dense.pipelined.layer_stack import LayerStack, LayerTime, measure_layers
 from torchrec_2dsp.dense.pipelined.pipelined_dense import PipelinedDense
-from torchrec_2dsp.dense.tensor_parallel import TensorParallelDense
+from torchrec_2dsp.dense.sharded_dense import FullyShardedDense, TensorParallelDense
 from torchrec_2dsp.dense.thresholded_data_parallel import ThresholdedDataParallel
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.plan.dense_plan import DenseKind, DensePlan
+from torchrec_2dsp.planner.dense_search import DenseChoices, search_dense
 from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
-from torchrec_2dsp.programs.models.layered import Layered
+
+Sample = tuple[torch.Tensor, Sequence[torch.Tensor]]
+"""Inputs and targets of a `LayerStack`."""
+
+_SMALLER = 4
+"""How many times smaller the second batch is on which layers are measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layered:
+    """The layers of a model that its ranks may share; a model without any has an empty one."""
+
+    stack: LayerStack | None = None
+    """The layers."""
+
+    name: str = ""
+    """The name that they have in the model."""
+
+    units: tuple[type[nn.Module], ...] = ()
+    """The modules whose parameters are gathered together, if each rank holds a share."""
+
+    tensor_plan: Mapping[str, ParallelStyle] = field(default_factory=dict)
+    """How layers are split over ranks, by the names that modules have in the model."""
+
+    sample: Callable[[int], Sample] | None = None
+    """Makes so many samples, of which nothing but the sizes matters."""
+
+    def work(
+        self, batch_size: int, world: dist.ProcessGroup, *, state_per_weight: float
+    ) -> DenseLayers:
+        """Measure all layers on this machine, while the other ranks do the same.
+
+        Args:
+            batch_size: samples per rank.
+            world: all ranks, of whose times the means count.
+            state_per_weight: numbers of optimizer state for each weight.
+
+        Raises:
+            ConfigError: the model has no layers that could be shared.
+
+        Collectives:
+            One all-reduce of four numbers for each layer.
+        """
+        if self.stack is None or self.sample is None:
+            raise ConfigError(
+                "the model has no LayerStack, so its dense part can't be planned; use another "
+                "kind of dense part, or the sequence model"
+            )
+        small = max(1, batch_size // _SMALLER)
+        inputs, targets = self.sample(batch_size)
+        few = [tensor[:small] for tensor in (inputs, *targets)]
+        timed = [
+            measure_layers(self.stack, inputs, targets),
+            measure_layers(self.stack, few[0], few[1:]),
+        ]
+        seconds = torch.tensor(
+            [[(t.forward_seconds, t.backward_seconds) for t in times] for times in timed],
+            dtype=torch.float64,
+        )
+        dist.all_reduce(seconds, group=world)
+        seconds /= dist.get_world_size(world)
+        layers = [
+            self._layer(number, seconds[:, number], (batch_size, small), timed[0][number])
+            for number in range(len(self.stack.layers))
+        ]
+        return DenseLayers(
+            layers=tuple(layers),
+            input_bytes=inputs[0].nbytes,
+            target_bytes=sum(target[0].nbytes for target in targets),
+            state_per_weight=state_per_weight,
+        )
+
+    def _layer(
+        self, number: int, seconds: torch.Tensor, sizes: tuple[int, int], timed: LayerTime
+    ) -> LayerWork:
+        """The work with a layer, whose times are a constant and so much for each sample."""
+        assert self.stack is not None
+        layer, (many, few) = self.stack.layers[number], sizes
+        total = seconds.sum(dim=1)
+        per_sample = float(total[0] - total[1]) / (many - few) if many > few else 0.0
+        # A second batch that took longer by chance: then all belongs to the samples.
+        per_sample = (
+            per_sample if 0 < per_sample < float(total[0]) / many else float(total[0]) / many
+        )
+        forward_share = float(seconds[0, 0] / total[0]) if total[0] else 0.0
+        return LayerWork(
+            name=f"{self.name}.layers.{number}",
+            forward_s=per_sample * forward_share,
+            backward_s=per_sample * (1 - forward_share),
+            call_s=float(total[0]) - per_sample * many,
+            parameter_bytes=float(sum(param.nbytes for param in layer.parameters())),
+            output_bytes=timed.output_bytes / many,
+            kept_bytes=self._kept_bytes(number),
+            sums=self._sums(number),
+        )
+
+    def _sums(self, number: int) -> int:
+        """How many modules of a layer give sums if it is split."""
+        assert self.stack is not None
+        prefix = f"{self.name}.layers.{number}"
+        names = [f"{prefix}.{name}" for name, _ in self.stack.layers[number].named_modules()]
+        return sum(
+            isinstance(style, RowwiseParallel) and fnmatchcase(name, pattern)
+            for pattern, style in self.tensor_plan.items()
+            for name in names
+        )
+
+    def _kept_bytes(self, number: int) -> float:
+        """Bytes that a layer keeps of one sample for its backward."""
+        assert self.stack is not None
+        assert self.sample is not None
+        given, _ = self.sample(1)
+        params = {param.data_ptr() for param in self.stack.parameters()}
+        sizes: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.data_ptr() not in params:
+                sizes[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        with torch.no_grad():
+            for layer in self.stack.layers[:number]:
+                given = layer(given)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            self.stack.layers[number](given.requires_grad_())
+        return float(sum(sizes.values()))
 
 
 def dense_wrapper(
@@ -109,3 +248,110 @@ def dense_total(model: nn.Module) -> GradientReport:
     """What was sent of a model's dense gradients since the start, if they are thresholded."""
     wrapper = thresholded_gradients(model)
     return wrapper.total if wrapper else GradientReport()
+
+
+@dataclass(frozen=True)
+class DensePart:
+    """What runs a model's dense part."""
+
+    wrapper: DataParallelWrapper | None
+    """The wrapper; `None` for TorchRec's own, which is DDP."""
+
+    choices: DenseChoices | None = None
+    """What a planned one was chosen from, equal on all ranks."""
+
+
+def dense_part(
+    config: DenseGradientsConfig,
+    layered: Layered,
+    *,
+    calibration: str,
+    batch_size: int,
+    state_per_weight: float,
+    static_graph: bool = True,
+) -> DensePart:
+    """What runs the dense part; for a planned one the layers are measured on these ranks.
+
+    Args:
+        config: the kind of the dense part, and its settings.
+        layered: the layers that ranks may share.
+        calibration: of the machines, if the dense part is planned: a file, or a shipped name.
+        batch_size: samples per rank.
+        state_per_weight: numbers of optimizer state for each weight.
+        static_graph: as for `dense_wrapper`.
+
+    Raises:
+        ConfigError: the model can't be run so.
+
+    Collectives:
+        For a planned one those of `plan_dense`.
+    """
+    if config.kind != "planned":
+        return DensePart(dense_wrapper(config, layered, static_graph=static_graph))
+    check_one_length(config.kind, layered)
+    choices = plan_dense(
+        layered,
+        Calibration.load(calibration),
+        batch_size=batch_size,
+        state_per_weight=state_per_weight,
+        world=world_group(),
+    )
+    return DensePart(wrapper_of(choices.best.plan, layered), choices)
+
+
+def plan_dense(
+    layered: Layered,
+    calibration: Calibration,
+    *,
+    batch_size: int,
+    state_per_weight: float,
+    world: dist.ProcessGroup,
+) -> DenseChoices:
+    """Measure the layers of a model on these ranks, and predict all ways to run them.
+
+    Args:
+        layered: the layers.
+        calibration: the constants of the machines.
+        batch_size: samples per rank.
+        state_per_weight: numbers of optimizer state for each weight.
+        world: all ranks.
+
+    Raises:
+        ConfigError: the model has no layers that could be shared.
+
+    Collectives:
+        Those of `Layered.work`, and an agreement on the fastest way.
+    """
+    world_size = dist.get_world_size(world)
+    work = layered.work(batch_size, world, state_per_weight=state_per_weight)
+    with agreeing(world) as facts:
+        choices = search_dense(
+            work,
+            calibration=calibration,
+            world_size=world_size,
+            local_world_size=get_local_size(world_size),
+            batch_size=batch_size,
+        )
+        facts["the plan of the dense part"] = str(choices.best.plan)
+    return choices
+
+
+def wrapper_of(plan: DensePlan, layered: Layered) -> DataParallelWrapper | None:
+    """The wrapper that a plan names; `None` for DDP, which is TorchRec's own."""
+    mesh = plan.mesh
+    if plan.kind is DenseKind.DDP:
+        return None
+    if plan.kind is DenseKind.FULLY_SHARDED:
+        return FullyShardedDense(layered.units, num_copies=plan.num_copies)
+    if plan.kind is DenseKind.TENSOR_PARALLEL:
+        return TensorParallelDense(layered.tensor_plan, tp=mesh.tp, num_copies=plan.num_copies)
+    return PipelinedDense(
+        mesh.pp,
+        num_micro_batches=plan.num_micro_batches,
+        cuts=plan.cuts,
+        reduction="sum",
+        plan=layered.tensor_plan if mesh.tp > 1 else None,
+        tp=mesh.tp,
+        layout=mesh.layout,
+        fully_shard=plan.fully_shard,
+    )

@@ -6,16 +6,15 @@ from torch import nn
 from torchrec_2dsp.programs.config.sections import ModelConfig
 from torchrec_2dsp.programs.data.dataset import BatchShape, Dataset
 from torchrec_2dsp.programs.data.negatives import WithNegatives, feature_of
-from torchrec_2dsp.programs.models.layered import Layered
+from torchrec_2dsp.programs.models.dense import Layered
 from torchrec_2dsp.programs.models.model import build_model
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig, build_own_model
-from torchrec_2dsp.programs.models.ranking_metrics import RankingConfig
-from torchrec_2dsp.programs.models.sequence.config import SequenceModelConfig
-from torchrec_2dsp.programs.models.sequence.layers import (
+from torchrec_2dsp.programs.models.ranking import RankingConfig
+from torchrec_2dsp.programs.models.sequence import NextItemModel, SequenceModelConfig
+from torchrec_2dsp.programs.models.sequence_layers import (
     SEQUENCE_TENSOR_PLAN,
     TransformerBlock,
 )
-from torchrec_2dsp.programs.models.sequence.model import NextItemModel
 from torchrec_2dsp.programs.models.two_tower import TwoTowerConfig, TwoTowerModel
 from torchrec_2dsp.shard.initial_tables import draw_whole_tables_
 

@@ -1,16 +1,41 @@
-"""TorchRec's DLRM and its DCN, with a table for each feature of a dataset."""
+"""`PlannedSection`: a section of a config that describes a model, and what its planner may do."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
+from pydantic import AfterValidator, Field
+from torch import nn
 from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRMTrain
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.mlp import Perceptron
 
-from torchrec_2dsp.programs.config.sections import ModelConfig
+from torchrec_2dsp.dense.thresholded import Thresholded, ThresholdKind
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.plan.parameter_sharding import type_2d
+from torchrec_2dsp.programs.config.section import Section
+from torchrec_2dsp.programs.config.sections import ModelConfig, SplitPlace
 from torchrec_2dsp.programs.data.dataset import BatchShape
-from torchrec_2dsp.shard.initial_tables import draw_whole_tables_
+from torchrec_2dsp.shard.initial_tables import configs_of, draw_whole_tables_
+
+
+def _check_types(types: tuple[str, ...]) -> tuple[str, ...]:
+    for name in types:
+        type_2d(name)
+    return types
+
+
+ShardingTypes = Annotated[tuple[str, ...], AfterValidator(_check_types)]
+"""Names of sharding types, TorchRec's or their 2D forms."""
+
+
+class PlannedSection(Section):
+    """A model, and the sharding types of its tables."""
+
+    sharding_types: ShardingTypes = Field(default=("table_wise", "row_wise"), min_length=1)
+    """The types that the planner may choose from, TorchRec's or their 2D forms."""
 
 
 def build_model(data: BatchShape, model: ModelConfig, *, tables_device: str = "cpu") -> DLRMTrain:
@@ -67,3 +92,59 @@ def rank_device(device: str) -> torch.device:
     if device == "cpu":
         return torch.device("cpu")
     return torch.device(device, dist.get_node_local_rank(fallback_rank=0))
+
+
+def tables_of(model: nn.Module) -> list[BaseEmbeddingConfig]:
+    """The configs of the tables of bags and sequences, in the model's order.
+
+    Args:
+        model: neither sharded nor quantised.
+    """
+    return [
+        config
+        for module in model.modules()
+        if isinstance(module, EmbeddingBagCollection | EmbeddingCollection)
+        for config in configs_of(module)
+    ]
+
+
+_CHILD = "split"
+
+
+def split_(model: nn.Module, splits: Mapping[SplitPlace, float], threshold: ThresholdKind) -> None:
+    """Let a DLRM or a DCN threshold what comes out at its splits, in place.
+
+    Parameters keep their names. A hook does the work, of modules that stay what they are when the
+    model is sharded: the lookup's is around the collection of tables.
+
+    Args:
+        model: the unsharded model.
+        splits: the density at each place.
+        threshold: how the smallest number that is kept is found.
+
+    Raises:
+        ConfigError: the model is of another kind, and there are splits.
+    """
+    if splits and not isinstance(model, DLRMTrain):
+        raise ConfigError(
+            f"splits={dict(splits)} are places of a DLRM or a DCN, and the model is a "
+            f"{type(model).__name__}; leave them out, or set kind='dlrm' or 'dcn'"
+        )
+    for place, density in splits.items():
+        module = _module_at(model, place)
+        # As a child it is copied, moved, saved and switched to evaluation with the model.
+        module.add_module(_CHILD, Thresholded(density, threshold))
+        module.register_forward_hook(_thresholded)
+
+
+def _module_at(model: nn.Module, place: SplitPlace) -> nn.Module:
+    dlrm: Any = model.model
+    if place == "embeddings":
+        return dlrm.sparse_arch
+    arch = dlrm.dense_arch if place == "dense" else dlrm.over_arch
+    # A perceptron is a linear layer and its ReLU.
+    return next(module for module in arch.modules() if isinstance(module, Perceptron))
+
+
+def _thresholded(module: nn.Module, inputs: Any, activations: torch.Tensor) -> torch.Tensor:
+    return module.get_submodule(_CHILD)(activations)

@@ -1,17 +1,17 @@
 """The optimizer of the tables, and that of everything else."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torchrec.optim import SemisyncOptimizer
 from torchrec.optim.keyed import KeyedOptimizer, KeyedOptimizerWrapper
 
 from torchrec_2dsp._compat.data_parallel import data_parallel_wrapper
-from torchrec_2dsp.dense.diloco import DiLoCo
-from torchrec_2dsp.dense.local_dense import LocalDense
+from torchrec_2dsp.dense.local_dense import DiLoCo, LocalDense
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.optim.delayed_moment import DelayedMomentRowWiseAdaGrad
 from torchrec_2dsp.optim.inflation import expected_moment_scale
@@ -21,7 +21,6 @@ from torchrec_2dsp.programs.config.sections import OptimizerConfig, ReplicationC
 from torchrec_2dsp.programs.data.dataset import BatchShape
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.data.zipf import Zipf
-from torchrec_2dsp.programs.models.clipping import clip_before_steps
 from torchrec_2dsp.programs.models.model import table_name
 
 STATE_PER_WEIGHT = {"sgd": 0.0, "adagrad": 1.0, "adam": 2.0, "adamw": 2.0}
@@ -130,3 +129,50 @@ def _expected_scales(
             hits, num_groups=num_groups, rho=rho
         )
     return scales
+
+
+def clip_before_steps(optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+    """Let every step of an optimizer begin by clipping the gradients of all its parameters.
+
+    Gradients that are sharded over ranks, as FSDP2's are, count with the norm of all shards.
+
+    Args:
+        optimizer: an optimizer of torch.
+        max_norm: the largest Euclidean norm of all gradients together.
+
+    Collectives:
+        In each step of a fully sharded dense part, an all-reduce of one number over its ranks.
+    """
+
+    def clip(stepped: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        params = [param for group in stepped.param_groups for param in group["params"]]
+        clip_(
+            [gradient for param in params if (gradient := param.grad) is not None],
+            max_norm,
+        )
+
+    optimizer.register_step_pre_hook(clip)
+
+
+@torch.no_grad()
+def clip_(gradients: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """Scale gradients down to a largest norm, in place, and give the norm that they had.
+
+    Args:
+        gradients: plain tensors, equal on all ranks, and tensors that are sharded over ranks.
+        max_norm: the largest Euclidean norm of all of them together.
+
+    Collectives:
+        If some are sharded, an all-reduce of one number over the ranks of their mesh.
+    """
+    sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+    whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
+    norm = torch.nn.utils.get_total_norm(whole)
+    if sharded:
+        norm_of_shards: Any = torch.nn.utils.get_total_norm(sharded)
+        norm = torch.hypot(norm, norm_of_shards.full_tensor().to(norm.device))
+    # As torch does it: the small number keeps a gradient of zero as it is.
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in [*whole, *(part.to_local() for part in sharded)]:
+        gradient.mul_(factor)
+    return norm

@@ -11,7 +11,7 @@ from torch import nn
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.data.dataset import DatasetFeature
-from torchrec_2dsp.programs.models.planned_section import PlannedSection
+from torchrec_2dsp.programs.models.model import PlannedSection
 
 ModelFactory = Callable[[Sequence[DatasetFeature], int, Mapping[str, Any]], nn.Module]
 """What makes a model: given the sparse features, the number of dense ones, and the options."""

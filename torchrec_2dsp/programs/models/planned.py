@@ -1,21 +1,39 @@
 """How programs plan a model over a dataset: alike, whoever trains it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
+import numpy as np
+import torch
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import Topology
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ModuleSharder
 
 from torchrec_2dsp.access.stats import AccessStats
+from torchrec_2dsp.access.table_access import TableAccess
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.parallel.row_prefetch_pipeline import TrainPipelineRowPrefetch
+from torchrec_2dsp.plan.parameter_sharding import (
+    ROW_EXCHANGES,
+    Exchange,
+    ShardingType2D,
+    base_type,
+    kinds_of,
+)
+from torchrec_2dsp.plan.pin import pin
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.planner.planner2d import Planner2D
 from torchrec_2dsp.programs.config.sections import ExchangeConfig
 from torchrec_2dsp.programs.data.dataset import BatchShape
-from torchrec_2dsp.programs.models.exchange import pinned
+from torchrec_2dsp.programs.data.synthetic import SparseFeature, SyntheticConfig
 from torchrec_2dsp.programs.models.model import table_name
+from torchrec_2dsp.shard.sequence_sharder import sequence_sharding_types
 
 _RESERVATION = 0.15
 """The share of the memory that isn't for tables."""
@@ -72,3 +90,148 @@ def collective_plan(
     sharders = sharder if isinstance(sharder, list) else [sharder]
     plan = planner.collective_plan(model, cast(list[ModuleSharder[nn.Module]], sharders))
     return plan if pins is None else pinned(plan, pins, data, access)
+
+
+_DATA_PARALLEL = ShardingType2D.DATA_PARALLEL.base.value
+
+
+def pinned(
+    plan: Plan2D, config: ExchangeConfig, data: BatchShape, access: AccessStats | None = None
+) -> Plan2D:
+    """The plan with what a config says of its tables, as far as their sharding types allow it.
+
+    Args:
+        plan: of the model over ``data``.
+        config: what to pin.
+        data: the features; synthetic ones know which of their rows are used most.
+        access: says which rows are used most, if the data doesn't.
+    """
+    if config.prefetch_rows and config.exchange not in ROW_EXCHANGES:
+        raise ConfigError("prefetch_rows is for an exchange of rows; set exchange='row'")
+    types = {
+        name: base_type(table.sharding_type)
+        for _, part in plan.modules()
+        for name, table in part.tables()
+    }
+    fitting = [name for name, kind in types.items() if kind in kinds_of(config.exchange)]
+    if config.exchange is not Exchange.POOLED and not fitting:
+        raise ConfigError(
+            f"exchange={config.exchange.value!r} is for tables sharded "
+            f"{', '.join(kinds_of(config.exchange))}, and the plan has none: set sharding_types"
+        )
+    for name in fitting:
+        travels = types[name] != _DATA_PARALLEL
+        plan = pin(
+            plan,
+            name,
+            exchange=config.exchange,
+            owners=config.owners,
+            transport=config.row_transport if travels else None,
+        )
+    for feature in data.features if config.hot_rows else ():
+        name = table_name(feature.name)
+        if types.get(name, _DATA_PARALLEL) == _DATA_PARALLEL:
+            continue  # The model has no such table, or all its rows are on every rank already.
+        plan = pin(plan, name, hot_rows=_hottest(feature, config.hot_rows, data, access))
+    return plan
+
+
+def _hottest(
+    feature: Any, num_rows: int, data: BatchShape, access: AccessStats | None
+) -> list[int]:
+    """The rows of a feature's table that are used most."""
+    if access is not None:
+        return access[table_name(feature.name)].rows[:num_rows].tolist()
+    if not isinstance(data, SyntheticConfig):
+        raise ConfigError(
+            f"hot_rows={num_rows} needs to know which rows are used most; give access statistics"
+        )
+    ranks = np.arange(1, min(num_rows, feature.num_rows) + 1)
+    return data.distribution(feature).row_of_rank(ranks).tolist()
+
+
+_LOG_LENGTH = 1e9
+"""Lookups of a log so long that it has every row as often as its probability says."""
+
+
+def true_access(data: SyntheticConfig, max_rows: int = 2_000_000) -> AccessStats:
+    """The access statistics of the synthetic log, by its own probabilities.
+
+    Args:
+        data: the log.
+        max_rows: of a table that has more, so many are known, and the others are its tail.
+    """
+    # Of features that are alike, one speaks for all: with all their rows they would fill a memory.
+    alike: dict[tuple[float, ...], TableAccess] = {}
+    tables: dict[str, TableAccess] = {}
+    for feature in data.features:
+        key = feature.num_rows, feature.skew, feature.mean_ids
+        if key not in alike:
+            alike[key] = _of_feature(data, feature, max_rows)
+        tables[table_name(feature.name)] = alike[key]
+    return AccessStats(tables)
+
+
+def _of_feature(data: SyntheticConfig, feature: SparseFeature, max_rows: int) -> TableAccess:
+    zipf = data.distribution(feature)
+    ranks = np.arange(1, min(feature.num_rows, max_rows) + 1)
+    counts = zipf.probability(ranks) * _LOG_LENGTH
+    tail_rows = feature.num_rows - len(ranks)
+    return TableAccess.of_rows(
+        feature.num_rows,
+        _LOG_LENGTH / feature.mean_ids,
+        zipf.row_of_rank(ranks),
+        counts,
+        tail_rows=tail_rows,
+        tail_lookups=_LOG_LENGTH - float(counts.sum()) if tail_rows else 0.0,
+    )
+
+
+class StockSequenceSharder(EmbeddingCollectionSharder):
+    """TorchRec's sharder of sequences, without data-parallel tables on CPU.
+
+    FBGEMM's dense lookup on CPU gives bags where sequences are asked for, and TorchRec's planner
+    chooses it for small tables all the same.
+
+    Example:
+        >>> from torchrec_2dsp.programs.models.planned import StockSequenceSharder
+        >>> "data_parallel" in StockSequenceSharder().sharding_types("cpu")
+        False
+        >>> "data_parallel" in StockSequenceSharder().sharding_types("cuda")
+        True
+    """
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """The types that work on a device."""
+        return sequence_sharding_types(self, compute_device_type)
+
+
+def local_shards(value: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
+    """The parts of a table on this rank, with their first row and column.
+
+    Args:
+        value: the table's weight in a state dict of TorchRec.
+    """
+    if isinstance(value, ShardedTensor):
+        for shard in value.local_shards():
+            row, column = shard.metadata.shard_offsets
+            yield shard.tensor, row, column
+    elif isinstance(value, DTensor):
+        local: Any = value.to_local()
+        # A rank without a shard has an offset all the same.
+        for shard, (row, column) in zip(local.local_shards(), local.local_offsets(), strict=False):
+            yield shard, row, column
+    else:
+        yield value, 0, 0
+
+
+def make_pipeline(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    *,
+    prefetch_rows: bool = False,
+) -> TrainPipelineSparseDist[Any, Any]:
+    """TorchRec's pipeline, or the one that fetches rows ahead."""
+    kind = TrainPipelineRowPrefetch if prefetch_rows else TrainPipelineSparseDist
+    return kind(model, optimizer, device)

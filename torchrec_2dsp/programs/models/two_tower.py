@@ -16,10 +16,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.programs.data.dataset import DatasetFeature
 from torchrec_2dsp.programs.data.negatives import feature_of
-from torchrec_2dsp.programs.models.model import table_name
-from torchrec_2dsp.programs.models.planned_section import PlannedSection
-from torchrec_2dsp.programs.models.ranking import ItemChunk, Queries, places_of
-from torchrec_2dsp.programs.models.ranking_metrics import RankingConfig
+from torchrec_2dsp.programs.models.model import PlannedSection, table_name
+from torchrec_2dsp.programs.models.ranking import ItemChunk, Queries, RankingConfig, places_of
 
 Output = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 

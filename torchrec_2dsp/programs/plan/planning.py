@@ -25,7 +25,7 @@ from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.programs.config.sections import ModelConfig, ReplicationConfig
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.models.model import build_model, table_name
-from torchrec_2dsp.programs.models.true_access import true_access
+from torchrec_2dsp.programs.models.planned import true_access
 from torchrec_2dsp.programs.plan.dense_config import DenseConfig
 from torchrec_2dsp.programs.plan.slower import Slower
 from torchrec_2dsp.programs.plan.torchrec_cost import torchrec_cost

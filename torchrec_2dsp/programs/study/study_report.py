@@ -10,8 +10,7 @@ from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.study.study import CONFIDENCE, Gap, gaps_to
 from torchrec_2dsp.programs.train.config import RunConfig
 from torchrec_2dsp.programs.train.record import RunRecord, TrainRecord
-from torchrec_2dsp.report.charts import MARKERS, Axis, Line, LineChart
-from torchrec_2dsp.report.svg import draw_lines
+from torchrec_2dsp.report.charts import MARKERS, Axis, Line, LineChart, draw_lines
 from torchrec_2dsp.report.table import Table
 
 

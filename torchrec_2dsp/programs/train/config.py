@@ -36,9 +36,9 @@ from torchrec_2dsp.programs.data.synthetic_dataset import SyntheticData
 from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesConfig
 from torchrec_2dsp.programs.models.balance import check_balance, check_speeds_fit
 from torchrec_2dsp.programs.models.kinds import metrics_of
+from torchrec_2dsp.programs.models.model import ShardingTypes
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig
-from torchrec_2dsp.programs.models.planned_section import ShardingTypes
-from torchrec_2dsp.programs.models.sequence.config import SequenceModelConfig
+from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
 from torchrec_2dsp.programs.models.two_tower import TwoTowerConfig
 
 

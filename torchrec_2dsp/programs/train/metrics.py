@@ -16,7 +16,7 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.models.kinds import has_clicks, ranking_of
 from torchrec_2dsp.programs.models.model import rank_device
-from torchrec_2dsp.programs.models.ranking_metrics import ranking_metrics
+from torchrec_2dsp.programs.models.ranking import ranking_metrics
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.record import LESS_IS_BETTER
 from torchrec_2dsp.programs.train.steps import closing_batches, evaluating

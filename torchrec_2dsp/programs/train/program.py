@@ -17,7 +17,7 @@ from torchrec_2dsp.comms.encoded_bytes import count_encoded
 from torchrec_2dsp.comms.naming_faults import naming_faults
 from torchrec_2dsp.comms.notice_board import NoticeBoard
 from torchrec_2dsp.comms.world_groups import release_groups, world_group
-from torchrec_2dsp.dense.gradient_report import GradientReport
+from torchrec_2dsp.dense.gradient_sums import GradientReport
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.parallel.train_state.state import TrainState
@@ -70,7 +70,7 @@ from torchrec_2dsp.programs.train.steps import (
     timed_steps,
     training_batches,
 )
-from torchrec_2dsp.samples.report import BalanceReport
+from torchrec_2dsp.samples.dealer import BalanceReport
 
 
 class RunTrainer:

@@ -27,7 +27,7 @@ from torchrec_2dsp.programs.train.record import (
 )
 from torchrec_2dsp.programs.train.sharded import PlannedRun
 from torchrec_2dsp.programs.train.steps import DenseProgress
-from torchrec_2dsp.samples.report import BalanceReport
+from torchrec_2dsp.samples.dealer import BalanceReport
 
 
 @dataclass(frozen=True, kw_only=True)

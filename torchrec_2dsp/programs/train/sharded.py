@@ -36,8 +36,9 @@ from torchrec_2dsp.planner.planner2d import Planner2D
 from torchrec_2dsp.programs.config.sections import OptimizerConfig
 from torchrec_2dsp.programs.data.dataset import BatchShape, Dataset
 from torchrec_2dsp.programs.models.balance import check_lengths, weigh_losses_
+from torchrec_2dsp.programs.models.dense import DensePart, dense_part
 from torchrec_2dsp.programs.models.kinds import build_any_model, layered_of
-from torchrec_2dsp.programs.models.model import rank_device
+from torchrec_2dsp.programs.models.model import rank_device, split_, tables_of
 from torchrec_2dsp.programs.models.optimizer import (
     STATE_PER_WEIGHT,
     dense_optimizer,
@@ -45,12 +46,12 @@ from torchrec_2dsp.programs.models.optimizer import (
     with_meetings,
 )
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig
-from torchrec_2dsp.programs.models.planned import collective_plan, planner_arguments
-from torchrec_2dsp.programs.models.planned_dense import DensePart, dense_part
-from torchrec_2dsp.programs.models.shards import local_shards
-from torchrec_2dsp.programs.models.splits import split_
-from torchrec_2dsp.programs.models.stock_sequences import StockSequenceSharder
-from torchrec_2dsp.programs.models.tables import tables_of
+from torchrec_2dsp.programs.models.planned import (
+    StockSequenceSharder,
+    collective_plan,
+    local_shards,
+    planner_arguments,
+)
 from torchrec_2dsp.programs.train.config import LoopConfig, RunConfig, TrainConfig, shape_of
 from torchrec_2dsp.replicas.sync_report import SyncReport
 from torchrec_2dsp.shard.initial_tables import configs_of, draw_part_

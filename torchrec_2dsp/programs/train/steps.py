@@ -20,7 +20,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec_2dsp._compat.data_parallel import data_parallel_wrapper
 from torchrec_2dsp.comms.full_duplex import wait_for_exchanges
 from torchrec_2dsp.comms.world_groups import world_group
-from torchrec_2dsp.dense.gradient_report import GradientReport
+from torchrec_2dsp.dense.gradient_sums import GradientReport
 from torchrec_2dsp.dense.pipelined.pipelined_dense import PipelinedDense
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.parallel.accumulate import accumulate
@@ -29,10 +29,10 @@ from torchrec_2dsp.programs.config.sections import MEASURED, BalanceConfig
 from torchrec_2dsp.programs.models.balance import deal_batches
 from torchrec_2dsp.programs.models.dense import thresholded_gradients
 from torchrec_2dsp.programs.models.kinds import ModelSection
-from torchrec_2dsp.programs.models.pipeline import make_pipeline
+from torchrec_2dsp.programs.models.planned import make_pipeline
 from torchrec_2dsp.programs.traces import step_mark
 from torchrec_2dsp.samples.balanced_batches import BalancedBatches
-from torchrec_2dsp.samples.report import BalanceReport
+from torchrec_2dsp.samples.dealer import BalanceReport
 
 Output = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """What a model gives beside the loss that is trained: the detached loss, scores and labels."""

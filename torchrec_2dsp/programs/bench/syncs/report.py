@@ -6,8 +6,7 @@ from itertools import cycle
 from pathlib import Path
 
 from torchrec_2dsp.programs.bench.syncs.results import SyncBenchResult, SyncTimes
-from torchrec_2dsp.report.charts import MARKERS, Axis, Line, LineChart
-from torchrec_2dsp.report.svg import draw_lines
+from torchrec_2dsp.report.charts import MARKERS, Axis, Line, LineChart, draw_lines
 from torchrec_2dsp.report.table import Table
 
 _HEADINGS = (

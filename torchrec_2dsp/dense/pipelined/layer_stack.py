@@ -1,0 +1,346 @@
+"""`LayerStack`: layers that run one after the other, and the loss of what comes out of them."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.plan.stage_cuts import check_cuts, cut_layers, even_cuts
+
+
+class LayerStack(nn.Module):
+    """A dense part that can be cut between any two of its layers.
+
+    Each layer takes the tensor that the layer before it gives; the first dimension is the batch
+    everywhere. The loss is part of it, so that whoever runs the layers may begin with the backward
+    of some samples before the forward of others. `PipelinedDense` does.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> import torchrec_2dsp as tdsp
+        >>> class SquaredError(nn.Module):
+        ...     def forward(self, outputs, targets):
+        ...         return (outputs - targets).square().sum(dim=1)
+        >>> stack = tdsp.LayerStack([nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)], SquaredError())
+        >>> stack(torch.ones(3, 4), torch.ones(3, 2)).shape
+        torch.Size([3])
+        >>> stack(torch.ones(3, 4)).shape
+        torch.Size([3, 2])
+    """
+
+    def __init__(self, layers: Iterable[nn.Module], loss: nn.Module) -> None:
+        """
+        Args:
+            layers: called one after the other, with one tensor each.
+            loss: called with the last layer's output and the targets; it gives one number for each
+                sample.
+        """
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.loss = loss
+        self._run: Callable[..., torch.Tensor] | None = None
+
+    def forward(self, inputs: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
+        """The losses of the samples; without targets, what comes out of the last layer.
+
+        Args:
+            inputs: of the first layer.
+            targets: what the loss is given beside the outputs; they may need gradients, such as
+                the vectors of items to choose from.
+        """
+        if self._run is not None:
+            return self._run(inputs, *targets)
+        outputs = inputs
+        for layer in self.layers:
+            outputs = layer(outputs)
+        return self.loss(outputs, *targets) if targets else outputs
+
+    def keep_layers(
+        self, numbers: Iterable[int], *, keeps_loss: bool, run: Callable[..., torch.Tensor]
+    ) -> None:
+        """Drop the layers that other ranks hold; those that stay keep their names.
+
+        Args:
+            numbers: of the layers to keep.
+            keeps_loss: whether the loss stays.
+            run: what `forward` calls from now on, with the inputs and targets.
+        """
+        if self._run is not None:
+            raise ConfigError("this LayerStack is cut already; make another one for each model")
+        kept_numbers = set(numbers)
+        for number in range(len(self.layers)):
+            if number not in kept_numbers:
+                self.layers[number] = LayerElsewhere()
+        if not keeps_loss:
+            self.loss = LayerElsewhere()
+        self._run = run
+
+
+class LayerElsewhere(nn.Module):
+    """A layer that another rank holds; it keeps the place, so that others keep their names."""
+
+    def forward(self, *_: torch.Tensor) -> torch.Tensor:
+        """Raise an error: the layer can't run here."""
+        raise ConfigError(
+            "this layer of a LayerStack is on another rank; call the LayerStack, not its layers"
+        )
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """What one layer takes for a micro-batch."""
+
+    forward_seconds: float
+    """The time of its forward; of the last layer, with the loss."""
+
+    backward_seconds: float
+    """The time of its backward, gradients of weights included."""
+
+    output_bytes: int
+    """The size of what comes out."""
+
+    @property
+    def seconds(self) -> float:
+        """The time of both directions."""
+        return self.forward_seconds + self.backward_seconds
+
+
+def measure_layers(
+    stack: LayerStack,
+    inputs: torch.Tensor,
+    targets: Sequence[torch.Tensor],
+    *,
+    num_repeats: int = 5,
+) -> tuple[LayerTime, ...]:
+    """Measure each layer of a stack, forward and backward, on a micro-batch.
+
+    The shortest of several times is taken, after one that warms up. Gradients of parameters are
+    left alone; buffers change as they do in training.
+
+    Args:
+        stack: not cut yet.
+        inputs: of the first layer.
+        targets: of the loss.
+        num_repeats: how often each layer is measured.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> import torchrec_2dsp as tdsp
+        >>> from torchrec_2dsp.dense.pipelined.layer_stack import measure_layers
+        >>> class SquaredError(nn.Module):
+        ...     def forward(self, outputs, targets):
+        ...         return (outputs - targets).square().sum(dim=1)
+        >>> stack = tdsp.LayerStack([nn.Linear(4, 4), nn.Linear(4, 2)], SquaredError())
+        >>> times = measure_layers(stack, torch.ones(8, 4), [torch.ones(8, 2)])
+        >>> [time.output_bytes for time in times]
+        [128, 64]
+    """
+    if num_repeats < 1:
+        raise ConfigError(f"num_repeats={num_repeats} measures nothing; use 1 or more")
+    times = []
+    given = inputs.detach()
+    for number, layer in enumerate(stack.layers):
+        with torch.no_grad():
+            output = layer(given)
+        is_last = number == len(stack.layers) - 1
+        modules = [layer, stack.loss] if is_last else [layer]
+        params = [
+            param for module in modules for param in module.parameters() if param.requires_grad
+        ]
+        run = _with_loss(layer, stack.loss, targets) if is_last else layer
+        forward_seconds, backward_seconds = _measured(run, given, params, num_repeats)
+        num_bytes = output.numel() * output.element_size()
+        times.append(LayerTime(forward_seconds, backward_seconds, num_bytes))
+        given = output
+    return tuple(times)
+
+
+def _with_loss(
+    layer: nn.Module, loss: nn.Module, targets: Sequence[torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda given: loss(layer(given), *targets)
+
+
+def _measured(
+    run: Callable[[torch.Tensor], torch.Tensor],
+    given: torch.Tensor,
+    params: list[nn.Parameter],
+    num_repeats: int,
+) -> tuple[float, float]:
+    """The shortest forward and the shortest backward."""
+    leaf = given.detach().requires_grad_(given.is_floating_point())
+    leaves = [leaf, *params] if leaf.requires_grad else params
+    forwards, backwards = [], []
+    for _ in range(num_repeats + 1):
+        with torch.enable_grad():
+            seconds, output = _timed(lambda: run(leaf))
+        forwards.append(seconds)
+        backwards.append(0.0)
+        if leaves and output.requires_grad:
+            backwards[-1] = _backward_seconds(output, leaves)
+    return min(forwards[1:]), min(backwards[1:])
+
+
+def _backward_seconds(output: torch.Tensor, leaves: Sequence[torch.Tensor]) -> float:
+    gradient = torch.ones_like(output)
+    seconds, _ = _timed(
+        lambda: torch.autograd.grad(output, tuple(leaves), gradient, allow_unused=True)
+    )
+    return seconds
+
+
+def _timed(action: Callable[[], Any]) -> tuple[float, Any]:
+    started = time.perf_counter()
+    result = action()
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter() - started, result
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MeasuredCuts:
+    """Cuts that let the slowest stage take the least time, by what layers take on these ranks.
+
+    Each rank measures each layer once, when the model is wrapped, and the means of all ranks count.
+    """
+
+    inputs: torch.Tensor
+    """The inputs of a micro-batch, such as random numbers."""
+
+    targets: Sequence[torch.Tensor]
+    """The targets of a micro-batch."""
+
+    seconds_per_byte: float = 0.0
+    """What a byte takes from one stage to the next."""
+
+    num_repeats: int = 5
+    """How often each layer is measured; the shortest time counts."""
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """The layers of a stage."""
+
+    name: str
+    """The name, for errors."""
+
+    numbers: range
+    """The numbers of the layers in their `LayerStack`."""
+
+
+def agreed_cuts(
+    cuts: Sequence[int] | MeasuredCuts | Literal["even"],
+    stacks: Mapping[str, LayerStack],
+    num_stages: int,
+    group: dist.ProcessGroup,
+) -> dict[str, tuple[int, ...]]:
+    """The first layer of each stage but the first, of each stack, equal on all ranks.
+
+    Collectives:
+        An agreement; for `MeasuredCuts` also an all-reduce of the times.
+    """
+    if isinstance(cuts, MeasuredCuts):
+        return {
+            name: _measured_cuts(cuts, stack, num_stages, group) for name, stack in stacks.items()
+        }
+    with agreeing(group):
+        return {
+            name: even_cuts(len(stack.layers), num_stages)
+            if isinstance(cuts, str)
+            else check_cuts(cuts, len(stack.layers), num_stages)
+            for name, stack in stacks.items()
+        }
+
+
+def _measured_cuts(
+    cuts: MeasuredCuts, stack: LayerStack, num_stages: int, group: dist.ProcessGroup
+) -> tuple[int, ...]:
+    with agreeing(group):
+        device = next(stack.parameters()).device
+        times = measure_layers(
+            stack,
+            cuts.inputs.to(device),
+            [target.to(device) for target in cuts.targets],
+            num_repeats=cuts.num_repeats,
+        )
+    seconds = torch.tensor([layer.seconds for layer in times], dtype=torch.float64, device=device)
+    dist.all_reduce(seconds, group=group)
+    mean = (seconds / dist.get_world_size(group)).tolist()
+    sizes = [layer.output_bytes for layer in times]
+    with agreeing(group):
+        return cut_layers(mean, sizes, num_stages, cuts.seconds_per_byte)
+
+
+def layers_of_stages(
+    name: str, stack: LayerStack, cuts: Sequence[int], model: nn.Module
+) -> list[StageLayers]:
+    """The layers of each stage, if no parameter is in two of them, or in one and elsewhere.
+
+    Args:
+        name: of the stack in the model.
+        stack: not cut yet.
+        cuts: the first layer of each stage but the first.
+        model: the stack is in it.
+    """
+    starts, ends = (0, *cuts), (*cuts, len(stack.layers))
+    stages = [
+        StageLayers(
+            f"stage {number} of {name!r} (layers {first} to {last - 1})", range(first, last)
+        )
+        for number, (first, last) in enumerate(zip(starts, ends, strict=True))
+    ]
+    places: dict[int, str] = {}
+    inside = {id(module) for module in stack.modules()}
+    for module_name, module in model.named_modules():
+        if id(module) not in inside:
+            for param_name, param in module.named_parameters(recurse=False):
+                places[id(param)] = f"{module_name}.{param_name}"
+    for stage in stages:
+        modules = [stack.layers[number] for number in stage.numbers]
+        own = {id(param) for module in modules for param in module.parameters()}
+        if stage is stages[-1]:
+            own |= {id(param) for param in stack.loss.parameters()}
+        for param in own & places.keys():
+            raise ConfigError(
+                f"{stage.name} shares a parameter with {places[param]}, which another rank may "
+                "hold; give both a parameter of their own, or choose cuts that keep them together"
+            )
+        places.update(dict.fromkeys(own, stage.name))
+    return stages
+
+
+def planned_modules(
+    plan: Mapping[str, ParallelStyle], stacks: Mapping[str, LayerStack]
+) -> dict[str, dict[str, ParallelStyle]]:
+    """How the modules of each stack are split, by their names in it.
+
+    Args:
+        plan: styles, by names of modules in the model, with `*` for any part of a name.
+        stacks: by their names in the model.
+    """
+    plans: dict[str, dict[str, ParallelStyle]] = {name: {} for name in stacks}
+    for pattern, style in plan.items():
+        modules = [
+            (stack_name, name)
+            for stack_name, stack in stacks.items()
+            for name, _ in stack.named_modules()
+            if name and fnmatchcase(f"{stack_name}.{name}", pattern)
+        ]
+        if not modules:
+            raise ConfigError(
+                f"PipelinedDense: no module of a LayerStack is called {pattern!r}; the model has "
+                f"the stacks {', '.join(stacks)}"
+            )
+        for stack_name, name in modules:
+            plans[stack_name][name] = style
+    return plans

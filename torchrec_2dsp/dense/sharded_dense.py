@@ -1,0 +1,384 @@
+"""`JointBatch`: a module that runs on the batches of several ranks at once.
+
+    rank 0: rows 0 to 5   --gather-->  rows 0 to 9   --module-->  rows 0 to 9  --> rows 0 to 5
+    rank 1: rows 6 to 9   ---------->  rows 0 to 9   ---------->  rows 0 to 9  --> rows 6 to 9
+
+Each rank gives its own rows and gets its own ones back, so the rest of the model, the tables and
+the loss know nothing of the others. The ranks that gather hold parts of the module's layers.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torchrec.distributed.types import LazyAwaitable, ShardingEnv
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
+
+from torchrec_2dsp._compat.data_parallel import (
+    DataParallelWrapper,
+    DistributedModelParallel,
+    wrapped_module,
+)
+from torchrec_2dsp._compat.torchrec import get_local_size
+from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.dense.dense_parts import (
+    broadcast_weights,
+    check_num_copies,
+    copies_mesh,
+    dense_parts,
+    group_of,
+    shares_of,
+)
+from torchrec_2dsp.errors import ConfigError, UnsupportedError
+from torchrec_2dsp.mesh.dense_mesh import DenseMesh
+
+
+class JointBatch:
+    """Gathers what a module is given over the ranks of a group, and takes this rank's rows back.
+
+    Gradients of the module's parameters are the mean over the group's ranks of what each rank's
+    loss would give; those of its inputs are what this rank's loss gives.
+    """
+
+    def __init__(self, name: str, module: nn.Module, group: dist.ProcessGroup) -> None:
+        """
+        Args:
+            name: of the module, for errors.
+            module: called with tensors whose first dimension is the batch, `KeyedTensor`s or
+                `JaggedTensor`s; it gives tensors whose first dimension is the batch.
+            group: the ranks that run it together.
+        """
+        self._name, self._group = name, group
+        self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._sizes: list[list[int]] = []
+        # Before hooks that are there, which see what the module sees.
+        module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
+        module.register_forward_hook(self._after)
+
+    def _before(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Gather all arguments.
+
+        Collectives:
+            An all-gather of sizes, waited for, then one of each tensor.
+        """
+        # TorchRec's tables may not have waited for their outputs yet.
+        given = _mapped((args, kwargs), lambda lazy: lazy.wait(), is_leaf=_is_lazy)
+        leaves = list(_leaves(given))
+        if not leaves:
+            raise UnsupportedError(f"{self._name!r} is called without tensors, so it has no batch")
+        parts = [tensor for leaf in leaves for tensor in _tensors_of(leaf)]
+        own = torch.tensor([part.shape[0] for part in parts], device=parts[0].device)
+        sizes = own.new_empty(self._num_ranks * own.numel())
+        dist.all_gather_into_tensor(sizes, own, group=self._group)
+        by_part = sizes.view(self._num_ranks, -1).t().tolist()
+        # Of a jagged tensor the lengths count samples, which come after the values.
+        self._sizes.append(by_part[1] if isinstance(leaves[0], JaggedTensor) else by_part[0])
+        gathered = iter(
+            [
+                cast(torch.Tensor, _Gathered.apply(part, of_part, self._rank, self._group))
+                for part, of_part in zip(parts, by_part, strict=True)
+            ]
+        )
+        return _mapped(given, lambda leaf: _with_tensors(leaf, gathered))
+
+    def _after(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+        """Take this rank's rows; in the backward, gather their gradients."""
+        sizes = self._sizes.pop()
+
+        def own_rows(rows: Any) -> torch.Tensor:
+            if not isinstance(rows, torch.Tensor) or rows.shape[:1] != (sum(sizes),):
+                shape = f" {tuple(rows.shape)}" if isinstance(rows, torch.Tensor) else ""
+                raise UnsupportedError(
+                    f"{self._name!r} gives a {type(rows).__name__}{shape} for {sum(sizes)} "
+                    "samples; give tensors whose first dimension is the batch, or lists or dicts "
+                    "of them"
+                )
+            return cast(torch.Tensor, _OwnRows.apply(rows, sizes, self._rank, self._group))
+
+        return _mapped(output, own_rows, is_leaf=_is_result)
+
+
+class _Gathered(torch.autograd.Function):
+    """The rows of all ranks. Each rank has the whole gradient, of the mean of their losses."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, sizes: list[int], rank: int, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.sizes, ctx.rank = sizes, rank
+        return _gather(rows, sizes, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        own = grads[0].split(ctx.sizes)[ctx.rank]
+        return own * len(ctx.sizes), None, None, None
+
+
+class _OwnRows(torch.autograd.Function):
+    """The rows of this rank, of whose loss the group's mean has a share."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, sizes: list[int], rank: int, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        return rows.split(sizes)[rank].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _gather(grads[0], ctx.sizes, ctx.group) / len(ctx.sizes), None, None, None
+
+
+def _gather(rows: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """The rows of all ranks, one rank after the other."""
+    largest = max(sizes)
+    own = rows.contiguous()
+    if own.shape[0] < largest:
+        padding = own.new_zeros(largest - own.shape[0], *own.shape[1:])
+        own = torch.cat([own, padding])
+    gathered = own.new_empty(len(sizes) * largest, *own.shape[1:])
+    dist.all_gather_into_tensor(gathered, own, group=group)
+    if min(sizes) == largest:
+        return gathered
+    parts = gathered.split(largest)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def _is_leaf(given: Any) -> bool:
+    return isinstance(given, KeyedTensor | JaggedTensor) or (
+        isinstance(given, torch.Tensor) and given.dim() > 0
+    )
+
+
+def _leaves(given: Any) -> Iterator[Any]:
+    """The tensors, keyed and jagged tensors in lists, tuples and dicts."""
+    if _is_leaf(given):
+        yield given
+    elif isinstance(given, list | tuple | dict):
+        for part in given.values() if isinstance(given, dict) else given:
+            yield from _leaves(part)
+
+
+def _is_lazy(given: Any) -> bool:
+    return isinstance(given, LazyAwaitable)
+
+
+def _is_result(given: Any) -> bool:
+    return isinstance(given, torch.Tensor | KeyedTensor | JaggedTensor)
+
+
+def _mapped(
+    given: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool] = _is_leaf
+) -> Any:
+    """Lists, tuples and dicts like those given, with other leaves."""
+    if is_leaf(given):
+        return function(given)
+    if isinstance(given, dict):
+        return {name: _mapped(part, function, is_leaf) for name, part in given.items()}
+    if isinstance(given, list | tuple):
+        parts = [_mapped(part, function, is_leaf) for part in given]
+        return type(given)(*parts) if hasattr(given, "_fields") else type(given)(parts)
+    return given
+
+
+def _tensors_of(leaf: Any) -> list[torch.Tensor]:
+    """The tensors of a leaf, which have a row for each sample, or for each value."""
+    if isinstance(leaf, torch.Tensor):
+        return [leaf]
+    if isinstance(leaf, KeyedTensor):
+        return [leaf.values()]
+    weights = leaf.weights_or_none()
+    return [leaf.values(), leaf.lengths(), *([] if weights is None else [weights])]
+
+
+def _with_tensors(leaf: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """The leaf with other tensors in place of `_tensors_of`."""
+    if isinstance(leaf, torch.Tensor):
+        return next(tensors)
+    if isinstance(leaf, KeyedTensor):
+        return KeyedTensor(leaf.keys(), leaf.length_per_key(), next(tensors))
+    values, lengths = next(tensors), next(tensors)
+    weights = None if leaf.weights_or_none() is None else next(tensors)
+    return JaggedTensor(values, weights=weights, lengths=lengths)
+
+
+class FullyShardedDense(DataParallelWrapper):
+    """Shards the parameters of what isn't in tables over the ranks, with gradients and moments.
+
+    Each rank keeps a share; the parameters of a module are gathered when it runs, and its gradients
+    are added up where they are kept. Training is that of DDP. A stock `DistributedModelParallel`
+    takes it as well as `ModelParallel2D`.
+
+    Example::
+
+        dense = tdsp.FullyShardedDense(units=[TransformerBlock])
+        model = tdsp.ModelParallel2D(
+            model, plan=plan, sharders=sharders, data_parallel_wrapper=dense
+        )
+    """
+
+    def __init__(
+        self,
+        units: Sequence[type[nn.Module]] = (),
+        *,
+        num_copies: int = 1,
+        reshard_after_forward: bool = True,
+        mixed_precision: MixedPrecisionPolicy | None = None,
+    ) -> None:
+        """
+        Args:
+            units: the modules whose parameters are gathered together, and freed before the next
+                ones', such as a transformer's blocks; without any, all at once.
+            num_copies: how many times the ranks hold the parameters: with as many copies as hosts,
+                parameters are gathered inside hosts, and gradients alone travel between them.
+            reshard_after_forward: whether parameters are freed after the forward, and gathered
+                again in the backward.
+            mixed_precision: as FSDP2's ``mp_policy``.
+        """
+        check_num_copies("FullyShardedDense", num_copies)
+        self._units = tuple(units)
+        self._num_copies = num_copies
+        self._reshards = reshard_after_forward
+        self._precision = mixed_precision or MixedPrecisionPolicy()
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        """Shard what isn't in tables; TorchRec calls it.
+
+        Collectives:
+            An agreement of all ranks on the settings, process groups, and a broadcast of each
+            parameter and buffer of the dense part.
+        """
+        group = group_of(env)
+        model = wrapped_module(dmp).to(device)
+        with agreeing(group) as facts:
+            parts = list(dense_parts(model, "FullyShardedDense"))
+            num_ranks = dist.get_world_size(group)
+            if num_ranks % self._num_copies:
+                counts = [count for count in range(1, num_ranks + 1) if num_ranks % count == 0]
+                raise ConfigError(
+                    f"FullyShardedDense(num_copies={self._num_copies}) doesn't divide {num_ranks} "
+                    f"ranks; use one of {', '.join(map(str, counts))}"
+                )
+            facts["the settings of FullyShardedDense"] = (
+                f"{self._units}, {self._num_copies}, {self._reshards}, {self._precision}"
+            )
+        ranks = torch.tensor(dist.get_process_group_ranks(group)).view(self._num_copies, -1)
+        mesh = copies_mesh(ranks, device.type)
+        for _, part in parts:
+            broadcast_weights(part, group)
+            units = [unit for unit in part.modules() if isinstance(unit, self._units)]
+            for module in [*(unit for unit in units if unit is not part), part]:
+                fully_shard(
+                    module,
+                    mesh=mesh,
+                    reshard_after_forward=self._reshards,
+                    mp_policy=self._precision,
+                )
+
+
+class TensorParallelDense(DataParallelWrapper):
+    """Splits layers of the dense part over neighbouring ranks, and shards what is left by FSDP2.
+
+    Each rank looks up its own batch. The ranks of a tensor-parallel group gather what the split
+    part of the model is given, compute it together on all of their samples, and each takes its own
+    samples' results back. So a step is that of DDP, and nothing else of the model changes. A stock
+    `DistributedModelParallel` takes it as well as `ModelParallel2D`.
+
+    Example::
+
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        dense = tdsp.TensorParallelDense(
+            {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}, tp=2
+        )
+        model = tdsp.ModelParallel2D(
+            model, plan=plan, sharders=sharders, data_parallel_wrapper=dense
+        )
+    """
+
+    def __init__(self, plan: Mapping[str, ParallelStyle], *, tp: int, num_copies: int = 1) -> None:
+        """
+        Args:
+            plan: how each module is split, by its name in the model, with `*` for any part of a
+                name: torch's styles, such as `ColwiseParallel` and `RowwiseParallel`.
+            tp: how many ranks compute a layer together; they have to be on one host.
+            num_copies: how many times the ranks hold the dense part, as in `FullyShardedDense`:
+                with as many copies as hosts, gradients alone travel between these.
+        """
+        if not plan:
+            raise ConfigError("TensorParallelDense(plan={}) splits nothing; name some modules")
+        check_num_copies("TensorParallelDense", num_copies)
+        self._plan, self._tp, self._num_copies = dict(plan), tp, num_copies
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        """Split and shard what isn't in tables; TorchRec calls it.
+
+        Collectives:
+            An agreement of all ranks on the settings, process groups, and a broadcast of each
+            parameter and buffer of the dense part.
+        """
+        group = group_of(env)
+        model = wrapped_module(dmp).to(device)
+        with agreeing(group) as facts:
+            parts = dict(dense_parts(model, "TensorParallelDense"))
+            num_ranks = dist.get_world_size(group)
+            mesh = DenseMesh.for_world(
+                num_ranks, tp=self._tp, local_world_size=get_local_size(num_ranks)
+            )
+            if mesh.dp % self._num_copies:
+                counts = [count for count in range(1, mesh.dp + 1) if mesh.dp % count == 0]
+                raise ConfigError(
+                    f"TensorParallelDense(num_copies={self._num_copies}) doesn't divide {mesh.dp} "
+                    f"groups of tp={mesh.tp} ranks; use one of {', '.join(map(str, counts))}"
+                )
+            plans = self._by_part(parts)
+            names = {name: type(style).__name__ for name, style in self._plan.items()}
+            facts["the settings of TensorParallelDense"] = (
+                f"{names}, tp={self._tp}, num_copies={self._num_copies}"
+            )
+        ranks = torch.tensor(dist.get_process_group_ranks(group))
+        in_groups = ranks.view(self._num_copies, -1, mesh.tp)
+        # FSDP2 wants the axes of shares and of splits in one mesh.
+        grid = copies_mesh(in_groups, device.type, ("tp",))
+        everyone = copies_mesh(ranks.view(self._num_copies, -1), device.type)
+        for name, part in parts.items():
+            broadcast_weights(part, group)
+            if name not in plans:
+                fully_shard(part, mesh=everyone)
+                continue
+            parallelize_module(part, grid["tp"], plans[name])
+            if mesh.dp > 1:
+                fully_shard(part, mesh=shares_of(grid))
+            JointBatch(name, part, grid["tp"].get_group())
+
+    def _by_part(self, parts: Mapping[str, nn.Module]) -> dict[str, dict[str, ParallelStyle]]:
+        """The plan of each dense part, with the names that modules have in it."""
+        plans: dict[str, dict[str, ParallelStyle]] = {}
+        for pattern, style in self._plan.items():
+            modules = [
+                (part_name, name)
+                for part_name, part in parts.items()
+                for name, _ in part.named_modules()
+                if fnmatchcase(f"{part_name}.{name}" if name else part_name, pattern)
+            ]
+            if not modules:
+                raise ConfigError(
+                    f"TensorParallelDense: no module of the dense part is called {pattern!r}; the "
+                    f"dense part has {', '.join(parts) or 'no modules'}"
+                )
+            for part_name, name in modules:
+                if not name:
+                    raise ConfigError(
+                        f"TensorParallelDense: {part_name!r} is a part of the model that holds no "
+                        "tables, and runs on the batches of several ranks as a whole; put it into "
+                        "a module, and name it there"
+                    )
+                plans.setdefault(part_name, {})[name] = style
+        return plans

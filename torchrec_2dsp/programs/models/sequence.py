@@ -1,0 +1,360 @@
+"""`SequenceModelConfig`: a next-item transformer in a config file."""
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Literal, NamedTuple, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import nn
+from torchrec.datasets.utils import Batch
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from torchrec_2dsp.errors import InputError
+from torchrec_2dsp.programs.data.negatives import NegativeItems, NegativeKind, negatives_name
+from torchrec_2dsp.programs.models.model import PlannedSection, table_name
+from torchrec_2dsp.programs.models.ranking import ItemChunk, Queries, RankingConfig, places_of
+from torchrec_2dsp.programs.models.sequence_layers import (
+    Positions,
+    SampledSoftmax,
+    SequenceStack,
+    TransformerBlock,
+)
+
+
+class SequenceModelConfig(PlannedSection):
+    """A transformer that predicts each next item of a sequence.
+
+    Example:
+        >>> from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
+        >>> SequenceModelConfig(dim=64, num_heads=4).hidden
+        256
+    """
+
+    kind: Literal["sequence"] = "sequence"
+    """The kind of model."""
+
+    feature: str = "item"
+    """The sparse feature that holds a user's items, oldest first."""
+
+    dim: int = Field(default=32, ge=4, multiple_of=4)
+    """The embedding dimension, which is the transformer's as well."""
+
+    max_length: int = Field(default=50, ge=2)
+    """How many of a user's last items are used, the one to predict included."""
+
+    num_blocks: int = Field(default=2, ge=1)
+    """How many blocks of attention and feed-forward layers there are."""
+
+    num_heads: int = Field(default=2, ge=1)
+    """How many heads the attention has."""
+
+    hidden_factor: int = Field(default=4, ge=1)
+    """The size of the feed-forward layers, as a multiple of `dim`."""
+
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """The share of activations that a training step leaves out. Above 0, each rank draws its own:
+    runs differ between meshes, and layers can't be split by tensor parallelism."""
+
+    num_negatives: int = Field(default=64, ge=1)
+    """How many items each sequence's next items are told from in training."""
+
+    eval_negatives: int = Field(default=0, ge=0)
+    """How many items each held-out sequence's last item is ranked among, if ``ranking.among`` is
+    "sampled"; 0 for `num_negatives`."""
+
+    negatives: NegativeKind = NegativeKind.UNIFORM
+    """How negatives are drawn: uniform, or log_uniform where ids are numbered by frequency. The
+    loss corrects for it."""
+
+    loss_mean: Literal["tokens", "samples"] = "tokens"
+    """What the loss is the mean over: the predicted items of the rank's batch, or the sequences,
+    each of which then counts as much, whichever rank has it."""
+
+    length_chunks: int = Field(default=1, ge=1)
+    """Into how many chunks of about equal lengths a rank's sequences are cut in training, each
+    filled up to its own longest. With 1 all are filled up to `max_length`, so that a step takes as
+    long whatever their lengths are."""
+
+    ranking: RankingConfig = RankingConfig()
+    """How held-out next items are ranked."""
+
+    seed: int = Field(default=0, ge=0)
+    """The seed of the initial weights and of the negatives."""
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> Self:
+        if self.dim % self.num_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} does not divide dim={self.dim}; use another of the two"
+            )
+        return self
+
+    @property
+    def hidden(self) -> int:
+        """The size of the feed-forward layers."""
+        return self.hidden_factor * self.dim
+
+
+class Examples(NamedTuple):
+    """A batch of sequences, filled up at their ends; the first dimension of all is the batch."""
+
+    inputs: torch.Tensor
+    """The vectors of all items but the last, ``[batch, length, dim]``."""
+
+    positives: torch.Tensor
+    """The vectors of the items after them, ``[batch, length, dim]``."""
+
+    negatives: torch.Tensor
+    """The vectors of the negatives, ``[batch, num_negatives, dim]``."""
+
+    weights: torch.Tensor
+    """The weights of the positions in the loss, 0 behind the end, ``[batch, length]``."""
+
+    positive_ids: torch.Tensor
+    """The items after each position, 0 behind the end, ``[batch, length]``."""
+
+    negative_ids: torch.Tensor
+    """The negatives, ``[batch, num_negatives]``."""
+
+
+class NextItemExamples(nn.Module):
+    """Arranges looked up sequences; it has no parameters."""
+
+    def __init__(
+        self,
+        feature: str,
+        *,
+        max_length: int,
+        loss_mean: Literal["tokens", "samples"],
+    ) -> None:
+        """
+        Args:
+            feature: the feature that holds the items.
+            max_length: how many last items are used.
+            loss_mean: what the weights make the loss the mean over.
+        """
+        super().__init__()
+        self._feature, self._negatives = feature, negatives_name(feature)
+        self._num_positions = max_length - 1
+        self._is_by_token = loss_mean == "tokens"
+
+    def forward(self, vectors: Mapping[str, JaggedTensor], features: KeyedJaggedTensor) -> Examples:
+        """The examples of a batch.
+
+        Args:
+            vectors: what the lookup gave, by feature.
+            features: the ids of the batch.
+        """
+        ids, negative_ids = features[self._feature], features[self._negatives].values()
+        places, is_item = self._places(ids)
+        padded_vectors = _with_last(vectors[self._feature].values())
+        padded_ids = _with_last(ids.values())
+        num_samples = ids.lengths().numel()
+        shape = (num_samples, negative_ids.numel() // max(1, num_samples))
+        if negative_ids.numel() != math.prod(shape):
+            raise InputError(
+                f"the batch has {negative_ids.numel()} negatives for {num_samples} samples; give "
+                "each sample as many"
+            )
+        return Examples(
+            inputs=_rows(padded_vectors, places[:, :-1].where(is_item[:, 1:], -1)),
+            positives=_rows(padded_vectors, places[:, 1:]),
+            negatives=vectors[self._negatives].values().unflatten(0, shape),
+            weights=self._weights(is_item[:, 1:]),
+            positive_ids=_rows(padded_ids, places[:, 1:]),
+            negative_ids=negative_ids.unflatten(0, shape),
+        )
+
+    def _places(self, ids: JaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the last items of each sample are among all values, -1 for none."""
+        ends, lengths = ids.offsets()[1:].long(), ids.lengths().long()
+        lengths = lengths.clamp(max=self._num_positions + 1)
+        steps = torch.arange(self._num_positions + 1, device=lengths.device)
+        is_item = steps < lengths.unsqueeze(1)
+        return ((ends - lengths).unsqueeze(1) + steps).where(is_item, -1), is_item
+
+    def _weights(self, has_next: torch.Tensor) -> torch.Tensor:
+        if self._is_by_token:
+            return has_next / has_next.sum().clamp(min=1)
+        return has_next / has_next.sum(dim=1, keepdim=True).clamp(min=1) / len(has_next)
+
+
+def last_positions(examples: Examples) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The last positions that have a next item.
+
+    Returns:
+        The number of each sample, its last position, and whether it has one.
+    """
+    num_positions = (examples.weights > 0).sum(dim=1)
+    samples = torch.arange(num_positions.numel(), device=num_positions.device)
+    return samples, (num_positions - 1).clamp(min=0), num_positions > 0
+
+
+def _with_last(values: torch.Tensor) -> torch.Tensor:
+    """The values and a zero, which -1 stands for."""
+    return torch.cat([values, values.new_zeros(1, *values.shape[1:])])
+
+
+def _rows(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """The values at these places; the last one for -1."""
+    places = places.where(places >= 0, values.shape[0] - 1)
+    return values.index_select(0, places.flatten()).unflatten(0, places.shape)
+
+
+Output = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+class NextItemModel(nn.Module):
+    """Predicts each next item of a sequence from those before it.
+
+    One table has the vectors that go into the transformer, those of the true next items, and those
+    of the negatives. All that comes after the lookup is a `LayerStack` without a word about ranks.
+    """
+
+    def __init__(
+        self, config: SequenceModelConfig, num_items: int, tables_device: str = "cpu"
+    ) -> None:
+        """
+        Args:
+            config: sizes, and the feature of the items.
+            num_items: the rows of the table.
+            tables_device: of the table; "meta" leaves it without weights.
+        """
+        super().__init__()
+        self._feature, self._num_items = config.feature, num_items
+        self._items = NegativeItems(num_items, config.negatives)
+        self._max_length, self._dim = config.max_length, config.dim
+        self._num_negatives = config.num_negatives
+        self.embeddings = EmbeddingCollection(
+            tables=[
+                EmbeddingConfig(
+                    name=table_name(config.feature),
+                    num_embeddings=num_items,
+                    embedding_dim=config.dim,
+                    feature_names=[config.feature, negatives_name(config.feature)],
+                    init_fn=partial(nn.init.normal_, std=0.02),
+                )
+            ],
+            device=torch.device(tables_device),
+        )
+        # Not what the table's weights left of the stream: their device must not matter.
+        torch.manual_seed(config.seed + 1)
+        self.examples = NextItemExamples(
+            config.feature, max_length=config.max_length, loss_mean=config.loss_mean
+        )
+        blocks = [
+            TransformerBlock(config.dim, config.num_heads, config.hidden, config.dropout)
+            for _ in range(config.num_blocks)
+        ]
+        self.dense = SequenceStack(
+            [
+                Positions(config.max_length - 1, config.dim, config.dropout),
+                *blocks,
+                nn.LayerNorm(config.dim),
+            ],
+            SampledSoftmax(self._items),
+            num_chunks=config.length_chunks,
+        )
+
+    def forward(self, batch: Batch) -> Output:
+        """The loss, and what there is to look at, as TorchRec's `DLRMTrain` gives them.
+
+        Returns:
+            The loss; and with it the loss without its graph, a score of each sample, and its
+            label. In training the score is the sample's part of the loss. In evaluation it is the
+            place of the last item among itself and the negatives, 1 for the best, 0 for a sample
+            without a next item.
+        """
+        examples = self._examples_of(batch)
+        if self.training:
+            losses = scores = self.dense(
+                examples.inputs,
+                examples.positives,
+                examples.negatives,
+                examples.weights,
+                examples.positive_ids,
+                examples.negative_ids,
+            )
+        else:
+            outputs = self.dense(examples.inputs)
+            # The stack's own may be on another rank; it has no parameters.
+            losses = SampledSoftmax(self._items)(outputs, *examples[1:])
+            scores = _places_among_negatives(outputs, examples)
+        loss = losses.sum()
+        return loss, (loss.detach(), scores.detach(), batch.labels.detach())
+
+    def random_examples(self, num_samples: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Inputs and targets of the dense part, with the sizes of real ones and random numbers."""
+        length, dim = self._max_length - 1, self._dim
+        vectors = torch.rand(num_samples, 2 * length + self._num_negatives, dim)
+        ids = torch.randint(self._num_items, (num_samples, length + self._num_negatives))
+        inputs, positives, negatives = vectors.split((length, length, self._num_negatives), dim=1)
+        positive_ids, negative_ids = ids.split((length, self._num_negatives), dim=1)
+        weights = torch.ones(num_samples, length)
+        return inputs, [positives, negatives, weights, positive_ids, negative_ids]
+
+    def _examples_of(self, batch: Batch) -> Examples:
+        features = batch.sparse_features
+        self._check_negatives(features)
+        return self.examples(self.embeddings(features), features)
+
+    def _check_negatives(self, features: object) -> None:
+        # A pipeline that traces this model has no batch yet.
+        name = negatives_name(self._feature)
+        if isinstance(features, KeyedJaggedTensor) and name not in list(features.keys()):
+            raise InputError(
+                f"the batch has no feature {name!r}; give the model the batches of "
+                f"WithNegatives(dataset, {self._feature!r}, ...)"
+            )
+
+    @torch.no_grad()
+    def queries(self, batch: Batch) -> Queries:
+        """What comes next after all items of each sample but the last, which is the target.
+
+        Collectives:
+            Those of a lookup of the batch.
+        """
+        examples = self._examples_of(batch)
+        rows, last, has_next = last_positions(examples)
+        ids = batch.sparse_features[self._feature]
+        return Queries.of(
+            self.dense(examples.inputs)[rows, last],
+            examples.positives[rows, last],
+            examples.positive_ids[rows, last].where(has_next, -1),
+            seen=ids.to_padded_dense(padding_value=-1).long(),
+        )
+
+    @torch.no_grad()
+    def item_chunks(self, chunk_size: int, device: torch.device) -> Iterator[ItemChunk]:
+        """The vectors of all items, some at a time, looked up by all ranks together.
+
+        Args:
+            chunk_size: how many items are looked up together.
+            device: of their ids.
+
+        Collectives:
+            Those of a lookup for each chunk.
+        """
+        for start in range(0, self._num_items, chunk_size):
+            ids = torch.arange(start, min(start + chunk_size, self._num_items), device=device)
+            features = KeyedJaggedTensor(
+                keys=[self._feature, negatives_name(self._feature)],
+                values=ids,
+                lengths=torch.tensor([ids.numel(), 0], device=device, dtype=torch.int32),
+            )
+            yield ItemChunk(start, self.embeddings(features)[self._feature].values())
+
+
+def _places_among_negatives(outputs: torch.Tensor, examples: Examples) -> torch.Tensor:
+    """The place of each sample's last item among itself and the negatives."""
+    rows, last, has_next = last_positions(examples)
+    queries, targets = outputs[rows, last], examples.positive_ids[rows, last]
+    return places_of(
+        (queries * examples.positives[rows, last]).sum(dim=1),
+        (examples.negatives @ queries.unsqueeze(2)).squeeze(2),
+        counts=examples.negative_ids != targets.unsqueeze(1),
+    ).where(has_next, 0)

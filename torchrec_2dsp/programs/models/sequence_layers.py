@@ -1,0 +1,198 @@
+"""The layers of the transformer: positions, blocks, and the last norm.
+
+Sequences begin at position 0 and are filled up at their ends. A position sees itself and what is
+before it, so no real one ever sees what fills up.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.nn.functional import scaled_dot_product_attention
+
+from torchrec_2dsp.dense.pipelined.layer_stack import LayerStack
+from torchrec_2dsp.programs.data.negatives import NegativeItems
+
+
+class Positions(nn.Module):
+    """Adds a learned vector for each position."""
+
+    def __init__(self, max_length: int, dim: int, dropout: float = 0.0) -> None:
+        """
+        Args:
+            max_length: the most positions.
+            dim: of vectors.
+            dropout: the share of numbers that training leaves out.
+        """
+        super().__init__()
+        self.vectors = nn.Parameter(torch.empty(max_length, dim))
+        nn.init.normal_(self.vectors, std=0.02)
+        self.scale = dim**0.5
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, items: torch.Tensor) -> torch.Tensor:
+        """Items with their positions, both of ``[batch, length, dim]``."""
+        return self.dropout(items * self.scale + self.vectors[: items.shape[1]])
+
+
+class CausalAttention(nn.Module):
+    """Attention of each position to itself and those before it."""
+
+    def __init__(self, dim: int, num_heads: int, dropout: float = 0.0) -> None:
+        """
+        Args:
+            dim: of vectors.
+            num_heads: into how many parts vectors are split.
+            dropout: the share of attention that training leaves out.
+        """
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
+        self.head_dim, self.dropout = dim // num_heads, dropout
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """What each position takes from the others."""
+        attended = scaled_dot_product_attention(
+            *(self._heads(layer(inputs)) for layer in (self.query, self.key, self.value)),
+            is_causal=True,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        return self.out(attended.transpose(1, 2).flatten(2))
+
+    def _heads(self, vectors: torch.Tensor) -> torch.Tensor:
+        # As many heads as there are: where layers are split over ranks, each has some of them.
+        return vectors.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+
+
+class TransformerBlock(nn.Module):
+    """Attention, then two feed-forward layers, each after a norm and added to what came in."""
+
+    def __init__(self, dim: int, num_heads: int, hidden: int, dropout: float = 0.0) -> None:
+        """
+        Args:
+            dim: of vectors.
+            num_heads: of the attention.
+            hidden: the size between the feed-forward layers.
+            dropout: the share of numbers that training leaves out.
+        """
+        super().__init__()
+        self.attention_norm, self.feed_forward_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.attention = CausalAttention(dim, num_heads, dropout)
+        self.up, self.down = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+        self.activation, self.dropout = nn.GELU(), nn.Dropout(dropout)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The block's output, of the shape of its input."""
+        attended = inputs + self.dropout(self.attention(self.attention_norm(inputs)))
+        hidden = self.activation(self.up(self.feed_forward_norm(attended)))
+        return attended + self.dropout(self.down(hidden))
+
+
+SEQUENCE_TENSOR_PLAN: Mapping[str, ParallelStyle] = {
+    **{f"*.attention.{name}": ColwiseParallel() for name in ("query", "key", "value")},
+    "*.attention.out": RowwiseParallel(),
+    "*.up": ColwiseParallel(),
+    "*.down": RowwiseParallel(),
+}
+"""The blocks' layers split over ranks: ``TensorParallelDense(SEQUENCE_TENSOR_PLAN, tp=2)``."""
+
+
+class SampledSoftmax(nn.Module):
+    """Cross-entropy of the true item among itself and the negatives of its sequence.
+
+    A logit is the dot product of what comes next with the item's vector, less the logarithm of the
+    probability with which the item is drawn: so the loss is, in expectation, that of a softmax over
+    all items, whatever they are drawn by. A negative that is the true item itself doesn't count.
+
+    Reference: S. Jean et al., On using very large target vocabulary for neural machine
+    translation, ACL 2015.
+    """
+
+    def __init__(self, items: NegativeItems) -> None:
+        """
+        Args:
+            items: what negatives are drawn from.
+        """
+        super().__init__()
+        self._items = items
+
+    def forward(
+        self,
+        outputs: torch.Tensor,
+        positives: torch.Tensor,
+        negatives: torch.Tensor,
+        weights: torch.Tensor,
+        positive_ids: torch.Tensor,
+        negative_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """The loss of each sample: the sum over its positions, by their weights.
+
+        Args:
+            outputs: what comes next, ``[batch, length, dim]``.
+            positives: the vectors of the true next items, of the same shape.
+            negatives: the vectors of the negatives, ``[batch, num_negatives, dim]``.
+            weights: of the positions, ``[batch, length]``; 0 where there is no next item.
+            positive_ids: the true next items, ``[batch, length]``.
+            negative_ids: the negatives, ``[batch, num_negatives]``.
+        """
+        true = (outputs * positives).sum(dim=2) - self._items.log_probability(positive_ids)
+        others = outputs @ negatives.transpose(1, 2)
+        others = others - self._items.log_probability(negative_ids).unsqueeze(1)
+        is_true = positive_ids.unsqueeze(2) == negative_ids.unsqueeze(1)
+        others = others.masked_fill(is_true, -torch.inf)
+        every = torch.cat([true.unsqueeze(2), others], dim=2)
+        return (weights * (every.logsumexp(dim=2) - true)).sum(dim=1)
+
+
+class SequenceStack(LayerStack):
+    """A `LayerStack` that trains the sequences of a batch in chunks of about equal lengths.
+
+    Each chunk is filled up to its own longest sequence, so a batch takes about as long as it has
+    items, and not as long as if all sequences were the longest.
+
+        padded to one length          in two chunks
+        a a a a a a a a               a a a a a a a a
+        b b . . . . . .               d d d d d d d .
+        c . . . . . . .               b b
+        d d d d d d d .               c .
+    """
+
+    def __init__(self, layers: Iterable[nn.Module], loss: nn.Module, *, num_chunks: int) -> None:
+        """
+        Args:
+            layers: called one after the other, with sequences filled up at their ends.
+            loss: see `SampledSoftmax`.
+            num_chunks: how many chunks a batch is cut into; 1 leaves it as it is.
+        """
+        super().__init__(layers, loss)
+        self.num_chunks = num_chunks
+        """How many chunks a batch is cut into."""
+
+    def forward(self, inputs: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
+        """The losses of the samples; without targets, what comes out of the last layer.
+
+        Args:
+            inputs: of the first layer.
+            targets: those of `SampledSoftmax`, after the outputs.
+        """
+        # The ranks of a pipeline need sequences of one length.
+        if not targets or self.num_chunks == 1 or self._run is not None:
+            return super().forward(inputs, *targets)
+        positives, negatives, weights, positive_ids, negative_ids = targets
+        lengths = (weights > 0).sum(dim=1)
+        order = lengths.argsort(stable=True)
+        losses = []
+        # As many chunks for each batch, since DDP takes the graph to be that of the first step.
+        for chunk in order.tensor_split(self.num_chunks):
+            longest = max(1, int(lengths[chunk].max())) if chunk.numel() else 1
+            losses.append(
+                super().forward(
+                    inputs[chunk, :longest],
+                    positives[chunk, :longest],
+                    negatives[chunk],
+                    weights[chunk, :longest],
+                    positive_ids[chunk, :longest],
+                    negative_ids[chunk],
+                )
+            )
+        return torch.cat(losses)[order.argsort()]

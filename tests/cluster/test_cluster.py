@@ -13,11 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from torchrec_2dsp.programs.cluster import launch
+from torchrec_2dsp.programs.cluster import emulated_cluster
 from torchrec_2dsp.programs.cluster.emulated_cluster import EmulatedCluster
-from torchrec_2dsp.programs.cluster.errors import ClusterConfigError, CommandFailed
-from torchrec_2dsp.programs.cluster.kernel import probe, run_tool
-from torchrec_2dsp.programs.cluster.names import ClusterName
+from torchrec_2dsp.programs.cluster.kernel import (
+    ClusterConfigError,
+    ClusterName,
+    CommandFailed,
+    probe,
+    run_tool,
+)
 from torchrec_2dsp.programs.cluster.network import namespaces_of
 
 pytestmark = [pytest.mark.usefixtures("needs_cluster"), pytest.mark.dealt_file]
@@ -88,7 +92,9 @@ def test_both_ends_of_a_cable_limit() -> None:
 def test_ranks_know_their_hosts_and_two_clusters_live_side_by_side(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "_POLL_S", 4.0)  # So that there is output after the last look.
+    monkeypatch.setattr(
+        emulated_cluster, "_POLL_S", 4.0
+    )  # So that there is output after the last look.
     folders = [tmp_path / "one", tmp_path / "other"]
     with (
         EmulatedCluster(hosts=1, ranks_per_host=2, link="none") as one,
@@ -129,7 +135,7 @@ def test_ranks_know_their_hosts_and_two_clusters_live_side_by_side(
 def test_a_crash_is_explained_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "GRACE_S", 1)
+    monkeypatch.setattr(emulated_cluster, "GRACE_S", 1)
     with (
         pytest.raises(CommandFailed, match=r"failed after \d+ s: rank 1 \(exit code 1\)") as caught,
         EmulatedCluster(hosts=2, ranks_per_host=1) as cluster,

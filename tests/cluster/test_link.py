@@ -8,12 +8,11 @@ import sys
 import pytest
 
 from torchrec_2dsp.programs.cluster.emulated_cluster import EmulatedCluster
-from torchrec_2dsp.programs.cluster.errors import ClusterConfigError, ClusterError
-from torchrec_2dsp.programs.cluster.link import Link
-from torchrec_2dsp.programs.cluster.names import ClusterName
+from torchrec_2dsp.programs.cluster.kernel import ClusterConfigError, ClusterError, ClusterName
 from torchrec_2dsp.programs.cluster.network import (
     MAX_HOSTS,
     InterfaceBytes,
+    Link,
     address,
     read_interface_bytes,
 )
@@ -106,7 +105,7 @@ def test_orphans_are_told_from_the_living() -> None:
 
 
 def test_a_process_that_ended_owns_nothing() -> None:
-    imports = "from torchrec_2dsp.programs.cluster.names import ClusterName"
+    imports = "from torchrec_2dsp.programs.cluster.kernel import ClusterName"
     code = f"{imports}; print(ClusterName.new(), flush=True);"
     command = [sys.executable, "-c", code + "input()"]
     with subprocess.Popen(

@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 
 from torchrec_2dsp.programs.cluster.emulated_cluster import EmulatedCluster
-from torchrec_2dsp.programs.cluster.errors import ClusterConfigError, SelfCheckFailed
-from torchrec_2dsp.programs.cluster.link import Link
+from torchrec_2dsp.programs.cluster.kernel import ClusterConfigError, SelfCheckFailed
+from torchrec_2dsp.programs.cluster.network import Link
 from torchrec_2dsp.programs.cluster.self_check import SelfCheck, check_links
 
 GOOD = SelfCheck(

@@ -12,8 +12,7 @@ from tests.support.ranks import RankPool
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.comms.world_groups import world_group
 from torchrec_2dsp.errors import ConfigError, InputError
-from torchrec_2dsp.programs.access.config import AccessConfig
-from torchrec_2dsp.programs.access.count import AccessProgress, AccessResult, count_access
+from torchrec_2dsp.programs.access import AccessConfig, AccessProgress, AccessResult, count_access
 from torchrec_2dsp.programs.data.logs.sections import InteractionsConfig
 
 ROWS = make_rows(300)

@@ -22,7 +22,7 @@ from torchrec_2dsp.programs.export.folder import ExportRecord
 from torchrec_2dsp.programs.export.requests import RequestEncoder
 from torchrec_2dsp.programs.export.serving import load_script
 from torchrec_2dsp.programs.export.source import ExportSource
-from torchrec_2dsp.programs.launch.world import only_rank
+from torchrec_2dsp.programs.launch import only_rank
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
 from torchrec_2dsp.programs.train.results import RunFolder

@@ -33,7 +33,7 @@ from torchrec_2dsp.programs.export.folder import ExportRecord
 from torchrec_2dsp.programs.export.own import saying_what_stops, served_own_model
 from torchrec_2dsp.programs.export.serving import load_script, quantize_
 from torchrec_2dsp.programs.export.source import ExportSource
-from torchrec_2dsp.programs.launch.world import only_rank
+from torchrec_2dsp.programs.launch import only_rank
 from torchrec_2dsp.programs.train.config import TrainConfig
 
 pytestmark = pytest.mark.dealt_file

@@ -27,7 +27,7 @@ from tests.support.parity import (
 from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.plan.serialize import from_json, to_json
-from torchrec_2dsp.programs.data.zipf import Zipf
+from torchrec_2dsp.programs.data.draws import Zipf
 
 pytestmark = pytest.mark.dealt_file
 

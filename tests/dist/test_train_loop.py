@@ -19,7 +19,7 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.cli.train import Display
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.dataset import Split
-from torchrec_2dsp.programs.data.synthetic_dataset import SyntheticDataset
+from torchrec_2dsp.programs.data.synthetic import SyntheticDataset
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train, train_run
 from torchrec_2dsp.programs.train.results import Ending, QuietWatcher, RunResult, StepsTrained

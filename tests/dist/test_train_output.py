@@ -17,7 +17,7 @@ from torchrec_2dsp.programs.config.config_file import (
     make_config,
     with_absolute_paths,
 )
-from torchrec_2dsp.programs.data.synthetic_dataset import SyntheticData
+from torchrec_2dsp.programs.data.synthetic import SyntheticData
 from torchrec_2dsp.programs.models.planned import true_access
 from torchrec_2dsp.programs.run_report.contents import RunContents
 from torchrec_2dsp.programs.run_report.page import run_page

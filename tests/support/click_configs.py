@@ -3,7 +3,7 @@
 from typing import Any
 
 from torchrec_2dsp.programs.config.sections import ModelConfig
-from torchrec_2dsp.programs.data.synthetic_dataset import SyntheticData
+from torchrec_2dsp.programs.data.synthetic import SyntheticData
 
 
 def click_data(config: Any) -> SyntheticData:

@@ -18,7 +18,7 @@ from typing import Any
 from tests.support.ranks import RankPool
 from tests.support.soak import Usage
 from tests.support.train_runs import config_with
-from torchrec_2dsp.programs.launch.world import keep_freed_memory
+from torchrec_2dsp.programs.launch import keep_freed_memory
 from torchrec_2dsp.programs.train.program import train
 from torchrec_2dsp.programs.train.results import (
     QuietWatcher,

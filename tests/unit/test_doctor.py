@@ -18,7 +18,7 @@ from torchrec_2dsp._compat.known_versions import TRIED
 from torchrec_2dsp._compat.versions import CheckResult, Status, set_for
 from torchrec_2dsp.programs.cli import doctor as doctor_module
 from torchrec_2dsp.programs.cli.app import app
-from torchrec_2dsp.programs.doctor.health import (
+from torchrec_2dsp.programs.doctor import (
     check_cuda,
     check_fbgemm_operators,
     check_gloo,

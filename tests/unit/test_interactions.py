@@ -9,15 +9,16 @@ from pydantic import ValidationError
 from torch.nn.functional import binary_cross_entropy
 from torchrec.datasets.utils import Batch
 
-from torchrec_2dsp.programs.data.interactions import LatentVectors, PlantedInteractions
+from torchrec_2dsp.programs.data.draws import Zipf
 from torchrec_2dsp.programs.data.synthetic import (
+    LatentVectors,
+    PlantedInteractions,
     SparseFeature,
     Split,
     SyntheticConfig,
     click_probability,
     make_batch,
 )
-from torchrec_2dsp.programs.data.zipf import Zipf
 from torchrec_2dsp.programs.train.metrics import normalized_entropy
 
 ADDITIVE = SyntheticConfig(

@@ -24,15 +24,15 @@ from tests.support.real_logs import REAL_LOGS
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.config.config_file import load_config, make_config
 from torchrec_2dsp.programs.data.dataset import Split
-from torchrec_2dsp.programs.data.logs.hashing import (
+from torchrec_2dsp.programs.data.logs.ids import (
     collision_rate,
     hash_texts,
     rows_of,
+    texts_of,
     values_behind,
 )
 from torchrec_2dsp.programs.data.logs.prepared import Moments
 from torchrec_2dsp.programs.data.logs.sections import AvazuConfig, CriteoConfig, TableConfig
-from torchrec_2dsp.programs.data.logs.values import texts_of
 
 HEADS = REAL_LOGS / "criteo_avazu_head"
 needs_heads = pytest.mark.skipif(not HEADS.exists(), reason="the heads of the logs aren't here")

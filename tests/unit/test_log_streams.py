@@ -15,7 +15,7 @@ from tests.support.logs import global_batches, make_rows, numbers_of, table_conf
 from tests.support.slices import patient
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.data.dataset import Split
-from torchrec_2dsp.programs.data.logs.stream import BatchStream
+from torchrec_2dsp.programs.data.logs.batches import BatchStream
 
 
 def batch(number: int) -> Batch:

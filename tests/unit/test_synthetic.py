@@ -11,15 +11,14 @@ from torch.nn.functional import binary_cross_entropy, binary_cross_entropy_with_
 from torchrec.datasets.utils import Batch
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.data.counters import normals, uniforms
 from torchrec_2dsp.programs.data.dataset import Split
+from torchrec_2dsp.programs.data.draws import Zipf, normals, uniforms
 from torchrec_2dsp.programs.data.synthetic import (
     SparseFeature,
     SyntheticConfig,
     click_probability,
     make_batch,
 )
-from torchrec_2dsp.programs.data.zipf import Zipf
 
 CONFIG = SyntheticConfig(
     num_dense=4,

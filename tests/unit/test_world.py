@@ -16,7 +16,7 @@ def step():
     return [torch.ones(2**21) for _ in range(6)]
 
 if sys.argv[1] == "keep":
-    from torchrec_2dsp.programs.launch.world import keep_freed_memory
+    from torchrec_2dsp.programs.launch import keep_freed_memory
 
     keep_freed_memory()
 for _ in range(5):

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from torchrec_2dsp.programs.config.sections import ModelConfig
 from torchrec_2dsp.programs.data.dataset import BatchShape
-from torchrec_2dsp.programs.data.synthetic_dataset import SyntheticData
+from torchrec_2dsp.programs.data.synthetic import SyntheticData
 from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesConfig
 from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
 

@@ -48,7 +48,7 @@ from torchrec_2dsp.programs.bench.worker import (
     Traced,
     Worker,
 )
-from torchrec_2dsp.programs.launch.world import keep_freed_memory
+from torchrec_2dsp.programs.launch import keep_freed_memory
 
 _PATIENCE = 3.0
 """Ranks wait for each other this many deadlines long."""

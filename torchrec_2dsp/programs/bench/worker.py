@@ -34,7 +34,7 @@ from torchrec_2dsp.programs.bench.traffic import (
     row_travel_between,
 )
 from torchrec_2dsp.programs.calibrate.link_speed import LinkSpeeds
-from torchrec_2dsp.programs.launch.world import quiet_upstream
+from torchrec_2dsp.programs.launch import quiet_upstream
 from torchrec_2dsp.programs.models.dense import dense_total, thresholded_gradients
 from torchrec_2dsp.replicas.sync_reason import SyncReason
 from torchrec_2dsp.replicas.sync_report import SyncReport

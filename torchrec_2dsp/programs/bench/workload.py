@@ -12,7 +12,7 @@ from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.programs.bench.config import BenchConfig, PlannedContestant, TwoDContestant
 from torchrec_2dsp.programs.bench.data import shape_of
 from torchrec_2dsp.programs.calibrate.timing import repeated_seconds
-from torchrec_2dsp.programs.data.synthetic_dataset import SyntheticData
+from torchrec_2dsp.programs.data.synthetic import SyntheticData
 from torchrec_2dsp.programs.models.kinds import build_any_model
 from torchrec_2dsp.programs.models.model import rank_device
 from torchrec_2dsp.programs.models.optimizer import plain_dense_optimizer

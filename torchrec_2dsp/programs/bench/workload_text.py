@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from torchrec_2dsp.programs.bench.config import BenchConfig
-from torchrec_2dsp.programs.data.synthetic_dataset import SyntheticData
+from torchrec_2dsp.programs.data.synthetic import SyntheticData
 from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesConfig
 from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
 

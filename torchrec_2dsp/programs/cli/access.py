@@ -15,7 +15,7 @@ from rich.text import Text
 from torchrec_2dsp.programs.cli.errors import check_writable, shown_errors
 
 if TYPE_CHECKING:
-    from torchrec_2dsp.programs.access.count import AccessProgress, AccessResult
+    from torchrec_2dsp.programs.access import AccessProgress, AccessResult
 
 _FILE = "access.parquet"
 _SECONDS_PER_LINE = 10.0
@@ -53,10 +53,9 @@ def access(
 
 def _access(name: str, output: Path, overrides: list[str]) -> None:
     from torchrec_2dsp.comms.world_groups import world_group
-    from torchrec_2dsp.programs.access.config import AccessConfig
-    from torchrec_2dsp.programs.access.count import count_access
+    from torchrec_2dsp.programs.access import AccessConfig, count_access
     from torchrec_2dsp.programs.config.config_file import load_config
-    from torchrec_2dsp.programs.launch.world import launched_world_or_one, quiet_upstream
+    from torchrec_2dsp.programs.launch import launched_world_or_one, quiet_upstream
 
     quiet_upstream()
     config = load_config(AccessConfig, name, overrides)

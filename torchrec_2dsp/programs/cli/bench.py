@@ -75,7 +75,7 @@ def _bench(
     from torchrec_2dsp.programs.bench.program import run_bench
     from torchrec_2dsp.programs.cli.bench_tables import show_bench
     from torchrec_2dsp.programs.config.config_file import load_config
-    from torchrec_2dsp.programs.launch.world import check_launched, quiet_upstream
+    from torchrec_2dsp.programs.launch import check_launched, quiet_upstream
 
     quiet_upstream()
     check_launched("bench")

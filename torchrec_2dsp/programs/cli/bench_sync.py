@@ -53,7 +53,7 @@ def _bench_sync(name: str, overrides: list[str], output: Path | None) -> None:
     from torchrec_2dsp.programs.bench.syncs.program import run_sync_bench
     from torchrec_2dsp.programs.bench.syncs.report import sync_plot, sync_report
     from torchrec_2dsp.programs.config.config_file import load_config
-    from torchrec_2dsp.programs.launch.world import launched_world, quiet_upstream
+    from torchrec_2dsp.programs.launch import launched_world, quiet_upstream
 
     quiet_upstream()
     config = load_config(SyncBenchConfig, name, overrides)

@@ -43,7 +43,7 @@ def _calibrate(out: Path, name: str, device: str) -> None:
     from torchrec_2dsp.comms.world_groups import world_group
     from torchrec_2dsp.errors import ConfigError
     from torchrec_2dsp.programs.calibrate.calibrate import calibrate as measure
-    from torchrec_2dsp.programs.launch.world import launched_world, quiet_upstream
+    from torchrec_2dsp.programs.launch import launched_world, quiet_upstream
 
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"device={device!r} is unknown; use cpu or cuda")

@@ -35,8 +35,7 @@ def cluster(
     torchrec-2dsp cluster --hosts 2 --link 1gbit -- -m torchrec_2dsp train --config FILE
     """
     from torchrec_2dsp.programs.cluster.emulated_cluster import EmulatedCluster, Terminated
-    from torchrec_2dsp.programs.cluster.errors import ClusterError, CommandFailed
-    from torchrec_2dsp.programs.cluster.kernel import available
+    from torchrec_2dsp.programs.cluster.kernel import ClusterError, CommandFailed, available
     from torchrec_2dsp.programs.cluster.self_check import check_links
 
     if not command and not check:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torchrec_2dsp._compat.versions import CheckResult, Status
-from torchrec_2dsp.programs.doctor.health import run_health_checks
+from torchrec_2dsp.programs.doctor import run_health_checks
 
 _STYLES = {
     Status.OK: "green",

@@ -55,7 +55,7 @@ def export(
 def _export(path: Path, output: Path, config: str, only: str, max_loss: float) -> None:
     from torchrec_2dsp.programs.export.export import check_output, export_model
     from torchrec_2dsp.programs.export.source import ExportSource
-    from torchrec_2dsp.programs.launch.world import only_rank, quiet_upstream
+    from torchrec_2dsp.programs.launch import only_rank, quiet_upstream
 
     quiet_upstream()
     check_output(output)

@@ -53,7 +53,7 @@ def plan(
 def _plan(name: str, overrides: list[str], json: Path | None, html: Path | None) -> None:
     from torchrec_2dsp.plan.serialize import save
     from torchrec_2dsp.programs.config.config_file import load_config
-    from torchrec_2dsp.programs.launch.world import quiet_upstream
+    from torchrec_2dsp.programs.launch import quiet_upstream
     from torchrec_2dsp.programs.plan.planning import PlanConfig, planning
     from torchrec_2dsp.report.page import graph_objects
 
@@ -93,7 +93,7 @@ def simulate(
 def _simulate(name: str, ranks: str, overrides: list[str]) -> None:
     from torchrec_2dsp.errors import ConfigError
     from torchrec_2dsp.programs.config.config_file import load_config
-    from torchrec_2dsp.programs.launch.world import quiet_upstream
+    from torchrec_2dsp.programs.launch import quiet_upstream
     from torchrec_2dsp.programs.plan.planning import PlanConfig, planning
 
     quiet_upstream()

@@ -93,7 +93,7 @@ def _train(
     from torchrec_2dsp.comms.agreement import agreeing
     from torchrec_2dsp.comms.world_groups import world_group
     from torchrec_2dsp.programs.config.config_file import load_config
-    from torchrec_2dsp.programs.launch.world import launched_world, quiet_upstream
+    from torchrec_2dsp.programs.launch import launched_world, quiet_upstream
     from torchrec_2dsp.programs.train.checkpoints import Resume
     from torchrec_2dsp.programs.train.config import TrainConfig
     from torchrec_2dsp.programs.train.program import train as train_runs

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchrec_2dsp.programs.cluster.emulated_cluster import EmulatedCluster
-from torchrec_2dsp.programs.cluster.errors import ClusterConfigError, SelfCheckFailed
-from torchrec_2dsp.programs.cluster.link import Link
-from torchrec_2dsp.programs.cluster.network import read_interface_bytes
+from torchrec_2dsp.programs.cluster.kernel import ClusterConfigError, SelfCheckFailed
+from torchrec_2dsp.programs.cluster.network import Link, read_interface_bytes
 
 TOLERANCE = 0.15
 """Headers take 4 % of a link, TCP's hesitations some more, and 2 cores aren't always free."""

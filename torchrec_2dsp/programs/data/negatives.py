@@ -18,8 +18,8 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.data.counters import uniforms
 from torchrec_2dsp.programs.data.dataset import Dataset, DatasetFeature, Split
+from torchrec_2dsp.programs.data.draws import uniforms
 
 _SEED_OFFSET = 0x4E65_6761
 """Set apart from the seeds of what else is drawn from a run's seed."""

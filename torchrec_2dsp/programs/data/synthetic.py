@@ -6,8 +6,11 @@ to be read in order, and the global batch of a step is the same for every world 
 
 import enum
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import count
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,10 +20,123 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.data.counters import normals, uniforms
-from torchrec_2dsp.programs.data.dataset import Split
-from torchrec_2dsp.programs.data.interactions import LatentVectors, PlantedInteractions
-from torchrec_2dsp.programs.data.zipf import Zipf
+from torchrec_2dsp.programs.data.dataset import DatasetFeature, Split
+from torchrec_2dsp.programs.data.draws import Zipf, normals, uniforms
+
+_MAX_HEAD_ROWS = 10_000
+"""So many of a table's most frequent rows are added up; each other one is too rare to matter."""
+
+_Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class LatentVectors:
+    """The latent vectors of a feature's rows: normal numbers, less their mean over the ids.
+
+    Without the mean, a feature's vector times another's mean would be an effect of its rows alone.
+    """
+
+    ids: Zipf
+    """The distribution of the feature's ids."""
+
+    feature_index: int
+    """The place of the feature among the features of the batch."""
+
+    rank: int
+    """How many numbers a vector has."""
+
+    seed: int
+    """The seed of the numbers."""
+
+    def of_rows(self, rows: NDArray[np.int64]) -> _Floats:
+        """The vectors of some rows, one per row."""
+        return self._uncentred(rows) - _moments(self)[0]
+
+    @property
+    def covariance(self) -> _Floats:
+        """The covariance of the vector of one id, a matrix of ``rank`` times ``rank`` numbers."""
+        return _moments(self)[1]
+
+    def _uncentred(self, rows: NDArray[np.int64]) -> _Floats:
+        return normals(self.seed, self.feature_index, rows[:, None], np.arange(self.rank))
+
+    def _mean_and_covariance(self) -> tuple[_Floats, _Floats]:
+        ranks = np.arange(1, min(self.ids.num_rows, _MAX_HEAD_ROWS) + 1)
+        share = self.ids.probability(ranks)[:, None]
+        vectors = self._uncentred(self.ids.row_of_rank(ranks))
+        mean = (share * vectors).sum(axis=0)
+        # The rare rows are so many that their numbers have the moments of the normal distribution.
+        tail = max(0.0, 1.0 - share.sum()) if self.ids.num_rows > ranks.size else 0.0
+        second_moment = (share * vectors).T @ vectors + tail * np.eye(self.rank)
+        return mean, second_moment - np.outer(mean, mean)
+
+
+@lru_cache(maxsize=1024)
+def _moments(vectors: LatentVectors) -> tuple[_Floats, _Floats]:
+    return vectors._mean_and_covariance()
+
+
+@dataclass(frozen=True)
+class PlantedInteractions:
+    """The interactions of all pairs of features, with a variance of 1 over the samples.
+
+    A feature's bag is the mean of its rows' latent vectors, zero if the bag is empty. Bags of two
+    features give the dot product of the two.
+
+    Example:
+        >>> import numpy as np
+        >>> from torchrec_2dsp.programs.data.synthetic import LatentVectors, PlantedInteractions
+        >>> from torchrec_2dsp.programs.data.draws import Zipf
+        >>> features = tuple(LatentVectors(Zipf(1_000, 1.0), i, rank=8, seed=0) for i in range(2))
+        >>> planted = PlantedInteractions(features, mean_inverse_lengths=(1.0, 1.0))
+        >>> bags = [(np.array([3, 5]), np.array([1, 1])), (np.array([7, 3]), np.array([2, 0]))]
+        >>> planted.logits(bags).round(2)[1]
+        np.float64(0.0)
+    """
+
+    features: tuple[LatentVectors, ...]
+    """The latent vectors of each feature."""
+
+    mean_inverse_lengths: tuple[float, ...]
+    """The mean over the bags of one over the number of ids, by feature; empty bags count as 0."""
+
+    def logits(self, bags: list[tuple[NDArray[np.int64], NDArray[np.int64]]]) -> _Floats:
+        """The interactions of each sample.
+
+        Args:
+            bags: the ids of all samples and how many each sample has, by feature.
+        """
+        pooled = [
+            _mean_of_bags(vectors.of_rows(rows), lengths)
+            for vectors, (rows, lengths) in zip(self.features, bags, strict=True)
+        ]
+        # Twice the sum over pairs is the square of the sum, less the sum of squares.
+        of_sums = np.square(sum(pooled)).sum(axis=1)
+        of_features = sum(np.square(vectors).sum(axis=1) for vectors in pooled)
+        return (of_sums - of_features) / 2 / self._standard_deviation
+
+    @cached_property
+    def _standard_deviation(self) -> float:
+        # Features are independent and bags have a mean of zero, so the pairs are uncorrelated.
+        covariances = [
+            vectors.covariance * inverse_length
+            for vectors, inverse_length in zip(
+                self.features, self.mean_inverse_lengths, strict=True
+            )
+        ]
+        total = sum(covariances)
+        of_features = sum(float(np.square(covariance).sum()) for covariance in covariances)
+        return math.sqrt((float(np.square(total).sum()) - of_features) / 2)
+
+
+def _mean_of_bags(vectors: _Floats, lengths: NDArray[np.int64]) -> _Floats:
+    """The mean of the vectors of each bag; zeros for one without ids."""
+    sample = np.repeat(np.arange(lengths.size), lengths)
+    sums = [
+        np.bincount(sample, weights=vectors[:, place], minlength=lengths.size)
+        for place in range(vectors.shape[1])
+    ]
+    return np.stack(sums, axis=1) / np.maximum(lengths, 1)[:, None]
 
 
 class SparseFeature(BaseModel):
@@ -275,3 +391,67 @@ def _sparse(
 
 def _seed(config: SyntheticConfig, purpose: _Purpose, split: Split = Split.TRAIN) -> int:
     return (config.seed * len(Split) + split.value) * len(_Purpose) + purpose.value
+
+
+class SyntheticDataset:
+    """Synthetic clicks without an end: every batch is computed from its number.
+
+    Example:
+        >>> from torchrec_2dsp.programs.data.dataset import Split
+        >>> from torchrec_2dsp.programs.data.synthetic import SyntheticData
+        >>> data = SyntheticData.model_validate({"features": [{"name": "user", "num_rows": 9}]})
+        >>> batches = data.dataset().batches(
+        ...     Split.TRAIN, global_batch_size=8, rank=0, world_size=2, start=3
+        ... )
+        >>> next(batches).labels.shape
+        torch.Size([4])
+    """
+
+    def __init__(self, config: SyntheticConfig) -> None:
+        self._config = config
+
+    @property
+    def features(self) -> Sequence[DatasetFeature]:
+        """The sparse features, in the order of the batch."""
+        return self._config.features
+
+    @property
+    def num_dense(self) -> int:
+        """How many dense features there are."""
+        return self._config.num_dense
+
+    def num_train_batches(self, global_batch_size: int) -> None:
+        """Return none: training batches never end."""
+
+    def batches(
+        self, split: Split, *, global_batch_size: int, rank: int, world_size: int, start: int = 0
+    ) -> Iterator[Batch]:
+        """This rank's part of the global batches of a split, from number ``start`` on, endlessly.
+
+        Args:
+            split: which samples.
+            global_batch_size: samples of all ranks together; a multiple of ``world_size``.
+            rank: which part of each batch.
+            world_size: how many parts there are.
+            start: the number of the first batch.
+        """
+        for number in count(start):
+            yield make_batch(
+                self._config,
+                step=number,
+                global_batch_size=global_batch_size,
+                rank=rank,
+                world_size=world_size,
+                split=split,
+            )
+
+
+class SyntheticData(SyntheticConfig):
+    """The section ``[data]`` of a config for synthetic clicks."""
+
+    kind: Literal["synthetic"] = "synthetic"
+    """The kind of the data; a section that doesn't say it is synthetic."""
+
+    def dataset(self) -> SyntheticDataset:
+        """The batches that the section describes."""
+        return SyntheticDataset(self)

@@ -20,9 +20,8 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.data.counters import uniforms
 from torchrec_2dsp.programs.data.dataset import DatasetFeature, Split
-from torchrec_2dsp.programs.data.zipf import Zipf
+from torchrec_2dsp.programs.data.draws import Zipf, uniforms
 
 _Ids = NDArray[np.int64]
 

@@ -14,6 +14,7 @@ from torchrec_2dsp.programs.config.config_file import load_config, with_absolute
 from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.programs.data.dataset import Dataset
 from torchrec_2dsp.programs.data.logs.config import LogConfig
+from torchrec_2dsp.programs.data.logs.ids import read_vocabulary, write_vocabulary
 from torchrec_2dsp.programs.data.logs.sections import (
     AvazuConfig,
     CriteoConfig,
@@ -21,7 +22,6 @@ from torchrec_2dsp.programs.data.logs.sections import (
     TableConfig,
 )
 from torchrec_2dsp.programs.data.logs.sequence_data import SequenceData
-from torchrec_2dsp.programs.data.logs.vocabulary import read_vocabulary, write_vocabulary
 from torchrec_2dsp.programs.train.config import TrainConfig
 
 DATA_FILE, PREPARED_FOLDER = "data.toml", "prepared"

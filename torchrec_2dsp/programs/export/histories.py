@@ -7,8 +7,8 @@ import pyarrow as pa
 import torch
 
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.data.logs.ids import NUM_RESERVED, Vocabulary
 from torchrec_2dsp.programs.data.logs.sections import InteractionsConfig
-from torchrec_2dsp.programs.data.logs.vocabulary import NUM_RESERVED, Vocabulary
 from torchrec_2dsp.programs.export.encoding import read_encoding, read_items
 
 

@@ -32,7 +32,7 @@ from torchrec_2dsp.programs.data.logs.sections import (
 )
 from torchrec_2dsp.programs.data.logs.sequence_data import SequenceData
 from torchrec_2dsp.programs.data.logs.table_data import TableData
-from torchrec_2dsp.programs.data.synthetic_dataset import SyntheticData
+from torchrec_2dsp.programs.data.synthetic import SyntheticData
 from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesConfig
 from torchrec_2dsp.programs.models.balance import check_balance, check_speeds_fit
 from torchrec_2dsp.programs.models.kinds import metrics_of

@@ -21,10 +21,8 @@ from torchrec_2dsp.dense.gradient_sums import GradientReport
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.parallel.train_state.state import TrainState
-from torchrec_2dsp.programs.data.dataset import Dataset, Split
-from torchrec_2dsp.programs.data.logs.together import open_together
-from torchrec_2dsp.programs.data.synthetic import click_probability
-from torchrec_2dsp.programs.data.synthetic_dataset import SyntheticData
+from torchrec_2dsp.programs.data.dataset import Dataset, Split, open_together
+from torchrec_2dsp.programs.data.synthetic import SyntheticData, click_probability
 from torchrec_2dsp.programs.models.dense import apply_late_gradients, dense_total
 from torchrec_2dsp.programs.models.kinds import dataset_for
 from torchrec_2dsp.programs.models.model import rank_device

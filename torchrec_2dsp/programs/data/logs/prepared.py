@@ -11,18 +11,18 @@ from numpy.typing import NDArray
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.data.logs.blocks import ColumnKind
-from torchrec_2dsp.programs.data.logs.columns import DenseColumn, SparseColumn
+from torchrec_2dsp.programs.data.logs.config import DenseColumn, SparseColumn
 from torchrec_2dsp.programs.data.logs.encoder import Scale, transformed
-from torchrec_2dsp.programs.data.logs.row_index import write_prepared
-from torchrec_2dsp.programs.data.logs.selection import Selection
-from torchrec_2dsp.programs.data.logs.values import texts_of
-from torchrec_2dsp.programs.data.logs.vocabulary import (
+from torchrec_2dsp.programs.data.logs.ids import (
     NUM_RESERVED,
     ValueCounter,
     Vocabulary,
     read_vocabulary,
+    texts_of,
     write_vocabulary,
 )
+from torchrec_2dsp.programs.data.logs.row_index import write_prepared
+from torchrec_2dsp.programs.data.logs.selection import Selection
 
 Progress = Callable[[int, int], None]
 """A function that is told how many rows were read, and of how many."""

@@ -4,9 +4,13 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from torchrec_2dsp.programs.data.logs.columns import DenseColumn, SparseColumn
-from torchrec_2dsp.programs.data.logs.config import LogConfig, TableLayout
-from torchrec_2dsp.programs.data.logs.interactions_config import InteractionsLayout
+from torchrec_2dsp.programs.data.logs.config import (
+    DenseColumn,
+    InteractionsLayout,
+    LogConfig,
+    SparseColumn,
+    TableLayout,
+)
 from torchrec_2dsp.programs.data.logs.sequence_data import SequenceData
 from torchrec_2dsp.programs.data.logs.table_data import TableData
 

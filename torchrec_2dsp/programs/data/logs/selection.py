@@ -10,9 +10,8 @@ import pyarrow as pa
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.logs.blocks import ColumnKind, LogBlock, LogSource, Rows
-from torchrec_2dsp.programs.data.logs.hashing import fractions_of, hash_texts
+from torchrec_2dsp.programs.data.logs.ids import fractions_of, hash_texts, texts_of
 from torchrec_2dsp.programs.data.logs.row_index import RowIndex
-from torchrec_2dsp.programs.data.logs.values import texts_of
 
 
 @dataclass(frozen=True)

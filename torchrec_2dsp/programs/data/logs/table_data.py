@@ -7,14 +7,14 @@ from torchrec.datasets.utils import Batch
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.data.dataset import Split
+from torchrec_2dsp.programs.data.logs.batches import BatchStream, EpochPlan, PartReader, check_batch
 from torchrec_2dsp.programs.data.logs.blocks import ColumnKind
 from torchrec_2dsp.programs.data.logs.config import HeldOut, TableLayout
 from torchrec_2dsp.programs.data.logs.encoder import Encoder, LogFeature, Scale, columns_of
-from torchrec_2dsp.programs.data.logs.epochs import EpochPlan, check_batch
 from torchrec_2dsp.programs.data.logs.files import list_files
+from torchrec_2dsp.programs.data.logs.ids import Vocabulary
 from torchrec_2dsp.programs.data.logs.malformed import MalformedLines
 from torchrec_2dsp.programs.data.logs.prepared import Prepared, Progress
-from torchrec_2dsp.programs.data.logs.reader import PartReader
 from torchrec_2dsp.programs.data.logs.row_index import RowIndex
 from torchrec_2dsp.programs.data.logs.selection import (
     Selection,
@@ -23,8 +23,6 @@ from torchrec_2dsp.programs.data.logs.selection import (
     rows_of_files,
 )
 from torchrec_2dsp.programs.data.logs.sources import open_source
-from torchrec_2dsp.programs.data.logs.stream import BatchStream
-from torchrec_2dsp.programs.data.logs.vocabulary import Vocabulary
 
 _NAMES = {Split.TRAIN: "training", Split.EVAL: "held-out"}
 

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 from numpy.typing import NDArray
 
-from torchrec_2dsp.programs.data.logs.arrow import compute
 from torchrec_2dsp.programs.data.logs.blocks import ColumnKind, Rows
+from torchrec_2dsp.programs.data.logs.ids import compute
 from torchrec_2dsp.programs.data.logs.lines import line_ends, select_lines
 
 _MISSING = ("", "NA", "N/A", "NULL", "null", "None", "nan", "NaN")

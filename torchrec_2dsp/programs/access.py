@@ -1,21 +1,55 @@
-"""Counts the rows that a log uses, on all ranks."""
+"""One pass over a log that counts how often each row is used.
+
+Ranks read different blocks; their counts are added up. What is counted, and what follows from it,
+is in ``torchrec_2dsp.access``.
+"""
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_2dsp.access.counter import RowCounter
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.comms.agreement import agreeing
-from torchrec_2dsp.programs.access.config import AccessConfig
-from torchrec_2dsp.programs.data.dataset import Split
-from torchrec_2dsp.programs.data.logs.hashing import collision_rate, values_behind
-from torchrec_2dsp.programs.data.logs.together import open_together
-from torchrec_2dsp.programs.data.logs.vocabulary import MISSING_ROW
+from torchrec_2dsp.programs.data.dataset import Split, open_together
+from torchrec_2dsp.programs.data.logs.ids import MISSING_ROW, collision_rate, values_behind
+from torchrec_2dsp.programs.data.logs.sections import (
+    AvazuConfig,
+    CriteoConfig,
+    InteractionsConfig,
+    TableConfig,
+)
 from torchrec_2dsp.programs.models.model import table_name
+
+LoggedData = Annotated[
+    TableConfig | CriteoConfig | AvazuConfig | InteractionsConfig, Field(discriminator="kind")
+]
+"""The sections of logs in files."""
+
+
+class AccessConfig(BaseModel):
+    """The section ``[data]`` of a config to train by; its other sections are ignored.
+
+    Example:
+        >>> from torchrec_2dsp.programs.access import AccessConfig
+        >>> from torchrec_2dsp.programs.config.config_file import make_config
+        >>> tree = {"data": {"kind": "criteo", "files": ["day_0.gz"]}, "loop": {"steps": 100}}
+        >>> make_config(AccessConfig, tree).data.kind
+        'criteo'
+    """
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        frozen=True, extra="ignore", use_attribute_docstrings=True
+    )
+
+    data: LoggedData
+    """The log."""
+
 
 _COUNTED_DIM = 4
 """The dimension of the tables that are counted, which nothing depends on."""

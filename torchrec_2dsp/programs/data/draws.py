@@ -1,4 +1,4 @@
-"""`Zipf`: skewed row ids from a table of any size, in constant memory."""
+"""Random numbers as a function of where they are used, so that any rank can draw any part."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,49 @@ from numpy.typing import NDArray
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.row_owners import golden_step
-from torchrec_2dsp.programs.data.counters import uniforms
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+Coordinate = int | NDArray[np.integer]
+
+
+def uniforms(seed: int, *coordinates: Coordinate) -> NDArray[np.float64]:
+    """Numbers in the open interval (0, 1), one per element of the broadcast coordinates.
+
+    Example:
+        >>> import numpy as np
+        >>> from torchrec_2dsp.programs.data.draws import uniforms
+        >>> samples = np.arange(4)
+        >>> (uniforms(7, samples)[2:] == uniforms(7, samples[2:])).all()
+        np.True_
+    """
+    state = np.asarray(_mixed_int(seed & _MASK), dtype=np.uint64)
+    for coordinate in coordinates:
+        step = np.asarray(coordinate).astype(np.uint64) * np.uint64(_GOLDEN)
+        state = _mixed(np.atleast_1d(state + step))
+    # 53 bits are what a double holds; the half keeps 0 out.
+    return ((np.atleast_1d(state) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+
+
+def normals(seed: int, *coordinates: Coordinate) -> NDArray[np.float64]:
+    """Standard normal numbers, by Box and Muller's transform of two uniform ones."""
+    radius = np.sqrt(-2.0 * np.log(uniforms(seed, *coordinates, 0)))
+    return radius * np.cos(2.0 * np.pi * uniforms(seed, *coordinates, 1))
+
+
+def _mixed(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    state = state + np.uint64(_GOLDEN)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(_FACTORS[0])
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(_FACTORS[1])
+    return state ^ (state >> np.uint64(31))
+
+
+def _mixed_int(value: int) -> int:
+    # numpy warns when a scalar wraps around, which is what is wanted here.
+    return int(_mixed(np.array([value], dtype=np.uint64))[0])
+
 
 _MAX_NUM_ROWS = 2**31
 _ADDED_UP = 1_000_000
@@ -26,7 +68,7 @@ class Zipf:
 
     Example:
         >>> import numpy as np
-        >>> from torchrec_2dsp.programs.data.zipf import Zipf
+        >>> from torchrec_2dsp.programs.data.draws import Zipf
         >>> zipf = Zipf(num_rows=1_000_000_000, skew=1.05)
         >>> zipf.sample(0, np.arange(4)).shape
         (4,)

@@ -1,4 +1,4 @@
-"""The world that torchrun started."""
+"""The world that torchrun started: joined and left in order."""
 
 import ctypes
 import logging

@@ -1,7 +1,4 @@
-"""Whether an installation works: its versions, the fbgemm operators, the process groups.
-
-Heavy imports are inside the checks: which of them fails is what the doctor is there to tell.
-"""
+"""The program behind `torchrec-2dsp doctor`: whether an installation works, and what mends it."""
 
 import os
 import sys

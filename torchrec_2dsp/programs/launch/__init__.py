@@ -1,1 +1,0 @@
-"""The world that torchrun started: joined and left in order."""

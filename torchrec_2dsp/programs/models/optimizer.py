@@ -22,7 +22,6 @@ from torchrec_2dsp.programs.data.dataset import BatchShape
 from torchrec_2dsp.programs.data.draws import Zipf
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.models.model import table_name
-from torchrec_2dsp.programs.models.optimizer import clip_before_steps
 
 STATE_PER_WEIGHT = {"sgd": 0.0, "adagrad": 1.0, "adam": 2.0, "adamw": 2.0}
 """How many numbers each optimizer of the dense part keeps for a weight."""

@@ -153,6 +153,11 @@ def test_a_good_package_passes(tmp_path: Path) -> None:
             "a.py:2: module._lookups is private; reach it by a function of _compat",
         ),
         (
+            'def f(module):\n    return getattr(module, "_lookups", None)',
+            private_violations,
+            "a.py:2: getattr(module, '_lookups', None) is private; reach it by a function of",
+        ),
+        (
             "import torch\nclass A(torch.nn.Module):\n    def f(self):\n        return self._hooks",
             inherited_violations,
             "a.py:4: A inherits self._hooks, which is private; give it a public name in _compat",

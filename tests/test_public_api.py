@@ -16,7 +16,6 @@ PUBLIC_NAMES = [
     "BalancedPartitioner",
     "Calibration",
     "DelayedDense",
-    "DelayedMomentRowWiseAdaGrad",
     "DiLoCo",
     "EmbeddingBagCollectionSharder2D",
     "EmbeddingCollectionSharder2D",

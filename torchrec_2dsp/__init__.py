@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     )
     from torchrec_2dsp.errors import TwoDError as TwoDError
     from torchrec_2dsp.mesh.mesh2d import Mesh2D as Mesh2D, RankLayout as RankLayout
-    from torchrec_2dsp.optim.delayed_moment import (
-        DelayedMomentRowWiseAdaGrad as DelayedMomentRowWiseAdaGrad,
-    )
     from torchrec_2dsp.optim.moment_scaled import (
         MomentScaledRowWiseAdaGrad as MomentScaledRowWiseAdaGrad,
     )
@@ -112,7 +109,6 @@ _ROOMS = {
         "Mesh2D",
         "RankLayout",
     ),
-    "optim.delayed_moment": ("DelayedMomentRowWiseAdaGrad",),
     "optim.moment_scaled": ("MomentScaledRowWiseAdaGrad",),
     "parallel.accumulate": ("accumulate",),
     "parallel.checkpoint": (

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import torchrec_2dsp as tdsp
-from tests.dist.test_moment_remedies import DELAYED, DELAYED_ROUNDING, train_otherwise
 from tests.support import prefetching
 from tests.support.loops import (
     by_pipelines,
@@ -200,13 +199,6 @@ def test_pipelines(ranks4: RankPool, cell: Cell) -> None:
     for torchrecs, ours in ranks4.run(with_pipelines, cell, timeout_s=200):
         assert torchrecs == [0.0] * len(torchrecs)
         assert ours == 0.0
-
-
-@pytest.mark.parametrize("sync", [tdsp.GradientSync(), tdsp.WeightSync()], ids=str)
-def test_a_delayed_moment(ranks4: RankPool, sync: Any) -> None:
-    cell = Cell(TWO, sync=sync, variable=True)
-    gaps = ranks4.run(train_otherwise, cell, DELAYED, {"delays_moment": True})
-    assert max(gaps) <= DELAYED_ROUNDING
 
 
 def train_sparsely(rank: int, world_size: int, sync: Any) -> tuple[Any, Any]:

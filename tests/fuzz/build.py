@@ -167,10 +167,7 @@ _FUSED = {
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
 }
-_OURS = {
-    "moment_scaled": tdsp.MomentScaledRowWiseAdaGrad,
-    "delayed_moment": tdsp.DelayedMomentRowWiseAdaGrad,
-}
+_OURS = {"moment_scaled": tdsp.MomentScaledRowWiseAdaGrad}
 
 
 def make_plan(case: Case) -> tdsp.Plan2D:

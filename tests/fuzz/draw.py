@@ -20,7 +20,7 @@ MESHES = ((1, 2), (2, 1), (1, 4), (1, 4), (2, 2), (2, 2), (4, 1))
 CASE_CHOICES: dict[str, tuple[Any, ...]] = {
     "layout": ("strided", "contiguous"),
     "joined": (False, True),
-    "optimizer": ("sgd", "adagrad", "rowwise_adagrad", "moment_scaled", "delayed_moment"),
+    "optimizer": ("sgd", "adagrad", "rowwise_adagrad", "moment_scaled"),
     "wrapper": ("2d", "2d", "2d", "stock"),
     "loop": ("plain", "plain", "sparse_dist", "row_prefetch", "row_prefetch"),
     "sync_call": ("before", "after", "none"),
@@ -213,9 +213,7 @@ def _settled_table(
         "row_per_host": table.sharding == "row_wise",
     }
     exchange = table.exchange if allowed[table.exchange] else "pooled"
-    may_be_hot = (
-        table.sharding != "data_parallel" and not is_shared and case.optimizer != "delayed_moment"
-    )
+    may_be_hot = table.sharding != "data_parallel" and not is_shared
     return replace(
         table,
         exchange=exchange,

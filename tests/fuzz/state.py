@@ -113,7 +113,7 @@ SIGNS = ((1, 1), (-1, 1), (1, -1))
 """Those that are tried."""
 
 
-ROW_WISE = ("rowwise_adagrad", "moment_scaled", "delayed_moment")
+ROW_WISE = ("rowwise_adagrad", "moment_scaled")
 """Optimizers with one moment for each row of a column shard."""
 
 
@@ -240,13 +240,8 @@ class TableState:
             weight -= lr * grad / (moment.sqrt() + EPS)
         else:
             blocks = moment.shape[1]
-            added = grad.reshape(grad.shape[0], blocks, -1).square().mean(dim=2)
-            moment += added
-            divided = moment / scale
-            if self._rule == "delayed_moment":
-                before = moment - added
-                divided = torch.where(before > 0, before, added)
-            roots = divided.sqrt().repeat_interleave(grad.shape[1] // blocks, dim=1)
+            moment += grad.reshape(grad.shape[0], blocks, -1).square().mean(dim=2)
+            roots = (moment / scale).sqrt().repeat_interleave(grad.shape[1] // blocks, dim=1)
             weight -= lr * grad / (roots + EPS)
         self.weights[number] = self._in_type(weight)
 
@@ -277,9 +272,7 @@ class Part:
         self._moments_policy = parse_policy(sync.moments_policy or sync.policy)
         self._delay = sync.delay if sync.kind == "gradient" else 0
         is_repeated = case.groups > 1 and not any(table.once for table in tables.values())
-        self._delays_cold = bool(self._delay) and (
-            is_repeated or case.optimizer == "delayed_moment"
-        )
+        self._delays_cold = bool(self._delay) and is_repeated
         self._hot_number = 0
         self._num_steps = 0
         self._waiting: deque[list[tuple[str, torch.Tensor, torch.Tensor, float, bool]]] = deque()

@@ -12,6 +12,8 @@ PUBLIC_IN_SPITE = ("_replace", "_asdict", "_fields", "_Unpickler")
 """Names that begin with an underscore so as not to be fields, and the one unpickler in Python."""
 EFFECTS = ("register", "register_backend", "register_module_forward_hook")
 """Functions that change what others see: exit handlers, backends, global hooks."""
+BY_NAME = ("getattr", "hasattr", "setattr", "delattr")
+"""Functions that reach an attribute by a string."""
 CREATING_GROUPS = (
     "DeviceMesh",
     "init_device_mesh",
@@ -29,9 +31,10 @@ BROAD = ("Exception", "BaseException")
 
 
 def private_violations(package: Path) -> list[str]:
-    """Private attributes of objects that the file doesn't define itself, outside the adapters.
+    """Return private attributes of objects that the file doesn't define, outside the adapters.
 
-    What a class inherits is reached through ``self``, and isn't seen here.
+    They are reached by a dot or by a string, as in ``getattr(x, "_name")``. What a class inherits
+    is reached through ``self``, and isn't seen here.
     """
     violations = []
     for module in read_package(package).values():
@@ -42,14 +45,28 @@ def private_violations(package: Path) -> list[str]:
             f"{module.path}:{node.lineno}: {ast.unparse(node)} is private; reach it by a function "
             f"of {ADAPTERS}, or make it public where it is ours"
             for node in ast.walk(module.tree)
-            if isinstance(node, ast.Attribute)
-            and node.attr.startswith("_")
-            and not node.attr.startswith("__")
-            and node.attr not in PUBLIC_IN_SPITE
-            and node.attr not in own_names
-            and not _is_own_object(node.value)
+            for owner, name in _reached(node)
+            if name.startswith("_")
+            and not name.startswith("__")
+            and name not in PUBLIC_IN_SPITE
+            and name not in own_names
+            and not _is_own_object(owner)
         ]
     return violations
+
+
+def _reached(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
+    """Yield the object and the name of an attribute that an expression reaches."""
+    if isinstance(node, ast.Attribute):
+        yield node.value, node.attr
+    elif (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in BY_NAME
+        and len(node.args) > 1
+        and isinstance(node.args[1], ast.Constant)
+    ):
+        yield node.args[0], str(node.args[1].value)
 
 
 def _is_own_object(value: ast.expr) -> bool:

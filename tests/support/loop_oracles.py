@@ -24,8 +24,6 @@ class LoopOracle(Oracle):
     """What embedding gradients are multiplied by; the world size where they are summed."""
     moment_scale: float | Mapping[str, float] = 1.0
     """That of `MomentScaledRowWiseAdaGrad`."""
-    delays_moment: bool = False
-    """Train by `DelayedMomentRowWiseAdaGrad`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -62,9 +60,7 @@ class LoopOracle(Oracle):
         scale = self.moment_scale
         if isinstance(scale, Mapping):
             scale = scale[name]
-        if self.delays_moment:
-            reference.delayed_row_wise_adagrad_(*state, lr=self.lr, eps=self.eps)
-        elif scale == 1.0:
+        if scale == 1.0:
             super()._update_(name, grad)
         else:
             reference.row_wise_adagrad_(*state, lr=self.lr, eps=self.eps, moment_scale=scale)
@@ -109,8 +105,6 @@ class Emulation:
         self,
         cell: Cell,
         moment_scale: float | Mapping[str, float] = 1.0,
-        *,
-        delays_moment: bool = False,
     ) -> None:
         self._mesh = cell.mesh
         self._hot_rows = {table: list(rows) for table, rows in cell.hot_rows}
@@ -120,7 +114,6 @@ class Emulation:
         ]
         for group in self.groups:
             group.moment_scale = moment_scale
-            group.delays_moment = delays_moment
 
     def set(self, **values: float) -> None:
         """Change ``lr`` or ``eps``."""

@@ -29,25 +29,6 @@ def row_wise_adagrad_(
 
 
 @torch.no_grad()
-def delayed_row_wise_adagrad_(
-    weight: torch.Tensor,
-    grad: torch.Tensor,
-    moment: torch.Tensor,
-    *,
-    lr: float,
-    eps: float = 1e-8,
-) -> None:
-    """``w <- w - lr * g / (sqrt(v) + eps)``, then ``v <- v + mean(g^2)``, one v per row.
-
-    Where v is 0, there is nothing to divide by yet, and v is taken with the gradient in it.
-    """
-    added = grad.pow(2).mean(dim=1)
-    root = torch.where(moment > 0, moment, added).sqrt()
-    weight -= lr * grad / (root + eps)[:, None]
-    moment += added
-
-
-@torch.no_grad()
 def adagrad_(
     weight: torch.Tensor,
     grad: torch.Tensor,

@@ -9,8 +9,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     WeightDecayMode,
 )
 
-from tests.support.reference import delayed_row_wise_adagrad_
-from tests.support.tbe import Batch, Case, make_ids, make_tbe, tensors_of, upstream_gradient
+from tests.support.tbe import Case, make_ids, make_tbe, tensors_of, upstream_gradient
 from torchrec_2dsp._compat.fbgemm import (
     ComputeDevice,
     EmbeddingLocation,
@@ -18,7 +17,6 @@ from torchrec_2dsp._compat.fbgemm import (
     SparseType,
     SplitTableBatchedEmbeddingBagsCodegen,
 )
-from torchrec_2dsp.optim.steps import delayed_row_wise_adagrad_step
 from torchrec_2dsp.replicas.capture import RowCapture
 from torchrec_2dsp.replicas.gradient_sync import quickest_updater
 from torchrec_2dsp.rows.direct_update import RULES, DirectUpdater
@@ -28,47 +26,6 @@ ROUNDING = 1e-6
 """Row gradients are added in another order: a few float32 roundings of values near 1."""
 HALF_ROUNDING = 1e-3
 """The same for fp16 tables: such a difference can tip a weight near 1 to its fp16 neighbour."""
-
-
-def dense_gradients(case: Case, batch: Batch, grad: torch.Tensor) -> list[torch.Tensor]:
-    """Each table's gradient as autograd would give it; one feature per table, summed bags."""
-    ids, offsets, _ = batch
-    lengths = offsets.diff().view(len(case.tables), case.batch_size)
-    by_table = ids.split(lengths.sum(dim=1).tolist())
-    columns = grad.split([dim for _, dim in case.tables], dim=1)
-    bags = torch.arange(case.batch_size)
-    return [
-        torch.zeros(shape).index_add(0, found, part[bags.repeat_interleave(counts)])
-        for shape, found, part, counts in zip(case.tables, by_table, columns, lengths, strict=True)
-    ]
-
-
-@pytest.mark.parametrize("precision", [SparseType.FP32, SparseType.FP16])
-@pytest.mark.parametrize(
-    "tables", [((11, 8), (7, 8)), ((11, 8), (7, 16)), ((11, 8), (5, 16), (7, 8))], ids=str
-)
-def test_rows_are_updated_by_the_delayed_moment(
-    precision: SparseType, tables: tuple[tuple[int, int], ...]
-) -> None:
-    case = Case(tables, tuple(range(len(tables))), eps=0.01, precision=precision)
-    tbe = make_tbe(case)
-    capture = RowCapture(tbe, [f"t{number}" for number in range(len(tables))])
-    updater = DirectUpdater(tbe, delayed_row_wise_adagrad_step)
-    expected = tensors_of(tbe)
-    weights, moments = expected[: len(tables)], expected[len(tables) :]
-    for seed in range(4):
-        batch = ids, offsets, _ = make_ids(case, seed)
-        # The bounds check writes into the ids that it is given.
-        output = capture.lookup(lambda: tbe(ids.clone(), offsets), None)  # noqa: B023
-        grad = upstream_gradient(output, seed)
-        output.backward(grad)
-        (backward,) = capture.take()
-        updater.apply(backward.gradients())
-        for state in zip(weights, dense_gradients(case, batch, grad), moments, strict=True):
-            delayed_row_wise_adagrad_(*state, lr=0.1, eps=0.01)
-    rounding = ROUNDING if precision is SparseType.FP32 else HALF_ROUNDING
-    for found, wanted in zip(tensors_of(tbe), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=ROUNDING, atol=rounding)
 
 
 def trained(case: Case, direct: bool) -> list[torch.Tensor]:

@@ -200,16 +200,6 @@ def test_the_config_is_a_frozen_value() -> None:
         config.lr = 0.1  # type: ignore[misc]
 
 
-def test_the_delayed_rule_divides_by_the_moment_before_the_step() -> None:
-    weight, moment = torch.zeros(2, 2), torch.tensor([4.0, 0.0])
-    grad = torch.tensor([[3.0, 4.0], [1.0, 1.0]])
-    reference.delayed_row_wise_adagrad_(weight, grad, moment, lr=0.1, eps=0.5)
-    # The root of 4 for the first row; the second has no moment yet, and takes its own, 1.
-    expected = [[-0.1 * 3 / 2.5, -0.1 * 4 / 2.5], [-0.1 / 1.5, -0.1 / 1.5]]
-    torch.testing.assert_close(weight, torch.tensor(expected))
-    assert moment.tolist() == [16.5, 1.0]
-
-
 def test_scales_by_table_are_checked_copied_and_put_in_order() -> None:
     scales = {"t1": 2.0, "t0": 3.0}
     config = MomentScaledRowWiseAdaGrad(lr=0.02, moment_scale=scales)

@@ -140,7 +140,6 @@ def test_overrides_that_lead_nowhere_are_refused(override: str, message: str) ->
         ("runs.one.dense_above=0.5", "dense_above=0.5 is for a WeightSync of touched rows"),
         ("runs.two.dense_above=2", "less than or equal to 1"),
         ("runs.one.moment_scale=expected", "moment_scale='expected' is for WeightSync"),
-        ("runs.two={ delayed_moment = true, moment_scale = 2.0 }", "are two remedies; choose one"),
         ("runs.two.layout=x", "runs.two.layout='x': input should be 'strided' or 'contiguous'"),
         ("runs.two.exchange=x", "exchange='x': input should be 'pooled', 'nonempty', 'row' or"),
         ("runs.two.owners=hash", "owners='hash' is for an exchange of rows; set exchange='row'"),

@@ -8,6 +8,7 @@ import torchrec.optim
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch.optim import Optimizer
 
+from torchrec_2dsp._compat.torchrec import in_backward_optimizers
 from torchrec_2dsp.optim.moment_scaled import MomentScaledRowWiseAdaGradOptimizer
 
 STATE_BYTES = 4
@@ -21,8 +22,8 @@ def optimizer_of(weight: Any, fused_params: Mapping[str, Any]) -> EmbOptimType |
         weight: the unsharded table, which may have one by ``apply_optimizer_in_backward``.
         fused_params: of its sharder.
     """
-    applied = getattr(weight, "_optimizer_classes", None)
-    return applied[0] if applied else fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
+    applied = in_backward_optimizers(weight)
+    return applied.classes[0] if applied else fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
 
 
 def state_bytes_per_row(optimizer: EmbOptimType | type[Optimizer], dim: int) -> int:

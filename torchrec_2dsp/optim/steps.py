@@ -29,17 +29,3 @@ def row_wise_adagrad_step(
     """``v <- v + mean(g^2)``, then ``lr * g / (sqrt(v) + eps)``, one v per row."""
     moment += grad.pow(2).mean(dim=1)
     return grad * (lr / (moment.sqrt() + eps))[:, None]
-
-
-@torch.no_grad()
-def delayed_row_wise_adagrad_step(
-    grad: torch.Tensor, moment: torch.Tensor, *, lr: float, eps: float
-) -> torch.Tensor:
-    """``lr * g / (sqrt(v) + eps)``, then ``v <- v + mean(g^2)``, one v per row.
-
-    Where v is 0, there is nothing to divide by yet, and v is taken with the gradient in it.
-    """
-    added = grad.pow(2).mean(dim=1)
-    root = torch.where(moment > 0, moment, added).sqrt()
-    moment += added
-    return grad * (lr / (root + eps))[:, None]

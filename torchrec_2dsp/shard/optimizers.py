@@ -15,7 +15,6 @@ from torchrec_2dsp._compat.torchrec import (
     in_backward_optimizers,
 )
 from torchrec_2dsp.errors import ConfigError, UnsupportedError
-from torchrec_2dsp.optim.delayed_moment import DelayedMomentRowWiseAdaGrad
 from torchrec_2dsp.optim.moment_scaled import (
     FROM_MESH,
     FromMesh,
@@ -27,7 +26,7 @@ from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.plan.sync_config import GradientSync
 from torchrec_2dsp.shard.kernels import MOMENT_SCALE
 
-Optimizer = MomentScaledRowWiseAdaGrad | DelayedMomentRowWiseAdaGrad | EmbOptimType
+Optimizer = MomentScaledRowWiseAdaGrad | EmbOptimType
 
 ON_CPU = frozenset(
     {
@@ -166,21 +165,6 @@ def check_optimizers(
                 f"{_name(optimizer)} can't be updated from row gradients, which GradientSync and "
                 f"hot rows need; use WeightSync without hot rows, or one of "
                 f"{_names(FROM_ROW_GRADIENTS)}"
-            )
-
-
-def check_delayed_moment(module: nn.Module, plan: ModulePlan2D) -> None:
-    """Raise if some rows would be trained by another rule."""
-    if any(in_backward_optimizers(param) is not None for param in module.parameters()):
-        raise ConfigError(
-            "apply_optimizer_in_backward gives tables an optimizer of their own, beside the "
-            "sharder's DelayedMomentRowWiseAdaGrad; give one of the two"
-        )
-    for name, table in plan.tables():
-        if table.hot_set is not None:
-            raise UnsupportedError(
-                f"table {name!r} has hot rows, whose moments are exact; a delayed moment is for "
-                "tables without: use MomentScaledRowWiseAdaGrad, or leave out the hot rows"
             )
 
 

@@ -15,7 +15,6 @@ from torchrec_2dsp.comms.agreement import agreeing
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
 from torchrec_2dsp.comms.world_groups import world_group
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.optim.delayed_moment import DelayedMomentRowWiseAdaGrad
 from torchrec_2dsp.plan.checks.fits_module import check_module_plan, idle_hot_sets
 from torchrec_2dsp.plan.checks.table_configs import has_weights, table_text
 from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D
@@ -26,7 +25,6 @@ from torchrec_2dsp.shard.embedding_bag import ShardedEmbeddingBagCollection2D
 from torchrec_2dsp.shard.initial_tables import checked_seed, configs_of, draw_tables_
 from torchrec_2dsp.shard.optimizers import (
     Optimizer,
-    check_delayed_moment,
     check_optimizers,
     params_for_plan,
     sorted_out,
@@ -70,7 +68,6 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
         self.init_seed = checked_seed(init_seed)
         self.bad_ids = BadIds.of(bad_ids)
         self.accumulates = accumulates
-        self._delays_moment = isinstance(optimizer, DelayedMomentRowWiseAdaGrad)
 
     def _shard_2d(
         self,
@@ -114,8 +111,6 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
             part = SomeTables(module, [config for config in configs if config.name in plan])
         fused_params = params_for_plan(self.fused_params, self.optimizer, plan)
         check_optimizers(part, fused_params, plan, device.type)
-        if self._delays_moment:
-            check_delayed_moment(part, plan)
         return _Part(part, plan, fused_params)
 
     def _shard_part(
@@ -134,7 +129,6 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
             always_capture=self.always_capture,
             bad_ids=self.bad_ids,
             tables_beside=tables_beside,
-            delays_moment=self._delays_moment,
             accumulates=self.accumulates,
         )
         rank_plan = module_plan_for_rank(

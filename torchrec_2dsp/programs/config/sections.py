@@ -178,9 +178,6 @@ class ReplicationConfig(Section):
     moment_rho: float = Field(default=0.01, ge=0, allow_inf_nan=False)
     """The squared mean of a lookup's gradient over its variance, as "expected" takes it."""
 
-    delayed_moment: bool = False
-    """Divide by the moment before the step, instead of scaling it."""
-
     @field_validator("sync")
     @classmethod
     def _check_sync(cls, name: str) -> str:
@@ -203,11 +200,6 @@ class ReplicationConfig(Section):
             )
         if not averages and self.moment_scale == "expected":
             raise ValueError("moment_scale='expected' is for WeightSync; GradientSync needs none")
-        if self.delayed_moment and self.moment_scale != "from_mesh":
-            raise ValueError(
-                f"moment_scale={self.moment_scale!r} and delayed_moment are two remedies; choose "
-                "one"
-            )
         if averages and self.delay:
             raise ValueError(
                 f"delay={self.delay} is for GradientSync; WeightSync has a sync_policy"

@@ -13,7 +13,6 @@ from torchrec.optim.keyed import KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec_2dsp._compat.data_parallel import data_parallel_wrapper
 from torchrec_2dsp.dense.local_dense import DiLoCo, LocalDense
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.optim.delayed_moment import DelayedMomentRowWiseAdaGrad
 from torchrec_2dsp.optim.inflation import expected_moment_scale
 from torchrec_2dsp.optim.moment_scaled import FROM_MESH, FromMesh, MomentScaledRowWiseAdaGrad
 from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
@@ -34,7 +33,7 @@ def table_optimizer(
     *,
     num_groups: int,
     global_batch_size: int,
-) -> MomentScaledRowWiseAdaGrad | DelayedMomentRowWiseAdaGrad:
+) -> MomentScaledRowWiseAdaGrad:
     """The optimizer that a sharder is given.
 
     Args:
@@ -45,8 +44,6 @@ def table_optimizer(
         global_batch_size: samples of all ranks in a step.
     """
     lr, eps = optimizer.lr, optimizer.eps
-    if replication.delayed_moment:
-        return DelayedMomentRowWiseAdaGrad(lr, eps)
     scale: float | FromMesh | Mapping[str, float]
     if replication.moment_scale == "from_mesh":
         scale = FROM_MESH

@@ -88,10 +88,13 @@ def _table(records: Sequence[TrainRecord], gaps: Sequence[Gap]) -> str:
 
 def _optimizer(record: TrainRecord, run: RunRecord) -> str:
     """The rule by which the tables of a run were updated, in words."""
-    tree = record.config["runs"][run.name]
+    # Records may hold keys that configs no longer have.
+    tree = {
+        key: value
+        for key, value in record.config["runs"][run.name].items()
+        if key in RunConfig.model_fields
+    }
     config = make_config(RunConfig, tree, source=f"runs.{run.name} of the record's config")
-    if config.delayed_moment:
-        return "row-wise AdaGrad, delayed moment"
     if config.moment_scale == "expected":
         return f"row-wise AdaGrad, moment / expected inflation (rho {config.moment_rho:g})"
     is_averaged = config.sync == WeightSync.__name__

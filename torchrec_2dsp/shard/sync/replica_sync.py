@@ -142,7 +142,7 @@ def replica_actions(
         )
         return [action]
     actions: list[SyncAction] = []
-    if replication.delays_moment or replication.accumulates:
+    if replication.accumulates:
         updates = GradientSyncAction(
             [kernel.capture_rows(None, EXACT) for kernel in kernels],
             groups.alarm,

@@ -6,10 +6,8 @@ from typing import Any
 
 from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
-from torchrec_2dsp.optim.steps import delayed_row_wise_adagrad_step
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
 from torchrec_2dsp.replicas.gradient_sync import Updater, quickest_updater
-from torchrec_2dsp.rows.direct_update import DirectUpdater
 from torchrec_2dsp.rows.update import RowUpdater
 from torchrec_2dsp.shard.bad_ids import BadIds
 
@@ -30,22 +28,19 @@ class Replication:
     tables_beside: tuple[Any, ...] = ()
     """The configs of all tables of the unsharded module, where this module runs some of them: a
     feature may look up others as well, and is held to the smallest one."""
-    delays_moment: bool = False
-    """Update rows by `DelayedMomentRowWiseAdaGrad`."""
-
     accumulates: bool = False
     """Capture rows so that those of several backwards can make one update."""
 
     @property
     def captures(self) -> bool:
         """Whether rows are captured even where nobody else has them."""
-        return self.always_capture or self.delays_moment or self.accumulates
+        return self.always_capture or self.accumulates
 
     @property
     def may_delay(self) -> bool:
         """Whether updates may be late; not where nothing but accumulation captures rows, which
         trains what a kernel does."""
-        return self.groups.mesh.num_groups > 1 or self.always_capture or self.delays_moment
+        return self.groups.mesh.num_groups > 1 or self.always_capture
 
     @property
     def can_accumulate(self) -> bool:
@@ -56,6 +51,4 @@ class Replication:
     @property
     def make_updater(self) -> Callable[[SplitTableBatchedEmbeddingBagsCodegen], Updater]:
         """What applies captured rows."""
-        if self.delays_moment:
-            return lambda tbe: DirectUpdater(tbe, delayed_row_wise_adagrad_step)
         return RowUpdater if self.always_capture else quickest_updater

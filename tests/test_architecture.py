@@ -92,7 +92,7 @@ GOOD = {
     "programs__cli__app": "def run():\n    from pkg.mesh.b import x\n    import rich",
     "mesh__c": "class A:\n    def __init__(self):\n        self._x = 1",
     "mesh__d": "from pkg.mesh.c import A\nclass B(A):\n    def f(self):\n        return self._x",
-    "comms__own_group": "def f():\n    return dist.new_group()",
+    "comms__groups": "def f():\n    return dist.new_group()",
     "optim__c": "try:\n    f()\nexcept Exception as error:\n    print(error)",
     "report__svg": "def draw():\n    from matplotlib.figure import Figure",
 }

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from torchrec_2dsp.access.counter import RowCounter as RowCounter
     from torchrec_2dsp.access.hot_set import HotSet as HotSet
     from torchrec_2dsp.access.stats import AccessStats as AccessStats
-    from torchrec_2dsp.codecs.transport import Transport as Transport
-    from torchrec_2dsp.comms.world_groups import release_groups as release_groups
+    from torchrec_2dsp.codecs.rows import Transport as Transport
+    from torchrec_2dsp.comms.groups import release_groups as release_groups
     from torchrec_2dsp.cost.calibration import Calibration as Calibration
     from torchrec_2dsp.dense.delayed_dense import DelayedDense as DelayedDense
     from torchrec_2dsp.dense.hooked_data_parallel import HookedDataParallel as HookedDataParallel
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
         ThresholdedDataParallel as ThresholdedDataParallel,
     )
     from torchrec_2dsp.errors import TwoDError as TwoDError
-    from torchrec_2dsp.mesh.mesh2d import Mesh2D as Mesh2D, RankLayout as RankLayout
-    from torchrec_2dsp.optim.moment_scaled import (
+    from torchrec_2dsp.mesh import Mesh2D as Mesh2D, RankLayout as RankLayout
+    from torchrec_2dsp.optim import (
         MomentScaledRowWiseAdaGrad as MomentScaledRowWiseAdaGrad,
     )
     from torchrec_2dsp.parallel.accumulate import accumulate as accumulate
@@ -93,8 +93,8 @@ _ROOMS = {
     "access.counter": ("RowCounter",),
     "access.hot_set": ("HotSet",),
     "access.stats": ("AccessStats",),
-    "codecs.transport": ("Transport",),
-    "comms.world_groups": ("release_groups",),
+    "codecs.rows": ("Transport",),
+    "comms.groups": ("release_groups",),
     "cost.calibration": ("Calibration",),
     "dense.delayed_dense": ("DelayedDense",),
     "dense.hooked_data_parallel": ("HookedDataParallel",),
@@ -105,11 +105,11 @@ _ROOMS = {
     "dense.thresholded": ("Thresholded",),
     "dense.thresholded_data_parallel": ("ThresholdedDataParallel",),
     "errors": ("TwoDError",),
-    "mesh.mesh2d": (
+    "mesh": (
         "Mesh2D",
         "RankLayout",
     ),
-    "optim.moment_scaled": ("MomentScaledRowWiseAdaGrad",),
+    "optim": ("MomentScaledRowWiseAdaGrad",),
     "parallel.accumulate": ("accumulate",),
     "parallel.checkpoint": (
         "load_checkpoint",

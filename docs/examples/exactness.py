@@ -13,7 +13,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_2dsp as tdsp
-from torchrec_2dsp.optim.moment_scaled import MomentScaledRowWiseAdaGradOptimizer
+from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
 
 NUM_ROWS, BATCH_SIZE, STEPS, LR = 200, 32, 8, 0.1
 FEATURES = ("user", "item")

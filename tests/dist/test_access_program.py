@@ -10,7 +10,7 @@ from tests.support.logs import NUM_TAGS, NUM_USERS, hashed_row, make_rows, table
 from tests.support.programs import forked
 from tests.support.ranks import RankPool
 from torchrec_2dsp.access.stats import AccessStats
-from torchrec_2dsp.comms.world_groups import world_group
+from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import ConfigError, InputError
 from torchrec_2dsp.programs.access import AccessConfig, AccessProgress, AccessResult, count_access
 from torchrec_2dsp.programs.data.logs.sections import InteractionsConfig

@@ -17,7 +17,7 @@ from tests.support.models import SEQUENCE_TABLES, Model, ModelSpec, TableSpec, b
 from tests.support.parity import Cell, group_plan, local_world_size, make_sharder
 from tests.support.ranks import RankPool
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
-from torchrec_2dsp.mesh.mesh2d import RankLayout
+from torchrec_2dsp.mesh import RankLayout
 
 MAX_SECONDS = 5.0
 MESH = tdsp.Mesh2D(2, 2)

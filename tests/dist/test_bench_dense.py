@@ -6,7 +6,7 @@ import torch.distributed as dist
 from tests.support.bench_results import NO_LINKS, bench_result
 from tests.support.ranks import RankPool
 from tests.support.sequence_configs import SEQUENCES
-from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.programs.bench.config import BenchConfig
 from torchrec_2dsp.programs.bench.contestants import build_trainer
 from torchrec_2dsp.programs.bench.feed import Feed

@@ -17,7 +17,7 @@ from tests.dist.test_checkpoint_harness import HOT, SEQUENCE, batches, make, sto
 from tests.support.oracle import local_loss
 from tests.support.parity import Cell
 from tests.support.ranks import RankPool, run_ranks
-from torchrec_2dsp.comms.world_groups import WorldGroups
+from torchrec_2dsp.comms.groups import WorldGroups
 from torchrec_2dsp.errors import CheckpointError, ConfigError
 from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
 from torchrec_2dsp.parallel.checkpoint.writer import ChecksumWriter

@@ -31,7 +31,7 @@ from tests.dist.test_checkpoint_harness import (
 from tests.support.models import ModelSpec, TableSpec
 from tests.support.parity import Cell, make_oracle
 from tests.support.ranks import RankPool
-from torchrec_2dsp.comms.world_groups import WorldGroups
+from torchrec_2dsp.comms.groups import WorldGroups
 from torchrec_2dsp.parallel.checkpoint import group as groups, load_checkpoint, save_checkpoint
 
 pytestmark = pytest.mark.dealt_file

@@ -10,7 +10,7 @@ import torchrec_2dsp as tdsp
 from tests.support.parity import Cell
 from tests.support.ranks import RankPool
 from tests.support.resuming import Run, Variant
-from torchrec_2dsp._compat.data_parallel import data_parallel_wrapper
+from torchrec_2dsp._compat.ddp import data_parallel_wrapper
 from torchrec_2dsp.errors import CheckpointError
 
 

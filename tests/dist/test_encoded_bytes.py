@@ -13,7 +13,7 @@ from tests.support.models import ModelSpec, TableSpec
 from tests.support.oracle import local_loss
 from tests.support.parity import Cell
 from tests.support.ranks import RankPool
-from torchrec_2dsp.comms.encoded_bytes import count_encoded
+from torchrec_2dsp.comms.counting import count_encoded
 
 ONE_TABLE = ModelSpec((TableSpec("t0", 40, 8, ("f0",)),))
 IDS = ([1, 4, 4], [7, 4, 1, 2])

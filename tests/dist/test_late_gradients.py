@@ -11,7 +11,7 @@ from torch import nn
 from tests.support.ranks import RankPool
 from tests.support.slices import patient
 from torchrec_2dsp._compat.c10d import store_of_world
-from torchrec_2dsp.comms.world_groups import world_group
+from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.dense.delayed_dense import LateGradients
 
 

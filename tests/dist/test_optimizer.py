@@ -34,7 +34,7 @@ from tests.support.parity import LR, Cell, compare, make_optimizer
 from tests.support.ranks import RankPool
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.optim.moment_scaled import MomentScaledRowWiseAdaGradOptimizer
+from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
 
 MESH = tdsp.Mesh2D(2, 2)
 AVERAGED = Cell(MESH, sync=tdsp.WeightSync())

@@ -12,7 +12,7 @@ from tests.support.loops import counting_syncs, make_stream, plain_loop, shard, 
 from tests.support.oracle import local_loss
 from tests.support.parity import LR, Cell, compare, make_optimizer
 from tests.support.ranks import RankPool
-from torchrec_2dsp.replicas.sync_reason import SyncReason
+from torchrec_2dsp.replicas.sync_report import SyncReason
 
 pytestmark = pytest.mark.dealt_file
 

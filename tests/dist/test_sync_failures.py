@@ -20,7 +20,7 @@ from tests.support.parity import Cell, make_optimizer
 from tests.support.ranks import RankPool, run_ranks
 from torchrec_2dsp._compat.c10d import store_of_world
 from torchrec_2dsp.replicas.capture import RowCapture
-from torchrec_2dsp.replicas.touched import TouchedRows
+from torchrec_2dsp.replicas.synced_shard import TouchedRows
 from torchrec_2dsp.shard.kernels import TableShard
 
 pytestmark = pytest.mark.dealt_file

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 import torchrec_2dsp as tdsp
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
-from torchrec_2dsp.codecs.flat import FlatCodec
-from torchrec_2dsp.codecs.threshold import ThresholdRule
+from torchrec_2dsp.codecs.rows import FlatCodec
+from torchrec_2dsp.codecs.sparse import ThresholdRule
 from torchrec_2dsp.dense.gradient_sums import GradientRoute
 from torchrec_2dsp.dense.thresholded_gradients import ThresholdedGradients, ThresholdSettings
 

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 
 import torchrec_2dsp as tdsp
-from torchrec_2dsp.codecs.error_feedback import ErrorFeedback
 from torchrec_2dsp.codecs.rows import IntegerRows
+from torchrec_2dsp.codecs.sparse import ErrorFeedback
 from torchrec_2dsp.dense.delayed_dense import LateGradients
 from torchrec_2dsp.dense.gradient_sums import UnusedParameters
 from torchrec_2dsp.dense.pipelined.engine import LayerStage
 from torchrec_2dsp.dense.sharded_dense import _OwnRows
 from torchrec_2dsp.dense.thresholded_gradients import BucketLayout
-from torchrec_2dsp.replicas.hops import ArrivingRows, Hop
+from torchrec_2dsp.replicas.exchange import ArrivingRows, Hop
 from torchrec_2dsp.rows.direct_update import DirectUpdater
 
 _apply, _sync_now = DirectUpdater.apply, tdsp.ModelParallel2D.sync_now

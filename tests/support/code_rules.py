@@ -23,8 +23,8 @@ CREATING_GROUPS = (
     "split_group",
 )
 """torch's functions that create process groups."""
-GROUPS_FILE = "comms/own_group.py"
-GROUP_CREATORS = ("comms.own_group", "programs.calibrate.groups", "programs.cluster.self_check")
+GROUPS_FILE = "comms/groups.py"
+GROUP_CREATORS = ("comms.groups", "programs.calibrate.groups", "programs.cluster.self_check")
 """The modules that may create groups: the library's one place, and programs that destroy theirs."""
 BROAD = ("Exception", "BaseException")
 """What a handler catches that catches everything."""

@@ -34,7 +34,7 @@ from tests.support.parity import (
 from tests.support.rank_device import copied, on_rank_device, rank_device
 from tests.support.variable_batches import make_variable_batch
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
-from torchrec_2dsp.replicas.sync_reason import SyncReason
+from torchrec_2dsp.replicas.sync_report import SyncReason
 from torchrec_2dsp.shard.parted import sharded_tables
 
 Tensors = dict[str, torch.Tensor]

@@ -17,7 +17,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 import torchrec_2dsp as tdsp
 from tests.support.dense_training import whole
 from tests.support.rank_device import rank_device
-from torchrec_2dsp.optim.moment_scaled import MomentScaledRowWiseAdaGradOptimizer
+from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
 from torchrec_2dsp.programs.data.dataset import Dataset, Split
 
 LR, DENSE_LR, STEPS, GLOBAL_BATCH = 0.05, 0.1, 4, 16

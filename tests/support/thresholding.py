@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from torchrec_2dsp.codecs.flat import FlatCodec
-from torchrec_2dsp.codecs.transport import Transport
+from torchrec_2dsp.codecs.rows import FlatCodec, Transport
 
 
 @dataclass

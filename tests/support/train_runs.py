@@ -8,7 +8,7 @@ from torch import nn
 from torchrec.datasets.utils import Batch
 
 from tests.support.click_configs import click_data, click_model
-from torchrec_2dsp.optim.moment_scaled import MomentScaledRowWiseAdaGradOptimizer
+from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.synthetic import make_batch

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from torchrec_2dsp._compat.installed_versions import FoundVersions
-from torchrec_2dsp._compat.known_versions import TORCHMETRICS, TRIED, VersionSet
+from torchrec_2dsp._compat.versions import TORCHMETRICS, TRIED, FoundVersions, VersionSet
 
 OLD, NEW = TRIED
 UNKNOWN = "99.1.0"

@@ -4,11 +4,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from torchrec_2dsp.replicas import average_transfer
-from torchrec_2dsp.replicas.average_transfer import messages, range_ends
-from torchrec_2dsp.replicas.state_rules import StateRule
-from torchrec_2dsp.replicas.synced_shard import SyncedShard
-from torchrec_2dsp.replicas.touched import TouchedRows
+from torchrec_2dsp.replicas import row_average as average_transfer
+from torchrec_2dsp.replicas.row_average import messages, range_ends
+from torchrec_2dsp.replicas.synced_shard import StateRule, SyncedShard, TouchedRows
 
 NUM_PEERS = 3
 PEERS = st.lists(st.integers(0, 9_000), min_size=NUM_PEERS, max_size=NUM_PEERS)

@@ -11,8 +11,7 @@ from torchrec_2dsp.cost.coefficients import KernelCost
 from torchrec_2dsp.cost.dense.dense_model import DenseCostModel
 from torchrec_2dsp.cost.dense.layers import DenseLayers, LayerWork
 from torchrec_2dsp.errors import ConfigError, MeshError, PlanError
-from torchrec_2dsp.mesh.dense_mesh import DenseMesh
-from torchrec_2dsp.mesh.mesh2d import RankLayout
+from torchrec_2dsp.mesh import DenseMesh, RankLayout
 from torchrec_2dsp.plan.dense_plan import DenseKind, DensePlan
 from torchrec_2dsp.planner.dense_search import DenseChoices, search_dense
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 import torchrec_2dsp as tdsp
-from torchrec_2dsp.mesh.dense_mesh import DenseMesh
+from torchrec_2dsp.mesh import DenseMesh
 from torchrec_2dsp.plan.dense_plan import DenseKind, DensePlan
 from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
 from torchrec_2dsp.programs.models import dense

@@ -13,9 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.support.versions import OLD, UNKNOWN, on_cpu
-from torchrec_2dsp._compat.installed_versions import find_versions
-from torchrec_2dsp._compat.known_versions import TRIED
-from torchrec_2dsp._compat.versions import CheckResult, Status, set_for
+from torchrec_2dsp._compat.versions import TRIED, CheckResult, Status, find_versions, set_for
 from torchrec_2dsp.programs.cli import doctor as doctor_module
 from torchrec_2dsp.programs.cli.app import app
 from torchrec_2dsp.programs.doctor import (

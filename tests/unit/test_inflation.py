@@ -5,7 +5,7 @@ import torch
 
 from tests.support.reference import row_wise_adagrad_
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.optim.inflation import (
+from torchrec_2dsp.optim import (
     expected_moment_inflation,
     expected_moment_scale,
     moment_inflation,

@@ -13,7 +13,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.support.real_logs import REAL_LOGS
-from torchrec_2dsp.optim.moment_scaled import MomentScaledRowWiseAdaGradOptimizer
+from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.synthetic_sequences import SequenceFeature
 from torchrec_2dsp.programs.models.kinds import build_any_model, dataset_for

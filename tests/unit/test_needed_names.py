@@ -8,14 +8,13 @@ import pytest
 
 from tests.support.versions import NEW, OLD, UNKNOWN, on_cpu
 from torchrec_2dsp._compat import upstream_names
-from torchrec_2dsp._compat.known_versions import VersionSet
 from torchrec_2dsp._compat.upstream_names import (
     check_upstream_names,
     missing_names,
     needed_names,
     require_upstream_names,
 )
-from torchrec_2dsp._compat.versions import Status
+from torchrec_2dsp._compat.versions import Status, VersionSet
 from torchrec_2dsp.errors import VersionError
 
 COMM = "torchrec.distributed.comm"

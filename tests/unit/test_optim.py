@@ -12,7 +12,7 @@ from tests.support.tbe import Case, make_ids, make_tbe, tensors_of, upstream_gra
 from torchrec_2dsp import MomentScaledRowWiseAdaGrad
 from torchrec_2dsp._compat.fbgemm import set_learning_rate
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.optim.moment_scaled import (
+from torchrec_2dsp.optim import (
     FROM_MESH,
     MomentScaledRowWiseAdaGradOptimizer,
     to_kernel_units,

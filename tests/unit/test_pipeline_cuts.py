@@ -11,7 +11,7 @@ from torch import nn
 import torchrec_2dsp as tdsp
 from torchrec_2dsp.dense.pipelined.layer_stack import measure_layers
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.mesh.dense_mesh import DenseMesh
+from torchrec_2dsp.mesh import DenseMesh
 from torchrec_2dsp.plan.stage_cuts import check_cuts, cut_layers, even_cuts
 
 

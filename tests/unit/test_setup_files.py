@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrec_2dsp._compat.known_versions import TRIED, VersionSet
+from torchrec_2dsp._compat.versions import TRIED, VersionSet
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"1.8": "", "1.9": "torchrec-1.9/"}

@@ -10,7 +10,7 @@ import torchrec_2dsp as tdsp
 from tests.support.models import ModelSpec, build, tables_of
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp._compat.torchrec import InBackwardOptimizers
-from torchrec_2dsp.optim.moment_scaled import MomentScaledRowWiseAdaGradOptimizer
+from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.shard.kernels import MOMENT_SCALE
 from torchrec_2dsp.shard.optimizers import (

@@ -4,11 +4,15 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from torchrec_2dsp.codecs.error_feedback import ErrorFeedback
-from torchrec_2dsp.codecs.flat import FlatCodec
-from torchrec_2dsp.codecs.rows import EXACT, FloatRows, IntegerRows
-from torchrec_2dsp.codecs.sparse import Entries, SparseCodec
-from torchrec_2dsp.codecs.threshold import Threshold, ThresholdRule, largest
+from torchrec_2dsp.codecs.rows import EXACT, FlatCodec, FloatRows, IntegerRows
+from torchrec_2dsp.codecs.sparse import (
+    Entries,
+    ErrorFeedback,
+    SparseCodec,
+    Threshold,
+    ThresholdRule,
+    largest,
+)
 
 VALUES = {
     "fp32": FlatCodec(EXACT, block=2),

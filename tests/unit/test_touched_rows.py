@@ -4,10 +4,14 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from torchrec_2dsp.comms.packing import Packed, pack, unpack
+from torchrec_2dsp.comms.collectives import Packed, pack, unpack
 from torchrec_2dsp.errors import UnsupportedError
-from torchrec_2dsp.replicas.state_rules import StateRule, state_rule_for
-from torchrec_2dsp.replicas.touched import TouchedRows, break_even_share
+from torchrec_2dsp.replicas.synced_shard import (
+    StateRule,
+    TouchedRows,
+    break_even_share,
+    state_rule_for,
+)
 
 NUM_ROWS = 12
 ids = st.lists(st.integers(0, NUM_ROWS - 1), max_size=20)

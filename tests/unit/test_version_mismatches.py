@@ -6,9 +6,13 @@ from dataclasses import replace
 import pytest
 
 from tests.support.versions import NEW, OLD, UNKNOWN, on_cpu, on_cuda
-from torchrec_2dsp._compat.installed_versions import FoundVersions
-from torchrec_2dsp._compat.known_versions import TRIED
-from torchrec_2dsp._compat.versions import Status, check_versions, require_supported_versions
+from torchrec_2dsp._compat.versions import (
+    TRIED,
+    FoundVersions,
+    Status,
+    check_versions,
+    require_supported_versions,
+)
 from torchrec_2dsp.errors import TwoDError, VersionError
 
 CPU, CUDA = on_cpu(OLD), on_cuda(OLD)

@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 
 from tests.support.versions import NEW, OLD, UNKNOWN, on_cpu, on_cuda
-from torchrec_2dsp._compat.installed_versions import (
-    FoundVersions,
-    find_versions,
-    is_cpu_build,
-)
-from torchrec_2dsp._compat.known_versions import TRIED, VersionSet, nearest_set
 from torchrec_2dsp._compat.versions import (
+    TRIED,
+    FoundVersions,
     Status,
+    VersionSet,
     _warn_once,
     check_python,
     check_versions,
+    find_versions,
+    is_cpu_build,
+    nearest_set,
     require_supported_versions,
     untried_versions,
 )

@@ -8,6 +8,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 from torch._ops import OpOverload
 from torch.distributed import distributed_c10d as _c10d
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
+from torch.distributed.tensor._redistribute import (
+    _gen_transform_infos,
+    clear_redistribute_planner_cache,
+)
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
@@ -17,6 +23,7 @@ __all__ = [
     "TorchDispatchMode",
     "argument_names",
     "exists",
+    "forget_meshes",
     "group_named",
     "is_dispatch_watched",
     "operator_name",
@@ -97,3 +104,11 @@ def argument_names(operator: OpOverload) -> list[str]:
 def tensors_in(values: Any) -> list[torch.Tensor]:
     """All tensors in nested lists, tuples and dicts."""
     return [leaf for leaf in _pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def forget_meshes() -> None:
+    """Let DTensor forget all meshes that it has seen, and refer to their groups no more."""
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+    _gen_transform_infos.cache_clear()
+    MeshTopoInfo.build_from_mesh.cache_clear()

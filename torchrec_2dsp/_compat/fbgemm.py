@@ -169,7 +169,11 @@ def write_counts(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> list[int]:
     Autograd refuses the backward of a lookup that has read older ones.
     """
     names = [f"{kind}_{place}" for kind in _UPDATED for place in ("host", "dev", "uvm")]
-    return [_tensor(getattr(tbe, name))._version for name in names if hasattr(tbe, name)]
+    return [_version_of(getattr(tbe, name)) for name in names if hasattr(tbe, name)]
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return tensor._version
 
 
 @contextmanager

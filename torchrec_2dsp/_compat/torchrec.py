@@ -3,13 +3,15 @@
 A test checks that each name still exists, so that a TorchRec upgrade fails in one readable place.
 """
 
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torchrec.distributed import comm as _comm
 from torchrec.distributed.batched_embedding_kernel import (
     BatchedFusedEmbedding,
@@ -25,6 +27,7 @@ from torchrec.distributed.dist_data import (
     PooledEmbeddingsReduceScatter,
     SequenceEmbeddingsAllToAll,
 )
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_kernel import BaseEmbedding
 from torchrec.distributed.embedding_lookup import (
     GroupedEmbeddingsLookup,
@@ -41,7 +44,8 @@ from torchrec.distributed.embedding_types import (
     EmbeddingComputeKernel,
     GroupedEmbeddingConfig,
 )
-from torchrec.distributed.planner.types import Enumerator, SharderDataMap
+from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
+from torchrec.distributed.planner.types import Enumerator, SharderDataMap, ShardingOption, Topology
 from torchrec.distributed.sharding.cw_sequence_sharding import CwSequenceEmbeddingSharding
 from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
 from torchrec.distributed.sharding.grid_sharding import (
@@ -63,7 +67,7 @@ from torchrec.distributed.sharding.twrw_sharding import (
     TwRwPooledEmbeddingDist,
     TwRwPooledEmbeddingSharding,
 )
-from torchrec.distributed.types import DMPCollectionContext, ShardingEnv2D
+from torchrec.distributed.types import DMPCollectionContext, ModuleSharder, ShardingEnv2D
 from torchrec.optim.keyed import KeyedOptimizerWrapper, OptimizerWrapper
 
 __all__ = [
@@ -207,3 +211,69 @@ def _keyed_inside(optimizer: OptimizerWrapper) -> torch.optim.Optimizer:
 
 def _stock_inside(optimizer: KeyedOptimizerWrapper) -> torch.optim.Optimizer:
     return optimizer._optimizer
+
+
+class ColumnWiseSequences(ShardedEmbeddingCollection):
+    """TorchRec's collection, which tells column-wise shardings by the name ``column_wise`` alone.
+
+    A subclass says which ones are column-wise.
+    """
+
+    @abstractmethod
+    def is_column_wise(self, sharding_type: str) -> bool:
+        """Whether tables of this type have shards of some of the columns."""
+
+    def order_column_shards(self, configs: Sequence[Any], plan: Mapping[str, Any]) -> None:
+        """Let outputs have their columns in order.
+
+        Args:
+            configs: of all tables.
+            plan: of them, by the names that TorchRec's types have.
+        """
+        self._generate_permute_indices_per_feature(list(configs), dict(plan))
+
+    def _embedding_dim_for_sharding_type(self, sharding_type: str) -> int:
+        """How many columns the looked-up rows of a sharding have; of column-wise shards all alike,
+        as TorchRec wants them."""
+        if not self.is_column_wise(sharding_type):
+            return ShardedEmbeddingCollection._embedding_dim_for_sharding_type(self, sharding_type)
+        shards: Any = self._sharding_type_to_sharding[sharding_type].embedding_shard_metadata()
+        return shards[0].shard_sizes[1]
+
+
+class OpenPlanner(EmbeddingShardingPlanner):
+    """TorchRec's planner, whose parts and whose choice have public names."""
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per rank and step."""
+        return self._batch_size
+
+    @property
+    def enumerator(self) -> Enumerator:
+        """What lists the options of each table."""
+        return self._enumerator
+
+    @property
+    def compute_device(self) -> str:
+        """The kind of device that the topology has."""
+        return self._topology.compute_device
+
+    @property
+    def best_options(self) -> list[ShardingOption]:
+        """The options that became the last plan; none without one."""
+        return self._best_plan or []
+
+    def forget_plan(self) -> None:
+        """Know of no plan, as before the first one."""
+        self._best_plan = None
+
+    def unreserved(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> Topology:
+        """The machines with the memory that is left for tables."""
+        return self._storage_reservation.reserve(
+            topology=self._topology,
+            batch_size=self._batch_size,
+            module=module,
+            sharders=sharders,
+            constraints=self._constraints,
+        )

@@ -10,13 +10,14 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-from torchrec_2dsp._compat.installed_versions import FoundVersions, find_versions
-from torchrec_2dsp._compat.known_versions import tried_text
 from torchrec_2dsp._compat.versions import (
     CheckResult,
+    FoundVersions,
     Status,
+    find_versions,
     require_supported_versions,
     set_for,
+    tried_text,
     untried_versions,
 )
 from torchrec_2dsp.errors import VersionError

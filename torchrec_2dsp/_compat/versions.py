@@ -1,27 +1,217 @@
-"""Whether the installed torch, torchrec and fbgemm belong together, and how to repair it.
+"""Which versions of torch, torchrec and fbgemm this machine has, from package metadata alone.
 
-The three are compiled or written against each other, and no package metadata says so: torchrec
-asks for `fbgemm-gpu` whatever the machine has, the CPU build is another distribution that owns
-the same import package, and neither names its torch. So the versions are compared here, from
-package metadata alone, because importing a mismatched fbgemm ends in an undefined symbol.
+Nothing is imported: a heavy import of a mismatched fbgemm ends in an undefined symbol.
 """
 
+import ctypes
+import re
+import sys
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
+from importlib import metadata
+from pathlib import Path
 
-from torchrec_2dsp._compat.installed_versions import FoundVersions, find_versions, is_cpu_build
-from torchrec_2dsp._compat.known_versions import (
-    PACKAGES,
-    TORCHMETRICS,
-    VersionSet,
-    nearest_set,
-    tried_series,
-    tried_set,
-    tried_text,
-)
 from torchrec_2dsp.errors import UntriedVersionWarning, VersionError
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundVersions:
+    """The versions that this machine has; `None` is "not installed"."""
+
+    torch: str | None
+    torchrec: str | None
+    fbgemm_gpu: str | None
+    """The CUDA distribution."""
+    fbgemm_gpu_cpu: str | None
+    torchmetrics: str | None
+    has_nvidia_driver: bool
+
+    @property
+    def wanted_fbgemm(self) -> str:
+        """The fbgemm distribution that can be loaded here."""
+        with_cuda = self.has_nvidia_driver and not is_cpu_build(self.torch)
+        return "fbgemm-gpu" if with_cuda else "fbgemm-gpu-cpu"
+
+    @property
+    def fbgemm_builds(self) -> Mapping[str, str]:
+        """The version of each installed fbgemm distribution."""
+        versions = {"fbgemm-gpu": self.fbgemm_gpu, "fbgemm-gpu-cpu": self.fbgemm_gpu_cpu}
+        return {name: version for name, version in versions.items() if version is not None}
+
+    @property
+    def fbgemm(self) -> str | None:
+        """The version of fbgemm, whichever build of it is installed."""
+        return next(iter(self.fbgemm_builds.values()), None)
+
+
+def is_cpu_build(torch_version: str | None) -> bool:
+    """Whether this torch says that it was built without CUDA."""
+    return torch_version is not None and torch_version.partition("+")[2].startswith("cpu")
+
+
+def find_versions() -> FoundVersions:
+    """Read the installed versions without importing any of the packages."""
+    return FoundVersions(
+        torch=_find_torch(),
+        torchrec=_find("torchrec"),
+        fbgemm_gpu=_find("fbgemm-gpu"),
+        fbgemm_gpu_cpu=_find("fbgemm-gpu-cpu"),
+        torchmetrics=_find("torchmetrics"),
+        has_nvidia_driver=_has_nvidia_driver(),
+    )
+
+
+def _find(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _find_torch() -> str | None:
+    """The torch version with its local part, which the metadata of some wheels leaves out."""
+    try:
+        distribution = metadata.distribution("torch")
+    except metadata.PackageNotFoundError:
+        return None
+    source = Path(str(distribution.locate_file("torch/version.py")))
+    if source.is_file():
+        version = re.search(r"^__version__ = '([^']+)'", source.read_text(), re.MULTILINE)
+        if version is not None:
+            return version.group(1)
+    return distribution.version
+
+
+def _has_nvidia_driver() -> bool:
+    """Whether the driver library that the CUDA build of fbgemm links to can be loaded."""
+    if sys.platform != "linux":
+        return False
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return False
+    return True
+
+
+PACKAGES = ("torch", "torchrec", "fbgemm")
+"""The packages of a `VersionSet`; torch first, because the others are made for it."""
+
+TORCHMETRICS = "1.0.3"
+"""The version of torchmetrics that torchrec pins, in all tried sets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionSet:
+    """Versions that belong together: the locks install them, and the tests run with them."""
+
+    torch: str
+    torchrec: str
+    """The newest release that was tried."""
+    fbgemm: str
+    also_tried: tuple[str, ...] = ()
+    """Other releases of torchrec that were tried with the same torch and fbgemm."""
+    tensordict: str = "0.15.3"
+    pyre_extensions: str = "0.0.32"
+
+    def version(self, package: str) -> str:
+        """The set's version of ``package``, one of `PACKAGES`."""
+        return {"torch": self.torch, "torchrec": self.torchrec, "fbgemm": self.fbgemm}[package]
+
+    def series(self, package: str) -> str:
+        """The versions of ``package`` that belong to the set, as people write them.
+
+        >>> TRIED[0].series("torch")
+        '2.13.x'
+        """
+        return self.version(package).rpartition(".")[0] + ".x"
+
+    def has(self, package: str, version: str | None) -> bool:
+        """Whether ``version`` has the set's major and minor number.
+
+        Patch releases of a series are interchangeable. Nightly and local parts don't matter either.
+
+        >>> TRIED[0].has("torch", "2.13.1.dev20261101+cu130")
+        True
+        >>> TRIED[0].has("torch", "2.12.0")
+        False
+        """
+        numbers = re.match(r"(\d+)\.(\d+)(?!\d)", version or "")
+        return (
+            numbers is not None and list(numbers.groups()) == self.version(package).split(".")[:2]
+        )
+
+    def install_torch(self) -> tuple[str, ...]:
+        """The commands that install torch."""
+        return (f'pip install "torch=={self.torch}"',)
+
+    def install_torchrec(self) -> tuple[str, ...]:
+        """The commands that install torchrec.
+
+        torchrec is installed without its dependencies, because they include fbgemm's CUDA package;
+        the others are named.
+        """
+        return (
+            f'pip install "torchmetrics=={TORCHMETRICS}" "tensordict=={self.tensordict}"'
+            f' "pyre-extensions=={self.pyre_extensions}" tqdm',
+            f'pip install --no-deps "torchrec=={self.torchrec}"',
+        )
+
+    def install_fbgemm(self, distribution: str) -> tuple[str, ...]:
+        """The commands that install ``distribution``, one of fbgemm's two builds."""
+        return (f'pip install --no-deps "{distribution}=={self.fbgemm}"',)
+
+    def __str__(self) -> str:
+        releases = ", ".join(sorted((*self.also_tried, self.torchrec)))
+        return f"torch {self.torch} with torchrec {releases} and fbgemm {self.fbgemm}"
+
+
+TRIED: tuple[VersionSet, ...] = (
+    VersionSet(torch="2.13.0", torchrec="1.8.0", fbgemm="1.8.0"),
+    VersionSet(torch="2.14.1", torchrec="1.9.2", fbgemm="1.9.0", also_tried=("1.9.0", "1.9.1")),
+)
+"""All sets that are tried. Users who have nothing installed are told to install the first."""
+
+
+def tried_set(package: str, version: str | None) -> VersionSet | None:
+    """The tried set that this version of a package belongs to; `None` for an untried version."""
+    return next((tried for tried in TRIED if tried.has(package, version)), None)
+
+
+def tried_series(package: str) -> str:
+    """All versions of ``package`` that are tried, as people write them.
+
+    >>> tried_series("torchrec")
+    '1.8.x or 1.9.x'
+    """
+    return " or ".join(tried.series(package) for tried in TRIED)
+
+
+def tried_text() -> str:
+    """All sets that are tried, as a text of one line."""
+    return "; ".join(str(tried) for tried in TRIED)
+
+
+def nearest_set(versions: Mapping[str, str | None]) -> VersionSet:
+    """The tried set that needs the fewest changes: most installed versions belong to it.
+
+    Of sets that need equally many, the one with the installed torch is taken, because torch is the
+    largest to install again. If no installed version is tried, it is the first set.
+
+    Args:
+        versions: the version of each of `PACKAGES`, `None` for what isn't installed.
+
+    >>> nearest_set({"torch": "2.14.1", "torchrec": "1.8.0", "fbgemm": "1.9.0"}).torchrec
+    '1.9.2'
+    """
+
+    def fitting(tried: VersionSet) -> list[bool]:
+        return [tried.has(package, versions[package]) for package in PACKAGES]
+
+    return max(TRIED, key=lambda tried: (sum(fitting(tried)), *fitting(tried)))
+
 
 MIN_PYTHON = (3, 11)
 

@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_2dsp.access.exact_counts import ExactCounts
 from torchrec_2dsp.access.sketched_counts import SketchedCounts
 from torchrec_2dsp.access.stats import AccessStats
-from torchrec_2dsp.comms.agreement import agree
+from torchrec_2dsp.comms.alarm import agree
 from torchrec_2dsp.errors import ConfigError, InputError
 
 

@@ -5,6 +5,7 @@
 Nothing is sent besides, so both ends know every size, and no row's error depends on another row.
 """
 
+import enum
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
@@ -227,3 +228,98 @@ def _pair_of_each_byte(device: torch.device) -> torch.Tensor:
     halves = torch.arange(16)
     integers = torch.where(halves < 8, halves, halves - 16).float()
     return torch.complex(integers.repeat(16), integers.repeat_interleave(16)).to(device)
+
+
+@dataclass(frozen=True)
+class FlatCodec:
+    """Encodes numbers without rows, such as gradients of dense parameters.
+
+    Example:
+        >>> import torch
+        >>> from torchrec_2dsp.codecs.rows import FlatCodec
+        >>> from torchrec_2dsp.codecs.rows import IntegerRows
+        >>> codec, numbers = FlatCodec(IntegerRows(bits=8), block=64), torch.linspace(-1, 1, 100)
+        >>> sent = codec.encode(numbers)
+        >>> sent.nbytes, codec.num_bytes(100)
+        (132, 132)
+        >>> bool((codec.decode(sent, 100) - numbers).abs().max() <= 1 / 250)
+        True
+    """
+
+    codec: RowCodec
+    """How a block of numbers looks."""
+
+    block: int = 128
+    """How many numbers share a scale. The last block is filled up with zeros."""
+
+    def num_bytes(self, size: int) -> int:
+        """The bytes of ``size`` encoded numbers."""
+        return self._num_blocks(size) * self.codec.num_bytes(self.block)
+
+    def encode(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Numbers as they travel: from `[size]`, float32, to `[num_bytes]`, uint8."""
+        size = numbers.numel()
+        missing = self._num_blocks(size) * self.block - size
+        filled = torch.nn.functional.pad(numbers, (0, missing))
+        return self.codec.encode(filled.view(-1, self.block)).view(-1).view(torch.uint8)
+
+    def decode(self, encoded: torch.Tensor, size: int) -> torch.Tensor:
+        """Numbers as they have come, `[size]`, float32."""
+        shape = (self._num_blocks(size), self.codec.columns(self.block))
+        blocks = encoded.view(self.codec.dtype).view(shape)
+        return self.codec.decode(blocks, self.block).view(-1)[:size]
+
+    def error_bound(self, numbers: torch.Tensor) -> torch.Tensor:
+        """For each number, the most by which it may change."""
+        size = numbers.numel()
+        missing = self._num_blocks(size) * self.block - size
+        blocks = torch.nn.functional.pad(numbers, (0, missing)).view(-1, self.block)
+        return self.codec.error_bound(blocks).repeat_interleave(self.block)[:size]
+
+    def _num_blocks(self, size: int) -> int:
+        return -(-size // self.block)
+
+
+class Transport(enum.StrEnum):
+    """How numbers travel. They are added and applied in float32 in any case.
+
+    Example:
+        >>> import torchrec_2dsp as tdsp
+        >>> [(way.value, way.codec.num_bytes(64)) for way in tdsp.Transport]
+        [('fp32', 256), ('bf16', 128), ('fp16', 128), ('int8', 66), ('int4', 34)]
+    """
+
+    FP32 = "fp32"
+    """Numbers travel as they are."""
+
+    BF16 = "bf16"
+    """Half the bytes, 8 bits of each number."""
+
+    FP16 = "fp16"
+    """Half the bytes, 11 bits of each number; what is beyond 65,504 becomes infinite."""
+
+    INT8 = "int8"
+    """About a quarter of the bytes: integers of -127 to 127, in units of a scale for each row."""
+
+    INT4 = "int4"
+    """About an eighth of the bytes: integers of -7 to 7, in units of a scale for each row."""
+
+    @property
+    def codec(self) -> RowCodec:
+        """How rows look."""
+        return _CODECS[self]
+
+    def codec_for(self, dim: int) -> RowCodec:
+        """How rows of ``dim`` numbers look: of a single one, which has no use for a scale, bf16 is
+        the shortest."""
+        is_integer = self in (Transport.INT8, Transport.INT4)
+        return _CODECS[Transport.BF16] if is_integer and dim == 1 else self.codec
+
+
+_CODECS: dict[Transport, RowCodec] = {
+    Transport.FP32: FloatRows(torch.float32),
+    Transport.BF16: FloatRows(torch.bfloat16),
+    Transport.FP16: FloatRows(torch.float16),
+    Transport.INT8: IntegerRows(bits=8),
+    Transport.INT4: IntegerRows(bits=4),
+}

@@ -5,12 +5,14 @@ positions and values   --encode-->   num_bytes bytes   --decode-->   capacity en
 message:  entries of each block (int32) | place inside its block (16 bits) | values
 """
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from torchrec_2dsp.codecs.flat import FlatCodec
+from torchrec_2dsp.codecs.rows import FlatCodec
 
 _BLOCK = 2**16
 """How many elements a block has, so that a place inside it takes 16 bits."""
@@ -33,7 +35,7 @@ class SparseCodec:
 
     Example:
         >>> import torch
-        >>> from torchrec_2dsp.codecs.flat import FlatCodec
+        >>> from torchrec_2dsp.codecs.rows import FlatCodec
         >>> from torchrec_2dsp.codecs.rows import FloatRows
         >>> from torchrec_2dsp.codecs.sparse import Entries, SparseCodec
         >>> values = FlatCodec(FloatRows(torch.bfloat16), block=2)
@@ -111,3 +113,157 @@ class SparseCodec:
         size = values.numel()
         filled = torch.nn.functional.pad(values, (0, self.capacity - size))
         return self.values.decode(self.values.encode(filled), self.capacity)[:size]
+
+
+_SAMPLE = 2**16
+"""A threshold is measured with at least half as many elements. Of 0.5 % of them, the number that
+lies above it errs by about 7 %."""
+_MARGIN = 1.2
+"""So many times the elements that are asked for should lie above a measured threshold, because it
+errs; the smallest ones are left out."""
+_JUST_BELOW = 1 - 2**-20
+"""The threshold lies so much below the smallest element that passes."""
+
+
+@dataclass(frozen=True)
+class ThresholdRule:
+    """How thresholds are found."""
+
+    refresh: int = 1
+    """Every so many steps the threshold is measured."""
+
+    is_exact: bool = False
+    """Whether it is measured with all elements, instead of a sample."""
+
+    def measure(self, values: torch.Tensor, capacity: int) -> float:
+        """The size above which ``capacity`` of the values are, or a few more."""
+        size = values.numel()
+        stride = 1 if self.is_exact else max(1, size // _SAMPLE)
+        # An odd stride, or all of the sample might come from a few columns of a matrix.
+        sample = values[:: stride | 1].abs()
+        margin = 1.0 if sample.numel() == size else _MARGIN
+        num_above = math.ceil(capacity * margin * sample.numel() / size)
+        smallest = sample.kthvalue(sample.numel() - min(num_above, sample.numel()) + 1)
+        return float(smallest.values) * _JUST_BELOW
+
+
+class Threshold:
+    """Chooses the largest elements of a tensor that changes from step to step.
+
+    Example:
+        >>> import torch
+        >>> from torchrec_2dsp.codecs.sparse import Threshold, ThresholdRule
+        >>> threshold = Threshold(ThresholdRule(), capacity=2)
+        >>> threshold.choose(torch.tensor([0.1, -7.0, 0.0, 3.0, 0.2])).positions
+        tensor([1, 3])
+    """
+
+    def __init__(self, rule: ThresholdRule, capacity: int) -> None:
+        """
+        Args:
+            rule: how the threshold is found.
+            capacity: the most elements that are chosen, and about how many.
+        """
+        self._rule, self._capacity = rule, capacity
+        self._size = 0.0
+        self._step = 0
+
+    def choose(self, values: torch.Tensor) -> Entries:
+        """The largest elements of a flat tensor, at most `capacity`; none that is zero."""
+        if self._step % self._rule.refresh == 0:
+            self._size = self._rule.measure(values, self._capacity)
+        self._step += 1
+        positions = torch.nn.functional.hardshrink(values, self._size).nonzero().view(-1)
+        return largest(Entries(positions, values[positions]), self._capacity)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The threshold, and how often it was used."""
+        return {"size": self._size, "step": self._step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a threshold."""
+        self._size, self._step = float(state["size"]), int(state["step"])
+
+
+def largest(entries: Entries, capacity: int) -> Entries:
+    """The entries of largest size, at most ``capacity``, in ascending order of their positions."""
+    if entries.positions.numel() <= capacity:
+        return entries
+    chosen = entries.values.abs().topk(capacity, sorted=False).indices.sort().values
+    return Entries(entries.positions[chosen], entries.values[chosen])
+
+
+class ErrorFeedback:
+    """Keeps a *residual* for each tensor: all that was to be sent, less all that was.
+
+    Example:
+        >>> import torch
+        >>> from torchrec_2dsp.codecs.sparse import ErrorFeedback
+        >>> feedback = ErrorFeedback()
+        >>> due = feedback.add("layer", torch.tensor([5.0, 1.0]))
+        >>> feedback.take_off("layer", torch.tensor([0]), torch.tensor([5.0]))
+        >>> feedback.add("layer", torch.tensor([5.0, 1.0]))
+        tensor([5., 2.])
+    """
+
+    def __init__(self) -> None:
+        self._residuals: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """The residual after new values were added to it.
+
+        Args:
+            name: of the tensor.
+            values: what is to be sent from now on, of the same shape each time.
+
+        Returns:
+            The residual itself, which the next call changes.
+        """
+        residual = self.drain(name, values.device)
+        if residual is None:
+            residual = torch.zeros_like(values, dtype=torch.float32)
+        self._residuals[name] = residual
+        return residual.add_(values)
+
+    def take_off(self, name: str, positions: torch.Tensor, sent: torch.Tensor) -> None:
+        """Take what was sent off the residual.
+
+        Args:
+            name: of the tensor.
+            positions: where, along its first dimension, each once: elements, or rows.
+            sent: the values as the receivers have them.
+        """
+        self._residuals[name].index_add_(0, positions, sent, alpha=-1)
+
+    def give_back(self, name: str, positions: torch.Tensor, values: torch.Tensor) -> None:
+        """Add what had been sent, and wasn't used after all."""
+        self._residuals[name].index_add_(0, positions, values)
+
+    def drain(self, name: str, device: torch.device) -> torch.Tensor | None:
+        """The residual of a tensor, which is zero from now on; `None` if there is none.
+
+        Args:
+            name: of the tensor.
+            device: where the tensor is; a residual that was loaded may be elsewhere.
+        """
+        residual = self._residuals.pop(name, None)
+        return None if residual is None else residual.to(device)
+
+    def square_norm(self) -> float:
+        """The sum of the squares of all residuals."""
+        return sum(float(residual.square().sum()) for residual in self._residuals.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The residuals by name."""
+        return {name: residual.clone() for name, residual in self._residuals.items()}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take over residuals."""
+        self.load_sum([state])
+
+    def load_sum(self, states: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Take over the sum of the residuals of several ranks."""
+        self._residuals = {}
+        for state in states:
+            for name, residual in state.items():
+                self.add(name, residual)

@@ -1,14 +1,118 @@
-"""`Alarm`: an error of one rank is raised on all ranks; a check costs an all-reduce of 8 bytes."""
+"""`agree` and `agreeing`: all ranks go on, or all ranks raise the same error."""
 
 import enum
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import zip_longest
+from types import TracebackType
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from torchrec_2dsp.comms.agreement import agree
-from torchrec_2dsp.comms.notice_board import NoticeBoard
-from torchrec_2dsp.errors import TwoDError
+from torchrec_2dsp.comms.notice import name_of
+from torchrec_2dsp.comms.notice_board import NoticeBoard, described
+from torchrec_2dsp.errors import ConfigError, RankError, TwoDError
+
+
+def agree(
+    group: dist.ProcessGroup,
+    *,
+    error: TwoDError | None = None,
+    facts: Mapping[str, str] | None = None,
+) -> None:
+    """Raise on every rank of ``group`` if one rank has an error or the facts differ.
+
+    Args:
+        group: the ranks that must agree.
+        error: what this rank found wrong, if anything.
+        facts: what must be equal on all ranks, by name.
+
+    Collectives:
+        One all-gather of objects.
+    """
+    own = (error, dict(facts or {}))
+    gathered: list[tuple[TwoDError | None, dict[str, str]]] = [own] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, own, group=group)
+    ranks = dist.get_process_group_ranks(group)
+    failed = [
+        (rank, raised)
+        for rank, (raised, _) in zip(ranks, gathered, strict=True)
+        if raised is not None
+    ]
+    if failed:
+        rank, first = failed[0]
+        is_alike = all(str(raised) == str(first) for _, raised in failed)
+        # A `RankError` names the rank already.
+        if not isinstance(first, RankError) and not (is_alike and len(failed) == len(gathered)):
+            first = type(first)(f"{first} (found on rank {rank})")
+        raise _on_all_ranks(first)
+    for name, expected in gathered[0][1].items():
+        for rank, (_, facts_there) in zip(ranks, gathered, strict=True):
+            if facts_there.get(name) != expected:
+                line, line_there = _first_difference(expected, str(facts_there.get(name)))
+                raise _on_all_ranks(
+                    ConfigError(
+                        f"{name} differs between ranks: rank {ranks[0]} has {line}, rank {rank} "
+                        f"has {line_there}; give all ranks the same"
+                    )
+                )
+
+
+class agreeing(AbstractContextManager[dict[str, str]]):
+    """Run a block of local work, then `agree` on the error it raised and the facts it found.
+
+    The block puts its facts into a dict. An error that isn't a `TwoDError` becomes a `ConfigError`
+    with the same text, because the other ranks must raise it too.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._facts: dict[str, str] = {}
+
+    def __enter__(self) -> dict[str, str]:
+        return self._facts
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            agree(self._group, facts=self._facts)
+        elif isinstance(error, Exception):
+            agree(self._group, error=as_ours(error, ConfigError))
+
+
+def as_ours(error: Exception, kind: type[TwoDError]) -> TwoDError:
+    """``error`` if it is a `TwoDError`, else a ``kind`` with its text, for other ranks to raise.
+
+    Example:
+        >>> from torchrec_2dsp.comms.alarm import as_ours
+        >>> from torchrec_2dsp.errors import SyncError
+        >>> as_ours(ValueError("no such row"), SyncError)
+        SyncError('ValueError: no such row')
+    """
+    if isinstance(error, TwoDError):
+        return error
+    converted = kind(f"{type(error).__name__}: {error}")
+    converted.__cause__ = error
+    return converted
+
+
+def _on_all_ranks(error: TwoDError) -> TwoDError:
+    error.is_on_all_ranks = True
+    return error
+
+
+def _first_difference(first: str, second: str, limit: int = 300) -> tuple[str, str]:
+    """The first lines in which two texts differ, cut to ``limit`` characters."""
+    lines = zip_longest(first.splitlines(), second.splitlines(), fillvalue="nothing")
+    pair = next(((a.strip(), b.strip()) for a, b in lines if a != b), (first, second))
+    return pair[0][:limit], pair[1][:limit]
+
 
 _BITS = 15
 """The bits that count the ranks which give a signal; there have to be fewer than 32,768 ranks."""
@@ -101,3 +205,108 @@ class Check:
         if 0 < counts[Signal.OUTSIDE] < dist.get_world_size(group):
             raise board.explain()
         return counts
+
+
+T = TypeVar("T")
+
+
+class BatchesInStep(Iterator[T], Generic[T]):
+    """Gives a batch when all ranks have one, and ends when none has.
+
+    If only some ranks have a batch, or a loader fails, all ranks raise an error that names the
+    rank, before any of them trains the next batch. Each batch is taken from the loader before the
+    previous one is trained, so the messages between ranks overlap with training.
+    """
+
+    def __init__(self, batches: Iterable[T], alarm: Alarm) -> None:
+        """
+        Args:
+            batches: the batches of this rank.
+            alarm: the alarm of all ranks.
+        """
+        self._batches = iter(batches)
+        self._alarm = alarm
+        self._taken: list[T] = []
+        self._check: Check | None = None
+        self._error: BaseException | None = None
+        self._num_given = 0
+        self._has_ended = False
+
+    def __next__(self) -> T:
+        """The next batch.
+
+        Collectives:
+            An all-reduce of 8 bytes for the batch after this one, not waited for.
+        """
+        if self._error is not None and self._check is None:
+            raise self._error
+        if self._has_ended:
+            raise StopIteration
+        if self._check is None:
+            self._take()
+        self._settle()
+        batch = self._taken.pop()
+        self._num_given += 1
+        self._take()
+        return batch
+
+    def stop(self) -> list[T]:
+        """Take no more batches; return the one taken ahead in a list, if all ranks have one."""
+        if self._has_ended or self._check is None:
+            return []
+        try:
+            self._settle()
+        except StopIteration:
+            return []
+        self._has_ended = True
+        return self._taken
+
+    def _take(self) -> None:
+        """Take a batch from the loader, and tell the other ranks whether there was one."""
+        activity, signal, error = self._alarm.board.activity, Signal.READY, None
+        before = activity.phase
+        activity.begin(f"the loader, for batch {self._num_given + 1}")
+        try:
+            self._taken.append(next(self._batches))
+        except StopIteration:
+            signal = Signal.ENDED
+        except Exception as raised:
+            self._error = raised
+            rank = dist.get_rank()
+            text = f"{name_of(rank)} failed {activity}: {described(raised)}"
+            error = RankError(text, (rank,))
+        self._check = self._alarm.check(error, signal)
+        activity.phase = before
+
+    def _settle(self) -> None:
+        """Wait for the other ranks; return if all have taken a batch, else raise."""
+        assert self._check is not None
+        check, self._check = self._check, None
+        try:
+            counts = check.wait()
+        except TwoDError as shared_error:
+            self._error = self._error or shared_error
+            raise self._error from (None if shared_error is self._error else shared_error)
+        num_ranks = dist.get_world_size(self._alarm.group)
+        if counts[Signal.READY] == num_ranks:
+            return
+        self._has_ended = True
+        if counts[Signal.ENDED] == num_ranks:
+            raise StopIteration
+        self._error = self._out_of_step(counts, num_ranks)
+        raise self._error
+
+    def _out_of_step(self, counts: dict[Signal, int], num_ranks: int) -> RankError:
+        if counts[Signal.READY] + counts[Signal.ENDED] < num_ranks:
+            return self._alarm.board.explain()
+        has_batch: list[bool] = [False] * num_ranks
+        dist.all_gather_object(has_batch, bool(self._taken), group=self._alarm.group)
+        ended = tuple(rank for rank in range(num_ranks) if not has_batch[rank])
+        others = [rank for rank in range(num_ranks) if has_batch[rank]]
+        error = RankError(
+            f"no batch is left after {self._num_given} for {name_of(*ended)}, but one for "
+            f"{name_of(*others)}; give all ranks the same number of batches: drop or pad the rest",
+            ended,
+        )
+        error.is_on_all_ranks = True
+        return error

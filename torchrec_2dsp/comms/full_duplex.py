@@ -1,13 +1,4 @@
-"""A gloo backend whose all-to-all sends and receives at the same time.
-
-Gloo's own all-to-all posts a send before the receive that answers it, and two hosts then often
-take turns: the exchange takes twice as long as the link needs. Here all receives are posted before
-the first send. The backend is gloo in all other respects. Its name is registered on first use:
-
-    from torchrec_2dsp.comms.full_duplex import full_duplex_backend
-
-    torch.distributed.init_process_group(full_duplex_backend())
-"""
+"""What an all-to-all sends to each rank, and whether sizes and types fit."""
 
 import sys
 import threading
@@ -22,10 +13,115 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from torchrec_2dsp._compat.c10d import is_dispatch_watched, timeout_of_gloo
+from torchrec_2dsp._compat.c10d import is_dispatch_watched, pass_on_to, tensors_in, timeout_of_gloo
 from torchrec_2dsp.comms.counting import note
-from torchrec_2dsp.comms.exchange_parts import check_own_parts, parts_of
-from torchrec_2dsp.comms.gloo_group import GlooGroup
+
+
+def parts_of(tensor: torch.Tensor, sizes: Sequence[int], num_ranks: int) -> Sequence[torch.Tensor]:
+    """One part of the first dimension per rank, sharing memory with ``tensor``."""
+    num_rows = tensor.shape[0] if tensor.dim() else 1
+    if not sizes and (num_rows % num_ranks or not tensor.dim()):
+        raise RuntimeError(
+            f"Tensor's dim 0 of shape {tuple(tensor.shape)} does not divide equally across group "
+            f"size {num_ranks}; pass split sizes"
+        )
+    if not sizes:
+        sizes = [num_rows // num_ranks] * num_ranks
+    if len(sizes) != num_ranks:
+        raise RuntimeError(
+            f"Number of tensor splits not equal to group size: {len(sizes)} for {num_ranks} ranks; "
+            "pass one size per rank"
+        )
+    if sum(sizes) != num_rows or min(sizes) < 0:
+        raise RuntimeError(
+            f"Split sizes doesn't match total dim 0 size: {list(sizes)} for {num_rows}; "
+            "pass sizes of zero or more that add up to it"
+        )
+    return tensor.detach().split_with_sizes(list(sizes))
+
+
+def check_own_parts(received: torch.Tensor, sent: torch.Tensor) -> None:
+    """Raise unless what a rank keeps fits the place that it has for it."""
+    if received.dtype != sent.dtype:
+        raise ValueError(
+            f"tensors of different dtypes: {received.dtype} and {sent.dtype}; convert one"
+        )
+    if received.numel() != sent.numel():
+        raise RuntimeError(
+            f"this rank sends {sent.numel()} elements to itself and expects {received.numel()}; "
+            "give its own parts the same size"
+        )
+
+
+class GlooGroup(dist.ProcessGroup):
+    """Passes every operation on to gloo.
+
+    Every operation that torch calls on a Python class is passed on by Python. `ProcessGroup`'s own
+    ones hold the interpreter's lock, and sometimes wait forever for a gloo thread that needs this
+    lock to free a tensor.
+
+    Args:
+        gloo: the group that does the work. It must not be used otherwise.
+    """
+
+    def __init__(self, gloo: dist.ProcessGroupGloo) -> None:
+        super().__init__(gloo.rank(), gloo.size())  # type: ignore[call-arg]
+        self._gloo: Any = gloo  # torch's stubs leave out its send and recv
+        pass_on_to(self, gloo)
+
+    def getBackendName(self) -> str:
+        """The name in logs and profiles."""
+        return "gloo"
+
+
+def _input_bytes(self: GlooGroup, name: str, arguments: tuple[Any, ...]) -> int:
+    """The size of this rank's input."""
+    if name in ("barrier", "recv"):
+        return 0
+    if name == "broadcast" and arguments[1].rootRank != self.rank():
+        return 0
+    inputs = arguments[1] if name in ("allgather", "reduce_scatter") else arguments[0]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(inputs))
+
+
+def _passed_on(name: str, op: str) -> Callable[..., dist.Work]:
+    def operation(self: GlooGroup, *arguments: Any, **options: Any) -> dist.Work:
+        note(op, self, _input_bytes(self, name, arguments))
+        return getattr(self._gloo, name)(*arguments, **options)
+
+    return operation
+
+
+for _name, _op in {
+    "allgather": "all_gather",
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce_coalesced",
+    "barrier": "barrier",
+    "broadcast": "broadcast",
+    "recv": "recv",
+    "reduce_scatter": "reduce_scatter",
+    "send": "send",
+}.items():
+    setattr(GlooGroup, _name, _passed_on(_name, _op))
+
+
+def _all_to_all_single(
+    self: GlooGroup,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Any,
+    input_split_sizes: Any,
+    opts: Any = None,
+) -> dist.Work:
+    note("all_to_all_single", self, input.numel() * input.element_size())
+    opts = dist.AllToAllOptions() if opts is None else opts
+    return self._gloo.alltoall_base(output, input, output_split_sizes, input_split_sizes, opts)
+
+
+# Callers that are written for torch before 2.13 use the second name.
+for _name in ("all_to_all_single", "alltoall_base"):
+    setattr(GlooGroup, _name, _all_to_all_single)
+
 
 _NAME = "gloo_full_duplex"
 

@@ -10,18 +10,26 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from types import TracebackType
 from typing import TypeVar
 
 import torch.distributed as dist
 
 from torchrec_2dsp._compat.c10d import own_connection, store_of_world
-from torchrec_2dsp.comms.activity import Activity
-from torchrec_2dsp.comms.notice import Notice, Standing, blame, decoded_verdict, encoded_verdict
-from torchrec_2dsp.errors import RankError
+from torchrec_2dsp.comms.notice import (
+    Activity,
+    Notice,
+    Standing,
+    blame,
+    decoded_verdict,
+    encoded_verdict,
+)
+from torchrec_2dsp.errors import RankError, TwoDError
 
 T = TypeVar("T")
 _ANSWER_S = 2.0
@@ -254,3 +262,80 @@ def described(error: BaseException) -> str:
 
 def _key(rank: int) -> str:
     return f"{_PREFIX}notice/{rank}"
+
+
+_OF_GLOO = re.compile(
+    r"/gloo/\S*:\d+\]|Connection (closed|reset) by peer|pair closure|an all-to-all isn't over"
+    r"|all-to-all with rank"
+)
+"""Texts of gloo's errors, which are bare ``RuntimeError``s, and of the full-duplex all-to-all's."""
+
+
+def is_broken_connection(error: BaseException) -> bool:
+    """Whether an exception, or one that caused it, comes from a failed collective.
+
+    Example:
+        >>> from torchrec_2dsp.comms.notice_board import is_broken_connection
+        >>> is_broken_connection(RuntimeError("[/t/gloo/pair.cc:5] Connection closed by peer"))
+        True
+        >>> is_broken_connection(RuntimeError("shape '[2, 3]' is invalid for input of size 5"))
+        False
+    """
+    return any(
+        isinstance(cause, dist.DistError)
+        or (isinstance(cause, RuntimeError) and _OF_GLOO.search(str(cause)) is not None)
+        for cause in causes_of(error)
+    )
+
+
+def causes_of(error: BaseException) -> Iterator[BaseException]:
+    """The exception itself, then the one that caused it, and so on."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+
+
+class naming_faults(AbstractContextManager[None]):
+    """A context whose errors tell which rank failed.
+
+    A broken connection becomes a `RankError` that names the rank, after all ranks were asked. This
+    rank's own error is raised as it is, and posted for the other ranks.
+    """
+
+    def __init__(self, board: NoticeBoard, phase: str | None = None) -> None:
+        """
+        Args:
+            board: the notice board of the world.
+            phase: what the block does; `None` if it does several things.
+        """
+        self._board, self._phase = board, phase
+
+    def __enter__(self) -> None:
+        self._board.raise_failure()
+        if self._phase is not None:
+            self._board.activity.begin(self._phase)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            if self._phase is not None:
+                self._board.activity.phase = f"after {self._phase}"
+        elif is_broken_connection(error) and not _is_explained(error):
+            raise self._board.explain(error) from error
+        elif not (isinstance(error, StopIteration) or _is_explained(error)):
+            self._board.fail(error)
+
+
+def _is_explained(error: BaseException) -> bool:
+    """Whether the other ranks know of the error already."""
+    return any(
+        isinstance(cause, RankError) or (isinstance(cause, TwoDError) and cause.is_on_all_ranks)
+        for cause in causes_of(error)
+    )

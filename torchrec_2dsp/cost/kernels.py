@@ -1,6 +1,6 @@
 """`Kernels`: the time that work on a rank's rows takes on some machines."""
 
-from torchrec_2dsp.codecs.transport import Transport
+from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.cost.coefficients import BagCost, CalibrationPart, KernelCost
 
 _PASSES = {

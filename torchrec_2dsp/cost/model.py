@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from torchrec_2dsp.codecs.transport import Transport
+from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.coefficients import KernelCost
 from torchrec_2dsp.cost.loads import Loads, Ranks
@@ -19,7 +19,7 @@ from torchrec_2dsp.cost.span import Span
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import add_table
 from torchrec_2dsp.cost.workload import DenseWork, Workload
-from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
 

@@ -9,7 +9,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch.optim import Optimizer
 
 from torchrec_2dsp._compat.torchrec import in_backward_optimizers
-from torchrec_2dsp.optim.moment_scaled import MomentScaledRowWiseAdaGradOptimizer
+from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
 
 STATE_BYTES = 4
 """Bytes of a number of the optimizer state, which is fp32."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torchrec.distributed.types import ShardingType
 
-from torchrec_2dsp.codecs.transport import Transport
+from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.cost.loads import Loads, Ranks
 from torchrec_2dsp.cost.workload import TableWork, Workload
 from torchrec_2dsp.plan.parameter_sharding import Exchange, ParameterSharding2D, base_type

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from torchrec_2dsp.codecs.transport import Transport
+from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.cost.loads import Loads, Ranks
 from torchrec_2dsp.cost.placed import FLOAT_BYTES, KEY_BYTES, Placed
 from torchrec_2dsp.cost.span import Span

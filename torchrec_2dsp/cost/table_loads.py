@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 from torchrec.distributed.types import ShardingType
 
-from torchrec_2dsp.codecs.transport import Transport
+from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.cost.loads import Loads, Ranks
 from torchrec_2dsp.cost.placed import (
     FLOAT_BYTES,

@@ -15,14 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 from torchrec.distributed.types import ShardingEnv
 
-from torchrec_2dsp._compat.data_parallel import (
+from torchrec_2dsp._compat.ddp import (
     DataParallelWrapper,
     DefaultDataParallelWrapper,
     DistributedModelParallel,
     data_parallel_module,
 )
-from torchrec_2dsp.comms.agreement import agree, agreeing
-from torchrec_2dsp.comms.own_group import own_group
+from torchrec_2dsp.comms.alarm import agree, agreeing
+from torchrec_2dsp.comms.groups import own_group
 from torchrec_2dsp.dense.dense_parts import group_of
 from torchrec_2dsp.dense.gradient_sums import GradientReport, UnusedParameters
 from torchrec_2dsp.errors import ConfigError, SyncError

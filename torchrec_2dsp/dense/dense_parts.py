@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchrec.distributed.types import ShardedModule, ShardingEnv
 
-from torchrec_2dsp.comms.own_group import own_mesh
+from torchrec_2dsp.comms.groups import own_mesh
 from torchrec_2dsp.errors import ConfigError
 
 

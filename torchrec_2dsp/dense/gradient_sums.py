@@ -9,9 +9,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from torchrec_2dsp.codecs.flat import FlatCodec
-from torchrec_2dsp.codecs.sparse import Entries, SparseCodec
-from torchrec_2dsp.codecs.threshold import largest
+from torchrec_2dsp.codecs.rows import FlatCodec
+from torchrec_2dsp.codecs.sparse import Entries, SparseCodec, largest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +154,7 @@ class BucketSize:
             owners add up.
 
             >>> import torch
-            >>> from torchrec_2dsp.codecs.flat import FlatCodec
+            >>> from torchrec_2dsp.codecs.rows import FlatCodec
             >>> from torchrec_2dsp.codecs.rows import FloatRows
             >>> from torchrec_2dsp.dense.gradient_sums import BucketSize, GradientRoute
             >>> for num_ranks in (4, 64):

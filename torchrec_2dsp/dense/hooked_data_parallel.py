@@ -15,13 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 from torchrec.distributed.types import ShardingEnv
 
-from torchrec_2dsp._compat.data_parallel import (
+from torchrec_2dsp._compat.ddp import (
     DataParallelWrapper,
     DefaultDataParallelWrapper,
     DistributedModelParallel,
     data_parallel_module,
 )
-from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.dense.dense_parts import group_of
 from torchrec_2dsp.errors import ConfigError
 

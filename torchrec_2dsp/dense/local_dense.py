@@ -9,17 +9,14 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 from torchrec.distributed.types import ShardingEnv
 
-from torchrec_2dsp._compat.data_parallel import (
+from torchrec_2dsp._compat.ddp import (
     DataParallelWrapper,
     DistributedModelParallel,
     wrapped_module,
 )
-from torchrec_2dsp.codecs.error_feedback import ErrorFeedback
-from torchrec_2dsp.codecs.flat import FlatCodec
-from torchrec_2dsp.codecs.sparse import Entries
-from torchrec_2dsp.codecs.threshold import Threshold, ThresholdRule
-from torchrec_2dsp.codecs.transport import Transport
-from torchrec_2dsp.comms.agreement import agree, agreeing
+from torchrec_2dsp.codecs.rows import FlatCodec, Transport
+from torchrec_2dsp.codecs.sparse import Entries, ErrorFeedback, Threshold, ThresholdRule
+from torchrec_2dsp.comms.alarm import agree, agreeing
 from torchrec_2dsp.dense.dense_parts import broadcast_weights, dense_parts, group_of
 from torchrec_2dsp.dense.gradient_sums import BucketSize, GatheredSum, GradientReport, GradientRoute
 from torchrec_2dsp.errors import ConfigError, SyncError

@@ -19,13 +19,13 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torchrec.distributed.types import LazyAwaitable, ShardingEnv
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
-from torchrec_2dsp._compat.data_parallel import (
+from torchrec_2dsp._compat.ddp import (
     DataParallelWrapper,
     DistributedModelParallel,
     wrapped_module,
 )
 from torchrec_2dsp._compat.torchrec import get_local_size
-from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.dense.dense_parts import (
     broadcast_weights,
     check_num_copies,
@@ -35,7 +35,7 @@ from torchrec_2dsp.dense.dense_parts import (
     shares_of,
 )
 from torchrec_2dsp.errors import ConfigError, UnsupportedError
-from torchrec_2dsp.mesh.dense_mesh import DenseMesh
+from torchrec_2dsp.mesh import DenseMesh
 
 
 class JointBatch:

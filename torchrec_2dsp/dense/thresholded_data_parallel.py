@@ -14,17 +14,16 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.types import ShardingEnv
 
-from torchrec_2dsp._compat.data_parallel import (
+from torchrec_2dsp._compat.ddp import (
     DataParallelWrapper,
     DefaultDataParallelWrapper,
     DistributedModelParallel,
     data_parallel_module,
     data_parallel_tables,
 )
-from torchrec_2dsp.codecs.flat import FlatCodec
-from torchrec_2dsp.codecs.threshold import ThresholdRule
-from torchrec_2dsp.codecs.transport import Transport
-from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.codecs.rows import FlatCodec, Transport
+from torchrec_2dsp.codecs.sparse import ThresholdRule
+from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.dense.dense_parts import group_of
 from torchrec_2dsp.dense.gradient_sums import GradientReport, GradientRoute
 from torchrec_2dsp.dense.thresholded_gradients import ThresholdedGradients, ThresholdSettings

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchrec_2dsp.codecs.error_feedback import ErrorFeedback
-from torchrec_2dsp.codecs.flat import FlatCodec
-from torchrec_2dsp.codecs.sparse import Entries
-from torchrec_2dsp.codecs.threshold import Threshold, ThresholdRule
-from torchrec_2dsp.comms.agreement import agree
+from torchrec_2dsp.codecs.rows import FlatCodec
+from torchrec_2dsp.codecs.sparse import Entries, ErrorFeedback, Threshold, ThresholdRule
+from torchrec_2dsp.comms.alarm import agree
 from torchrec_2dsp.dense.gradient_sums import (
     BucketSize,
     GatheredSum,

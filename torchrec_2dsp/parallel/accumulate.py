@@ -6,10 +6,10 @@ from typing import TypeVar
 
 from torch import nn
 
-from torchrec_2dsp._compat.data_parallel import data_parallel_parts, has_synced
-from torchrec_2dsp.comms.agreement import agreeing
-from torchrec_2dsp.comms.naming_faults import naming_faults
-from torchrec_2dsp.comms.world_groups import world_group
+from torchrec_2dsp._compat.ddp import data_parallel_parts, has_synced
+from torchrec_2dsp.comms.alarm import agreeing
+from torchrec_2dsp.comms.groups import world_group
+from torchrec_2dsp.comms.notice_board import naming_faults
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.shard.parted import sharded_tables
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from torchrec_2dsp.comms.alarm import Signal
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
-from torchrec_2dsp.comms.naming_faults import naming_faults
+from torchrec_2dsp.comms.notice_board import naming_faults
 from torchrec_2dsp.shard.parted import groups_of
 
 P = ParamSpec("P")

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.types import ModuleSharder
 
-from torchrec_2dsp.comms.world_groups import world_group
-from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.comms.groups import world_group
+from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.planner.planner2d import Planner2D

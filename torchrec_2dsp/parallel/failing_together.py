@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from torchrec_2dsp.comms.alarm import Signal
-from torchrec_2dsp.comms.batches_in_step import BatchesInStep
-from torchrec_2dsp.comms.naming_faults import naming_faults
+from torchrec_2dsp.comms.alarm import BatchesInStep, Signal
+from torchrec_2dsp.comms.notice_board import naming_faults
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.shard.parted import groups_of

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torchrec_2dsp.access.counter import RowCounter
 from torchrec_2dsp.access.hot_set import HotSet
-from torchrec_2dsp.comms.world_groups import world_group
+from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 

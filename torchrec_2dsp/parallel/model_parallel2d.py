@@ -14,19 +14,18 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_2dsp._compat.torchrec import DMPCollectionContext, get_local_size
 from torchrec_2dsp.access.hot_set import HotSet
-from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.comms.alarm import agreeing
+from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
-from torchrec_2dsp.comms.naming_faults import naming_faults
-from torchrec_2dsp.comms.world_groups import world_group
+from torchrec_2dsp.comms.notice_board import naming_faults
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
-from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
+from torchrec_2dsp.mesh import Mesh2D, RankLayout
 from torchrec_2dsp.parallel.arguments import checked_plan, describe_sharder
 from torchrec_2dsp.parallel.called_by_all import calling_together
 from torchrec_2dsp.parallel.default_plan import plan_by_default
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.serialize import to_json
-from torchrec_2dsp.replicas.sync_reason import SyncReason
-from torchrec_2dsp.replicas.sync_report import SyncReport
+from torchrec_2dsp.replicas.sync_report import SyncReason, SyncReport
 from torchrec_2dsp.shard.default_sharders import get_default_sharders
 from torchrec_2dsp.shard.parted import sharded_tables
 from torchrec_2dsp.shard.tables import Tables2D

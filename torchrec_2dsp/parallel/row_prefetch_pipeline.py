@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch.profiler import record_function
 from torchrec.streamable import Pipelineable
 
-from torchrec_2dsp._compat.train_pipeline import OpenTrainPipeline
-from torchrec_2dsp.comms.batches_in_step import BatchesInStep
+from torchrec_2dsp._compat.shardings import OpenTrainPipeline
+from torchrec_2dsp.comms.alarm import BatchesInStep
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
-from torchrec_2dsp.comms.naming_faults import naming_faults
+from torchrec_2dsp.comms.notice_board import naming_faults
 from torchrec_2dsp.shard.parted import (
     PrefetchedBatch,
     groups_of,

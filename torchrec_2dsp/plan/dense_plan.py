@@ -4,8 +4,7 @@ import enum
 from dataclasses import dataclass, field
 
 from torchrec_2dsp.errors import PlanError
-from torchrec_2dsp.mesh.dense_mesh import DenseMesh
-from torchrec_2dsp.mesh.mesh2d import RankLayout
+from torchrec_2dsp.mesh import DenseMesh, RankLayout
 
 
 class DenseKind(enum.Enum):
@@ -29,7 +28,7 @@ class DensePlan:
     """A wrapper and its settings.
 
     Example:
-        >>> from torchrec_2dsp.mesh.dense_mesh import DenseMesh
+        >>> from torchrec_2dsp.mesh import DenseMesh
         >>> from torchrec_2dsp.plan.dense_plan import DenseKind, DensePlan
         >>> mesh = DenseMesh.for_world(8, pp=4)
         >>> str(DensePlan(kind=DenseKind.PIPELINED, mesh=mesh, num_micro_batches=8, cuts=(2, 4, 7)))

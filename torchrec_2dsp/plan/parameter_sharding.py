@@ -7,9 +7,9 @@ from typing import Any
 from torchrec.distributed.types import ParameterSharding, ShardingType
 
 from torchrec_2dsp.access.hot_set import HotSet
-from torchrec_2dsp.codecs.transport import Transport
+from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.errors import PlanError
-from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.row_owners import RowOwners
 from torchrec_2dsp.plan.sync_config import SyncConfig
 

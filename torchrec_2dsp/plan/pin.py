@@ -11,9 +11,9 @@ from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import ShardingType
 
 from torchrec_2dsp.access.hot_set import HotSet
-from torchrec_2dsp.codecs.transport import Transport
+from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.errors import PlanError
-from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import (
     Exchange,
     ParameterSharding2D,

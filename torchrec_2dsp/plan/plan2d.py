@@ -12,7 +12,7 @@ from torchrec.distributed.types import (
 )
 
 from torchrec_2dsp.errors import PlanError
-from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.checks.fits_mesh import check_fits_mesh
 from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D, ProposedType
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig

@@ -7,8 +7,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.modules.embedding_configs import DataType
 
-from torchrec_2dsp.codecs.transport import Transport
-from torchrec_2dsp.mesh.mesh2d import RankLayout
+from torchrec_2dsp.codecs.rows import Transport
+from torchrec_2dsp.mesh import RankLayout
 from torchrec_2dsp.plan.parameter_sharding import Exchange, ShardingType2D
 from torchrec_2dsp.plan.row_owners import RowOwners
 

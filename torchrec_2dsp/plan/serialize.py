@@ -13,9 +13,9 @@ from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.modules.embedding_configs import DataType
 
 from torchrec_2dsp.access.hot_set import HotSet
-from torchrec_2dsp.codecs.transport import Transport
+from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.errors import PlanError, UnsupportedError
-from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.record import (

@@ -4,7 +4,7 @@ import enum
 from dataclasses import dataclass, fields
 from typing import Any
 
-from torchrec_2dsp.codecs.transport import Transport
+from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.sync_policy import After, Every, Never, SyncPolicy
 

@@ -6,7 +6,7 @@ from typing import Literal, TypeVar
 
 from torchrec.distributed.planner.types import ParameterConstraints
 
-from torchrec_2dsp.codecs.transport import Transport
+from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.parameter_sharding import Exchange
 

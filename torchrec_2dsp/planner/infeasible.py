@@ -10,7 +10,7 @@ from torchrec.distributed.planner.types import (
     Storage,
 )
 
-from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.mesh import Mesh2D
 
 REMEDY = (
     "use a larger group_size, reserve a smaller share of the memory (storage_reservation), or "

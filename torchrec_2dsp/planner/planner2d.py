@@ -23,13 +23,13 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
-from torchrec_2dsp._compat.planner import OpenPlanner
+from torchrec_2dsp._compat.torchrec import OpenPlanner
 from torchrec_2dsp.access.stats import AccessStats
-from torchrec_2dsp.codecs.transport import Transport
+from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.errors import ConfigError, PlanError, TwoDError
-from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.checks.table_configs import check_tables
 from torchrec_2dsp.plan.pin import with_transport
 from torchrec_2dsp.plan.plan2d import Plan2D

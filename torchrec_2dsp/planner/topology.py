@@ -14,7 +14,7 @@ from torchrec.distributed.utils import get_device_type
 
 from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.errors import ConfigError, UnsupportedError
-from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.mesh import Mesh2D
 
 
 def world_topology(mesh: Mesh2D, device_type: str | None = None) -> Topology:

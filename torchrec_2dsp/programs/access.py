@@ -15,7 +15,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_2dsp.access.counter import RowCounter
 from torchrec_2dsp.access.stats import AccessStats
-from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.programs.data.dataset import Split, open_together
 from torchrec_2dsp.programs.data.logs.ids import MISSING_ROW, collision_rate, values_behind
 from torchrec_2dsp.programs.data.logs.sections import (

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from torchrec_2dsp.comms.world_groups import leave_world
+from torchrec_2dsp.comms.groups import leave_world
 from torchrec_2dsp.errors import ConfigError
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3

@@ -17,7 +17,7 @@ from torchrec_2dsp._compat.fbgemm import (
 )
 from torchrec_2dsp._compat.torchrec import get_gradient_division
 from torchrec_2dsp.codecs.rows import EXACT, RowCodec
-from torchrec_2dsp.comms.peers import Peers
+from torchrec_2dsp.comms.mesh_groups import Peers
 from torchrec_2dsp.errors import SyncError, UnsupportedError
 from torchrec_2dsp.replicas.exchange import (
     Announcement,

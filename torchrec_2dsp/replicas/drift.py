@@ -6,8 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from torchrec_2dsp.comms.agreement import as_ours
-from torchrec_2dsp.comms.alarm import Alarm
+from torchrec_2dsp.comms.alarm import Alarm, as_ours
 from torchrec_2dsp.errors import SyncError, TwoDError
 
 _ROWS_AT_A_TIME = 2**13

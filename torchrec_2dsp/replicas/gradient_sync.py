@@ -11,14 +11,12 @@ import torch
 from torch.profiler import record_function
 
 from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
-from torchrec_2dsp.comms.agreement import as_ours
-from torchrec_2dsp.comms.alarm import Alarm, Check
+from torchrec_2dsp.comms.alarm import Alarm, Check, as_ours
 from torchrec_2dsp.errors import SyncError, TwoDError
 from torchrec_2dsp.replicas.capture import RowCapture
 from torchrec_2dsp.replicas.drift import DriftCheck
 from torchrec_2dsp.replicas.exchange import PendingGradients
-from torchrec_2dsp.replicas.sync_reason import SyncReason
-from torchrec_2dsp.replicas.sync_report import SyncReport
+from torchrec_2dsp.replicas.sync_report import SyncReason, SyncReport
 from torchrec_2dsp.rows.direct_update import DirectUpdater, rule_for
 from torchrec_2dsp.rows.gradients import RowGradients
 from torchrec_2dsp.rows.update import RowUpdater

@@ -1,6 +1,12 @@
-"""`RowAverage`: average the touched rows of table shards over the ranks that hold copies."""
+"""What peers send of their changed rows, and how the average of all copies is computed.
 
-from collections.abc import Callable, Sequence
+Two peers send values, whose average has the bits of a dense average. With more peers, or in a
+shorter form, they send changes since the last sync, after which every peer has the same values. The
+average is these values plus the mean of the changes, so that the work grows with the number of
+changes, and not of copies.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -8,15 +14,230 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from torchrec_2dsp.comms.agreement import as_ours
-from torchrec_2dsp.comms.alarm import Alarm
+from torchrec_2dsp.codecs.rows import EXACT
+from torchrec_2dsp.comms.alarm import Alarm, as_ours
+from torchrec_2dsp.comms.collectives import Arriving, Packed, pack, start_all_gather_ragged, unpack
 from torchrec_2dsp.errors import SyncError, TwoDError
-from torchrec_2dsp.replicas.average_transfer import AverageTransfer, messages, range_ends
-from torchrec_2dsp.replicas.row_copies import SentRows, all_finite, average_rows, rows_to_send
 from torchrec_2dsp.replicas.sync_report import SyncReport
-from torchrec_2dsp.replicas.synced_shard import SyncedShard
-from torchrec_2dsp.replicas.touched import Changed
+from torchrec_2dsp.replicas.synced_shard import Changed, StateRule, SyncedShard
 from torchrec_2dsp.replicas.whole_shard import average_whole_shard
+from torchrec_2dsp.rows.gradients import RowSum
+
+
+@dataclass(frozen=True)
+class SentRows:
+    """The rows of a shard that one peer has changed, and what it sends of them."""
+
+    rows: torch.Tensor
+    """The row ids, ascending."""
+    values: tuple[torch.Tensor, ...]
+    """For each tensor of the shard, these rows' values or changes."""
+
+    def part(self, places: slice) -> "SentRows":
+        """The rows at these places."""
+        return SentRows(self.rows[places], tuple(value[places] for value in self.values))
+
+
+def _sends_change(shard: SyncedShard, index: int, num_peers: int) -> bool:
+    """Whether changes of a tensor are sent instead of values; a maximum needs values."""
+    return shard.codecs[index] is not None or (
+        num_peers > 2 and shard.rules[index] is StateRule.AVERAGE
+    )
+
+
+def all_finite(shard: SyncedShard, values: Sequence[torch.Tensor]) -> bool:
+    """Whether all that is sent of a shard is finite when it comes."""
+    return all(
+        (EXACT if codec is None else codec).all_finite(value)
+        for codec, value in zip(shard.codecs, values, strict=True)
+        if codec is not None or value.is_floating_point()
+    )
+
+
+def rows_to_send(shard: SyncedShard, changed: Changed, num_peers: int) -> SentRows:
+    """The changed rows of a shard, as they are sent."""
+    sent = []
+    parts = zip(shard.touched.tensors, changed.bases, shard.codecs, shard.dims, strict=True)
+    for index, (tensor, base, codec, dim) in enumerate(parts):
+        value = tensor.index_select(0, changed.rows)
+        if _sends_change(shard, index, num_peers):
+            value = value - base
+        if codec is not None:
+            value = codec.encode(value.float().view(len(value), dim))
+        sent.append(value)
+    return SentRows(changed.rows, tuple(sent))
+
+
+def average_rows(shard: SyncedShard, own: Changed, peers: Sequence[SentRows]) -> int:
+    """Write the average of all rows that a peer has changed, and return how many there are.
+
+    Args:
+        shard: this rank's shard.
+        own: the rows that this rank has changed.
+        peers: what all peers have sent, in an order that is the same on every rank.
+    """
+    by_row = RowSum(torch.cat([peer.rows for peer in peers]))
+    rows = by_row.keys
+    places = by_row.places().split([peer.rows.numel() for peer in peers])
+    for index, (tensor, own_base) in enumerate(zip(shard.touched.tensors, own.bases, strict=True)):
+        tensor.index_copy_(0, own.rows, own_base)
+        base = tensor.index_select(0, rows)
+        sent = [peer.values[index] for peer in peers]
+        if _sends_change(shard, index, len(peers)):
+            codec, dim = shard.codecs[index] or EXACT, shard.dims[index]
+            changes = torch.cat(sent)
+            changes = changes.view(len(changes), codec.columns(dim))
+            total = by_row.of(codec.decode(changes, dim)).view_as(base)
+            average = (total.div_(len(peers)) + base).to(tensor.dtype)
+        else:
+            copies = [base.index_copy(0, *peer) for peer in zip(places, sent, strict=True)]
+            average = shard.rules[index].combine(copies)
+        tensor.index_copy_(0, rows, average)
+    return rows.numel()
+
+
+_RANGE_BYTES = 2 * 2**20
+"""The size of a shard's range. Rows are sent singly if at most about a fifth of them has changed;
+what all copies have changed of a range is smaller."""
+
+_MAX_RANGES = 256
+"""The most ranges of a shard, because every rank tells its peers a count for each."""
+
+_MESSAGE_BYTES = 2**20
+"""The bytes, from all peers together, that are worth a message of their own: with fewer, the
+overhead of a message is more than what using it early saves."""
+
+
+class Piece(NamedTuple):
+    """The changed rows of a shard's ranges that are sent together."""
+
+    shard: int
+    """The shard's place in the list of shards."""
+    counts: tuple[int, ...]
+    """For each peer, how many rows of these ranges it has changed."""
+
+
+def range_ends(shard: SyncedShard) -> torch.Tensor:
+    """For each range of a shard, the row after its last one, the same for all copies."""
+    num_bytes = sum(tensor.nbytes for tensor in shard.touched.tensors)
+    num_ranges = min(max(1, num_bytes // _RANGE_BYTES), _MAX_RANGES)
+    numbers = torch.arange(1, num_ranges + 1, device=shard.touched.device)
+    return numbers * shard.touched.num_rows // num_ranges
+
+
+def messages(
+    counts: Sequence[Sequence[Sequence[int]]], row_bytes: Sequence[int]
+) -> list[list[Piece]]:
+    """The pieces of each message.
+
+    Args:
+        counts: how many rows have changed, by shard, by range and by peer.
+        row_bytes: the bytes of a row of each shard.
+
+    Example:
+        Two shards and two peers. A range with many changes travels alone, others go together.
+
+        >>> from torchrec_2dsp.replicas.row_average import messages
+        >>> for pieces in messages([[[9000, 8000], [5, 7], [6, 8]], [[1, 0]]], [256, 128]):
+        ...     print(*pieces)
+        Piece(shard=0, counts=(9000, 8000))
+        Piece(shard=0, counts=(11, 15)) Piece(shard=1, counts=(1, 0))
+    """
+    by_message: list[list[Piece]] = []
+    num_bytes = _MESSAGE_BYTES
+    for shard, ranges in enumerate(counts):
+        for peer_counts in ranges:
+            if not any(peer_counts):
+                continue
+            if num_bytes >= _MESSAGE_BYTES:
+                by_message.append([])
+                num_bytes = 0
+            num_bytes += sum(peer_counts) * row_bytes[shard]
+            pieces = by_message[-1]
+            piece = Piece(shard, tuple(peer_counts))
+            if pieces and pieces[-1].shard == shard:
+                before = pieces.pop()
+                piece = Piece(shard, tuple(map(sum, zip(before.counts, peer_counts, strict=True))))
+            pieces.append(piece)
+    return by_message
+
+
+class AverageTransfer:
+    """One message from each peer to all others, on its way."""
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        shards: Sequence[SyncedShard],
+        own: Sequence[SentRows],
+        group: dist.ProcessGroup,
+    ) -> None:
+        """
+        Args:
+            pieces: the pieces of the message.
+            shards: all shards.
+            own: this rank's rows of each piece.
+            group: the peers.
+
+        Collectives:
+            One all-to-all, not waited for.
+        """
+        self._pieces = pieces
+        self._shards = shards
+        self._layouts = [
+            [part for piece in pieces for part in _layout(shards[piece.shard], piece.counts[peer])]
+            for peer in range(dist.get_world_size(group))
+        ]
+        self._rank = dist.get_rank(group)
+        buffer = pack([part for sent in own for part in (sent.rows.int(), *sent.values)])
+        sizes = [sum(part.num_bytes for part in layout) for layout in self._layouts]
+        self._arriving: Arriving = start_all_gather_ragged(buffer, sizes, group)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that this rank sends to others."""
+        return self._arriving.sent.nbytes
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that this rank would send to others besides, were its rows not encoded."""
+        plain = sum(
+            part.num_bytes
+            for piece in self._pieces
+            for part in _layout(
+                self._shards[piece.shard], piece.counts[self._rank], is_encoded=False
+            )
+        )
+        encoded = sum(part.num_bytes for part in self._layouts[self._rank])
+        return (plain - encoded) * (len(self._layouts) - 1)
+
+    def arrived(self) -> Iterator[tuple[Piece, list[SentRows]]]:
+        """Each piece with what every peer has sent of it, after waiting for the message."""
+        received = [
+            iter(unpack(*pair))
+            for pair in zip(self._arriving.by_rank(), self._layouts, strict=True)
+        ]
+        for piece in self._pieces:
+            num_tensors = len(self._shards[piece.shard].rules)
+            yield (
+                piece,
+                [
+                    SentRows(next(parts).long(), tuple(next(parts) for _ in range(num_tensors)))
+                    for parts in received
+                ],
+            )
+
+
+def _layout(shard: SyncedShard, num_rows: int, *, is_encoded: bool = True) -> list[Packed]:
+    """How rows are packed: their ids, then each tensor's rows, as they are or encoded."""
+    values = [
+        Packed((num_rows, *tensor.shape[1:]), tensor.dtype)
+        if codec is None or not is_encoded
+        else Packed((num_rows, codec.columns(dim)), codec.dtype)
+        for tensor, codec, dim in zip(shard.touched.tensors, shard.codecs, shard.dims, strict=True)
+    ]
+    return [Packed((num_rows,), torch.int32), *values]
+
 
 _LABEL = "## note rows ##"
 """The name of noting rows in profiles."""

@@ -1,11 +1,190 @@
-"""`SyncedShard`: a table shard whose copies are averaged."""
+"""`StateRule`: what becomes of each kind of optimizer state when replicas are averaged."""
 
+import enum
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from torchrec_2dsp.codecs.rows import RowCodec
-from torchrec_2dsp.replicas.state_rules import StateRule
-from torchrec_2dsp.replicas.touched import TouchedRows
+from torchrec_2dsp.errors import UnsupportedError
+
+
+class StateRule(enum.Enum):
+    """How the copies of a tensor become one."""
+
+    AVERAGE = "average"
+    """The mean of the copies, for what accumulates or decays along with the gradients."""
+
+    MAX = "max"
+    """The largest of the copies, for when a row was last seen, and how often."""
+
+    def combine(self, copies: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One tensor from the copies of all peers; a mean adds them in the order of peers.
+
+        Example:
+            >>> import torch
+            >>> from torchrec_2dsp.replicas.synced_shard import StateRule
+            >>> StateRule.AVERAGE.combine([torch.tensor([1.0]), torch.tensor([2.0])])
+            tensor([1.5000])
+        """
+        if self is StateRule.MAX:
+            return torch.stack(tuple(copies)).amax(dim=0)
+        total = copies[0].float()
+        for copy in copies[1:]:
+            total = total + copy
+        return (total / len(copies)).to(copies[0].dtype)
+
+
+STATE_RULES = {
+    "weight": StateRule.AVERAGE,
+    "sum": StateRule.AVERAGE,
+    "exp_avg": StateRule.AVERAGE,
+    "exp_avg_sq": StateRule.AVERAGE,
+    "momentum_buffer": StateRule.AVERAGE,
+    "sparse_ema": StateRule.AVERAGE,
+    "prev_iter": StateRule.MAX,
+    "row_counter": StateRule.MAX,
+}
+"""The rule of each state, by the name that TorchRec gives it."""
+
+UNSYNCED_STATES = frozenset({"iter"})
+"""States that are never averaged: they count forwards, of which all replicas run equally many."""
+
+
+def state_rule_for(state: str, table: str) -> StateRule:
+    """The rule for a state of a table; an unknown state is refused, never left out."""
+    if state not in STATE_RULES:
+        raise UnsupportedError(
+            f"WeightSync has no rule for the optimizer state {state!r} of table {table!r}; use "
+            "GradientSync, which needs none"
+        )
+    return STATE_RULES[state]
+
+
+_ROW_WORK = 3.3
+"""How much longer a wide row takes singly, looked up and put back, than with its whole shard, where
+sending costs almost nothing: measured over loopback. A slower link only favours single rows."""
+
+_ROW_OVERHEAD = 96
+"""The cost of a single row besides its own bytes, in bytes: its id is sent, sorted and searched."""
+
+
+def break_even_share(row_bytes: int, num_peers: int) -> float:
+    """The share of touched rows from which on it can be faster to average the whole shard.
+
+    A ring all-reduce moves ``2 (M - 1) / M`` times the shard, touched rows go to each of the
+    ``M - 1`` peers. The work per row is weighed as on a fast link, so that touched rows are never
+    much slower; on slower links, they break even at larger shares.
+
+    Example:
+        >>> from torchrec_2dsp.replicas.synced_shard import break_even_share
+        >>> [round(break_even_share(row_bytes=260, num_peers=peers), 2) for peers in (2, 4)]
+        [0.22, 0.11]
+    """
+    return 2 / num_peers * row_bytes / (row_bytes + _ROW_OVERHEAD) / _ROW_WORK
+
+
+@dataclass(frozen=True)
+class Changed:
+    """The rows of one table shard that this rank has changed."""
+
+    rows: torch.Tensor
+    """Distinct row ids, ascending, int64 `[n]`."""
+
+    bases: tuple[torch.Tensor, ...]
+    """For each tensor of the shard, these rows as they were after the last sync."""
+
+    def part(self, places: slice) -> "Changed":
+        """The rows at these places."""
+        return Changed(self.rows[places], tuple(base[places] for base in self.bases))
+
+
+class TouchedRows:
+    """Notes the rows of one table shard before they change.
+
+    A bitmap tells which rows are noted already; it is created when a second backward comes before
+    a sync. When too many rows are noted, their bases are dropped and only the bitmap is kept: it is
+    faster then to send the whole shard.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], max_share: float) -> None:
+        """
+        Args:
+            tensors: the shard's weights and optimizer state, one row of each per row.
+            max_share: the share of touched rows from which on the whole shard is sent.
+        """
+        self.tensors = tuple(tensors)
+        """Views of the shard's weights and optimizer state."""
+        self.num_rows = self.tensors[0].shape[0]
+        """How many rows the shard has."""
+        self._max_noted = int(max_share * self.num_rows)
+        self._noted: list[Changed] = []
+        self._num_noted = 0
+        self._is_noted: torch.Tensor | None = None
+        self.is_overfull = False
+        """Whether so many rows were touched that their bases were dropped."""
+
+    @property
+    def device(self) -> torch.device:
+        """The shard's device."""
+        return self.tensors[0].device
+
+    @torch.no_grad()
+    def note(self, rows: torch.Tensor) -> None:
+        """Note that rows are about to change.
+
+        Args:
+            rows: row ids in any order, which may repeat.
+        """
+        if self.is_overfull:
+            self.bitmap()[rows] = True
+            return
+        if rows.numel() == 0:
+            return
+        new = torch.unique(rows)
+        if self._noted:
+            is_noted = self.bitmap()
+            new = new[~is_noted[new]]
+            is_noted[new] = True
+        self._num_noted += new.numel()
+        if self._num_noted > self._max_noted:
+            self.bitmap()[new] = True
+            self._noted, self.is_overfull = [], True
+        elif new.numel():
+            self._noted.append(Changed(new.long(), self._values(new)))
+
+    def changed(self) -> Changed:
+        """The rows that were noted, with their bases."""
+        if len(self._noted) == 1:
+            return self._noted[0]
+        no_rows = torch.empty(0, dtype=torch.int64, device=self.device)
+        noted = self._noted or [Changed(no_rows, self._values(no_rows))]
+        rows, order = torch.cat([changed.rows for changed in noted]).sort()
+        bases = zip(*(changed.bases for changed in noted), strict=True)
+        return Changed(rows, tuple(torch.cat(parts).index_select(0, order) for parts in bases))
+
+    def forget(self) -> None:
+        """Forget all noted rows, because they are synced."""
+        if self._is_noted is not None:
+            if self.is_overfull:
+                self._is_noted.zero_()
+            for changed in self._noted:
+                self._is_noted[changed.rows] = False
+        self._noted, self._num_noted, self.is_overfull = [], 0, False
+
+    def bitmap(self) -> torch.Tensor:
+        """Whether each row is touched, bool `[num_rows]`."""
+        if self._is_noted is None:
+            self._is_noted = torch.zeros(self.num_rows, dtype=torch.bool, device=self.device)
+        if len(self._noted) == 1:
+            # The first backward after a sync needs no bitmap, so it hasn't marked its rows.
+            self._is_noted[self._noted[0].rows] = True
+        return self._is_noted
+
+    def _values(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.index_select(0, rows) for tensor in self.tensors)
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from torchrec_2dsp.replicas.state_rules import StateRule
 from torchrec_2dsp.replicas.sync_report import SyncReport
-from torchrec_2dsp.replicas.synced_shard import SyncedShard
+from torchrec_2dsp.replicas.synced_shard import StateRule, SyncedShard
 
 _CHUNK_BYTES = 64 * 2**20
 

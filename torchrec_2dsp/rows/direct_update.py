@@ -11,7 +11,7 @@ from torchrec_2dsp._compat.fbgemm import (
     optimizer_states,
     tbe_shape,
 )
-from torchrec_2dsp.optim import steps
+from torchrec_2dsp.optim import adagrad_step, row_wise_adagrad_step, sgd_step
 from torchrec_2dsp.rows.blocks import blocks_of
 from torchrec_2dsp.rows.gradients import RowGradients
 from torchrec_2dsp.rows.runs import runs_of
@@ -21,9 +21,9 @@ Rule = Callable[..., torch.Tensor]
 what to subtract from the rows."""
 
 RULES: dict[EmbOptimType, Rule] = {
-    EmbOptimType.EXACT_SGD: steps.sgd_step,
-    EmbOptimType.EXACT_ADAGRAD: steps.adagrad_step,
-    EmbOptimType.EXACT_ROWWISE_ADAGRAD: steps.row_wise_adagrad_step,
+    EmbOptimType.EXACT_SGD: sgd_step,
+    EmbOptimType.EXACT_ADAGRAD: adagrad_step,
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: row_wise_adagrad_step,
 }
 """The rules of FBGEMM's fused kernels, up to the order of additions. On a CPU they take a third of
 the kernels' time, because a kernel sorts once more and looks every row up first."""

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from torchrec_2dsp.comms.agreement import agreeing
-from torchrec_2dsp.comms.own_group import own_group
-from torchrec_2dsp.comms.world_groups import WorldGroups, world_group
+from torchrec_2dsp.comms.alarm import agreeing
+from torchrec_2dsp.comms.groups import WorldGroups, own_group, world_group
 from torchrec_2dsp.errors import ConfigError, InputError, RankError, TwoDError
 from torchrec_2dsp.samples.deal import RankSpeeds, SampleCost, SampleIds, check_speeds
 from torchrec_2dsp.samples.dealer import BalanceReport, Dealer, Dealt, Offer

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchrec_2dsp.comms.agreement import agree
+from torchrec_2dsp.comms.alarm import agree
 from torchrec_2dsp.comms.notice import name_of
 from torchrec_2dsp.errors import ConfigError, RankError
 from torchrec_2dsp.samples.deal import (

@@ -6,8 +6,8 @@ from typing import Any
 
 from torchrec.distributed.types import CommOp, QuantizedCommCodecs
 
-from torchrec_2dsp.codecs.transport import Transport
-from torchrec_2dsp.comms.stock_codec import stock_codecs
+from torchrec_2dsp.codecs.rows import Transport
+from torchrec_2dsp.comms.row_wire import stock_codecs
 from torchrec_2dsp.plan.parameter_sharding import TableType
 
 _OPERATIONS = (

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torchrec.distributed.types import ShardingEnv, ShardingType
 
-from torchrec_2dsp._compat.column_wise import ColumnWiseSequences
+from torchrec_2dsp._compat.torchrec import ColumnWiseSequences
 from torchrec_2dsp.plan.parameter_sharding import TableType
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.shard.base_types import ShowsBaseTypes

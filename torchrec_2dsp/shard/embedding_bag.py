@@ -15,7 +15,7 @@ from torchrec.modules.embedding_modules import (
 )
 
 from torchrec_2dsp._compat.torchrec import CwPooledEmbeddingSharding
-from torchrec_2dsp.codecs.transport import Transport
+from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.plan.parameter_sharding import Exchange, ParameterSharding2D, TableType
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.shard.base_types import ShowsBaseTypes

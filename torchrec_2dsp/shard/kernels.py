@@ -31,9 +31,9 @@ from torchrec_2dsp._compat.torchrec import (
     GroupedEmbeddingConfig,
 )
 from torchrec_2dsp.codecs.rows import RowCodec
-from torchrec_2dsp.comms.peers import Peers
+from torchrec_2dsp.comms.mesh_groups import Peers
 from torchrec_2dsp.errors import SyncError
-from torchrec_2dsp.optim.moment_scaled import to_kernel_units
+from torchrec_2dsp.optim import to_kernel_units
 from torchrec_2dsp.replicas.capture import RowCapture
 
 MOMENT_SCALE = "moment_scale"

@@ -15,7 +15,7 @@ from torchrec_2dsp._compat.torchrec import (
     in_backward_optimizers,
 )
 from torchrec_2dsp.errors import ConfigError, UnsupportedError
-from torchrec_2dsp.optim.moment_scaled import (
+from torchrec_2dsp.optim import (
     FROM_MESH,
     FromMesh,
     MomentScaledRowWiseAdaGrad,

@@ -11,9 +11,9 @@ from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, S
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from torchrec_2dsp._compat.torchrec import get_local_size
-from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.comms.alarm import agreeing
+from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
-from torchrec_2dsp.comms.world_groups import world_group
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.checks.fits_module import check_module_plan, idle_hot_sets
 from torchrec_2dsp.plan.checks.table_configs import has_weights, table_text

@@ -33,7 +33,7 @@ from torchrec_2dsp._compat.torchrec import (
     TwRwPooledEmbeddingSharding,
     TwSequenceEmbeddingSharding,
 )
-from torchrec_2dsp.codecs.transport import Transport
+from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.plan.parameter_sharding import Exchange, TableType
 from torchrec_2dsp.shard.lookups import PooledLookup, pooled_lookup, sequence_lookup
 from torchrec_2dsp.shard.nonempty.exchange import NonEmptyBags

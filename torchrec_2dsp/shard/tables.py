@@ -19,11 +19,11 @@ from torchrec_2dsp._compat.shardings import (
     wrap_optimizer,
 )
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
-from torchrec_2dsp.comms.naming_faults import naming_faults
+from torchrec_2dsp.comms.notice_board import naming_faults
 from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.replicas.sync_point import SyncPoint
-from torchrec_2dsp.replicas.sync_reason import SyncReason
+from torchrec_2dsp.replicas.sync_report import SyncReason
 from torchrec_2dsp.shard.batch.batch_check import BatchCheck, OneBatchSize
 from torchrec_2dsp.shard.batch.input_exchange import completed_input
 from torchrec_2dsp.shard.batch.notes import BagContext, BatchNotes, SequenceContext

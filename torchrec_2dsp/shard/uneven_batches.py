@@ -13,7 +13,7 @@ from torchrec_2dsp._compat.torchrec import (
     get_gradient_division,
 )
 from torchrec_2dsp.comms.collectives import all_gather_ragged
-from torchrec_2dsp.comms.stock_codec import StockCodec
+from torchrec_2dsp.comms.row_wire import StockCodec
 
 
 class UnevenReduceScatter(PooledEmbeddingsReduceScatter):

@@ -22,7 +22,7 @@ class DenseCostModel:
         >>> import torchrec_2dsp as tdsp
         >>> from torchrec_2dsp.cost.dense.dense_model import DenseCostModel
         >>> from torchrec_2dsp.cost.dense.layers import DenseLayers, LayerWork
-        >>> from torchrec_2dsp.mesh.dense_mesh import DenseMesh
+        >>> from torchrec_2dsp.mesh import DenseMesh
         >>> from torchrec_2dsp.plan.dense_plan import DenseKind, DensePlan
         >>> block = LayerWork(name="block", forward_s=1e-5, backward_s=2e-5, parameter_bytes=1e6)
         >>> work = DenseLayers(layers=(block,) * 4, input_bytes=256, target_bytes=4)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.dense.pipelined.engine import BusyTime, LayerStage
 from torchrec_2dsp.dense.pipelined.held_layers import CopiedLayers, ShardedLayers
 from torchrec_2dsp.dense.pipelined.layer_stack import LayerStack, StageLayers, layers_of_stages

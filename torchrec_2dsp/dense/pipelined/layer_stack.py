@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.stage_cuts import check_cuts, cut_layers, even_cuts
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchrec_2dsp._compat.c10d import timeout_of
-from torchrec_2dsp.comms.own_group import own_mesh, own_subgroup
+from torchrec_2dsp.comms.groups import own_mesh, own_subgroup
 from torchrec_2dsp.errors import InputError, UnsupportedError
-from torchrec_2dsp.mesh.dense_mesh import DenseMesh
+from torchrec_2dsp.mesh import DenseMesh
 
 
 class PipelineGroups:

@@ -15,7 +15,7 @@ from torchrec_2dsp.dense.pipelined.layer_stack import LayerElsewhere, LayerStack
 from torchrec_2dsp.dense.pipelined.links import PipelineGroups
 from torchrec_2dsp.dense.pipelined.schedule import Schedule
 from torchrec_2dsp.errors import ConfigError, UnsupportedError
-from torchrec_2dsp.mesh.dense_mesh import DenseMesh
+from torchrec_2dsp.mesh import DenseMesh
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.types import LazyAwaitable
 
-from torchrec_2dsp.comms.agreement import agree
-from torchrec_2dsp.comms.broken_connection import is_broken_connection
-from torchrec_2dsp.comms.notice_board import described
+from torchrec_2dsp.comms.alarm import agree
+from torchrec_2dsp.comms.notice_board import described, is_broken_connection
 from torchrec_2dsp.dense.pipelined.engine import (
     Batch,
     BusyTime,

@@ -10,14 +10,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torchrec.distributed.types import ShardingEnv
 
-from torchrec_2dsp._compat.data_parallel import (
+from torchrec_2dsp._compat.ddp import (
     DataParallelWrapper,
     DistributedModelParallel,
     wrapped_module,
 )
 from torchrec_2dsp._compat.torchrec import get_local_size
-from torchrec_2dsp.comms.agreement import agreeing
-from torchrec_2dsp.comms.own_group import own_mesh
+from torchrec_2dsp.comms.alarm import agreeing
+from torchrec_2dsp.comms.groups import own_mesh
 from torchrec_2dsp.dense.dense_parts import broadcast_weights, dense_parts, group_of
 from torchrec_2dsp.dense.pipelined.cut_stack import (
     CutStack,
@@ -42,8 +42,7 @@ from torchrec_2dsp.dense.pipelined.moving_layers import (
 from torchrec_2dsp.dense.pipelined.pipeline import Reduction
 from torchrec_2dsp.dense.pipelined.schedule import Schedule
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.mesh.dense_mesh import DenseMesh
-from torchrec_2dsp.mesh.mesh2d import RankLayout
+from torchrec_2dsp.mesh import DenseMesh, RankLayout
 
 _WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, TensorStorageMetadata
 
-from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.errors import CheckpointError
 from torchrec_2dsp.parallel.checkpoint.parts import FUSED, IN_PLACE, MODEL
 

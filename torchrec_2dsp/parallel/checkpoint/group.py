@@ -3,8 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from torchrec_2dsp.comms.own_group import own_group
-from torchrec_2dsp.comms.world_groups import WorldGroups, world_group
+from torchrec_2dsp.comms.groups import WorldGroups, own_group, world_group
 
 
 def coordination_group() -> dist.ProcessGroup:

@@ -10,8 +10,8 @@ import torch.distributed.checkpoint as dcp
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_2dsp.comms.agreement import agreeing
-from torchrec_2dsp.comms.world_groups import world_group
+from torchrec_2dsp.comms.alarm import agreeing
+from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import CheckpointError
 from torchrec_2dsp.parallel.called_by_all import called_by_all
 from torchrec_2dsp.parallel.checkpoint.extra import as_tensor, encoded

@@ -4,7 +4,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import nn
 
-from torchrec_2dsp._compat.data_parallel import data_parallel_wrapper
+from torchrec_2dsp._compat.ddp import data_parallel_wrapper
 
 
 @runtime_checkable

@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchrec_2dsp._compat.data_parallel import data_parallel_lookups
-from torchrec_2dsp._compat.ddp import gradient_order, start_in_order
+from torchrec_2dsp._compat.ddp import data_parallel_lookups, gradient_order, start_in_order
 from torchrec_2dsp.access.hot_set import HotSet
 from torchrec_2dsp.errors import CheckpointError, PlanError
 from torchrec_2dsp.plan.plan2d import Plan2D

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_2dsp._compat.data_parallel import data_parallel_wrapper
-from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp._compat.ddp import data_parallel_wrapper
+from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.errors import CheckpointError, ConfigError
 from torchrec_2dsp.parallel.checkpoint.group import coordination_group
 from torchrec_2dsp.parallel.train_state import model_state

@@ -1,8 +1,8 @@
 """What a table of a plan must be so that its mesh can run it."""
 
-from torchrec_2dsp.codecs.transport import Transport
+from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.errors import PlanError
-from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.checks.shards import check_ranks, check_shards, names_each_rank
 from torchrec_2dsp.plan.parameter_sharding import (
     ROW_EXCHANGES,

@@ -12,7 +12,7 @@ from torchrec.distributed.types import (
 
 from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
-from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.checks.table_configs import check_table_configs
 from torchrec_2dsp.plan.parameter_sharding import (
     Exchange,

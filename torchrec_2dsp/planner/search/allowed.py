@@ -7,7 +7,7 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ShardingType
 
 from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel
-from torchrec_2dsp.codecs.transport import Transport
+from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.cost.workload import TableWork
 from torchrec_2dsp.plan.parameter_sharding import Exchange, base_type, kinds_of
 from torchrec_2dsp.planner.constraints import ParameterConstraints2D

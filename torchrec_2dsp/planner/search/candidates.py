@@ -13,7 +13,7 @@ from torchrec.modules.embedding_modules import (
     EmbeddingCollectionInterface,
 )
 
-from torchrec_2dsp.codecs.transport import Transport
+from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.cost.optimizer_state import optimizer_of, state_bytes_per_row
 from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.errors import PlanError

@@ -10,7 +10,7 @@ from torchrec.distributed.types import ShardingType
 from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.errors import PlanError
-from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.planner.search.choices import Candidate, rated_beside
 from torchrec_2dsp.planner.search.meshes import chosen_on_each, is_searched_closely, search
 from torchrec_2dsp.planner.search.result import Found, SearchResult, Tried

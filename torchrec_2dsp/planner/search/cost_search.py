@@ -10,13 +10,13 @@ from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec.distributed.types import CommOp, ModuleSharder
 
 from torchrec_2dsp.access.stats import AccessStats
-from torchrec_2dsp.codecs.transport import Transport
+from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.memory import table_bytes
 from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.errors import ConfigError, PlanError
-from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.sync_config import SyncConfig
 from torchrec_2dsp.planner.infeasible import Shortfall, no_plan_text
 from torchrec_2dsp.planner.search.candidates import candidates_of

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torchrec_2dsp.cost.model import CostSetting
-from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
+from torchrec_2dsp.mesh import Mesh2D, RankLayout
 from torchrec_2dsp.planner.search.choices import Candidate
 from torchrec_2dsp.planner.search.descent import Descent, Placement
 from torchrec_2dsp.planner.search.hot_rows import with_hot_rows

@@ -13,7 +13,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ModuleSharder
 
 from torchrec_2dsp._compat.torchrec import sharder_data_of
-from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.plan.sync_config import EXACT_SYNC, SyncConfig
 from torchrec_2dsp.planner.topology import group_topology

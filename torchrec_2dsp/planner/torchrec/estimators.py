@@ -16,7 +16,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ShardingType
 
 from torchrec_2dsp.cost.optimizer_state import optimizer_of, state_bytes_per_row
-from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig, SyncedRows, WeightSync
 from torchrec_2dsp.planner.topology import peer_bandwidth_bytes_per_ms

@@ -7,7 +7,7 @@ from torch import nn
 from torchrec.distributed.planner.enumerators import get_partition_by_type
 from torchrec.distributed.planner.types import Shard, ShardingOption
 
-from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.planner.search.result import Found
 from torchrec_2dsp.planner.search.space import Space
 from torchrec_2dsp.planner.torchrec.proposals import Draft, KnownOptions, known_options

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
+from torchrec_2dsp.mesh import Mesh2D, RankLayout
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.programs.bench.data import BenchData, BenchModel, check_pair
 from torchrec_2dsp.programs.bench.sections import LossConfig, NetworkConfig, ScheduleConfig

@@ -34,7 +34,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.workload import DenseWork
-from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.planner.planner2d import Planner2D
 from torchrec_2dsp.programs.bench.config import BenchConfig, PlannedContestant, TwoDContestant

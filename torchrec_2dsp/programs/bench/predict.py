@@ -11,7 +11,7 @@ from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.model import CostModel
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.workload import DenseWork
-from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.programs.bench.config import BenchConfig, CeilingContestant, PlannedContestant
 from torchrec_2dsp.programs.bench.worker import Place

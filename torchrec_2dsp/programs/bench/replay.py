@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torchrec_2dsp._compat.c10d import tensors_in
-from torchrec_2dsp.comms.gloo_group import GlooGroup
+from torchrec_2dsp.comms.full_duplex import GlooGroup
 
 _NAME = "gloo_replay"
 

@@ -5,7 +5,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from torchrec_2dsp.comms.world_groups import world_group
+from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.bench.config import BenchConfig
 from torchrec_2dsp.programs.bench.control import Control, contestant_store

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from torchrec_2dsp.comms.counting import Collective
-from torchrec_2dsp.comms.encoded_bytes import EncodedBytes
+from torchrec_2dsp.comms.counting import Collective, EncodedBytes
 from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.replicas.sync_report import SyncReport
 

@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.types import ShardingPlan
 
-from torchrec_2dsp.comms.counting import count_collectives
-from torchrec_2dsp.comms.encoded_bytes import count_encoded
+from torchrec_2dsp.comms.counting import count_collectives, count_encoded
 from torchrec_2dsp.comms.full_duplex import full_duplex_backend
-from torchrec_2dsp.comms.world_groups import world_group
+from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.cost.workload import DenseWork
 from torchrec_2dsp.dense.gradient_sums import GradientReport
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
@@ -36,8 +35,7 @@ from torchrec_2dsp.programs.bench.traffic import (
 from torchrec_2dsp.programs.calibrate.link_speed import LinkSpeeds
 from torchrec_2dsp.programs.launch import quiet_upstream
 from torchrec_2dsp.programs.models.dense import dense_total, thresholded_gradients
-from torchrec_2dsp.replicas.sync_reason import SyncReason
-from torchrec_2dsp.replicas.sync_report import SyncReport
+from torchrec_2dsp.replicas.sync_report import SyncReason, SyncReport
 from torchrec_2dsp.samples.dealer import BalanceReport
 
 LEAD_IN_STEPS = 1

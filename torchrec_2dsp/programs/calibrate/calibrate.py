@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from torchrec_2dsp.comms.agreement import agree
+from torchrec_2dsp.comms.alarm import agree
 from torchrec_2dsp.cost.calibration import Calibration, CollectiveTimes, Hardware
 from torchrec_2dsp.cost.kernels import Kernels
 from torchrec_2dsp.errors import CalibrationError

@@ -16,8 +16,7 @@ from torchrec_2dsp._compat.fbgemm import (
     PoolingMode,
     SplitTableBatchedEmbeddingBagsCodegen,
 )
-from torchrec_2dsp.codecs.rows import RowCodec
-from torchrec_2dsp.codecs.transport import Transport
+from torchrec_2dsp.codecs.rows import RowCodec, Transport
 from torchrec_2dsp.cost.kernels import encoding
 from torchrec_2dsp.programs.calibrate.fit import KernelSample, Timed
 from torchrec_2dsp.programs.calibrate.timing import group_device, repeated_seconds

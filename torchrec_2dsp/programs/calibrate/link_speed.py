@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from torchrec_2dsp.comms.agreement import agree
+from torchrec_2dsp.comms.alarm import agree
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.calibrate.groups import Groups, ranks_by_host, ranks_by_place, subgroup
 from torchrec_2dsp.programs.calibrate.timing import group_device, slowest_rank_seconds

@@ -52,7 +52,7 @@ def access(
 
 
 def _access(name: str, output: Path, overrides: list[str]) -> None:
-    from torchrec_2dsp.comms.world_groups import world_group
+    from torchrec_2dsp.comms.groups import world_group
     from torchrec_2dsp.programs.access import AccessConfig, count_access
     from torchrec_2dsp.programs.config.config_file import load_config
     from torchrec_2dsp.programs.launch import launched_world_or_one, quiet_upstream

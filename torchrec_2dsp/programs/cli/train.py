@@ -16,7 +16,7 @@ from rich.text import Text
 from torchrec_2dsp.programs.cli.errors import check_writable, shown_errors
 
 if TYPE_CHECKING:
-    from torchrec_2dsp.mesh.mesh2d import Mesh2D
+    from torchrec_2dsp.mesh import Mesh2D
     from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D
     from torchrec_2dsp.programs.train.config import TrainConfig
     from torchrec_2dsp.programs.train.metrics import Evaluation
@@ -90,8 +90,8 @@ def _train(
     resumed: str,
     profile: str,
 ) -> None:
-    from torchrec_2dsp.comms.agreement import agreeing
-    from torchrec_2dsp.comms.world_groups import world_group
+    from torchrec_2dsp.comms.alarm import agreeing
+    from torchrec_2dsp.comms.groups import world_group
     from torchrec_2dsp.programs.config.config_file import load_config
     from torchrec_2dsp.programs.launch import launched_world, quiet_upstream
     from torchrec_2dsp.programs.train.checkpoints import Resume
@@ -286,7 +286,7 @@ def plan_to_show(name: str, planned: "PlannedRun") -> Table:
 
 def _exchange(sharding: "ParameterSharding2D") -> str:
     """How rows travel, who owns them, and how many are hot, where that isn't as in TorchRec."""
-    from torchrec_2dsp.codecs.transport import Transport
+    from torchrec_2dsp.codecs.rows import Transport
     from torchrec_2dsp.plan.parameter_sharding import Exchange
     from torchrec_2dsp.plan.row_owners import RowOwners
 

@@ -4,8 +4,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from torchrec_2dsp.codecs.transport import Transport
-from torchrec_2dsp.mesh.mesh2d import RankLayout
+from torchrec_2dsp.codecs.rows import Transport
+from torchrec_2dsp.mesh import RankLayout
 from torchrec_2dsp.programs.config.section import Section
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from torchrec_2dsp.codecs.transport import Transport
+from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.dense.thresholded import ThresholdKind
 from torchrec_2dsp.plan.parameter_sharding import ROW_EXCHANGES, Exchange
 from torchrec_2dsp.plan.row_owners import RowOwners

@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 import torch.distributed as dist
 from torchrec.datasets.utils import Batch
 
-from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.comms.alarm import agreeing
 
 
 class Split(enum.Enum):

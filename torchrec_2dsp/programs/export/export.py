@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
-from torchrec_2dsp.comms.world_groups import world_group
+from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.data.dataset import Dataset
 from torchrec_2dsp.programs.export.encoding import write_encoding

@@ -11,10 +11,10 @@ from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_2dsp._compat.data_parallel import DefaultDataParallelWrapper, data_parallel_wrapper
+from torchrec_2dsp._compat.ddp import DefaultDataParallelWrapper, data_parallel_wrapper
 from torchrec_2dsp._compat.torchrec import get_local_size
-from torchrec_2dsp.comms.agreement import agreeing
-from torchrec_2dsp.comms.world_groups import world_group
+from torchrec_2dsp.comms.alarm import agreeing
+from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.dense.layers import DenseLayers, LayerWork
 from torchrec_2dsp.dense.delayed_dense import DelayedDense

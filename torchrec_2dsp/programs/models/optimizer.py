@@ -10,11 +10,15 @@ from torch.distributed.tensor import DTensor
 from torchrec.optim import SemisyncOptimizer
 from torchrec.optim.keyed import KeyedOptimizer, KeyedOptimizerWrapper
 
-from torchrec_2dsp._compat.data_parallel import data_parallel_wrapper
+from torchrec_2dsp._compat.ddp import data_parallel_wrapper
 from torchrec_2dsp.dense.local_dense import DiLoCo, LocalDense
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.optim.inflation import expected_moment_scale
-from torchrec_2dsp.optim.moment_scaled import FROM_MESH, FromMesh, MomentScaledRowWiseAdaGrad
+from torchrec_2dsp.optim import (
+    FROM_MESH,
+    FromMesh,
+    MomentScaledRowWiseAdaGrad,
+    expected_moment_scale,
+)
 from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
 from torchrec_2dsp.programs.config.sections import OptimizerConfig, ReplicationConfig
 from torchrec_2dsp.programs.data.dataset import BatchShape

@@ -14,8 +14,8 @@ from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
-from torchrec_2dsp.optim.moment_scaled import MomentScaledRowWiseAdaGrad
+from torchrec_2dsp.mesh import Mesh2D, RankLayout
+from torchrec_2dsp.optim import MomentScaledRowWiseAdaGrad
 from torchrec_2dsp.planner.constraints import ParameterConstraints2D
 from torchrec_2dsp.planner.dense_search import DenseChoices, search_dense
 from torchrec_2dsp.planner.explanation.explanation import Explanation

@@ -11,7 +11,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 
 from torchrec_2dsp.cost.model import CostModel, CostSetting
 from torchrec_2dsp.cost.step_cost import StepCost
-from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.plan2d import Plan2D
 
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from torchrec_2dsp.errors import ConfigError, MeshError
-from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
+from torchrec_2dsp.mesh import Mesh2D, RankLayout
 from torchrec_2dsp.programs.traces import rank_of_trace
 from torchrec_2dsp.programs.train.record import (
     TRAIN_RECORD_FORMAT,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_2dsp.comms.agreement import agreeing
-from torchrec_2dsp.comms.world_groups import world_group
+from torchrec_2dsp.comms.alarm import agreeing
+from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.parallel.checkpoint.latest import drop_old_checkpoints, latest_checkpoint
 from torchrec_2dsp.parallel.checkpoint.load import load_checkpoint

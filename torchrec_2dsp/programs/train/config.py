@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.mesh.mesh2d import Mesh2D, RankLayout
+from torchrec_2dsp.mesh import Mesh2D, RankLayout
 from torchrec_2dsp.programs.config.config_file import (
     CalibrationPath,
     OutputPath,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from torchrec_2dsp.comms.world_groups import world_group
+from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.models.kinds import has_clicks, ranking_of

@@ -19,13 +19,12 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.access.stats import AccessStats
-from torchrec_2dsp.comms.agreement import agreeing
-from torchrec_2dsp.comms.naming_faults import naming_faults
-from torchrec_2dsp.comms.notice_board import NoticeBoard
-from torchrec_2dsp.comms.world_groups import world_group
+from torchrec_2dsp.comms.alarm import agreeing
+from torchrec_2dsp.comms.groups import world_group
+from torchrec_2dsp.comms.notice_board import NoticeBoard, naming_faults
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.parallel.failing_together import failing_together
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.plan import serialize

@@ -17,9 +17,9 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_2dsp._compat.data_parallel import data_parallel_wrapper
+from torchrec_2dsp._compat.ddp import data_parallel_wrapper
 from torchrec_2dsp.comms.full_duplex import wait_for_exchanges
-from torchrec_2dsp.comms.world_groups import world_group
+from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.dense.gradient_sums import GradientReport
 from torchrec_2dsp.dense.pipelined.pipelined_dense import PipelinedDense
 from torchrec_2dsp.errors import ConfigError

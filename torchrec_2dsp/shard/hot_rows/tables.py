@@ -15,7 +15,7 @@ from torchrec_2dsp._compat.fbgemm import (
     optimizer_states,
 )
 from torchrec_2dsp.codecs.rows import RowCodec
-from torchrec_2dsp.comms.peers import Peers
+from torchrec_2dsp.comms.mesh_groups import Peers
 from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D
 from torchrec_2dsp.replicas.capture import RowCapture
 from torchrec_2dsp.shard.hot_rows.split import HotBatch

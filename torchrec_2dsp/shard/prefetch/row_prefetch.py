@@ -6,8 +6,7 @@ from typing import cast
 from torch.profiler import record_function
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_2dsp.replicas.sync_reason import SyncReason
-from torchrec_2dsp.replicas.sync_report import SyncReport
+from torchrec_2dsp.replicas.sync_report import SyncReason, SyncReport
 from torchrec_2dsp.shard.batch.notes import BatchNotes
 from torchrec_2dsp.shard.hot_rows.split import HotIds
 from torchrec_2dsp.shard.prefetch.journey import RowJourney

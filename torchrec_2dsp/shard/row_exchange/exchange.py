@@ -23,7 +23,7 @@ from torchrec_2dsp._compat.torchrec import (
     SequenceEmbeddingsAllToAll,
     intra_and_cross_node_pg_2D,
 )
-from torchrec_2dsp.comms.peers import Peers
+from torchrec_2dsp.comms.mesh_groups import Peers
 from torchrec_2dsp.comms.row_wire import RowWire
 from torchrec_2dsp.plan.parameter_sharding import Exchange, TableType
 from torchrec_2dsp.plan.row_owners import RowOwners

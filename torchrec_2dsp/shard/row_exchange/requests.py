@@ -11,7 +11,7 @@ from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp._compat.torchrec import KJTAllToAll
-from torchrec_2dsp.comms.peers import Peers
+from torchrec_2dsp.comms.mesh_groups import Peers
 from torchrec_2dsp.shard.row_exchange.needed_rows import (
     NeededRows,
     RowBlock,

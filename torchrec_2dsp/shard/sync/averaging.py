@@ -5,18 +5,22 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from torchrec_2dsp.codecs.rows import RowCodec
-from torchrec_2dsp.codecs.transport import Transport
+from torchrec_2dsp.codecs.rows import RowCodec, Transport
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
 from torchrec_2dsp.errors import ConfigError, UnsupportedError
 from torchrec_2dsp.plan.sync_config import SyncedRows, WeightSync
 from torchrec_2dsp.plan.sync_policy import SyncPolicy
 from torchrec_2dsp.replicas.drift import CopiedShard, DriftCheck
 from torchrec_2dsp.replicas.row_average import RowAverage
-from torchrec_2dsp.replicas.state_rules import UNSYNCED_STATES, StateRule, state_rule_for
-from torchrec_2dsp.replicas.synced_shard import SyncedShard
-from torchrec_2dsp.replicas.touched import TouchedRows, break_even_share
-from torchrec_2dsp.replicas.weight_sync import WeightSyncAction
+from torchrec_2dsp.replicas.sync_point import WeightSyncAction
+from torchrec_2dsp.replicas.synced_shard import (
+    UNSYNCED_STATES,
+    StateRule,
+    SyncedShard,
+    TouchedRows,
+    break_even_share,
+    state_rule_for,
+)
 from torchrec_2dsp.replicas.whole_shard import ShardAverage
 from torchrec_2dsp.shard.kernels import Kernel, TableShard
 

@@ -9,14 +9,14 @@ from torchrec.distributed.types import ShardingType
 
 from torchrec_2dsp.codecs.rows import EXACT
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
-from torchrec_2dsp.comms.naming_faults import naming_faults
+from torchrec_2dsp.comms.notice_board import naming_faults
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.plan.sync_config import GradientSync
 from torchrec_2dsp.replicas.drift import DriftCheck, fingerprint
 from torchrec_2dsp.replicas.gradient_sync import GradientSyncAction
 from torchrec_2dsp.replicas.sync_point import SyncAction, SyncPoint
-from torchrec_2dsp.replicas.sync_reason import SyncReason
+from torchrec_2dsp.replicas.sync_report import SyncReason
 from torchrec_2dsp.shard.batch.notes import BatchNotes
 from torchrec_2dsp.shard.kernels import Kernel
 from torchrec_2dsp.shard.stages import Stage

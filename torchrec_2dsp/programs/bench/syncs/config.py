@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from torchrec_2dsp.mesh.mesh2d import RankLayout
+from torchrec_2dsp.mesh import RankLayout
 from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.programs.config.sections import ReplicationConfig
 

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from torchrec_2dsp._compat.torchrec import get_local_size
-from torchrec_2dsp.comms.agreement import agreeing
+from torchrec_2dsp.comms.alarm import agreeing
+from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
-from torchrec_2dsp.comms.world_groups import world_group
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.mesh.mesh2d import Mesh2D
+from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.programs.bench.setting import describe_setting
 from torchrec_2dsp.programs.bench.syncs.config import SyncBenchConfig
 from torchrec_2dsp.programs.bench.syncs.copies import Copies, TimedSync

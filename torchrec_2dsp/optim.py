@@ -13,11 +13,13 @@ stock row-wise AdaGrad.
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from torchrec_2dsp.errors import ConfigError
 
@@ -75,7 +77,7 @@ class MomentScaledRowWiseAdaGradOptimizer(torch.optim.Optimizer):
 
     Example:
         >>> import torch
-        >>> from torchrec_2dsp.optim.moment_scaled import MomentScaledRowWiseAdaGradOptimizer
+        >>> from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
         >>> weight = torch.nn.Parameter(torch.zeros(2, 4))
         >>> optimizer = MomentScaledRowWiseAdaGradOptimizer([weight], lr=0.1, moment_scale=4.0)
         >>> weight.grad = torch.ones(2, 4)
@@ -142,8 +144,103 @@ def to_kernel_units(value: float, moment_scale: float) -> float:
     """A learning rate or eps as stock row-wise AdaGrad needs it to run the scaled rule.
 
     Example:
-        >>> from torchrec_2dsp.optim.moment_scaled import to_kernel_units
+        >>> from torchrec_2dsp.optim import to_kernel_units
         >>> to_kernel_units(0.1, moment_scale=4.0)
         0.2
     """
     return value * math.sqrt(moment_scale)
+
+
+_Hits = TypeVar("_Hits", float, NDArray[np.floating])
+
+
+def moment_inflation(*, num_groups: int, hits: float, rho: float) -> float:
+    """The ratio of the averaged moment to one group's, for a row that is looked up ``hits`` times.
+
+    ``1 + (M - 1) (1 + rho) / (1 + hits * rho)``: M for a row that is looked up once, 1 for one that
+    is looked up so often that nothing but the mean is left.
+
+    Args:
+        num_groups: M.
+        hits: lookups of the row in a global batch, the same in every batch.
+        rho: the squared mean over the variance of a lookup's gradient.
+
+    Example:
+        >>> from torchrec_2dsp.optim import moment_inflation
+        >>> [moment_inflation(num_groups=4, hits=hits, rho=1.0) for hits in (1, 2, 5)]
+        [4.0, 3.0, 2.0]
+    """
+    return 1 + (num_groups - 1) * (1 + rho) / (1 + hits * rho)
+
+
+def expected_moment_inflation(*, num_groups: int, hits: _Hits, rho: float) -> _Hits:
+    """The inflation of rows that are looked up ``hits`` times in the mean, by a Poisson law.
+
+    ``1 + (M - 1) (1 + rho) / (1 + rho + hits * rho)``
+
+    As the ``moment_scale`` of `MomentScaledRowWiseAdaGrad` it undoes the inflation of such rows.
+
+    Args:
+        num_groups: M.
+        hits: lookups of the row in a global batch, in the mean; of one row, or of many.
+        rho: the squared mean over the variance of a lookup's gradient.
+
+    Example:
+        >>> from torchrec_2dsp.optim import expected_moment_inflation
+        >>> expected_moment_inflation(num_groups=4, hits=4.0, rho=1.0)
+        2.0
+    """
+    return 1 + (num_groups - 1) * (1 + rho) / (1 + rho + hits * rho)
+
+
+def expected_moment_scale(
+    hits: Sequence[float] | NDArray[np.floating], *, num_groups: int, rho: float
+) -> float:
+    """One ``moment_scale`` for all rows of a table: their expected inflation, by lookups.
+
+    A row counts as often as it is looked up, because so often its learning rate matters.
+
+    Args:
+        hits: for each row, its lookups in a global batch in the mean.
+        num_groups: M.
+        rho: the squared mean over the variance of a lookup's gradient.
+
+    Raises:
+        ConfigError: a number is negative, or none.
+
+    Example:
+        >>> from torchrec_2dsp.optim import expected_moment_scale
+        >>> round(expected_moment_scale([100.0, 1.0, 1.0], num_groups=4, rho=1.0), 2)
+        1.1
+    """
+    lookups = np.asarray(hits, dtype=np.float64)
+    if not (np.isfinite(lookups).all() and (lookups >= 0).all() and rho >= 0):
+        raise ConfigError(f"hits and rho={rho} must be numbers >= 0; see torchrec_2dsp.optim")
+    if not lookups.sum() > 0:
+        return float(num_groups)
+    inflation = expected_moment_inflation(num_groups=num_groups, hits=lookups, rho=rho)
+    return float((lookups * inflation).sum() / lookups.sum())
+
+
+@torch.no_grad()
+def sgd_step(grad: torch.Tensor, *, lr: float, eps: float) -> torch.Tensor:
+    """``lr * g``; there is nothing to keep from being zero."""
+    return lr * grad
+
+
+@torch.no_grad()
+def adagrad_step(
+    grad: torch.Tensor, moment: torch.Tensor, *, lr: float, eps: float
+) -> torch.Tensor:
+    """``v <- v + g^2``, then ``lr * g / (sqrt(v) + eps)``, one v per element."""
+    moment.addcmul_(grad, grad)
+    return moment.sqrt().add_(eps).reciprocal_().mul_(grad).mul_(lr)
+
+
+@torch.no_grad()
+def row_wise_adagrad_step(
+    grad: torch.Tensor, moment: torch.Tensor, *, lr: float, eps: float
+) -> torch.Tensor:
+    """``v <- v + mean(g^2)``, then ``lr * g / (sqrt(v) + eps)``, one v per row."""
+    moment += grad.pow(2).mean(dim=1)
+    return grad * (lr / (moment.sqrt() + eps))[:, None]

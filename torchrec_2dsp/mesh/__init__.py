@@ -1,1 +1,0 @@
-"""`Mesh2D`: rank arithmetic, without process groups."""

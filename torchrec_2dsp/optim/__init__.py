@@ -1,1 +1,0 @@
-"""Update rules: their maths, apart from where they run."""

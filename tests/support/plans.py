@@ -101,7 +101,7 @@ def shardings(draw: st.DrawFn, group_size: int) -> ParameterSharding:
 def stock_plans(draw: st.DrawFn, group_size: int) -> ShardingPlan:
     """A stock plan of up to two modules for one sharding group."""
     tables = st.dictionaries(names, shardings(group_size), min_size=1, max_size=3)
-    modules = draw(st.dictionaries(names, tables, max_size=2))
+    modules = draw(st.dictionaries(names, tables, min_size=1, max_size=2))
     return ShardingPlan({path: EmbeddingModuleShardingPlan(plan) for path, plan in modules.items()})
 
 

@@ -1,5 +1,6 @@
 """Files of access statistics that can't be what they say are refused, with file and column."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -142,3 +143,14 @@ def test_many_row_groups_are_one_log(tmp_path: Path) -> None:
     for name in known:
         assert back[name].rows.tolist() == known[name].rows.tolist()
         assert back[name].counts.tolist() == known[name].counts.tolist()
+
+
+@pytest.mark.parametrize("value", [0x07, 0x81, 0xFF])
+def test_damage_that_parquet_does_not_notice_is_named(value: int, tmp_path: Path) -> None:
+    path = written(tmp_path)
+    pq.write_table(pq.read_table(path), path, compression="none", write_statistics=False)
+    intact = path.read_bytes()
+    for place in range(80):
+        path.write_bytes(intact[:place] + bytes([value]) + intact[place + 1 :])
+        with contextlib.suppress(tdsp.errors.ConfigError):
+            tdsp.AccessStats.load(path)

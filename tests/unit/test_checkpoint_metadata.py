@@ -3,6 +3,7 @@
 import importlib
 import io
 import pickle
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path, PurePath
@@ -222,3 +223,10 @@ def test_the_pickle_names_nothing_else() -> None:
 
     Listener(io.BytesIO(pickle.dumps(good()))).load()
     assert names - PICKLED_NAMES.keys() == {"torch.float32"}
+
+
+def test_deep_nesting_is_refused_at_once() -> None:
+    start = time.monotonic()
+    with pytest.raises(CheckpointError, match=r"x is damaged .* nested"):
+        read_metadata(b"(" * 2_000_000, "x")
+    assert time.monotonic() - start < 1

@@ -85,11 +85,19 @@ def test_a_config_says_what_is_wrong(fields: dict[str, object], said: str) -> No
 
 
 @pytest.mark.parametrize("sync", [tdsp.GradientSync, tdsp.WeightSync])
-def test_drift_is_looked_for_every_so_often(sync: Any) -> None:
-    with pytest.raises(
-        tdsp.errors.ConfigError, match=r"Sync\(drift_every=-1\) is no number of syncs"
-    ):
-        sync(drift_every=-1)
+@pytest.mark.parametrize("drift_every", [-1, True, 1.5, 10**39])
+def test_a_drift_interval_is_a_number_of_syncs(sync: Any, drift_every: object) -> None:
+    message = rf"Sync\(drift_every={drift_every}\) is no number of syncs"
+    with pytest.raises(tdsp.errors.ConfigError, match=message):
+        sync(drift_every=drift_every)
+
+
+@pytest.mark.parametrize("steps", [10**39, True, -1])
+def test_policies_count_steps(steps: int) -> None:
+    with pytest.raises(tdsp.errors.ConfigError, match=r"is no interval"):
+        tdsp.every(steps)
+    with pytest.raises(tdsp.errors.ConfigError, match=r"is no number of steps"):
+        tdsp.after(steps, tdsp.every(1))
 
 
 @pytest.mark.parametrize("fields", [{"transport": "int3"}, {"delay": 2}, {"delay": -1}])

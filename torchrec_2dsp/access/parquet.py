@@ -122,7 +122,9 @@ def read_tables(path: Path) -> dict[str, TableAccess]:
 def _content(path: Path) -> pa.Table:
     try:
         with pq.ParquetFile(path) as file:
-            return file.read()
+            content = file.read()
+        content.validate(full=True)
+        return content
     except (FileNotFoundError, IsADirectoryError) as error:
         raise ConfigError(f"there are no access statistics at {path}") from error
     except (pa.ArrowException, OSError, ValueError) as error:

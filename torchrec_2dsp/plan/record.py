@@ -173,5 +173,7 @@ class PlanRecord(_Record):
     sync: Annotated[GradientSyncRecord | WeightSyncRecord, Field(discriminator="kind")]
     """How replicas are kept equal."""
 
-    modules: dict[str, dict[str, TableRecord]]
+    modules: Annotated[
+        dict[str, Annotated[dict[str, TableRecord], Field(min_length=1)]], Field(min_length=1)
+    ]
     """The tables, by module path and name."""

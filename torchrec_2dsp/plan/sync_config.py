@@ -6,7 +6,7 @@ from typing import Any
 
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.plan.sync_policy import After, Every, Never, SyncPolicy
+from torchrec_2dsp.plan.sync_policy import After, Every, Never, SyncPolicy, is_count
 
 _EVERY_STEP = Every(1)
 
@@ -122,7 +122,7 @@ class WeightSync:
 
 
 def _check_interval(config: "GradientSync | WeightSync") -> None:
-    if not isinstance(config.drift_every, int) or config.drift_every < 0:
+    if not is_count(config.drift_every):
         raise ConfigError(
             f"{type(config).__name__}(drift_every={config.drift_every!r}) is no number of syncs; "
             "use 1 or more, or 0 for never"

@@ -15,7 +15,7 @@ class Every:
     """The number of steps from one sync to the next; 1 for every step."""
 
     def __post_init__(self) -> None:
-        if not _is_count(self.n) or self.n < 1:
+        if not is_count(self.n) or self.n < 1:
             raise ConfigError(f"every({self.n}) is no interval; use every(1) or more")
 
     def is_due(self, step: int) -> bool:
@@ -42,7 +42,7 @@ class After:
     """The policy after the first steps."""
 
     def __post_init__(self) -> None:
-        if not _is_count(self.step) or self.step < 0:
+        if not is_count(self.step):
             raise ConfigError(f"after({self.step}, ...) is no number of steps; use 0 or more")
         if not isinstance(self.policy, Every | After | Never):
             raise ConfigError(
@@ -135,5 +135,6 @@ def parse_policy(text: str) -> SyncPolicy:
     raise ConfigError(f"{text!r} is no sync policy; use every(4), after(1000, every(4)) or never()")
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def is_count(value: object) -> bool:
+    """Return whether ``value`` is a number of steps that a counter holds."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63

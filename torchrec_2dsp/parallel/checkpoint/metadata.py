@@ -26,6 +26,7 @@ from torchrec_2dsp.errors import CheckpointError
 
 T = TypeVar("T")
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_MAX_NESTING = 100
 
 
 class UnknownName(Exception):
@@ -57,6 +58,15 @@ class _RecordUnpickler(pickle._Unpickler):
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
         self._kinds: dict[str, type[_Record]] = {}
+
+    def load_mark(self) -> None:
+        """Open a nested value, of which DCP's metadata have few in each other."""
+        if len(self.metastack) > _MAX_NESTING:
+            raise ValueError("it is nested too deeply")
+        super().load_mark()
+
+    # Python's reader looks up its methods here, and not by name.
+    dispatch = pickle._Unpickler.dispatch | {pickle.MARK[0]: load_mark}
 
     def find_class(self, module: str, name: str) -> Any:
         """A data type of torch, or a class of records, created anew for each pickle."""

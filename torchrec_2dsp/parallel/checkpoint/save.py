@@ -21,7 +21,7 @@ from torchrec_2dsp.parallel.checkpoint.parts import EXTRA, TRAIN_STATE, live_sta
 from torchrec_2dsp.parallel.checkpoint.pending import PendingSave, start_save, wait_for_save
 from torchrec_2dsp.parallel.checkpoint.planner import PlainDataSavePlanner, StagingPlanner
 from torchrec_2dsp.parallel.checkpoint.together import check_together
-from torchrec_2dsp.parallel.checkpoint.writer import ChecksumWriter
+from torchrec_2dsp.parallel.checkpoint.writer import ChecksumWriter, holds_checkpoint
 
 if TYPE_CHECKING:
     from torchrec_2dsp.parallel.train_state.state import TrainState
@@ -94,7 +94,7 @@ def save_checkpoint(
         wait_for_save(world_group())
         folder = checked_folder(path, optimizer)
         if (folder / ".metadata").exists():
-            raise CheckpointError(f"{folder} holds a checkpoint already; save to a new folder")
+            raise holds_checkpoint(folder)
         check_belongs(train_state, model)
         check_together(model)
         text = encoded(extra or {})
@@ -116,10 +116,13 @@ def _write(
     folder: Path, state: dict[str, Any], planner: PlainDataSavePlanner, group: dist.ProcessGroup
 ) -> None:
     writer = ChecksumWriter(folder)
-    run_dcp(
-        lambda: dcp.save(state, storage_writer=writer, planner=planner, process_group=group),
-        f"{folder} couldn't be written and holds no checkpoint",
-    )
+    try:
+        run_dcp(
+            lambda: dcp.save(state, storage_writer=writer, planner=planner, process_group=group),
+            f"{folder} couldn't be written and holds no checkpoint",
+        )
+    finally:
+        writer.lock.release()
 
 
 def check_belongs(train_state: "TrainState | None", model: DistributedModelParallel) -> None:

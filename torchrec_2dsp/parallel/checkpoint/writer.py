@@ -1,9 +1,13 @@
 """`ChecksumWriter`: DCP's writer, which also stores a checksum of everything that it writes."""
 
+import fcntl
 import io
+import json
 import os
 import pickle
+import socket
 import zlib
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -14,6 +18,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torchrec_2dsp._compat.dcp import CURRENT_DCP_VERSION, StorageInfo
+from torchrec_2dsp.errors import CheckpointError
 from torchrec_2dsp.parallel.checkpoint.checksums import FILE_NAME, MARK, Checksums, Chunk
 
 
@@ -27,9 +32,17 @@ class ChecksumWriter(dcp.FileSystemWriter):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, overwrite=False)
         self._folder = folder
+        self.lock = FolderLock(folder)
         self._streams = _ChecksumStreams()
         # DCP asks this object for a stream to write each chunk to.
         self.transforms = cast(Any, self._streams)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Lock the folder, on the rank that coordinates the save."""
+        self.lock.take()
+        if (self._folder / ".metadata").exists():
+            raise holds_checkpoint(self._folder)
+        return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's chunks; `finish` gets the place and the checksum of each.
@@ -76,6 +89,67 @@ class ChecksumWriter(dcp.FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
         """DCP's storage metadata, with the mark that there are checksums."""
         return StorageMeta(self.checkpoint_id, self.save_id, modules=[MARK])
+
+
+class FolderLock:
+    """Keeps other runs from saving to the same folder.
+
+    The file `save.lock` names this process, which also holds an `flock` on it: the kernel drops
+    that when the process ends, so the next save takes the lock of a dead process over.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._path = folder, folder / "save.lock"
+        self._file: int | None = None
+
+    def take(self) -> None:
+        """Create the file, or raise a `CheckpointError` that names its owner."""
+        try:
+            file, is_new = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL), True
+        except FileExistsError:
+            file, is_new = os.open(self._path, os.O_RDWR), False
+        try:
+            self._flock(file, is_new)
+        except BaseException:
+            os.close(file)
+            raise
+        self._file = file
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        owner = {"process": os.getpid(), "host": socket.gethostname(), "since": since}
+        os.truncate(file, 0)
+        os.write(file, json.dumps(owner).encode())
+
+    def release(self) -> None:
+        """Remove the file, if this process has taken the lock."""
+        if self._file is not None:
+            self._path.unlink(missing_ok=True)
+            os.close(self._file)
+            self._file = None
+
+    def _flock(self, file: int, is_new: bool) -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            # Some network file systems have no flock; there the file alone is the lock.
+            if isinstance(error, BlockingIOError) or not is_new:
+                raise self._taken(os.pread(file, 1000, 0)) from None
+        if not self._path.exists() or not os.path.samestat(os.fstat(file), self._path.stat()):
+            raise self._taken(b"")  # Its owner has just removed it.
+
+    def _taken(self, owner: bytes) -> CheckpointError:
+        try:
+            by = "process {process} on {host} since {since}".format(**json.loads(owner))
+        except (ValueError, TypeError, LookupError):
+            by = "another process"
+        return CheckpointError(
+            f"{self._folder} is being saved to by {by}; save to a new folder, or remove "
+            f"{self._path} if that process is gone"
+        )
+
+
+def holds_checkpoint(folder: Path) -> CheckpointError:
+    """Return the error for a folder that can't be saved to again."""
+    return CheckpointError(f"{folder} holds a checkpoint already; save to a new folder")
 
 
 class _ChecksumStreams:

@@ -13,8 +13,8 @@ from torchrec_2dsp._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from torchrec_2dsp.access.counter import RowCounter as RowCounter
-    from torchrec_2dsp.access.hot_set import HotSet as HotSet
     from torchrec_2dsp.access.stats import AccessStats as AccessStats
+    from torchrec_2dsp.access.table_access import HotSet as HotSet
     from torchrec_2dsp.codecs.rows import Transport as Transport
     from torchrec_2dsp.comms.groups import release_groups as release_groups
     from torchrec_2dsp.cost.calibration import Calibration as Calibration
@@ -39,17 +39,19 @@ if TYPE_CHECKING:
     from torchrec_2dsp.optim import (
         MomentScaledRowWiseAdaGrad as MomentScaledRowWiseAdaGrad,
     )
-    from torchrec_2dsp.parallel.accumulate import accumulate as accumulate
     from torchrec_2dsp.parallel.checkpoint import (
         load_checkpoint as load_checkpoint,
         save_checkpoint as save_checkpoint,
     )
-    from torchrec_2dsp.parallel.checkpoint.latest import (
+    from torchrec_2dsp.parallel.checkpoint.save import (
         drop_old_checkpoints as drop_old_checkpoints,
         latest_checkpoint as latest_checkpoint,
     )
-    from torchrec_2dsp.parallel.failing_together import failing_together as failing_together
-    from torchrec_2dsp.parallel.hot_set_refresh import HotSetRefresh as HotSetRefresh
+    from torchrec_2dsp.parallel.loop import (
+        HotSetRefresh as HotSetRefresh,
+        accumulate as accumulate,
+        failing_together as failing_together,
+    )
     from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D as ModelParallel2D
     from torchrec_2dsp.parallel.row_prefetch_pipeline import (
         TrainPipelineRowPrefetch as TrainPipelineRowPrefetch,
@@ -58,16 +60,17 @@ if TYPE_CHECKING:
     from torchrec_2dsp.plan.parameter_sharding import (
         Exchange as Exchange,
         ParameterSharding2D as ParameterSharding2D,
+        RowOwners as RowOwners,
     )
-    from torchrec_2dsp.plan.pin import pin as pin
-    from torchrec_2dsp.plan.plan2d import Plan2D as Plan2D
-    from torchrec_2dsp.plan.row_owners import RowOwners as RowOwners
-    from torchrec_2dsp.plan.sync_config import (
+    from torchrec_2dsp.plan.plan2d import Plan2D as Plan2D, pin as pin
+    from torchrec_2dsp.plan.sync import (
         GradientSync as GradientSync,
         SyncedRows as SyncedRows,
         WeightSync as WeightSync,
+        after as after,
+        every as every,
+        never as never,
     )
-    from torchrec_2dsp.plan.sync_policy import after as after, every as every, never as never
     from torchrec_2dsp.planner.constraints import ParameterConstraints2D as ParameterConstraints2D
     from torchrec_2dsp.planner.planner2d import Planner2D as Planner2D
     from torchrec_2dsp.planner.torchrec.balanced_partitioner import (
@@ -89,76 +92,63 @@ if TYPE_CHECKING:
         EmbeddingBagCollectionSharder2D as EmbeddingBagCollectionSharder2D,
     )
 
-_ROOMS = {
-    "access.counter": ("RowCounter",),
-    "access.hot_set": ("HotSet",),
-    "access.stats": ("AccessStats",),
-    "codecs.rows": ("Transport",),
-    "comms.groups": ("release_groups",),
-    "cost.calibration": ("Calibration",),
-    "dense.delayed_dense": ("DelayedDense",),
-    "dense.hooked_data_parallel": ("HookedDataParallel",),
-    "dense.local_dense": ("DiLoCo", "LocalDense"),
-    "dense.pipelined.layer_stack": ("LayerStack", "MeasuredCuts"),
-    "dense.pipelined.pipelined_dense": ("PipelinedDense",),
-    "dense.sharded_dense": ("FullyShardedDense", "TensorParallelDense"),
-    "dense.thresholded": ("Thresholded",),
-    "dense.thresholded_data_parallel": ("ThresholdedDataParallel",),
-    "errors": ("TwoDError",),
-    "mesh": (
-        "Mesh2D",
-        "RankLayout",
-    ),
-    "optim": ("MomentScaledRowWiseAdaGrad",),
-    "parallel.accumulate": ("accumulate",),
-    "parallel.checkpoint": (
-        "load_checkpoint",
-        "save_checkpoint",
-    ),
-    "parallel.checkpoint.latest": (
-        "drop_old_checkpoints",
-        "latest_checkpoint",
-    ),
-    "parallel.failing_together": ("failing_together",),
-    "parallel.hot_set_refresh": ("HotSetRefresh",),
-    "parallel.model_parallel2d": ("ModelParallel2D",),
-    "parallel.row_prefetch_pipeline": ("TrainPipelineRowPrefetch",),
-    "parallel.train_state.state": ("TrainState",),
-    "plan.parameter_sharding": (
-        "Exchange",
-        "ParameterSharding2D",
-    ),
-    "plan.pin": ("pin",),
-    "plan.plan2d": ("Plan2D",),
-    "plan.row_owners": ("RowOwners",),
-    "plan.sync_config": (
-        "GradientSync",
-        "SyncedRows",
-        "WeightSync",
-    ),
-    "plan.sync_policy": (
-        "after",
-        "every",
-        "never",
-    ),
-    "planner.constraints": ("ParameterConstraints2D",),
-    "planner.planner2d": ("Planner2D",),
-    "planner.torchrec.balanced_partitioner": ("BalancedPartitioner",),
-    "planner.torchrec.proposers": (
-        "ExchangeProposer",
-        "GroupSizeProposer",
-        "HotRowProposer",
-    ),
-    "replicas.sync_report": ("SyncReport",),
-    "samples.balanced_batches": ("BalancedBatches",),
-    "samples.deal": ("SampleCost",),
-    "shard.default_sharders": ("get_default_sharders",),
-    "shard.sequence_sharder": ("EmbeddingCollectionSharder2D",),
-    "shard.sharders": ("EmbeddingBagCollectionSharder2D",),
+_MODULE_OF = {
+    "RowCounter": "torchrec_2dsp.access.counter",
+    "AccessStats": "torchrec_2dsp.access.stats",
+    "HotSet": "torchrec_2dsp.access.table_access",
+    "Transport": "torchrec_2dsp.codecs.rows",
+    "release_groups": "torchrec_2dsp.comms.groups",
+    "Calibration": "torchrec_2dsp.cost.calibration",
+    "DelayedDense": "torchrec_2dsp.dense.delayed_dense",
+    "HookedDataParallel": "torchrec_2dsp.dense.hooked_data_parallel",
+    "DiLoCo": "torchrec_2dsp.dense.local_dense",
+    "LocalDense": "torchrec_2dsp.dense.local_dense",
+    "LayerStack": "torchrec_2dsp.dense.pipelined.layer_stack",
+    "MeasuredCuts": "torchrec_2dsp.dense.pipelined.layer_stack",
+    "PipelinedDense": "torchrec_2dsp.dense.pipelined.pipelined_dense",
+    "FullyShardedDense": "torchrec_2dsp.dense.sharded_dense",
+    "TensorParallelDense": "torchrec_2dsp.dense.sharded_dense",
+    "Thresholded": "torchrec_2dsp.dense.thresholded",
+    "ThresholdedDataParallel": "torchrec_2dsp.dense.thresholded_data_parallel",
+    "TwoDError": "torchrec_2dsp.errors",
+    "Mesh2D": "torchrec_2dsp.mesh",
+    "RankLayout": "torchrec_2dsp.mesh",
+    "MomentScaledRowWiseAdaGrad": "torchrec_2dsp.optim",
+    "load_checkpoint": "torchrec_2dsp.parallel.checkpoint",
+    "save_checkpoint": "torchrec_2dsp.parallel.checkpoint",
+    "drop_old_checkpoints": "torchrec_2dsp.parallel.checkpoint.save",
+    "latest_checkpoint": "torchrec_2dsp.parallel.checkpoint.save",
+    "HotSetRefresh": "torchrec_2dsp.parallel.loop",
+    "accumulate": "torchrec_2dsp.parallel.loop",
+    "failing_together": "torchrec_2dsp.parallel.loop",
+    "ModelParallel2D": "torchrec_2dsp.parallel.model_parallel2d",
+    "TrainPipelineRowPrefetch": "torchrec_2dsp.parallel.row_prefetch_pipeline",
+    "TrainState": "torchrec_2dsp.parallel.train_state.state",
+    "Exchange": "torchrec_2dsp.plan.parameter_sharding",
+    "ParameterSharding2D": "torchrec_2dsp.plan.parameter_sharding",
+    "RowOwners": "torchrec_2dsp.plan.parameter_sharding",
+    "Plan2D": "torchrec_2dsp.plan.plan2d",
+    "pin": "torchrec_2dsp.plan.plan2d",
+    "GradientSync": "torchrec_2dsp.plan.sync",
+    "SyncedRows": "torchrec_2dsp.plan.sync",
+    "WeightSync": "torchrec_2dsp.plan.sync",
+    "after": "torchrec_2dsp.plan.sync",
+    "every": "torchrec_2dsp.plan.sync",
+    "never": "torchrec_2dsp.plan.sync",
+    "ParameterConstraints2D": "torchrec_2dsp.planner.constraints",
+    "Planner2D": "torchrec_2dsp.planner.planner2d",
+    "BalancedPartitioner": "torchrec_2dsp.planner.torchrec.balanced_partitioner",
+    "ExchangeProposer": "torchrec_2dsp.planner.torchrec.proposers",
+    "GroupSizeProposer": "torchrec_2dsp.planner.torchrec.proposers",
+    "HotRowProposer": "torchrec_2dsp.planner.torchrec.proposers",
+    "SyncReport": "torchrec_2dsp.replicas.sync_report",
+    "BalancedBatches": "torchrec_2dsp.samples.balanced_batches",
+    "SampleCost": "torchrec_2dsp.samples.deal",
+    "get_default_sharders": "torchrec_2dsp.shard.default_sharders",
+    "EmbeddingCollectionSharder2D": "torchrec_2dsp.shard.sequence_sharder",
+    "EmbeddingBagCollectionSharder2D": "torchrec_2dsp.shard.sharders",
 }
-"""The public names of each module."""
-
-_MODULE_OF = {name: module for module, names in _ROOMS.items() for name in names}
+"""The module of each public name."""
 
 __all__ = list(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
@@ -168,7 +158,7 @@ def __getattr__(name: str) -> Any:
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{module}"), name)
+    value = getattr(import_module(module), name)
     globals()[name] = value
     return value
 

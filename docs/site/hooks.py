@@ -21,13 +21,12 @@ NO_ROOMS = ("_compat", "programs")
 def public_names() -> dict[str, str]:
     """The public names of the package, each with the module that defines it."""
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
-    (rooms,) = (
+    (modules,) = (
         node.value
         for node in tree.body
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "_ROOMS"
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "_MODULE_OF"
     )
-    names = ast.literal_eval(rooms)
-    return {name: f"{PACKAGE.name}.{module}" for module in names for name in names[module]}
+    return dict(ast.literal_eval(modules))
 
 
 def modules_of_rooms() -> dict[str, list[str]]:

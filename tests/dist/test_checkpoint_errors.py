@@ -24,7 +24,7 @@ from tests.support.parity import Cell
 from tests.support.ranks import RankPool
 from torchrec_2dsp.errors import CheckpointError
 from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
-from torchrec_2dsp.parallel.checkpoint.fit import check_part
+from torchrec_2dsp.parallel.checkpoint.load import check_part
 
 pytestmark = pytest.mark.dealt_file
 

@@ -32,7 +32,11 @@ from tests.support.models import ModelSpec, TableSpec
 from tests.support.parity import Cell, make_oracle
 from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.groups import WorldGroups
-from torchrec_2dsp.parallel.checkpoint import group as groups, load_checkpoint, save_checkpoint
+from torchrec_2dsp.parallel.checkpoint import (
+    coordination as groups,
+    load_checkpoint,
+    save_checkpoint,
+)
 
 pytestmark = pytest.mark.dealt_file
 

@@ -38,7 +38,7 @@ def train_both(rank: int, world_size: int, spec: ModelSpec) -> tuple[list[float]
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("torchrec_2dsp.parallel.default_plan")
+    logger = logging.getLogger("torchrec_2dsp.parallel.model_parallel2d")
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

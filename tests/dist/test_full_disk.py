@@ -13,7 +13,7 @@ import pytest
 from tests.support.ranks import RankPool, RanksFailed
 from tests.support.train_runs import config_with
 from torchrec_2dsp.errors import OutputError, TwoDError
-from torchrec_2dsp.parallel.checkpoint.latest import latest_checkpoint
+from torchrec_2dsp.parallel.checkpoint.save import latest_checkpoint
 from torchrec_2dsp.programs.train.checkpoints import Resume
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train

@@ -13,7 +13,7 @@ from tests.support.loops import shard
 from tests.support.parity import make_sharder
 from tests.support.pipelining import close_groups, stack_model, tensor_parallel_plan
 from tests.support.ranks import RankPool
-from torchrec_2dsp.parallel.checkpoint.unsharded import load_weights
+from torchrec_2dsp.parallel.checkpoint.load import load_weights
 
 pytestmark = pytest.mark.slow
 

@@ -32,7 +32,7 @@ from tests.support.parity import (
 from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
-from torchrec_2dsp.plan.remap import plan_for_rank
+from torchrec_2dsp.plan.plan2d import plan_for_rank
 
 ONE_GROUP = tdsp.Mesh2D(1, 4)
 CELLS = [

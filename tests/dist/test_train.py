@@ -12,8 +12,7 @@ from rich.console import Console
 from tests.support.programs import torchrun
 from tests.support.ranks import RankPool
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.plan.parameter_sharding import Exchange
-from torchrec_2dsp.plan.row_owners import RowOwners
+from torchrec_2dsp.plan.parameter_sharding import Exchange, RowOwners
 from torchrec_2dsp.programs.cli.train import Display, show_result
 from torchrec_2dsp.programs.config.config_file import load_config, make_config
 from torchrec_2dsp.programs.train.config import TrainConfig

@@ -12,7 +12,7 @@ import pytest
 from tests.support.ranks import RankPool, RanksFailed
 from tests.support.train_runs import config_with
 from torchrec_2dsp.errors import CheckpointError, ConfigError
-from torchrec_2dsp.parallel.checkpoint.latest import latest_checkpoint
+from torchrec_2dsp.parallel.checkpoint.save import latest_checkpoint
 from torchrec_2dsp.parallel.checkpoint.writer import ChecksumWriter
 from torchrec_2dsp.programs.train.checkpoints import Resume
 from torchrec_2dsp.programs.train.config import TrainConfig

@@ -12,7 +12,7 @@ from tests.support.models import SEQUENCE_TABLES, ModelSpec, TableSpec
 from tests.support.oracle import local_loss
 from tests.support.parity import Cell, make_optimizer, sharded_tables
 from tests.support.ranks import RankPool, RanksFailed
-from torchrec_2dsp.plan.sync_policy import SyncPolicy
+from torchrec_2dsp.plan.sync import SyncPolicy
 from torchrec_2dsp.replicas import row_average as average_transfer
 
 pytestmark = pytest.mark.dealt_file

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import torchrec_2dsp as tdsp
-from torchrec_2dsp.plan.sync_policy import parse_policy
+from torchrec_2dsp.plan.sync import parse_policy
 
 
 @dataclass(frozen=True, kw_only=True)

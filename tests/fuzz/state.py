@@ -11,7 +11,7 @@ import torch
 import torchrec_2dsp as tdsp
 from tests.fuzz.case import DTYPES, Case, TableCase, table_name
 from torchrec_2dsp.codecs.rows import FloatRows
-from torchrec_2dsp.plan.sync_policy import parse_policy
+from torchrec_2dsp.plan.sync import parse_policy
 
 LR, EPS = 0.05, 1e-2
 """``EPS`` is large enough that a gradient which cancels to rounding is no full AdaGrad step."""

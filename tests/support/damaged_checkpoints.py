@@ -33,7 +33,7 @@ from tests.support.hostile_pickles import MISLEADING, RUNNING, Call
 from tests.support.parity import Cell, local_shards
 from torchrec_2dsp.errors import CheckpointError
 from torchrec_2dsp.parallel.checkpoint import load_checkpoint, save_checkpoint
-from torchrec_2dsp.parallel.checkpoint.checksums import FILE_NAME, Checksums, Chunk
+from torchrec_2dsp.parallel.checkpoint.stored import FILE_NAME, Checksums, Chunk
 
 CELL = Cell(tdsp.Mesh2D(1, 2), "row_wise", hot_rows=HOT)
 EXTRA = {"step": 3, "name": "good"}

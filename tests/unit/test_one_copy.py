@@ -10,8 +10,7 @@ from tests.support.planning import calibration, skewed, tables
 from tests.support.plans import sharding
 from torchrec_2dsp.cost.model import CostModel
 from torchrec_2dsp.cost.workload import DenseWork, Workload
-from torchrec_2dsp.plan.plan2d import ModulePlan2D
-from torchrec_2dsp.plan.remap import plan_for_rank
+from torchrec_2dsp.plan.plan2d import ModulePlan2D, plan_for_rank
 from torchrec_2dsp.plan.serialize import from_json, to_json
 
 ROWS_OF_SHARD = 5

@@ -12,7 +12,7 @@ import torchrec_2dsp as tdsp
 from torchrec_2dsp.dense.pipelined.layer_stack import measure_layers
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import DenseMesh
-from torchrec_2dsp.plan.stage_cuts import check_cuts, cut_layers, even_cuts
+from torchrec_2dsp.plan.dense_plan import check_cuts, cut_layers, even_cuts
 
 
 def slowest(cuts: tuple[int, ...], seconds: list[float], sizes: list[float], rate: float) -> float:

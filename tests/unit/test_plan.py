@@ -30,8 +30,7 @@ from torchrec_2dsp import (
 )
 from torchrec_2dsp.errors import PlanError
 from torchrec_2dsp.plan.parameter_sharding import ShardingType2D, base_type, num_rows, type_2d
-from torchrec_2dsp.plan.plan2d import ModulePlan2D
-from torchrec_2dsp.plan.remap import plan_for_rank
+from torchrec_2dsp.plan.plan2d import ModulePlan2D, plan_for_rank
 
 
 def plan_of(

@@ -21,7 +21,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 import torchrec_2dsp as tdsp
 from torchrec_2dsp.plan.parameter_sharding import ShardingType2D
-from torchrec_2dsp.plan.remap import plan_for_rank
+from torchrec_2dsp.plan.plan2d import plan_for_rank
 from torchrec_2dsp.planner.planner2d import Planner2D
 
 ALL_2D = [member.value for member in ShardingType2D]

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, strategies as st
 
 import torchrec_2dsp as tdsp
-from torchrec_2dsp.plan.row_owners import MAX_ROWS, RowSpread
+from torchrec_2dsp.plan.parameter_sharding import MAX_ROWS, RowSpread
 
 
 @given(st.integers(1, 3_000))

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D
-from torchrec_2dsp.plan.sync_config import GradientSync
+from torchrec_2dsp.plan.sync import GradientSync
 from torchrec_2dsp.programs.bench.config import BenchConfig
 from torchrec_2dsp.programs.bench.syncs.config import SyncBenchConfig
 from torchrec_2dsp.programs.cli.app import app

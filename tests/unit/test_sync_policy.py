@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 import torchrec_2dsp as tdsp
 from tests.support.plans import policies
-from torchrec_2dsp.plan.sync_policy import SyncPolicy, parse_policy
+from torchrec_2dsp.plan.sync import SyncPolicy, parse_policy
 
 
 @pytest.mark.parametrize(

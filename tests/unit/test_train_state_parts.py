@@ -13,8 +13,12 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from torchrec_2dsp.parallel.train_state.plain import from_plain, to_plain
-from torchrec_2dsp.parallel.train_state.random_numbers import random_state, restore_random_state
+from torchrec_2dsp.parallel.train_state.values import (
+    from_plain,
+    random_state,
+    restore_random_state,
+    to_plain,
+)
 
 PLAIN: list[Any] = [
     {"a": 1, "b": [True, None, "text", 0.1 + 0.2, -math.inf], "c": {}},

@@ -21,7 +21,7 @@ from torchrec_2dsp.cost.table_loads import add_table
 from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.plan2d import Plan2D
-from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
+from torchrec_2dsp.plan.sync import GradientSync, SyncConfig
 
 _DDP_BUCKET_BYTES = 25 * 2**20
 """The size of a gradient bucket of torch's `DistributedDataParallel`."""

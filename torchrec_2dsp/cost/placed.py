@@ -11,8 +11,12 @@ from torchrec.distributed.types import ShardingType
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.cost.loads import Loads, Ranks
 from torchrec_2dsp.cost.workload import TableWork, Workload
-from torchrec_2dsp.plan.parameter_sharding import Exchange, ParameterSharding2D, base_type
-from torchrec_2dsp.plan.row_owners import RowOwners
+from torchrec_2dsp.plan.parameter_sharding import (
+    Exchange,
+    ParameterSharding2D,
+    RowOwners,
+    base_type,
+)
 
 ID_BYTES = 8
 LENGTH_BYTES = 4

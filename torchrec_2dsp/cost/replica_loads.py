@@ -10,7 +10,7 @@ from torchrec_2dsp.cost.loads import Loads, Ranks
 from torchrec_2dsp.cost.placed import FLOAT_BYTES, KEY_BYTES, Placed
 from torchrec_2dsp.cost.span import Span
 from torchrec_2dsp.cost.workload import Workload
-from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig, SyncedRows, WeightSync
+from torchrec_2dsp.plan.sync import GradientSync, SyncConfig, SyncedRows, WeightSync
 
 
 def add_hot_rows(loads: Loads, table: Placed, workload: Workload, world: Span) -> None:

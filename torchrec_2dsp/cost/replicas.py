@@ -9,7 +9,7 @@ from torchrec_2dsp.cost.loads import Loads, Ranks
 from torchrec_2dsp.cost.row_merge import RowBytes, gather_seconds, merge_seconds
 from torchrec_2dsp.cost.span import Span
 from torchrec_2dsp.cost.traffic import Traffic, all_reduce
-from torchrec_2dsp.plan.sync_config import (
+from torchrec_2dsp.plan.sync import (
     GradientSync,
     SyncConfig,
     SyncedRows,

@@ -4,7 +4,7 @@ import numpy as np
 
 from torchrec_2dsp.cost.loads import LOADS, Ranks
 from torchrec_2dsp.cost.model import CostSetting
-from torchrec_2dsp.plan.sync_config import WeightSync
+from torchrec_2dsp.plan.sync import WeightSync
 
 
 def sent_weights(setting: CostSetting) -> Ranks:

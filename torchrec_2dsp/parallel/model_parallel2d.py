@@ -1,9 +1,14 @@
 """`ModelParallel2D`: TorchRec's `DMPCollection` for a `Plan2D`, on CPU as well."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.model_parallel import (
     DataParallelWrapper,
@@ -13,22 +18,154 @@ from torchrec.distributed.model_parallel import (
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_2dsp._compat.torchrec import DMPCollectionContext, get_local_size
-from torchrec_2dsp.access.hot_set import HotSet
-from torchrec_2dsp.comms.alarm import agreeing
+from torchrec_2dsp.access.table_access import HotSet
+from torchrec_2dsp.comms.alarm import Signal, agreeing
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
 from torchrec_2dsp.comms.notice_board import naming_faults
 from torchrec_2dsp.errors import ConfigError, PlanError, UnsupportedError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
-from torchrec_2dsp.parallel.arguments import checked_plan, describe_sharder
-from torchrec_2dsp.parallel.called_by_all import calling_together
-from torchrec_2dsp.parallel.default_plan import plan_by_default
-from torchrec_2dsp.plan.plan2d import Plan2D
+from torchrec_2dsp.plan.parameter_sharding import base_type
+from torchrec_2dsp.plan.plan2d import Plan2D, is_proposed
 from torchrec_2dsp.plan.serialize import to_json
 from torchrec_2dsp.replicas.sync_report import SyncReason, SyncReport
 from torchrec_2dsp.shard.default_sharders import get_default_sharders
-from torchrec_2dsp.shard.parted import sharded_tables
+from torchrec_2dsp.shard.parted import groups_of, sharded_tables
+from torchrec_2dsp.shard.sequence_sharder import EmbeddingCollectionSharder2D
+from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
 from torchrec_2dsp.shard.tables import Tables2D
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@contextmanager
+def calling_together(groups: MeshGroups | None, name: str) -> Iterator[None]:
+    """A context for what all ranks must do; all of them raise if some train on instead.
+
+    Args:
+        groups: the groups of the model; without them nothing is checked.
+        name: the name of the call.
+
+    Collectives:
+        An all-reduce of 8 bytes, waited for.
+    """
+    if groups is None:
+        yield
+        return
+    with naming_faults(groups.board, name):
+        groups.alarm.check(signal=Signal.OUTSIDE).wait()
+        yield
+
+
+def called_by_all(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Let a function, whose second argument is a model, run inside of `calling_together`."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            model: Any = kwargs["model"] if "model" in kwargs else args[1]
+            groups = groups_of(model) if isinstance(model, nn.Module) else None
+            with calling_together(groups, name):
+                return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def checked_plan(
+    module: nn.Module,
+    plan: ShardingPlan | None,
+    sharders: Sequence[ModuleSharder[Any]],
+    unsupported: dict[str, Any],
+) -> Plan2D:
+    """The plan, if it fits module, world and sharders."""
+    if unsupported:
+        raise UnsupportedError(
+            f"ModelParallel2D doesn't take {', '.join(sorted(unsupported))}: mesh and sync come "
+            "from the plan, submodule configs and FULLY_SHARDED aren't supported"
+        )
+    if isinstance(plan, ShardingPlan) and is_proposed(plan):
+        plan = Plan2D.from_stock(plan)
+    if not isinstance(plan, Plan2D):
+        raise ConfigError(
+            f"plan is a {type(plan).__name__}; pass Planner2D's, or Plan2D.from_stock(plan, "
+            "mesh=Mesh2D.for_world(...))"
+        )
+    plan.mesh.check_world(dist.get_world_size())
+    plan.validate()
+    by_type = {sharder.module_type: sharder for sharder in sharders}
+    for path, _ in plan.modules():
+        try:
+            part = module.get_submodule(path)
+        except AttributeError:
+            raise PlanError(
+                f"the plan names module {path!r}, which the model doesn't have; make the plan "
+                "for this model"
+            ) from None
+        sharder = by_type.get(type(part))
+        if not isinstance(sharder, _SHARDERS):
+            raise ConfigError(
+                f"module {path!r} ({type(part).__name__}) is in the plan, but its sharder is "
+                f"{type(sharder).__name__}; pass one of "
+                + ", ".join(kind.__name__ for kind in _SHARDERS)
+            )
+    return plan
+
+
+_SHARDERS = (EmbeddingBagCollectionSharder2D, EmbeddingCollectionSharder2D)
+
+
+def describe_sharder(sharder: ModuleSharder[Any]) -> str:
+    """A sharder as text, which is the same on all ranks if the sharders are."""
+    params = getattr(sharder, "fused_params", None) or {}
+    optimizer = getattr(sharder, "optimizer", None)
+    return f"{type(sharder).__name__}({optimizer!r}, {sorted(params.items())!r})"
+
+
+logger = logging.getLogger(__name__)
+
+
+def plan_by_default(
+    module: nn.Module, sharders: Sequence[ModuleSharder[Any]], device: torch.device
+) -> Plan2D:
+    """What `DistributedModelParallel` would plan by itself, as a plan for one sharding group.
+
+    Nothing is known of the network or of how often rows are used, so no table is replicated.
+
+    Args:
+        module: the model.
+        sharders: this package's sharders.
+        device: the device of the tables, of which only the type counts.
+
+    Collectives:
+        One broadcast of a pickled object from rank 0 of the world.
+    """
+    # A model with a plan needs none of the planner's 60 modules.
+    from torchrec_2dsp.planner.planner2d import Planner2D
+    from torchrec_2dsp.planner.topology import world_topology
+
+    mesh = Mesh2D(1, dist.get_world_size())
+    planner = Planner2D(topology=world_topology(mesh, device.type), mesh=mesh)
+    plan = planner.collective_plan(module, list(sharders), world_group())
+    if dist.get_rank() == 0:
+        logger.info(
+            "no plan was given, so TorchRec's search made one for %s: %s; Planner2D with a "
+            "calibration chooses mesh, exchanges and hot rows as well",
+            mesh,
+            _in_words(plan),
+        )
+    return plan
+
+
+def _in_words(plan: Plan2D) -> str:
+    kinds = Counter(
+        base_type(table.sharding_type)
+        for _, module in plan.modules()
+        for _, table in module.tables()
+    )
+    return ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "no tables"
 
 
 class ModelParallel2D(DMPCollection):

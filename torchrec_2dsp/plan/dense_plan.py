@@ -1,9 +1,11 @@
-"""`DensePlan`: how the ranks run the dense part of a model, as plain data."""
+"""`DensePlan`: how the dense part runs, and the cuts of its layers into stages."""
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from torchrec_2dsp.errors import PlanError
+from torchrec_2dsp.errors import ConfigError, PlanError
 from torchrec_2dsp.mesh import DenseMesh, RankLayout
 
 
@@ -97,3 +99,120 @@ class DensePlan:
         layout = ", strided" if mesh.dp > 1 and mesh.layout is RankLayout.STRIDED else ""
         sharded = ", sharded" if self.fully_shard else ""
         return f"{sizes}{layout}{sharded}, {self.num_micro_batches} micro-batches, cuts {cuts}"
+
+
+def cut_layers(
+    seconds: Sequence[float],
+    activation_bytes: Sequence[float],
+    num_stages: int,
+    seconds_per_byte: float = 0.0,
+) -> tuple[int, ...]:
+    """Cut layers into stages of which the slowest takes the least time.
+
+    A stage takes the time of its layers, and that of what it sends: its output forward and, with
+    as many bytes, the gradient of its input backward. Of equal cuts, those that come first are
+    chosen.
+
+    Args:
+        seconds: what each layer takes, forward and backward.
+        activation_bytes: what comes out of each layer.
+        num_stages: how many stages there are to be, each of at least one layer.
+        seconds_per_byte: what a byte takes from one stage to the next.
+
+    Returns:
+        The first layer of each stage but the first.
+
+    Raises:
+        ConfigError: there are fewer layers than stages, or a time is negative or no number.
+
+    Example:
+        >>> from torchrec_2dsp.plan.dense_plan import cut_layers
+        >>> cut_layers([1.0, 1.0, 1.0, 3.0], [8, 8, 8, 8], num_stages=2)
+        (3,)
+        >>> cut_layers([1.0, 1.0, 1.0, 1.0], [8, 800, 8, 8], num_stages=2, seconds_per_byte=0.01)
+        (1,)
+    """
+    num_layers = len(seconds)
+    _check(seconds, activation_bytes, num_stages, seconds_per_byte)
+    sums = [0.0]
+    for layer_seconds in seconds:
+        sums.append(sums[-1] + layer_seconds)
+
+    def stage_seconds(first: int, last: int) -> float:
+        """What the layers from ``first`` to before ``last`` take as a stage."""
+        forward = activation_bytes[last - 1] if last < num_layers else 0.0
+        backward = activation_bytes[first - 1] if first > 0 else 0.0
+        return sums[last] - sums[first] + seconds_per_byte * (forward + backward)
+
+    # The slowest stage of the best cuts of the first layers, and those cuts, by number of layers.
+    best: list[tuple[float, tuple[int, ...]]] = [
+        (stage_seconds(0, last), ()) for last in range(1, num_layers + 1)
+    ]
+    for stage in range(1, num_stages):
+        best = [
+            min(
+                (max(best[first - 1][0], stage_seconds(first, last)), (*best[first - 1][1], first))
+                for first in range(stage, last)
+            )
+            if last > stage
+            else (float("inf"), ())
+            for last in range(1, num_layers + 1)
+        ]
+    return best[-1][1]
+
+
+def even_cuts(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Cuts into stages with equally many layers, the first ones with one more if need be.
+
+    Example:
+        >>> from torchrec_2dsp.plan.dense_plan import even_cuts
+        >>> even_cuts(7, 3)
+        (3, 5)
+    """
+    check_layers(num_layers, num_stages)
+    size, rest = divmod(num_layers, num_stages)
+    return tuple(stage * size + min(stage, rest) for stage in range(1, num_stages))
+
+
+def check_cuts(cuts: Sequence[int], num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """The cuts, if they make ``num_stages`` stages of at least one layer each."""
+    check_layers(num_layers, num_stages)
+    ends = (0, *cuts, num_layers)
+    if len(cuts) != num_stages - 1:
+        raise ConfigError(
+            f"cuts={list(cuts)} make {len(cuts) + 1} stages, not num_stages={num_stages}; give the "
+            f"first layer of each stage but the first, {num_stages - 1} numbers"
+        )
+    for first, last in pairwise(ends):
+        if first >= last:
+            raise ConfigError(
+                f"cuts={list(cuts)} leave a stage without layers; give numbers that rise, from 1 "
+                f"to {num_layers - 1}"
+            )
+    return tuple(cuts)
+
+
+def check_layers(num_layers: int, num_stages: int) -> None:
+    """Raise if there are fewer layers than stages."""
+    if num_layers < num_stages:
+        raise ConfigError(
+            f"a LayerStack of {num_layers} layers can't be cut into num_stages={num_stages}; use "
+            f"{num_layers} stages or fewer, or cut its layers into smaller ones"
+        )
+
+
+def _check(
+    seconds: Sequence[float],
+    activation_bytes: Sequence[float],
+    num_stages: int,
+    seconds_per_byte: float,
+) -> None:
+    check_layers(len(seconds), num_stages)
+    if len(activation_bytes) != len(seconds):
+        raise ConfigError(
+            f"there are {len(seconds)} layers' seconds, but {len(activation_bytes)} layers' "
+            "activation_bytes; give both for each layer"
+        )
+    for number in (*seconds, *activation_bytes, seconds_per_byte):
+        if not 0 <= number < float("inf"):
+            raise ConfigError(f"{number} is no time and no size; give numbers of 0 or more")

@@ -1,21 +1,36 @@
-"""`Plan2D`: one sharding group's plan, the mesh that repeats it, and how replicas stay equal."""
+"""`Plan2D`: one group's plan, the mesh that repeats it, and how replicas stay equal; `pin`."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
 
+import torch
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets, placement
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
     ModuleShardingPlan,
     ParameterSharding,
     ShardingPlan,
+    ShardingType,
 )
 
+from torchrec_2dsp.access.table_access import HotSet
+from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.errors import PlanError
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.checks.fits_mesh import check_fits_mesh
-from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D, ProposedType
-from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
+from torchrec_2dsp.plan.parameter_sharding import (
+    Exchange,
+    ParameterSharding2D,
+    ProposedType,
+    RowOwners,
+    ShardingType2D,
+    TableType,
+    num_rows,
+)
+from torchrec_2dsp.plan.sync import GradientSync, SyncConfig
 
 
 class ModulePlan2D(EmbeddingModuleShardingPlan):
@@ -52,7 +67,7 @@ class Plan2D(ShardingPlan):
     """A `ShardingPlan` for one sharding group, run by every group of ``mesh``.
 
     Ranks and placements are positions inside a group (``0..group_size - 1``) and sharding types
-    are the 2D forms; `torchrec_2dsp.plan.remap.plan_for_rank` gives what a world rank runs.
+    are the 2D forms; `torchrec_2dsp.plan.plan2d.plan_for_rank` gives what a world rank runs.
     """
 
     mesh: Mesh2D
@@ -153,3 +168,202 @@ def is_proposed(plan: ShardingPlan) -> bool:
         for module in plan.plan.values()
         for table in _tables(module)
     )
+
+
+_Choice = TypeVar("_Choice", Exchange, RowOwners, Transport)
+
+
+def pin(
+    plan: Plan2D,
+    table: str,
+    *,
+    hot_rows: "Iterable[int] | torch.Tensor | HotSet | None" = None,
+    exchange: Exchange | str | None = None,
+    owners: RowOwners | str | None = None,
+    transport: Transport | str | None = None,
+    num_groups: int | None = None,
+) -> Plan2D:
+    """A copy of ``plan`` with another choice for ``table``.
+
+    Args:
+        plan: left as it is.
+        table: a table's name, as in its config.
+        hot_rows: ids of the rows that every rank holds, in any order; an empty one removes the
+            table's hot set. By default it stays.
+        exchange: how the table's rows reach their samples, as a member of `Exchange` or its value.
+            By default it stays.
+        owners: which rank has which rows, as a member of `RowOwners` or its value; for row exchange
+            only. By default they stay.
+        transport: how the table's rows or pooled vectors, and their gradients, look on the wire, as
+            a member of `Transport` or its value: fewer bytes, for numbers that are rounded. By
+            default it stays.
+        num_groups: 1 for one copy of a row-wise table, which lies on all ranks of the world, or as
+            many as the plan's mesh has for one copy in each. By default they stay.
+
+    Example:
+        >>> import torchrec_2dsp as tdsp
+        >>> plan = tdsp.Plan2D({}, mesh=tdsp.Mesh2D(2, 2), sync=tdsp.GradientSync())
+        >>> tdsp.pin(plan, "t_user", hot_rows=[0, 1])
+        Traceback (most recent call last):
+        ...
+        torchrec_2dsp.errors.PlanError: the plan has no table 't_user'; it has no tables
+    """
+    changes: dict[str, Any] = {}
+    if hot_rows is not None:
+        changes["hot_set"] = _hot_set_of(hot_rows)
+    if exchange is not None:
+        changes["exchange"] = _member(Exchange, "exchange", exchange)
+    if owners is not None:
+        changes["owners"] = _member(RowOwners, "owners", owners)
+    if transport is not None:
+        changes["transport"] = _member(Transport, "transport", transport)
+
+    def changed(sharding: ParameterSharding2D) -> ParameterSharding2D:
+        sharding = replace(sharding, **changes)
+        return sharding if num_groups is None else _copied(table, sharding, plan.mesh, num_groups)
+
+    modules: dict[str, dict[str, ParameterSharding2D]] = {}
+    is_in_plan = False
+    for path, module_plan in plan.modules():
+        tables = dict(module_plan.tables())
+        if table in tables:
+            is_in_plan = True
+            tables[table] = changed(tables[table])
+        modules[path] = tables
+    if not is_in_plan:
+        names = sorted(name for _, module_plan in plan.modules() for name in module_plan)
+        raise PlanError(
+            f"the plan has no table {table!r}; it has "
+            + (", ".join(names) if names else "no tables")
+        )
+    return Plan2D.of_tables(modules, mesh=plan.mesh, sync=plan.sync)
+
+
+def with_transport(plan: Plan2D, transport: Transport) -> Plan2D:
+    """A copy of ``plan`` whose tables all travel in one way, but for data-parallel ones."""
+    modules = {
+        path: {
+            name: table
+            if table.sharding_type == ShardingType2D.DATA_PARALLEL.value
+            else replace(table, transport=transport)
+            for name, table in module_plan.tables()
+        }
+        for path, module_plan in plan.modules()
+    }
+    return Plan2D.of_tables(modules, mesh=plan.mesh, sync=plan.sync)
+
+
+def _member(kind: type[_Choice], name: str, value: _Choice | str) -> _Choice:
+    try:
+        return kind(value)
+    except ValueError as error:
+        choices = ", ".join(repr(member.value) for member in kind)
+        raise PlanError(f"{name}={value!r} is unknown; use one of {choices}") from error
+
+
+def _hot_set_of(rows: "Iterable[int] | torch.Tensor | HotSet") -> HotSet | None:
+    row_ids = rows if isinstance(rows, HotSet) else [int(row) for row in rows]
+    return HotSet.of(row_ids) if row_ids else None
+
+
+def _copied(
+    name: str, table: ParameterSharding2D, mesh: Mesh2D, num_groups: int
+) -> ParameterSharding2D:
+    """A row-wise table with so many copies."""
+    if num_groups not in (1, mesh.num_groups):
+        raise PlanError(
+            f"num_groups={num_groups} for table {name!r} in a plan for {mesh}: use 1, or "
+            f"{mesh.num_groups}"
+        )
+    spec = table.sharding_spec
+    rows = num_rows(table)
+    if table.sharding_type != ShardingType2D.ROW_WISE.value or rows is None:
+        raise PlanError(
+            f"table {name!r} is {table.sharding_type}, and only the shards of row-wise tables can "
+            "be dealt to other ranks by hand: constrain it with sharding_types=['row_wise'] when "
+            "you plan"
+        )
+    assert isinstance(spec, EnumerableShardingSpec)
+    copied = replace(table, num_groups=None if num_groups == mesh.num_groups else num_groups)
+    num_ranks = copied.mesh_in(mesh).group_size
+    columns, device = spec.shards[0].shard_sizes[1], str(spec.shards[0].placement).split("/")[1]
+    sizes, offsets = calculate_shard_sizes_and_offsets(
+        torch.empty(rows, columns, device="meta"),
+        num_ranks,
+        num_ranks,
+        ShardingType.ROW_WISE.value,
+    )
+    shards = [
+        ShardMetadata(
+            shard_offsets=offset,
+            shard_sizes=size,
+            placement=placement(device.split(":")[0], rank, num_ranks),
+        )
+        for rank, (offset, size) in enumerate(zip(offsets, sizes, strict=True))
+    ]
+    return replace(
+        copied, ranks=list(range(num_ranks)), sharding_spec=EnumerableShardingSpec(shards)
+    )
+
+
+def plan_for_rank(
+    plan: Plan2D, rank: int, *, device_type: str = "cpu", local_world_size: int = 1
+) -> ShardingPlan:
+    """The plan that world rank ``rank`` runs: world ranks, real devices and TorchRec's own types.
+
+    Args:
+        plan: left as it is.
+        rank: a rank of the world.
+        device_type: "cpu" or "cuda".
+        local_world_size: ranks per host, for the device index of a placement.
+    """
+    return ShardingPlan(
+        {
+            path: module_plan_for_rank(
+                module_plan, rank, device_type=device_type, local_world_size=local_world_size
+            )
+            for path, module_plan in plan.modules()
+        }
+    )
+
+
+def module_plan_for_rank(
+    plan: ModulePlan2D, rank: int, *, device_type: str, local_world_size: int
+) -> ModulePlan2D:
+    """The plan of one module that a world rank runs; see `plan_for_rank`."""
+
+    def moved(shard: ShardMetadata, world_ranks: Sequence[int]) -> ShardMetadata:
+        assert shard.placement is not None
+        owner = world_ranks[cast(int, shard.placement.rank())]
+        index = "" if device_type == "cpu" else f":{owner % local_world_size}"
+        return ShardMetadata(
+            shard_offsets=list(shard.shard_offsets),
+            shard_sizes=list(shard.shard_sizes),
+            placement=f"rank:{owner}/{device_type}{index}",
+        )
+
+    def remapped(table: ParameterSharding2D) -> ParameterSharding2D:
+        world_ranks = table.mesh_in(plan.mesh).sharding_group(rank)
+        spec = table.sharding_spec
+        if isinstance(spec, EnumerableShardingSpec):
+            spec = EnumerableShardingSpec([moved(shard, world_ranks) for shard in spec.shards])
+        return replace(
+            table,
+            sharding_type=_runtime_type(table),
+            ranks=None if table.ranks is None else [world_ranks[index] for index in table.ranks],
+            sharding_spec=spec,
+        )
+
+    return ModulePlan2D(
+        {name: remapped(table) for name, table in plan.tables()}, mesh=plan.mesh, sync=plan.sync
+    )
+
+
+def _runtime_type(table: ParameterSharding2D) -> str:
+    """What a sharded module of TorchRec is told that a table's type is."""
+    base = ShardingType2D(table.sharding_type).base
+    if base is ShardingType.TABLE_COLUMN_WISE:
+        # Column-wise on the ranks of one host: the same shards and code at run time, but
+        # TorchRec's 2D state dict only knows the plain name.
+        base = ShardingType.COLUMN_WISE
+    return TableType(base, table.exchange, table.transport).name

@@ -10,7 +10,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, Stats
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D
-from torchrec_2dsp.plan.sync_config import SyncConfig
+from torchrec_2dsp.plan.sync import SyncConfig
 from torchrec_2dsp.planner.constraints import ParameterConstraints2D, members
 from torchrec_2dsp.planner.torchrec.stats import Stats2D
 

@@ -11,8 +11,7 @@ from torchrec_2dsp.cost.dense.dense_model import DenseCostModel
 from torchrec_2dsp.cost.dense.layers import DenseLayers
 from torchrec_2dsp.errors import PlanError
 from torchrec_2dsp.mesh import DenseMesh, RankLayout
-from torchrec_2dsp.plan.dense_plan import DenseKind, DensePlan
-from torchrec_2dsp.plan.stage_cuts import cut_layers
+from torchrec_2dsp.plan.dense_plan import DenseKind, DensePlan, cut_layers
 from torchrec_2dsp.report.table import Table
 
 _MICRO_BATCHES_PER_RANK = (1, 2, 4)

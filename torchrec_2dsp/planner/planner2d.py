@@ -30,10 +30,9 @@ from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.errors import ConfigError, PlanError, TwoDError
 from torchrec_2dsp.mesh import Mesh2D
-from torchrec_2dsp.plan.checks.table_configs import check_tables
-from torchrec_2dsp.plan.pin import with_transport
-from torchrec_2dsp.plan.plan2d import Plan2D
-from torchrec_2dsp.plan.sync_config import EXACT_SYNC, SyncConfig
+from torchrec_2dsp.plan.checks.fits_module import check_tables
+from torchrec_2dsp.plan.plan2d import Plan2D, with_transport
+from torchrec_2dsp.plan.sync import EXACT_SYNC, SyncConfig
 from torchrec_2dsp.planner.arguments import (
     NOT_MEASURED,
     checked_batch_size,

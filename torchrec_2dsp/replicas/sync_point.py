@@ -8,7 +8,7 @@ import torch
 from torch.profiler import record_function
 
 from torchrec_2dsp.errors import SyncError
-from torchrec_2dsp.plan.sync_policy import SyncPolicy
+from torchrec_2dsp.plan.sync import SyncPolicy
 from torchrec_2dsp.replicas.drift import DriftCheck
 from torchrec_2dsp.replicas.row_average import RowAverage, SyncedShard
 from torchrec_2dsp.replicas.sync_report import SyncReason, SyncReport

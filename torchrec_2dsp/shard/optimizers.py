@@ -23,7 +23,7 @@ from torchrec_2dsp.optim import (
 )
 from torchrec_2dsp.plan.checks.fits_module import check_rounding
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
-from torchrec_2dsp.plan.sync_config import GradientSync
+from torchrec_2dsp.plan.sync import GradientSync
 from torchrec_2dsp.shard.kernels import MOMENT_SCALE
 
 Optimizer = MomentScaledRowWiseAdaGrad | EmbOptimType

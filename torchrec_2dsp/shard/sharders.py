@@ -15,10 +15,13 @@ from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.plan.checks.fits_module import check_module_plan, idle_hot_sets
-from torchrec_2dsp.plan.checks.table_configs import has_weights, table_text
-from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D
-from torchrec_2dsp.plan.remap import module_plan_for_rank
+from torchrec_2dsp.plan.checks.fits_module import (
+    check_module_plan,
+    has_weights,
+    idle_hot_sets,
+    table_text,
+)
+from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D, module_plan_for_rank
 from torchrec_2dsp.plan.serialize import to_json
 from torchrec_2dsp.shard.bad_ids import BadIds
 from torchrec_2dsp.shard.embedding_bag import ShardedEmbeddingBagCollection2D

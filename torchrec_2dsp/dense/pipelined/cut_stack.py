@@ -24,7 +24,7 @@ from torchrec_2dsp.dense.pipelined.moving_layers import (
 from torchrec_2dsp.dense.pipelined.pipeline import Pipeline, Reduction
 from torchrec_2dsp.dense.pipelined.schedule import Schedule
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.plan.stage_cuts import check_cuts, cut_layers
+from torchrec_2dsp.plan.dense_plan import check_cuts, cut_layers
 
 
 @dataclass(frozen=True)

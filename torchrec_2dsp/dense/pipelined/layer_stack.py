@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.plan.stage_cuts import check_cuts, cut_layers, even_cuts
+from torchrec_2dsp.plan.dense_plan import check_cuts, cut_layers, even_cuts
 
 
 class LayerStack(nn.Module):

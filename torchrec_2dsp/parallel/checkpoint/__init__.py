@@ -15,7 +15,6 @@ newest. The other files:
 """
 
 from torchrec_2dsp.parallel.checkpoint.load import load_checkpoint
-from torchrec_2dsp.parallel.checkpoint.pending import PendingSave
-from torchrec_2dsp.parallel.checkpoint.save import save_checkpoint
+from torchrec_2dsp.parallel.checkpoint.save import PendingSave, save_checkpoint
 
 __all__ = ["PendingSave", "load_checkpoint", "save_checkpoint"]

@@ -1,41 +1,56 @@
-"""`load_checkpoint`: a model and its optimizers, read from a folder, in place."""
+"""`load_checkpoint` and `load_weights`: a folder, checked, then read into a model in place."""
 
+import io
 import logging
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_load_plan,
+)
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.optim import Optimizer
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.optim.keyed import KeyedOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
+from torchrec_2dsp._compat.dcp import set_element
+from torchrec_2dsp._compat.torchrec import wrapped_optimizer
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import CheckpointError
-from torchrec_2dsp.parallel.called_by_all import called_by_all
-from torchrec_2dsp.parallel.checkpoint.dense_state import dense_state_made
-from torchrec_2dsp.parallel.checkpoint.extra import stored_extra
-from torchrec_2dsp.parallel.checkpoint.failure import run_dcp
-from torchrec_2dsp.parallel.checkpoint.fit import check_fits
-from torchrec_2dsp.parallel.checkpoint.group import coordination_group
+from torchrec_2dsp.parallel.checkpoint.coordination import coordination_group, run_dcp
 from torchrec_2dsp.parallel.checkpoint.parts import (
     DENSE,
     EXTRA,
     FUSED,
+    IN_PLACE,
     MODEL,
     TRAIN_STATE,
+    check_together,
+    dense_params,
     live_state,
     run_load_hooks,
+    stored_extra,
 )
-from torchrec_2dsp.parallel.checkpoint.pending import wait_for_save
-from torchrec_2dsp.parallel.checkpoint.reader import KnownMetadataReader, PlainDataPlanner
-from torchrec_2dsp.parallel.checkpoint.save import check_belongs, checked_folder
+from torchrec_2dsp.parallel.checkpoint.save import check_belongs, checked_folder, wait_for_save
 from torchrec_2dsp.parallel.checkpoint.stored import StoredCheckpoint
-from torchrec_2dsp.parallel.checkpoint.together import check_together
+from torchrec_2dsp.parallel.model_parallel2d import called_by_all
 
 if TYPE_CHECKING:
     from torchrec_2dsp.parallel.train_state.state import TrainState
+
 
 logger = logging.getLogger(__name__)
 
@@ -114,3 +129,267 @@ def _saved_state(train_state: "TrainState", stored: StoredCheckpoint) -> dict[st
             "load it without one, and set the TrainState's step yourself"
         )
     return stored.tensors(TRAIN_STATE, only=train_state.wants)
+
+
+Entries = dict[str, STORAGE_TYPES]
+"""The shape, type and shards of everything in a checkpoint, by name."""
+
+
+def check_fits(group: dist.ProcessGroup, folder: Path, saved: Entries, state: Any) -> None:
+    """Raise on all ranks if the checkpoint isn't one that the model could have written.
+
+    Collectives:
+        A gather of names and shapes, and an agreement.
+    """
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state)
+    plans: Any = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
+    dist.gather_object(planner.create_local_plan(), plans, group=group, group_dst=0)
+    with agreeing(group):
+        if plans is not None:
+            _, expected = planner.create_global_plan(plans)
+            for part in state:
+                check_part(part, folder, saved, expected)
+
+
+def check_part(part: str, folder: Path, saved: Entries, expected: Metadata) -> None:
+    """Compare all entries of one part; ``expected`` is what a save of the model would write."""
+    live = expected.state_dict_metadata
+    for name in sorted(name for name in saved.keys() | live if name.startswith(f"{part}.")):
+        if part == FUSED and name in saved and name in live:
+            _check_column_shards(folder, name, saved, expected)
+        saved_kind, model_kind = _kind(saved.get(name)), _kind(live.get(name))
+        if saved_kind != model_kind:
+            raise CheckpointError(
+                f"{name!r} is {saved_kind} in the checkpoint {folder}, but {model_kind} in the "
+                f"model; {IN_PLACE[part]}"
+            )
+
+
+def _check_column_shards(folder: Path, name: str, saved: Entries, expected: Metadata) -> None:
+    """Raise if row-wise moments are stored for other column shards than the plan has."""
+    live, param = expected.state_dict_metadata, expected.planner_data[name][2]
+    if not all(len(getattr(entries[name], "size", ())) == 1 for entries in (saved, live)):
+        return
+    stored, planned = (_column_widths(entries[f"{MODEL}.{param}"]) for entries in (saved, live))
+    if stored != planned:
+        raise CheckpointError(
+            f"the row-wise moments of {param!r} are stored for columns {stored} in the checkpoint "
+            f"{folder}, but the plan splits the columns {planned}: TorchRec keeps one moment per "
+            f"row and column shard; plan the table with column shards {stored}"
+        )
+
+
+def _column_widths(weight: Any) -> str:
+    columns = sorted({(chunk.offsets[1], chunk.sizes[1]) for chunk in weight.chunks})
+    return "+".join(str(width) for _, width in columns)
+
+
+def _kind(entry: STORAGE_TYPES | None) -> str:
+    if not isinstance(entry, TensorStorageMetadata):
+        return "missing" if entry is None else "an object"
+    return f"{tuple(entry.size)} {entry.properties.dtype}"
+
+
+class KnownMetadataReader(dcp.FileSystemReader):
+    """Reads tensors from a folder; the metadata are given, because DCP would unpickle them."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The metadata that the reader was given."""
+        return self._metadata
+
+
+class PlainDataPlanner(DefaultLoadPlanner):
+    """Loads tensors in place, and beside them only what `torch.load` takes for plain data."""
+
+    def create_local_plan(self) -> LoadPlan:
+        """The plan of what this rank reads, under current names only and not those of old torch."""
+        assert self.metadata is not None
+        return create_default_local_load_plan(self.state_dict, self.metadata)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a number, a text or the like into the state dict."""
+        loaded = torch.load(value, weights_only=True)
+        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
+
+
+@contextmanager
+def dense_state_made(
+    model: DistributedModelParallel, optimizer: KeyedOptimizer | None, saved: Entries
+) -> Iterator[None]:
+    """A context in which optimizers have created the state that is saved of them.
+
+    They do so by a step with gradients of zero, after which the weights are put back. If the block
+    raises an error, the optimizers are put back as well, as if there had been no step.
+
+    Collectives:
+        Those of a sync, if a backward is pending and ``optimizer`` contains the fused one.
+    """
+    missing = {} if optimizer is None else _params_without_state(model, optimizer, saved)
+    if optimizer is None or not missing:
+        yield
+        return
+    dense = dense_params(model, optimizer)
+    steppers = [member for member in _members(optimizer) if _has_one_of(member, missing)]
+    fused = model.fused_optimizer
+    before = [_Snapshot(stepped) for member in steppers for stepped in _tree(member, fused)]
+    try:
+        with _weights_kept(list(dense.values())):
+            for key, param in dense.items():
+                param.grad = torch.zeros_like(param) if key in missing else None
+            for member in steppers:
+                _step(member)
+        yield
+    except BaseException:
+        for snapshot in before:
+            snapshot.restore()
+        raise
+
+
+def _params_without_state(
+    model: DistributedModelParallel, optimizer: KeyedOptimizer, saved: Entries
+) -> dict[str, Any]:
+    """The dense parameters of which the checkpoint has state that the optimizer lacks."""
+    existing = optimizer.state
+    saved_entries: dict[str, set[str]] = defaultdict(set)
+    for name in saved:
+        key, _, entry = name.removeprefix(f"{DENSE}.state.").rpartition(".")
+        saved_entries[key].add(entry)
+    return {
+        key: param
+        for key, param in dense_params(model, optimizer).items()
+        if saved_entries[key] - existing.get(param, {}).keys()
+    }
+
+
+def _members(optimizer: KeyedOptimizer) -> list[KeyedOptimizer]:
+    """The optimizers that a combined one steps one after the other."""
+    if not isinstance(optimizer, CombinedOptimizer):
+        return [optimizer]
+    return [leaf for _, member in optimizer.optimizers for leaf in _members(member)]
+
+
+def _has_one_of(optimizer: KeyedOptimizer, params: dict[str, Any]) -> bool:
+    ids = {id(param) for param in params.values()}
+    return any(id(param) in ids for param in optimizer.params.values())
+
+
+def _tree(optimizer: Optimizer, fused: Optimizer) -> Iterator[Optimizer]:
+    """An optimizer and all optimizers that it steps, except for the fused one."""
+    if optimizer is fused:
+        return
+    yield optimizer
+    for inner in _inside(optimizer):
+        yield from _tree(inner, fused)
+
+
+def _inside(optimizer: Optimizer) -> list[Optimizer]:
+    if isinstance(optimizer, CombinedOptimizer):
+        return [member for _, member in optimizer.optimizers]
+    inner = wrapped_optimizer(optimizer)
+    return [] if inner is None else [inner]
+
+
+def _step(optimizer: KeyedOptimizer) -> None:
+    try:
+        optimizer.step()
+    except Exception as error:  # whatever a user's optimizer can raise
+        raise CheckpointError(
+            f"{type(optimizer).__name__} can't make the state that is saved of it, which takes a "
+            f"step ({type(error).__name__}: {error}); let it make a step before the load, or pass "
+            "no optimizer to load all the rest"
+        ) from error
+
+
+@contextmanager
+def _weights_kept(params: list[torch.Tensor]) -> Iterator[None]:
+    before = [(param, param.detach().clone(), param.grad) for param in params]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for param, value, grad in before:
+                param.copy_(value)
+                param.grad = grad
+
+
+class _Snapshot:
+    """What a step may change in an optimizer."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._attributes = dict(vars(optimizer))
+        self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._states: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
+        # State and groups of a wrapper are those of the optimizer that it wraps.
+        self._is_leaf = not _inside(optimizer)
+        if self._is_leaf:
+            self._groups = [(group, dict(group)) for group in optimizer.param_groups]
+            self._states = [(param, state, dict(state)) for param, state in optimizer.state.items()]
+        self._values = [
+            (value, value.clone())
+            for _, state, _ in self._states
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the optimizer back to what it was."""
+        vars(self._optimizer).clear()
+        vars(self._optimizer).update(self._attributes)
+        if not self._is_leaf:
+            return
+        self._optimizer.state.clear()
+        for param, state, entries in self._states:
+            state.clear()
+            state.update(entries)
+            self._optimizer.state[param] = state
+        for group, entries in self._groups:
+            group.clear()
+            group.update(entries)
+        for value, before in self._values:
+            value.copy_(before)
+
+
+def load_weights(path: str | PathLike[str], model: nn.Module) -> StoredCheckpoint:
+    """Read the weights of a checkpoint into an unsharded model, in place and in this process alone.
+
+    All bytes are compared with their checksums first, and the names and shapes of the weights with
+    those of the model. Nothing in a checkpoint can run code.
+
+    Args:
+        path: the folder of a checkpoint, written by `save_checkpoint` on any number of ranks.
+        model: the model as it was before it was sharded.
+
+    Returns:
+        The checkpoint, for whoever needs more of it.
+
+    Raises:
+        CheckpointError: the save didn't finish, a file is damaged, or it is another model's.
+    """
+    folder = Path(path)
+    stored = StoredCheckpoint.open(folder)
+    stored.check_sizes(0, 1)
+    stored.verify([MODEL], 0, 1)
+    state = {MODEL: model.state_dict()}
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state)
+    _, expected = planner.create_global_plan([planner.create_local_plan()])
+    check_part(MODEL, folder, stored.entries, expected)
+    reader = KnownMetadataReader(folder, stored.metadata)
+    with warnings.catch_warnings():
+        # It is meant.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        run_dcp(
+            lambda: dcp.load(
+                state, storage_reader=reader, planner=PlainDataPlanner(), no_dist=True
+            ),
+            f"{folder} couldn't be read and the model may be loaded in part; load another "
+            "checkpoint",
+        )
+    return stored

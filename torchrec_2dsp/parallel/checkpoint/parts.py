@@ -4,15 +4,21 @@ There are two kinds of parts. Those `IN_PLACE` are the model's own tensors, whic
 into. The others are small, and are read into new tensors, so that they can be checked before.
 """
 
+import json
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedTensor
 from torchrec.optim.keyed import KeyedOptimizer
+
+from torchrec_2dsp._compat.ddp import data_parallel_wrapper
+from torchrec_2dsp.errors import CheckpointError
+from torchrec_2dsp.parallel.checkpoint.stored import StoredCheckpoint
 
 MODEL, FUSED, DENSE, EXTRA = "model", "fused_optimizer", "dense_optimizer", "extra"
 TRAIN_STATE = "train_state"
@@ -104,3 +110,58 @@ def _shards_of_table(value: Any) -> list[torch.Tensor] | None:
     with torch.no_grad():
         local: Any = value.to_local()
     return list(local.local_shards()) if hasattr(local, "local_shards") else None
+
+
+def encoded(extra: Mapping[str, Any]) -> str:
+    """The JSON of ``extra``, if reading it gives ``extra`` again."""
+    text = json.dumps(extra, default=repr)
+    if json.loads(text) != extra:
+        raise CheckpointError(
+            f"extra={extra!r} isn't the same after a round trip through JSON; use dicts with "
+            "text keys, lists, texts and numbers"
+        )
+    return text
+
+
+def as_tensor(text: str) -> torch.Tensor:
+    """The bytes of ``text`` as a tensor, because DCP pickles everything else."""
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def stored_extra(stored: StoredCheckpoint) -> dict[str, Any]:
+    """What was saved as ``extra``; empty if another program wrote the checkpoint."""
+    if EXTRA not in stored.entries:
+        return {}
+    try:
+        extra = json.loads(stored.tensor(EXTRA).numpy().tobytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{EXTRA!r} isn't JSON in the checkpoint {stored.folder} ({error}); load another one"
+        ) from error
+    if not isinstance(extra, dict):
+        raise CheckpointError(
+            f"{EXTRA!r} is a {type(extra).__name__} instead of a dict in the checkpoint "
+            f"{stored.folder}; load another one"
+        )
+    return extra
+
+
+@runtime_checkable
+class MeetingWrapper(Protocol):
+    """A data-parallel wrapper whose ranks have different weights at times, such as `LocalDense`."""
+
+    def check_together(self) -> None:
+        """Raise if they have now."""
+        ...
+
+
+def check_together(model: nn.Module) -> None:
+    """Raise if ranks may have different dense parts now.
+
+    Raises:
+        SyncError: a save would keep one of them, and a load would leave the wrapper with changes
+            from weights that are gone.
+    """
+    wrapper = data_parallel_wrapper(model)
+    if isinstance(wrapper, MeetingWrapper):
+        wrapper.check_together()

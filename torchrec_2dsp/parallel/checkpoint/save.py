@@ -1,6 +1,12 @@
-"""`save_checkpoint`: a model and its optimizers, written to a new folder."""
+"""`save_checkpoint`, saves in the background, and the newest checkpoint of a folder."""
 
-from collections.abc import Mapping
+import logging
+import re
+import shutil
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -12,19 +18,108 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import world_group
-from torchrec_2dsp.errors import CheckpointError
-from torchrec_2dsp.parallel.called_by_all import called_by_all
-from torchrec_2dsp.parallel.checkpoint.extra import as_tensor, encoded
-from torchrec_2dsp.parallel.checkpoint.failure import run_dcp
-from torchrec_2dsp.parallel.checkpoint.group import background_group, coordination_group
-from torchrec_2dsp.parallel.checkpoint.parts import EXTRA, TRAIN_STATE, live_state
-from torchrec_2dsp.parallel.checkpoint.pending import PendingSave, start_save, wait_for_save
-from torchrec_2dsp.parallel.checkpoint.planner import PlainDataSavePlanner, StagingPlanner
-from torchrec_2dsp.parallel.checkpoint.together import check_together
-from torchrec_2dsp.parallel.checkpoint.writer import ChecksumWriter, holds_checkpoint
+from torchrec_2dsp.errors import CheckpointError, ConfigError
+from torchrec_2dsp.parallel.checkpoint.coordination import (
+    background_group,
+    coordination_group,
+    run_dcp,
+)
+from torchrec_2dsp.parallel.checkpoint.parts import (
+    EXTRA,
+    TRAIN_STATE,
+    as_tensor,
+    check_together,
+    encoded,
+    live_state,
+)
+from torchrec_2dsp.parallel.checkpoint.writer import (
+    ChecksumWriter,
+    PlainDataSavePlanner,
+    StagingPlanner,
+    holds_checkpoint,
+)
+from torchrec_2dsp.parallel.model_parallel2d import called_by_all
 
 if TYPE_CHECKING:
     from torchrec_2dsp.parallel.train_state.state import TrainState
+
+
+class PendingSave(Future[None]):
+    """What `save_checkpoint` returns with ``asynchronous=True``: a future.
+
+    ``result()`` waits until the checkpoint is complete, and raises the `CheckpointError` that all
+    ranks get if one of them fails. An error that nobody has asked for is logged, and raised by the
+    next save or load.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        """The folder of the checkpoint."""
+        self._is_seen = False
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait for the checkpoint, at most ``timeout`` seconds."""
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the checkpoint, and return what went wrong, if anything."""
+        error = super().exception(timeout)
+        self._is_seen = True
+        return error
+
+    def raise_if_unseen(self) -> None:
+        """Wait for the checkpoint, and raise its error unless somebody has asked for it."""
+        was_seen = self._is_seen
+        error = self.exception()
+        if error is not None and not was_seen:
+            raise CheckpointError(f"an earlier asynchronous save has failed: {error}") from error
+
+
+def start_save(
+    world: dist.ProcessGroup, folder: Path, save: Callable[[], object], is_staged: threading.Event
+) -> PendingSave:
+    """Run ``save`` in a thread of its own, and return as soon as the state may change again.
+
+    Args:
+        world: all ranks, without another save that is running.
+        folder: the folder of the checkpoint.
+        save: writes the checkpoint; raises nothing but a `CheckpointError`.
+        is_staged: set by ``save`` when it has copied what it writes.
+    """
+    pending = PendingSave(folder)
+    pending.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            save()
+        except BaseException as error:
+            logger.error("%s", error)
+            pending.set_exception(error)
+        else:
+            pending.set_result(None)
+        finally:
+            is_staged.set()
+
+    # Not a daemon: the interpreter waits for it before it exits.
+    thread = threading.Thread(target=run, name=f"save {folder}")
+    _PENDING[world] = pending
+    thread.start()
+    is_staged.wait()
+    return pending
+
+
+def wait_for_save(world: dist.ProcessGroup) -> None:
+    """Wait for the save that is running, if any; raise its error if nobody has seen it."""
+    pending = _PENDING.pop(world, None)
+    if pending is not None:
+        pending.raise_if_unseen()
+
+
+_PENDING: "weakref.WeakKeyDictionary[dist.ProcessGroup, PendingSave]" = weakref.WeakKeyDictionary()
+"""The last asynchronous save of each world."""
 
 
 @overload
@@ -143,3 +238,93 @@ def checked_folder(path: str | PathLike[str], optimizer: object) -> Path:
             "KeyedOptimizerWrapper"
         )
     return Path(path)
+
+
+logger = logging.getLogger(__name__)
+
+
+_FINISHED = ".metadata"
+"""The file that a save writes last."""
+
+
+def latest_checkpoint(folder: str | PathLike[str]) -> Path | None:
+    """The newest finished checkpoint of a folder, `None` if there is none.
+
+    Checkpoints are sub-folders whose names end in a number, such as ``1000`` or ``step_1000``; the
+    largest number is the newest. Saves that didn't finish don't count.
+
+    With a process group, call it on all ranks: all get what rank 0 sees.
+
+    Args:
+        folder: the folder of all checkpoints; it needn't exist yet.
+
+    Collectives:
+        A broadcast of the name, if there is a process group.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import torchrec_2dsp as tdsp
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> for step in (5, 10, 15):
+        ...     (folder / str(step)).mkdir()
+        >>> for step in (5, 10):
+        ...     (folder / str(step) / ".metadata").touch()
+        >>> tdsp.latest_checkpoint(folder).name
+        '10'
+    """
+    names: list[str | None] = [None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        finished = [path for path in _numbered(Path(folder)) if (path / _FINISHED).exists()]
+        names = [finished[-1].name if finished else None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(names, group_src=0, group=coordination_group())
+    return None if names[0] is None else Path(folder) / names[0]
+
+
+def drop_old_checkpoints(folder: str | PathLike[str], *, keep: int) -> None:
+    """Delete all but the newest finished checkpoints of a folder.
+
+    Call it after a save, on all ranks: rank 0 deletes. Unfinished saves that are older than the
+    newest kept checkpoint go as well. Nothing else in the folder is touched.
+
+    Args:
+        folder: the folder of all checkpoints, which are named as `latest_checkpoint` says.
+        keep: how many checkpoints stay.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import torchrec_2dsp as tdsp
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> for step in (5, 10, 15):
+        ...     (folder / str(step)).mkdir()
+        ...     (folder / str(step) / ".metadata").touch()
+        >>> tdsp.drop_old_checkpoints(folder, keep=2)
+        >>> sorted(path.name for path in folder.iterdir())
+        ['10', '15']
+    """
+    if keep < 1:
+        raise ConfigError(f"keep={keep} would leave no checkpoint to go on from; keep 1 or more")
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    numbered = _numbered(Path(folder))
+    finished = [path for path in numbered if (path / _FINISHED).exists()]
+    newest = finished[-keep:]
+    for path in numbered[: numbered.index(newest[-1])] if newest else ():
+        if path not in newest:
+            # The file that makes it a checkpoint goes first, in case that deleting is cut short.
+            (path / _FINISHED).unlink(missing_ok=True)
+            shutil.rmtree(path)
+
+
+def _numbered(folder: Path) -> list[Path]:
+    """The sub-folders whose names end in a number, the smallest first."""
+    if not folder.is_dir():
+        return []
+    numbers = {
+        path: int(number[0])
+        for path in folder.iterdir()
+        if path.is_dir() and (number := re.search(r"\d+$", path.name))
+    }
+    return sorted(numbers, key=lambda path: (numbers[path], path.name))

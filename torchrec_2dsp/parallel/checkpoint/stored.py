@@ -1,11 +1,12 @@
 """`StoredCheckpoint`: a checkpoint in a folder, and whether its bytes can be trusted."""
 
+import json
 import os
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -17,8 +18,74 @@ from torch.distributed.checkpoint.metadata import (
 
 from torchrec_2dsp._compat.dcp import file_view
 from torchrec_2dsp.errors import CheckpointError
-from torchrec_2dsp.parallel.checkpoint.checksums import FILE_NAME, MARK, Checksums, Chunk
 from torchrec_2dsp.parallel.checkpoint.metadata import read_metadata
+
+FILE_NAME = "checksums.json"
+"""The file of the checksums, beside DCP's files, which stay as DCP writes them."""
+
+MARK = "torchrec_2dsp.checksums"
+"""The mark in the metadata of a checkpoint with checksums, so that a loss of these is noticed."""
+
+_FORMAT = 1
+
+
+class Chunk(NamedTuple):
+    """A run of bytes in a file: one shard of a tensor, as it is stored."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Checksums:
+    """The checksums that the bytes of a checkpoint must have."""
+
+    metadata_crc32: int
+    """The checksum of `.metadata`."""
+    chunks: Mapping[Chunk, int]
+    """The CRC-32 of each chunk; the chunks of a file are all of its bytes."""
+
+    def to_json(self) -> str:
+        """The contents of the file, which hold a checksum of themselves.
+
+        Example:
+            >>> from torchrec_2dsp.parallel.checkpoint.stored import Checksums, Chunk
+            >>> sums = Checksums(7, {Chunk("__0_0.distcp", 0, 100): 9})
+            >>> Checksums.from_json(sums.to_json(), "checksums.json") == sums
+            True
+        """
+        files: dict[str, list[list[int]]] = {}
+        for chunk, crc32 in sorted(self.chunks.items()):
+            files.setdefault(chunk.file, []).append([chunk.offset, chunk.length, crc32])
+        body = {"format": _FORMAT, "metadata": self.metadata_crc32, "files": files}
+        return json.dumps(body | {"crc32": _crc32_of(body)}) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes, where: str) -> "Checksums":
+        """The checksums in the contents of the file ``where``, if these are undamaged."""
+        try:
+            body: dict[str, Any] = json.loads(text)
+            own_crc32 = body.pop("crc32")
+            if own_crc32 != _crc32_of(body) or body["format"] != _FORMAT:
+                raise ValueError("it doesn't add up to its own checksum")
+            chunks = {
+                Chunk(file, offset, length): crc32
+                for file, places in body["files"].items()
+                for offset, length, crc32 in places
+            }
+            return cls(body["metadata"], chunks)
+        # Deeply nested JSON raises a RecursionError.
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{where} is damaged ({type(error).__name__}: {str(error)[:200]}); load another "
+                "checkpoint"
+            ) from error
+
+
+def _crc32_of(body: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
+
 
 _BLOCK_BYTES = 8 * 2**20
 """How many bytes are read at once to compute a checksum."""
@@ -176,7 +243,7 @@ def _share(chunks: list[Chunk], rank: int, num_ranks: int) -> list[Chunk]:
     """The chunks that a rank reads: those that begin in its share of all bytes.
 
     Example:
-        >>> from torchrec_2dsp.parallel.checkpoint.checksums import Chunk
+        >>> from torchrec_2dsp.parallel.checkpoint.stored import Chunk
         >>> from torchrec_2dsp.parallel.checkpoint.stored import _share
         >>> chunks = [Chunk("a", 0, 6), Chunk("a", 6, 1), Chunk("b", 0, 5)]
         >>> [len(_share(chunks, rank, 2)) for rank in range(2)]

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchrec_2dsp._compat.ddp import data_parallel_lookups, gradient_order, start_in_order
-from torchrec_2dsp.access.hot_set import HotSet
+from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.errors import CheckpointError, PlanError
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.serialize import to_json

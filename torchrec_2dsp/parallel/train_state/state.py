@@ -1,7 +1,9 @@
 """`TrainState`: what a run needs to go on, beside the model."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,34 +13,101 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec_2dsp._compat.ddp import data_parallel_wrapper
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.errors import CheckpointError, ConfigError
-from torchrec_2dsp.parallel.checkpoint.group import coordination_group
+from torchrec_2dsp.parallel.checkpoint.coordination import coordination_group
 from torchrec_2dsp.parallel.train_state import model_state
-from torchrec_2dsp.parallel.train_state.hyper_parameters import (
-    HyperParameters,
-    check_hyper_parameters,
-    hyper_parameters,
-    restore_hyper_parameters,
-)
-from torchrec_2dsp.parallel.train_state.members import (
+from torchrec_2dsp.parallel.train_state.values import (
     DENSE_GRADIENTS,
+    HyperParameters,
     Member,
     Stateful,
     Summable,
+    check_hyper_parameters,
     check_left_out,
     check_member,
     check_states,
     digest,
+    from_plain,
+    hyper_parameters,
     load_states,
+    random_state,
+    read_member,
+    restore_hyper_parameters,
+    restore_random_state,
     stored_member,
+    to_plain,
 )
-from torchrec_2dsp.parallel.train_state.plain import to_plain
-from torchrec_2dsp.parallel.train_state.random_numbers import random_state, restore_random_state
-from torchrec_2dsp.parallel.train_state.rank_summary import (
-    RankSummary,
-    joined_hyper_parameters,
-    largest_iterations,
-)
-from torchrec_2dsp.parallel.train_state.saved import FORMAT, MEMBER, Saved
+
+
+@dataclass(frozen=True)
+class RankSummary:
+    """What a rank tells the others of its share of a train state at a save."""
+
+    digests: dict[str, str]
+    """A digest of each member's state."""
+    hyper_parameters: dict[str, HyperParameters]
+    """The hyper-parameters of the parameters that the rank has."""
+    iterations: dict[str, int]
+    """How many forwards the kernel of each table has counted."""
+
+
+def joined_hyper_parameters(summaries: Iterable[RankSummary]) -> dict[str, HyperParameters]:
+    """The hyper-parameters of all ranks' parameters, of which each rank has some."""
+    joined: dict[str, HyperParameters] = {"fused": {}, "dense": {}}
+    for rank, summary in enumerate(summaries):
+        for kind, by_key in summary.hyper_parameters.items():
+            for key, values in by_key.items():
+                if joined[kind].setdefault(key, values) != values:
+                    raise CheckpointError(
+                        f"rank {rank} has the hyper-parameters {values} for {key!r}, and another "
+                        f"rank {joined[kind][key]}; set the same schedule on every rank"
+                    )
+    return joined
+
+
+def largest_iterations(summaries: Iterable[RankSummary]) -> dict[str, int]:
+    """For each table, the largest number of forwards that a rank has counted."""
+    largest: dict[str, int] = {}
+    for summary in summaries:
+        for name, count in summary.iterations.items():
+            largest[name] = max(count, largest.get(name, 0))
+    return largest
+
+
+FORMAT = 1
+MEMBER = "member."
+"""The beginning of the names of members, which users give."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A train state as this rank reads it."""
+
+    header: dict[str, Any]
+    own: dict[str, Any] | None
+    """What the rank with this number stored, if there was one."""
+    ranks: dict[int, dict[str, Any]]
+    """What was stored by each rank that this one takes over from."""
+    members: dict[str, list[dict[str, Any]]]
+    """The states of each member: a single one, or one for each rank in `ranks`."""
+    is_same_world: bool
+    """Whether the save had as many ranks as there are now."""
+
+    @classmethod
+    def read(cls, tensors: Mapping[str, torch.Tensor], rank: int, num_ranks: int) -> "Saved":
+        """Decode what a rank needs; a `CheckpointError` for tensors of another format."""
+        header = from_plain(tensors, "")
+        if not isinstance(header, dict) or header.get("format") != FORMAT:
+            raise CheckpointError(
+                f"the train state isn't of format {FORMAT}, which this release reads; load it with "
+                "the release that saved it"
+            )
+        saved_ranks = range(rank, header["num_ranks"], num_ranks)
+        ranks = {number: from_plain(tensors, f"rank{number}.") for number in saved_ranks}
+        members = {}
+        for name, is_whole in header["is_whole"].items():
+            places = [MEMBER] if is_whole else [f"rank{number}.{MEMBER}" for number in saved_ranks]
+            members[name] = [read_member(name, tensors, place) for place in places]
+        return cls(header, ranks.get(rank), ranks, members, header["num_ranks"] == num_ranks)
 
 
 class TrainState:

@@ -1,17 +1,123 @@
-"""What a table of a plan must be so that its mesh can run it."""
+"""What the shards of a table must be: parts that cover it once, as its sharding type cuts it."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import cast
+
+from torch.distributed._shard.metadata import ShardMetadata
+from torchrec.distributed.types import ShardingType
 
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.errors import PlanError
 from torchrec_2dsp.mesh import Mesh2D
-from torchrec_2dsp.plan.checks.shards import check_ranks, check_shards, names_each_rank
 from torchrec_2dsp.plan.parameter_sharding import (
     ROW_EXCHANGES,
     ParameterSharding2D,
+    RowOwners,
     ShardingType2D,
     kinds_of,
     num_rows,
 )
-from torchrec_2dsp.plan.row_owners import RowOwners
+
+_WHOLE_ROWS = (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE)
+_WHOLE_COLUMNS = (ShardingType.COLUMN_WISE, ShardingType.TABLE_COLUMN_WISE)
+_REMEDY = "plan the table again, or write its shards as its sharding type cuts them"
+
+
+def check_shards(
+    where: str, kind: ShardingType, shards: Sequence[ShardMetadata], group_size: int
+) -> None:
+    """Raise `PlanError` unless the shards cover a table once, in the way of its sharding type.
+
+    Args:
+        where: the table, for messages.
+        kind: TorchRec's sharding type inside a group, not data parallel.
+        shards: at least one.
+        group_size: how many ranks share the table.
+    """
+    _check_numbers(where, shards)
+    num_rows = max(shard.shard_offsets[0] + shard.shard_sizes[0] for shard in shards)
+    num_columns = max(shard.shard_offsets[1] + shard.shard_sizes[1] for shard in shards)
+    if not num_rows or not num_columns:
+        raise PlanError(f"table {where} has {num_rows} rows of {num_columns} columns; {_REMEDY}")
+    _check_cover(where, shards, num_rows, num_columns)
+    if kind is ShardingType.TABLE_WISE and len(shards) != 1:
+        raise PlanError(f"table {where} is table-wise and has {len(shards)} shards; {_REMEDY}")
+    if kind in _WHOLE_ROWS and any(shard.shard_sizes[1] != num_columns for shard in shards):
+        raise PlanError(f"table {where} is {kind.value}, but a shard lacks columns; {_REMEDY}")
+    if kind in _WHOLE_COLUMNS and any(shard.shard_sizes[0] != num_rows for shard in shards):
+        raise PlanError(f"table {where} is {kind.value}, but a shard lacks rows; {_REMEDY}")
+    # TorchRec takes the n-th shard of a row-wise table for that of rank n.
+    ranks = _ranks(shards)
+    if kind is ShardingType.ROW_WISE and not names_each_rank(ranks, group_size):
+        raise PlanError(
+            f"table {where} is row-wise with shards on ranks {ranks}, but needs one on each of the "
+            f"ranks 0..{group_size - 1}, in this order; {_REMEDY}"
+        )
+
+
+def names_each_rank(ranks: Sequence[int], group_size: int) -> bool:
+    """Whether these are all ranks of a group, in their order.
+
+    Example:
+        >>> from torchrec_2dsp.plan.checks.fits_mesh import names_each_rank
+        >>> names_each_rank([0, 1], 2), names_each_rank([1, 0], 2)
+        (True, False)
+    """
+    return len(ranks) == group_size and list(ranks) == list(range(group_size))
+
+
+def check_ranks(where: str, ranks: Sequence[int], shards: Sequence[ShardMetadata]) -> None:
+    """Raise `PlanError` unless a table's list of ranks is that of its shards."""
+    if list(ranks) != _ranks(shards):
+        raise PlanError(
+            f"table {where} names ranks {list(ranks)}, but its shards are on {_ranks(shards)}; "
+            "name the rank of each shard, in the order of the shards"
+        )
+
+
+def _ranks(shards: Sequence[ShardMetadata]) -> list[int]:
+    return [cast(int, shard.placement.rank()) for shard in shards if shard.placement is not None]
+
+
+def _check_numbers(where: str, shards: Sequence[ShardMetadata]) -> None:
+    for index, shard in enumerate(shards):
+        for name, values in (
+            ("shard_offsets", shard.shard_offsets),
+            ("shard_sizes", shard.shard_sizes),
+        ):
+            if len(values) != 2 or any(type(value) is not int or value < 0 for value in values):
+                raise PlanError(
+                    f"table {where} has {name}={list(values)} in shard {index}: they are a number "
+                    f"of rows and one of columns, whole and not negative; {_REMEDY}"
+                )
+
+
+def _check_cover(
+    where: str, shards: Sequence[ShardMetadata], num_rows: int, num_columns: int
+) -> None:
+    """Every sharding type cuts columns into blocks, and each block into runs of rows."""
+    blocks: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for shard in shards:
+        (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
+        blocks.setdefault((column, columns), []).append((row, rows))
+    _check_runs(f"table {where}: columns", list(blocks), num_columns)
+    for (column, columns), runs in blocks.items():
+        _check_runs(
+            f"table {where}: rows of columns {column}..{column + columns - 1}", runs, num_rows
+        )
+
+
+def _check_runs(what: str, runs: list[tuple[int, int]], total: int) -> None:
+    """Raise unless runs, each a start and a size, follow one another from 0 to ``total``."""
+    ordered = [(0, 0), *sorted(runs), (total, 0)]
+    for (start, size), (next_start, _) in pairwise(ordered):
+        if start + size < next_start:
+            raise PlanError(f"{what} {start + size}..{next_start - 1} are in no shard; {_REMEDY}")
+        if start + size > next_start:
+            raise PlanError(
+                f"{what} {next_start}..{start + size - 1} are in more than one shard; {_REMEDY}"
+            )
 
 
 def check_fits_mesh(where: str, table: ParameterSharding2D, mesh: Mesh2D) -> None:

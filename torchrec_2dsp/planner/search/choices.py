@@ -11,15 +11,14 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import ShardingType
 
-from torchrec_2dsp.access.hot_set import HotSet
+from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.cost.placed import Placed, Shards
 from torchrec_2dsp.cost.span import Span
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import message_type
 from torchrec_2dsp.cost.workload import TableWork
-from torchrec_2dsp.plan.parameter_sharding import ROW_EXCHANGES, Exchange
-from torchrec_2dsp.plan.row_owners import RowOwners
+from torchrec_2dsp.plan.parameter_sharding import ROW_EXCHANGES, Exchange, RowOwners
 
 Family = tuple[ShardingType, Exchange, Transport]
 """Tables of one family share lookups and messages, so the first one costs more than the others."""

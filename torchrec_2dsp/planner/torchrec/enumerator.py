@@ -15,7 +15,7 @@ from torchrec.distributed.types import ModuleSharder
 from torchrec_2dsp._compat.torchrec import sharder_data_of
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import base_type
-from torchrec_2dsp.plan.sync_config import EXACT_SYNC, SyncConfig
+from torchrec_2dsp.plan.sync import EXACT_SYNC, SyncConfig
 from torchrec_2dsp.planner.topology import group_topology
 from torchrec_2dsp.planner.torchrec.estimators import ReplicaSyncEstimator
 from torchrec_2dsp.planner.torchrec.sharding_types import (

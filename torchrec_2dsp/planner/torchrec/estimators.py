@@ -18,7 +18,7 @@ from torchrec.distributed.types import ShardingType
 from torchrec_2dsp.cost.optimizer_state import optimizer_of, state_bytes_per_row
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import base_type
-from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig, SyncedRows, WeightSync
+from torchrec_2dsp.plan.sync import GradientSync, SyncConfig, SyncedRows, WeightSync
 from torchrec_2dsp.planner.topology import peer_bandwidth_bytes_per_ms
 from torchrec_2dsp.planner.torchrec.sync_cost import (
     data_parallel_ms,

@@ -24,7 +24,7 @@ from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D
-from torchrec_2dsp.plan.sync_config import EXACT_SYNC, SyncConfig
+from torchrec_2dsp.plan.sync import EXACT_SYNC, SyncConfig
 from torchrec_2dsp.planner.search.candidates import candidates_of_options
 from torchrec_2dsp.planner.search.choices import Candidate
 from torchrec_2dsp.planner.search.cost_search import CostSearch, room_of

@@ -287,8 +287,7 @@ def plan_to_show(name: str, planned: "PlannedRun") -> Table:
 def _exchange(sharding: "ParameterSharding2D") -> str:
     """How rows travel, who owns them, and how many are hot, where that isn't as in TorchRec."""
     from torchrec_2dsp.codecs.rows import Transport
-    from torchrec_2dsp.plan.parameter_sharding import Exchange
-    from torchrec_2dsp.plan.row_owners import RowOwners
+    from torchrec_2dsp.plan.parameter_sharding import Exchange, RowOwners
 
     parts = []
     if sharding.exchange is not Exchange.POOLED:

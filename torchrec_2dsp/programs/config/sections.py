@@ -7,15 +7,15 @@ from pydantic import Field, field_validator, model_validator
 
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.dense.thresholded import ThresholdKind
-from torchrec_2dsp.plan.parameter_sharding import ROW_EXCHANGES, Exchange
-from torchrec_2dsp.plan.row_owners import RowOwners
-from torchrec_2dsp.plan.sync_config import (
+from torchrec_2dsp.plan.parameter_sharding import ROW_EXCHANGES, Exchange, RowOwners
+from torchrec_2dsp.plan.sync import (
     GradientSync,
     SyncConfig,
     SyncedRows,
     WeightSync,
+    every,
+    parse_policy,
 )
-from torchrec_2dsp.plan.sync_policy import every, parse_policy
 from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.samples.deal import SampleCost, check_speeds
 

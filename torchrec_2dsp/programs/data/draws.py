@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.plan.row_owners import golden_step
+from torchrec_2dsp.plan.parameter_sharding import golden_step
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15

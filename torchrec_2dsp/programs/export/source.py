@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchrec_2dsp.errors import CheckpointError, ConfigError
-from torchrec_2dsp.parallel.checkpoint.latest import latest_checkpoint
+from torchrec_2dsp.parallel.checkpoint.save import latest_checkpoint
 from torchrec_2dsp.programs.config.config_file import load_config
 from torchrec_2dsp.programs.train.config import TrainConfig
 

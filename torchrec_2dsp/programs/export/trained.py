@@ -3,10 +3,10 @@
 from torch import nn
 
 from torchrec_2dsp.errors import CheckpointError
+from torchrec_2dsp.parallel.checkpoint.load import load_weights
 from torchrec_2dsp.parallel.checkpoint.parts import TRAIN_STATE
 from torchrec_2dsp.parallel.checkpoint.stored import StoredCheckpoint
-from torchrec_2dsp.parallel.checkpoint.unsharded import load_weights
-from torchrec_2dsp.parallel.train_state.saved import Saved
+from torchrec_2dsp.parallel.train_state.state import Saved
 from torchrec_2dsp.programs.data.dataset import Dataset
 from torchrec_2dsp.programs.export.source import ExportSource
 from torchrec_2dsp.programs.models.kinds import build_any_model

@@ -26,8 +26,7 @@ from torchrec_2dsp.plan.parameter_sharding import (
     base_type,
     kinds_of,
 )
-from torchrec_2dsp.plan.pin import pin
-from torchrec_2dsp.plan.plan2d import Plan2D
+from torchrec_2dsp.plan.plan2d import Plan2D, pin
 from torchrec_2dsp.planner.planner2d import Planner2D
 from torchrec_2dsp.programs.config.sections import ExchangeConfig
 from torchrec_2dsp.programs.data.dataset import BatchShape

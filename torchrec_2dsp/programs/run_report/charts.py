@@ -339,8 +339,7 @@ def _hot_rows(run: RunPart) -> dict[str, int]:
 
 def _add_chart(page: Page, heading: str, path: str, hot_rows: dict[str, int]) -> None:
     # Reading Parquet takes a while to load, which most runs have no need of.
-    from torchrec_2dsp.access.plot import cdf_chart
-    from torchrec_2dsp.access.stats import AccessStats
+    from torchrec_2dsp.access.stats import AccessStats, cdf_chart
 
     try:
         stats = AccessStats.load(path)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
 
-from torchrec_2dsp.plan.sync_config import WeightSync
+from torchrec_2dsp.plan.sync import WeightSync
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.study.study import CONFIDENCE, Gap, gaps_to
 from torchrec_2dsp.programs.train.config import RunConfig

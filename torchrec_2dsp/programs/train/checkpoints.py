@@ -12,10 +12,13 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.parallel.checkpoint.latest import drop_old_checkpoints, latest_checkpoint
 from torchrec_2dsp.parallel.checkpoint.load import load_checkpoint
-from torchrec_2dsp.parallel.checkpoint.pending import PendingSave
-from torchrec_2dsp.parallel.checkpoint.save import save_checkpoint
+from torchrec_2dsp.parallel.checkpoint.save import (
+    PendingSave,
+    drop_old_checkpoints,
+    latest_checkpoint,
+    save_checkpoint,
+)
 from torchrec_2dsp.parallel.train_state.state import TrainState
 from torchrec_2dsp.programs.train.config import CheckpointConfig, TrainConfig
 from torchrec_2dsp.programs.train.metrics import Evaluation, Measured, Window

@@ -25,11 +25,10 @@ from torchrec_2dsp.comms.notice_board import NoticeBoard, naming_faults
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D
-from torchrec_2dsp.parallel.failing_together import failing_together
+from torchrec_2dsp.parallel.loop import failing_together
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.plan import serialize
-from torchrec_2dsp.plan.plan2d import Plan2D
-from torchrec_2dsp.plan.remap import plan_for_rank
+from torchrec_2dsp.plan.plan2d import Plan2D, plan_for_rank
 from torchrec_2dsp.planner.collective import plan_on_rank_0
 from torchrec_2dsp.planner.planner2d import Planner2D
 from torchrec_2dsp.programs.config.sections import OptimizerConfig

@@ -23,7 +23,7 @@ from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.dense.gradient_sums import GradientReport
 from torchrec_2dsp.dense.pipelined.pipelined_dense import PipelinedDense
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.parallel.accumulate import accumulate
+from torchrec_2dsp.parallel.loop import accumulate
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.programs.config.sections import MEASURED, BalanceConfig
 from torchrec_2dsp.programs.models.balance import deal_batches

@@ -9,7 +9,7 @@ import torch
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_2dsp.access.hot_set import HotSet
+from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.errors import PlanError
 from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D
 from torchrec_2dsp.shard.hot_rows.split import HotBatch, HotIds, split_hot_rows

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from torchrec_2dsp.plan.parameter_sharding import num_rows
+from torchrec_2dsp.plan.parameter_sharding import RowOwners, RowSpread, num_rows
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
-from torchrec_2dsp.plan.row_owners import RowOwners, RowSpread
 from torchrec_2dsp.shard.kernels import Kernel, TableShard
 from torchrec_2dsp.shard.stages import Stage
 

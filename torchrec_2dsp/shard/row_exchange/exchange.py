@@ -25,8 +25,7 @@ from torchrec_2dsp._compat.torchrec import (
 )
 from torchrec_2dsp.comms.mesh_groups import Peers
 from torchrec_2dsp.comms.row_wire import RowWire
-from torchrec_2dsp.plan.parameter_sharding import Exchange, TableType
-from torchrec_2dsp.plan.row_owners import RowOwners
+from torchrec_2dsp.plan.parameter_sharding import Exchange, RowOwners, TableType
 from torchrec_2dsp.shard.codecs_of_plan import codecs_by_dim
 from torchrec_2dsp.shard.prefetch.journey import AskedRows, RowJourney
 from torchrec_2dsp.shard.row_exchange.context import RowContext, SequenceRowContext, with_rows

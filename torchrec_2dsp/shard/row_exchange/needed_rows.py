@@ -11,7 +11,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp._compat.torchrec import GroupedEmbeddingConfig
-from torchrec_2dsp.plan.row_owners import MAX_ROWS, RowSpread
+from torchrec_2dsp.plan.parameter_sharding import MAX_ROWS, RowSpread
 from torchrec_2dsp.rows.gradients import RowSum
 
 _MAX_INT32 = torch.iinfo(torch.int32).max

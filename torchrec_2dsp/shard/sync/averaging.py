@@ -8,8 +8,7 @@ import torch
 from torchrec_2dsp.codecs.rows import RowCodec, Transport
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
 from torchrec_2dsp.errors import ConfigError, UnsupportedError
-from torchrec_2dsp.plan.sync_config import SyncedRows, WeightSync
-from torchrec_2dsp.plan.sync_policy import SyncPolicy
+from torchrec_2dsp.plan.sync import SyncedRows, SyncPolicy, WeightSync
 from torchrec_2dsp.replicas.drift import CopiedShard, DriftCheck
 from torchrec_2dsp.replicas.row_average import RowAverage
 from torchrec_2dsp.replicas.sync_point import WeightSyncAction

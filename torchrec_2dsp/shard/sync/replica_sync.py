@@ -12,7 +12,7 @@ from torchrec_2dsp.comms.mesh_groups import MeshGroups
 from torchrec_2dsp.comms.notice_board import naming_faults
 from torchrec_2dsp.plan.parameter_sharding import base_type
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
-from torchrec_2dsp.plan.sync_config import GradientSync
+from torchrec_2dsp.plan.sync import GradientSync
 from torchrec_2dsp.replicas.drift import DriftCheck, fingerprint
 from torchrec_2dsp.replicas.gradient_sync import GradientSyncAction
 from torchrec_2dsp.replicas.sync_point import SyncAction, SyncPoint

@@ -6,7 +6,7 @@ from typing import Any
 
 from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
-from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig
+from torchrec_2dsp.plan.sync import GradientSync, SyncConfig
 from torchrec_2dsp.replicas.gradient_sync import Updater, quickest_updater
 from torchrec_2dsp.rows.update import RowUpdater
 from torchrec_2dsp.shard.bad_ids import BadIds

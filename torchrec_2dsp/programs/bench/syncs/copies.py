@@ -15,7 +15,7 @@ from torchrec_2dsp._compat.fbgemm import (
 )
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
 from torchrec_2dsp.errors import SyncError
-from torchrec_2dsp.plan.sync_config import GradientSync, SyncConfig, SyncedRows, WeightSync
+from torchrec_2dsp.plan.sync import GradientSync, SyncConfig, SyncedRows, WeightSync
 from torchrec_2dsp.replicas.capture import RowCapture
 from torchrec_2dsp.replicas.gradient_sync import GradientSyncAction
 from torchrec_2dsp.replicas.row_average import RowAverage

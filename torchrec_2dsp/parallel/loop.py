@@ -1,0 +1,237 @@
+"""Helpers of a training loop: `accumulate`, `failing_together`, `HotSetRefresh`."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from torchrec_2dsp._compat.ddp import data_parallel_parts, has_synced
+from torchrec_2dsp.access.counter import RowCounter
+from torchrec_2dsp.access.table_access import HotSet
+from torchrec_2dsp.comms.alarm import BatchesInStep, Signal, agreeing
+from torchrec_2dsp.comms.groups import world_group
+from torchrec_2dsp.comms.notice_board import naming_faults
+from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
+from torchrec_2dsp.shard.parted import groups_of, sharded_tables
+
+T = TypeVar("T")
+
+
+def accumulate(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
+    """Give batches to train by, whose gradients make one update together.
+
+    TorchRec's fused optimizers update tables in each backward. Here row gradients wait until the
+    last batch, and a row gets one update by the sum of them all, as it does in a step on one large
+    batch: with AdaGrad or Adam that is something else than an update for each batch. Dense
+    gradients are added up over the ranks after the last batch alone.
+
+    Example::
+
+        sharders = [tdsp.EmbeddingBagCollectionSharder2D(optimizer, accumulates=True)]
+        ...
+        optimizer.zero_grad()
+        for batch in tdsp.accumulate(model, batches):
+            loss = model(batch) / len(batches)
+            loss.backward()
+        optimizer.step()
+
+    Args:
+        model: sharded by this package's sharders, in `ModelParallel2D` or TorchRec's wrapper.
+        batches: of one step, as many on each rank.
+
+    Raises:
+        ConfigError: there are no batches, other ranks have more or fewer, the tables are updated in
+            the backward, or another call isn't over.
+
+    Collectives:
+        An agreement of all ranks.
+    """
+    batches = list(batches)
+    tables = sharded_tables(model)
+    with agreeing(world_group()) as facts:
+        if not batches:
+            raise ConfigError("accumulate() got no batches, so there is nothing to update by")
+        if any(part.sync_point.is_held for part in tables):
+            raise ConfigError(
+                "another accumulate() of this model isn't over, so its tables would never be "
+                "updated; let its loop end, or close() it"
+            )
+        if not all(part.sync_point.can_hold for part in tables):
+            raise ConfigError(
+                "tables are updated in the backward of each batch; make their sharder with "
+                "accumulates=True, or replicas with GradientSync()"
+            )
+        facts["the number of batches of accumulate()"] = str(len(batches))
+    *waiting, last = batches
+    with ExitStack() as tables_held:
+        for part in tables if waiting else []:
+            with naming_faults(part.groups.board, "accumulate()"):
+                for stage in part.stages:
+                    stage.before_accumulating()
+                part.sync_point.hold()
+            tables_held.callback(part.sync_point.release)
+        with ExitStack() as dense_held:
+            for ddp in data_parallel_parts(model):
+                # In its first backward DDP learns the graph; adding up each time gives the same.
+                if has_synced(ddp):
+                    dense_held.enter_context(ddp.no_sync())
+            yield from waiting
+        # The lookup of the last batch would sync, too.
+        yield last
+
+
+class failing_together(AbstractContextManager["failing_together"]):
+    """A context for a training loop, in which an error of one rank names that rank on all.
+
+    - An exception of this rank, wherever in the loop, is posted for the others, then raised.
+    - A collective that fails, also one in the backward, in the optimizer or in one of TorchRec's
+      pipelines, becomes a `RankError`: it names the ranks that failed, or that don't answer, the
+      step, and what they did there.
+    - A rank that leaves the loop while others train on is named by all of them.
+
+    Example::
+
+        with tdsp.failing_together(model) as loop:
+            for batch in loop.batches(loader):
+                optimizer.zero_grad()
+                loss = model(batch)
+                loss.backward()
+                model.sync()
+                optimizer.step()
+
+    Collectives:
+        At the end of the loop an all-reduce of 8 bytes, waited for; a rank that is done waits
+        there for the others.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """
+        Args:
+            model: a `ModelParallel2D`, or TorchRec's own wrapper around modules of this package.
+        """
+        groups = groups_of(model)
+        if groups is None:
+            raise ConfigError(
+                f"the model ({type(model).__name__}) has no sharded module of torchrec_2dsp, which "
+                "know its ranks; shard it first, with this package's sharders"
+            )
+        self._model, self._board, self._alarm = model, groups.board, groups.alarm
+        self._naming = naming_faults(groups.board)
+        self._hook: Any = None
+
+    def __enter__(self) -> "failing_together":
+        self._naming.__enter__()
+        self._board.enter_loop()
+        if not isinstance(self._model, ModelParallel2D):
+            self._hook = self._model.register_forward_pre_hook(self._count_step)
+        return self
+
+    def batches(self, batches: Iterable[T]) -> Iterator[T]:
+        """The batches of this rank, as long as all ranks have one.
+
+        A rank that has none left, or whose loader fails, is named on all ranks before they begin
+        the next step. Batches are taken one step ahead. `TrainPipelineRowPrefetch` does the same by
+        itself.
+
+        Args:
+            batches: a loader, or an iterator.
+
+        Collectives:
+            An all-reduce of 8 bytes for each batch, which overlaps with a step.
+        """
+        return BatchesInStep(batches, self._alarm)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        if error is not None:
+            self._naming.__exit__(kind, error, trace)
+            return
+        self._board.leave_loop()
+        with naming_faults(self._board, "the end of the loop"):
+            self._alarm.check(signal=Signal.OUTSIDE).wait()
+
+    def _count_step(self, model: nn.Module, inputs: Any) -> None:
+        if model.training and torch.is_grad_enabled():
+            self._board.activity.step += 1
+        self._board.activity.begin("the forward")
+
+
+class HotSetRefresh:
+    """Makes the most used rows hot, once in ``every`` steps.
+
+    Each hot table keeps the room that its plan gives it. The user updates the counter, with every
+    batch or some of them; give it a ``half_life``, or old batches count as much as new ones.
+
+    Example:
+        The counter is made before the model is sharded::
+
+            counter = tdsp.RowCounter.for_model(model, half_life=10_000)
+            ...
+            refresh = tdsp.HotSetRefresh(model, counter, every=10_000)
+            for batch in batches:
+                counter.update(batch.sparse_features)
+                train_step(model, batch)
+                refresh.step()
+    """
+
+    def __init__(self, model: ModelParallel2D, counter: RowCounter, *, every: int) -> None:
+        """
+        Args:
+            model: a model with hot sets in its plan.
+            counter: the counter of this rank's batches.
+            every: after how many steps to choose anew.
+        """
+        if every < 1:
+            raise ConfigError(f"every={every} must be at least one step")
+        self._rows = {name: len(hot_set) for name, hot_set in model.hot_sets.items()}
+        missing = sorted(self._rows.keys() - set(counter.tables))
+        if missing:
+            raise ConfigError(
+                f"the counter doesn't count table {missing[0]!r}, whose hot rows it is to choose; "
+                "make it by RowCounter.for_model(model), before the model is sharded"
+            )
+        if not self._rows:
+            raise ConfigError("the model has no hot rows to refresh; pin some when you plan")
+        self._model, self._counter, self._every = model, counter, every
+        self._num_steps = 0
+
+    def step(self) -> bool:
+        """Count a step that is over, on all ranks; whether other rows are hot from now on.
+
+        Collectives:
+            Once in ``every`` steps those of `RowCounter.gather`, and if other rows are used most
+            now, those of `ModelParallel2D.refresh_hot_sets`.
+        """
+        self._num_steps += 1
+        if self._num_steps % self._every:
+            return False
+        stats = self._counter.gather(world_group())
+        current = self._model.hot_sets
+        changed = {
+            name: hot_set
+            for name, rows in self._rows.items()
+            if stats[name].num_lookups
+            and (hot_set := HotSet.from_stats(stats, name, rows=rows)) != current[name]
+        }
+        if changed:
+            self._model.refresh_hot_sets(changed)
+        return bool(changed)
+
+    def state_dict(self) -> dict[str, int]:
+        """How many steps were counted. Hot sets are in the model's state, and counts of rows in the
+        counter's: a `TrainState` stores all three."""
+        return {"num_steps": self._num_steps}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on counting steps from a stored state."""
+        self._num_steps = state["num_steps"]

@@ -1,0 +1,357 @@
+"""Users' values as JSON and tensors: members, random numbers, hyper-parameters."""
+
+import hashlib
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torchrec.optim.keyed import KeyedOptimizer
+
+from torchrec_2dsp.errors import CheckpointError, ConfigError
+
+_JSON = (str, bool, int, float, type(None))
+_MARK = "$"
+"""The beginning of the single key of a dict that stands for a value of another type."""
+
+
+def to_plain(value: Any, prefix: str) -> dict[str, torch.Tensor]:
+    """A nested value as flat tensors; `from_plain` gives it back.
+
+    Values may be dicts with any plain keys, lists, tuples, texts, numbers, bytes, tensors, arrays
+    and counters.
+
+    Args:
+        value: the value to store.
+        prefix: the beginning of all names.
+
+    Returns:
+        Tensors by name. The one called ``<prefix>header`` holds JSON, as bytes.
+
+    Example:
+        >>> import torch
+        >>> from torchrec_2dsp.parallel.train_state.values import from_plain, to_plain
+        >>> tensors = to_plain({"steps": (3, 4), "counts": torch.ones(2)}, "rank0.")
+        >>> sorted(tensors)
+        ['rank0.counts', 'rank0.header']
+        >>> from_plain(tensors, "rank0.")
+        {'steps': (3, 4), 'counts': tensor([1., 1.])}
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    text = json.dumps(_encode(value, "", prefix, tensors))
+    tensors[f"{prefix}header"] = _bytes_tensor(text.encode())
+    return tensors
+
+
+def from_plain(tensors: Mapping[str, torch.Tensor], prefix: str) -> Any:
+    """The value that `to_plain` turned into tensors; a `CheckpointError` for any other tensors."""
+    try:
+        text = tensors[f"{prefix}header"].numpy().tobytes().decode()
+        return _decode(json.loads(text), prefix, tensors)
+    except (KeyError, ValueError, TypeError, RecursionError, AttributeError) as error:
+        raise CheckpointError(
+            f"the train state's part {prefix + 'header'!r} is damaged ({type(error).__name__}: "
+            f"{error}); load another checkpoint"
+        ) from error
+
+
+def _encode(value: Any, path: str, prefix: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if type(value) in _JSON:
+        return value
+    if isinstance(value, torch.Tensor | bytes | np.ndarray):
+        name = path or "value"
+        while prefix + name in tensors or name == "header":
+            name += "_"
+        return _encode_block(value, name, prefix, tensors)
+
+    def encoded(key: object, item: Any) -> Any:
+        return _encode(item, f"{path}.{key}" if path else str(key), prefix, tensors)
+
+    if isinstance(value, list | tuple):
+        items = [encoded(index, item) for index, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, Mapping):
+        is_plain = all(isinstance(key, str) and key[:1] != _MARK for key in value)
+        if is_plain and not isinstance(value, Counter):
+            return {key: encoded(key, item) for key, item in value.items()}
+        pairs = [[encoded("key", key), encoded(key, item)] for key, item in value.items()]
+        return {"$counter" if isinstance(value, Counter) else "$pairs": pairs}
+    raise CheckpointError(
+        f"{path or 'the value'} is a {type(value).__name__}, which a train state can't hold "
+        "without a pickle; use dicts, lists, texts, numbers, bytes and tensors"
+    )
+
+
+def _encode_block(
+    value: torch.Tensor | np.ndarray | bytes,
+    name: str,
+    prefix: str,
+    tensors: dict[str, torch.Tensor],
+) -> dict[str, Any]:
+    """Bytes, a tensor or an array, as a tensor beside the JSON; empty ones fit into it."""
+    if isinstance(value, bytes):
+        if value:
+            tensors[prefix + name] = _bytes_tensor(value)
+        return {"$bytes": name if value else ""}
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "biufc":
+            raise CheckpointError(
+                f"{name} is an array of {value.dtype}, which a train state can't hold without a "
+                "pickle; use numbers"
+            )
+        place = _encode_block(value.tobytes(), name, prefix, tensors)["$bytes"]
+        return {"$array": [place, value.dtype.str, list(value.shape)]}
+    tensor = value.detach()
+    if not tensor.numel():
+        return {"$empty": [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]}
+    # A copy: a save may go on while the run does.
+    tensors[prefix + name] = tensor.to("cpu", copy=True).contiguous()
+    return {"$tensor": name}
+
+
+def _decode(value: Any, prefix: str, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, prefix, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) != 1 or next(iter(value))[:1] != _MARK:
+        return {key: _decode(item, prefix, tensors) for key, item in value.items()}
+    ((kind, content),) = value.items()
+    match kind:
+        case "$tensor":
+            return tensors[prefix + content]
+        case "$bytes":
+            return tensors[prefix + content].numpy().tobytes() if content else b""
+        case "$array":
+            place, dtype, shape = content
+            data = tensors[prefix + place].numpy().tobytes() if place else b""
+            return np.frombuffer(bytearray(data), dtype=np.dtype(dtype)).reshape(shape)
+        case "$empty":
+            shape, dtype = content
+            return torch.empty(shape, dtype=getattr(torch, dtype))
+        case "$tuple":
+            return tuple(_decode(item, prefix, tensors) for item in content)
+        case "$pairs" | "$counter":
+            pairs = [[_decode(part, prefix, tensors) for part in pair] for pair in content]
+            return Counter(dict(pairs)) if kind == "$counter" else dict(pairs)
+        case _:
+            raise ValueError(f"unknown kind {kind!r}")
+
+
+def _bytes_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The state of this process's random number generators.
+
+    Args:
+        device: this rank's device; its generator is included if it is a GPU.
+    """
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Write a state back into this process's random number generators."""
+    torch.set_rng_state(state["torch"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object whose state can be read and written, as torch's schedulers are."""
+
+    def state_dict(self) -> Any:
+        """The state."""
+        ...
+
+    def load_state_dict(self, state_dict: Any, /) -> object:
+        """Take over a state."""
+        ...
+
+
+@runtime_checkable
+class Summable(Protocol):
+    """An object that can take over the states of several ranks, such as a `RowCounter`."""
+
+    def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take over the sum of these states."""
+        ...
+
+
+Member = Stateful | dict[str, Any]
+
+DENSE_GRADIENTS = "dense_gradients"
+"""The name of the state of the model's data-parallel wrapper, if it has one."""
+
+
+def check_member(name: str, member: object) -> None:
+    """Raise unless ``member`` can be stored under ``name``."""
+    if not name.isidentifier():
+        raise ConfigError(f"{name!r} is no name; use letters, digits and underscores")
+    if not isinstance(member, Stateful | dict):
+        raise ConfigError(
+            f"{name}={member!r} has no state_dict() and load_state_dict(), and is no dict of plain "
+            "values; give one of the two"
+        )
+
+
+def stored_member(name: str, member: Member) -> dict[str, torch.Tensor]:
+    """A member's state as flat tensors."""
+    state = member if isinstance(member, dict) else member.state_dict()
+    try:
+        return to_plain(state, f"{name}.")
+    except CheckpointError as error:
+        raise CheckpointError(f"{name} can't be stored: {error}") from error
+
+
+def digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """A text that is equal for equal tensors."""
+    sha256 = hashlib.sha256()
+    for name in sorted(tensors):
+        flat = tensors[name].reshape(-1).view(torch.uint8)
+        sha256.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)} ".encode())
+        sha256.update(flat.numpy().tobytes())
+    return sha256.hexdigest()
+
+
+def check_states(name: str, member: Member, states: Sequence[Mapping[str, Any]]) -> None:
+    """Raise if a member can tell that it can't take over these states."""
+    check = getattr(member, "check_state_dict", None)
+    for state in states:
+        if check is not None:
+            try:
+                check(state)
+            except ConfigError as error:
+                raise CheckpointError(f"{name} doesn't fit: {error}") from error
+
+
+def check_left_out(states: Sequence[Mapping[str, Any]]) -> None:
+    """Raise if dense gradients would be lost in a model that takes over none."""
+    if any(_holds_gradients(state) for state in states):
+        raise CheckpointError(
+            "the train state holds dense gradients that weren't sent before the save, and this "
+            "model has no wrapper that sends them; make it with the data_parallel_wrapper of the "
+            "save, or save after a step that follows flush()"
+        )
+
+
+def _holds_gradients(state: Mapping[str, Any]) -> bool:
+    """Whether a wrapper's state has more than settings and counts: numbers that aren't zero."""
+    return any(
+        _holds_gradients(value)
+        if isinstance(value, Mapping)
+        else isinstance(value, torch.Tensor) and bool(value.any())
+        for value in state.values()
+    )
+
+
+def load_states(name: str, member: Member, states: Sequence[dict[str, Any]]) -> None:
+    """Let a member take over stored states; several states come from several ranks."""
+    if isinstance(member, dict):
+        (state,) = states
+        member.clear()
+        member.update(state)
+    elif isinstance(member, Summable):
+        member.load_rank_states(states)
+    else:
+        (state,) = states
+        try:
+            member.load_state_dict(state)
+        except Exception as error:  # whatever an object of the user's can raise
+            raise CheckpointError(
+                f"{name} ({type(member).__name__}) refused its state ({type(error).__name__}: "
+                f"{error}), and the run is restored in part; make the object as it was made"
+            ) from error
+
+
+def read_member(name: str, tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, Any]:
+    """The state that `stored_member` made into tensors."""
+    return from_plain(tensors, f"{prefix}{name}.")
+
+
+HyperParameters = dict[str, dict[str, Any]]
+"""For each parameter, all options of its parameter group."""
+
+
+def hyper_parameters(
+    optimizer: KeyedOptimizer, but: KeyedOptimizer | None = None
+) -> HyperParameters:
+    """The hyper-parameters of this rank's parameters.
+
+    Args:
+        optimizer: the optimizer whose groups are read.
+        but: an optimizer that it may contain, whose groups are left out.
+    """
+    return {
+        key: {
+            name: value.tolist() if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+            if name != "params"
+        }
+        for keys, group in _groups(optimizer, but)
+        for key in keys
+    }
+
+
+def check_hyper_parameters(
+    saved: Mapping[str, Mapping[str, Any]],
+    optimizer: KeyedOptimizer,
+    but: KeyedOptimizer | None = None,
+) -> None:
+    """Raise unless hyper-parameters are saved for each of this rank's parameter groups."""
+    for keys, _ in _groups(optimizer, but):
+        for key in keys:
+            if key not in saved:
+                raise CheckpointError(
+                    f"the train state has no hyper-parameters of {key!r}; pass the optimizer that "
+                    "was saved"
+                )
+            if saved[key] != saved[keys[0]]:
+                raise CheckpointError(
+                    f"{keys[0]!r} and {key!r} are in one group of the optimizer, but had different "
+                    "hyper-parameters when they were saved; group the parameters as they were"
+                )
+
+
+def restore_hyper_parameters(
+    saved: Mapping[str, Mapping[str, Any]],
+    optimizer: KeyedOptimizer,
+    but: KeyedOptimizer | None = None,
+) -> None:
+    """Write saved hyper-parameters into the optimizer's groups."""
+    for keys, group in _groups(optimizer, but):
+        for name, value in saved[keys[0]].items():
+            if isinstance(group.get(name), torch.Tensor):
+                with torch.no_grad():
+                    group[name].copy_(torch.as_tensor(value))
+            else:
+                group[name] = value
+
+
+def _groups(
+    optimizer: KeyedOptimizer, but: KeyedOptimizer | None
+) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    """Each group with the names of its parameters; groups without parameters are left out."""
+    excluded = {id(group) for group in but.param_groups} if but is not None else set()
+    names = {id(param): key for key, param in optimizer.params.items()}
+    groups: Any = optimizer.param_groups
+    for group in groups:
+        keys = [names[id(param)] for param in group["params"] if id(param) in names]
+        if id(group) not in excluded and keys:
+            yield keys, group

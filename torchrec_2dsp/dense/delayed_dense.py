@@ -60,13 +60,6 @@ class LateGradients:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """
-        Args:
-            warm_up: how many first steps use their own gradients.
-            names: of the parameters, by their ids.
-            group: the ranks that add up, used by nothing else.
-            device: where the parameters are.
-        """
         self._warm_up, self._names, self._group = warm_up, names, group
         self._device = device
         self._num_ranks = dist.get_world_size(group)

@@ -17,12 +17,6 @@ def dense_parts(
 ) -> Iterator[tuple[str, nn.Module]]:
     """The largest modules that hold parameters and no tables, by their names.
 
-    Args:
-        model: with sharded tables.
-        wrapper: the name of who asks, for errors.
-        name: of the model in a larger one.
-        apart: modules that are parts by themselves, and never in a larger one.
-
     Raises:
         ConfigError: a module that holds tables, or a part to keep apart, also holds a parameter by
             itself.
@@ -70,10 +64,6 @@ _COPIES, _SHARES = "replicate", "shard"
 def check_num_copies(wrapper: str, num_copies: int) -> None:
     """Raise an error, if this is no count of copies.
 
-    Args:
-        wrapper: the name of who asks.
-        num_copies: how many times the ranks hold the dense part.
-
     Raises:
         ConfigError: it is none.
 
@@ -91,11 +81,6 @@ def check_num_copies(wrapper: str, num_copies: int) -> None:
 def copies_mesh(ranks: torch.Tensor, device_type: str, axes: tuple[str, ...] = ()) -> DeviceMesh:
     """The mesh of some copies, each of which is sharded over its ranks.
 
-    Args:
-        ranks: of the world; the first dimension is that of copies, the second that of shares.
-        device_type: such as "cpu".
-        axes: the names of the other dimensions.
-
     Collectives:
         The creation of the groups, which all ranks of the world call.
     """
@@ -105,10 +90,6 @@ def copies_mesh(ranks: torch.Tensor, device_type: str, axes: tuple[str, ...] = (
 
 
 def shares_of(mesh: DeviceMesh) -> DeviceMesh:
-    """The axes of a `copies_mesh` over which FSDP2 shards and copies, without the other ones.
-
-    Args:
-        mesh: that of `copies_mesh`.
-    """
+    """The axes of a `copies_mesh` over which FSDP2 shards and copies, without the other ones."""
     names = mesh.mesh_dim_names or ()
     return mesh[_COPIES, _SHARES] if _COPIES in names else mesh[_SHARES]

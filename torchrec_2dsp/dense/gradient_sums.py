@@ -66,21 +66,13 @@ class UnusedParameters:
     """
 
     def __init__(self, bucket: dist.GradBucket) -> None:
-        """
-        Args:
-            bucket: that a hook was called with.
-        """
         params = bucket.parameters()
         self._is_unused = [param.grad is None for param in params]
         self._params: Sequence[torch.Tensor] = params
         self._views: Sequence[torch.Tensor] = bucket.gradients() if any(self._is_unused) else ()
 
     def give(self, means: torch.Tensor) -> torch.Tensor:
-        """Let those parameters have gradients for which one has come, and return all of them.
-
-        Args:
-            means: the gradients of the bucket that all ranks have, flat.
-        """
+        """Let those parameters have gradients for which one has come, and return all of them."""
         if not self._views:
             return means
         parts = means.split([param.numel() for param in self._params])
@@ -203,12 +195,7 @@ class SparseSum(Protocol):
     """A way to add up entries over the ranks of a group."""
 
     def start(self, entries: Entries, total: torch.Tensor) -> StartedSum:
-        """Add up entries.
-
-        Args:
-            entries: of this rank, in ascending order, at most as many as a message has room for.
-            total: a flat float32 tensor, written when the entries have come.
-        """
+        """Add up entries."""
         ...
 
 
@@ -216,11 +203,6 @@ class GatheredSum:
     """Each rank sends its entries to all others."""
 
     def __init__(self, codec: SparseCodec, group: dist.ProcessGroup) -> None:
-        """
-        Args:
-            codec: the form of a rank's entries.
-            group: the ranks.
-        """
         self._codec, self._group = codec, group
 
     def start(self, entries: Entries, total: torch.Tensor) -> StartedSum:
@@ -253,11 +235,6 @@ class OwnedSum:
     """
 
     def __init__(self, codec: SparseCodec, group: dist.ProcessGroup) -> None:
-        """
-        Args:
-            codec: the form of entries for an owner, and of an owner's sums.
-            group: the ranks.
-        """
         self._codec, self._group = codec, group
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
 

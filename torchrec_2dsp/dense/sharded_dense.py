@@ -46,13 +46,6 @@ class JointBatch:
     """
 
     def __init__(self, name: str, module: nn.Module, group: dist.ProcessGroup) -> None:
-        """
-        Args:
-            name: of the module, for errors.
-            module: called with tensors whose first dimension is the batch, `KeyedTensor`s or
-                `JaggedTensor`s; it gives tensors whose first dimension is the batch.
-            group: the ranks that run it together.
-        """
         self._name, self._group = name, group
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._sizes: list[list[int]] = []

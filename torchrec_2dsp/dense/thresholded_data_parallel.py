@@ -47,11 +47,6 @@ class TableGradients:
     """
 
     def __init__(self, tables: Mapping[int, Sequence[TableSize]], group: dist.ProcessGroup) -> None:
-        """
-        Args:
-            tables: the tables in each parameter, which has one after the other, by its id.
-            group: the ranks that add up.
-        """
         self._tables, self._group = tables, group
         self._num_ranks = dist.get_world_size(group)
         self.total = GradientReport()

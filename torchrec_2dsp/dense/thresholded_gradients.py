@@ -61,13 +61,7 @@ class BucketLayout:
         density: float,
         dense_below: int,
     ) -> "BucketLayout":
-        """The layout of parameters.
-
-        Args:
-            params: names and parameters, in the order of the bucket.
-            density: the share of elements that may be sent.
-            dense_below: a parameter with fewer elements is sent as a whole.
-        """
+        """The layout of parameters."""
         parts, start = [], 0
         for name, param in params:
             size = param.numel()
@@ -153,12 +147,6 @@ class ThresholdedGradients:
         names: Mapping[int, str],
         group: dist.ProcessGroup,
     ) -> None:
-        """
-        Args:
-            settings: equal on all ranks.
-            names: of the parameters, by their ids.
-            group: the ranks that add up.
-        """
         self._settings, self._names, self._group = settings, names, group
         self._num_ranks = dist.get_world_size(group)
         self._feedback = ErrorFeedback()
@@ -180,9 +168,6 @@ class ThresholdedGradients:
 
         DDP adds up after each of the batches that `accumulate` gives in the first step. These are
         one step, which is dense as a whole, or not.
-
-        Args:
-            is_first: whether no gradients of the same step are there yet.
         """
         if is_first:
             self._has_reduced = False

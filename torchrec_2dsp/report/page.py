@@ -194,13 +194,7 @@ class Page:
         self._parts.append(f"<p>{escape(text)}</p>")
 
     def add_code(self, heading: str, text: str, *, is_folded: bool = False) -> None:
-        """Add text as it is, such as a file.
-
-        Args:
-            heading: what is said above it.
-            text: its lines.
-            is_folded: whether a click on the heading shows it, rather than the page at once.
-        """
+        """Add text as it is, such as a file."""
         code = f"<pre>{escape(text)}</pre>"
         self._parts.append(
             f"<details><summary>{escape(heading)}</summary>{code}</details>"
@@ -222,11 +216,6 @@ class Page:
 
     def add_bars(self, heading: str, chart: BarChart, *, upright: bool = False) -> None:
         """Add a bar chart that is as wide as the page, and as high as its places need.
-
-        Args:
-            heading: what is said above it.
-            chart: the bars.
-            upright: whether bars begin at the bottom, rather than at the left; for many of them.
 
         Raises:
             ConfigError: plotly is missing.

@@ -259,11 +259,6 @@ class Ahead(Generic[T]):
     """A call that runs on a thread, and its result or error."""
 
     def __init__(self, call: Callable[[], T], after: "Ahead[Any] | None") -> None:
-        """
-        Args:
-            call: what to do.
-            after: the call that has to be over before this one begins.
-        """
         self._call, self._after = call, after
         self._result: list[T] = []
         self._error: BaseException | None = None

@@ -15,10 +15,6 @@ from torchrec_2dsp.errors import ConfigError, InputError
 def share_samples(num_samples: int, speeds: Sequence[float]) -> tuple[int, ...]:
     """The number of samples of each rank: in proportion to speeds, at least one, in total all.
 
-    Args:
-        num_samples: at least as many as ranks.
-        speeds: above 0; only ratios count.
-
     Example:
         >>> from torchrec_2dsp.samples.deal import share_samples
         >>> share_samples(16, [1.0, 1.0, 0.5, 1.0])
@@ -65,11 +61,6 @@ class RankSpeeds:
     """
 
     def __init__(self, num_ranks: int, smoothing: float) -> None:
-        """
-        Args:
-            num_ranks: how many ranks there are.
-            smoothing: what the newest batch counts for, above 0, at most 1.
-        """
         self._keep = 1 - smoothing
         self._costs, self._seconds = [0.0] * num_ranks, [0.0] * num_ranks
 
@@ -195,14 +186,6 @@ def deal_samples(
     samples of the slowest rank are swapped for cheaper ones of others, as long as that helps. With
     equal speeds and numbers of samples, loads differ in the end by no more than two samples do.
 
-    Args:
-        costs: of the samples, 0 or more.
-        num_ranks: how many ranks there are, at most as many as samples.
-        speeds: of the ranks; faster ones get more samples, and more to compute.
-
-    Returns:
-        The rank of each sample.
-
     Example:
         >>> from torchrec_2dsp.samples.deal import deal_samples
         >>> deal_samples([9, 1, 1, 1, 2, 2, 8, 1], 2).tolist()
@@ -323,16 +306,6 @@ def bring_together(
     Samples are sorted by cost and cut into blocks in which costs differ by at most ``tolerance``.
     Each block keeps its places on the ranks; its samples are put, one after the other, to where
     most of their ids are already. So no rank's load grows by more than ``tolerance``.
-
-    Args:
-        ranks: the balanced deal, which isn't changed.
-        costs: of the samples.
-        samples: their ids.
-        num_ranks: how many ranks there are.
-        tolerance: by which share costs in a block may differ.
-
-    Returns:
-        The rank of each sample, those given if they need no more distinct ids.
 
     Example:
         >>> import numpy as np

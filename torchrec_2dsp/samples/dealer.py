@@ -134,12 +134,6 @@ class Dealer:
     def __init__(
         self, group: dist.ProcessGroup, speeds: RankSpeeds | list[float], tolerance: float
     ) -> None:
-        """
-        Args:
-            group: the ranks, used by one dealer at a time.
-            speeds: of the ranks, fixed or measured.
-            tolerance: see `bring_together`; 0 to leave ids alone.
-        """
         self._group, self._speeds, self._tolerance = group, speeds, tolerance
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._last: SampleRows | None = None

@@ -52,10 +52,6 @@ class SampleRows:
     def of(cls, batch: Any) -> "SampleRows":
         """Take a batch apart.
 
-        Args:
-            batch: a tensor, `KeyedJaggedTensor`, `JaggedTensor` or `KeyedTensor` on the CPU, or
-                dataclasses, dicts, lists and tuples of them.
-
         Raises:
             UnsupportedError: there is something else in it.
             InputError: tensors disagree on how many samples there are.
@@ -274,16 +270,6 @@ def send_samples(
     group: dist.ProcessGroup,
 ) -> tuple[Any, int]:
     """Send each sample to its rank.
-
-    Args:
-        own: this rank's samples.
-        receivers: the rank that gets each of them.
-        counts: how many samples each rank has for this one.
-        group: the ranks, at least two.
-
-    Returns:
-        The batch of the samples that this rank gets, in the order of ranks and of their samples;
-        and the bytes that were sent to others.
 
     Collectives:
         Two all-to-alls of bytes, waited for.

@@ -86,11 +86,6 @@ def own_layer_seconds(
     """What a batch took in each layer of this rank, by the layer's number.
 
     Only forwards are timed layer by layer; a stage's whole time is divided as they are.
-
-    Args:
-        stages: of this rank, by their numbers.
-        firsts: the number of each stage's first layer.
-        busy: how long the rank has worked.
     """
     seconds = {}
     for number, stage in stages.items():
@@ -105,11 +100,6 @@ def gather_layer_seconds(
     own: Mapping[int, float], num_layers: int, group: dist.ProcessGroup
 ) -> list[float]:
     """What a batch took in each layer, as a mean over the ranks that have it.
-
-    Args:
-        own: from `own_layer_seconds`.
-        num_layers: of the stack.
-        group: all ranks.
 
     Collectives:
         An all-gather of objects.
@@ -129,11 +119,6 @@ def better_cuts(
     seconds: Sequence[float], cuts: Sequence[int], least_gain: float
 ) -> tuple[int, ...]:
     """Cuts whose slowest stage takes less time, or those that there are.
-
-    Args:
-        seconds: what each layer takes.
-        cuts: the first layer of each stage but the first.
-        least_gain: the share of its time that the slowest stage has to lose.
 
     Example:
         >>> from torchrec_2dsp.dense.pipelined.cut_stack import better_cuts
@@ -179,16 +164,6 @@ class CutStack:
         reduction: Reduction,
         wire: torch.dtype | None,
     ) -> None:
-        """
-        Args:
-            name: of the stack in the model.
-            stack: not cut yet; it keeps the layers of this rank.
-            layers: of each stage.
-            schedule: of the stages.
-            groups: the process groups.
-            reduction: as in `Pipeline`.
-            wire: as in `Pipeline`.
-        """
         self._name, self._stack, self._layers = name, stack, list(layers)
         self._schedule, self._groups = schedule, groups
         self._reduction: Reduction = reduction
@@ -216,12 +191,7 @@ class CutStack:
         return [number for stage in self._own_stages for number in self._layers[stage].numbers]
 
     def split(self, plan: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
-        """Split the layers of this rank over its tensor-parallel group.
-
-        Args:
-            plan: styles, by names of modules in the stack.
-            mesh: the ranks that compute these layers together.
-        """
+        """Split the layers of this rank over its tensor-parallel group."""
         here = {f"layers.{number}" for number in self._own_layers}
         held = {
             module: style
@@ -233,19 +203,12 @@ class CutStack:
         self._build_pipeline()
 
     def shard(self, mesh: DeviceMesh) -> None:
-        """Shard the layers of this rank, split already where they are to be.
-
-        Args:
-            mesh: the ranks of other pipelines that hold the same part of these layers.
-        """
+        """Shard the layers of this rank, split already where they are to be."""
         self._shares = mesh
         self._build_pipeline()
 
     def better_cuts(self, least_gain: float) -> tuple[int, ...]:
         """Cuts that the times of layers ask for, or those that there are.
-
-        Args:
-            least_gain: the share of its time that the slowest stage has to lose.
 
         Collectives:
             An all-gather of objects.
@@ -258,11 +221,6 @@ class CutStack:
         self, cuts: Sequence[int], optimizer: torch.optim.Optimizer, model: nn.Module
     ) -> "NextCuts":
         """What other cuts take, without moving anything yet.
-
-        Args:
-            cuts: the first layer of each stage but the first.
-            optimizer: of this rank's dense parameters.
-            model: the stack is in it.
 
         Raises:
             ConfigError: there are no such cuts, or a layer can't be moved.
@@ -277,10 +235,6 @@ class CutStack:
 
     def recut(self, next_cuts: "NextCuts", optimizer: torch.optim.Optimizer) -> bool:
         """Move layers, and let a new pipeline run them; say whether any have moved.
-
-        Args:
-            next_cuts: from `prepare`, which no rank has refused.
-            optimizer: of this rank's dense parameters.
 
         Collectives:
             Those of `move_layers`.
@@ -333,14 +287,6 @@ def recut_together(
     least_gain: float,
 ) -> bool:
     """Cut all stacks of a model anew, or none; say whether layers have moved.
-
-    Args:
-        stacks: by their names in the model.
-        optimizer: of this rank's dense parameters.
-        model: the stacks are in it.
-        groups: of the pipeline.
-        cuts: of each stack; `None` for those that times ask for.
-        least_gain: as in `CutStack.better_cuts`.
 
     Collectives:
         Those of `CutStack.better_cuts` and `CutStack.recut`, and an agreement of all ranks.

@@ -43,13 +43,6 @@ class LayerStage:
         *,
         splits_backward: bool,
     ) -> None:
-        """
-        Args:
-            name: for errors.
-            layers: called one after the other.
-            loss: of the last stage, called with the output and the targets.
-            splits_backward: whether gradients of weights are computed later than those of inputs.
-        """
         self.name = name
         """The name, for errors."""
         self.layers, self.loss = list(layers), loss
@@ -71,13 +64,7 @@ class LayerStage:
     def forward(
         self, micro_batch: int, given: torch.Tensor, targets: Sequence[torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Run a micro-batch; keep its graph where gradients are enabled.
-
-        Args:
-            micro_batch: the number by which the backward finds it.
-            given: the input, a leaf.
-            targets: of the last stage, leaves; without them the loss isn't computed.
-        """
+        """Run a micro-batch; keep its graph where gradients are enabled."""
         output = given
         started = time.perf_counter()
         for number, layer in enumerate(self.layers):
@@ -248,16 +235,6 @@ class Engine:
         wire: torch.dtype | None,
         device: torch.device,
     ) -> None:
-        """
-        Args:
-            schedule: of the pipeline.
-            stages: of this rank, with their numbers.
-            place: where this rank is.
-            forward: the links by which activations travel.
-            backward: the links by which gradients travel.
-            wire: how numbers travel between stages; `None` for how they are.
-            device: where tensors are.
-        """
         self._schedule, self._stages, self._place = schedule, dict(stages), place
         self._forward, self._backward = forward, backward
         self._wire, self._device = wire, device
@@ -266,11 +243,6 @@ class Engine:
 
     def run(self, batch: Batch, kinds: dict[int, TensorKind], *, trains: bool) -> Computed:
         """Work through the schedule.
-
-        Args:
-            batch: the samples.
-            kinds: of the tensors between stages; what is missing is added.
-            trains: whether there is a backward.
 
         Collectives:
             Sends and receives of activations, and of gradients if there is a backward; of each

@@ -26,20 +26,11 @@ class HeldLayers(Protocol):
         ...
 
     def gradients_set_aside(self) -> AbstractContextManager[list[torch.Tensor]]:
-        """The context `whole`, in which parameters have no gradients but those computed in it.
-
-        Yields:
-            A list that has these gradients after the context, for each parameter in order.
-        """
+        """The context `whole`, in which parameters have no gradients but those computed in it."""
         ...
 
     def add_mean(self, gradients: Sequence[torch.Tensor], factor: float) -> None:
-        """Add the mean over all pipelines to the gradients of what this rank holds.
-
-        Args:
-            gradients: what `gradients_set_aside` gave.
-            factor: by which they are multiplied before.
-        """
+        """Add the mean over all pipelines to the gradients of what this rank holds."""
         ...
 
     def broadcast_buffers(self) -> None:
@@ -79,12 +70,7 @@ def is_split(param: nn.Parameter) -> bool:
 
 
 def add_gradient_(param: nn.Parameter, local: torch.Tensor) -> None:
-    """Add to the gradient of a parameter, in place.
-
-    Args:
-        param: it may have none yet.
-        local: this rank's part of what is added.
-    """
+    """Add to the gradient of a parameter, in place."""
     gradient = like_param(local, param)
     if param.grad is None:
         param.grad = gradient
@@ -94,10 +80,6 @@ def add_gradient_(param: nn.Parameter, local: torch.Tensor) -> None:
 
 def broadcast_first(buffers: Iterable[torch.Tensor], groups: PipelineGroups) -> None:
     """Give all pipelines the buffers of the first one.
-
-    Args:
-        buffers: of this rank's layers.
-        groups: of the pipeline.
 
     Collectives:
         A broadcast of each buffer.
@@ -111,11 +93,6 @@ class CopiedLayers:
     """The parameters and buffers of this rank's stages, and what keeps their copies equal."""
 
     def __init__(self, stages: Sequence[LayerStage], groups: PipelineGroups) -> None:
-        """
-        Args:
-            stages: of this rank.
-            groups: of the pipeline.
-        """
         self._groups = groups
         self.params = [param for stage in stages for param in stage.params]
         """The parameters that are trained."""
@@ -127,11 +104,7 @@ class CopiedLayers:
 
     @contextmanager
     def gradients_set_aside(self) -> Iterator[list[torch.Tensor]]:
-        """A context in which the parameters have no gradients but those computed in it.
-
-        Yields:
-            A list that has these gradients after the context, for each parameter in order.
-        """
+        """A context in which the parameters have no gradients but those computed in it."""
         before = [param.grad for param in self.params]
         computed: list[torch.Tensor] = []
         for param in self.params:
@@ -149,10 +122,6 @@ class CopiedLayers:
     @torch.no_grad()
     def add_mean(self, gradients: Sequence[torch.Tensor], factor: float) -> None:
         """Add the mean over the copies to the parameters' gradients.
-
-        Args:
-            gradients: of this rank, in the order of `params`.
-            factor: by which they are multiplied before.
 
         Collectives:
             An all-reduce of all of them for each data type, waited for.
@@ -224,12 +193,6 @@ class ShardedLayers:
     def __init__(
         self, stages: Sequence[LayerStage], groups: PipelineGroups, mesh: DeviceMesh
     ) -> None:
-        """
-        Args:
-            stages: of this rank; their parameters become shares.
-            groups: of the pipeline.
-            mesh: the ranks that share this rank's layers, an axis of `PipelineGroups.layers_mesh`.
-        """
         self._stages, self._groups = list(stages), groups
         self._is_split = [is_split(param) for stage in stages for param in stage.params]
         self._shares = [
@@ -260,12 +223,7 @@ class ShardedLayers:
 
     @contextmanager
     def gradients_set_aside(self) -> Iterator[list[torch.Tensor]]:
-        """The context `whole`, in which parameters have no gradients but those computed in it.
-
-        Yields:
-            A list that has these gradients after the context, or this rank's part of those that
-            are split over its tensor-parallel group, for each parameter in order.
-        """
+        """The context `whole`, in which parameters have no gradients but those computed in it."""
         computed: list[torch.Tensor] = []
         with self.whole():
             params = [param for stage in self._stages for param in stage.params]
@@ -282,10 +240,6 @@ class ShardedLayers:
     @torch.no_grad()
     def add_mean(self, gradients: Sequence[torch.Tensor], factor: float) -> None:
         """Add the mean over the pipelines to the gradients of this rank's shares.
-
-        Args:
-            gradients: of whole parameters, in the order of `params`.
-            factor: by which they are multiplied before.
 
         Collectives:
             A reduce-scatter of the gradients of each stage over the pipelines, waited for.
@@ -343,10 +297,6 @@ class ShardedLayers:
 def check_shareable(stages: Sequence[StageLayers], stack: LayerStack) -> None:
     """Raise an error, if FSDP2 can't shard a stage.
 
-    Args:
-        stages: of the stack.
-        stack: not cut yet.
-
     Raises:
         ConfigError: parameters of a stage have several data types, or one of them can't be cut.
     """
@@ -388,15 +338,6 @@ def clip_together_(
     groups: PipelineGroups,
 ) -> float:
     """Scale all dense gradients in place so that their norm is at most ``max_norm``.
-
-    Args:
-        max_norm: the largest Euclidean norm of all of them together.
-        others: modules that are sharded over all ranks.
-        held: the layers of this rank.
-        groups: of the pipeline.
-
-    Returns:
-        The norm before.
 
     Collectives:
         An all-reduce of 8 bytes over all ranks, waited for.

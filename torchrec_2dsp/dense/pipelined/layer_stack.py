@@ -126,12 +126,6 @@ def measure_layers(
     The shortest of several times is taken, after one that warms up. Gradients of parameters are
     left alone; buffers change as they do in training.
 
-    Args:
-        stack: not cut yet.
-        inputs: of the first layer.
-        targets: of the loss.
-        num_repeats: how often each layer is measured.
-
     Example:
         >>> import torch
         >>> from torch import nn
@@ -284,14 +278,7 @@ def _measured_cuts(
 def layers_of_stages(
     name: str, stack: LayerStack, cuts: Sequence[int], model: nn.Module
 ) -> list[StageLayers]:
-    """The layers of each stage, if no parameter is in two of them, or in one and elsewhere.
-
-    Args:
-        name: of the stack in the model.
-        stack: not cut yet.
-        cuts: the first layer of each stage but the first.
-        model: the stack is in it.
-    """
+    """The layers of each stage, if no parameter is in two of them, or in one and elsewhere."""
     starts, ends = (0, *cuts), (*cuts, len(stack.layers))
     stages = [
         StageLayers(
@@ -322,12 +309,7 @@ def layers_of_stages(
 def planned_modules(
     plan: Mapping[str, ParallelStyle], stacks: Mapping[str, LayerStack]
 ) -> dict[str, dict[str, ParallelStyle]]:
-    """How the modules of each stack are split, by their names in it.
-
-    Args:
-        plan: styles, by names of modules in the model, with `*` for any part of a name.
-        stacks: by their names in the model.
-    """
+    """How the modules of each stack are split, by their names in it."""
     plans: dict[str, dict[str, ParallelStyle]] = {name: {} for name in stacks}
     for pattern, style in plan.items():
         modules = [

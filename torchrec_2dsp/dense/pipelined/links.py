@@ -26,12 +26,6 @@ class PipelineGroups:
     """
 
     def __init__(self, mesh: DenseMesh, everyone: dist.ProcessGroup, device: torch.device) -> None:
-        """
-        Args:
-            mesh: the arithmetic.
-            everyone: all ranks.
-            device: this rank's device.
-        """
         self.mesh, self.everyone, self.device = mesh, everyone, device
         self._ranks = dist.get_process_group_ranks(everyone)
         number, self.rank = mesh.place_of(dist.get_rank(everyone))
@@ -132,20 +126,11 @@ class Links:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """
-        Args:
-            group: the ranks, which use it for nothing else.
-            device: where tensors are.
-        """
         self._group, self._device = group, device
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
         """Send a tensor, unless it is empty.
-
-        Args:
-            tensor: what to send; it may not be changed before `finish`.
-            rank: of the group.
 
         Collectives:
             A send of the tensor, not waited for.
@@ -158,9 +143,6 @@ class Links:
 
     def receive(self, tensor: torch.Tensor, rank: int) -> dist.Work | None:
         """Let a contiguous tensor be filled by what a rank of the group sends.
-
-        Returns:
-            What to wait for; `None` if the tensor is empty.
 
         Collectives:
             A receive of the tensor, not waited for.
@@ -218,16 +200,6 @@ class Inbox:
         wire: torch.dtype | None,
         device: torch.device,
     ) -> None:
-        """
-        Args:
-            links: by which the tensors come.
-            rank: the sender.
-            expected: a key and the number of samples of each tensor, in the sender's order.
-            kinds: of the tensors by the first part of their keys; what is missing is sent ahead of
-                the first tensor, and put there.
-            wire: how floating-point numbers travel; `None` for how they are.
-            device: where tensors are.
-        """
         self._links, self._rank, self._kinds = links, rank, kinds
         self._wire, self._device = wire, device
         self._expected = deque(expected)
@@ -282,12 +254,7 @@ class Given:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], *, trains: bool) -> "Given":
-        """The description of inputs and targets.
-
-        Args:
-            tensors: the inputs, then the targets.
-            trains: whether gradients are enabled.
-        """
+        """The description of inputs and targets."""
         num_samples = tensors[0].shape[0] if tensors[0].dim() else 0
         problem = ""
         for number, tensor in enumerate(tensors):
@@ -397,17 +364,6 @@ def send_together(
 ) -> list[torch.Tensor] | None:
     """Send this rank's samples to the ranks at a position; there, receive those of all ranks.
 
-    Args:
-        own: this rank's tensors.
-        kinds: of these tensors.
-        given: how many samples each rank has.
-        position: of the ranks that need all samples.
-        groups: of the pipeline.
-        links: by which the samples travel.
-
-    Returns:
-        Each tensor with the samples of all ranks, on the ranks at the position; else `None`.
-
     Collectives:
         A send of each tensor to each rank at the position, and a receive of each there.
     """
@@ -441,17 +397,6 @@ def send_back(
     links: Links,
 ) -> tuple[torch.Tensor, TensorKind]:
     """Give each rank its own rows of a result that the ranks at a position have.
-
-    Args:
-        together: the rows of all ranks, on ranks at the position.
-        kind: what the result looks like; `None` if this isn't known yet, on any rank.
-        given: how many samples each rank has.
-        position: of the ranks that have the result.
-        groups: of the pipeline.
-        links: by which rows travel.
-
-    Returns:
-        This rank's rows, and the kind of the result.
 
     Collectives:
         A send of its rows to each rank, and one of the kind before it, if it isn't known.

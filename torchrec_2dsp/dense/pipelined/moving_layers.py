@@ -37,12 +37,6 @@ def moves_between(
 ) -> list[Move]:
     """What has to move for other cuts.
 
-    Args:
-        before: the first layer of each stage but the first.
-        after: the same, as it is to be.
-        num_layers: how many layers the stack has.
-        schedule: says which rank runs which stage.
-
     Example:
         >>> from torchrec_2dsp.dense.pipelined.moving_layers import moves_between
         >>> from torchrec_2dsp.dense.pipelined.schedule import Schedule
@@ -76,10 +70,6 @@ class _PackedLayer:
 def check_can_move(mesh: DenseMesh, *, is_sharded: bool) -> None:
     """Raise an error, if ranks have parts of layers.
 
-    Args:
-        mesh: of the layers.
-        is_sharded: whether pipelines have shares of them.
-
     Raises:
         UnsupportedError: a layer isn't whole on any rank.
     """
@@ -103,13 +93,6 @@ def pack_layers(
 ) -> dict[int, bytes]:
     """The layers that leave a rank, by their numbers, with what the optimizer keeps of them.
 
-    Args:
-        name: of the stack in the model.
-        stack: cut already; it stays as it is.
-        moves: of all ranks.
-        optimizer: of this rank's dense parameters.
-        position: of this rank in its pipeline.
-
     Raises:
         ConfigError: a layer has gradients, or shares a parameter.
         UnsupportedError: a layer can't be pickled.
@@ -129,13 +112,6 @@ def move_layers(
     groups: PipelineGroups,
 ) -> None:
     """Move layers inside each pipeline, and their places in the optimizers.
-
-    Args:
-        stack: cut already.
-        moves: equal on all ranks.
-        packed: the layers that leave this rank, from `pack_layers`.
-        optimizer: of this rank's dense parameters.
-        groups: of the pipeline.
 
     Collectives:
         A send and a receive of objects for each layer.

@@ -45,11 +45,6 @@ class Together(AbstractContextManager[None]):
     """
 
     def __init__(self, group: dist.ProcessGroup, links: Sequence[Links]) -> None:
-        """
-        Args:
-            group: the ranks of the pipeline, to agree on the error.
-            links: the connections to break.
-        """
         self._group, self._links = group, links
         self._failure: TwoDError | None = None
 
@@ -103,12 +98,6 @@ def common_factors(
     factors: torch.Tensor, groups: PipelineGroups, reduction: str
 ) -> tuple[float, float]:
     """The factor of this rank's samples, and that of its pipeline's first one.
-
-    Args:
-        factors: for each sample of this rank, the gradient of its loss, as a multiple of what the
-            schedule has taken it for.
-        groups: of the pipeline.
-        reduction: what the schedule has taken it for, for errors.
 
     Raises:
         UnsupportedError: on all ranks, if the factors of a pipeline aren't one number.
@@ -177,16 +166,6 @@ class Pipeline:
         reduction: Reduction,
         wire: torch.dtype | None,
     ) -> None:
-        """
-        Args:
-            schedule: of the stages.
-            stages: of this rank, with their numbers.
-            layers: of these stages.
-            groups: the process groups.
-            reduction: by what the loss of a sample counts: by 1, or by one in as many samples as
-                the rank's batch has.
-            wire: how numbers travel between stages; `None` for how they are.
-        """
         self._schedule, self._groups, self._reduction = schedule, groups, reduction
         self._last = schedule.rank_of(schedule.num_stages - 1)
         device = groups.device
@@ -326,10 +305,6 @@ class Pipeline:
 
     def apply_factors(self, batch: "TrainedBatch", gradient: torch.Tensor) -> list[Any]:
         """Add up the gradients of weights over copies; return this rank's other ones.
-
-        Args:
-            batch: what `train` gave.
-            gradient: of the losses.
 
         Collectives:
             An all-gather of 24 bytes over all ranks, and those of `HeldLayers.add_mean`.

@@ -50,9 +50,6 @@ def weigh_losses_(model: nn.Module) -> None:
 
     The mean of such losses over ranks is the mean over all samples, and so are its gradients:
     that of the loss that is trained, and of the detached one that is reported.
-
-    Args:
-        model: not sharded yet; it gives the loss, and a tuple that begins with the loss detached.
     """
     model.register_forward_hook(_weighted)
 
@@ -69,11 +66,6 @@ def deal_batches(
     batches: Iterator[Batch], balance: BalanceConfig, model: ModelSection
 ) -> BalancedBatches[Batch]:
     """This rank's share of the global batches, each with the weight of its loss.
-
-    Args:
-        batches: those that this rank reads.
-        balance: how samples are dealt.
-        model: says what the length of a sample is, if the section doesn't.
 
     Collectives:
         Those of `BalancedBatches`.
@@ -117,14 +109,7 @@ class DealsSamples(Protocol):
 
 
 def check_balance(key: str, run: DealsSamples, model: ModelSection, device: str) -> None:
-    """Raise `ConfigError` if dealing samples would train something else, or can't be done.
-
-    Args:
-        key: of the run or contestant, for the text.
-        run: nothing is checked if it deals no samples.
-        model: what is trained.
-        device: what ranks compute on.
-    """
+    """Raise `ConfigError` if dealing samples would train something else, or can't be done."""
     reason = None if run.balance is None else _refusal(run.balance, model, run.dense, device)
     if reason is not None:
         raise ConfigError(f"{key}.balance deals samples to other ranks, and {reason}")

@@ -61,11 +61,6 @@ class Layered:
     ) -> DenseLayers:
         """Measure all layers on this machine, while the other ranks do the same.
 
-        Args:
-            batch_size: samples per rank.
-            world: all ranks, of whose times the means count.
-            state_per_weight: numbers of optimizer state for each weight.
-
         Raises:
             ConfigError: the model has no layers that could be shared.
 
@@ -162,11 +157,6 @@ def dense_wrapper(
 ) -> DataParallelWrapper | None:
     """What runs the dense part; `None` for TorchRec's own wrapper, which is DDP.
 
-    Args:
-        config: the kind of the dense part, and its settings; only `dense_part` takes "planned".
-        layered: the layers that ranks may share; none for a model without any.
-        static_graph: whether DDP, if it is that, learns the graph in its first backward.
-
     Raises:
         ConfigError: the model has no such layers.
     """
@@ -214,12 +204,7 @@ def dense_wrapper(
 
 
 def check_one_length(kind: str, layered: Layered) -> None:
-    """Raise `ConfigError` if a batch's sequences have several lengths, which no pipeline takes.
-
-    Args:
-        kind: of the dense part, for the text.
-        layered: the layers.
-    """
+    """Raise `ConfigError` if a batch's sequences have several lengths, which no pipeline takes."""
     if getattr(layered.stack, "num_chunks", 1) > 1:
         raise ConfigError(
             f'dense.kind="{kind}" needs sequences of one length, and model.length_chunks > 1 '
@@ -272,14 +257,6 @@ def dense_part(
 ) -> DensePart:
     """What runs the dense part; for a planned one the layers are measured on these ranks.
 
-    Args:
-        config: the kind of the dense part, and its settings.
-        layered: the layers that ranks may share.
-        calibration: of the machines, if the dense part is planned: a file, or a shipped name.
-        batch_size: samples per rank.
-        state_per_weight: numbers of optimizer state for each weight.
-        static_graph: as for `dense_wrapper`.
-
     Raises:
         ConfigError: the model can't be run so.
 
@@ -308,13 +285,6 @@ def plan_dense(
     world: dist.ProcessGroup,
 ) -> DenseChoices:
     """Measure the layers of a model on these ranks, and predict all ways to run them.
-
-    Args:
-        layered: the layers.
-        calibration: the constants of the machines.
-        batch_size: samples per rank.
-        state_per_weight: numbers of optimizer state for each weight.
-        world: all ranks.
 
     Raises:
         ConfigError: the model has no layers that could be shared.

@@ -30,12 +30,6 @@ def build_any_model(
     Tables are drawn as sharders with ``init_seed=model.seed`` draw them, but for a user's own
     model, whose factory draws them.
 
-    Args:
-        data: the features.
-        model: kind, sizes and seed.
-        tables_device: "meta" leaves tables without weights, for models that no rank can hold; a
-            user's own model has them wherever it puts them.
-
     Raises:
         ConfigError: the data lacks a feature that the model names, or a factory can't be called.
     """

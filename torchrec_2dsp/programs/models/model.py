@@ -42,11 +42,6 @@ def build_model(data: BatchShape, model: ModelConfig, *, tables_device: str = "c
     """The unsharded model; equal configs give equal weights on every rank.
 
     Tables are drawn as sharders with ``init_seed=model.seed`` draw them.
-
-    Args:
-        data: the features, one table each.
-        model: sizes and seed.
-        tables_device: "meta" leaves the tables without weights, for models that no rank can hold.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(model.seed)
@@ -95,11 +90,7 @@ def rank_device(device: str) -> torch.device:
 
 
 def tables_of(model: nn.Module) -> list[BaseEmbeddingConfig]:
-    """The configs of the tables of bags and sequences, in the model's order.
-
-    Args:
-        model: neither sharded nor quantised.
-    """
+    """The configs of the tables of bags and sequences, in the model's order."""
     return [
         config
         for module in model.modules()
@@ -116,11 +107,6 @@ def split_(model: nn.Module, splits: Mapping[SplitPlace, float], threshold: Thre
 
     Parameters keep their names. A hook does the work, of modules that stay what they are when the
     model is sharded: the lookup's is around the collection of tables.
-
-    Args:
-        model: the unsharded model.
-        splits: the density at each place.
-        threshold: how the smallest number that is kept is found.
 
     Raises:
         ConfigError: the model is of another kind, and there are splits.

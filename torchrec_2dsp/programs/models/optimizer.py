@@ -38,15 +38,7 @@ def table_optimizer(
     num_groups: int,
     global_batch_size: int,
 ) -> MomentScaledRowWiseAdaGrad:
-    """The optimizer that a sharder is given.
-
-    Args:
-        optimizer: its rates.
-        replication: what to do about the moments.
-        data: says which rows are looked up how often, if a moment scale is to be "expected".
-        num_groups: copies of the tables.
-        global_batch_size: samples of all ranks in a step.
-    """
+    """The optimizer that a sharder is given."""
     lr, eps = optimizer.lr, optimizer.eps
     scale: float | FromMesh | Mapping[str, float]
     if replication.moment_scale == "from_mesh":
@@ -66,13 +58,7 @@ def table_optimizer(
 def dense_optimizer(
     optimizer: OptimizerConfig, parameters: Mapping[str, Any], *, clip_norm: float = 0.0
 ) -> KeyedOptimizerWrapper:
-    """The optimizer of the parameters that no sharder updates, by name, as checkpoints need it.
-
-    Args:
-        optimizer: its kind and its rate.
-        parameters: by name.
-        clip_norm: the largest norm of all gradients together, before each step; 0 for no bound.
-    """
+    """The optimizer of the parameters that no sharder updates, by name, as checkpoints need it."""
 
     def made_for(unnamed: list[Any]) -> torch.optim.Optimizer:
         plain = plain_dense_optimizer(optimizer, unnamed)
@@ -86,13 +72,7 @@ def dense_optimizer(
 def with_meetings(
     local: KeyedOptimizerWrapper, dense: DenseGradientsConfig, model: nn.Module
 ) -> KeyedOptimizer:
-    """The optimizer of ranks that meet now and then; the given one if they are never apart.
-
-    Args:
-        local: the optimizer of a rank's own steps.
-        dense: how often ranks meet.
-        model: the sharded model.
-    """
+    """The optimizer of ranks that meet now and then; the given one if they are never apart."""
     wrapper = data_parallel_wrapper(model)
     if not isinstance(wrapper, LocalDense):
         return local
@@ -137,10 +117,6 @@ def clip_before_steps(optimizer: torch.optim.Optimizer, max_norm: float) -> None
 
     Gradients that are sharded over ranks, as FSDP2's are, count with the norm of all shards.
 
-    Args:
-        optimizer: an optimizer of torch.
-        max_norm: the largest Euclidean norm of all gradients together.
-
     Collectives:
         In each step of a fully sharded dense part, an all-reduce of one number over its ranks.
     """
@@ -158,10 +134,6 @@ def clip_before_steps(optimizer: torch.optim.Optimizer, max_norm: float) -> None
 @torch.no_grad()
 def clip_(gradients: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
     """Scale gradients down to a largest norm, in place, and give the norm that they had.
-
-    Args:
-        gradients: plain tensors, equal on all ranks, and tensors that are sharded over ranks.
-        max_norm: the largest Euclidean norm of all of them together.
 
     Collectives:
         If some are sharded, an all-reduce of one number over the ranks of their mesh.

@@ -75,11 +75,6 @@ def build_own_model(
 ) -> nn.Module:
     """The model that the user's function makes; equal configs give equal weights on every rank.
 
-    Args:
-        config: names the function.
-        features: the sparse features of the data.
-        num_dense: how many dense features there are.
-
     Raises:
         ConfigError: the function isn't there, or it gives something else than a module.
     """

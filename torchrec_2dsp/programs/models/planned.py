@@ -41,14 +41,7 @@ _RESERVATION = 0.15
 def planner_arguments(
     data: BatchShape, sharding_types: Sequence[str], topology: Topology, batch_size: int
 ) -> dict[str, Any]:
-    """The arguments that TorchRec's planner and this package's are given alike.
-
-    Args:
-        data: says which tables there are, and how long their bags are.
-        sharding_types: the types that the planner may choose from; all without any.
-        topology: the machines.
-        batch_size: samples per rank and step.
-    """
+    """The arguments that TorchRec's planner and this package's are given alike."""
     return {
         "topology": topology,
         "batch_size": batch_size,
@@ -75,14 +68,6 @@ def collective_plan(
 ) -> Plan2D:
     """The plan of a model on all ranks.
 
-    Args:
-        planner: makes the plan.
-        model: the unsharded model over ``data``.
-        sharder: the sharder of its tables, or a list of sharders.
-        pins: the exchange, the owners and the hot rows that tables get; none for the planner's.
-        data: the features; synthetic ones know which of their rows are used most.
-        access: says which rows are used most, if the data doesn't.
-
     Collectives:
         One broadcast of a pickled object from rank 0 of the world.
     """
@@ -97,14 +82,7 @@ _DATA_PARALLEL = ShardingType2D.DATA_PARALLEL.base.value
 def pinned(
     plan: Plan2D, config: ExchangeConfig, data: BatchShape, access: AccessStats | None = None
 ) -> Plan2D:
-    """The plan with what a config says of its tables, as far as their sharding types allow it.
-
-    Args:
-        plan: of the model over ``data``.
-        config: what to pin.
-        data: the features; synthetic ones know which of their rows are used most.
-        access: says which rows are used most, if the data doesn't.
-    """
+    """The plan with what a config says of its tables, as far as their sharding types allow it."""
     if config.prefetch_rows and config.exchange not in ROW_EXCHANGES:
         raise ConfigError("prefetch_rows is for an exchange of rows; set exchange='row'")
     types = {
@@ -154,12 +132,7 @@ _LOG_LENGTH = 1e9
 
 
 def true_access(data: SyntheticConfig, max_rows: int = 2_000_000) -> AccessStats:
-    """The access statistics of the synthetic log, by its own probabilities.
-
-    Args:
-        data: the log.
-        max_rows: of a table that has more, so many are known, and the others are its tail.
-    """
+    """The access statistics of the synthetic log, by its own probabilities."""
     # Of features that are alike, one speaks for all: with all their rows they would fill a memory.
     alike: dict[tuple[float, ...], TableAccess] = {}
     tables: dict[str, TableAccess] = {}
@@ -206,11 +179,7 @@ class StockSequenceSharder(EmbeddingCollectionSharder):
 
 
 def local_shards(value: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
-    """The parts of a table on this rank, with their first row and column.
-
-    Args:
-        value: the table's weight in a state dict of TorchRec.
-    """
+    """The parts of a table on this rank, with their first row and column."""
     if isinstance(value, ShardedTensor):
         for shard in value.local_shards():
             row, column = shard.metadata.shard_offsets

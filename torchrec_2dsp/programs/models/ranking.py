@@ -25,11 +25,6 @@ def places_of(
 ) -> torch.Tensor:
     """The place of each sample's target, from 1 on.
 
-    Args:
-        targets: the scores of the targets, ``[batch]``.
-        scores: those of other items, ``[batch, num_items]``.
-        counts: which of these are in the competition; all by default.
-
     Example:
         >>> import torch
         >>> from torchrec_2dsp.programs.models.ranking import places_of
@@ -168,13 +163,6 @@ def rank_all_items(
     The samples' vectors stay in memory; items are looked up once for all of them, a chunk at a
     time, through the model's own lookup. So a table may be of any size and sharded in any way.
 
-    Args:
-        model: in evaluation mode: that of a `ModelParallel2D` is its ``module``. Detach a pipeline
-            first, which would take the lookups for those of its own batches.
-        batches: of this rank; all ranks give as many.
-        chunk_size: how many items are looked up together.
-        exclude_seen: whether items that the sample has had before are left out of the competition.
-
     Collectives:
         Those of a lookup for each batch, and of one for each chunk of items.
     """
@@ -239,13 +227,6 @@ def ranking_metrics(
     group: dist.ProcessGroup | None,
 ) -> dict[str, float]:
     """Recall and NDCG of the held-out items of all ranks, by name; equal on all of them.
-
-    Args:
-        model: without its wrapper, which a `ModelParallel2D` gives as ``module``, and detached from
-            a pipeline.
-        batches: of this rank; all ranks give as many.
-        ranking: among which items, and what is computed.
-        group: all ranks; `None` for one process.
 
     Collectives:
         Those of `rank_all_items`, or of a lookup for each batch; then one all-reduce of counts.

@@ -131,24 +131,13 @@ class NextItemExamples(nn.Module):
         max_length: int,
         loss_mean: Literal["tokens", "samples"],
     ) -> None:
-        """
-        Args:
-            feature: the feature that holds the items.
-            max_length: how many last items are used.
-            loss_mean: what the weights make the loss the mean over.
-        """
         super().__init__()
         self._feature, self._negatives = feature, negatives_name(feature)
         self._num_positions = max_length - 1
         self._is_by_token = loss_mean == "tokens"
 
     def forward(self, vectors: Mapping[str, JaggedTensor], features: KeyedJaggedTensor) -> Examples:
-        """The examples of a batch.
-
-        Args:
-            vectors: what the lookup gave, by feature.
-            features: the ids of the batch.
-        """
+        """The examples of a batch."""
         ids, negative_ids = features[self._feature], features[self._negatives].values()
         places, is_item = self._places(ids)
         padded_vectors = _with_last(vectors[self._feature].values())
@@ -184,11 +173,7 @@ class NextItemExamples(nn.Module):
 
 
 def last_positions(examples: Examples) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The last positions that have a next item.
-
-    Returns:
-        The number of each sample, its last position, and whether it has one.
-    """
+    """The last positions that have a next item."""
     num_positions = (examples.weights > 0).sum(dim=1)
     samples = torch.arange(num_positions.numel(), device=num_positions.device)
     return samples, (num_positions - 1).clamp(min=0), num_positions > 0
@@ -218,12 +203,6 @@ class NextItemModel(nn.Module):
     def __init__(
         self, config: SequenceModelConfig, num_items: int, tables_device: str = "cpu"
     ) -> None:
-        """
-        Args:
-            config: sizes, and the feature of the items.
-            num_items: the rows of the table.
-            tables_device: of the table; "meta" leaves it without weights.
-        """
         super().__init__()
         self._feature, self._num_items = config.feature, num_items
         self._items = NegativeItems(num_items, config.negatives)
@@ -261,14 +240,7 @@ class NextItemModel(nn.Module):
         )
 
     def forward(self, batch: Batch) -> Output:
-        """The loss, and what there is to look at, as TorchRec's `DLRMTrain` gives them.
-
-        Returns:
-            The loss; and with it the loss without its graph, a score of each sample, and its
-            label. In training the score is the sample's part of the loss. In evaluation it is the
-            place of the last item among itself and the negatives, 1 for the best, 0 for a sample
-            without a next item.
-        """
+        """The loss, and what there is to look at, as TorchRec's `DLRMTrain` gives them."""
         examples = self._examples_of(batch)
         if self.training:
             losses = scores = self.dense(
@@ -331,10 +303,6 @@ class NextItemModel(nn.Module):
     @torch.no_grad()
     def item_chunks(self, chunk_size: int, device: torch.device) -> Iterator[ItemChunk]:
         """The vectors of all items, some at a time, looked up by all ranks together.
-
-        Args:
-            chunk_size: how many items are looked up together.
-            device: of their ids.
 
         Collectives:
             Those of a lookup for each chunk.

@@ -19,12 +19,6 @@ class Positions(nn.Module):
     """Adds a learned vector for each position."""
 
     def __init__(self, max_length: int, dim: int, dropout: float = 0.0) -> None:
-        """
-        Args:
-            max_length: the most positions.
-            dim: of vectors.
-            dropout: the share of numbers that training leaves out.
-        """
         super().__init__()
         self.vectors = nn.Parameter(torch.empty(max_length, dim))
         nn.init.normal_(self.vectors, std=0.02)
@@ -40,12 +34,6 @@ class CausalAttention(nn.Module):
     """Attention of each position to itself and those before it."""
 
     def __init__(self, dim: int, num_heads: int, dropout: float = 0.0) -> None:
-        """
-        Args:
-            dim: of vectors.
-            num_heads: into how many parts vectors are split.
-            dropout: the share of attention that training leaves out.
-        """
         super().__init__()
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
         self.head_dim, self.dropout = dim // num_heads, dropout
@@ -68,13 +56,6 @@ class TransformerBlock(nn.Module):
     """Attention, then two feed-forward layers, each after a norm and added to what came in."""
 
     def __init__(self, dim: int, num_heads: int, hidden: int, dropout: float = 0.0) -> None:
-        """
-        Args:
-            dim: of vectors.
-            num_heads: of the attention.
-            hidden: the size between the feed-forward layers.
-            dropout: the share of numbers that training leaves out.
-        """
         super().__init__()
         self.attention_norm, self.feed_forward_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.attention = CausalAttention(dim, num_heads, dropout)
@@ -109,10 +90,6 @@ class SampledSoftmax(nn.Module):
     """
 
     def __init__(self, items: NegativeItems) -> None:
-        """
-        Args:
-            items: what negatives are drawn from.
-        """
         super().__init__()
         self._items = items
 
@@ -125,16 +102,7 @@ class SampledSoftmax(nn.Module):
         positive_ids: torch.Tensor,
         negative_ids: torch.Tensor,
     ) -> torch.Tensor:
-        """The loss of each sample: the sum over its positions, by their weights.
-
-        Args:
-            outputs: what comes next, ``[batch, length, dim]``.
-            positives: the vectors of the true next items, of the same shape.
-            negatives: the vectors of the negatives, ``[batch, num_negatives, dim]``.
-            weights: of the positions, ``[batch, length]``; 0 where there is no next item.
-            positive_ids: the true next items, ``[batch, length]``.
-            negative_ids: the negatives, ``[batch, num_negatives]``.
-        """
+        """The loss of each sample: the sum over its positions, by their weights."""
         true = (outputs * positives).sum(dim=2) - self._items.log_probability(positive_ids)
         others = outputs @ negatives.transpose(1, 2)
         others = others - self._items.log_probability(negative_ids).unsqueeze(1)
@@ -158,23 +126,12 @@ class SequenceStack(LayerStack):
     """
 
     def __init__(self, layers: Iterable[nn.Module], loss: nn.Module, *, num_chunks: int) -> None:
-        """
-        Args:
-            layers: called one after the other, with sequences filled up at their ends.
-            loss: see `SampledSoftmax`.
-            num_chunks: how many chunks a batch is cut into; 1 leaves it as it is.
-        """
         super().__init__(layers, loss)
         self.num_chunks = num_chunks
         """How many chunks a batch is cut into."""
 
     def forward(self, inputs: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
-        """The losses of the samples; without targets, what comes out of the last layer.
-
-        Args:
-            inputs: of the first layer.
-            targets: those of `SampledSoftmax`, after the outputs.
-        """
+        """The losses of the samples; without targets, what comes out of the last layer."""
         # The ranks of a pipeline need sequences of one length.
         if not targets or self.num_chunks == 1 or self._run is not None:
             return super().forward(inputs, *targets)

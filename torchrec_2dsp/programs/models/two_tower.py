@@ -97,11 +97,6 @@ class Tower(nn.Module):
     """
 
     def __init__(self, in_dim: int, config: TwoTowerConfig) -> None:
-        """
-        Args:
-            in_dim: how many numbers go in.
-            config: the sizes of layers.
-        """
         super().__init__()
         self.hidden = MLP(in_dim, list(config.layers)) if config.layers else nn.Identity()
         self.out = nn.Linear([in_dim, *config.layers][-1], config.out_dim)
@@ -123,13 +118,6 @@ class TwoTowerModel(nn.Module):
         num_dense: int,
         tables_device: str = "cpu",
     ) -> None:
-        """
-        Args:
-            config: which features, sizes and loss.
-            features: of the data, which has those that the config names.
-            num_dense: how many dense features there are.
-            tables_device: of the tables; "meta" leaves them without weights.
-        """
         super().__init__()
         self._config = config
         self.num_dense = num_dense
@@ -160,13 +148,7 @@ class TwoTowerModel(nn.Module):
         self.head = _InBatchSoftmax(config.item_features) if is_in_batch else _Clicks()
 
     def forward(self, batch: Batch) -> Output:
-        """The loss, and what there is to look at, as TorchRec's `DLRMTrain` gives them.
-
-        Returns:
-            The loss; and with it the loss without its graph, a score of each sample, and its
-            label. The score is the logit; with "in_batch" and in evaluation, it is the place of
-            the sample's item among those of the batch, 0 for a sample without a click.
-        """
+        """The loss, and what there is to look at, as TorchRec's `DLRMTrain` gives them."""
         users, items = self.vectors(batch.sparse_features, batch.dense_features)
         loss, scores = self.head(users, items, batch.labels, batch.sparse_features)
         return loss, (loss.detach(), scores.detach(), batch.labels.detach())
@@ -205,10 +187,6 @@ class TwoTowerModel(nn.Module):
     @torch.no_grad()
     def item_chunks(self, chunk_size: int, device: torch.device) -> Iterator[ItemChunk]:
         """The vectors of all items, some at a time, looked up by all ranks together.
-
-        Args:
-            chunk_size: how many items are looked up together.
-            device: of their ids.
 
         Collectives:
             Those of a lookup for each chunk.

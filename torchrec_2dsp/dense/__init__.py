@@ -1,11 +1,13 @@
-"""Ways to run the dense part of a model, beside sharded tables.
+"""Ways to run a model's dense part, beside sharded tables.
 
-What takes the place of TorchRec's data-parallel wrapper lives here: `DataParallelWrapper`s that
-a stock `DistributedModelParallel` and `ModelParallel2D` take alike; and `Thresholded`, a module
-that leaves out the small numbers of an activation where a model is split; and `LayerStack`, the
-layers that `pipelined` runs on one rank after the other. Tables live in `shard`.
+Each is a `DataParallelWrapper` that a stock `DistributedModelParallel` and `ModelParallel2D` take
+alike. Tables live in `shard`, pipelined layers in `pipelined`. In reading order: `dense_parts`
+finds what isn't in tables; `sharded_dense` runs it by FSDP2 and tensor parallelism;
+`thresholded_data_parallel`, `hooked_data_parallel` and `delayed_dense` run DDP with other
+gradients, `local_dense` without any; `gradient_sums` adds up few elements from all ranks;
+`thresholded` is a module that drops an activation's small elements.
 
-    gradients of a rank   --threshold-->   entries   --gather, or owners-->   the sum on all ranks
+    a rank's gradients   --threshold-->   entries   --gather, or owners-->   sum over all ranks
             ^                  |
             +---- residual ----+   what wasn't sent is added to the next step's gradients
 """

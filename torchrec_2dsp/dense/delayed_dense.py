@@ -1,7 +1,7 @@
-"""`LateGradients`: a hook of DDP's that gives each step the gradients of the step before.
+"""`DelayedDense`: dense gradients that travel while the next step computes.
 
-step t          own gradients  --all-reduce-->  ...travels...
-step t + 1      own gradients  --all-reduce-->  ...travels...     the mean of step t  --> optimizer
+step t          own gradients  --all-reduce-->  in flight
+step t + 1      own gradients  --all-reduce-->  in flight     step t's mean  --> optimizer
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,26 +32,24 @@ _Future = torch.futures.Future[torch.Tensor]
 
 @dataclass(frozen=True)
 class _InFlight:
-    """The gradients of a bucket, on their way to becoming the mean of all ranks."""
+    """A bucket's gradients on their way to becoming the mean over all ranks."""
 
     names: tuple[str, ...]
-    """The parameters, in the order of the bucket."""
     sizes: tuple[int, ...]
-    """The number of elements of each parameter."""
     mean: torch.Tensor
-    """Flat; the mean, once it has arrived."""
+    """A flat tensor, the mean once `work` is done."""
     work: dist.Work | None
-    """The all-reduce; `None` if the mean has arrived."""
+    """The all-reduce; `None` once the mean has arrived."""
     is_finite: torch.Tensor
-    """Whether all of this rank's own gradients were finite."""
+    """Whether this rank's own gradients were finite."""
 
     def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The gradient of each parameter, flat."""
+        """Yield each parameter's name and flat gradient."""
         return zip(self.names, self.mean.split(self.sizes), strict=True)
 
 
 class LateGradients:
-    """Means of all ranks' gradients that are used one step late."""
+    """A DDP hook that gives each step the gradients from the step before."""
 
     def __init__(
         self,
@@ -67,19 +65,17 @@ class LateGradients:
         self._step = 0
         self._is_late = self._is_due = False
         self.num_late_steps = 0
-        """How many steps have used the gradients of the step before."""
         self.total = GradientReport()
-        """What this rank has sent so far."""
 
     @property
     def is_late(self) -> bool:
-        """Whether the step under way uses the gradients of the step before."""
+        """Whether the current step uses the previous step's gradients."""
         return self._is_late
 
     def begin_step(self) -> None:
         """Let the next backward begin a step, which may have several backwards.
 
-        A batch that is refused has a forward and no backward: it is no step.
+        A refused batch has a forward and no backward: it is no step.
         """
         self._is_due = True
 
@@ -91,10 +87,10 @@ class LateGradients:
         self.total += GradientReport(num_steps=1)
 
     def reduce(self, _: object, bucket: dist.GradBucket) -> _Future:
-        """Send the gradients of a bucket, and return those that have arrived; DDP calls it.
+        """Send a bucket's gradients and return those that have arrived; DDP calls it.
 
         Collectives:
-            An all-reduce of the bucket; in a late step it is waited for in the next one.
+            An all-reduce of the bucket; in a late step the next step waits for it.
         """
         if self._is_due:
             self._begin()
@@ -115,9 +111,9 @@ class LateGradients:
     def _arrived(
         self, names: tuple[str, ...], sizes: tuple[int, ...], like: torch.Tensor
     ) -> torch.Tensor:
-        """The means of these parameters, which are zero if nothing of them was in flight.
+        """Return these parameters' means: zeros where nothing was in flight.
 
-        DDP puts parameters into other buckets after its first steps, and after a run has gone on.
+        DDP rearranges its buckets after its first steps, and after a run was resumed.
         """
         needed = set(names)
         sent = [flight for flight in self._in_flight if needed & set(flight.names)]
@@ -139,10 +135,10 @@ class LateGradients:
         return torch.cat(means)
 
     def _wait(self, flight: _InFlight) -> _InFlight:
-        """Wait for means; if they aren't finite, raise on all ranks.
+        """Wait for means; raise on all ranks if they aren't finite.
 
         Collectives:
-            An agreement of all ranks, if they aren't: all of them have the same sum.
+            An agreement, in the case of an error: all ranks have the same sum.
         """
         if flight.work is None:
             return flight
@@ -163,7 +159,7 @@ class LateGradients:
         )
 
     def drain(self) -> dict[str, torch.Tensor]:
-        """The means that are in flight, by parameter and flat; afterwards nothing is.
+        """Return all means in flight, flat, by parameter; afterwards nothing is in flight.
 
         Collectives:
             Those in flight, waited for.
@@ -173,7 +169,7 @@ class LateGradients:
         return dict(part for flight in arrived for part in flight.parts())
 
     def state_dict(self) -> dict[str, Any]:
-        """The step, and the means in flight, which are equal on all ranks."""
+        """Return the step and the means in flight, which are equal on all ranks."""
         means = self.drain()
         self._in_flight = _arrived_means(means)
         return {
@@ -182,7 +178,7 @@ class LateGradients:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was in flight at a save; what is in flight now is forgotten."""
+        """Restore what was in flight at a save; drop what is in flight now."""
         for flight in self._in_flight:
             if flight.work is not None:
                 flight.work.wait()
@@ -195,7 +191,6 @@ class LateGradients:
 
 
 def _arrived_means(means: Mapping[str, torch.Tensor]) -> list[_InFlight]:
-    """Means that are there already, one for each parameter."""
     return [
         _InFlight((name,), (mean.numel(),), mean, None, torch.tensor(True))
         for name, mean in means.items()
@@ -209,20 +204,24 @@ def _all_reduce(values: torch.Tensor, group: dist.ProcessGroup) -> _Future:
 
 
 def _done(values: torch.Tensor) -> _Future:
-    """A future of values that are there."""
     future: _Future = torch.futures.Future(devices=[values.device] if values.is_cuda else None)
     future.set_result(values)
     return future
 
 
 class DelayedDense(DataParallelWrapper):
-    """Runs what isn't sharded in DDP, and updates it by the gradients of the step before.
+    """Runs the dense part in DDP and updates it by the previous step's gradients.
 
-    The all-reduce of a step's dense gradients travels while the next step computes, so nobody waits
-    for it. Weights stay equal on all ranks, bit for bit, and tables are exact. Training is another
-    algorithm, in which dense gradients are one step late: compare its quality with DDP's.
+    The all-reduce overlaps with the next step, so nobody waits for it. Weights stay equal on all
+    ranks, bit for bit, and tables are exact. Dense gradients are one step late, which is another
+    algorithm: compare its quality with DDP's.
 
-    A stock `DistributedModelParallel` takes it as well as `ModelParallel2D`.
+    Args:
+        warm_up: number of first steps that use their own gradients, at least one, in which DDP
+            learns the graph.
+        bucket_cap_mb: size of DDP's buckets.
+        static_graph: as in DDP.
+        find_unused_parameters: as in DDP.
 
     Example::
 
@@ -242,14 +241,6 @@ class DelayedDense(DataParallelWrapper):
         static_graph: bool = True,
         find_unused_parameters: bool = False,
     ) -> None:
-        """
-        Args:
-            warm_up: how many first steps use their own gradients, at least one, in which DDP learns
-                the graph.
-            bucket_cap_mb: the size of DDP's buckets.
-            static_graph: as in DDP.
-            find_unused_parameters: as in DDP.
-        """
         if isinstance(warm_up, bool) or not isinstance(warm_up, int) or warm_up < 1:
             raise ConfigError(f"DelayedDense(warm_up={warm_up!r}) is no count; use 1 or more")
         self._warm_up = warm_up
@@ -263,11 +254,11 @@ class DelayedDense(DataParallelWrapper):
         self._has_model = self._adds_locally = False
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        """Wrap what isn't sharded; TorchRec calls it.
+        """Wrap the dense part; TorchRec calls it.
 
         Collectives:
-            An agreement of all ranks on the settings, DDP's broadcast of parameters, and the
-            creation of a process group.
+            An agreement on the settings, DDP's parameter broadcast, and the creation of a process
+            group.
         """
         group = group_of(env)
         with agreeing(group) as facts:
@@ -294,11 +285,11 @@ class DelayedDense(DataParallelWrapper):
         ddp.register_forward_pre_hook(self._before_forward)
 
     def _before_forward(self, module: nn.Module, _: tuple[Any, ...]) -> None:
-        """Tell apart steps, and the batches of a step.
+        """Tell steps apart, and a step's batches.
 
-        Gradients that are there already come from earlier batches of the step. If they stayed on
-        the rank, they travel with those of the last batch. If they came from other ranks, they are
-        late ones, which must not travel again.
+        Gradients that exist already come from the step's earlier batches. If they stayed on the
+        rank, they travel with the last batch's. If they came from other ranks, they are late ones,
+        which must not travel again.
         """
         if not (module.training and torch.is_grad_enabled()):
             return
@@ -322,25 +313,25 @@ class DelayedDense(DataParallelWrapper):
 
     @property
     def total(self) -> GradientReport:
-        """What this rank has sent so far, late or not."""
+        """Everything that this rank has sent so far, late or not."""
         return self._gradients.total if self._gradients else GradientReport()
 
     @property
     def num_late_steps(self) -> int:
-        """How many steps have used the gradients of the step before."""
+        """Number of steps that used the previous step's gradients."""
         return self._gradients.num_late_steps if self._gradients else 0
 
     def flush(self, optimizer: Any) -> bool:
-        """Apply the gradients that are in flight, with one more step of the optimizer.
+        """Apply the gradients in flight with one more optimizer step.
 
         Call it on all ranks between two steps: at the end of the training, and before a checkpoint
         without a `TrainState`. The step after it has no earlier gradients to apply.
 
         Args:
-            optimizer: of the dense part; it may contain the model's fused one.
+            optimizer: the dense part's; it may contain the model's fused one.
 
         Returns:
-            Whether there were any, without which nothing happens.
+            Whether any were in flight; otherwise nothing happens.
 
         Collectives:
             The all-reduces in flight, waited for.
@@ -357,7 +348,7 @@ class DelayedDense(DataParallelWrapper):
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """The gradients in flight; a `TrainState` stores them by itself.
+        """Return the gradients in flight; a `TrainState` stores them by itself.
 
         Collectives:
             The all-reduces in flight, waited for.
@@ -365,6 +356,6 @@ class DelayedDense(DataParallelWrapper):
         return self._gradients.state_dict() if self._gradients else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the gradients that were in flight at a save, on any number of ranks."""
+        """Restore the gradients in flight at a save, on any number of ranks."""
         if self._gradients:
             self._gradients.load_state_dict(state)

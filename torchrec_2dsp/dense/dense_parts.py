@@ -1,4 +1,4 @@
-"""What wrappers have in common: their ranks, the parts without tables, and equal weights."""
+"""Dense parts: the modules without tables, their ranks, equal weights, and meshes with copies."""
 
 from collections.abc import Iterator
 
@@ -15,11 +15,10 @@ from torchrec_2dsp.errors import ConfigError
 def dense_parts(
     model: nn.Module, wrapper: str, name: str = "", *, apart: tuple[type[nn.Module], ...] = ()
 ) -> Iterator[tuple[str, nn.Module]]:
-    """The largest modules that hold parameters and no tables, by their names.
+    """Yield the largest modules that hold parameters and no tables, by name.
 
     Raises:
-        ConfigError: a module that holds tables, or a part to keep apart, also holds a parameter by
-            itself.
+        ConfigError: a module that holds tables, or one of ``apart``, holds a parameter itself too.
     """
     is_part = isinstance(model, apart)
     if is_part or not any(isinstance(part, (ShardedModule, *apart)) for part in model.modules()):
@@ -40,16 +39,16 @@ def dense_parts(
 
 
 def group_of(env: ShardingEnv) -> dist.ProcessGroup:
-    """The ranks over which a wrapper runs the dense part."""
+    """Return the ranks over which a wrapper runs the dense part."""
     if env.process_group is None:
         raise ConfigError("the model has no process group; give its environment one")
     return env.process_group
 
 
 def broadcast_weights(part: nn.Module, group: dist.ProcessGroup) -> None:
-    """Give all ranks the weights of the first one.
+    """Give all ranks the first rank's weights.
 
-    Shares of different weights would make a model that nobody has initialised.
+    Shards of different weights would be a model that nobody has initialised.
 
     Collectives:
         A broadcast of each parameter and buffer.
@@ -62,27 +61,19 @@ _COPIES, _SHARES = "replicate", "shard"
 
 
 def check_num_copies(wrapper: str, num_copies: int) -> None:
-    """Raise an error, if this is no count of copies.
-
-    Raises:
-        ConfigError: it is none.
-
-    Example:
-        >>> from torchrec_2dsp.dense.dense_parts import check_num_copies
-        >>> check_num_copies("FullyShardedDense", 0)
-        Traceback (most recent call last):
-        ...
-        torchrec_2dsp.errors.ConfigError: FullyShardedDense(num_copies=0) is no count; use 1 or more
-    """
+    """Refuse a number of copies below 1."""
     if isinstance(num_copies, bool) or not isinstance(num_copies, int) or num_copies < 1:
         raise ConfigError(f"{wrapper}(num_copies={num_copies!r}) is no count; use 1 or more")
 
 
 def copies_mesh(ranks: torch.Tensor, device_type: str, axes: tuple[str, ...] = ()) -> DeviceMesh:
-    """The mesh of some copies, each of which is sharded over its ranks.
+    """Build a mesh of copies, each sharded over its ranks: ``ranks[copy, shard, *axes]``.
+
+    two copies on four ranks:   rank 0: first half    rank 1: second half    inside a copy: gathers
+                                rank 2: first half    rank 3: second half    between: gradients
 
     Collectives:
-        The creation of the groups, which all ranks of the world call.
+        Creates process groups, on all ranks of the world.
     """
     if len(ranks) == 1:
         return own_mesh(ranks[0], device_type, (_SHARES, *axes))
@@ -90,6 +81,6 @@ def copies_mesh(ranks: torch.Tensor, device_type: str, axes: tuple[str, ...] = (
 
 
 def shares_of(mesh: DeviceMesh) -> DeviceMesh:
-    """The axes of a `copies_mesh` over which FSDP2 shards and copies, without the other ones."""
+    """Return the axes of a `copies_mesh` that FSDP2 uses."""
     names = mesh.mesh_dim_names or ()
     return mesh[_COPIES, _SHARES] if _COPIES in names else mesh[_SHARES]

@@ -1,10 +1,14 @@
-"""`GradientReport`: what exchanging dense gradients has cost."""
+"""Sums of few gradient elements over all ranks, and reports on what they cost.
+
+GATHER   each rank sends its entries to all others, and all compute the same sum
+OWNERS   each rank sends an entry to the element's owner, which adds up and sends the largest
+         sums to all; the rest stays in its residual
+"""
 
 import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,7 +19,7 @@ from torchrec_2dsp.codecs.sparse import Entries, SparseCodec, largest
 
 @dataclass(frozen=True, kw_only=True)
 class GradientReport:
-    """What a rank has sent of its dense gradients.
+    """What a rank has sent for its dense gradients.
 
     Example:
         >>> from torchrec_2dsp.dense.gradient_sums import GradientReport
@@ -25,26 +29,24 @@ class GradientReport:
     """
 
     num_steps: int = 0
-    """How many steps there were."""
-
     num_thresholded_steps: int = 0
-    """How many of them weren't dense."""
+    """Steps that weren't dense."""
 
     num_bytes: float = 0.0
-    """The bytes that the rank has sent to others, if an all-reduce is a ring."""
+    """Bytes sent to other ranks, counting an all-reduce as a ring."""
 
     dense_bytes: float = 0.0
-    """The bytes that an all-reduce in float32 would have sent."""
+    """Bytes that a float32 all-reduce would have sent."""
 
     num_entries: int = 0
-    """How many elements were chosen, of those that are thresholded."""
+    """Elements chosen among the thresholded ones."""
 
     num_elements: int = 0
-    """From how many elements they were chosen."""
+    """Elements from which they were chosen."""
 
     @property
     def density(self) -> float:
-        """The share of elements that were chosen; 0 before any was."""
+        """The share of elements that were chosen; 0 before the first choice."""
         return self.num_entries / self.num_elements if self.num_elements else 0.0
 
     def __add__(self, other: "GradientReport") -> "GradientReport":
@@ -59,10 +61,10 @@ class GradientReport:
 
 
 class UnusedParameters:
-    """The parameters of one of DDP's buckets that have no gradient on this rank.
+    """The parameters in a DDP bucket that have no gradient on this rank.
 
-    If no rank used a parameter, DDP leaves it without one, whatever a hook has computed. What a
-    hook has kept from earlier steps may be due nevertheless.
+    If no rank used a parameter, DDP leaves it without a gradient, whatever a hook computes. A
+    hook may still owe it a gradient from earlier steps.
     """
 
     def __init__(self, bucket: dist.GradBucket) -> None:
@@ -72,7 +74,7 @@ class UnusedParameters:
         self._views: Sequence[torch.Tensor] = bucket.gradients() if any(self._is_unused) else ()
 
     def give(self, means: torch.Tensor) -> torch.Tensor:
-        """Let those parameters have gradients for which one has come, and return all of them."""
+        """Give those parameters the gradients that have come for them; return all means."""
         if not self._views:
             return means
         parts = means.split([param.numel() for param in self._params])
@@ -87,50 +89,47 @@ class UnusedParameters:
 
 _FLOAT_BYTES = 4
 _OWNERS_GAIN = 3.0
-"""Owners have to send so many times less than a gather to be chosen: they apply fewer entries in a
-step, and take two messages after one another."""
+"""Owners must send fewer bytes than a gather by this factor to be chosen: they apply fewer entries
+per step, and take two messages in sequence.
+"""
 _SPARE = 1.25
-"""The room of a message to an owner, in units of what it gets on average."""
+"""Capacity of a message to an owner, relative to its mean load."""
 _SPARE_ENTRIES = 8
 
 
 class GradientRoute(enum.StrEnum):
-    """How the sum over all ranks is made."""
+    """A way to compute the sum over all ranks."""
 
     DENSE = "dense"
-    """All elements are added up by an all-reduce."""
+    """An all-reduce of all elements."""
 
     GATHER = "gather"
-    """Each rank gets the entries of all others."""
+    """Each rank gets all others' entries."""
 
     OWNERS = "owners"
-    """Each element has an owner that adds up its entries and sends the largest sums to all."""
+    """Each element's owner adds up its entries and sends the largest sums to all."""
 
 
 @dataclass(frozen=True)
 class BucketSize:
-    """The size of a bucket of gradients, and how much of it may be sent."""
+    """The size of a gradient bucket, and how much of it may be sent."""
 
     num_elements: int
-    """The elements of the bucket."""
-
     capacity: int
-    """The most entries that a rank chooses of it."""
+    """The most entries that a rank chooses."""
 
     num_ranks: int
-    """How many ranks add up their gradients."""
-
     values: FlatCodec
-    """How the values of entries look."""
+    """The codec for entries' values."""
 
     @property
     def gather_codec(self) -> SparseCodec:
-        """The form of a rank's entries for all others."""
+        """The codec for a rank's entries, sent to all others."""
         return SparseCodec(self.num_elements, self.capacity, self.values)
 
     @property
     def owner_codec(self) -> SparseCodec:
-        """The form of a rank's entries for one owner, and of the sums that an owner sends."""
+        """The codec for a rank's entries to one owner, and for an owner's sums."""
         of_owner = math.ceil(self.capacity / self.num_ranks * _SPARE) + _SPARE_ENTRIES
         return SparseCodec(
             math.ceil(self.num_elements / self.num_ranks),
@@ -139,7 +138,7 @@ class BucketSize:
         )
 
     def sent_bytes(self, route: GradientRoute) -> float:
-        """The bytes that a rank sends to others; an all-reduce is taken to be a ring.
+        """Return the bytes that a rank sends to others; an all-reduce counts as a ring.
 
         Example:
             200x fewer entries are 100x fewer bytes on 4 ranks, and not even 10x on 64, unless
@@ -168,7 +167,7 @@ class BucketSize:
         return 2.0 * others / self.num_ranks * self.num_elements * _FLOAT_BYTES
 
     def cheapest_route(self) -> GradientRoute:
-        """The route that sends least, as long as owners are worth it."""
+        """Return the route that sends least, if owners gain enough."""
         gathered = self.sent_bytes(GradientRoute.GATHER)
         owned = self.sent_bytes(GradientRoute.OWNERS)
         is_owned = self.num_elements >= self.num_ranks and owned * _OWNERS_GAIN <= gathered
@@ -179,34 +178,26 @@ class BucketSize:
 
 @dataclass(frozen=True)
 class StartedSum:
-    """A sum that is being made."""
+    """A sum in flight."""
 
     sent: Entries
-    """What this rank has sent, as others have it, in ascending order."""
+    """What this rank has sent, as others decode it, in ascending order."""
 
     left_out: Entries
-    """Sums that aren't sent on, which this rank has to keep, in ascending order."""
+    """Sums that this rank keeps instead of sending, in ascending order."""
 
     total: torch.futures.Future[torch.Tensor]
-    """The sum over all ranks, flat, equal in every bit on all of them."""
-
-
-class SparseSum(Protocol):
-    """A way to add up entries over the ranks of a group."""
-
-    def start(self, entries: Entries, total: torch.Tensor) -> StartedSum:
-        """Add up entries."""
-        ...
+    """The sum over all ranks, flat and bitwise equal on all of them."""
 
 
 class GatheredSum:
-    """Each rank sends its entries to all others."""
+    """Sends each rank's entries to all others."""
 
     def __init__(self, codec: SparseCodec, group: dist.ProcessGroup) -> None:
         self._codec, self._group = codec, group
 
     def start(self, entries: Entries, total: torch.Tensor) -> StartedSum:
-        """Add up entries.
+        """Add up entries in ascending order into ``total``, a flat float32 tensor.
 
         Collectives:
             One all-gather of `codec.num_bytes` bytes, not waited for.
@@ -228,10 +219,10 @@ class GatheredSum:
 
 
 class OwnedSum:
-    """Owners add up what all ranks send of their elements, and send the largest sums to all.
+    """Lets owners add up all ranks' entries for their elements and send the largest sums to all.
 
-    The owner of element i is rank i % num_ranks. Of sums that don't fit into a message, and of
-    rounding, the owner keeps the rest.
+    Element i belongs to rank i % num_ranks. The owner keeps rounding errors and sums that don't
+    fit into a message.
     """
 
     def __init__(self, codec: SparseCodec, group: dist.ProcessGroup) -> None:
@@ -239,11 +230,11 @@ class OwnedSum:
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
 
     def start(self, entries: Entries, total: torch.Tensor) -> StartedSum:
-        """Add up entries.
+        """Add up entries in ascending order into ``total``, a flat float32 tensor.
 
         Collectives:
-            One all-to-all of `codec.num_bytes` bytes for each rank, waited for; then one
-            all-gather of `codec.num_bytes` bytes, not waited for.
+            One all-to-all of `codec.num_bytes` bytes per rank, waited for; then one all-gather of
+            `codec.num_bytes` bytes, not waited for.
         """
         codec, num_ranks = self._codec, self._num_ranks
         owners = entries.positions % num_ranks
@@ -289,7 +280,6 @@ class OwnedSum:
 @dataclass(frozen=True)
 class _Arriving:
     messages: torch.Tensor
-    """A message of each rank, one after the other."""
     future: torch.futures.Future[object]
 
 
@@ -301,6 +291,6 @@ def _gather(message: torch.Tensor, group: dist.ProcessGroup) -> _Arriving:
 
 
 def _joined(parts: Sequence[Entries]) -> Entries:
-    """All entries, in ascending order of their positions."""
+    """Join entries in ascending order."""
     positions, order = torch.cat([part.positions for part in parts]).sort()
     return Entries(positions, torch.cat([part.values for part in parts])[order])

@@ -26,21 +26,30 @@ from torchrec_2dsp.dense.dense_parts import group_of
 from torchrec_2dsp.errors import ConfigError
 
 _MEMORIES = ("error_dict", "p_memory_dict", "q_memory_dict")
-"""What PowerSGD keeps of each bucket, by the bucket's number."""
+"""PowerSGD's state per bucket, by bucket number."""
 
 
 class GradientHook(enum.StrEnum):
-    """The hooks of torch that this package gives a name."""
+    """torch's hooks that have a name here."""
 
     FP16 = "fp16"
-    """Gradients are added up in half precision."""
+    """Half-precision sums."""
 
     POWER_SGD = "powersgd"
-    """Matrices of low rank are sent instead of gradients, with error feedback."""
+    """Low-rank matrices instead of gradients, with error feedback."""
 
 
 class HookedDataParallel(DataParallelWrapper):
-    """Runs what isn't sharded in DDP with one of torch's own hooks.
+    """Runs the dense part in DDP with one of torch's own hooks.
+
+    Args:
+        hook: fp16 or powersgd.
+        rank: the rank of PowerSGD's matrices.
+        warm_up: number of first steps that PowerSGD leaves dense, at least 2, after which DDP's
+            buckets don't change.
+        bucket_cap_mb: size of DDP's buckets.
+        static_graph: as in DDP.
+        find_unused_parameters: as in DDP.
 
     Example::
 
@@ -60,16 +69,6 @@ class HookedDataParallel(DataParallelWrapper):
         static_graph: bool = True,
         find_unused_parameters: bool = False,
     ) -> None:
-        """
-        Args:
-            hook: fp16 or powersgd.
-            rank: the rank of PowerSGD's matrices.
-            warm_up: how many first steps PowerSGD leaves dense, at least 2, after which DDP's
-                buckets stay as they are.
-            bucket_cap_mb: the size of DDP's buckets.
-            static_graph: as in DDP.
-            find_unused_parameters: as in DDP.
-        """
         hooks = [known_hook.value for known_hook in GradientHook]
         if hook not in hooks:
             raise ConfigError(
@@ -90,10 +89,10 @@ class HookedDataParallel(DataParallelWrapper):
         self._device = torch.device("cpu")
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        """Wrap what isn't sharded; TorchRec calls it.
+        """Wrap the dense part; TorchRec calls it.
 
         Collectives:
-            An agreement of all ranks on the settings, and DDP's broadcast of parameters.
+            An agreement on the settings, and DDP's parameter broadcast.
         """
         group = group_of(env)
         with agreeing(group) as facts:
@@ -118,7 +117,7 @@ class HookedDataParallel(DataParallelWrapper):
             ddp.register_comm_hook(group, fp16_compress_hook)
 
     def state_dict(self) -> dict[str, Any]:
-        """What PowerSGD keeps on this rank; a `TrainState` stores it by itself."""
+        """Return PowerSGD's state on this rank; a `TrainState` stores it by itself."""
         if self._power_sgd is None:
             return {}
         memories = {
@@ -128,7 +127,7 @@ class HookedDataParallel(DataParallelWrapper):
         return {"iteration": self._power_sgd.iter, **memories}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what PowerSGD has kept, which fits the same ranks and buckets."""
+        """Restore PowerSGD's state, on the same ranks and buckets."""
         if self._power_sgd is None or not state:
             return
         self._power_sgd.iter = int(state["iteration"])
@@ -142,10 +141,10 @@ class HookedDataParallel(DataParallelWrapper):
 def _power_sgd_in_order(
     state: PowerSGDState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """torch's hook, waited for.
+    """Run torch's hook and wait for it.
 
-    It starts collectives when earlier ones are over, in threads of gloo. Ranks that go on meanwhile
-    would start other ones before or after, each in its own order, and wait for each other forever.
+    It starts collectives from gloo's threads when earlier ones finish. Ranks that went on would
+    start theirs in different orders, and deadlock.
     """
     future = powerSGD_hook(state, bucket)
     with record_function("## dense gradients ##"):

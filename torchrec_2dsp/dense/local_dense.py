@@ -1,4 +1,4 @@
-"""`LocalDense`: each rank trains its own dense part for some steps, then ranks meet."""
+"""`LocalDense` and `DiLoCo`: ranks train their own dense parts for some steps, then meet."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -23,10 +23,16 @@ from torchrec_2dsp.errors import ConfigError, SyncError
 
 
 class LocalDense(DataParallelWrapper):
-    """Runs what isn't in tables on each rank alone; `DiLoCo` brings the ranks together.
+    """Runs the dense part on each rank alone; `DiLoCo` brings the ranks together.
 
-    Tables are trained by all ranks in every step, as ever. Training isn't exact: compare its
-    quality with DDP's.
+    All ranks train tables in every step, as usual. Training isn't exact: compare its quality with
+    DDP's.
+
+    Args:
+        density: share of each parameter's changes that ranks send when they meet, above 0; 1
+            sends all, in float32. Unsent changes are added the next time.
+        values: wire format of changes at a density below 1: fp32, bf16, fp16, int8 or int4.
+        residual_decay: factor for unsent changes from one meeting to the next, at most 1.
 
     Example::
 
@@ -52,13 +58,6 @@ class LocalDense(DataParallelWrapper):
         values: Transport | str = Transport.BF16,
         residual_decay: float = 1.0,
     ) -> None:
-        """
-        Args:
-            density: the share of each parameter's changes that ranks send when they meet, above 0;
-                with 1 all are sent, in float32. What isn't sent is added to the changes next time.
-            values: how changes travel where not all are sent: fp32, bf16, fp16, int8 or int4.
-            residual_decay: what is left of unsent changes until the next time, at most 1.
-        """
         names = [way.value for way in Transport]
         if not 0 < density <= 1:
             raise ConfigError(f"LocalDense(density={density!r}) is no share; use one of 0 to 1")
@@ -79,14 +78,13 @@ class LocalDense(DataParallelWrapper):
         self._is_apart = False
         self._before_apart: list[Callable[[], None]] = []
         self.total = GradientReport()
-        """What this rank has sent so far."""
+        """Everything that this rank has sent so far."""
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         """Give all ranks the same weights; TorchRec calls it.
 
         Collectives:
-            An agreement of all ranks on the settings, and a broadcast of each parameter and buffer
-            of the dense part.
+            An agreement on the settings, and a broadcast of each dense parameter and buffer.
         """
         group = group_of(env)
         with agreeing(group) as facts:
@@ -100,31 +98,31 @@ class LocalDense(DataParallelWrapper):
         model.register_forward_hook(self._after_forward)
 
     def _after_forward(self, module: torch.nn.Module, *_: Any) -> None:
-        """Note that ranks are about to train by themselves; not if the batch was refused."""
+        """Note that ranks are about to train apart, unless the batch was refused."""
         if module.training and torch.is_grad_enabled() and not self._is_apart:
             for note in self._before_apart:
                 note()
             self._is_apart = True
 
     def before_apart(self, note: Callable[[], None]) -> None:
-        """Have something called whenever ranks are about to train by themselves.
+        """Register a callback for whenever ranks are about to train apart.
 
-        All of them have the same weights then, whatever has been loaded since they last met.
+        All ranks have the same weights then, whatever was loaded since they last met.
         """
         self._before_apart.append(note)
 
     @torch.no_grad()
     def mean(self, changes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The mean of all ranks' changes of each parameter, or of the largest ones; equal bits.
+        """Average all ranks' changes to each parameter, or the largest; bitwise equal on all.
 
         `DiLoCo` calls it. From then on ranks are together, until the next training forward.
 
         Raises:
-            SyncError: on all ranks, if changes of one aren't finite. Nothing was sent then.
+            SyncError: on all ranks, if a parameter's changes aren't finite. Nothing was sent then.
 
         Collectives:
-            An agreement of all ranks; then one all-reduce of all changes, or one all-gather of the
-            largest, waited for.
+            An agreement; then one all-reduce of all changes, or one all-gather of the largest,
+            waited for.
         """
         if self._group is None:
             raise SyncError("LocalDense has no model yet; give it to one as data_parallel_wrapper")
@@ -179,14 +177,14 @@ class LocalDense(DataParallelWrapper):
         return total
 
     def residual_norm(self) -> float:
-        """The Euclidean norm of this rank's changes that weren't sent."""
+        """Return the Euclidean norm of this rank's unsent changes."""
         return self._feedback.square_norm() ** 0.5
 
     def check_together(self) -> None:
-        """Raise if ranks may have different weights now.
+        """Refuse to go on where ranks may have different weights.
 
         Raises:
-            SyncError: they have trained by themselves since they last met.
+            SyncError: they have trained apart since they last met.
         """
         if self._is_apart:
             raise SyncError(
@@ -195,26 +193,25 @@ class LocalDense(DataParallelWrapper):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's changes that weren't sent; a `TrainState` stores them by itself.
+        """Return this rank's unsent changes; a `TrainState` stores them by itself.
 
         Raises:
-            SyncError: ranks have different weights now, of which a checkpoint would keep one.
+            SyncError: ranks have different weights now, and a checkpoint would keep one rank's.
         """
         self.check_together()
         return {"residuals": self._feedback.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the state of this rank."""
+        """Restore this rank's state."""
         self.load_rank_states([state])
 
     def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take over the sum of what several ranks haven't sent; there may be none."""
+        """Take over the sum of several ranks' unsent changes; there may be none."""
         self._feedback.load_sum([state["residuals"] for state in states if state])
         self._is_apart = False
 
 
 def _not_finite(changes: Sequence[torch.Tensor]) -> SyncError | None:
-    """The error of changes that can't be averaged; `None` if all can."""
     for number, change in enumerate(changes):
         if not change.isfinite().all():
             return SyncError(
@@ -226,10 +223,16 @@ def _not_finite(changes: Sequence[torch.Tensor]) -> SyncError | None:
 
 
 class DiLoCo(Optimizer):
-    """Moves the weights that all ranks share by the mean of what each rank's own steps changed.
+    """Moves the weights that all ranks share by the mean change from each rank's own steps.
 
-    The mean change takes the place of a gradient, in SGD with Nesterov momentum. It is the global
-    optimizer that TorchRec's `SemisyncOptimizer` asks for: see `LocalDense` for an example.
+    The mean change replaces the gradient in SGD with Nesterov momentum. It is the global optimizer
+    for TorchRec's `SemisyncOptimizer`: see `LocalDense` for an example.
+
+    Args:
+        params: the dense part's.
+        dense: the model's wrapper, over whose ranks changes are averaged.
+        lr: rate for the mean change; 1 without momentum averages weights.
+        momentum: factor for earlier changes, below 1.
 
     Reference: A. Douillard et al., DiLoCo: distributed low-communication training of language
     models, 2023 (arXiv 2311.08105); with a density below 1, A. Sarfi et al., SparseLoCo, 2025
@@ -244,13 +247,6 @@ class DiLoCo(Optimizer):
         *,
         momentum: float = 0.9,
     ) -> None:
-        """
-        Args:
-            params: of the dense part.
-            dense: the model's wrapper, over whose ranks changes are averaged.
-            lr: of the mean change; with 1 and no momentum, weights are averaged.
-            momentum: what is left of earlier changes, below 1.
-        """
         if lr <= 0 or not 0 <= momentum < 1:
             raise ConfigError(
                 f"DiLoCo(lr={lr}, momentum={momentum}) can't be; use a rate above 0 and a momentum "
@@ -265,7 +261,7 @@ class DiLoCo(Optimizer):
 
     @torch.no_grad()
     def _note_shared(self) -> None:
-        """Keep the weights that all ranks have, as they are about to train by themselves."""
+        """Keep the weights that all ranks have, before they train apart."""
         for param in self._params():
             self.state[param]["shared"].copy_(param)
 
@@ -279,7 +275,7 @@ class DiLoCo(Optimizer):
         """Let the ranks meet; `SemisyncOptimizer` calls it every ``num_local_steps`` steps.
 
         Args:
-            local_step: how many steps there were.
+            local_step: the number of steps.
             closure: is not called.
 
         Collectives:

@@ -1,10 +1,12 @@
-"""`JointBatch`: a module that runs on the batches of several ranks at once.
+"""`FullyShardedDense` and `TensorParallelDense`: dense parts sharded or split over ranks.
+
+A `JointBatch` runs a split module on several ranks' batches at once:
 
     rank 0: rows 0 to 5   --gather-->  rows 0 to 9   --module-->  rows 0 to 9  --> rows 0 to 5
     rank 1: rows 6 to 9   ---------->  rows 0 to 9   ---------->  rows 0 to 9  --> rows 6 to 9
 
-Each rank gives its own rows and gets its own ones back, so the rest of the model, the tables and
-the loss know nothing of the others. The ranks that gather hold parts of the module's layers.
+Each rank gives its own rows and gets its own back, so the rest of the model, the tables and the
+loss know nothing of the others.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,10 +41,10 @@ from torchrec_2dsp.mesh import DenseMesh
 
 
 class JointBatch:
-    """Gathers what a module is given over the ranks of a group, and takes this rank's rows back.
+    """Gathers a module's inputs over a group's ranks, and takes this rank's rows back.
 
-    Gradients of the module's parameters are the mean over the group's ranks of what each rank's
-    loss would give; those of its inputs are what this rank's loss gives.
+    Parameter gradients are the mean over the group's ranks of what each rank's loss would give;
+    input gradients are what this rank's loss gives.
     """
 
     def __init__(self, name: str, module: nn.Module, group: dist.ProcessGroup) -> None:
@@ -59,7 +61,7 @@ class JointBatch:
         """Gather all arguments.
 
         Collectives:
-            An all-gather of sizes, waited for, then one of each tensor.
+            An all-gather of sizes, waited for, then one per tensor.
         """
         # TorchRec's tables may not have waited for their outputs yet.
         given = _mapped((args, kwargs), lambda lazy: lazy.wait(), is_leaf=_is_lazy)
@@ -99,7 +101,7 @@ class JointBatch:
 
 
 class _Gathered(torch.autograd.Function):
-    """The rows of all ranks. Each rank has the whole gradient, of the mean of their losses."""
+    """All ranks' rows. Each rank has the whole gradient of the mean of their losses."""
 
     @staticmethod
     def forward(
@@ -115,7 +117,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class _OwnRows(torch.autograd.Function):
-    """The rows of this rank, of whose loss the group's mean has a share."""
+    """This rank's rows, whose loss is a share of the group's mean."""
 
     @staticmethod
     def forward(
@@ -130,7 +132,7 @@ class _OwnRows(torch.autograd.Function):
 
 
 def _gather(rows: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """The rows of all ranks, one rank after the other."""
+    """Gather all ranks' rows, one rank after the other."""
     largest = max(sizes)
     own = rows.contiguous()
     if own.shape[0] < largest:
@@ -151,7 +153,7 @@ def _is_leaf(given: Any) -> bool:
 
 
 def _leaves(given: Any) -> Iterator[Any]:
-    """The tensors, keyed and jagged tensors in lists, tuples and dicts."""
+    """Yield the tensors, keyed and jagged tensors in lists, tuples and dicts."""
     if _is_leaf(given):
         yield given
     elif isinstance(given, list | tuple | dict):
@@ -170,7 +172,7 @@ def _is_result(given: Any) -> bool:
 def _mapped(
     given: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool] = _is_leaf
 ) -> Any:
-    """Lists, tuples and dicts like those given, with other leaves."""
+    """Copy lists, tuples and dicts with other leaves."""
     if is_leaf(given):
         return function(given)
     if isinstance(given, dict):
@@ -182,7 +184,7 @@ def _mapped(
 
 
 def _tensors_of(leaf: Any) -> list[torch.Tensor]:
-    """The tensors of a leaf, which have a row for each sample, or for each value."""
+    """Return a leaf's tensors, which have a row per sample, or per value."""
     if isinstance(leaf, torch.Tensor):
         return [leaf]
     if isinstance(leaf, KeyedTensor):
@@ -192,7 +194,7 @@ def _tensors_of(leaf: Any) -> list[torch.Tensor]:
 
 
 def _with_tensors(leaf: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """The leaf with other tensors in place of `_tensors_of`."""
+    """Rebuild a leaf with other tensors in place of `_tensors_of`."""
     if isinstance(leaf, torch.Tensor):
         return next(tensors)
     if isinstance(leaf, KeyedTensor):
@@ -203,11 +205,19 @@ def _with_tensors(leaf: Any, tensors: Iterator[torch.Tensor]) -> Any:
 
 
 class FullyShardedDense(DataParallelWrapper):
-    """Shards the parameters of what isn't in tables over the ranks, with gradients and moments.
+    """Shards the dense part's parameters, gradients and moments over the ranks by FSDP2.
 
-    Each rank keeps a share; the parameters of a module are gathered when it runs, and its gradients
-    are added up where they are kept. Training is that of DDP. A stock `DistributedModelParallel`
-    takes it as well as `ModelParallel2D`.
+    Each rank keeps a shard; a module's parameters are gathered when it runs, and its gradients are
+    reduced to their shards. Training equals DDP's.
+
+    Args:
+        units: modules whose parameters are gathered together, and freed before the next ones',
+            such as a transformer's blocks; without any, all at once.
+        num_copies: number of copies that the ranks hold: with a copy per host, parameters are
+            gathered inside hosts, and only gradients travel between them.
+        reshard_after_forward: whether parameters are freed after the forward, and gathered
+            again in the backward.
+        mixed_precision: as FSDP2's ``mp_policy``.
 
     Example::
 
@@ -225,16 +235,6 @@ class FullyShardedDense(DataParallelWrapper):
         reshard_after_forward: bool = True,
         mixed_precision: MixedPrecisionPolicy | None = None,
     ) -> None:
-        """
-        Args:
-            units: the modules whose parameters are gathered together, and freed before the next
-                ones', such as a transformer's blocks; without any, all at once.
-            num_copies: how many times the ranks hold the parameters: with as many copies as hosts,
-                parameters are gathered inside hosts, and gradients alone travel between them.
-            reshard_after_forward: whether parameters are freed after the forward, and gathered
-                again in the backward.
-            mixed_precision: as FSDP2's ``mp_policy``.
-        """
         check_num_copies("FullyShardedDense", num_copies)
         self._units = tuple(units)
         self._num_copies = num_copies
@@ -242,11 +242,11 @@ class FullyShardedDense(DataParallelWrapper):
         self._precision = mixed_precision or MixedPrecisionPolicy()
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        """Shard what isn't in tables; TorchRec calls it.
+        """Shard the dense part; TorchRec calls it.
 
         Collectives:
-            An agreement of all ranks on the settings, process groups, and a broadcast of each
-            parameter and buffer of the dense part.
+            An agreement on the settings, process groups, and a broadcast of each dense parameter
+            and buffer.
         """
         group = group_of(env)
         model = wrapped_module(dmp).to(device)
@@ -277,12 +277,18 @@ class FullyShardedDense(DataParallelWrapper):
 
 
 class TensorParallelDense(DataParallelWrapper):
-    """Splits layers of the dense part over neighbouring ranks, and shards what is left by FSDP2.
+    """Splits dense layers over neighbouring ranks, and shards the rest by FSDP2.
 
-    Each rank looks up its own batch. The ranks of a tensor-parallel group gather what the split
-    part of the model is given, compute it together on all of their samples, and each takes its own
-    samples' results back. So a step is that of DDP, and nothing else of the model changes. A stock
-    `DistributedModelParallel` takes it as well as `ModelParallel2D`.
+    Each rank looks up its own batch. The ranks of a tensor-parallel group gather the split
+    module's inputs, compute it together on all their samples, and each takes its own results back.
+    A step equals DDP's, and nothing else in the model changes.
+
+    Args:
+        plan: torch's style for each module, such as `ColwiseParallel` and `RowwiseParallel`, by
+            the module's name in the model, with `*` for any part.
+        tp: number of ranks that compute a layer together, on one host.
+        num_copies: number of copies that the ranks hold, as in `FullyShardedDense`: with a copy
+            per host, only gradients travel between hosts.
 
     Example::
 
@@ -297,25 +303,17 @@ class TensorParallelDense(DataParallelWrapper):
     """
 
     def __init__(self, plan: Mapping[str, ParallelStyle], *, tp: int, num_copies: int = 1) -> None:
-        """
-        Args:
-            plan: how each module is split, by its name in the model, with `*` for any part of a
-                name: torch's styles, such as `ColwiseParallel` and `RowwiseParallel`.
-            tp: how many ranks compute a layer together; they have to be on one host.
-            num_copies: how many times the ranks hold the dense part, as in `FullyShardedDense`:
-                with as many copies as hosts, gradients alone travel between these.
-        """
         if not plan:
             raise ConfigError("TensorParallelDense(plan={}) splits nothing; name some modules")
         check_num_copies("TensorParallelDense", num_copies)
         self._plan, self._tp, self._num_copies = dict(plan), tp, num_copies
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        """Split and shard what isn't in tables; TorchRec calls it.
+        """Split and shard the dense part; TorchRec calls it.
 
         Collectives:
-            An agreement of all ranks on the settings, process groups, and a broadcast of each
-            parameter and buffer of the dense part.
+            An agreement on the settings, process groups, and a broadcast of each dense parameter
+            and buffer.
         """
         group = group_of(env)
         model = wrapped_module(dmp).to(device)
@@ -352,7 +350,7 @@ class TensorParallelDense(DataParallelWrapper):
             JointBatch(name, part, grid["tp"].get_group())
 
     def _by_part(self, parts: Mapping[str, nn.Module]) -> dict[str, dict[str, ParallelStyle]]:
-        """The plan of each dense part, with the names that modules have in it."""
+        """Sort the plan by dense part, with the module names inside it."""
         plans: dict[str, dict[str, ParallelStyle]] = {}
         for pattern, style in self._plan.items():
             modules = [

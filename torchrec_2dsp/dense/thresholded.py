@@ -1,4 +1,4 @@
-"""`Thresholded`: the largest numbers of an activation, for places where a dense model is split."""
+"""`Thresholded`: an activation's largest elements, where a dense model is split."""
 
 import math
 from typing import Final, Literal, get_args
@@ -9,29 +9,29 @@ from torch import nn
 from torchrec_2dsp.errors import ConfigError
 
 ThresholdKind = Literal["exact", "laplace"]
-"""How the smallest number that is kept is found."""
+"""The rule for the smallest element that is kept."""
 
 
 class Thresholded(nn.Module):
-    r"""Keeps the largest numbers of each sample and sets the others to zero, in both directions.
+    r"""Keeps each sample's largest elements and zeroes the others, forward and backward.
 
-    With :math:`m_j = 1` for the numbers that are kept and 0 for the others,
+    With :math:`m_j = 1` for the elements that are kept and 0 for the others,
 
     .. math::    y_j = m_j x_j, \qquad \partial L / \partial x_j = m_j \, \partial L / \partial y_j
 
-    so gradients go back through the same mask, whose places both ends know from the forward.
-    Nothing is carried over to the next batch. The module is part of the model: it thresholds in
+    so gradients go back through the same mask, whose positions both ends know from the forward.
+    Nothing carries over to the next batch. The module is part of the model: it thresholds in
     evaluation as in training, and must be in the model that serves.
 
-    A sample is the last dim of the input. Not-a-numbers are never left out.
+    A sample is the input's last dim. NaNs are always kept.
 
     Args:
-        density: the share of a sample's numbers to keep, above 0 and at most 1.
-        threshold: "exact" keeps ``max(1, ceil(density * d))`` of a sample's ``d`` numbers.
-            "laplace" keeps what is above the quantile of a Laplace distribution that fits the
-            whole batch, :math:`-\operatorname{mean}|x| \ln(\text{density})`, which takes a pass
-            instead of a sort. Evaluation uses the running mean of this threshold, which is in the
-            state dict as ``running_threshold``.
+        density: share of a sample's elements to keep, above 0 and at most 1.
+        threshold: "exact" keeps ``max(1, ceil(density * d))`` of a sample's ``d`` elements.
+            "laplace" keeps what is above the quantile of a Laplace distribution fitted to the
+            whole batch, :math:`-\operatorname{mean}|x| \ln(\text{density})`, a pass instead of a
+            sort. Evaluation uses this threshold's running mean, ``running_threshold`` in the
+            state dict.
 
     Raises:
         ConfigError: the density is no share, or the threshold unknown.
@@ -46,13 +46,13 @@ class Thresholded(nn.Module):
     """
 
     density: Final[float]
-    """The share of a sample's numbers to keep."""
+    """The share of a sample's elements to keep."""
 
     threshold: Final[str]
-    """How the smallest number that is kept is found."""
+    """The rule for the smallest element that is kept."""
 
     update_share: Final[float] = 0.01
-    """The part of the running threshold that each batch replaces."""
+    """Each batch's weight in the running threshold."""
 
     def __init__(self, density: float = 0.1, threshold: ThresholdKind = "exact") -> None:
         super().__init__()
@@ -72,11 +72,12 @@ class Thresholded(nn.Module):
         )
         # Not beside the other fields: TorchScript would make a plain attribute of the buffer.
         self.running_threshold: torch.Tensor | None
-        """The threshold of "laplace" in evaluation: zero, which leaves nothing out, before the
-        first batch of a training. There is none with "exact"."""
+        """The threshold of "laplace" in evaluation: zero, which keeps everything, before the first
+        training batch. `None` with "exact".
+        """
 
     def forward(self, activations: torch.Tensor) -> torch.Tensor:
-        """The activations, with zeros in place of the numbers that are left out."""
+        """Zero the elements that aren't kept."""
         if self.density == 1.0:
             return activations
         magnitudes = activations.detach().abs()
@@ -94,21 +95,21 @@ class Thresholded(nn.Module):
         return activations.masked_fill(is_left_out & ~magnitudes.isnan(), 0.0)
 
     def num_kept(self, dim: int) -> int:
-        """How many of a sample's ``dim`` numbers are kept, with "laplace" about as many."""
+        """Return how many of ``dim`` elements are kept; about as many with "laplace"."""
         # A product such as 0.07 * 100 is a little above 7, and means 7.
         return min(dim, max(1, math.ceil(self.density * dim - 1e-6)))
 
     @torch.jit.unused
     def num_bytes(self, num_samples: int, dim: int, *, backward: bool = False) -> int:
-        """The bytes of a batch on the wire, in float32.
+        """Return a batch's bytes on the wire, in float32.
 
-        The forward sends the kept numbers and their places: 16 bits for each place, or one bit for
-        each number of the sample, whichever is shorter. The backward sends numbers alone.
+        The forward sends the kept elements and their positions: 16 bits each, or one bit per
+        element of the sample, whichever is shorter. The backward sends elements alone.
 
         Args:
-            num_samples: how many samples there are.
-            dim: how many numbers a sample has.
-            backward: whether it is the gradients that travel.
+            num_samples: number of samples.
+            dim: elements per sample.
+            backward: whether gradients travel.
         """
         num_kept = self.num_kept(dim)
         # Samples of more numbers than 16 bits can tell apart have places of 32.
@@ -117,11 +118,11 @@ class Thresholded(nn.Module):
         return num_samples * (4 * num_kept + (places if num_kept < dim else 0))
 
     def extra_repr(self) -> str:
-        """The arguments, for the text of the module."""
+        """Return the arguments, for the module's text."""
         return f"density={self.density}, threshold={self.threshold!r}"
 
     def _fitted(self, magnitudes: torch.Tensor, running_threshold: torch.Tensor) -> torch.Tensor:
-        """The threshold of this batch, which the running one takes its share of."""
+        """Fit the batch's threshold, and update the running one."""
         # A number that isn't finite would make the threshold so, and stay in the running mean.
         is_finite = magnitudes.isfinite()
         num_finite = is_finite.sum()

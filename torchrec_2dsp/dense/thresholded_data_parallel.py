@@ -1,8 +1,7 @@
-"""`TableGradients`: a hook of DDP's for data-parallel tables, of which a batch touches few rows.
+"""`ThresholdedDataParallel`: DDP that sends only the largest gradient elements.
 
-Every rank has the gradient of a whole table, and most of its rows are zero. For each bucket: all
-ranks tell each other how many rows they have touched; then each sends these, and all add up the
-same. Where that would be more than an all-reduce, it is an all-reduce.
+Data-parallel tables send the rows that a batch touches: all ranks exchange their row counts, then
+each sends its rows, and all compute the same sum. Where that is more than an all-reduce, it is one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,33 +29,31 @@ from torchrec_2dsp.dense.thresholded_gradients import ThresholdedGradients, Thre
 from torchrec_2dsp.errors import ConfigError
 
 _NUMBER_BYTES = 4
-"""Rows travel with their numbers in int32."""
 
 
 class TableSize(NamedTuple):
-    """The size of a data-parallel table."""
+    """A data-parallel table's size."""
 
     num_rows: int
     dim: int
 
 
 class TableGradients:
-    """Means of the gradients of data-parallel tables over all ranks, by the rows they touch.
+    """A DDP hook that averages data-parallel tables' gradients by the rows that ranks touch.
 
-    The numbers are those of an all-reduce, up to the order in which ranks are added.
+    Results equal an all-reduce's, up to the order in which ranks are added.
     """
 
     def __init__(self, tables: Mapping[int, Sequence[TableSize]], group: dist.ProcessGroup) -> None:
         self._tables, self._group = tables, group
         self._num_ranks = dist.get_world_size(group)
         self.total = GradientReport()
-        """What this rank has sent so far."""
 
     def reduce(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Replace the gradients of a bucket by their mean over the ranks; DDP calls it.
+        """Replace a bucket's gradients by their mean over the ranks; DDP calls it.
 
         Collectives:
-            One all-gather of 8 bytes for each table, waited for; then an all-gather of rows, or an
+            One all-gather of 8 bytes per table, waited for; then an all-gather of rows, or an
             all-reduce, not waited for.
         """
         buffer = bucket.buffer()
@@ -102,7 +99,7 @@ class TableGradients:
         return work.get_future().then(add_up)
 
     def _split(self, bucket: dist.GradBucket) -> Iterator[torch.Tensor]:
-        """The gradients of a bucket by table, as its own memory, a row for each row of a table."""
+        """Yield each table's gradients as a view of the bucket."""
         start = 0
         for param in bucket.parameters():
             for num_rows, dim in self._tables[id(param)]:
@@ -113,7 +110,6 @@ class TableGradients:
     def _gather_counts(
         self, touched: Sequence[torch.Tensor], device: torch.device
     ) -> list[list[int]]:
-        """How many rows of each table each rank has touched."""
         own = torch.tensor([rows.numel() for rows in touched], device=device)
         counts = own.new_empty(self._num_ranks * own.numel())
         dist.all_gather_into_tensor(counts, own, group=self._group)
@@ -122,16 +118,13 @@ class TableGradients:
 
 @dataclass(frozen=True)
 class _MessageForm:
-    """The form of a rank's message: the numbers of its rows by table, then their gradients."""
+    """The layout of a rank's message: row numbers by table, then their gradients."""
 
     dims: Sequence[int]
-    """The columns of each table."""
-
     dtype: torch.dtype
-    """The type of gradients."""
 
     def num_bytes(self, counts: Sequence[int]) -> int:
-        """How long a message with so many rows of each table is."""
+        """Return a message's size for so many rows of each table."""
         size = self.dtype.itemsize
         own = sum(
             count * (_NUMBER_BYTES + dim * size)
@@ -143,7 +136,7 @@ class _MessageForm:
     def write(
         self, message: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
-        """Write rows, and their gradients, of each table."""
+        """Write each table's rows and gradients."""
         start = 0
         numbers = [rows.int() for rows, _ in parts]
         for piece in (*numbers, *(gradients for _, gradients in parts)):
@@ -155,7 +148,7 @@ class _MessageForm:
     def read(
         self, message: torch.Tensor, counts: Sequence[int]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Rows, and their gradients, of each table."""
+        """Read each table's rows and gradients."""
         numbers_end = _NUMBER_BYTES * sum(counts)
         numbers = message[:numbers_end].view(torch.int32).split(list(counts))
         parts, start = [], numbers_end
@@ -170,14 +163,26 @@ _AUTO = "auto"
 
 
 class ThresholdedDataParallel(DataParallelWrapper):
-    """Runs what isn't sharded in DDP, and sends the largest elements of its gradients.
+    """Runs the dense part in DDP and sends its largest gradient elements.
 
-    What isn't sent is kept in a *residual* and added to the gradients of the next step. So nothing
-    is lost, and all of it comes late. Weights stay equal on all ranks, bit for bit. Training isn't
-    exact: compare its quality with DDP's.
+    What isn't sent stays in a *residual* and is added to the next step's gradients: nothing is
+    lost, but it comes late. Weights stay equal on all ranks, bit for bit. Training isn't exact:
+    compare its quality with DDP's. Data-parallel tables send the rows that a batch touches,
+    exactly.
 
-    A stock `DistributedModelParallel` takes it as well as `ModelParallel2D`. Of data-parallel
-    tables the rows that a batch touches are sent, all and exactly.
+    Args:
+        density: share of each parameter's elements that a step sends, above 0; 1 sends all, by
+            DDP's own arithmetic.
+        warm_up: number of first steps that are dense.
+        values: wire format of the elements: fp32, bf16, fp16, int8 or int4.
+        refresh: interval in steps at which thresholds are measured. 1 sends about the share
+            asked for, more often sends less.
+        exact_thresholds: measure thresholds with all elements rather than a sample.
+        dense_below: parameters with fewer elements are sent whole.
+        route: "gather", "owners", "dense", or "auto" for the one that sends least.
+        bucket_cap_mb: size of DDP's buckets.
+        static_graph: as in DDP.
+        find_unused_parameters: as in DDP.
 
     Example::
 
@@ -204,22 +209,6 @@ class ThresholdedDataParallel(DataParallelWrapper):
         static_graph: bool = True,
         find_unused_parameters: bool = False,
     ) -> None:
-        """
-        Args:
-            density: the share of each parameter's elements that is sent in a step, above 0; with 1
-                all are, by DDP's own arithmetic.
-            warm_up: how many first steps are dense.
-            values: how the elements that are sent travel: fp32, bf16, fp16, int8 or int4.
-            refresh: every so many steps thresholds are measured. With 1, about as much is sent as
-                asked; with more, often less.
-            exact_thresholds: whether thresholds are measured with all elements, not with a sample.
-            dense_below: parameters with fewer elements are sent as a whole.
-            route: how sums are made: "gather", "owners", "dense", or "auto" for the one that sends
-                least.
-            bucket_cap_mb: the size of DDP's buckets.
-            static_graph: as in DDP.
-            find_unused_parameters: as in DDP.
-        """
         _check(0 < density <= 1, f"density={density!r} is no share; use one above 0, at most 1")
         _check_count("warm_up", warm_up, 0)
         _check_count("refresh", refresh, 1)
@@ -249,10 +238,10 @@ class ThresholdedDataParallel(DataParallelWrapper):
         self._params: list[nn.Parameter] = []
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        """Wrap what isn't sharded; TorchRec calls it.
+        """Wrap the dense part; TorchRec calls it.
 
         Collectives:
-            An agreement of all ranks on the settings, and DDP's broadcast of parameters.
+            An agreement on the settings, and DDP's parameter broadcast.
         """
         group = group_of(env)
         with agreeing(group) as facts:
@@ -284,7 +273,7 @@ class ThresholdedDataParallel(DataParallelWrapper):
         ddp.register_forward_pre_hook(self._before_forward)
 
     def _before_forward(self, module: nn.Module, _: tuple[Any, ...]) -> None:
-        """Tell the first batch of a step from those whose gradients are added to its own."""
+        """Tell a step's first batch from those that add to it."""
         if module.training and torch.is_grad_enabled():
             assert self._gradients is not None
             grads = [param.grad for param in self._params]
@@ -293,33 +282,33 @@ class ThresholdedDataParallel(DataParallelWrapper):
 
     @property
     def total(self) -> GradientReport:
-        """What this rank has sent so far, rows of data-parallel tables included."""
+        """Everything that this rank has sent so far, data-parallel tables included."""
         parts = [*self._tables, *([self._gradients] if self._gradients else [])]
         return sum((part.total for part in parts), GradientReport())
 
     def residual_norm(self) -> float:
-        """The Euclidean norm of this rank's residuals."""
+        """Return the Euclidean norm of this rank's residuals."""
         return self._gradients.residual_norm() if self._gradients else 0.0
 
     def flush(self) -> None:
-        """Let the next step be dense, and take along what earlier ones have left out.
+        """Let the next step be dense, residuals included.
 
-        If a rank calls it, all ranks do so. Afterwards nothing is left out: for a checkpoint
+        If a rank calls it, all ranks do so. Afterwards no residual is left: for a checkpoint
         without a `TrainState`, or for the end of the training.
         """
         if self._gradients:
             self._gradients.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """The residuals and thresholds of this rank; a `TrainState` stores them by itself."""
+        """Return this rank's residuals and thresholds; a `TrainState` stores them."""
         return self._gradients.state_dict() if self._gradients else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the state of this rank."""
+        """Restore this rank's state."""
         self.load_rank_states([state])
 
     def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take over the sum of the residuals of several ranks; there may be none."""
+        """Take over the sum of several ranks' residuals; there may be none."""
         if self._gradients:
             self._gradients.load_rank_states([state for state in states if state])
 

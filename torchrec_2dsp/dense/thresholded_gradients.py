@@ -1,4 +1,8 @@
-"""`BucketLayout`: which parameters of one of DDP's buckets are thresholded, and where. Pure."""
+"""`ThresholdedGradients`: a DDP hook that sends the largest gradient elements.
+
+For each bucket: ranks agree that gradients are finite and on their step; then residuals are added,
+the largest elements chosen, encoded and summed over the ranks, and the rest stays in the residuals.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,32 +30,25 @@ _THRESHOLDED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Part:
-    """A parameter in a bucket, which is flat."""
+    """A parameter in a flat bucket."""
 
     name: str
-    """The parameter's name."""
-
     start: int
-    """Where the parameter begins in the bucket."""
-
     size: int
-    """How many elements the parameter has."""
-
     capacity: int
-    """How many of them may be sent; 0 if the parameter is sent as a whole."""
+    """Number of elements that may be sent; 0 sends the parameter whole."""
 
     @property
     def place(self) -> slice:
-        """The parameter's elements in the bucket."""
+        """The parameter's slice of the bucket."""
         return slice(self.start, self.start + self.size)
 
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """The parameters of a bucket, in its order."""
+    """A bucket's parameters, in its order."""
 
     parts: tuple[Part, ...]
-    """All parameters."""
 
     @classmethod
     def of(
@@ -61,7 +58,7 @@ class BucketLayout:
         density: float,
         dense_below: int,
     ) -> "BucketLayout":
-        """The layout of parameters."""
+        """Lay out named parameters; those smaller than ``dense_below`` are sent whole."""
         parts, start = [], 0
         for name, param in params:
             size = param.numel()
@@ -75,32 +72,32 @@ class BucketLayout:
 
     @property
     def thresholded(self) -> list[Part]:
-        """The parameters of which entries are sent."""
+        """The parameters that send entries."""
         return [part for part in self.parts if part.capacity]
 
     @property
     def whole(self) -> list[Part]:
-        """The parameters that are sent as a whole."""
+        """The parameters that are sent whole."""
         return [part for part in self.parts if not part.capacity]
 
     @property
     def capacity(self) -> int:
-        """How many entries may be sent of the bucket."""
+        """The most entries that the bucket sends."""
         return sum(part.capacity for part in self.parts)
 
     @property
     def num_elements(self) -> int:
-        """The size of the bucket."""
+        """The bucket's size."""
         return sum(part.size for part in self.parts)
 
     @property
     def num_thresholded(self) -> int:
-        """The elements of all parameters of which entries are sent."""
+        """The number of elements in thresholded parameters."""
         return sum(part.size for part in self.thresholded)
 
     @property
     def num_whole(self) -> int:
-        """The elements of all parameters that are sent as a whole."""
+        """The number of elements in whole parameters."""
         return self.num_elements - self.num_thresholded
 
 
@@ -109,37 +106,27 @@ _Future = torch.futures.Future[torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class ThresholdSettings:
-    """What is sent of gradients, when and how."""
+    """What `ThresholdedDataParallel` was asked for."""
 
     density: float
-    """The share of a parameter's elements that may be sent in a step."""
-
     warm_up: int
-    """How many first steps are dense."""
-
     dense_below: int
-    """Parameters with fewer elements are sent as a whole."""
-
     values: FlatCodec
-    """How values travel."""
-
     rule: ThresholdRule
-    """How thresholds are found."""
-
     route: GradientRoute | None
-    """How sums are made; `None` for the route that sends least."""
+    """`None` for the route that sends least."""
 
 
 @dataclass(frozen=True)
 class _Standing:
-    """Where all ranks are, as they have told each other."""
+    """The step that all ranks have agreed on."""
 
     step: int
     wants_dense: bool
 
 
 class ThresholdedGradients:
-    """Sums of the gradients of all ranks, by few of their elements."""
+    """Sums few elements of all ranks' gradients."""
 
     def __init__(
         self,
@@ -157,32 +144,31 @@ class ThresholdedGradients:
         self._has_reduced = self._goes_on = False
         self._is_flush_due = self._is_flushing = False
         self.total = GradientReport()
-        """What this rank has sent so far."""
 
     def flush(self) -> None:
-        """Let the next step be dense and take the residuals along."""
+        """Let the next step be dense, residuals included."""
         self._is_flush_due = True
 
     def begin_batch(self, *, is_first: bool) -> None:
-        """Prepare for the backward of a training batch.
+        """Prepare for a training batch's backward.
 
-        DDP adds up after each of the batches that `accumulate` gives in the first step. These are
-        one step, which is dense as a whole, or not.
+        DDP reduces after each batch that `accumulate` gives in the first step. These are one step,
+        which is dense as a whole, or not.
         """
         if is_first:
             self._has_reduced = False
         self._goes_on = self._has_reduced
 
     def residual_norm(self) -> float:
-        """The Euclidean norm of all residuals of this rank."""
+        """Return the Euclidean norm of all residuals on this rank."""
         return self._feedback.square_norm() ** 0.5
 
     def reduce(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Replace the gradients of a bucket by their mean over the ranks; DDP calls it.
+        """Replace a bucket's gradients by their mean over the ranks; DDP calls it.
 
         Collectives:
             One all-reduce of 24 bytes, waited for; then an all-reduce of the bucket, or those of
-            the route and an all-reduce of what is sent as a whole, not waited for.
+            the route and an all-reduce of whole parameters, not waited for.
         """
         layout, buffer, unused = self._layout(bucket), bucket.buffer(), UnusedParameters(bucket)
         standing = self._agree(buffer, layout)
@@ -229,7 +215,7 @@ class ThresholdedGradients:
         return self._settings.route or size.cheapest_route()
 
     def _agree(self, buffer: torch.Tensor, layout: BucketLayout) -> _Standing:
-        """Learn where the others are; if a rank's gradients aren't finite, raise on all ranks."""
+        """Agree on the step; raise on all ranks if a rank's gradients aren't finite."""
         is_finite = buffer.sum(dtype=torch.float32).isfinite().long()
         own = torch.tensor([0, self._step, self._is_flush_due], device=buffer.device)
         own[0] = 1 - is_finite
@@ -250,7 +236,7 @@ class ThresholdedGradients:
         )
 
     def _reduce_all(self, buffer: torch.Tensor, layout: BucketLayout) -> _Future:
-        """DDP's own arithmetic, after the residuals were added."""
+        """Add residuals, then compute as DDP does."""
         for part in layout.thresholded:
             residual = self._feedback.drain(part.name, buffer.device)
             if residual is not None:
@@ -260,7 +246,7 @@ class ThresholdedGradients:
     def _reduce_entries(
         self, buffer: torch.Tensor, layout: BucketLayout, size: BucketSize, route: GradientRoute
     ) -> tuple[_Future, int]:
-        """Add up the largest elements; returns how many this rank has chosen, too."""
+        """Sum the largest elements; also return how many this rank chose."""
         entries = self._choose(buffer, layout)
         whole = torch.cat([buffer.new_empty(0), *(buffer[part.place] for part in layout.whole)])
         is_owned = route is GradientRoute.OWNERS
@@ -291,7 +277,7 @@ class ThresholdedGradients:
         return torch.futures.collect_all(futures).then(finish), entries.positions.numel()
 
     def _choose(self, buffer: torch.Tensor, layout: BucketLayout) -> Entries:
-        """The largest elements of all parameters, as entries of the bucket."""
+        """Choose all parameters' largest elements, as entries of the bucket."""
         chosen = []
         for part in layout.thresholded:
             due = self._feedback.add(part.name, buffer[part.place])
@@ -307,7 +293,7 @@ class ThresholdedGradients:
         return Entries(*(torch.cat(tensors) for tensors in zip(*chosen, strict=True)))
 
     def state_dict(self) -> dict[str, Any]:
-        """The residuals and thresholds of this rank."""
+        """Return this rank's residuals and thresholds."""
         return {
             "step": self._step,
             "num_ranks": self._num_ranks,
@@ -319,10 +305,10 @@ class ThresholdedGradients:
         }
 
     def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take over the residuals of several ranks, whose sum is kept.
+        """Take over the sum of several ranks' residuals.
 
-        With other ranks than at the save, thresholds are measured again. A rank that takes over
-        none learns from the others how far the run is.
+        On another number of ranks than at the save, thresholds are measured again. A rank without
+        states learns the step from the others.
         """
         is_same = len(states) == 1 and states[0]["num_ranks"] == self._num_ranks
         self._step = max((state["step"] for state in states), default=0)
@@ -343,7 +329,7 @@ class ThresholdedGradients:
 def _by_part(
     entries: Entries, layout: BucketLayout
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Entries of a bucket by parameter: the name, positions in the parameter, values."""
+    """Split a bucket's entries by parameter: name, positions in it, values."""
     parts = layout.thresholded
     ends = torch.tensor([part.place.stop for part in parts], device=entries.positions.device)
     ends = torch.searchsorted(entries.positions, ends).tolist()

@@ -1,4 +1,4 @@
-"""`PipelineTimes`: how long the stages of a pipeline worked, and how long they waited."""
+"""`CutStack`: a `LayerStack` cut over ranks, its pipeline, and better cuts by measured times."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from torchrec_2dsp.plan.dense_plan import check_cuts, cut_layers
 
 @dataclass(frozen=True)
 class PipelineTimes:
-    """What a batch took, as a mean over all batches and pipelines.
+    """A batch's times, averaged over all batches and pipelines.
 
     Example:
         >>> from torchrec_2dsp.dense.pipelined.cut_stack import PipelineTimes
@@ -39,30 +39,30 @@ class PipelineTimes:
     """
 
     seconds_of_stage: tuple[float, ...]
-    """How long each stage was worked on."""
+    """Busy time per stage."""
 
     total_seconds: float
-    """How long the schedule took."""
+    """The schedule's time."""
 
     num_ranks: int
-    """How many ranks worked at the same time."""
+    """Number of ranks that work in parallel."""
 
     @property
     def bubble(self) -> float:
-        """The share of the ranks' time in which they waited."""
+        """The share of the ranks' time spent waiting."""
         if not self.total_seconds:
             return 0.0
         return 1.0 - sum(self.seconds_of_stage) / (self.total_seconds * self.num_ranks)
 
     @property
     def imbalance(self) -> float:
-        """How many times the mean stage the slowest one took; 1 where cuts are right."""
+        """The slowest stage's time relative to the mean; 1 where cuts are right."""
         mean = sum(self.seconds_of_stage) / len(self.seconds_of_stage)
         return max(self.seconds_of_stage) / mean if mean else 1.0
 
 
 def gather_times(busy: BusyTime, num_stages: int, groups: PipelineGroups) -> PipelineTimes:
-    """The times of all ranks.
+    """Gather all ranks' times.
 
     Collectives:
         An all-gather of objects over all ranks.
@@ -83,9 +83,9 @@ def gather_times(busy: BusyTime, num_stages: int, groups: PipelineGroups) -> Pip
 def own_layer_seconds(
     stages: Mapping[int, LayerStage], firsts: Mapping[int, int], busy: BusyTime
 ) -> dict[int, float]:
-    """What a batch took in each layer of this rank, by the layer's number.
+    """Return a batch's time in each layer of this rank, by layer number.
 
-    Only forwards are timed layer by layer; a stage's whole time is divided as they are.
+    Only forwards are timed layer by layer; a stage's whole time is divided in proportion.
     """
     seconds = {}
     for number, stage in stages.items():
@@ -99,7 +99,7 @@ def own_layer_seconds(
 def gather_layer_seconds(
     own: Mapping[int, float], num_layers: int, group: dist.ProcessGroup
 ) -> list[float]:
-    """What a batch took in each layer, as a mean over the ranks that have it.
+    """Return a batch's time in each layer, averaged over the ranks that have it.
 
     Collectives:
         An all-gather of objects.
@@ -118,7 +118,7 @@ def gather_layer_seconds(
 def better_cuts(
     seconds: Sequence[float], cuts: Sequence[int], least_gain: float
 ) -> tuple[int, ...]:
-    """Cuts whose slowest stage takes less time, or those that there are.
+    """Return cuts whose slowest stage takes less time, or the current ones.
 
     Example:
         >>> from torchrec_2dsp.dense.pipelined.cut_stack import better_cuts
@@ -140,18 +140,18 @@ def _slowest(seconds: Sequence[float], cuts: Sequence[int]) -> float:
 
 @dataclass(frozen=True)
 class NextCuts:
-    """Cuts of a stack that nothing speaks against."""
+    """Cuts that passed all checks."""
 
     layers: list[StageLayers]
-    """The layers of each stage."""
+    """Each stage's layers."""
     moves: list[Move]
-    """What has to move, of all ranks."""
+    """All ranks' moves."""
     packed: dict[int, bytes]
-    """The layers that leave this rank, by their numbers."""
+    """The layers that leave this rank, by number."""
 
 
 class CutStack:
-    """Runs a stack by the layers that its ranks have, and moves layers when it is cut anew."""
+    """Runs a stack by the layers that its ranks hold, and moves layers when it is cut anew."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class CutStack:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The first layer of each stage but the first."""
+        """Each stage's first layer, without the first stage's."""
         return tuple(stage.numbers.start for stage in self._layers[1:])
 
     @property
@@ -191,7 +191,7 @@ class CutStack:
         return [number for stage in self._own_stages for number in self._layers[stage].numbers]
 
     def split(self, plan: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
-        """Split the layers of this rank over its tensor-parallel group."""
+        """Split this rank's layers over its tensor-parallel group."""
         here = {f"layers.{number}" for number in self._own_layers}
         held = {
             module: style
@@ -203,12 +203,12 @@ class CutStack:
         self._build_pipeline()
 
     def shard(self, mesh: DeviceMesh) -> None:
-        """Shard the layers of this rank, split already where they are to be."""
+        """Shard this rank's layers, which may be split already, over the pipelines."""
         self._shares = mesh
         self._build_pipeline()
 
     def better_cuts(self, least_gain: float) -> tuple[int, ...]:
-        """Cuts that the times of layers ask for, or those that there are.
+        """Return the cuts that layer times call for, or the current ones.
 
         Collectives:
             An all-gather of objects.
@@ -220,7 +220,7 @@ class CutStack:
     def prepare(
         self, cuts: Sequence[int], optimizer: torch.optim.Optimizer, model: nn.Module
     ) -> "NextCuts":
-        """What other cuts take, without moving anything yet.
+        """Check cuts and pack the layers that would leave this rank; nothing moves yet.
 
         Raises:
             ConfigError: there are no such cuts, or a layer can't be moved.
@@ -234,7 +234,7 @@ class CutStack:
         return NextCuts(layers, moves, packed)
 
     def recut(self, next_cuts: "NextCuts", optimizer: torch.optim.Optimizer) -> bool:
-        """Move layers, and let a new pipeline run them; say whether any have moved.
+        """Move layers and build a new pipeline; return whether any layer has moved.
 
         Collectives:
             Those of `move_layers`.
@@ -274,7 +274,6 @@ class CutStack:
             reduction=self._reduction,
             wire=self._wire,
         )
-        """What runs the layers."""
 
 
 def recut_together(
@@ -286,10 +285,10 @@ def recut_together(
     cuts: Sequence[int] | None,
     least_gain: float,
 ) -> bool:
-    """Cut all stacks of a model anew, or none; say whether layers have moved.
+    """Cut all stacks of a model anew, or none; return whether layers have moved.
 
     Collectives:
-        Those of `CutStack.better_cuts` and `CutStack.recut`, and an agreement of all ranks.
+        Those of `CutStack.better_cuts` and `CutStack.recut`, and an agreement.
     """
     chosen = {
         name: stack.better_cuts(least_gain) if cuts is None else cuts

@@ -1,4 +1,14 @@
-"""`LayerStage`: some layers of a `LayerStack`, and what their backward needs of micro-batches."""
+"""`Engine`: runs this rank's part of a schedule, stage by stage.
+
+Orders of work and the split backward come from `torch.distributed.pipelining`. Its stages and its
+runtime aren't used, for what torch 2.13 over gloo does: a stage allocates receive buffers by its
+first micro-batch, so 7 samples in 2 micro-batches, or a batch of 6 after one of 8, end with "The
+size of tensor a (4) must match the size of tensor b (3)", and fewer samples than micro-batches are
+refused; an error in one stage leaves its neighbour waiting for the group's whole timeout, and then
+names neither rank nor cause; the loss has to be a scalar per micro-batch, while a rank here gets
+each of its samples' losses; and nothing casts activations on the wire. With uneven batches, errors
+that reach all ranks, and losses per sample, only the orders would be left of it.
+"""
 
 import time
 from collections.abc import Sequence
@@ -17,22 +27,20 @@ from torchrec_2dsp.errors import UnsupportedError
 
 @dataclass
 class _Graph:
-    """What the forward of a micro-batch leaves for the backward."""
+    """A micro-batch's graph, from its forward to its backward."""
 
     leaves: list[torch.Tensor]
     """The input, then the targets that need gradients."""
 
     output: torch.Tensor
-    """What came out, with its graph."""
-
     rest: Any = None
-    """What the weights' part of a split backward needs."""
+    """The state between the two parts of a split backward."""
 
 
 class LayerStage:
-    """Runs layers on one micro-batch after the other, forward and backward.
+    """Runs a stage's layers on one micro-batch after the other, forward and backward.
 
-    Gradients of weights are added up in the parameters' ``grad``, without running hooks on them.
+    Weight gradients add up in the parameters' ``grad``, without running hooks on them.
     """
 
     def __init__(
@@ -44,21 +52,20 @@ class LayerStage:
         splits_backward: bool,
     ) -> None:
         self.name = name
-        """The name, for errors."""
         self.layers, self.loss = list(layers), loss
         modules = [*self.layers, *([] if loss is None else [loss])]
         self.modules = nn.ModuleList(modules)
-        """The layers, and the loss of the last stage."""
+        """The layers, and the last stage's loss."""
         self.params: list[nn.Parameter] = []
-        """The parameters that are trained."""
+        """The trained parameters."""
         self.take_params()
         self.forward_seconds = [0.0] * len(self.layers)
-        """How long the forwards of each layer took in training, the loss not counted."""
+        """Each layer's forward time in training, without the loss."""
         self._splits_backward = splits_backward
         self._graphs: dict[int, _Graph] = {}
 
     def take_params(self) -> None:
-        """Look up the parameters anew, after the modules were given others."""
+        """Look up the parameters again, after the modules got others."""
         self.params = [param for param in self.modules.parameters() if param.requires_grad]
 
     def forward(
@@ -86,12 +93,12 @@ class LayerStage:
         return output.detach()
 
     def backward(self, micro_batch: int, gradient: torch.Tensor) -> list[torch.Tensor]:
-        """The gradients of a micro-batch's input and targets; those of weights are added up."""
+        """Return the gradients of input and targets; add up those of weights."""
         graph = self._graphs.pop(micro_batch)
         return self._whole_backward(graph, gradient)
 
     def input_gradient(self, micro_batch: int, gradient: torch.Tensor) -> list[torch.Tensor]:
-        """The gradients of a micro-batch's input and targets alone; `weight_gradient` follows."""
+        """Return the gradients of input and targets alone; `weight_gradient` follows."""
         graph = self._graphs[micro_batch]
         if not graph.leaves or not graph.output.requires_grad:
             return self._whole_backward(graph, gradient)
@@ -99,7 +106,7 @@ class LayerStage:
         return [_gradient_of(leaf) for leaf in graph.leaves]
 
     def weight_gradient(self, micro_batch: int) -> None:
-        """Add up the gradients of the weights, after `input_gradient`."""
+        """Add up the weight gradients, after `input_gradient`."""
         graph = self._graphs.pop(micro_batch)
         if graph.rest is not None:
             weight_gradients(self.params, graph.rest)
@@ -157,73 +164,69 @@ def _described(value: Any) -> str:
 
 
 _Key = tuple[int, int]
-"""The stage after a boundary between two stages, and a micro-batch."""
+"""A boundary, named by the stage after it, and a micro-batch."""
 
 
 @dataclass
 class Batch:
-    """The samples of all ranks of a pipeline, as far as this rank has them."""
+    """All samples of a pipeline's ranks, as far as this rank has them."""
 
     sizes: list[int]
-    """How many samples each micro-batch has."""
+    """Samples per micro-batch."""
 
     inputs: torch.Tensor | None = None
-    """On ranks of the first stage, what it is given."""
+    """`None` except on the first stage's ranks."""
 
     input_needs_gradient: bool = False
-    """Whether a rank wants the gradient of its inputs."""
-
     targets: list[torch.Tensor] | None = None
-    """On ranks of the last stage, the targets; `None` if there are none."""
+    """`None` except on the last stage's ranks, and without targets."""
 
     targets_need_gradient: list[bool] = field(default_factory=list)
-    """Whether a rank wants the gradient of its part of each target."""
-
     weights: torch.Tensor | None = None
-    """On ranks of the last stage, by what the loss of each sample counts."""
+    """Each sample's loss weight, on the last stage's ranks."""
 
 
 @dataclass
 class Computed:
-    """What a rank has computed of a batch, by micro-batch."""
+    """A rank's results for a batch, by micro-batch."""
 
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
-    """On ranks of the last stage, the losses, or what came out of the last layer."""
+    """Losses, or the last layer's outputs, on the last stage's ranks."""
 
     input_gradients: dict[int, torch.Tensor] = field(default_factory=dict)
-    """On ranks of the first stage, the gradients of the inputs."""
+    """Filled on the first stage's ranks."""
 
     target_gradients: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    """On ranks of the last stage, the gradients of the targets that need them."""
+    """Filled on the last stage's ranks."""
 
 
 @dataclass
 class BusyTime:
-    """How long a rank has worked, and how long its schedules took."""
+    """A rank's busy time, and its schedules' time."""
 
     num_steps: int = 0
-    """How many batches were trained."""
+    """Number of trained batches."""
 
     total_seconds: float = 0.0
-    """How long the schedules took, from the first piece of work to the last message."""
+    """The schedules' time, from the first piece of work to the last message."""
 
     seconds_of_stage: dict[int, float] = field(default_factory=dict)
-    """How long the rank worked on each of its stages."""
+    """Busy time per stage."""
 
 
 @dataclass(frozen=True)
 class PipelinePlace:
-    """Where a rank is in its pipeline."""
+    """A rank's place in its pipeline."""
 
     position: int
-    """Which of the pipeline's ranks it is, among those of its tensor-parallel place."""
+    """This rank's position among those with its tensor-parallel rank."""
 
     rank_of: Sequence[int]
-    """The rank, in the process groups of the pipeline, of each position."""
+    """Each position's rank in the pipeline's process groups."""
 
 
 class Engine:
-    """Runs the stages of this rank on the micro-batches of a batch."""
+    """Runs this rank's stages on a batch's micro-batches."""
 
     def __init__(
         self,
@@ -239,14 +242,13 @@ class Engine:
         self._forward, self._backward = forward, backward
         self._wire, self._device = wire, device
         self.busy = BusyTime()
-        """How long this rank has worked."""
 
     def run(self, batch: Batch, kinds: dict[int, TensorKind], *, trains: bool) -> Computed:
         """Work through the schedule.
 
         Collectives:
-            Sends and receives of activations, and of gradients if there is a backward; of each
-            that leaves a stage for another rank, one.
+            A send and a receive for each activation, and each gradient in training, that goes from
+            a stage to another rank.
         """
         run = _Run(self, batch, kinds, trains=trains)
         started = time.perf_counter()
@@ -262,7 +264,7 @@ class Engine:
         return run.computed
 
     def forget(self) -> None:
-        """Drop what an interrupted schedule has left."""
+        """Drop an interrupted schedule's state."""
         for stage in self._stages.values():
             stage.forget()
 
@@ -289,7 +291,7 @@ class _Run:
         }
 
     def _inbox(self, position: int, *, is_gradient: bool) -> Inbox:
-        """What a rank of the pipeline sends in one direction."""
+        """Build the inbox for a rank's messages in one direction."""
         order = self._schedule.work if self._trains else self._schedule.forwards
         expected = [
             (self._key(work), self._batch.sizes[work.micro_batch])
@@ -303,24 +305,23 @@ class _Run:
         return Inbox(links, rank, expected, self._kinds, self._engine._wire, self._engine._device)
 
     def _sends(self, work: Work, is_gradient: bool) -> bool:
-        """Whether a piece of work makes an activation, or a gradient, for another stage."""
+        """Return whether work produces an activation, or a gradient, for another stage."""
         if is_gradient:
             is_backward = work.kind in (WorkKind.BACKWARD, WorkKind.INPUT_GRADIENT)
             return is_backward and work.stage > 0
         return work.kind is WorkKind.FORWARD and work.stage < self._schedule.num_stages - 1
 
     def _receiver(self, work: Work) -> int:
-        """The position of the rank that is waiting for a piece of work."""
+        """Return the position of the rank that waits for a piece of work."""
         step = 1 if work.kind is WorkKind.FORWARD else -1
         return self._schedule.rank_of(work.stage + step)
 
     def _key(self, work: Work) -> _Key:
-        """The boundary at which a piece of work hands something over, and its micro-batch."""
         boundary = work.stage + (1 if work.kind is WorkKind.FORWARD else 0)
         return boundary, work.micro_batch
 
     def do(self, work: Work) -> None:
-        """Do a piece of work, and send what comes out of it."""
+        """Do a piece of work, and send its result."""
         stage = self._engine._stages[work.stage]
         if work.kind is WorkKind.FORWARD:
             self._do_forward(work, stage)
@@ -402,5 +403,5 @@ class _Run:
 
 
 def _leaf(tensor: torch.Tensor, *, needs_gradient: bool) -> torch.Tensor:
-    """A tensor without a graph, of which a backward may ask the gradient."""
+    """Detach a tensor into a leaf."""
     return tensor.detach().requires_grad_(needs_gradient)

@@ -1,4 +1,10 @@
-"""`HeldLayers`: the parameters of a rank's stages, however the pipelines share them."""
+"""`HeldLayers`: the parameters of a rank's stages, copied or sharded over pipelines.
+
+between batches    pipeline 0: first half   pipeline 1: second half   of each parameter
+      | gather, once per batch                                              ^
+      v                                                                     | reduce-scatter
+in the schedule    pipeline 0: all          pipeline 1: all           gradients of each
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,42 +25,42 @@ from torchrec_2dsp.errors import ConfigError
 
 
 class HeldLayers(Protocol):
-    """What a pipeline asks of whoever holds the layers of this rank's stages."""
+    """The holder of a rank's layers, as a pipeline uses it."""
 
     def whole(self) -> AbstractContextManager[None]:
-        """A context in which the stages can run."""
+        """Return a context in which the stages can run."""
         ...
 
     def gradients_set_aside(self) -> AbstractContextManager[list[torch.Tensor]]:
-        """The context `whole`, in which parameters have no gradients but those computed in it."""
+        """Enter `whole` without gradients; yield a list that gets those computed in it."""
         ...
 
     def add_mean(self, gradients: Sequence[torch.Tensor], factor: float) -> None:
-        """Add the mean over all pipelines to the gradients of what this rank holds."""
+        """Add the mean over all pipelines, times ``factor``, to the gradients held here."""
         ...
 
     def broadcast_buffers(self) -> None:
-        """Give all pipelines the buffers of the first one, as DDP does."""
+        """Give all pipelines the first one's buffers, as DDP does."""
         ...
 
     def gradients(self) -> list[torch.Tensor]:
-        """The gradients of what this rank holds."""
+        """Return the gradients held here."""
         ...
 
     def square_norm(self) -> torch.Tensor:
-        """This rank's part of the sum of the squares of all gradients."""
+        """Return this rank's part of all gradients' squared norm."""
         ...
 
 
 def local_part(gradient: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
-    """This rank's part of a gradient, split as its parameter is."""
+    """Return this rank's part of a gradient, split like its parameter."""
     if isinstance(gradient, DTensor) and isinstance(param, DTensor):
         return gradient.redistribute(placements=param.placements).to_local()
     return gradient
 
 
 def like_param(local: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
-    """The gradient of a parameter, of which this rank has a part if it is split."""
+    """Wrap this rank's part of a gradient like its parameter."""
     if isinstance(param, DTensor):
         return DTensor.from_local(
             local, param.device_mesh, param.placements, shape=param.shape, stride=param.stride()
@@ -63,14 +69,14 @@ def like_param(local: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
 
 
 def is_split(param: nn.Parameter) -> bool:
-    """Whether the ranks that hold a parameter have different parts of it."""
+    """Return whether ranks hold different parts of a parameter."""
     return isinstance(param, DTensor) and any(
         placement.is_shard() for placement in param.placements
     )
 
 
 def add_gradient_(param: nn.Parameter, local: torch.Tensor) -> None:
-    """Add to the gradient of a parameter, in place."""
+    """Add this rank's part to a parameter's gradient, in place."""
     gradient = like_param(local, param)
     if param.grad is None:
         param.grad = gradient
@@ -79,7 +85,7 @@ def add_gradient_(param: nn.Parameter, local: torch.Tensor) -> None:
 
 
 def broadcast_first(buffers: Iterable[torch.Tensor], groups: PipelineGroups) -> None:
-    """Give all pipelines the buffers of the first one.
+    """Give all pipelines the first one's buffers.
 
     Collectives:
         A broadcast of each buffer.
@@ -90,21 +96,21 @@ def broadcast_first(buffers: Iterable[torch.Tensor], groups: PipelineGroups) -> 
 
 
 class CopiedLayers:
-    """The parameters and buffers of this rank's stages, and what keeps their copies equal."""
+    """The layers of a rank's stages, with equal copies in other pipelines."""
 
     def __init__(self, stages: Sequence[LayerStage], groups: PipelineGroups) -> None:
         self._groups = groups
         self.params = [param for stage in stages for param in stage.params]
-        """The parameters that are trained."""
+        """The trained parameters."""
         self._modules = [stage.modules for stage in stages]
 
     def whole(self) -> AbstractContextManager[None]:
-        """A context in which the stages can run: copies are whole anyhow."""
+        """Return a null context: copies are always whole."""
         return nullcontext()
 
     @contextmanager
     def gradients_set_aside(self) -> Iterator[list[torch.Tensor]]:
-        """A context in which the parameters have no gradients but those computed in it."""
+        """Run without gradients; yield a list that gets those computed meanwhile."""
         before = [param.grad for param in self.params]
         computed: list[torch.Tensor] = []
         for param in self.params:
@@ -121,10 +127,10 @@ class CopiedLayers:
 
     @torch.no_grad()
     def add_mean(self, gradients: Sequence[torch.Tensor], factor: float) -> None:
-        """Add the mean over the copies to the parameters' gradients.
+        """Add the mean over the copies, times ``factor``, to the parameters' gradients.
 
         Collectives:
-            An all-reduce of all of them for each data type, waited for.
+            An all-reduce per data type, waited for.
         """
         local = [
             local_part(gradient, param) * factor
@@ -145,7 +151,7 @@ class CopiedLayers:
             add_gradient_(param, gradient)
 
     def broadcast_buffers(self) -> None:
-        """Give all copies the buffers of the first one, as DDP does.
+        """Give all copies the first one's buffers, as DDP does.
 
         Collectives:
             A broadcast of each buffer.
@@ -154,14 +160,13 @@ class CopiedLayers:
         broadcast_first(buffers, self._groups)
 
     def gradients(self) -> list[torch.Tensor]:
-        """The gradients of this rank's layers, or its share of those that are split."""
+        """Return the gradients of this rank's layers, or its part of split ones."""
         return [local_part(param.grad, param) for param in self.params if param.grad is not None]
 
     def square_norm(self) -> torch.Tensor:
-        """This rank's part of the sum of the squares of all gradients.
+        """Return this rank's part of all gradients' squared norm.
 
-        Copies count a part each, and so do the ranks of a tensor-parallel group, if they all hold
-        what isn't split.
+        Each copy counts its share, and so does each tensor-parallel rank of what isn't split.
         """
         total = torch.zeros((), dtype=torch.float64, device=self._groups.device)
         for param in self.params:
@@ -172,10 +177,10 @@ class CopiedLayers:
 
 
 class _Shares(nn.Module):
-    """Holds the modules of a stage, whose parameters FSDP2 gathers and frees when it is told to.
+    """Holds a stage's modules, whose parameters FSDP2 gathers and frees on demand.
 
-    FSDP2 would gather in the forward of a module, and send gradients in each backward. A stage runs
-    its layers many times for a batch, so these aren't wrapped, and nobody calls this module.
+    FSDP2 would gather in a module's forward, and reduce in each backward. A stage runs its layers
+    many times per batch, so these aren't wrapped, and nobody calls this module.
     """
 
     def __init__(self, content: nn.Module) -> None:
@@ -188,7 +193,7 @@ class _Shares(nn.Module):
 
 
 class ShardedLayers:
-    """The parameters of this rank's stages, each of which is sharded over the pipelines."""
+    """The layers of a rank's stages, each parameter sharded over the pipelines."""
 
     def __init__(
         self, stages: Sequence[LayerStage], groups: PipelineGroups, mesh: DeviceMesh
@@ -201,11 +206,11 @@ class ShardedLayers:
         ]
         self._take_params()
         self.params = [param for stage in stages for param in stage.params]
-        """This rank's shares of the parameters that are trained."""
+        """This rank's shards of the trained parameters."""
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """A context in which the stages have whole parameters.
+        """Give the stages whole parameters.
 
         Collectives:
             An all-gather of each stage's parameters over the pipelines, waited for.
@@ -223,7 +228,10 @@ class ShardedLayers:
 
     @contextmanager
     def gradients_set_aside(self) -> Iterator[list[torch.Tensor]]:
-        """The context `whole`, in which parameters have no gradients but those computed in it."""
+        """Enter `whole`; yield a list that gets the gradients computed in it.
+
+        Of gradients split over the tensor-parallel group, it gets this rank's part.
+        """
         computed: list[torch.Tensor] = []
         with self.whole():
             params = [param for stage in self._stages for param in stage.params]
@@ -239,10 +247,10 @@ class ShardedLayers:
 
     @torch.no_grad()
     def add_mean(self, gradients: Sequence[torch.Tensor], factor: float) -> None:
-        """Add the mean over the pipelines to the gradients of this rank's shares.
+        """Add the mean over the pipelines, times ``factor``, to this rank's sharded gradients.
 
         Collectives:
-            A reduce-scatter of the gradients of each stage over the pipelines, waited for.
+            A reduce-scatter of each stage's gradients over the pipelines, waited for.
         """
         start = 0
         for stage in self._stages:
@@ -254,7 +262,7 @@ class ShardedLayers:
             start = end
 
     def broadcast_buffers(self) -> None:
-        """Give all pipelines the buffers of the first one, as DDP does.
+        """Give all pipelines the first one's buffers, as DDP does.
 
         Collectives:
             A broadcast of each buffer.
@@ -263,13 +271,13 @@ class ShardedLayers:
         broadcast_first(buffers, self._groups)
 
     def gradients(self) -> list[torch.Tensor]:
-        """The gradients of this rank's shares."""
+        """Return the gradients of this rank's shards."""
         return [_local(param.grad) for param in self.params if param.grad is not None]
 
     def square_norm(self) -> torch.Tensor:
-        """This rank's part of the sum of the squares of all gradients.
+        """Return this rank's part of all gradients' squared norm.
 
-        The ranks of a tensor-parallel group count a part each of what isn't split over them.
+        Each tensor-parallel rank counts its share of what isn't split.
         """
         total = torch.zeros((), dtype=torch.float64, device=self._groups.device)
         for param, is_split_by_tp in zip(self.params, self._is_split, strict=True):
@@ -279,7 +287,7 @@ class ShardedLayers:
         return total
 
     def _scattered(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's rows of the mean of each gradient, filled up to those of the first rank."""
+        """Return this rank's rows of each gradient's mean, padded to the first rank's."""
         num_shares = self._groups.mesh.dp
         flat = torch.cat([_padded(part, num_shares).view(num_shares, -1) for part in gradients], 1)
         own = flat.new_empty(flat.shape[1])
@@ -295,10 +303,10 @@ class ShardedLayers:
 
 
 def check_shareable(stages: Sequence[StageLayers], stack: LayerStack) -> None:
-    """Raise an error, if FSDP2 can't shard a stage.
+    """Refuse a stage that FSDP2 can't shard.
 
     Raises:
-        ConfigError: parameters of a stage have several data types, or one of them can't be cut.
+        ConfigError: a stage's parameters have several data types, or one of them can't be cut.
     """
     for stage in stages:
         modules = [stack.layers[number] for number in stage.numbers]
@@ -319,7 +327,7 @@ def check_shareable(stages: Sequence[StageLayers], stack: LayerStack) -> None:
 
 
 def _padded(gradient: torch.Tensor, num_shares: int) -> torch.Tensor:
-    """A gradient with rows of zeros, so that all ranks have equally many rows of it."""
+    """Pad a gradient so that all ranks have equally many rows."""
     num_missing = -gradient.shape[0] % num_shares
     if not num_missing:
         return gradient.contiguous()
@@ -337,7 +345,7 @@ def clip_together_(
     held: Sequence[HeldLayers],
     groups: PipelineGroups,
 ) -> float:
-    """Scale all dense gradients in place so that their norm is at most ``max_norm``.
+    """Scale all dense gradients in place to a norm of at most ``max_norm``; return the norm.
 
     Collectives:
         An all-reduce of 8 bytes over all ranks, waited for.

@@ -1,4 +1,4 @@
-"""`LayerStack`: layers that run one after the other, and the loss of what comes out of them."""
+"""`LayerStack`: layers in sequence with their loss, their times, and their cuts into stages."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,9 +19,13 @@ from torchrec_2dsp.plan.dense_plan import check_cuts, cut_layers, even_cuts
 class LayerStack(nn.Module):
     """A dense part that can be cut between any two of its layers.
 
-    Each layer takes the tensor that the layer before it gives; the first dimension is the batch
-    everywhere. The loss is part of it, so that whoever runs the layers may begin with the backward
-    of some samples before the forward of others. `PipelinedDense` does.
+    Each layer takes the previous layer's tensor; the first dimension is the batch everywhere. The
+    loss is part of the stack, so that a runner such as `PipelinedDense` can begin some samples'
+    backward before other samples' forward.
+
+    Args:
+        layers: called in sequence, with one tensor each.
+        loss: called with the last layer's output and the targets; returns one number per sample.
 
     Example:
         >>> import torch
@@ -38,24 +42,18 @@ class LayerStack(nn.Module):
     """
 
     def __init__(self, layers: Iterable[nn.Module], loss: nn.Module) -> None:
-        """
-        Args:
-            layers: called one after the other, with one tensor each.
-            loss: called with the last layer's output and the targets; it gives one number for each
-                sample.
-        """
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.loss = loss
         self._run: Callable[..., torch.Tensor] | None = None
 
     def forward(self, inputs: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
-        """The losses of the samples; without targets, what comes out of the last layer.
+        """Return the samples' losses; without targets, the last layer's output.
 
         Args:
-            inputs: of the first layer.
-            targets: what the loss is given beside the outputs; they may need gradients, such as
-                the vectors of items to choose from.
+            inputs: the first layer's.
+            targets: the loss's other arguments; they may need gradients, such as the vectors of
+                candidate items.
         """
         if self._run is not None:
             return self._run(inputs, *targets)
@@ -67,12 +65,12 @@ class LayerStack(nn.Module):
     def keep_layers(
         self, numbers: Iterable[int], *, keeps_loss: bool, run: Callable[..., torch.Tensor]
     ) -> None:
-        """Drop the layers that other ranks hold; those that stay keep their names.
+        """Drop the layers that other ranks hold; the others keep their names.
 
         Args:
-            numbers: of the layers to keep.
+            numbers: the layers to keep.
             keeps_loss: whether the loss stays.
-            run: what `forward` calls from now on, with the inputs and targets.
+            run: called by `forward` from now on, with the inputs and targets.
         """
         if self._run is not None:
             raise ConfigError("this LayerStack is cut already; make another one for each model")
@@ -86,7 +84,7 @@ class LayerStack(nn.Module):
 
 
 class LayerElsewhere(nn.Module):
-    """A layer that another rank holds; it keeps the place, so that others keep their names."""
+    """A placeholder for a layer on another rank, so that others keep their names."""
 
     def forward(self, *_: torch.Tensor) -> torch.Tensor:
         """Raise an error: the layer can't run here."""
@@ -97,20 +95,19 @@ class LayerElsewhere(nn.Module):
 
 @dataclass(frozen=True)
 class LayerTime:
-    """What one layer takes for a micro-batch."""
+    """One layer's times for a micro-batch."""
 
     forward_seconds: float
-    """The time of its forward; of the last layer, with the loss."""
+    """With the loss for the last layer."""
 
     backward_seconds: float
-    """The time of its backward, gradients of weights included."""
+    """With the weight gradients."""
 
     output_bytes: int
-    """The size of what comes out."""
 
     @property
     def seconds(self) -> float:
-        """The time of both directions."""
+        """The time in both directions."""
         return self.forward_seconds + self.backward_seconds
 
 
@@ -121,10 +118,10 @@ def measure_layers(
     *,
     num_repeats: int = 5,
 ) -> tuple[LayerTime, ...]:
-    """Measure each layer of a stack, forward and backward, on a micro-batch.
+    """Measure each layer of an uncut stack, forward and backward, on a micro-batch.
 
-    The shortest of several times is taken, after one that warms up. Gradients of parameters are
-    left alone; buffers change as they do in training.
+    The shortest of several times counts, after a warm-up. Parameter gradients are left alone;
+    buffers change as in training.
 
     Example:
         >>> import torch
@@ -171,7 +168,7 @@ def _measured(
     params: list[nn.Parameter],
     num_repeats: int,
 ) -> tuple[float, float]:
-    """The shortest forward and the shortest backward."""
+    """Return the shortest forward and the shortest backward."""
     leaf = given.detach().requires_grad_(given.is_floating_point())
     leaves = [leaf, *params] if leaf.requires_grad else params
     forwards, backwards = [], []
@@ -203,33 +200,33 @@ def _timed(action: Callable[[], Any]) -> tuple[float, Any]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MeasuredCuts:
-    """Cuts that let the slowest stage take the least time, by what layers take on these ranks.
+    """Cuts that minimise the slowest stage's time, by each layer's time on these ranks.
 
-    Each rank measures each layer once, when the model is wrapped, and the means of all ranks count.
+    Each rank measures each layer once, when the model is wrapped; the means over all ranks count.
     """
 
     inputs: torch.Tensor
-    """The inputs of a micro-batch, such as random numbers."""
+    """A micro-batch's inputs, such as random numbers."""
 
     targets: Sequence[torch.Tensor]
-    """The targets of a micro-batch."""
+    """A micro-batch's targets."""
 
     seconds_per_byte: float = 0.0
-    """What a byte takes from one stage to the next."""
+    """The time that a byte takes from one stage to the next."""
 
     num_repeats: int = 5
-    """How often each layer is measured; the shortest time counts."""
+    """Number of measurements per layer; the shortest time counts."""
 
 
 @dataclass(frozen=True)
 class StageLayers:
-    """The layers of a stage."""
+    """A stage's layers."""
 
     name: str
-    """The name, for errors."""
+    """The name in error texts."""
 
     numbers: range
-    """The numbers of the layers in their `LayerStack`."""
+    """The layers' numbers in their `LayerStack`."""
 
 
 def agreed_cuts(
@@ -238,7 +235,7 @@ def agreed_cuts(
     num_stages: int,
     group: dist.ProcessGroup,
 ) -> dict[str, tuple[int, ...]]:
-    """The first layer of each stage but the first, of each stack, equal on all ranks.
+    """Return each stack's cuts, equal on all ranks.
 
     Collectives:
         An agreement; for `MeasuredCuts` also an all-reduce of the times.
@@ -278,7 +275,7 @@ def _measured_cuts(
 def layers_of_stages(
     name: str, stack: LayerStack, cuts: Sequence[int], model: nn.Module
 ) -> list[StageLayers]:
-    """The layers of each stage, if no parameter is in two of them, or in one and elsewhere."""
+    """Return each stage's layers; refuse a parameter in two stages, or in one and elsewhere."""
     starts, ends = (0, *cuts), (*cuts, len(stack.layers))
     stages = [
         StageLayers(
@@ -309,7 +306,7 @@ def layers_of_stages(
 def planned_modules(
     plan: Mapping[str, ParallelStyle], stacks: Mapping[str, LayerStack]
 ) -> dict[str, dict[str, ParallelStyle]]:
-    """How the modules of each stack are split, by their names in it."""
+    """Sort a plan of styles by stack, with the module names inside it."""
     plans: dict[str, dict[str, ParallelStyle]] = {name: {} for name in stacks}
     for pattern, style in plan.items():
         modules = [

@@ -1,4 +1,12 @@
-"""`PipelineGroups`: the process groups of the pipelines of a `DenseMesh`."""
+"""A pipeline's process groups, and everything that travels in them.
+
+    rank 0: rows 0 to 5   --together-->  rank 0: rows 0 to 9  --stages-->  rank 1: rows 0 to 9
+    rank 1: rows 6 to 9   ----------->
+    rank 0: rows 0 to 5   <-------------own rows of the losses-----------  rank 1: rows 0 to 9
+    rank 1: rows 6 to 9   <----------------------------------------------
+
+Inputs go to all ranks of the first stage, targets to all ranks of the last one.
+"""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -30,37 +38,37 @@ class PipelineGroups:
         self._ranks = dist.get_process_group_ranks(everyone)
         number, self.rank = mesh.place_of(dist.get_rank(everyone))
         self.global_ranks = [self._ranks[rank] for rank in mesh.pipelines()[number]]
-        """The ranks of the pipeline, in the world."""
+        """The pipeline's ranks, in the world."""
         self.position, self.tp_rank = divmod(self.rank, mesh.tp)
         # Activations and gradients travel in groups of their own, in which messages of one rank
         # for another have one order, and which can be broken without losing the third group.
         self.agreements = self._new("pipeline_agreements", mesh.pipelines())
-        """The ranks of the pipeline, to agree on what they are given and on errors."""
+        """For agreements on inputs and errors."""
         self.forward = self._new("pipeline_forward", mesh.pipelines())
-        """The ranks of the pipeline, for what goes from the first stage towards the last one."""
+        """For what goes from the first stage towards the last."""
         self.backward = self._new("pipeline_backward", mesh.pipelines())
-        """The ranks of the pipeline, for what goes back."""
+        """For what goes back."""
         self.copies = self._new("pipeline_copies", mesh.copies())
         """The ranks that hold the same part of the same layers."""
 
     @property
     def size(self) -> int:
-        """How many ranks the pipeline has."""
+        """The pipeline's number of ranks."""
         return self.mesh.pipeline_size
 
     def rank_at(self, position: int) -> int:
-        """The rank of the pipeline at a position, in this rank's tensor-parallel place."""
+        """Return the pipeline rank at a position, with this rank's tensor-parallel rank."""
         return position * self.mesh.tp + self.tp_rank
 
     def ranks_at(self, position: int) -> range:
-        """All ranks of the pipeline at a position."""
+        """Return all pipeline ranks at a position."""
         return range(position * self.mesh.tp, (position + 1) * self.mesh.tp)
 
     def layers_mesh(self) -> DeviceMesh:
-        """The ranks by pipeline, position and place in their tensor-parallel group.
+        """Build a mesh of all ranks by pipeline, position and tensor-parallel rank.
 
-        The axis "copy" has those that hold the same part of the same layers; the axis "tp" those
-        that compute this rank's layers together.
+        The axis "copy" has the ranks that hold the same part of the same layers; the axis "tp"
+        those that compute this rank's layers together.
 
         Collectives:
             Creates process groups.
@@ -79,50 +87,47 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HEADER_SIZE = 16
 _SHORTEST = timedelta(milliseconds=1)
 _UNUSED_TAG = 1
-"""Messages have the tag 0, which is torch's default."""
+"""Messages have torch's default tag, 0."""
 
 
 @dataclass(frozen=True)
 class TensorKind:
-    """What tensors of one kind have in common, whatever their number of samples."""
+    """A tensor's shape without the batch, and its dtype."""
 
     shape: tuple[int, ...]
-    """The sizes of all dimensions but the first, which is the batch."""
-
     dtype: torch.dtype
-    """The type of their numbers."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "TensorKind":
-        """The kind of a tensor."""
+        """Return a tensor's kind."""
         return cls(tuple(tensor.shape[1:]), tensor.dtype)
 
     def empty(self, num_samples: int, device: torch.device) -> torch.Tensor:
-        """A tensor to be filled."""
+        """Return an uninitialised tensor."""
         return torch.empty(num_samples, *self.shape, dtype=self.dtype, device=device)
 
     def zeros(self, num_samples: int, device: torch.device) -> torch.Tensor:
-        """A tensor of zeros."""
+        """Return a tensor with zeros."""
         return torch.zeros(num_samples, *self.shape, dtype=self.dtype, device=device)
 
     def header(self, device: torch.device) -> torch.Tensor:
-        """The kind as numbers, for a rank that doesn't know it."""
+        """Encode the kind for a rank that doesn't know it."""
         numbers = [_DTYPES.index(self.dtype), len(self.shape), *self.shape]
         padding = [0] * (_HEADER_SIZE - len(numbers))
         return torch.tensor(numbers + padding, device=device)
 
     @classmethod
     def from_header(cls, header: torch.Tensor) -> "TensorKind":
-        """The kind that another rank has sent."""
+        """Decode another rank's kind."""
         dtype, num_dims, *sizes = header.tolist()
         return cls(tuple(sizes[:num_dims]), _DTYPES[dtype])
 
 
 class Links:
-    """Sends and receives of one direction, between ranks of a pipeline.
+    """Sends and receives in one direction, between a pipeline's ranks.
 
-    Messages from one rank to another arrive in the order in which they were sent, so the receiver
-    has to ask for them in that order. Nothing waits for a send before `finish`.
+    A rank's messages to another arrive in sending order, so the receiver must ask for them in that
+    order. Nothing waits for a send before `finish`.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -130,7 +135,7 @@ class Links:
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
-        """Send a tensor, unless it is empty.
+        """Send a tensor, unless it is empty; it must not change before `finish`.
 
         Collectives:
             A send of the tensor, not waited for.
@@ -142,7 +147,7 @@ class Links:
             self._sent.append((work, tensor))
 
     def receive(self, tensor: torch.Tensor, rank: int) -> dist.Work | None:
-        """Let a contiguous tensor be filled by what a rank of the group sends.
+        """Receive into a contiguous tensor; return the work, or `None` for an empty tensor.
 
         Collectives:
             A receive of the tensor, not waited for.
@@ -166,15 +171,15 @@ class Links:
         return TensorKind.from_header(header)
 
     def finish(self) -> None:
-        """Wait until everything that was sent has arrived."""
+        """Wait until everything sent has arrived."""
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()
 
     def close(self) -> None:
-        """Break all connections, so that ranks which wait for this one learn of it at once.
+        """Break all connections, so that ranks which wait for this one fail at once.
 
-        A receive of gloo's that isn't over in time does that. Tensors in flight are kept alive.
+        A gloo receive that times out does that. Tensors in flight are kept alive.
         """
         rank = dist.get_rank(self._group)
         nothing = torch.zeros(1, device=self._device)
@@ -189,7 +194,7 @@ class Links:
 
 
 class Inbox:
-    """What one rank sends to this one during a schedule, in the sender's order."""
+    """One rank's messages to this one during a schedule, in the sender's order."""
 
     def __init__(
         self,
@@ -228,33 +233,29 @@ class Inbox:
 
 
 def joined(parts: Sequence[torch.Tensor | None], kind: TensorKind, device: torch.device) -> Any:
-    """The tensors of all micro-batches, one after the other."""
+    """Concatenate the tensors of all micro-batches."""
     tensors = [part for part in parts if part is not None]
     return torch.cat(tensors) if tensors else kind.zeros(0, device)
 
 
 @dataclass(frozen=True)
 class Given:
-    """What a `LayerStack` is called with on a rank."""
+    """The inputs and targets of a `LayerStack` call on one rank, described."""
 
     num_samples: int
-    """How many samples the rank's batch has."""
-
     kinds: tuple[TensorKind, ...]
-    """What the inputs, then the targets look like."""
+    """The input's kind, then the targets'."""
 
     need_gradients: tuple[bool, ...]
-    """Which of these need a gradient."""
-
     trains: bool
     """Whether gradients are enabled."""
 
     problem: str = ""
-    """Why the call can't be run, if it can't."""
+    """The reason why the call can't run, if any."""
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], *, trains: bool) -> "Given":
-        """The description of inputs and targets."""
+        """Describe inputs and targets."""
         num_samples = tensors[0].shape[0] if tensors[0].dim() else 0
         problem = ""
         for number, tensor in enumerate(tensors):
@@ -275,30 +276,29 @@ class Given:
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """What has to be equal on all ranks of a pipeline."""
+        """Everything that must be equal on all ranks of a pipeline."""
         return self.kinds, self.trains
 
 
 @dataclass(frozen=True)
 class GivenTogether:
-    """What all ranks of a pipeline are given, in their order."""
+    """The calls on all ranks of a pipeline, by rank."""
 
     ranks: tuple[Given, ...]
-    """What each rank is given."""
 
     @property
     def sizes(self) -> list[int]:
-        """How many samples each rank has."""
+        """Each rank's number of samples."""
         return [given.num_samples for given in self.ranks]
 
     @property
     def num_samples(self) -> int:
-        """How many samples all ranks have together."""
+        """All ranks' number of samples."""
         return sum(self.sizes)
 
     @property
     def need_gradients(self) -> list[bool]:
-        """Whether a rank needs the gradient, for the inputs and each target."""
+        """Whether any rank needs the gradient, for the input and each target."""
         return [
             any(needs)
             for needs in zip(*(given.need_gradients for given in self.ranks), strict=True)
@@ -306,20 +306,20 @@ class GivenTogether:
 
     @property
     def first(self) -> Given:
-        """What the first rank is given, which is like that of the others but for its size."""
+        """The first rank's call, which equals the others' but for its size."""
         return self.ranks[0]
 
     def rows_of(self, rank: int) -> slice:
-        """Where a rank's samples are among those of all."""
+        """Return a rank's rows among those of all."""
         start = sum(self.sizes[:rank])
         return slice(start, start + self.sizes[rank])
 
 
 def exchange(own: Given, group: dist.ProcessGroup) -> GivenTogether:
-    """Tell the ranks of a pipeline what this one is given, and learn what they are.
+    """Exchange descriptions with the pipeline's other ranks.
 
     Raises:
-        InputError: on all ranks, if batches don't fit together, or a tensor isn't one of samples.
+        InputError: on all ranks, if batches don't fit together, or a tensor has no batch dimension.
         UnsupportedError: on all ranks, if gradients of outputs would be needed.
 
     Collectives:
@@ -362,7 +362,7 @@ def send_together(
     groups: PipelineGroups,
     links: Links,
 ) -> list[torch.Tensor] | None:
-    """Send this rank's samples to the ranks at a position; there, receive those of all ranks.
+    """Send this rank's samples to the ranks at a position; return all samples there, else `None`.
 
     Collectives:
         A send of each tensor to each rank at the position, and a receive of each there.
@@ -396,10 +396,10 @@ def send_back(
     groups: PipelineGroups,
     links: Links,
 ) -> tuple[torch.Tensor, TensorKind]:
-    """Give each rank its own rows of a result that the ranks at a position have.
+    """Give each rank its own rows of a result at a position; return them and the result's kind.
 
     Collectives:
-        A send of its rows to each rank, and one of the kind before it, if it isn't known.
+        A send of its rows to each rank, after their kind where it is `None` as yet.
     """
     source = groups.rank_at(position)
     if groups.rank != source:

@@ -1,4 +1,4 @@
-"""`move_layers`: layers of a `LayerStack` change ranks, with what an optimizer keeps of them."""
+"""`move_layers`: layers change ranks, together with their optimizer state."""
 
 import io
 import pickle
@@ -20,22 +20,19 @@ from torchrec_2dsp.mesh import DenseMesh
 
 @dataclass(frozen=True)
 class Move:
-    """A layer, and the positions in each pipeline that it leaves and goes to."""
+    """A layer's move from one pipeline position to another."""
 
     layer: int
-    """The number of the layer in its `LayerStack`."""
+    """The layer's number in its `LayerStack`."""
 
     source: int
-    """The position of the rank that has it."""
-
     target: int
-    """The position of the rank that gets it."""
 
 
 def moves_between(
     before: Sequence[int], after: Sequence[int], num_layers: int, schedule: Schedule
 ) -> list[Move]:
-    """What has to move for other cuts.
+    """List the moves from one set of cuts to another.
 
     Example:
         >>> from torchrec_2dsp.dense.pipelined.moving_layers import moves_between
@@ -56,22 +53,21 @@ def moves_between(
 
 @dataclass(frozen=True)
 class _PackedLayer:
-    """A layer as it travels."""
+    """A layer as it travels, with each parameter's place in the optimizer."""
 
     layer: nn.Module
     groups: list[int | None]
-    """The optimizer's group of each parameter."""
+    """Each parameter's optimizer group."""
     names: list[str | None]
-    """The optimizer's name of each parameter, if it gives names."""
+    """Each parameter's name in a keyed optimizer."""
     states: list[dict[str, Any]]
-    """What the optimizer keeps of each parameter."""
 
 
 def check_can_move(mesh: DenseMesh, *, is_sharded: bool) -> None:
-    """Raise an error, if ranks have parts of layers.
+    """Refuse to move layers that are split or sharded over ranks.
 
     Raises:
-        UnsupportedError: a layer isn't whole on any rank.
+        UnsupportedError: no rank has a whole layer.
     """
     if mesh.tp > 1:
         parts = f"layers that tp={mesh.tp} ranks compute together"
@@ -91,7 +87,7 @@ def pack_layers(
     optimizer: torch.optim.Optimizer,
     position: int,
 ) -> dict[int, bytes]:
-    """The layers that leave a rank, by their numbers, with what the optimizer keeps of them.
+    """Pack the layers that leave a rank, by number, with their optimizer state.
 
     Raises:
         ConfigError: a layer has gradients, or shares a parameter.
@@ -130,7 +126,7 @@ def move_layers(
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if layers can't change their places in an optimizer."""
+    """Refuse an optimizer whose parameters can't change."""
     # It makes its dict of parameters anew each time.
     if isinstance(optimizer, CombinedOptimizer):
         raise UnsupportedError(
@@ -140,7 +136,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def sort_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Put the parameters of each group into the order of the model's."""
+    """Put each group's parameters into the model's order."""
     places = {id(param): place for place, param in enumerate(model.parameters())}
     for group in optimizer.param_groups:
         group["params"].sort(key=lambda param: places.get(id(param), -1))
@@ -228,5 +224,5 @@ def _take(
 
 
 def _named_params(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The parameters of one of TorchRec's optimizers, by the names that it gives them."""
+    """Return a TorchRec optimizer's parameters by name."""
     return cast(dict[str, Any], optimizer.params) if isinstance(optimizer, KeyedOptimizer) else {}

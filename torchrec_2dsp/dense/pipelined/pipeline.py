@@ -1,4 +1,4 @@
-"""`Together`: a context in which an error of one rank of a pipeline is raised on all of them."""
+"""`Pipeline`: runs a cut `LayerStack`, forward and backward, and fails on all ranks together."""
 
 import copy
 from collections.abc import Sequence
@@ -37,11 +37,11 @@ from torchrec_2dsp.errors import RankError, TwoDError, UnsupportedError
 
 
 class Together(AbstractContextManager[None]):
-    """A context for what the ranks of a pipeline do together.
+    """A context that raises one rank's error on all ranks of a pipeline.
 
-    A rank with an error breaks the connections by which activations and gradients travel, so that
-    the others, which wait for them, learn of it at once. Then all of them agree on the error. What
-    was under way can't be taken up again, so every later use raises the error again.
+    A rank with an error breaks the connections that carry activations and gradients, so that ranks
+    waiting for them fail at once. Then all agree on the error. The interrupted work can't resume,
+    so every later use raises the error again.
     """
 
     def __init__(self, group: dist.ProcessGroup, links: Sequence[Links]) -> None:
@@ -83,7 +83,7 @@ class Together(AbstractContextManager[None]):
 
 
 def _naming_rank(error: Exception) -> TwoDError:
-    """The error, or, if it isn't one of this package, another one that names this rank."""
+    """Return this package's error, or wrap another one with this rank's number."""
     if isinstance(error, TwoDError):
         return error
     rank = dist.get_rank()
@@ -91,16 +91,18 @@ def _naming_rank(error: Exception) -> TwoDError:
 
 
 _TOLERANCE = 1e-6
-"""How far two factors may be apart, as a share: the gradient of a mean is rounded to float32."""
+"""Relative difference between two factors: a mean's gradient is rounded to float32."""
 
 
 def common_factors(
     factors: torch.Tensor, groups: PipelineGroups, reduction: str
 ) -> tuple[float, float]:
-    """The factor of this rank's samples, and that of its pipeline's first one.
+    """Return the factor of this rank's samples, and that of its pipeline's first samples.
+
+    A factor is a loss gradient relative to what the schedule has assumed.
 
     Raises:
-        UnsupportedError: on all ranks, if the factors of a pipeline aren't one number.
+        UnsupportedError: on all ranks, if a pipeline's factors aren't one number.
 
     Collectives:
         An all-gather of 24 bytes over all ranks, waited for.
@@ -126,7 +128,6 @@ def common_factors(
 def _check(
     own: list[float], rank: int, first: list[float], first_rank: int, reduction: str
 ) -> None:
-    """Raise if the factors of a rank aren't those of the pipeline's first one."""
     reference = first[1]
     for factor in own[1:]:
         if not abs(factor - reference) <= _TOLERANCE * abs(reference):
@@ -142,18 +143,18 @@ def _check(
 
 
 Reduction = Literal["mean", "sum"]
-"""What a program makes of the losses of a rank's samples."""
+"""The program's reduction of a rank's losses."""
 
 _RESULT = -1
-"""The key of what comes out of the last stage, among the kinds of tensors between stages."""
+"""The last stage's output, as a key among the kinds of tensors between stages."""
 
 
 class Pipeline:
-    """Runs the layers of a `LayerStack` on the ranks of a pipeline, on the batches of all of them.
+    """Runs a `LayerStack` over a pipeline's ranks, on the batches of all of them.
 
-    In training all forwards and backwards happen inside the forward of one autograd function. It
-    gives each rank the losses of its own samples and keeps gradients; its backward multiplies them
-    by the gradient that the losses got, which has to be one number for all samples.
+    In training all forwards and backwards happen inside one autograd function's forward. It gives
+    each rank its own samples' losses and keeps gradients; its backward multiplies them by the
+    losses' gradient, which must be one number for all samples.
     """
 
     def __init__(
@@ -182,21 +183,20 @@ class Pipeline:
             device,
         )
         self.layers = layers
-        """The layers of this rank."""
         self._kinds: dict[Any, dict[int, TensorKind]] = {}
         self._together = Together(groups.agreements, (self._forward, self._backward))
 
     @property
     def busy(self) -> BusyTime:
-        """How long this rank has worked on its stages."""
+        """This rank's busy time."""
         return self._engine.busy
 
     def run(self, inputs: Any, *targets: Any) -> torch.Tensor:
-        """The losses of this rank's samples; without targets, what comes out of the last stage.
+        """Return this rank's losses; without targets, its rows of the last stage's output.
 
         Collectives:
-            An all-gather of objects in the pipeline; the samples' way to the first and the last
-            stage; those of the schedule; then results and gradients on their way back.
+            An all-gather of objects in the pipeline; sends of samples to the first and the last
+            stage; those of the schedule; sends of results and gradients back.
         """
         inputs, targets = _arrived(inputs), tuple(_arrived(target) for target in targets)
         trains = torch.is_grad_enabled() and bool(targets)
@@ -219,7 +219,7 @@ class Pipeline:
     def train(
         self, inputs: torch.Tensor, targets: Sequence[torch.Tensor], given: GivenTogether
     ) -> "TrainedBatch":
-        """Run forwards and backwards of a batch; gradients of weights are left with the result."""
+        """Run a batch's forwards and backwards; weight gradients stay with the result."""
         with self._together:
             with self.layers.gradients_set_aside() as weight_gradients:
                 computed = self._compute(inputs, targets, given, trains=True)
@@ -257,7 +257,7 @@ class Pipeline:
         return self._kinds.setdefault(given.first.signature, {})
 
     def _weights(self, given: GivenTogether) -> torch.Tensor:
-        """The factor by which the loss of each sample counts."""
+        """Return each sample's loss weight."""
         by_rank = [
             torch.full((size,), 1.0 if self._reduction == "sum" or not size else 1.0 / size)
             for size in given.sizes
@@ -265,7 +265,7 @@ class Pipeline:
         return torch.cat(by_rank).to(self._groups.device)
 
     def _outputs(self, computed: Computed, given: GivenTogether) -> torch.Tensor:
-        """This rank's rows of what the last stage gives."""
+        """Return this rank's rows of the last stage's output."""
         kinds = self._known_kinds(given)
         if not given.num_samples:
             kind = kinds.get(_RESULT, TensorKind((), torch.float32))
@@ -281,7 +281,7 @@ class Pipeline:
         return rows
 
     def _gradients(self, computed: Computed, given: GivenTogether) -> list[torch.Tensor | None]:
-        """This rank's rows of the gradients of the inputs, then of the targets."""
+        """Return this rank's rows of the gradients of the inputs, then the targets."""
         gradients: list[torch.Tensor | None] = []
         column = 0
         for number, (kind, needs) in enumerate(
@@ -304,7 +304,7 @@ class Pipeline:
         return gradients
 
     def apply_factors(self, batch: "TrainedBatch", gradient: torch.Tensor) -> list[Any]:
-        """Add up the gradients of weights over copies; return this rank's other ones.
+        """Add up weight gradients over copies; return this rank's input and target gradients.
 
         Collectives:
             An all-gather of 24 bytes over all ranks, and those of `HeldLayers.add_mean`.
@@ -322,7 +322,7 @@ class Pipeline:
 
 
 class TrainedBatch:
-    """What the schedule has computed of a batch."""
+    """A batch's losses and gradients."""
 
     def __init__(
         self,
@@ -336,7 +336,7 @@ class TrainedBatch:
 
 
 class _Trained(torch.autograd.Function):
-    """The losses of a batch, whose backward has run already."""
+    """A batch's losses, whose backward has run already."""
 
     @staticmethod
     def forward(
@@ -359,11 +359,10 @@ class _Trained(torch.autograd.Function):
 
 
 def _arrived(tensor: Any) -> torch.Tensor:
-    """A tensor, which TorchRec's tables may not have waited for yet."""
+    """Wait for a lookup that TorchRec's tables have left lazy."""
     return tensor.wait() if isinstance(tensor, LazyAwaitable) else tensor
 
 
 def _even_sizes(num_samples: int, num_parts: int) -> list[int]:
-    """Sizes that differ by one at most."""
     size, rest = divmod(num_samples, num_parts)
     return [size + (part < rest) for part in range(num_parts)]

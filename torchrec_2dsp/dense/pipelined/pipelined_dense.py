@@ -1,4 +1,4 @@
-"""`PipelinedDense`: layers of the dense part that run on one rank after the other."""
+"""`PipelinedDense`: the wrapper that cuts a model's layer stacks over ranks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
@@ -48,14 +48,33 @@ _WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class PipelinedDense(DataParallelWrapper):
-    """Runs the layers of each `LayerStack` of a model on one rank after the other.
+    """Runs the layers of each `LayerStack` in a model as a pipeline over ranks.
 
-    Each rank looks up its own batch. The ranks of a pipeline hand what they looked up to the first
-    stage of the layers, and their targets to the last one; each gets the losses of its own samples
-    back, and the gradients of what it looked up. Tables get one backward and one update for the
-    whole batch, whatever the schedule: training is that of DDP. What isn't in tables or a
-    `LayerStack` is sharded over all ranks by FSDP2. A stock `DistributedModelParallel` takes it as
-    well as `ModelParallel2D`.
+    Each rank looks up its own batch. A pipeline's ranks send their inputs to the first stage, and
+    their targets to the last one; each gets its own samples' losses and input gradients back.
+    Tables get one backward and one update for the whole batch, whatever the schedule: training
+    equals DDP's. FSDP2 shards the rest of the dense part over all ranks.
+
+    Args:
+        num_stages: number of parts that the layers are cut into.
+        num_micro_batches: number of parts that the batches of a pipeline's ranks are cut into
+            together; the more, the less time ranks wait.
+        schedule: the ranks' order of work: "GPipe", "1F1B", "Interleaved1F1B",
+            "InterleavedZeroBubble", "ZBVZeroBubble" or "DualPipeV".
+        stages_per_rank: number of stages that a rank runs; a pipeline has ``num_stages /
+            stages_per_rank`` ranks, times ``tp``.
+        cuts: each stage's first layer, without the first stage's; "even" for equally many layers;
+            or by measured times.
+        reduction: the program's reduction of a rank's losses, "mean" or "sum", times one number for
+            all ranks. It matters where ranks have different numbers of samples.
+        values: wire format between stages: "fp32" for no change, "bf16" or "fp16".
+        plan: torch's styles for modules split inside tensor-parallel groups, as in
+            `TensorParallelDense`.
+        tp: number of ranks that compute a layer together, on one host.
+        layout: contiguous pipelines have neighbouring ranks; strided ones span hosts, so that
+            gradients stay inside hosts.
+        fully_shard: whether each pipeline keeps a shard of each layer, with its gradient and
+            moments, instead of a copy; shards are gathered once per batch.
 
     Example::
 
@@ -87,28 +106,6 @@ class PipelinedDense(DataParallelWrapper):
         layout: RankLayout = RankLayout.CONTIGUOUS,
         fully_shard: bool = False,
     ) -> None:
-        """
-        Args:
-            num_stages: into how many parts the layers are cut.
-            num_micro_batches: into how many parts the batches of a pipeline's ranks are cut
-                together; the more, the less time ranks wait.
-            schedule: in which order ranks work: "GPipe", "1F1B", "Interleaved1F1B",
-                "InterleavedZeroBubble", "ZBVZeroBubble" or "DualPipeV".
-            stages_per_rank: how many stages a rank runs; a pipeline has ``num_stages /
-                stages_per_rank`` ranks, times ``tp``.
-            cuts: the first layer of each stage but the first; "even" for equally many layers; or
-                by the time that layers take.
-            reduction: what the program makes of a rank's losses: their "mean" or their "sum", times
-                one number for all ranks. It matters where ranks have different numbers of samples.
-            values: how numbers travel between stages: "fp32" for how they are, "bf16" or "fp16",
-                which are rounded.
-            plan: how modules are split inside tensor-parallel groups, as in `TensorParallelDense`.
-            tp: how many ranks compute a layer together; they have to be on one host.
-            layout: whether the ranks of a pipeline are neighbours, or, strided, those that hold the
-                same layers: with pipelines over hosts, gradients stay inside hosts.
-            fully_shard: whether each pipeline keeps a share of each layer, with its gradient and
-                moments, instead of a copy; shares are gathered once for a batch.
-        """
         self._schedule = Schedule(schedule, num_stages, num_micro_batches, stages_per_rank)
         for name, value, choices in (
             ("reduction", reduction, get_args(Reduction)),
@@ -136,15 +133,15 @@ class PipelinedDense(DataParallelWrapper):
 
     @property
     def cuts(self) -> dict[str, tuple[int, ...]]:
-        """The first layer of each stage but the first, by the name of the `LayerStack`."""
+        """Each stage's first layer, without the first stage's, by `LayerStack` name."""
         return {name: stack.cuts for name, stack in self._stacks.items()}
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        """Cut the layers, and shard what isn't in tables or in them; TorchRec calls it.
+        """Cut the layers, and shard the rest of the dense part; TorchRec calls it.
 
         Collectives:
-            Agreements of all ranks on the settings, process groups, and a broadcast of each
-            parameter and buffer of the dense part; for `MeasuredCuts` an all-reduce of the times.
+            Agreements on the settings, process groups, and a broadcast of each dense parameter and
+            buffer; for `MeasuredCuts` an all-reduce of the times.
         """
         group = group_of(env)
         model = wrapped_module(dmp).to(device)
@@ -199,7 +196,7 @@ class PipelinedDense(DataParallelWrapper):
     def _share_layers(
         self, plans: Mapping[str, Mapping[str, ParallelStyle]], groups: PipelineGroups
     ) -> None:
-        """Split the layers of this rank inside hosts, and shard them over pipelines, if wanted."""
+        """Split this rank's layers inside hosts, and shard them over pipelines, if wanted."""
         is_sharded = self._fully_shard and groups.mesh.dp > 1
         if groups.mesh.tp == 1 and not is_sharded:
             return
@@ -227,24 +224,23 @@ class PipelinedDense(DataParallelWrapper):
     ) -> bool:
         """Cut the layers anew, and move them to their new ranks; call it on all ranks.
 
-        Weights, buffers and what the optimizer keeps of them move along, so that training goes on
-        as if the layers had been cut so from the beginning. Call it between two steps, when
-        gradients are cleared. Some dense parameters of this rank are others then, in the model and
-        in the optimizer.
+        Weights, buffers and optimizer state move along, so training goes on as if the layers had
+        always been cut so. Call it between two steps, when gradients are cleared. Afterwards this
+        rank has other dense parameters, in the model and in the optimizer.
 
         Args:
-            optimizer: of this rank's dense parameters, torch's or a `KeyedOptimizerWrapper` of it,
+            optimizer: this rank's dense parameters', torch's or a `KeyedOptimizerWrapper` of it,
                 with equally many groups on all ranks.
-            cuts: the first layer of each stage but the first, for each `LayerStack`. By default
-                they are chosen by what layers have taken since the last cuts.
-            least_gain: chosen cuts have to save the slowest stage this share of its time.
+            cuts: each stage's first layer, without the first stage's, for each `LayerStack`; by
+                default chosen by the layers' times since the last cuts.
+            least_gain: share of its time that the slowest stage must save by chosen cuts.
 
         Returns:
             Whether layers have moved.
 
         Collectives:
-            For chosen cuts an all-gather of objects; agreements of all ranks; a send and a receive
-            of objects for each layer that moves.
+            For chosen cuts an all-gather of objects; agreements; a send and a receive of objects
+            for each layer that moves.
         """
         groups, model = self._model_groups(), self._model
         assert model is not None
@@ -258,9 +254,9 @@ class PipelinedDense(DataParallelWrapper):
         return has_moved
 
     def stage_times(self) -> dict[str, PipelineTimes]:
-        """How long each stage worked for a batch, by the name of the `LayerStack`; on all ranks.
+        """Return each stage's busy time per batch, by `LayerStack` name, on all ranks.
 
-        Only times of a CPU are those of the work: an accelerator goes on after a call returns.
+        Only a CPU's times are those of the work: accelerators run asynchronously.
 
         Collectives:
             An all-gather of objects over all ranks.
@@ -274,11 +270,11 @@ class PipelinedDense(DataParallelWrapper):
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all dense gradients so that their norm is at most ``max_norm``; return the norm.
 
-        torch's function of that name sees the layers of one rank alone, and each rank would scale
-        by another factor. Call it on all ranks, after the backward.
+        torch's function of that name sees one rank's layers, and each rank would scale by another
+        factor. Call it on all ranks, after the backward.
 
         Args:
-            max_norm: the largest Euclidean norm of the gradients of all dense parameters together.
+            max_norm: the largest Euclidean norm of all dense gradients together.
 
         Collectives:
             An all-reduce of 8 bytes over all ranks, waited for.

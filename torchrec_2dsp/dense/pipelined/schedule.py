@@ -1,4 +1,4 @@
-"""`Schedule`: in which order the ranks of a pipeline work on stages and micro-batches. Pure."""
+"""`Schedule`: the order in which a pipeline's ranks work on stages and micro-batches. Pure."""
 
 import enum
 from collections.abc import Mapping
@@ -11,44 +11,37 @@ from torchrec_2dsp.errors import ConfigError
 
 
 class WorkKind(enum.Enum):
-    """What a rank does with a micro-batch in a stage."""
+    """A kind of work on a micro-batch in a stage."""
 
     FORWARD = "F"
-    """The forward."""
-
     BACKWARD = "B"
     """The whole backward."""
 
     INPUT_GRADIENT = "I"
-    """The part of the backward for which the stage before is waiting."""
+    """The part of the backward for which the previous stage waits."""
 
     WEIGHT_GRADIENT = "W"
-    """The part of the backward for which nobody waits."""
+    """The part of the backward for which no rank waits."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """One piece of work of a rank."""
+    """One piece of a rank's work."""
 
     kind: WorkKind
-    """The kind of work."""
-
     stage: int
-    """The stage that it is done in."""
-
     micro_batch: int
-    """The micro-batch that it is done with."""
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a schedule needs, and what it is called in torch."""
+    """A schedule's requirements, and torch's name for it."""
 
     stages_per_rank: tuple[int, ...]
-    """How many stages a rank may have; any number of 1 or more, if this is empty."""
+    """Allowed numbers of stages per rank; empty for any."""
 
     torch_name: str = ""
-    """The name of torch's class that makes its order; empty if it is made here."""
+    """torch's class that makes the order; empty if it is made here."""
 
     is_v_shaped: bool = False
     """Whether the stages go through the ranks and back again."""
@@ -64,12 +57,11 @@ SCHEDULES: Mapping[str, _Kind] = MappingProxyType(
         "DualPipeV": _Kind((2,), "DualPipeV", is_v_shaped=True),
     }
 )
-"""The schedules, by their names in torch."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Stages, the ranks that run them, and the order in which each rank works.
+    """Stages, the ranks that run them, and each rank's order of work.
 
     Example:
         >>> from torchrec_2dsp.dense.pipelined.schedule import Schedule
@@ -86,16 +78,11 @@ class Schedule:
     """
 
     name: str
-    """The name, one of `SCHEDULES`."""
+    """One of `SCHEDULES`."""
 
     num_stages: int
-    """How many stages there are."""
-
     num_micro_batches: int
-    """How many parts the batches of a pipeline's ranks are cut into together."""
-
     stages_per_rank: int = 1
-    """How many of the stages a rank runs."""
 
     def __post_init__(self) -> None:
         if self.name not in SCHEDULES:
@@ -137,34 +124,34 @@ class Schedule:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks run the stages."""
+        """The number of ranks that run the stages."""
         return self.num_stages // self.stages_per_rank
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of inputs and of weights are computed at different times."""
+        """Whether input and weight gradients are computed at different times."""
         kinds = {work.kind for of_rank in self.work for work in of_rank}
         return WorkKind.WEIGHT_GRADIENT in kinds
 
     def rank_of(self, stage: int) -> int:
-        """The rank of the pipeline that runs a stage."""
+        """Return the pipeline rank that runs a stage."""
         turn, place = divmod(stage, self.num_ranks)
         if SCHEDULES[self.name].is_v_shaped and turn % 2:
             return self.num_ranks - 1 - place
         return place
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank of the pipeline runs."""
+        """Return the stages that a pipeline rank runs."""
         return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
 
     @cached_property
     def work(self) -> tuple[tuple[Work, ...], ...]:
-        """What each rank of the pipeline does, in its order."""
+        """Each pipeline rank's work, in its order."""
         return self._order(self.num_micro_batches)
 
     @cached_property
     def forwards(self) -> tuple[tuple[Work, ...], ...]:
-        """What each rank does where there is no backward."""
+        """Each rank's forwards alone, for evaluation."""
         return tuple(
             tuple(work for work in of_rank if work.kind is WorkKind.FORWARD)
             for of_rank in self.work
@@ -186,13 +173,13 @@ class Schedule:
         )
 
     def _num_ahead(self, stage: int, num_micro_batches: int) -> int:
-        """How many forwards a stage does before its first backward."""
+        """Return the number of a stage's forwards before its first backward."""
         ahead = self.num_stages - stage if self.name == "1F1B" else num_micro_batches
         return min(ahead, num_micro_batches)
 
 
 def _forwards_ahead(stage: int, num_ahead: int, num_micro_batches: int) -> tuple[Work, ...]:
-    """Forwards and backwards in turn, the former ahead of the latter."""
+    """Alternate forwards and backwards, the former ahead of the latter."""
     work = [Work(WorkKind.FORWARD, stage, number) for number in range(num_ahead)]
     for number in range(num_micro_batches):
         work.append(Work(WorkKind.BACKWARD, stage, number))

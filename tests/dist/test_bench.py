@@ -111,13 +111,9 @@ def test_steps_are_predicted_from_the_calibration(result: BenchResult) -> None:
 
 
 def test_row_gradients_travel_only_where_replicas_merge_them(result: BenchResult) -> None:
-    travelling = {one.name for one in result.measured() if one.row_travel}
-    exact = {
-        one.name
-        for one in result.measured()
-        if "capture rows" in {part.name for part in one.phases}
-    }
-    assert travelling == exact != set()
+    travelling = {contestant.name for contestant in result.measured() if contestant.row_travel}
+    # The search may choose several groups, or one.
+    assert travelling - {"searched"} == {"exact", "hot", "rounded", "ceiling"}
     for name in travelling:
         travel = named(result, name).row_travel
         assert travel is not None

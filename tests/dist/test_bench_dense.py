@@ -9,8 +9,8 @@ from tests.support.sequence_configs import SEQUENCES
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.programs.bench.config import BenchConfig
 from torchrec_2dsp.programs.bench.contestants import build_trainer
-from torchrec_2dsp.programs.bench.feed import Feed
-from torchrec_2dsp.programs.bench.markdown import markdown_report
+from torchrec_2dsp.programs.bench.page import markdown_report
+from torchrec_2dsp.programs.bench.worker import Feed
 from torchrec_2dsp.programs.config.config_file import make_config
 
 CONFIG = make_config(

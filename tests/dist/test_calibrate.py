@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import torchrec_2dsp as tdsp
 from tests.support.programs import forked, torchrun
 from tests.support.ranks import RankPool
-from torchrec_2dsp.programs.calibrate import beside, collectives, fit, kernels, timing
+from torchrec_2dsp.programs.calibrate import calibrate as program, collectives, fit, kernels
 from torchrec_2dsp.programs.calibrate.calibrate import calibrate
 from torchrec_2dsp.programs.cli.app import app
 
@@ -24,8 +24,8 @@ def measured(
     assert world is not None
     # What the times are isn't tested, and other tests may run meanwhile.
     kernels._NUM_IDS, kernels._TABLE_BYTES = (2**11,), (2**18, 2**19, 2**20)
-    timing._MIN_REPEATS = timing._MAX_REPEATS = beside._REPEATS = 3
-    collectives._LARGEST, beside._LARGEST = 2**21, 2**18
+    collectives._MIN_REPEATS = collectives._MAX_REPEATS = program._REPEATS = 3
+    collectives._LARGEST, program._LARGEST = 2**21, 2**18
     fit.MAX_MEDIAN_ERROR = fit.MAX_KERNEL_ERROR = math.inf
     before = set(_world.pg_names.values())
     told: list[str] = []

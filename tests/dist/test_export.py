@@ -26,7 +26,7 @@ from torchrec_2dsp.programs.export.export import export_model
 from torchrec_2dsp.programs.export.folder import ExportRecord
 from torchrec_2dsp.programs.export.kinds import served_model
 from torchrec_2dsp.programs.export.quality import HeldOutBatches
-from torchrec_2dsp.programs.export.serving import load_script, quantize_
+from torchrec_2dsp.programs.export.served import load_script, quantize_
 from torchrec_2dsp.programs.export.source import ExportSource
 from torchrec_2dsp.programs.launch import only_rank
 from torchrec_2dsp.programs.models.kinds import dataset_for

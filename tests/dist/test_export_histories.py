@@ -11,9 +11,8 @@ from tests.support.ranks import RankPool
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.export.export import export_model
-from torchrec_2dsp.programs.export.histories import HistoryEncoder
-from torchrec_2dsp.programs.export.requests import RequestEncoder
-from torchrec_2dsp.programs.export.serving import load_script
+from torchrec_2dsp.programs.export.requests import HistoryEncoder, RequestEncoder
+from torchrec_2dsp.programs.export.served import load_script
 from torchrec_2dsp.programs.export.source import ExportSource
 from torchrec_2dsp.programs.launch import only_rank
 from torchrec_2dsp.programs.train.config import TrainConfig

@@ -20,7 +20,7 @@ from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.export.export import export_model
 from torchrec_2dsp.programs.export.folder import ExportRecord
 from torchrec_2dsp.programs.export.requests import RequestEncoder
-from torchrec_2dsp.programs.export.serving import load_script
+from torchrec_2dsp.programs.export.served import load_script
 from torchrec_2dsp.programs.export.source import ExportSource
 from torchrec_2dsp.programs.launch import only_rank
 from torchrec_2dsp.programs.train.config import TrainConfig

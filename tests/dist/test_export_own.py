@@ -30,8 +30,8 @@ from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.dataset import DatasetFeature, Split
 from torchrec_2dsp.programs.export.export import export_model
 from torchrec_2dsp.programs.export.folder import ExportRecord
-from torchrec_2dsp.programs.export.own import saying_what_stops, served_own_model
-from torchrec_2dsp.programs.export.serving import load_script, quantize_
+from torchrec_2dsp.programs.export.kinds import saying_what_stops, served_own_model
+from torchrec_2dsp.programs.export.served import load_script, quantize_
 from torchrec_2dsp.programs.export.source import ExportSource
 from torchrec_2dsp.programs.launch import only_rank
 from torchrec_2dsp.programs.train.config import TrainConfig

@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import _world
 from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.calibrate.link_speed import LinkSpeeds, measure_link_speeds
+from torchrec_2dsp.programs.calibrate.collectives import LinkSpeeds, measure_link_speeds
 
 INTRA = {"intra_host_all_to_all_bytes_per_s", "intra_host_all_reduce_bytes_per_s"}
 CROSS = {"cross_host_all_to_all_bytes_per_s", "cross_host_all_reduce_bytes_per_s"}

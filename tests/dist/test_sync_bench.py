@@ -8,9 +8,7 @@ from typer.testing import CliRunner
 from tests.support.programs import forked, torchrun
 from tests.support.ranks import RankPool
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.bench.syncs.config import SyncBenchConfig
-from torchrec_2dsp.programs.bench.syncs.program import run_sync_bench
-from torchrec_2dsp.programs.bench.syncs.results import SyncBenchResult
+from torchrec_2dsp.programs.bench.syncs import SyncBenchConfig, SyncBenchResult, run_sync_bench
 from torchrec_2dsp.programs.cli.app import app
 from torchrec_2dsp.programs.config.config_file import load_config
 

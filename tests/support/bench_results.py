@@ -9,11 +9,12 @@ from torchrec_2dsp.programs.bench.results import (
     BenchSetting,
     ContestantBlock,
     ContestantResult,
+    MeasuredTraffic,
     Outcome,
     Phase,
+    RowTravel,
 )
-from torchrec_2dsp.programs.bench.traffic import MeasuredTraffic, RowTravel
-from torchrec_2dsp.programs.calibrate.link_speed import LinkSpeeds
+from torchrec_2dsp.programs.calibrate.collectives import LinkSpeeds
 from torchrec_2dsp.programs.config.config_file import make_config
 
 NO_LINKS = LinkSpeeds(

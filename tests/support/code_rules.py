@@ -24,7 +24,7 @@ CREATING_GROUPS = (
 )
 """torch's functions that create process groups."""
 GROUPS_FILE = "comms/groups.py"
-GROUP_CREATORS = ("comms.groups", "programs.calibrate.groups", "programs.cluster.self_check")
+GROUP_CREATORS = ("comms.groups", "programs.calibrate.collectives", "programs.cluster.self_check")
 """The modules that may create groups: the library's one place, and programs that destroy theirs."""
 BROAD = ("Exception", "BaseException")
 """What a handler catches that catches everything."""

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torchrec_2dsp.programs.bench import probe, program
+from torchrec_2dsp.programs.bench import machine, program
 from torchrec_2dsp.programs.bench.config import BenchConfig
 from torchrec_2dsp.programs.bench.worker import Worker
 from torchrec_2dsp.programs.config.config_file import make_config
@@ -116,7 +116,7 @@ def main() -> None:
     """Run it; rank 0 writes the result, and what contestants do meanwhile."""
     config = make_config(BenchConfig, CONFIG)
     program.Worker = FaultyWorker
-    probe._NUM_PASSES = 2  # Enough where nobody asks how fast the machine is.
+    machine._NUM_PASSES = 2  # Enough where nobody asks how fast the machine is.
     states = States()
     result = program.run_bench(config, [states])
     if os.environ["RANK"] == "0":

@@ -15,11 +15,11 @@ from torchrec_2dsp.programs.bench.config import (
     is_reference,
     is_stock,
 )
-from torchrec_2dsp.programs.bench.dealt import compute_times, dealt_samples
-from torchrec_2dsp.programs.bench.markdown import markdown_report
-from torchrec_2dsp.programs.bench.markdown_balance import balance_table, shares_of, shares_table
+from torchrec_2dsp.programs.bench.page import markdown_report
 from torchrec_2dsp.programs.bench.results import ComputeTimes, DealtSamples
 from torchrec_2dsp.programs.bench.statistics import summarize
+from torchrec_2dsp.programs.bench.tables import balance_table, shares_of, shares_table
+from torchrec_2dsp.programs.bench.tracing import compute_times, dealt_samples
 from torchrec_2dsp.programs.cli.train import balance_text
 from torchrec_2dsp.programs.config.config_file import make_config, overridden
 from torchrec_2dsp.programs.config.sections import BalanceConfig, ModelConfig
@@ -199,7 +199,7 @@ def test_reports_of_ranks_become_one() -> None:
 
 def test_a_page_shows_how_even_the_work_was() -> None:
     result = bench_result()
-    assert balance_table(summarize(result)) == ""
+    assert balance_table(summarize(result)) is None
     first, second, *others = result.contestants
     first = first.model_copy(update={"compute": compute_times([[0.1], [0.2]])})
     dealt = second.model_copy(
@@ -208,10 +208,8 @@ def test_a_page_shows_how_even_the_work_was() -> None:
     table = balance_table(
         summarize(result.model_copy(update={"contestants": (first, dealt, *others)}))
     )
-    _, _, *rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()
-    ]
-    assert rows == [
+    assert table is not None
+    assert table.rows == [
         ["stock", "-", "-", "-", "-", "150.0", "200.0", "50.0"],
         ["stock_duplex", "1.500", "1.100", "40%", "1.00", "150.0", "150.0", "0.0"],
         *([name, *["-"] * 7] for name in ("exact_2d", "floor")),
@@ -221,21 +219,19 @@ def test_a_page_shows_how_even_the_work_was() -> None:
 def test_a_page_says_how_busy_ranks_were_and_what_the_slowest_cost() -> None:
     result = bench_result(steps_ms=STEPS_MS | {"stock": (300, *[125] * 6)})
     first, *others = result.contestants
-    assert shares_table(summarize(result)) == ""
+    assert shares_table(summarize(result)) is None
     assert "Lost to imbalance" not in markdown_report([result])
     # A step takes 150 ms in the mean. Another rank is the slowest in each step.
     times = compute_times([[0.05, 0.1], [0.1, 0.05]])
     first = first.model_copy(update={"compute": times})
     result = result.model_copy(update={"contestants": (first, *others)})
-    _, _, *rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in shares_table(summarize(result)).splitlines()
-    ]
-    assert rows == [
+    table = shares_table(summarize(result))
+    assert table is not None
+    assert table.rows == [
         ["stock", "50.0%", "16.7%", "33.3%", "1.333"],
         *([name, *["-"] * 4] for name in ("stock_duplex", "exact_2d", "floor")),
     ]
-    assert shares_table(summarize(result)) in markdown_report([result])
+    assert table.markdown() in markdown_report([result])
     assert shares_of(others[0]) is None
     # Nobody waits for the slowest rank of a ceiling.
     ceiling = shares_of(first.model_copy(update={"kind": "ceiling"}))

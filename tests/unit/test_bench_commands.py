@@ -20,12 +20,10 @@ from tests.support.bench_results import (
     with_predictions,
 )
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.bench.plot import phase_plot, scaling_plot
-from torchrec_2dsp.programs.bench.plot_predicted import predicted_plot
+from torchrec_2dsp.programs.bench.labels import setting_labels
+from torchrec_2dsp.programs.bench.plots import phase_plot, predicted_plot, scaling_plot
 from torchrec_2dsp.programs.bench.results import BenchResult
-from torchrec_2dsp.programs.bench.setting_labels import setting_labels
-from torchrec_2dsp.programs.cli.bench_report import bench_compare, bench_report
-from torchrec_2dsp.programs.cli.bench_tables import show_bench
+from torchrec_2dsp.programs.cli.bench import bench_compare, bench_report, show_bench
 
 app = typer.Typer()
 app.command()(bench_report)
@@ -62,7 +60,7 @@ def test_the_closing_table_fits_a_log_file() -> None:
     assert max(len(line) for line in text.splitlines()) <= 80
     first_cells = "".join(line.split(" ")[0] for line in text.splitlines())
     assert long in first_cells
-    assert "1,260.0 1,290.0 1,390.0 1.28 [1.26, 1.28]" in text
+    assert "1,260.0  1,290.0  1,390.0  1.28 [1.26, 1.28]" in text
 
 
 def test_the_closing_table_says_what_it_compares_with_and_who_failed() -> None:

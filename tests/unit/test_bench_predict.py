@@ -10,8 +10,8 @@ from tests.support.planning import SHARDERS, planner
 from tests.unit.test_bench_config import CONFIGS, config_of
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.workload import DenseWork
-from torchrec_2dsp.programs.bench.predict import predicted_steps
-from torchrec_2dsp.programs.bench.worker import Place
+from torchrec_2dsp.programs.bench.process import Place
+from torchrec_2dsp.programs.bench.program import predicted_steps
 from torchrec_2dsp.programs.models.model import build_model
 
 CONFIG = config_of(

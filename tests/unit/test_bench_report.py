@@ -15,10 +15,9 @@ from tests.support.bench_results import (
     with_predictions,
 )
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.bench.markdown import markdown_report
-from torchrec_2dsp.programs.bench.markdown_tables import escaped, table
+from torchrec_2dsp.programs.bench.labels import setting_labels
+from torchrec_2dsp.programs.bench.page import markdown_report
 from torchrec_2dsp.programs.bench.results import BenchResult, Outcome
-from torchrec_2dsp.programs.bench.setting_labels import setting_labels
 
 
 def settings_of(*shapes: tuple[int, str]) -> list[BenchResult]:
@@ -277,12 +276,3 @@ def test_a_page_refuses_what_it_has_no_place_for() -> None:
         markdown_report([bench_result()], plots={"phases_2": "x.svg"})
     with pytest.raises(ConfigError, match="2 places for the data of 1 results"):
         markdown_report([bench_result()], data=["a", "b"])
-
-
-def test_cells_are_escaped_and_aligned() -> None:
-    text = table(["a|b", "n"], [["x\ny", "1"], ["__main__ row_wise", "1,000.0"]])
-
-    assert len({len(line) for line in text.splitlines()}) == 1
-    assert rows_of(text, "|")[0] == ["a\\|b", "n"]
-    assert rows_of(text, "|")[1:] == [["x y", "1"], ["\\_\\_main\\_\\_ row_wise", "1,000.0"]]
-    assert escaped("[1, 2] [a](b)") == "[1, 2] [a\\](b)"

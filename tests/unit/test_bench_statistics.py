@@ -9,9 +9,9 @@ from hypothesis import given, settings, strategies as st
 
 from tests.support.bench_results import CONTESTANTS, STEPS_MS, bench_result
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.bench.compare import compare_runs
 from torchrec_2dsp.programs.bench.results import ContestantBlock, ContestantResult, Outcome
 from torchrec_2dsp.programs.bench.statistics import (
+    compare_runs,
     interval_coverage,
     median_interval,
     speedup,

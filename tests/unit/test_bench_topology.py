@@ -6,8 +6,8 @@ import torch.distributed as dist
 from tests.unit.test_bench_config import config_of
 from torchrec_2dsp.programs.bench import contestants
 from torchrec_2dsp.programs.bench.contestants import planner_topology
-from torchrec_2dsp.programs.bench.predict import calibration_warning
-from torchrec_2dsp.programs.calibrate.link_speed import LinkSpeeds
+from torchrec_2dsp.programs.bench.program import calibration_warning
+from torchrec_2dsp.programs.calibrate.collectives import LinkSpeeds
 
 SPEEDS = LinkSpeeds(
     local_world_size=2,

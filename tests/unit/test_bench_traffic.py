@@ -2,12 +2,12 @@
 
 from tests.support.bench_results import bench_result
 from tests.unit.test_bench_report import rows_of
-from torchrec_2dsp.programs.bench.markdown import markdown_report
-from torchrec_2dsp.programs.bench.traffic import (
+from torchrec_2dsp.programs.bench.page import markdown_report
+from torchrec_2dsp.programs.bench.tracing import (
     DenseTraffic,
     EncodedTraffic,
-    mean_dense,
     mean_encoded,
+    mean_known,
 )
 
 
@@ -59,7 +59,7 @@ def test_what_thresholds_save_is_shown() -> None:
     ]
     contestants = tuple(
         contestant.model_copy(
-            update={"dense": mean_dense(ranks) if contestant.name == "stock" else None}
+            update={"dense": mean_known(ranks) if contestant.name == "stock" else None}
         )
         for contestant in result.contestants
     )
@@ -68,4 +68,4 @@ def test_what_thresholds_save_is_shown() -> None:
     headings, *rows = rows_of(page, "What thresholds save")
     assert headings == ["contestant", "fp32 MB", "sent MB", "fewer", "density", "residual norm"]
     assert rows == [["stock", "8.00", "0.20", "40.0x", "0.500%", "2"]]
-    assert mean_dense(ranks[2:]) is None
+    assert mean_known(ranks[2:]) is None

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from torchrec_2dsp.programs.calibrate.link_speed import (
+from torchrec_2dsp.programs.calibrate.collectives import (
     SECONDS_PER_REPEAT,
     LinkSpeeds,
     bytes_per_s,

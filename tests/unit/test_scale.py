@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from torchrec_2dsp.programs.config.config_file import load_config
-from torchrec_2dsp.programs.plan.planning import PlanConfig, planning
+from torchrec_2dsp.programs.plan import PlanConfig, planning
 
 CONFIG = Path("configs/runs/scale.toml")
 REPORTED = {512: 1.01, 1_024: 0.96, 2_048: 0.95, 4_096: 0.90}

@@ -10,10 +10,10 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.sync import GradientSync
 from torchrec_2dsp.programs.bench.config import BenchConfig
-from torchrec_2dsp.programs.bench.syncs.config import SyncBenchConfig
+from torchrec_2dsp.programs.bench.syncs import SyncBenchConfig
 from torchrec_2dsp.programs.cli.app import app
 from torchrec_2dsp.programs.config.config_file import find_config, load_config, shipped_configs
-from torchrec_2dsp.programs.plan.planning import PlanConfig
+from torchrec_2dsp.programs.plan import PlanConfig
 from torchrec_2dsp.programs.train.config import TrainConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"

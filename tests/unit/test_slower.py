@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import torchrec_2dsp as tdsp
-from torchrec_2dsp.programs.plan.slower import Slower
+from torchrec_2dsp.programs.plan import Slower
 
 COLLECTIVES = ("all_to_all", "all_reduce", "all_gather", "reduce_scatter")
 OF_FACTOR = {

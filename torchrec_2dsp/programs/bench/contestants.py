@@ -1,8 +1,13 @@
-"""A contestant as it trains: model, plan, optimizer and TorchRec's pipeline."""
+"""Initial weights as a function of the row, so that every sharding starts from the same tables.
 
+TorchRec draws them shard by shard, and a whole table fits on no rank where it matters.
+"""
+
+import math
+import statistics
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -33,16 +38,20 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.cost.calibration import Calibration
-from torchrec_2dsp.cost.workload import DenseWork
+from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.planner.planner2d import Planner2D
-from torchrec_2dsp.programs.bench.config import BenchConfig, PlannedContestant, TwoDContestant
-from torchrec_2dsp.programs.bench.data import shape_of
-from torchrec_2dsp.programs.bench.weights import fill_tables_
-from torchrec_2dsp.programs.bench.workload import tables_work, workload_of
-from torchrec_2dsp.programs.calibrate.link_speed import LinkSpeeds
+from torchrec_2dsp.programs.bench.config import (
+    BenchConfig,
+    PlannedContestant,
+    TwoDContestant,
+    shape_of,
+)
+from torchrec_2dsp.programs.calibrate.collectives import LinkSpeeds, repeated_seconds
 from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
+from torchrec_2dsp.programs.data.dataset import DatasetFeature
+from torchrec_2dsp.programs.data.synthetic import SyntheticData
 from torchrec_2dsp.programs.models.balance import weigh_losses_
 from torchrec_2dsp.programs.models.dense import DensePart, dense_part
 from torchrec_2dsp.programs.models.kinds import build_any_model, layered_of
@@ -50,17 +59,129 @@ from torchrec_2dsp.programs.models.model import rank_device, table_name
 from torchrec_2dsp.programs.models.optimizer import (
     STATE_PER_WEIGHT,
     dense_optimizer,
+    plain_dense_optimizer,
     table_optimizer,
     with_meetings,
 )
 from torchrec_2dsp.programs.models.planned import (
     StockSequenceSharder,
     collective_plan,
+    local_shards,
     make_pipeline,
     planner_arguments,
+    true_access,
 )
 from torchrec_2dsp.shard.sequence_sharder import EmbeddingCollectionSharder2D
 from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
+
+_BLOCK_ROWS = 4096
+
+
+def fill_tables_(model: nn.Module, features: Sequence[DatasetFeature], dim: int, seed: int) -> None:
+    """Write the initial weights of every table into this rank's shards, in place."""
+    state = model.state_dict()
+    for index, feature in enumerate(features):
+        (key,) = (key for key in state if key.endswith(f".{table_name(feature.name)}.weight"))
+        for shard, row, column in local_shards(state[key]):
+            for start in range(0, shard.shape[0], _BLOCK_ROWS):
+                part = shard[start : start + _BLOCK_ROWS]
+                rows = initial_rows(
+                    row + start, row + start + len(part), dim, feature.num_rows, (seed, index)
+                )
+                part.copy_(rows[:, column : column + shard.shape[1]])
+
+
+def initial_rows(
+    start: int, end: int, dim: int, num_rows: int, seed: tuple[int, int]
+) -> torch.Tensor:
+    """Rows of a table: uniform within one over the root of its rows, as TorchRec draws them.
+
+    Args:
+        start: the first row.
+        end: the one after the last.
+        dim: of the table.
+        num_rows: of the table.
+        seed: of the model, and the number of the table.
+    """
+    parts = []
+    for block in range(start // _BLOCK_ROWS, (end - 1) // _BLOCK_ROWS + 1):
+        generator = torch.Generator()
+        generator.manual_seed((seed[0] * 4_099 + seed[1]) * 2**24 + block)
+        first = block * _BLOCK_ROWS
+        drawn = torch.rand(_BLOCK_ROWS, dim, generator=generator)
+        parts.append(drawn[max(start - first, 0) : end - first])
+    return (2.0 * torch.cat(parts) - 1.0) / math.sqrt(num_rows)
+
+
+def tables_work(config: BenchConfig) -> Workload:
+    """The work of a step with the tables, whoever trains them."""
+    shape = shape_of(config.data)
+    model = build_any_model(shape, config.model, tables_device="meta")
+    access = true_access(shape) if isinstance(shape, SyntheticData) else None
+    return Workload.of_model(model, batch_size=config.schedule.batch_size, access=access)
+
+
+def workload_of(
+    contestant: PlannedContestant, tables: Workload, dim: int, dense: DenseWork | None
+) -> Workload:
+    """The work of a contestant's step.
+
+    Args:
+        contestant: how it communicates.
+        tables: what `tables_work` gave.
+        dim: of the tables.
+        dense: what the model does beside them, if that is known.
+    """
+    wire = _bytes_per_number(contestant.qcomms, dim)
+    return replace(
+        tables,
+        dense=dense or DenseWork(),
+        prefetches_rows=isinstance(contestant, TwoDContestant) and contestant.prefetch_rows,
+        full_duplex=contestant.full_duplex,
+        forward_wire_bytes=wire,
+        backward_wire_bytes=wire,
+    )
+
+
+def measure_dense(config: BenchConfig, world: dist.ProcessGroup) -> DenseWork:
+    """Time a model of clicks without its tables, on all ranks at once.
+
+    Collectives:
+        Those of `repeated_seconds`.
+    """
+    device = rank_device(config.schedule.device)
+    data = cast(SyntheticData, config.data)
+    model: Any = build_any_model(data, config.model, tables_device="meta")
+    model = model.model
+    parts = nn.ModuleList([model.dense_arch, model.inter_arch, model.over_arch]).to(device)
+    batch_size, num_tables = config.schedule.batch_size, len(data.features)
+    numbers = torch.rand(batch_size, data.num_dense, device=device)
+    vectors = torch.rand(batch_size, num_tables, config.model.dim, device=device)
+    vectors.requires_grad_()
+    clicks = torch.randint(0, 2, (batch_size,), device=device).float()
+    optimizer = plain_dense_optimizer(config.optimizer, parts.parameters())
+
+    def forward() -> torch.Tensor:
+        scores = model.over_arch(model.inter_arch(model.dense_arch(numbers), vectors))
+        return nn.functional.binary_cross_entropy_with_logits(scores.squeeze(-1), clicks)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        forward().backward()
+        optimizer.step()
+
+    forward_s = statistics.median(repeated_seconds(forward, world))
+    step_s = statistics.median(repeated_seconds(step, world))
+    return DenseWork(
+        forward_s=forward_s,
+        backward_s=max(0.0, step_s - forward_s),
+        gradient_bytes=float(sum(weight.nbytes for weight in parts.parameters())),
+    )
+
+
+def _bytes_per_number(qcomms: str, dim: int) -> float:
+    """Bytes of a number that travels; INT8 has a scale and an offset for each row."""
+    return {"fp32": 4.0, "fp16": 2.0, "int8": 1 + 8 / dim}[qcomms]
 
 
 @dataclass(frozen=True)

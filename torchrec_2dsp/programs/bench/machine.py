@@ -4,10 +4,21 @@ import ctypes
 import gc
 import os
 import platform
+import shlex
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+import numpy as np
+
+from torchrec_2dsp.programs.bench.process import Place
+from torchrec_2dsp.programs.bench.results import BenchSetting
+from torchrec_2dsp.programs.calibrate.collectives import LinkSpeeds
+from torchrec_2dsp.programs.config.section import Section
 
 _PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "torchrec-2dsp", "numpy")
 _PROC = Path("/proc")
@@ -172,3 +183,91 @@ def describe_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return versions
+
+
+_NUM_ROWS = 100_000
+_DIM = 64
+_NUM_LOOKUPS = 20_000
+_NUM_PASSES = 20
+
+
+class ComputeProbe:
+    """Looks rows up, adds them and sorts their ids, as training does, in one thread.
+
+    The speed of a virtual machine changes with its neighbours, and that of a laptop with its
+    temperature, without any load that the operating system could see. So what counts is the time
+    that the thread had a core, not the time that it waited for one, which is somebody's load.
+
+    Example:
+        >>> from torchrec_2dsp.programs.bench.machine import ComputeProbe
+        >>> ComputeProbe().run() > 0
+        True
+    """
+
+    def __init__(self) -> None:
+        draws = np.random.default_rng(0)
+        self._rows = draws.random((_NUM_ROWS, _DIM), dtype=np.float32)
+        self._ids = draws.integers(_NUM_ROWS, size=_NUM_LOOKUPS)
+        self._found = np.empty((_NUM_LOOKUPS, _DIM), dtype=np.float32)
+
+    def run(self) -> float:
+        """The processor time of a pass: the mean of several, after one that warms the caches."""
+        self._pass()
+        start = time.thread_time()
+        for _ in range(_NUM_PASSES):
+            self._pass()
+        return (time.thread_time() - start) / _NUM_PASSES
+
+    def _pass(self) -> None:
+        np.sort(self._ids)
+        np.take(self._rows, self._ids, axis=0, out=self._found, mode="clip")
+        self._found *= self._found
+        self._found.sum(axis=1)
+
+
+def describe_setting(
+    config: Section,
+    *,
+    title: str,
+    network: str,
+    place: Place,
+    speeds: LinkSpeeds,
+    started: datetime,
+) -> BenchSetting:
+    """The place and the circumstances of a benchmark.
+
+    Args:
+        config: all of it.
+        title: of the benchmark.
+        network: in words, if any.
+        place: which rank this is.
+        speeds: of the links.
+        started: when.
+    """
+    return BenchSetting(
+        title=title,
+        when=started.strftime("%Y-%m-%d %H:%M"),
+        command=_command(place),
+        hosts=place.world_size // place.local_world_size,
+        ranks_per_host=place.local_world_size,
+        network=network or "network as it is",
+        cluster=os.environ.get("EMULATED_CLUSTER", ""),
+        machine=describe_machine(),
+        versions=describe_versions(),
+        link_speeds={
+            "in a host, all-to-all": speeds.intra_host_all_to_all_bytes_per_s,
+            "in a host, all-reduce": speeds.intra_host_all_reduce_bytes_per_s,
+            "to other hosts, all-to-all": speeds.cross_host_all_to_all_bytes_per_s,
+            "to other hosts, all-reduce": speeds.cross_host_all_reduce_bytes_per_s,
+        },
+        config=config.model_dump(mode="json"),
+    )
+
+
+def _command(place: Place) -> str:
+    hosts = place.world_size // place.local_world_size
+    launcher = os.environ.get(
+        "EMULATED_CLUSTER_LAUNCHER",
+        f"torchrun --nnodes {hosts} --nproc-per-node {place.local_world_size}",
+    )
+    return f"{launcher} -m torchrec_2dsp {shlex.join(sys.argv[1:])}"

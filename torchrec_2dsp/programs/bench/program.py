@@ -1,32 +1,44 @@
-"""Run a benchmark: contestants in processes of their own, one at a time, block by block."""
+"""`BenchWatcher`: who is told how a benchmark goes on."""
 
 import os
 import random
 import statistics
 import time
-from collections.abc import Sequence
-from datetime import UTC, datetime
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple, Protocol
 
+import torch
+import torch.distributed as dist
 from torchrec.distributed.types import ShardingPlan
 
+from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.cost.calibration import Calibration
+from torchrec_2dsp.cost.model import CostModel
+from torchrec_2dsp.cost.step_cost import StepCost
+from torchrec_2dsp.cost.workload import DenseWork
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.bench.config import BenchConfig, CeilingContestant
-from torchrec_2dsp.programs.bench.control import Control
+from torchrec_2dsp.mesh import Mesh2D
+from torchrec_2dsp.plan.plan2d import Plan2D
+from torchrec_2dsp.programs.bench.config import BenchConfig, CeilingContestant, PlannedContestant
+from torchrec_2dsp.programs.bench.contestants import measure_dense, tables_work, workload_of
 from torchrec_2dsp.programs.bench.judge import judged
 from torchrec_2dsp.programs.bench.machine import (
+    ComputeProbe,
+    describe_setting,
     foreign_load,
     interfaces,
     keep_libraries_in_memory,
     load,
     sent,
 )
-from torchrec_2dsp.programs.bench.predict import Predicted, predicted_steps
-from torchrec_2dsp.programs.bench.probe import ComputeProbe
 from torchrec_2dsp.programs.bench.process import (
     ContestantProcess,
+    Control,
     How,
+    Place,
+    contestant_store,
     failure_line,
     failure_report,
 )
@@ -36,19 +48,154 @@ from torchrec_2dsp.programs.bench.results import (
     ContestantResult,
     Outcome,
 )
-from torchrec_2dsp.programs.bench.setting import describe_setting
-from torchrec_2dsp.programs.bench.speeds import measured_place
-from torchrec_2dsp.programs.bench.traced_figures import traced_figures
-from torchrec_2dsp.programs.bench.watcher import BenchWatcher
+from torchrec_2dsp.programs.bench.tracing import Traced, traced_figures
 from torchrec_2dsp.programs.bench.worker import (
     LEAD_IN_STEPS,
     Built,
     MeasuredPlace,
-    Place,
-    Traced,
     Worker,
 )
+from torchrec_2dsp.programs.calibrate.collectives import LinkSpeeds, measure_link_speeds
+from torchrec_2dsp.programs.config.sections import ModelConfig
 from torchrec_2dsp.programs.launch import keep_freed_memory
+
+
+class BenchWatcher(Protocol):
+    """Someone who is told what happens, usually on rank 0."""
+
+    def speeds_measured(self, speeds: LinkSpeeds) -> None:
+        """The speeds of the network were measured."""
+        ...
+
+    def contestant_built(self, name: str, sharding: dict[str, int], dense_plan: str) -> None:
+        """A contestant has trained its first steps, by a planned dense part if it asked for one."""
+        ...
+
+    def block_measured(self, name: str, block: ContestantBlock) -> None:
+        """A block of a contestant was measured."""
+        ...
+
+    def contestant_out(self, name: str, outcome: Outcome, reason: str) -> None:
+        """A contestant is not going on."""
+        ...
+
+
+def measured_place(config: BenchConfig, place: Place, control: Control) -> MeasuredPlace:
+    """The speeds of links and of the model, measured in a process that ends with it."""
+    process = ContestantProcess(lambda: _Measurer(config, place))
+    try:
+        answer = process.ask("measure", deadline_s=config.schedule.deadline_s)
+    finally:
+        process.kill()
+    failed = [reply for reply in control.exchange(answer) if reply.how is not How.ANSWERED]
+    if failed:
+        raise ConfigError(f"the network can't be measured: {failed[0].report}")
+    return answer.value
+
+
+class _Measurer:
+    def __init__(self, config: BenchConfig, place: Place) -> None:
+        self._config = config
+        self._place = place
+
+    def measure(self) -> MeasuredPlace:
+        """Collectives: those of `measure_link_speeds` and `measure_dense`."""
+        torch.set_num_threads(1)
+        schedule = self._config.schedule
+        if schedule.device == "cuda":
+            torch.cuda.set_device(self._place.rank % self._place.local_world_size)
+        dist.init_process_group(
+            "nccl" if schedule.device == "cuda" else "gloo",
+            store=contestant_store(len(self._config.contestants), schedule.deadline_s),
+            rank=self._place.rank,
+            world_size=self._place.world_size,
+            timeout=timedelta(seconds=schedule.deadline_s),
+        )
+        world = world_group()
+        speeds = measure_link_speeds(world, local_world_size=self._place.local_world_size)
+        is_predicted = self._config.calibration and isinstance(self._config.model, ModelConfig)
+        dense = measure_dense(self._config, world) if is_predicted else None
+        return MeasuredPlace(speeds, dense)
+
+
+class Predicted(NamedTuple):
+    """The predicted steps of a benchmark."""
+
+    steps: dict[str, dict[str, float]]
+    """Seconds by part, of the step of each contestant."""
+    dense_from: tuple[str, ...]
+    """The ceilings that say what a step takes beside its tables; without any, the model without its
+    tables was timed."""
+
+
+def predicted_steps(
+    config: BenchConfig,
+    plans: Mapping[str, ShardingPlan],
+    dense: DenseWork | None,
+    place: Place,
+    ceilings: Mapping[str, float],
+) -> Predicted:
+    """The predicted steps of contestants that train; nothing without a calibration.
+
+    Args:
+        config: names the calibration, and the workload.
+        plans: what each contestant trains by.
+        dense: what the model does beside its tables, when it does nothing else.
+        place: how many ranks there are, and on how many hosts.
+        ceilings: seconds of the steps of those that were measured.
+    """
+    if dense is None:
+        return Predicted({}, ())
+    tables = tables_work(config)
+    costs = CostModel(Calibration.load(config.calibration), place.local_world_size)
+    in_2d = {
+        name: plan
+        if isinstance(plan, Plan2D)
+        else Plan2D.from_stock(plan, Mesh2D(1, place.world_size))
+        for name, plan in plans.items()
+    }
+
+    def cost(plan: Plan2D, contestant: PlannedContestant, dense: DenseWork) -> StepCost:
+        return costs.step_cost(plan, workload_of(contestant, tables, config.model.dim, dense))
+
+    beside: dict[str, float] = {}
+    for name, step_s in ceilings.items():
+        contestant = config.contestants[name]
+        # Of replicas, part of what keeps them equal is computing, too.
+        if isinstance(contestant, CeilingContestant) and in_2d[name].mesh.num_groups == 1:
+            of_tables = cost(in_2d[name], config.planned[contestant.of], DenseWork())
+            rest_s = step_s - of_tables.lookup_s - of_tables.rows_s - of_tables.update_s
+            if rest_s > 0:
+                beside[name] = rest_s
+    if beside:
+        dense = _as_long_as(dense, statistics.median(beside.values()))
+    steps = {
+        name: cost(plan, config.planned[name], dense).as_dict()
+        for name, plan in in_2d.items()
+        if name in config.planned
+    }
+    return Predicted(steps, tuple(beside))
+
+
+def _as_long_as(dense: DenseWork, seconds: float) -> DenseWork:
+    """Divided into forward and backward as before."""
+    scale = seconds / (dense.forward_s + dense.backward_s)
+    return replace(dense, forward_s=scale * dense.forward_s, backward_s=scale * dense.backward_s)
+
+
+def calibration_warning(config: BenchConfig, local_world_size: int) -> str:
+    """The differences to the machines that the calibration was made on; empty if there are none."""
+    if not config.calibration:
+        return ""
+    differences = Calibration.load(config.calibration).differences(
+        local_world_size=local_world_size, device=config.schedule.device
+    )
+    return (
+        f"{config.calibration} is of other machines: {'; '.join(differences)}"
+        if differences
+        else ""
+    )
+
 
 _PATIENCE = 3.0
 """Ranks wait for each other this many deadlines long."""

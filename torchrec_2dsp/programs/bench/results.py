@@ -5,22 +5,16 @@ from typing import Any, ClassVar
 
 from pydantic import ConfigDict, Field, model_validator
 
-from torchrec_2dsp.programs.bench.traffic import (
-    DenseTraffic,
-    EncodedTraffic,
-    MeasuredTraffic,
-    RowTravel,
-)
 from torchrec_2dsp.programs.config.section import JsonFile, Section
 
 BENCH_RESULT_FORMAT = 2
 
 
 class Outcome(enum.StrEnum):
-    """The ways in which a contestant ends."""
+    """A contestant's end."""
 
     MEASURED = "measured"
-    """All blocks of the contestant count."""
+    """All its blocks count."""
 
     CRASHED = "crashed"
     """A rank raised or died."""
@@ -29,31 +23,30 @@ class Outcome(enum.StrEnum):
     """A rank missed the deadline."""
 
     DISQUALIFIED = "disqualified"
-    """The losses are not those of the reference, though they should be."""
+    """Its losses are not the reference's, though they should be."""
 
 
 class ContestantBlock(Section):
-    """The measurements of some steps of one contestant in one round."""
+    """Some steps of one contestant in one round, timed together."""
 
     round: int
-    """The number of the round, from 0."""
+    """The round's number, from 0."""
 
     num_steps: int
-    """Steps that were timed together."""
+    """The number of steps."""
 
     step_s: float = Field(gt=0)
-    """Mean time of a step on the slowest rank; of a ceiling, whose ranks don't wait for each other,
-    on a rank in the mean."""
+    """Mean step time of the slowest rank; of a ceiling, whose ranks don't wait for each other, of
+    the mean rank."""
 
     link_bytes: float | None = None
     """Bytes sent on the counted interface, per rank and step; None if none is counted."""
 
     loopback_bytes: float | None = None
-    """Bytes like `link_bytes`, of traffic that stayed inside a host."""
+    """The same for traffic that stayed inside a host."""
 
     foreign_load: float
-    """Cores that the benchmark couldn't have, on the busiest machine: other processes had them,
-    or other virtual machines."""
+    """Cores that other processes or other virtual machines took, on the busiest machine."""
 
     probe_s: float | None = None
     """Processor seconds of a fixed piece of work just before, mean over ranks; None in files from
@@ -61,49 +54,104 @@ class ContestantBlock(Section):
 
 
 class DealtSamples(Section):
-    """What became of the samples of a contestant that deals them to its ranks by their cost."""
+    """Samples that a contestant dealt to its ranks by cost."""
 
     imbalance_before: float
-    """How many times the mean the slowest rank would have taken with the samples that it reads, by
-    their costs; 1 is even."""
+    """The cost of the slowest rank's samples as read, in units of the mean rank's; 1 is even."""
 
     imbalance_after: float
-    """How many times the mean the slowest rank takes with the samples that it was dealt."""
+    """The same for the samples as dealt."""
 
     moved_share: float
-    """The share of the samples that were given to another rank."""
+    """The share of the samples that went to another rank."""
 
     sent_bytes: float
-    """Bytes of samples that a rank sent to others per step, mean over ranks."""
+    """Bytes of samples that a rank sent per step, mean over ranks."""
 
 
 class ComputeTimes(Section):
-    """The processor time of the threads that train, in a step: while a rank waits it uses none."""
+    """The training threads' processor time in a step; a rank that waits uses none."""
 
     mean_s: float
     """Seconds of a rank, mean over ranks and steps."""
 
     slowest_s: float
-    """Seconds of the rank that took longest in a step, mean over steps."""
+    """Seconds of a step's slowest rank, mean over steps."""
 
 
 class Phase(Section):
     """A part of the traced step."""
 
     name: str
-    """The work or the wait of the rank, by name."""
+    """The rank's activity."""
 
     seconds: float
     """Seconds per step, mean over steps and ranks."""
 
     waiting: bool
-    """Whether it is time in which the rank waited for a collective."""
+    """Whether the rank waited for a collective."""
+
+
+class MeasuredTraffic(Section):
+    """The traffic of one kind of collective."""
+
+    name: str
+    """The operation, such as all_to_all_single."""
+
+    calls: float
+    """Calls per rank and step."""
+
+    sent_bytes: float
+    """Bytes that an ideal algorithm sends to other ranks, per rank and step."""
+
+
+class EncodedTraffic(Section):
+    """The bytes that a transport saves, per rank and step, mean over ranks."""
+
+    rows_fp32_bytes: float = 0.0
+    """Bytes in fp32 of rows, bags and their gradients, each counted once, whoever gets it; 0
+    without a row transport."""
+
+    rows_bytes: float = 0.0
+    """Their bytes as they travelled."""
+
+    replicas_fp32_bytes: float = 0.0
+    """Bytes that a rank would have sent to its replica peers in fp32."""
+
+    replicas_bytes: float = 0.0
+    """Bytes that it sent to them, ids included."""
+
+
+class DenseTraffic(Section):
+    """The bytes of thresholded dense gradients, per rank and step, mean over ranks."""
+
+    fp32_bytes: float
+    """Bytes that a rank would have sent in a ring all-reduce in fp32."""
+
+    sent_bytes: float
+    """Bytes that it sent, data-parallel tables included."""
+
+    density: float
+    """The share of elements that were chosen."""
+
+    residual_norm: float
+    """The Euclidean norm of what a rank hadn't sent yet after the last step."""
+
+
+class RowTravel(Section):
+    """The travel time of a step's row gradients, mean over ranks."""
+
+    window_s: float
+    """Seconds from sending gradients until their rows are needed: so long they cost nothing."""
+
+    waited_s: float
+    """Seconds for which the lookup then waits for them."""
 
 
 class ContestantResult(Section):
     """The measurements of one contestant."""
 
-    # Losses that are not finite survive JSON, which has no numbers for them.
+    # JSON has no numbers for losses that aren't finite.
     model_config = ConfigDict(ser_json_inf_nan="strings")
 
     name: str
@@ -119,16 +167,16 @@ class ContestantResult(Section):
     """The outcome, which says whether the numbers count."""
 
     reason: str = ""
-    """The reason why the numbers don't count; empty if they do."""
+    """The reason why they don't; empty if they do."""
 
     sharding: dict[str, int] = Field(default_factory=dict)
-    """How many tables have which sharding type."""
+    """The number of tables with each sharding type."""
 
     dense_plan: str = ""
-    """What was predicted to be the fastest dense part; empty if none was planned."""
+    """The dense part that was predicted to be fastest; empty if none was planned."""
 
     predicted: dict[str, float] | None = None
-    """Seconds of the step's parts, as fields of `StepCost`; None without a calibration."""
+    """Predicted seconds of each part in `StepCost`; None without a calibration."""
 
     blocks: tuple[ContestantBlock, ...] = ()
     """The blocks, in the order of the rounds."""
@@ -137,33 +185,33 @@ class ContestantResult(Section):
     """The traced step, part by part; they add up to it."""
 
     traffic: tuple[MeasuredTraffic, ...] = ()
-    """The traffic of each kind of collective in the traced step."""
+    """The traced step's traffic, by collective."""
 
     encoded: EncodedTraffic | None = None
-    """The bytes before and after encoding; None if no transport encoded any, and in files from
-    before they were counted."""
+    """The bytes before and after encoding; None without any, and in files from before they were
+    counted."""
 
     dense: DenseTraffic | None = None
     """The bytes of thresholded dense gradients; None without thresholds, and in files from before
     they were counted."""
 
     row_travel: RowTravel | None = None
-    """The travel of a `GradientSync`'s row gradients; None of other syncs."""
+    """The travel of a `GradientSync`'s row gradients; None for other syncs."""
 
     dealt: DealtSamples | None = None
-    """What became of the samples; None unless they are dealt by cost, and in older files."""
+    """The samples that were dealt by cost; None if none were, and in older files."""
 
     compute: ComputeTimes | None = None
-    """The processor time of the steps of all blocks; None on accelerators, and in older files."""
+    """The processor time of all blocks' steps; None on accelerators, and in older files."""
 
     peak_memory_bytes: int | None = None
-    """The most memory that its process on any rank had, beyond what it started with."""
+    """The peak memory of a process on any rank, beyond what it started with."""
 
     losses: tuple[float, ...] = ()
-    """The losses of the global batch, step by step from the first one."""
+    """The global batch's losses, step by step from the first one."""
 
     loss_gap: float | None = None
-    """The largest difference of a loss to the reference's, over the first steps
+    """The largest difference to the reference's losses over the first steps
     (`LossConfig.num_steps`); in files of format 1, over all steps. None for a ceiling, which
     trains nothing."""
 
@@ -182,7 +230,7 @@ class BenchSetting(Section):
     """The place and the circumstances of a benchmark."""
 
     title: str
-    """The title of the benchmark."""
+    """The benchmark's title."""
 
     when: str
     """The date and the time, UTC."""
@@ -191,10 +239,10 @@ class BenchSetting(Section):
     """The command that repeats the benchmark."""
 
     hosts: int
-    """How many hosts there were, with `ranks_per_host` ranks each."""
+    """The number of hosts."""
 
     ranks_per_host: int
-    """How many ranks a host had: LOCAL_WORLD_SIZE."""
+    """The number of ranks per host: LOCAL_WORLD_SIZE."""
 
     network: str
     """The network in words."""
@@ -221,7 +269,7 @@ class BenchResult(JsonFile):
     what_it_is: ClassVar[str] = "the JSON of a benchmark"
 
     format: int = Field(default=BENCH_RESULT_FORMAT, ge=1, le=BENCH_RESULT_FORMAT)
-    """The format of this file. In format 1 losses were judged step by step, over all steps."""
+    """The file's format. In format 1 losses were judged step by step, over all steps."""
 
     setting: BenchSetting
     """The place and the circumstances of the benchmark."""
@@ -233,13 +281,13 @@ class BenchResult(JsonFile):
     """The contestants, in the order of the config."""
 
     dense_from: tuple[str, ...] = ()
-    """The ceilings that predictions take from what a step does beside its tables; without any, the
-    model without its tables was timed."""
+    """The ceilings whose steps told the predictions what a step takes beside its tables; without
+    any, the model without its tables was timed."""
 
     @model_validator(mode="before")
     @classmethod
     def _read_format_1(cls, tree: Any) -> Any:
-        """Leave out a config's bounds of losses where they were bounds of something else."""
+        """Leave out a config's loss bounds where they bounded something else."""
         if not isinstance(tree, dict) or tree.get("format") != 1:
             return tree
         setting = dict(tree.get("setting") or {})
@@ -251,7 +299,7 @@ class BenchResult(JsonFile):
         return {**tree, "setting": {**setting, "config": config}}
 
     def measured(self) -> tuple[ContestantResult, ...]:
-        """The contestants whose numbers count, ceilings included."""
+        """Return the contestants whose numbers count, ceilings included."""
         return tuple(
             contestant for contestant in self.contestants if contestant.outcome is Outcome.MEASURED
         )

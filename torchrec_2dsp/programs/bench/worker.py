@@ -1,12 +1,16 @@
-"""One contestant on one rank: what runs in its process."""
+"""`Feed`: the batches of a contestant on one rank."""
 
 import time
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
+from itertools import chain, cycle, islice, repeat
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torchrec.datasets.utils import Batch
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_2dsp.comms.counting import count_collectives, count_encoded
@@ -18,25 +22,107 @@ from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.programs.bench import replay
 from torchrec_2dsp.programs.bench.config import BenchConfig, CeilingContestant
 from torchrec_2dsp.programs.bench.contestants import Trainer, build_trainer, sharding_of
-from torchrec_2dsp.programs.bench.control import contestant_store
-from torchrec_2dsp.programs.bench.feed import Feed
 from torchrec_2dsp.programs.bench.machine import give_back_memory, peak_bytes, resident_bytes
-from torchrec_2dsp.programs.bench.results import Phase
-from torchrec_2dsp.programs.bench.trace import split_by_phase, traced
-from torchrec_2dsp.programs.bench.traffic import (
-    DenseTraffic,
-    EncodedTraffic,
-    MeasuredTraffic,
-    RowTravel,
+from torchrec_2dsp.programs.bench.process import Place, contestant_store
+from torchrec_2dsp.programs.bench.results import DenseTraffic, EncodedTraffic
+from torchrec_2dsp.programs.bench.tracing import (
+    Traced,
     encoded_between,
     measured_traffic,
+    phases_of,
+    profiled,
     row_travel_between,
 )
-from torchrec_2dsp.programs.calibrate.link_speed import LinkSpeeds
+from torchrec_2dsp.programs.calibrate.collectives import LinkSpeeds
+from torchrec_2dsp.programs.config.sections import BalanceConfig
+from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.launch import quiet_upstream
+from torchrec_2dsp.programs.models.balance import deal_batches
 from torchrec_2dsp.programs.models.dense import dense_total, thresholded_gradients
+from torchrec_2dsp.programs.models.kinds import dataset_for
+from torchrec_2dsp.programs.traces import RankSplit
 from torchrec_2dsp.replicas.sync_report import SyncReason, SyncReport
+from torchrec_2dsp.samples.balanced_batches import BalancedBatches
 from torchrec_2dsp.samples.dealer import BalanceReport
+
+_AHEAD = 4
+"""So many batches are taken ahead of a step: by the pipeline, and by whoever deals samples."""
+
+
+class Feed(Iterator[Batch]):
+    """Batches made ahead of time, so that making them takes none of the steps'.
+
+    Dealing their samples to the ranks does: it is work of the contestant that asks for it.
+    """
+
+    def __init__(self, config: BenchConfig, *, rank: int, world_size: int, cycle: int) -> None:
+        """
+        Args:
+            config: the data and the batch size.
+            rank: whose part of each batch it is.
+            world_size: how many parts a batch has.
+            cycle: after so many batches the first one comes again; 0 for never.
+        """
+        self.cycle = cycle
+        """The number of different batches; 0 if all are."""
+        self._model = config.model
+        dataset = dataset_for(config.model, config.data.dataset())
+        batches = partial(
+            dataset.batches,
+            Split.TRAIN,
+            global_batch_size=config.schedule.batch_size * world_size,
+            rank=rank,
+            world_size=world_size,
+        )
+        self._batches = (
+            batches()
+            if not cycle
+            else chain.from_iterable(islice(batches(), cycle) for _ in repeat(None))
+        )
+        self._ready: deque[Batch] = deque()
+        self._given: Iterator[Batch] = self._read()
+        self._dealt: BalancedBatches[Batch] | None = None
+
+    def deal(self, balance: BalanceConfig) -> None:
+        """Give each rank samples by their cost from now on.
+
+        Where batches come again they are dealt here, so that later steps need no other rank.
+
+        Args:
+            balance: how samples are dealt.
+
+        Collectives:
+            Those of `deal_batches`.
+        """
+        self._given = self._dealt = deal_batches(self._given, balance, self._model)
+        if self.cycle:
+            batches = list(islice(self._dealt, self.cycle))
+            self._dealt.close()
+            self._given = cycle(batches)
+
+    @property
+    def report(self) -> BalanceReport | None:
+        """What became of the samples of all batches so far; `None` if they aren't dealt."""
+        return None if self._dealt is None else self._dealt.report
+
+    def note_seconds(self, seconds: float) -> None:
+        """Tell how much processor time the last step took, for speeds that are measured."""
+        if self._dealt is not None:
+            self._dealt.note_seconds(seconds)
+
+    def prepare(self, num_steps: int) -> None:
+        """Have enough for some steps, and for what is taken ahead."""
+        while len(self._ready) < num_steps + _AHEAD:
+            self._ready.append(next(self._batches))
+
+    def __next__(self) -> Batch:
+        return next(self._given)
+
+    def _read(self) -> Iterator[Batch]:
+        """The batches as this rank reads them, without an end."""
+        while True:
+            yield self._ready.popleft() if self._ready else next(self._batches)
+
 
 LEAD_IN_STEPS = 1
 """Untimed steps of a block: the caches hold what another contestant left there."""
@@ -47,40 +133,6 @@ _RECORDED_STEPS = 8
 
 _LATE_STEPS = 2
 """After so many steps, nothing of the steps before is under way, even if updates may be late."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """The place of this rank in the world."""
-
-    rank: int
-    """The number of the rank in the world."""
-    world_size: int
-    """How many ranks there are in all."""
-    local_world_size: int
-    """How many ranks this host has."""
-
-
-@dataclass(frozen=True)
-class Traced:
-    """The measurements of one rank's traced steps."""
-
-    phases: tuple[Phase, ...]
-    """The step, part by part."""
-    traffic: tuple[MeasuredTraffic, ...]
-    """The traffic of each kind of collective."""
-    encoded: EncodedTraffic
-    """The bytes of numbers before and after encoding."""
-    dense: DenseTraffic | None
-    """The bytes of dense gradients, if these are thresholded."""
-    row_travel: RowTravel | None
-    """How long row gradients could travel, and were waited for."""
-    balance: BalanceReport | None
-    """What became of the samples, if they are dealt."""
-    compute_s: tuple[float, ...]
-    """The processor time of each step of all blocks; empty on accelerators."""
-    peak_memory_bytes: int | None
-    """Beyond what the process started with."""
 
 
 class MeasuredPlace(NamedTuple):
@@ -234,7 +286,8 @@ class Worker:
         )
         travel = row_travel_between(before, after, num_steps)
         dist.barrier(world_group())
-        phases = split_by_phase(traced(self._step, num_steps, self._settle))
+        trace = profiled(self._step, num_steps, self._settle)
+        phases = phases_of(RankSplit.of_trace(self._place.rank, trace))
         traffic = measured_traffic(seen.records, num_steps)
         grown = None if peak is None or self._start_bytes is None else peak - self._start_bytes
         balance = self._feed.report

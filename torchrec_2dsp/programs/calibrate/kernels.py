@@ -18,8 +18,8 @@ from torchrec_2dsp._compat.fbgemm import (
 )
 from torchrec_2dsp.codecs.rows import RowCodec, Transport
 from torchrec_2dsp.cost.kernels import encoding
+from torchrec_2dsp.programs.calibrate.collectives import group_device, repeated_seconds
 from torchrec_2dsp.programs.calibrate.fit import KernelSample, Timed
-from torchrec_2dsp.programs.calibrate.timing import group_device, repeated_seconds
 from torchrec_2dsp.rows.direct_lookup import DirectLookup
 from torchrec_2dsp.rows.direct_update import rule_for
 from torchrec_2dsp.rows.gradients import RowSum

@@ -7,9 +7,7 @@ from typing import Annotated
 import typer
 
 from torchrec_2dsp.programs.cli.access import access
-from torchrec_2dsp.programs.cli.bench import bench
-from torchrec_2dsp.programs.cli.bench_report import bench_compare, bench_report
-from torchrec_2dsp.programs.cli.bench_sync import bench_sync
+from torchrec_2dsp.programs.cli.bench import bench, bench_compare, bench_report, bench_sync
 from torchrec_2dsp.programs.cli.calibrate import calibrate
 from torchrec_2dsp.programs.cli.cluster import cluster
 from torchrec_2dsp.programs.cli.doctor import doctor

@@ -1,5 +1,6 @@
-"""`bench`: measures ways to train a model side by side, and shows who is how fast."""
+"""`bench`, `bench-report`, `bench-compare` and `bench-sync`: compare ways to train, and show it."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +14,10 @@ from torchrec_2dsp.programs.cli.errors import check_writable, shown_errors
 if TYPE_CHECKING:
     from torchrec_2dsp.programs.bench.config import BenchConfig
     from torchrec_2dsp.programs.bench.results import BenchResult, ContestantBlock, Outcome
-    from torchrec_2dsp.programs.calibrate.link_speed import LinkSpeeds
+    from torchrec_2dsp.programs.bench.statistics import Agreement, Summary
+    from torchrec_2dsp.programs.calibrate.collectives import LinkSpeeds
+
+_Results = Annotated[list[Path], typer.Argument(metavar="RESULT.json...")]
 
 
 def bench(
@@ -68,12 +72,9 @@ def bench(
 def _bench(
     name: str, workload: str | None, overrides: list[str], only: list[str], output: Path | None
 ) -> "BenchResult":
-    import os
-
     from torchrec_2dsp.programs.bench.config import BenchConfig
-    from torchrec_2dsp.programs.bench.predict import calibration_warning
-    from torchrec_2dsp.programs.bench.program import run_bench
-    from torchrec_2dsp.programs.cli.bench_tables import show_bench
+    from torchrec_2dsp.programs.bench.page import markdown_report
+    from torchrec_2dsp.programs.bench.program import calibration_warning, run_bench
     from torchrec_2dsp.programs.config.config_file import load_config
     from torchrec_2dsp.programs.launch import check_launched, quiet_upstream
 
@@ -91,8 +92,6 @@ def _bench(
         result = run_bench(config, [display])
     show_bench(result, console)
     if output is not None:
-        from torchrec_2dsp.programs.bench.markdown import markdown_report
-
         result.save(output.with_suffix(".json"))
         output.write_text(markdown_report([result]))
         console.print(f"wrote {output} and {output.with_suffix('.json')}", soft_wrap=True)
@@ -100,7 +99,7 @@ def _bench(
 
 
 class BenchDisplay:
-    """A bar on a terminal, lines elsewhere."""
+    """A progress bar on a terminal, lines elsewhere."""
 
     def __init__(self, console: Console, config: "BenchConfig") -> None:
         self._console = console
@@ -117,7 +116,7 @@ class BenchDisplay:
         )
         self._built = self._bar.add_task("built", total=num_contestants, last="")
         self._blocks = self._bar.add_task("blocks", total=num_contestants * self._rounds, last="")
-        self._in_round = (-1, 0)
+        self._last_round = -1
 
     def __enter__(self) -> "BenchDisplay":
         self._bar.start()
@@ -144,17 +143,211 @@ class BenchDisplay:
         self._say(f"{name}: {', '.join(parts)}")
 
     def block_measured(self, name: str, block: "ContestantBlock") -> None:
-        """Move the bar; without one, say when a round begins."""
+        """Advance the bar; without one, say when a round begins."""
         last = f"{name} {block.step_s * 1e3:.0f} ms"
         self._bar.update(self._blocks, advance=1, last=last)
-        if not self._console.is_terminal and block.round != self._in_round[0]:
-            self._in_round = (block.round, 0)
+        if not self._console.is_terminal and block.round != self._last_round:
+            self._last_round = block.round
             self._say(f"round {block.round + 1} of {self._rounds}")
 
     def contestant_out(self, name: str, outcome: "Outcome", reason: str) -> None:
-        """Say why, in full: the closing table has less room."""
+        """Give the reason in full: the closing table has less room."""
         self._bar.advance(self._built)
         self._console.print(Text(f"{name} {outcome}, {reason}", style="red"), soft_wrap=True)
 
     def _say(self, line: str) -> None:
         self._console.print(Text(line), soft_wrap=True)
+
+
+def show_bench(result: "BenchResult", console: Console) -> None:
+    """Print the closing table, what its columns mean, and who failed."""
+    from torchrec_2dsp.programs.bench.results import Outcome
+    from torchrec_2dsp.programs.bench.statistics import summarize
+    from torchrec_2dsp.programs.bench.tables import closing_table, counts_link
+
+    summary = summarize(result)
+    console.print()
+    console.print(closing_table(result, summary))
+    console.print()
+    console.print(Text(_meaning(summary, result.reference, counts_link(summary))))
+    for contestant in result.contestants:
+        if contestant.outcome is not Outcome.MEASURED:
+            text = f"\n{contestant.name} {contestant.outcome}: {contestant.reason}"
+            console.print(Text(text, style="bold red"))
+
+
+def _meaning(summary: "Summary", reference: str, is_counted: bool) -> str:
+    """Explain the closing table's columns."""
+    from torchrec_2dsp.programs.bench.statistics import CONFIDENCE
+
+    parts = ["Ms: step time over the blocks, on the slowest rank."]
+    if summary.best_stock is not None:
+        plain = "" if summary.best_stock == summary.best_plain_stock else ", in full duplex"
+        parts.append(
+            f"Best stock: {summary.best_stock}{plain}; how many times as fast, compared round by "
+            f"round, with its {CONFIDENCE:.0%} interval."
+        )
+    if summary.ceiling is not None:
+        parts.append(f"Of ceiling: {summary.ceiling} without communication is 100%.")
+    how = "sent on the counted interface" if is_counted else "that the traced collectives send"
+    parts.append(f"MB: {how}, per rank.")
+    parts.append(
+        "NE gap: how much higher its normalized entropy over all trained steps is than that of "
+        f"{reference}."
+    )
+    return " ".join(parts)
+
+
+def bench_report(
+    results: _Results,
+    output: Annotated[
+        Path, typer.Option(help="The page to write, such as docs/benchmarks/demo.md.")
+    ],
+    plots: Annotated[bool, typer.Option(help="Also draw plots, which needs matplotlib.")] = True,
+) -> None:
+    """Write a Markdown page on benchmark results, with its plots and data beside it.
+
+    The data is copied as NAME_1.json and so on, so that the page can be made again from the
+    repository alone.
+    """
+    with shown_errors():
+        for path in _write_report(results, output, plots):
+            Console().print(Text(f"wrote {path}"), soft_wrap=True)
+
+
+def _write_report(sources: list[Path], output: Path, with_plots: bool) -> list[Path]:
+    """Write all files, the page last, and return their paths."""
+    from torchrec_2dsp.errors import ConfigError
+    from torchrec_2dsp.programs.bench.page import markdown_report
+    from torchrec_2dsp.programs.bench.plots import draw_plots
+    from torchrec_2dsp.programs.bench.results import BenchResult
+
+    if output.suffix != ".md":
+        raise ConfigError(f"--output {output} is no Markdown page; use a name that ends in .md")
+    results = [BenchResult.load(source) for source in sources]
+    # Read before anything is written: a report may be made again from its own copies.
+    copies = [source.read_bytes() for source in sources]
+    data = [output.with_name(f"{output.stem}_{n}.json") for n in range(1, len(results) + 1)]
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        plots = draw_plots(results, output) if with_plots else {}
+        page = markdown_report(
+            results,
+            plots={name: path.name for name, path in plots.items()},
+            data=[path.name for path in data],
+        )
+        for path, copy in zip(data, copies, strict=True):
+            path.write_bytes(copy)
+        output.write_text(page)
+    except OSError as error:
+        raise ConfigError(f"{error.filename} can't be written: {error.strerror}") from error
+    return [*data, *plots.values(), output]
+
+
+def bench_compare(
+    results: _Results,
+    tolerance: Annotated[
+        float, typer.Option(help="How far a contestant's medians may differ, as a share.")
+    ] = 0.1,
+) -> None:
+    """Check that several runs of a benchmark agree; exit code 1 if they don't."""
+    with shown_errors():
+        from torchrec_2dsp.programs.bench.results import BenchResult
+        from torchrec_2dsp.programs.bench.statistics import compare_runs
+
+        agreement = compare_runs([BenchResult.load(path) for path in results], tolerance=tolerance)
+    _show_agreement(agreement, Console())
+    if not agreement.passed:
+        raise typer.Exit(code=1)
+
+
+def _show_agreement(agreement: "Agreement", console: Console) -> None:
+    """Print each contestant's medians by run, and where the runs contradict each other."""
+    from torchrec_2dsp.programs.bench.tables import agreement_table
+
+    console.print(agreement_table(agreement))
+    if agreement.all_probes_s:
+        console.print(
+            "\n(machine): processor time of a fixed piece of work, in ms; where it differs, the "
+            "machine was not equally fast."
+        )
+    console.print()
+    for pair in agreement.swapped:
+        text = (
+            f"{pair.first} is faster than {pair.second} in run {pair.run + 1} and slower in run "
+            f"{pair.other_run + 1}; in neither do their intervals overlap."
+        )
+        console.print(Text(text, style="bold red"))
+    limit = f"{agreement.tolerance:.0%}"
+    if agreement.passed:
+        text = f"The runs agree: medians within {limit}, and no clear order that another run turns."
+        console.print(Text(text, style="green"))
+    else:
+        text = f"The runs don't agree: medians more than {limit} apart, failures, or turned orders."
+        console.print(Text(text, style="bold red"))
+
+
+def bench_sync(
+    config: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="What to compare: bench_sync, which ships, or a TOML file.",
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Change a value, such as repeats=9. Can be repeated.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a report here, such as out.md, its plot to out.svg and its numbers to "
+            "out.json."
+        ),
+    ] = None,
+) -> None:
+    """Time ways to keep copies of a table shard equal, by how many of its rows have changed.
+
+    Start it with torchrun, which starts the ranks:
+
+    torchrun --standalone --nproc-per-node 4 -m torchrec_2dsp bench-sync --config bench_sync
+    """
+    with shown_errors():
+        _bench_sync(config, overrides or [], output)
+
+
+def _bench_sync(name: str, overrides: list[str], output: Path | None) -> None:
+    from torchrec_2dsp.programs.bench.syncs import (
+        SyncBenchConfig,
+        run_sync_bench,
+        shards_of,
+        sync_plot,
+        sync_report,
+        table_of_shard,
+    )
+    from torchrec_2dsp.programs.config.config_file import load_config
+    from torchrec_2dsp.programs.launch import launched_world, quiet_upstream
+
+    quiet_upstream()
+    config = load_config(SyncBenchConfig, name, overrides)
+    with launched_world("cpu", "bench-sync") as rank:
+        if rank:
+            run_sync_bench(config)
+            return
+        console = Console()
+        check_writable(output)
+        result = run_sync_bench(config, lambda line: console.print(line, soft_wrap=True))
+        for shard in shards_of(result):
+            console.print(f"\n{shard[0]} copies of {shard[1]:g} MiB")
+            console.print(table_of_shard(result, *shard))
+        if output is not None:
+            plot, data = output.with_suffix(".svg"), output.with_suffix(".json")
+            result.save(data)
+            sync_plot(result, plot)
+            output.write_text(sync_report(result, plot=plot.name, data=data.name))
+            console.print(f"wrote {output}, {plot} and {data}", soft_wrap=True)

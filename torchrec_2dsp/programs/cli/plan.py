@@ -54,7 +54,7 @@ def _plan(name: str, overrides: list[str], json: Path | None, html: Path | None)
     from torchrec_2dsp.plan.serialize import save
     from torchrec_2dsp.programs.config.config_file import load_config
     from torchrec_2dsp.programs.launch import quiet_upstream
-    from torchrec_2dsp.programs.plan.planning import PlanConfig, planning
+    from torchrec_2dsp.programs.plan import PlanConfig, planning
     from torchrec_2dsp.report.page import graph_objects
 
     quiet_upstream()
@@ -94,7 +94,7 @@ def _simulate(name: str, ranks: str, overrides: list[str]) -> None:
     from torchrec_2dsp.errors import ConfigError
     from torchrec_2dsp.programs.config.config_file import load_config
     from torchrec_2dsp.programs.launch import quiet_upstream
-    from torchrec_2dsp.programs.plan.planning import PlanConfig, planning
+    from torchrec_2dsp.programs.plan import PlanConfig, planning
 
     quiet_upstream()
     sizes = ranks.replace(" ", "").split(",")

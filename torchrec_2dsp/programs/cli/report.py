@@ -69,7 +69,7 @@ def _write_study(
     """All files that were written, the page last."""
     from torchrec_2dsp.errors import ConfigError
     from torchrec_2dsp.programs.cli.errors import check_writable
-    from torchrec_2dsp.programs.study.study_report import study_plot, study_report
+    from torchrec_2dsp.programs.study import study_plot, study_report
     from torchrec_2dsp.programs.train.record import TrainRecord, joined
 
     if output.suffix != ".md":

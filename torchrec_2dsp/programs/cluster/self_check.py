@@ -126,7 +126,7 @@ def _measure() -> SelfCheck:
     """The measurements of a cluster, made on every rank."""
     import torch.distributed as dist
 
-    from torchrec_2dsp.programs.calibrate.link_speed import measure_link_speeds
+    from torchrec_2dsp.programs.calibrate.collectives import measure_link_speeds
 
     local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
     world = dist.group.WORLD

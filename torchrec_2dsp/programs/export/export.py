@@ -10,7 +10,6 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.data.dataset import Dataset
-from torchrec_2dsp.programs.export.encoding import write_encoding
 from torchrec_2dsp.programs.export.folder import (
     EXPORT_FILE,
     FEATURES_FILE,
@@ -18,8 +17,7 @@ from torchrec_2dsp.programs.export.folder import (
     ExportRecord,
     serving_inputs,
 )
-from torchrec_2dsp.programs.export.kinds import served_model
-from torchrec_2dsp.programs.export.own import saying_what_stops
+from torchrec_2dsp.programs.export.kinds import saying_what_stops, served_model
 from torchrec_2dsp.programs.export.quality import (
     HeldOutBatches,
     ServedQuality,
@@ -31,10 +29,14 @@ from torchrec_2dsp.programs.export.quality import (
     measure,
     scores_of,
 )
-from torchrec_2dsp.programs.export.served import ServedModel
-from torchrec_2dsp.programs.export.serving import load_script, quantize_, quantized_bytes
-from torchrec_2dsp.programs.export.source import ExportSource
-from torchrec_2dsp.programs.export.trained import trained_model
+from torchrec_2dsp.programs.export.requests import write_encoding
+from torchrec_2dsp.programs.export.served import (
+    ServedModel,
+    load_script,
+    quantize_,
+    quantized_bytes,
+)
+from torchrec_2dsp.programs.export.source import ExportSource, trained_model
 from torchrec_2dsp.programs.models.kinds import dataset_for
 from torchrec_2dsp.programs.models.model import tables_of
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig

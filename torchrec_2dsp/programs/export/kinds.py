@@ -1,18 +1,422 @@
-"""`served_model`: how a model of each kind serves."""
+"""`ServedScores`: models that give each sample of a request one score."""
 
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
+from torchrec.datasets.utils import Batch
+from torchrec.models.dlrm import DLRMTrain
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_2dsp.errors import TwoDError, UnsupportedError
 from torchrec_2dsp.programs.config.sections import ModelConfig
 from torchrec_2dsp.programs.data.dataset import BatchShape
-from torchrec_2dsp.programs.export.next_items import ServedNextItems
-from torchrec_2dsp.programs.export.own import served_own_model
-from torchrec_2dsp.programs.export.scores import served_clicks, served_towers
-from torchrec_2dsp.programs.export.served import ServedModel
+from torchrec_2dsp.programs.export.served import (
+    Answer,
+    CheckedRequests,
+    Request,
+    RequestCheck,
+    ServedFeature,
+    ServedModel,
+    request_of,
+    script_of,
+    traced_script,
+)
 from torchrec_2dsp.programs.models.kinds import ModelSection
+from torchrec_2dsp.programs.models.model import tables_of
 from torchrec_2dsp.programs.models.own_model import OwnModelConfig
-from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
+from torchrec_2dsp.programs.models.sequence import NextItemModel, SequenceModelConfig
+from torchrec_2dsp.programs.models.two_tower import TwoTowerModel
+
+
+class ServedScores:
+    """A `ServedModel` whose answers have a tensor ``scores``."""
+
+    functions: tuple[str, ...] = ()
+    """There are none beside the call."""
+
+    def __init__(
+        self, answers: nn.Module, features: Sequence[ServedFeature], num_dense: int
+    ) -> None:
+        """
+        Args:
+            answers: gives ``scores`` for dense features and a `KeyedJaggedTensor`.
+            features: those of a request, in its order.
+            num_dense: how many dense features a sample has.
+        """
+        self.features, self.num_dense = tuple(features), num_dense
+        self._names = [feature.name for feature in features]
+        self._answers = _Answers(answers, self._names).eval()
+
+    def module(self) -> nn.Module:
+        """A module that answers requests, by the tables as they are now."""
+        return self._answers
+
+    def script(self) -> torch.jit.ScriptModule:
+        """The module as a script, which also checks requests."""
+        check = RequestCheck(self.features, self.num_dense)
+        return script_of(CheckedRequests(check, traced_script(self._answers)))
+
+    def request(self, batch: Batch) -> Request:
+        """The request for a batch of held-out samples."""
+        return request_of(batch.dense_features, batch.sparse_features, self._names)
+
+    def scores(self, answers: Callable[..., Answer], batch: Batch) -> torch.Tensor:
+        """The scores of a batch's samples.
+
+        Raises:
+            UnsupportedError: the model gives another number of scores than there are samples.
+        """
+        scores, num_samples = answers(*self.request(batch))["scores"], len(batch.labels)
+        if scores.numel() != num_samples:
+            raise UnsupportedError(
+                f"the model gives {scores.numel()} scores for {num_samples} samples; return one "
+                "for each sample"
+            )
+        return scores
+
+
+def served_clicks(model: DLRMTrain) -> ServedScores:
+    """A DLRM or a DCN, which gives logits and probabilities of clicks."""
+    dlrm: Any = model.model
+    num_dense = next(
+        module.in_features for module in dlrm.dense_arch.modules() if isinstance(module, nn.Linear)
+    )
+    return ServedScores(_ClickScores(dlrm), _features_of_tables(model), num_dense)
+
+
+def served_towers(model: TwoTowerModel) -> ServedScores:
+    """Two towers, which give dot products and the vectors that are multiplied."""
+    return ServedScores(_TwoTowerScores(model), _features_of_tables(model), model.num_dense)
+
+
+def _features_of_tables(model: nn.Module) -> list[ServedFeature]:
+    """The features of a model's tables, table by table."""
+    return [
+        ServedFeature(
+            name=name, table=table.name, num_rows=table.num_embeddings, dim=table.embedding_dim
+        )
+        for table in tables_of(model)
+        for name in table.feature_names
+    ]
+
+
+class _Answers(nn.Module):
+    """Answers requests by a module that takes their ids together."""
+
+    def __init__(self, answers: nn.Module, features: list[str]) -> None:
+        super().__init__()
+        self.answers = answers
+        self._features = features
+
+    def forward(
+        self, dense: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        ids = KeyedJaggedTensor(keys=self._features, values=values, lengths=lengths)
+        return self.answers(dense, ids)
+
+
+class _ClickScores(nn.Module):
+    """Scores of a DLRM or a DCN."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, dense: torch.Tensor, ids: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
+        scores = self.model(dense, ids).squeeze(1)
+        return {"scores": scores, "probabilities": torch.sigmoid(scores)}
+
+
+class _TwoTowerScores(nn.Module):
+    """Scores of two towers, and the vectors that they are products of."""
+
+    def __init__(self, model: TwoTowerModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, dense: torch.Tensor, ids: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
+        users, items = self.model.vectors(ids, dense)
+        return {
+            "scores": (users * items).sum(dim=1),
+            "user_vectors": users,
+            "item_vectors": items,
+        }
+
+
+_COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)
+
+
+def served_own_model(model: nn.Module, data: BatchShape, factory: str) -> ServedScores:
+    """The model that a factory made, which gives logits and probabilities of clicks.
+
+    A request has all features of the data, as a batch has, since the model may use any of them.
+
+    Args:
+        model: called with a batch, it gives what the training program asks of models.
+        data: the features of a batch.
+        factory: the factory's name, for errors.
+
+    Raises:
+        UnsupportedError: tables aren't in the collections that TorchRec quantises.
+    """
+    _check_collections(model, factory)
+    tables = {name: table for table in tables_of(model) for name in table.feature_names}
+    features = [
+        ServedFeature(
+            name=feature.name,
+            table=tables[feature.name].name if feature.name in tables else "",
+            # A model may change ids before it looks them up, so its tables may have other rows.
+            num_rows=feature.num_rows,
+            dim=tables[feature.name].embedding_dim if feature.name in tables else 0,
+        )
+        for feature in data.features
+    ]
+    return ServedScores(_BatchScores(model), features, data.num_dense)
+
+
+@contextmanager
+def saying_what_stops(factory: str) -> Iterator[None]:
+    """Raise an error that names the factory, where its model can't be quantised or scripted.
+
+    Args:
+        factory: the factory's name; empty for the models of this package, whose errors stay.
+
+    Raises:
+        UnsupportedError: something else than this package failed inside.
+    """
+    try:
+        yield
+    except TwoDError:
+        raise
+    # What a model of a user does while it is recorded, and what TorchScript says, may be anything.
+    except Exception as error:
+        if not factory:
+            raise
+        raise UnsupportedError(
+            f"the model of factory={factory!r} can't be exported: {type(error).__name__}: "
+            f"{str(error).strip()}\nThe forward is recorded without a batch, and has to be the "
+            "same for all of them: let it call torch's functions and modules, and let no number "
+            "of a batch decide what it does"
+        ) from error
+
+
+def _check_collections(model: nn.Module, factory: str) -> None:
+    collections = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, _COLLECTIONS)
+    ]
+    if not collections:
+        raise UnsupportedError(
+            f"the model of factory={factory!r} can't be exported: it has no "
+            "EmbeddingBagCollection and no EmbeddingCollection to quantise"
+        )
+    for name, module in collections:
+        if type(module) not in _COLLECTIONS or not name:
+            raise UnsupportedError(
+                f"the model of factory={factory!r} can't be exported: {name or 'it'} is a "
+                f"{type(module).__name__}, which TorchRec doesn't quantise; use an "
+                "EmbeddingBagCollection or an EmbeddingCollection"
+            )
+
+
+class _BatchScores(nn.Module):
+    """Scores of a model that takes batches and returns the logits beside its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, dense: torch.Tensor, ids: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
+        # Nobody knows the labels of a request, and the loss isn't asked for.
+        batch = Batch(dense, ids, dense.new_zeros(dense.size(0)))
+        _, (_, logits, _) = self.model(batch)
+        scores = logits.reshape(-1)
+        return {"scores": scores, "probabilities": torch.sigmoid(scores)}
+
+
+class ServedNextItems:
+    """A `ServedModel` whose samples are histories of items, oldest first."""
+
+    functions: tuple[str, ...] = ("item_vectors", "next_items")
+    """The functions that the file has beside the call."""
+
+    num_dense: int = 0
+    """There are no dense features, whatever the data has."""
+
+    def __init__(self, model: NextItemModel, config: SequenceModelConfig) -> None:
+        """
+        Args:
+            model: the trained model.
+            config: its section of the config.
+        """
+        self._model = model
+        (table,) = tables_of(model)
+        self._names, self._chunk_size = list(table.feature_names), config.ranking.chunk_size
+        # The last item of a held-out sample is the one to predict.
+        self._max_items = config.max_length - 1
+        self.features = (
+            ServedFeature(
+                name=config.feature,
+                table=table.name,
+                num_rows=table.num_embeddings,
+                dim=table.embedding_dim,
+            ),
+        )
+        """The one feature, which holds the items."""
+
+    def module(self) -> nn.Module:
+        """A module that answers requests, by the table as it is now."""
+        return self._answers(self._lookup(), self._layers())
+
+    def script(self) -> torch.jit.ScriptModule:
+        """The module as a script, which also checks requests."""
+        lookup, layers = traced_script(self._lookup()), traced_script(self._layers())
+        return script_of(self._answers(lookup, layers))
+
+    def request(self, batch: Batch) -> Request | None:
+        """The histories of held-out samples without their last items; none if all are empty."""
+        return self._held_out(batch).request
+
+    def scores(self, answers: Any, batch: Batch) -> torch.Tensor:
+        """The scores of the last items of held-out samples, where a history comes before."""
+        held_out = self._held_out(batch)
+        if held_out.request is None:
+            return torch.empty(0)
+        vectors = answers(*held_out.request)["next_vectors"]
+        return (vectors * answers.item_vectors(held_out.targets)).sum(dim=1)
+
+    def _held_out(self, batch: Batch) -> "_HeldOut":
+        ids = batch.sparse_features[self.features[0].name]
+        lengths, ends = ids.lengths().long(), ids.offsets().long()[1:]
+        has_history = lengths > 1
+        if not bool(has_history.any()):
+            return _HeldOut(None, ids.values()[:0])
+        is_kept = torch.repeat_interleave(has_history, lengths)
+        is_kept[ends[has_history] - 1] = False
+        counts = lengths[has_history] - 1
+        request = torch.empty(len(counts), 0), ids.values()[is_kept], counts
+        return _HeldOut(request, ids.values()[ends[has_history] - 1])
+
+    def _answers(self, lookup: nn.Module, layers: nn.Module) -> "_NextItems":
+        check = RequestCheck(self.features, self.num_dense)
+        num_items = self.features[0].num_rows
+        return _NextItems(check, lookup, layers, num_items, self._max_items, self._chunk_size)
+
+    def _lookup(self) -> nn.Module:
+        return _ItemLookup(self._model.embeddings, self._names).eval()
+
+    def _layers(self) -> nn.Module:
+        return nn.Sequential(*self._model.dense.layers).eval()
+
+
+class _HeldOut(NamedTuple):
+    """Held-out samples, as a history and what comes next."""
+
+    request: Request | None
+    """The histories; none if there are no samples."""
+
+    targets: torch.Tensor
+    """The next item of each history."""
+
+
+class _ItemLookup(nn.Module):
+    """The vectors of items, by a collection that has a feature for negatives as well."""
+
+    def __init__(self, embeddings: nn.Module, names: list[str]) -> None:
+        super().__init__()
+        self.embeddings = embeddings
+        self._names = names
+
+    def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        features = KeyedJaggedTensor(keys=self._names, values=ids, lengths=lengths)
+        return self.embeddings(features)[self._names[0]].values()
+
+
+class _NextItems(nn.Module):
+    """What comes next after histories, written for TorchScript."""
+
+    def __init__(
+        self,
+        check: RequestCheck,
+        lookup: nn.Module,
+        layers: nn.Module,
+        num_items: int,
+        max_items: int,
+        chunk_size: int,
+    ) -> None:
+        super().__init__()
+        self.check, self.lookup, self.layers = check, lookup, layers
+        self.num_items, self.max_items, self.chunk_size = num_items, max_items, chunk_size
+
+    def forward(
+        self, dense: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """One vector for each history; an item's score is the dot product with its own."""
+        self.check(dense, values, lengths)
+        if bool((lengths == 0).any()):
+            raise ValueError(
+                "a history is empty, and training never predicts a first item; give each sample "
+                "one item at least"
+            )
+        lengths = lengths.long()
+        num_used = lengths.clamp(max=self.max_items)
+        steps = torch.arange(int(num_used.max()))
+        is_item = steps < num_used.unsqueeze(1)
+        # A sequence begins at position 0 and is filled up at its end, as in training.
+        places = (lengths.cumsum(0) - num_used).unsqueeze(1) + steps
+        vectors = self.lookup(values.long(), torch.tensor([values.numel(), 0]))
+        inputs = vectors[places.where(is_item, 0)].where(is_item.unsqueeze(2), 0.0)
+        outputs = self.layers(inputs)
+        return {"next_vectors": outputs[torch.arange(len(num_used)), num_used - 1]}
+
+    @torch.jit.export
+    def item_vectors(self, ids: torch.Tensor) -> torch.Tensor:
+        """The vectors of some items, such as all of them for an index of nearest neighbours."""
+        if bool(((ids < 0) | (ids >= self.num_items)).any()):
+            raise ValueError(f"an id is not in 0..{self.num_items - 1}, the items of the table")
+        return self.lookup(ids.long(), torch.tensor([ids.numel(), 0]))
+
+    @torch.jit.export
+    def next_items(
+        self,
+        dense: torch.Tensor,
+        values: torch.Tensor,
+        lengths: torch.Tensor,
+        count: int,
+        exclude_seen: bool = False,
+    ) -> dict[str, torch.Tensor]:
+        """The items with the highest scores among all of the table, the best one first.
+
+        Args:
+            dense: see `forward`.
+            values: the items of the histories.
+            lengths: how many each history has.
+            count: how many items are wanted for each history.
+            exclude_seen: leaves out those of the history. Where too few others are left, the last
+                items are -1.
+        """
+        if count < 1 or count > self.num_items:
+            raise ValueError(f"count={count} is not in 1..{self.num_items}, the number of items")
+        vectors = self.forward(dense, values, lengths)["next_vectors"]
+        num_samples = vectors.size(0)
+        sample_of_value = torch.repeat_interleave(torch.arange(num_samples), lengths.long())
+        items = torch.empty(num_samples, 0, dtype=torch.int64)
+        scores = torch.empty(num_samples, 0)
+        for first in range(0, self.num_items, self.chunk_size):
+            ids = torch.arange(first, min(first + self.chunk_size, self.num_items))
+            of_chunk = vectors @ self.item_vectors(ids).t()
+            if exclude_seen:
+                is_inside = (values >= first) & (values < first + ids.numel())
+                seen = values[is_inside].long() - first
+                of_chunk[sample_of_value[is_inside], seen] = -torch.inf
+            scores = torch.cat([scores, of_chunk], dim=1)
+            items = torch.cat([items, ids.expand(num_samples, -1)], dim=1)
+            scores, places = torch.topk(scores, min(count, scores.size(1)), dim=1)
+            items = items.gather(1, places)
+        return {"items": items.masked_fill(scores == -torch.inf, -1), "scores": scores}
 
 
 def served_model(model: nn.Module, section: ModelSection, data: BatchShape) -> ServedModel:

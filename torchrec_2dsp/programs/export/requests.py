@@ -1,19 +1,38 @@
 """`RequestEncoder`: values of a log become what an exported model takes."""
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pyarrow as pa
+import tomli_w
 import torch
+from pydantic import Field
 
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.config.config_file import load_config, with_absolute_paths
+from torchrec_2dsp.programs.config.section import Section
+from torchrec_2dsp.programs.data.dataset import Dataset
+from torchrec_2dsp.programs.data.logs.config import LogConfig
 from torchrec_2dsp.programs.data.logs.encoder import Encoder
-from torchrec_2dsp.programs.data.logs.sections import TableConfig
+from torchrec_2dsp.programs.data.logs.ids import (
+    NUM_RESERVED,
+    Vocabulary,
+    read_vocabulary,
+    write_vocabulary,
+)
+from torchrec_2dsp.programs.data.logs.sections import (
+    AvazuConfig,
+    CriteoConfig,
+    InteractionsConfig,
+    TableConfig,
+)
+from torchrec_2dsp.programs.data.logs.sequence_data import SequenceData
 from torchrec_2dsp.programs.data.logs.table_data import prepared_encoder
-from torchrec_2dsp.programs.export.encoding import read_encoding
 from torchrec_2dsp.programs.export.folder import FEATURES_FILE, ServingInputs
 from torchrec_2dsp.programs.export.served import request_of
+from torchrec_2dsp.programs.train.config import TrainConfig
 
 
 class RequestEncoder:
@@ -93,3 +112,159 @@ def _array(values: Sequence[Any]) -> pa.Array:
     array = pa.array(values)
     # Nothing but missing values has no type of its own.
     return array.cast(pa.string()) if pa.types.is_null(array.type) else array
+
+
+class HistoryEncoder:
+    """Makes requests of histories, as training made sequences of a log of interactions.
+
+    Example::
+
+        model = torch.jit.load("served/model.pt")
+        encoder = HistoryEncoder.load("served")
+        request = encoder.encode([["i3", "i8"], ["i5"]])
+        answer = model.next_items(*request, 10, True)
+        print(encoder.names(answer["items"]))
+    """
+
+    def __init__(self, values: pa.BinaryArray) -> None:
+        """
+        Args:
+            values: the names of the items, in the order of their numbers.
+        """
+        self._values, self._vocabulary = values, Vocabulary(values)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "HistoryEncoder":
+        """The encoder of an export's folder, which needs nothing but the folder.
+
+        Raises:
+            ConfigError: the model wasn't trained on a log of interactions, or the items are
+                missing.
+        """
+        folder = Path(folder)
+        data = read_encoding(folder)
+        if not isinstance(data, InteractionsConfig):
+            raise ConfigError(
+                f"{folder} is the export of a model that was trained on a log of rows; use "
+                "RequestEncoder"
+            )
+        return cls(read_items(folder, data.feature))
+
+    def encode(
+        self, histories: Sequence[Sequence[str | bytes | int]]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The three arguments of the model: no dense features, the items, and how many there are.
+
+        Items that the log didn't have are left out, since the table has no row for them.
+
+        Args:
+            histories: the items of each sample, oldest first.
+        """
+        lengths = torch.tensor([len(history) for history in histories], dtype=torch.int64)
+        values = [_bytes_of(item) for history in histories for item in history]
+        ids = torch.from_numpy(self._vocabulary.rows(pa.array(values, pa.binary())) - NUM_RESERVED)
+        is_known = ids >= 0
+        sample_of_item = torch.repeat_interleave(torch.arange(len(histories)), lengths)
+        num_known = torch.bincount(sample_of_item[is_known], minlength=len(histories))
+        return torch.empty(len(histories), 0), ids[is_known], num_known
+
+    def names(self, items: torch.Tensor) -> list[list[str | None]]:
+        """The names of the items that the model answered with; none for -1.
+
+        Args:
+            items: a row of items for each sample.
+        """
+        places = pa.array(items.clamp(min=0).numpy().ravel(), mask=(items < 0).numpy().ravel())
+        texts: list[bytes | None] = self._values.take(places).to_pylist()
+        names = [None if text is None else text.decode("utf-8", "replace") for text in texts]
+        width = items.shape[1]
+        return [names[width * row : width * (row + 1)] for row in range(len(items))]
+
+
+def _bytes_of(item: str | bytes | int) -> bytes:
+    # As in a log, an integer is the text of it.
+    return item if isinstance(item, bytes) else str(item).encode()
+
+
+DATA_FILE, PREPARED_FOLDER = "data.toml", "prepared"
+"""How values of a log become ids: the section of the config, and what was prepared for it."""
+_ENCODING_FILES = ("vocabulary_*.parquet", "scales.json")
+_ITEM_RULES = "the items of a log of interactions, by their numbers from 0 on"
+
+
+class _ServedData(Section):
+    """The content of an export's data.toml."""
+
+    data: Annotated[
+        TableConfig | CriteoConfig | AvazuConfig | InteractionsConfig, Field(discriminator="kind")
+    ]
+
+
+def write_encoding(config: TrainConfig, dataset: Dataset, folder: Path) -> None:
+    """Write how values of a log become ids, if the data is a log: its section of the config, and
+    the vocabularies and scales that it uses.
+
+    Args:
+        config: of the training program.
+        dataset: the data of the config.
+        folder: of the export.
+    """
+    data = config.data
+    if not isinstance(data, LogConfig | InteractionsConfig):
+        return
+    section: dict[str, Any] = _without_none(with_absolute_paths(config)["data"])
+    copies = folder / PREPARED_FOLDER
+    if isinstance(dataset, SequenceData):
+        items = pa.table({"value": dataset.log.item_values})
+        write_vocabulary(_items_path(folder, dataset.features[0].name), items, _ITEM_RULES)
+    elif isinstance(data, LogConfig) and data.prepared:
+        section["prepared"] = PREPARED_FOLDER
+        copies.mkdir()
+        for pattern in _ENCODING_FILES:
+            for path in sorted(Path(data.prepared).glob(pattern)):
+                shutil.copyfile(path, copies / path.name)
+    (folder / DATA_FILE).write_text(tomli_w.dumps({"data": section}))
+
+
+def read_encoding(folder: Path) -> TableConfig | InteractionsConfig:
+    """The section of the log whose values an export's folder encodes.
+
+    Raises:
+        ConfigError: the folder has none.
+    """
+    if not (folder / DATA_FILE).exists():
+        raise ConfigError(
+            f"{folder} has no {DATA_FILE}; only exports of models that were trained on a log say "
+            "how values become ids"
+        )
+    data = load_config(_ServedData, folder / DATA_FILE).data
+    return data.table() if isinstance(data, CriteoConfig | AvazuConfig) else data
+
+
+def read_items(folder: Path, feature: str) -> pa.BinaryArray:
+    """The names of the items of a log of interactions, in the order of their numbers.
+
+    Args:
+        folder: of the export.
+        feature: the feature of the items.
+
+    Raises:
+        ConfigError: they are missing.
+    """
+    path = _items_path(folder, feature)
+    if not path.exists():
+        raise ConfigError(f"{folder} lacks {path}; copy it whole")
+    return read_vocabulary(path, _ITEM_RULES)
+
+
+def _items_path(folder: Path, feature: str) -> Path:
+    return folder / PREPARED_FOLDER / f"vocabulary_{feature}.parquet"
+
+
+def _without_none(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree without the values for which TOML has no word."""
+    return {
+        key: _without_none(value) if isinstance(value, Mapping) else value
+        for key, value in tree.items()
+        if value is not None
+    }

@@ -1,11 +1,21 @@
 """`ServedModel`: what the export of a model needs to know of it, whatever kind it is of."""
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import nn
 from torchrec.datasets.utils import Batch
+from torchrec.fx import Tracer
+from torchrec.inference.modules import quantize_embeddings
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.quant.embedding_modules import (
+    EmbeddingBagCollection as QuantizedBags,
+    EmbeddingCollection as QuantizedRows,
+)
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.programs.config.section import Section
@@ -102,3 +112,132 @@ def first_sample(request: Request, num_features: int) -> Request:
     counts = by_feature[:, 0].tolist()
     first_ids = [bag[:count] for bag, count in zip(bags, counts, strict=True)]
     return dense[:1], torch.cat(first_ids), by_feature[:, 0]
+
+
+class RequestCheck(nn.Module):
+    """Refuses requests that FBGEMM would answer with other rows than those that are meant.
+
+    It is written for TorchScript, so errors are `ValueError`s, which a script can raise.
+    """
+
+    def __init__(self, features: Sequence[ServedFeature], num_dense: int) -> None:
+        """
+        Args:
+            features: those of a request, in its order.
+            num_dense: how many dense features a sample has.
+        """
+        super().__init__()
+        self.num_features, self.num_dense = len(features), num_dense
+        self.register_buffer("num_rows", torch.tensor([feature.num_rows for feature in features]))
+        self.num_rows: torch.Tensor
+
+    def forward(self, dense: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Raise unless the three tensors are a request."""
+        num_samples = dense.size(0)
+        if num_samples == 0 or dense.dim() != 2 or dense.size(1) != self.num_dense:
+            raise ValueError(
+                f"dense has the shape {dense.size()}; give a row for each sample, one at least, "
+                f"and {self.num_dense} numbers in each row"
+            )
+        if lengths.dim() != 1 or lengths.numel() != self.num_features * num_samples:
+            raise ValueError(
+                f"lengths has the shape {lengths.size()}; give {self.num_features * num_samples} "
+                f"numbers: one for each of {num_samples} samples, feature by feature"
+            )
+        if int(lengths.sum()) != values.numel() or bool((lengths < 0).any()):
+            raise ValueError(
+                f"lengths add up to {int(lengths.sum())}, and there are {values.numel()} values; "
+                "give the values of all samples, feature by feature, and no negative length"
+            )
+        counts = lengths.view(self.num_features, num_samples).sum(dim=1)
+        bounds = torch.repeat_interleave(self.num_rows, counts.long())
+        if bool(((values < 0) | (values >= bounds)).any()):
+            raise ValueError("an id is negative, or its feature has fewer rows; see features.json")
+
+
+class CheckedRequests(nn.Module):
+    """Answers requests that are right."""
+
+    def __init__(self, check: RequestCheck, answers: nn.Module) -> None:
+        """
+        Args:
+            check: raises for those that aren't.
+            answers: what is given those that are.
+        """
+        super().__init__()
+        self.check, self.answers = check, answers
+
+    def forward(
+        self, dense: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """The answer to a request."""
+        self.check(dense, values, lengths)
+        return self.answers(dense, values, lengths)
+
+
+_NO_NEWS = (
+    (DeprecationWarning, r"`torch\.jit\.\w+` is deprecated"),
+    # TorchRec's `quantize_embeddings` is built on it.
+    (DeprecationWarning, "torch.ao.quantization is deprecated"),
+    # TorchRec's jagged tensors are annotated as no script takes them literally.
+    (UserWarning, "The TorchScript type system doesn't support instance-level annotations"),
+    (UserWarning, "TorchScript will treat type annotations of Tensor dtype-specific subtypes"),
+)
+"""What torch says of every script of TorchRec's quantised modules."""
+
+
+@contextmanager
+def _without_news() -> Iterator[None]:
+    with warnings.catch_warnings():
+        for category, text in _NO_NEWS:
+            warnings.filterwarnings("ignore", text, category)
+        yield
+
+
+def quantize_(model: nn.Module) -> None:
+    """Replace the tables of a model by TorchRec's with one byte for each number, in place.
+
+    Each row has a scale and an offset of its own, in half precision, so that a number is about half
+    of a 255th of its row's range away from what it was, at most.
+    """
+    with _without_news():
+        quantize_embeddings(
+            model,
+            dtype=torch.qint8,
+            inplace=True,
+            # Its own list has bags alone.
+            additional_qconfig_spec_keys=[EmbeddingCollection],
+            additional_mapping={EmbeddingCollection: QuantizedRows},
+        )
+
+
+def quantized_bytes(model: nn.Module) -> int:
+    """The bytes of the quantised tables of a model, with the scale and the offset of each row."""
+    return sum(
+        buffer.nbytes
+        for module in model.modules()
+        if isinstance(module, QuantizedBags | QuantizedRows)
+        for buffer in module.buffers()
+    )
+
+
+def traced_script(module: nn.Module) -> torch.jit.ScriptModule:
+    """A module as a script of what it does, recorded without a batch, so for batches of any size.
+
+    Args:
+        module: with quantised tables, in evaluation mode.
+    """
+    # TorchRec's tracer knows which of its functions TorchScript has to see whole.
+    return script_of(torch.fx.GraphModule(module, Tracer(leaf_modules=[]).trace(module)))
+
+
+def script_of(module: nn.Module) -> torch.jit.ScriptModule:
+    """A module as the script of its source."""
+    with _without_news():
+        return torch.jit.script(module.eval())
+
+
+def load_script(path: Path) -> torch.jit.ScriptModule:
+    """A script as it was saved; a process that serves calls `torch.jit.load` itself."""
+    with _without_news():
+        return torch.jit.load(path)

@@ -1,18 +1,21 @@
-"""Names for the settings of several results: ranks, network, title and workload."""
+"""Describe workloads, and name the settings of several results."""
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import cast
 
 from torchrec_2dsp.programs.bench.config import BenchConfig
 from torchrec_2dsp.programs.bench.results import BenchResult
 from torchrec_2dsp.programs.bench.statistics import config_of
+from torchrec_2dsp.programs.data.synthetic import SyntheticData
 from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesConfig
+from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
 
 _NUM_ROWS_PART = 1
 
 
 def setting_labels(results: Sequence[BenchResult]) -> list[str]:
-    """A name for each setting: its ranks and its place; only repetitions of a run are numbered."""
+    """Name each setting by its ranks and its place; only repetitions of a run are numbered."""
     plain_labels = [
         f"{result.setting.hosts}x{result.setting.ranks_per_host}, {place}"
         for result, place in zip(results, places(results), strict=True)
@@ -26,10 +29,10 @@ def setting_labels(results: Sequence[BenchResult]) -> list[str]:
 
 
 def places(results: Sequence[BenchResult]) -> list[str]:
-    """The network of each result, and what was trained there if that isn't always the same.
+    """Return each result's network, and what was trained there if that isn't always the same.
 
-    Titles say it where they differ. Where different workloads would still have one name, every
-    name says how its workload differs from the others.
+    Titles say it where they differ. Where different workloads would still share a name, every name
+    says how its workload differs from the others.
     """
     titles = {result.setting.title for result in results}
     titled_places = [
@@ -42,7 +45,7 @@ def places(results: Sequence[BenchResult]) -> list[str]:
         return titled_places
     parts = [_workload_parts(config) for config in configs]
     differing = [index for index, texts in enumerate(zip(*parts, strict=True)) if len({*texts}) > 1]
-    # Numbers of rows are long, so they are the last thing to tell workloads apart by.
+    # Numbers of rows are long, so they come last.
     without_num_rows = [index for index in differing if index != _NUM_ROWS_PART]
     named_places: list[str] = titled_places
     for shown in (without_num_rows, differing):
@@ -60,32 +63,31 @@ def places(results: Sequence[BenchResult]) -> list[str]:
 
 
 def _workload_id(config: BenchConfig) -> str:
-    """A text that two configs share if they train the same model on the same kind of data."""
+    """Return a text that two configs share if they train the same model on the same data."""
     model = f"{config.model.model_dump_json(exclude={'seed'})}, {config.schedule.batch_size}"
     return f"{config.data.model_dump_json(exclude={'seed'})}, {model}"
 
 
 def _workload_parts(config: BenchConfig) -> tuple[str, ...]:
-    """The properties by which workloads are told apart, in words."""
+    """Return the properties by which workloads are told apart, in words."""
     data = config.data
     if isinstance(data, SyntheticSequencesConfig):
-        return (
+        own = (
             "sequences",
             f"{data.num_items:,} items",
             f"Zipf {data.skew:g}",
             f"{_span((data.min_length, data.max_length))} items per sequence",
-            "sorted ids" if data.sorted_ids else "unsorted ids",
-            f"dimension {config.model.dim}",
-            f"{config.schedule.batch_size:,} samples per rank",
         )
-    num_rows = sum(feature.num_rows for feature in data.features)
-    skew = _span([feature.skew for feature in data.features])
-    num_ids = _span([n for feature in data.features for n in (feature.min_ids, feature.max_ids)])
+    else:
+        ids = _span([n for feature in data.features for n in (feature.min_ids, feature.max_ids)])
+        own = (
+            f"{len(data.features):,} tables",
+            f"{sum(feature.num_rows for feature in data.features):,} rows",
+            f"Zipf {_span([feature.skew for feature in data.features])}",
+            f"{ids} {'id' if ids == '1' else 'ids'} per bag",
+        )
     return (
-        f"{len(data.features):,} tables",
-        f"{num_rows:,} rows",
-        f"Zipf {skew}",
-        f"{num_ids} {'id' if num_ids == '1' else 'ids'} per bag",
+        *own,
         "sorted ids" if data.sorted_ids else "unsorted ids",
         f"dimension {config.model.dim}",
         f"{config.schedule.batch_size:,} samples per rank",
@@ -93,9 +95,34 @@ def _workload_parts(config: BenchConfig) -> tuple[str, ...]:
 
 
 def _are_shared(names: Sequence[str], workloads: Sequence[str]) -> bool:
-    """Whether some name stands for several workloads."""
+    """Return whether some name stands for several workloads."""
     pairs = set(zip(names, workloads, strict=True))
     return max(Counter(name for name, _ in pairs).values()) > 1
+
+
+def workload_text(config: BenchConfig) -> str:
+    """Describe the model and its data."""
+    samples = f"{config.schedule.batch_size:,} samples per rank and step"
+    if isinstance(config.model, SequenceModelConfig):
+        model, data = config.model, cast(SyntheticSequencesConfig, config.data)
+        return (
+            f"a transformer of {model.num_blocks} blocks of dimension {model.dim} over sequences "
+            f"of {_span((data.min_length, data.max_length))} items, {data.mean_length:.1f} in the "
+            f"mean, of which {model.max_length} are used; {data.num_items:,} items, Zipf exponent "
+            f"{data.skew:g}; {model.num_negatives} negatives; {samples}"
+        )
+    data = cast(SyntheticData, config.data)
+    features, dim = data.features, config.model.dim
+    rows = [feature.num_rows for feature in features]
+    ids = [count for feature in features for count in (feature.min_ids, feature.max_ids)]
+    return (
+        f"{config.model.kind.upper()} with {len(features):,} tables of {_span(rows)} rows "
+        f"({sum(rows):,} in all, {sum(rows) * dim * 4 / 1e6:,.0f} MB in fp32), "
+        f"Zipf exponent {_span([feature.skew for feature in features])}, "
+        f"{_span(ids)} ids per sample and table "
+        f"({sum(feature.mean_ids for feature in features):,g} per sample), dimension {dim}, "
+        f"{data.num_dense} dense features; {samples}"
+    )
 
 
 def _span(values: Sequence[float]) -> str:

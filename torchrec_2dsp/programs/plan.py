@@ -1,21 +1,30 @@
-"""`PlanConfig`: a model, and machines that it is planned for; nothing of both has to be there."""
+"""The programs behind `plan` and `simulate`: plans for machines that needn't exist."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, Self, cast
+from typing import Any, Literal, Self, cast
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import Topology
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
 from torchrec.distributed.types import ModuleSharder
 
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.cost.calibration import Calibration
-from torchrec_2dsp.cost.workload import Workload
+from torchrec_2dsp.cost.coefficients import CollectiveCost, KernelCost
+from torchrec_2dsp.cost.dense.layers import DenseLayers
+from torchrec_2dsp.cost.dense.transformer import Transformer
+from torchrec_2dsp.cost.kernels import Kernels
+from torchrec_2dsp.cost.model import CostModel, CostSetting
+from torchrec_2dsp.cost.step_cost import StepCost
+from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
 from torchrec_2dsp.optim import MomentScaledRowWiseAdaGrad
+from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.planner.constraints import ParameterConstraints2D
 from torchrec_2dsp.planner.dense_search import DenseChoices, search_dense
 from torchrec_2dsp.planner.explanation.explanation import Explanation
@@ -26,10 +35,175 @@ from torchrec_2dsp.programs.config.sections import ModelConfig, ReplicationConfi
 from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.models.model import build_model, table_name
 from torchrec_2dsp.programs.models.planned import true_access
-from torchrec_2dsp.programs.plan.dense_config import DenseConfig
-from torchrec_2dsp.programs.plan.slower import Slower
-from torchrec_2dsp.programs.plan.torchrec_cost import torchrec_cost
 from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
+
+
+class Slower(BaseModel):
+    """How many times as long things take as in a calibration; below 1 they are quicker.
+
+    Example:
+        >>> import torchrec_2dsp as tdsp
+        >>> from torchrec_2dsp.programs.plan import Slower
+        >>> calibration = tdsp.Calibration.load("configs/hardware/h100_8_datasheet.toml")
+        >>> other = Slower(link=4.0).than(calibration)
+        >>> other.collectives.all_reduce.link_s_per_byte
+        1e-11
+        >>> other.hardware.name
+        'h100_8_datasheet with link x 4'
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    link: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """The factor of a byte on its way to another host."""
+
+    host: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """The factor of a byte on its way inside a host."""
+
+    latency: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """The factor of what takes time whatever the bytes: starts, other ranks, and turns."""
+
+    kernels: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """The factor of a row that is looked up, sorted, copied, added or updated."""
+
+    def than(self, calibration: Calibration) -> Calibration:
+        """A calibration of such machines, whose name says so."""
+        factors = {name: value for name, value in self.model_dump().items() if value != 1.0}
+        if not factors:
+            return calibration
+        changes = ", ".join(f"{name} x {value:g}" for name, value in factors.items())
+        hardware = calibration.hardware
+        name = f"{hardware.name} with {changes}"
+        collectives, kernels = calibration.collectives, calibration.kernels
+        return calibration.model_copy(
+            update={
+                "hardware": hardware.model_copy(update={"name": name}),
+                "collectives": collectives.model_copy(
+                    update={what: self._collective(cost) for what, cost in collectives if cost}
+                ),
+                "kernels": kernels.model_copy(
+                    update={what: self._kernel(cost) for what, cost in kernels if cost}
+                ),
+                "turn_s": calibration.turn_s * self.latency,
+            }
+        )
+
+    def _collective(self, cost: CollectiveCost) -> CollectiveCost:
+        return cost.model_copy(
+            update={
+                "base_s": cost.base_s * self.latency,
+                "per_peer_s": cost.per_peer_s * self.latency,
+                "local_s_per_byte": _times(cost.local_s_per_byte, self.host),
+                "link_s_per_byte": _times(cost.link_s_per_byte, self.link),
+            }
+        )
+
+    def _kernel(self, cost: KernelCost) -> KernelCost:
+        per_unit = (name for name in type(cost).model_fields if name.startswith("per_"))
+        slower = {name: getattr(cost, name) * self.kernels for name in per_unit}
+        return cost.model_copy(update={"base_s": cost.base_s * self.latency} | slower)
+
+
+def _times(seconds: float | None, factor: float) -> float | None:
+    return None if seconds is None else seconds * factor
+
+
+class TransformerConfig(Section):
+    """A transformer over sequences of items, whose layers ranks may share."""
+
+    num_blocks: int = Field(ge=1)
+    """How many blocks there are."""
+
+    dim: int = Field(ge=1)
+    """How many numbers an item has between blocks."""
+
+    length: int = Field(ge=1)
+    """Items of a sample."""
+
+    expansion: int = Field(default=4, ge=1)
+    """How many times as wide the feed-forward part is inside."""
+
+    num_targets: int = Field(default=1, ge=0)
+    """Vectors that the loss is given for each item."""
+
+    def layers(self, kernels: Kernels) -> DenseLayers:
+        """The blocks, by what products of matrices take."""
+        return Transformer(**self.model_dump()).layers(kernels)
+
+
+class DenseConfig(Section):
+    """The work of a step beside its tables, on one rank."""
+
+    forward_ms: float = Field(default=0.0, ge=0)
+    backward_ms: float = Field(default=0.0, ge=0)
+    gradient_mb: float = Field(default=0.0, ge=0)
+    """Megabytes that are all-reduced over the world in each step."""
+
+    transformer: TransformerConfig | None = None
+    """The layers of the rest of the model, in place of the numbers above: then ways to run them are
+    compared, too."""
+
+    @model_validator(mode="after")
+    def _check_one_description(self) -> Self:
+        if self.transformer and (self.forward_ms or self.backward_ms or self.gradient_mb):
+            raise ValueError(
+                "dense.transformer takes the place of forward_ms, backward_ms and gradient_mb; "
+                "leave those out"
+            )
+        return self
+
+    def work(self, kernels: Kernels, batch_size: int) -> DenseWork:
+        """The work of a rank, which a search of the tables' plan takes as it is."""
+        if self.transformer is None:
+            return DenseWork(
+                forward_s=self.forward_ms / 1e3,
+                backward_s=self.backward_ms / 1e3,
+                gradient_bytes=self.gradient_mb * 1e6,
+            )
+        layers = self.transformer.layers(kernels)
+        return DenseWork(
+            forward_s=sum(batch_size * layer.forward_s for layer in layers.layers),
+            backward_s=sum(batch_size * layer.backward_s for layer in layers.layers),
+        )
+
+
+def torchrec_cost(
+    setting: CostSetting,
+    model: nn.Module,
+    topology: Topology,
+    constraints: Mapping[str, ParameterConstraints],
+) -> StepCost | None:
+    """A step of TorchRec's plan for one group, predicted as in ``setting``.
+
+    Args:
+        setting: calibration, workload and ranks per host count.
+        model: the unsharded model.
+        topology: what its planner is told of the machines.
+        constraints: of which its planner is told the pooling factors.
+
+    Returns:
+        None if its planner finds no plan that fits.
+    """
+    pooling_constraints = {
+        name: ParameterConstraints(pooling_factors=constraint.pooling_factors)
+        for name, constraint in constraints.items()
+    }
+    planner = EmbeddingShardingPlanner(
+        topology=topology,
+        batch_size=setting.workload.batch_size,
+        storage_reservation=FixedPercentageStorageReservation(0.0),
+        constraints=pooling_constraints,
+        debug=False,
+    )
+    sharders: list[Any] = [EmbeddingBagCollectionSharder()]
+    try:
+        stock = planner.plan(model, sharders)
+    except PlannerError:
+        return None
+    plan = Plan2D.from_stock(stock, Mesh2D(1, topology.world_size), setting.sync)
+    costs = CostModel(setting.calibration, setting.local_world_size)
+    return costs.step_cost(plan, setting.workload)
+
 
 _GIB = 2**30
 _MOST_COMPARED = 10_000

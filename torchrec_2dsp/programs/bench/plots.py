@@ -1,16 +1,26 @@
 """Plots of benchmark results, as SVG files that are the same byte for byte for the same result."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.bench.markdown_tables import ms, names_in, phase_label, phases_in
+from torchrec_2dsp.programs.bench.labels import places, setting_labels
 from torchrec_2dsp.programs.bench.results import BenchResult, Outcome
-from torchrec_2dsp.programs.bench.setting_labels import places
+from torchrec_2dsp.programs.bench.tables import (
+    measured_s,
+    ms,
+    names_in,
+    phase_label,
+    phases_in,
+    predicted_cost,
+    predicted_in,
+)
 from torchrec_2dsp.report.charts import (
+    MARKERS,
     PALETTE,
     Axis,
     BarChart,
@@ -26,6 +36,28 @@ _GREY = "#888888"
 _MARKERS = {"stock": "o", "two_d": "s"}
 _CEILING_MARKERS = "v^<>"
 _LAPS: tuple[Dash, ...] = ("-", ":", "-.")
+
+
+def draw_plots(results: Sequence[BenchResult], page: Path) -> dict[str, Path]:
+    """Draw all plots that the results have something for, beside a page.
+
+    Returns:
+        The plots' paths by the names that `markdown_report` has for them.
+    """
+    drawn = {}
+
+    def beside(name: str) -> Path:
+        drawn[name] = page.with_name(f"{page.stem}_{name}.svg")
+        return drawn[name]
+
+    if len(results) > 1 and any(result.measured() for result in results):
+        scaling_plot(results, beside("scaling"))
+    if sum(bool(predicted_in(result)) for result in results) > 1:
+        predicted_plot(results, beside("predicted"))
+    for number, result in enumerate(results, 1):
+        if any(contestant.phases for contestant in result.measured()):
+            phase_plot(result, beside(f"phases_{number}"))
+    return drawn
 
 
 def scaling_plot(results: Sequence[BenchResult], path: str | Path) -> None:
@@ -211,3 +243,43 @@ def _median_ms(results: Sequence[BenchResult], name: str) -> float:
     """Over all results; 0 for what was measured in none."""
     steps = _steps_ms(results, name)
     return float(np.median(steps)) if steps else 0.0
+
+
+_BAND = 0.15
+
+
+def predicted_plot(results: Sequence[BenchResult], path: str | Path) -> None:
+    """Write an SVG with a point for each plan that was predicted, of all settings.
+
+    Raises:
+        ConfigError: matplotlib is missing, or nothing was predicted.
+    """
+    points = [
+        Line(
+            name=label,
+            x=[measured_s(contestant) * 1e3 for contestant in contestants],
+            y=[predicted_cost(contestant).total_s * 1e3 for contestant in contestants],
+            way="points",
+        )
+        for label, result in zip(setting_labels(results), results, strict=True)
+        if (contestants := predicted_in(result))
+    ]
+    if not points:
+        raise ConfigError("no contestant was predicted, so there is nothing to plot")
+    steps_ms = [step_ms for line in points for step_ms in line.x]
+    ends = [0.85 * min(steps_ms), 1.15 * max(steps_ms)]
+    equal = Line(
+        x=ends,
+        y=ends,
+        low=[(1 - _BAND) * end for end in ends],
+        high=[(1 + _BAND) * end for end in ends],
+        is_band=True,
+        colour="#000000",
+    )
+    markers = cycle(MARKERS)
+    chart = LineChart(
+        [*(replace(line, marker=next(markers)) for line in points), equal],
+        x=Axis(title="measured ms per step", is_log=True),
+        y=Axis(title=f"predicted (grey: within {_BAND:.0%})", is_log=True),
+    )
+    draw_lines([chart], path)

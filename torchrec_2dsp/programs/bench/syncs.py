@@ -1,0 +1,476 @@
+"""`bench-sync`: time syncs of a table shard's copies, without a model around it.
+
+```text
+copy on each replica peer: change random rows --> sync --> compare all copies
+                                                  ^ timed, in turns with other syncs
+```
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from itertools import cycle, product
+from pathlib import Path
+from typing import ClassVar, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from pydantic import Field, model_validator
+
+from torchrec_2dsp._compat.fbgemm import (
+    ComputeDevice,
+    EmbeddingLocation,
+    EmbOptimType,
+    SplitTableBatchedEmbeddingBagsCodegen,
+    optimizer_states,
+)
+from torchrec_2dsp._compat.torchrec import get_local_size
+from torchrec_2dsp.comms.alarm import agreeing
+from torchrec_2dsp.comms.groups import world_group
+from torchrec_2dsp.comms.mesh_groups import MeshGroups
+from torchrec_2dsp.errors import ConfigError, SyncError
+from torchrec_2dsp.mesh import Mesh2D, RankLayout
+from torchrec_2dsp.plan.sync import GradientSync, SyncConfig, SyncedRows, WeightSync
+from torchrec_2dsp.programs.bench.machine import describe_setting
+from torchrec_2dsp.programs.bench.process import Place
+from torchrec_2dsp.programs.bench.results import BenchSetting
+from torchrec_2dsp.programs.calibrate.collectives import measure_link_speeds
+from torchrec_2dsp.programs.config.section import JsonFile, Section
+from torchrec_2dsp.programs.config.sections import ReplicationConfig
+from torchrec_2dsp.replicas.capture import RowCapture
+from torchrec_2dsp.replicas.gradient_sync import GradientSyncAction
+from torchrec_2dsp.replicas.row_average import RowAverage
+from torchrec_2dsp.replicas.whole_shard import ShardAverage
+from torchrec_2dsp.report.charts import MARKERS, Axis, Line, LineChart, draw_lines
+from torchrec_2dsp.report.table import Table
+from torchrec_2dsp.shard.kernels import TableShard
+from torchrec_2dsp.shard.sync.averaging import synced_shard
+
+
+class SyncBenchConfig(Section):
+    """The config of `bench-sync`."""
+
+    title: str = "Sync"
+    """The title of the report."""
+
+    network: str = ""
+    """The network as the report describes it."""
+
+    num_groups: tuple[int, ...] = (2,)
+    """Numbers of copies; each must divide the number of ranks."""
+
+    layout: RankLayout = RankLayout.CONTIGUOUS
+    """The place of the copies: "contiguous" has them on different hosts, "strided" in one."""
+
+    shard_mib: tuple[float, ...] = (64.0,)
+    """Sizes of the weights of a rank's shard."""
+
+    dim: int = Field(default=64, ge=4, multiple_of=4)
+    """The table's columns."""
+
+    touched_shares: tuple[float, ...] = (0.001, 0.01, 0.1, 1.0)
+    """The shares of the rows that each copy has changed, drawn for each by itself."""
+
+    repeats: int = Field(default=5, ge=1)
+    """The number of timed runs of each sync."""
+
+    seed: int = Field(default=0, ge=0)
+    """The seed of the rows that change, and of the order of the syncs."""
+
+    syncs: dict[str, ReplicationConfig] = Field(min_length=1)
+    """The syncs that are compared, by name."""
+
+    reference: str
+    """The contestant that the others are compared with."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.reference not in self.syncs:
+            raise ValueError(
+                f"reference={self.reference!r} is no sync; use one of {', '.join(self.syncs)}"
+            )
+        for name in ("num_groups", "shard_mib", "touched_shares"):
+            values = getattr(self, name)
+            if not values or min(values) <= 0:
+                raise ValueError(f"{name}={list(values)} needs at least one value, all above 0")
+        if min(self.num_groups) < 2:
+            raise ValueError(f"num_groups={list(self.num_groups)}: one group has nothing to sync")
+        if max(self.touched_shares) > 1:
+            raise ValueError(f"touched_shares={list(self.touched_shares)} goes beyond 1, all rows")
+        return self
+
+    def num_rows(self, shard_mib: float) -> int:
+        """Return the number of rows in a shard of fp32 weights."""
+        return max(1, int(shard_mib * 2**20) // (4 * self.dim))
+
+
+SYNC_BENCH_FORMAT = 1
+
+
+class SyncTimes(Section):
+    """The repeated timings of one sync of one shard."""
+
+    num_groups: int
+    """The shard's number of copies."""
+
+    shard_mib: float
+    """The size of the shard's weights."""
+
+    touched_share: float
+    """The share of the rows that each copy has changed."""
+
+    sync: str
+    """The name of the sync."""
+
+    seconds: tuple[float, ...]
+    """Seconds of the slowest rank, repeat by repeat."""
+
+    tracking_s: tuple[float, ...]
+    """Seconds of noting the changed rows, on the slowest rank."""
+
+    sent_bytes: float
+    """Bytes to other ranks, mean over ranks and repeats."""
+
+    @property
+    def median_s(self) -> float:
+        """The median time of the repeats."""
+        return statistics.median(self.seconds)
+
+    @property
+    def case(self) -> tuple[int, float, float]:
+        """The shard and the share of changed rows, within which syncs are compared."""
+        return (self.num_groups, self.shard_mib, self.touched_share)
+
+
+class SyncBenchResult(JsonFile):
+    """The result of one run of `bench-sync`."""
+
+    what_it_is: ClassVar[str] = "the JSON of bench-sync"
+
+    format: int = SYNC_BENCH_FORMAT
+    """The format of this file."""
+
+    setting: BenchSetting
+    """The place and the circumstances of the benchmark."""
+
+    reference: str
+    """The contestant that the others are compared with."""
+
+    times: tuple[SyncTimes, ...]
+    """Case by case, then in the order of the config."""
+
+    def find(self, case: tuple[int, float, float], sync: str) -> SyncTimes:
+        """One contestant in one case."""
+        return next(times for times in self.times if (times.case, times.sync) == (case, sync))
+
+
+class TimedSync(NamedTuple):
+    """One sync on this rank."""
+
+    seconds: float
+    """Seconds from a barrier to the end of the sync."""
+    tracking_s: float
+    """Seconds of noting the changed rows, before."""
+    num_bytes: int
+    """Bytes that this rank sent."""
+
+
+class Copies:
+    """This rank's copy: a fused kernel with one table and row-wise AdaGrad."""
+
+    def __init__(self, groups: MeshGroups, num_rows: int, dim: int) -> None:
+        self._groups = groups
+        self.num_rows = num_rows
+        """How many rows the shard has."""
+        self._dim = dim
+        self._tbe = SplitTableBatchedEmbeddingBagsCodegen(
+            [(num_rows, dim, EmbeddingLocation.HOST, ComputeDevice.CPU)],
+            optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+            learning_rate=0.01,
+        )
+        (weight,), (state,) = self._tbe.split_embedding_weights(), optimizer_states(self._tbe)
+        self._shard = TableShard("table", 0, 0, {"weight": weight, **state})
+        for tensor in self._shard.tensors.values():
+            tensor.zero_()
+
+    def timed_sync(self, sync: SyncConfig, rows: torch.Tensor, seed: int) -> TimedSync:
+        """Change ``rows`` and make the copies equal; the changes count for a `GradientSync` only,
+        whose update is its own.
+
+        Collectives:
+            A barrier, and those of the sync.
+        """
+        if isinstance(sync, GradientSync):
+            return self._merge(sync, rows, seed)
+        return self._average(sync, rows, seed)
+
+    def check_equal(self) -> None:
+        """Raise `SyncError` where the copies differ, in a sample of rows.
+
+        Collectives:
+            One all-gather over the replica peers.
+        """
+        rows = torch.randperm(self.num_rows, generator=_generator(self.num_rows))[:10_000]
+        tensors = self._shard.tensors.values()
+        own_rows = torch.cat([tensor[rows].reshape(-1) for tensor in tensors])
+        peers = [torch.empty_like(own_rows) for _ in range(self._groups.mesh.num_groups)]
+        dist.all_gather(peers, own_rows, group=self._groups.replica_peers)
+        if not all(torch.equal(peer, own_rows) for peer in peers):
+            raise SyncError("copies differ after a sync; what it took is worth nothing")
+
+    def _average(self, sync: WeightSync, rows: torch.Tensor, seed: int) -> TimedSync:
+        peers = self._groups.replica_peers
+        shard = synced_shard(self._shard, lambda name: True, dist.get_world_size(peers), sync)
+        if sync.rows is SyncedRows.TOUCHED:
+            average = RowAverage([shard], self._groups.replica_rows.everyone, self._groups.alarm)
+        else:
+            average = ShardAverage([shard], peers)
+        start = time.perf_counter()
+        average.before_update([shard], lambda: [rows])
+        tracking_s = time.perf_counter() - start
+        generator = _generator(seed)
+        for tensor in self._shard.tensors.values():
+            changes = torch.rand((rows.numel(), *tensor.shape[1:]), generator=generator)
+            tensor.index_add_(0, rows, changes)
+        dist.barrier(self._groups.world)
+        start = time.perf_counter()
+        report = average.run()
+        return TimedSync(time.perf_counter() - start, tracking_s, report.num_bytes)
+
+    def _merge(self, sync: GradientSync, rows: torch.Tensor, seed: int) -> TimedSync:
+        """The lookup comes before; the sums of the backward and the update are part of the time."""
+        peers = self._groups.replica_rows
+        capture = RowCapture(self._tbe, ["table"], peers=peers, codec=sync.transport.codec)
+        action = GradientSyncAction([capture], self._groups.alarm, is_layered=peers.is_layered)
+        offsets = torch.arange(rows.numel() + 1)
+        grads = torch.rand((rows.numel(), self._dim), generator=_generator(seed))
+        output = capture.lookup(lambda: self._tbe(rows, offsets), None)
+        dist.barrier(self._groups.world)
+        start = time.perf_counter()
+        action.backward_seen()
+        output.backward(grads)
+        with torch.no_grad():
+            report = action.apply(everything=True)
+        return TimedSync(time.perf_counter() - start, 0.0, report.num_bytes)
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+Case = tuple[int, float, float]
+
+
+def run_sync_bench(
+    config: SyncBenchConfig, progress: Callable[[str], object] = lambda line: None
+) -> SyncBenchResult:
+    """Measure all cases; call it on every rank, and each gets the same result.
+
+    Args:
+        config: equal on all ranks.
+        progress: called with a line on each case before it is measured.
+
+    Collectives:
+        Those of the syncs, barriers, and all-reduces of the times on the world.
+    """
+    world = world_group()
+    started = datetime.now(UTC)
+    with agreeing(world) as facts:
+        _check_world(config, dist.get_world_size(world))
+        facts["the config"] = config.model_dump_json()
+    world_size = dist.get_world_size(world)
+    place = Place(dist.get_rank(world), world_size, get_local_size(world_size))
+    speeds = measure_link_speeds(world, local_world_size=place.local_world_size)
+    cases = list(product(config.num_groups, config.shard_mib, config.touched_shares))
+    times: list[SyncTimes] = []
+    copies: Copies | None = None
+    built = (0, 0.0)
+    for number, case in enumerate(cases):
+        progress(
+            f"{number + 1} of {len(cases)}: {case[0]} copies of {case[1]:g} MiB, "
+            f"{100 * case[2]:g} % changed"
+        )
+        if case[:2] != built or copies is None:
+            built, copies = case[:2], None  # The old shard's memory is needed for the new one.
+            copies = _build(config, *case[:2])
+        times += _measure(config, case, copies)
+    return SyncBenchResult(
+        setting=describe_setting(
+            config,
+            title=config.title,
+            network=config.network,
+            place=place,
+            speeds=speeds,
+            started=started,
+        ),
+        reference=config.reference,
+        times=tuple(times),
+    )
+
+
+def _check_world(config: SyncBenchConfig, world_size: int) -> None:
+    for num_groups in config.num_groups:
+        if world_size % num_groups:
+            raise ConfigError(
+                f"num_groups={num_groups} does not divide the {world_size} ranks; start as many "
+                "ranks as a multiple of it"
+            )
+
+
+def _build(config: SyncBenchConfig, num_groups: int, shard_mib: float) -> Copies:
+    mesh = Mesh2D(num_groups, dist.get_world_size() // num_groups, config.layout)
+    groups = MeshGroups.for_mesh(mesh, "cpu")
+    return Copies(groups, config.num_rows(shard_mib), config.dim)
+
+
+def _measure(config: SyncBenchConfig, case: Case, copies: Copies) -> list[SyncTimes]:
+    """All syncs of a case: one round to warm up, then the repeats, each in another order."""
+    timed: dict[str, list[TimedSync]] = {name: [] for name in config.syncs}
+    for repeat in range(-1, config.repeats):
+        order = list(config.syncs)
+        random.Random(f"{config.seed} {case} {repeat}").shuffle(order)
+        for name in order:
+            seed = random.Random(f"{config.seed} {case} {repeat} {dist.get_rank()}").getrandbits(31)
+            generator = torch.Generator().manual_seed(seed)
+            count = max(1, round(case[2] * copies.num_rows))
+            rows = torch.randperm(copies.num_rows, generator=generator)[:count]
+            timing = copies.timed_sync(config.syncs[name].sync_config, rows, seed)
+            copies.check_equal()
+            if repeat >= 0:
+                timed[name].append(timing)
+    return [_gathered(case, name, repeats) for name, repeats in timed.items()]
+
+
+def _gathered(case: Case, name: str, timed: Sequence[TimedSync]) -> SyncTimes:
+    slowest = torch.tensor(
+        [[timing.seconds, timing.tracking_s] for timing in timed], dtype=torch.float64
+    )
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    sent = torch.tensor([timing.num_bytes for timing in timed], dtype=torch.float64).mean()
+    dist.all_reduce(sent)
+    seconds, tracking_s = slowest.t().tolist()
+    return SyncTimes(
+        num_groups=case[0],
+        shard_mib=case[1],
+        touched_share=case[2],
+        sync=name,
+        seconds=tuple(seconds),
+        tracking_s=tuple(tracking_s),
+        sent_bytes=float(sent) / dist.get_world_size(),
+    )
+
+
+_HEADINGS = (
+    *("changed rows", "sync", "min ms", "median ms", "max ms"),
+    *("x reference", "MB", "x bytes", "noting ms"),
+)
+
+
+def sync_report(result: SyncBenchResult, *, plot: str = "", data: str = "") -> str:
+    """A page on one result.
+
+    Args:
+        result: the numbers.
+        plot: where the page finds its plot, if there is one.
+        data: where it finds the JSON.
+    """
+    setting = result.setting
+    speeds = [
+        f"{rate * 8e-9:.2f} Gbit/s {where}" for where, rate in setting.link_speeds.items() if rate
+    ]
+    facts = {
+        "When": f"{setting.when} UTC",
+        "Ranks": f"{setting.hosts} hosts x {setting.ranks_per_host}",
+        "Network": setting.network,
+        "A rank sends": ", ".join(speeds),
+        "Cluster": setting.cluster,
+        "Machine": ", ".join(setting.machine.values()),
+        "Versions": ", ".join(f"{name} {version}" for name, version in setting.versions.items()),
+        "Repeat it": f"`{setting.command}`",
+        "Numbers": f"[{data}]({data})" if data else "",
+    }
+    parts = [f"# {setting.title}", "\n".join(f"- {k}: {v}" for k, v in facts.items() if v)]
+    if plot:
+        parts.append(f"![Time by share of changed rows]({plot})")
+    parts.append(_HOW_TO_READ.format(reference=result.reference))
+    for num_groups, shard_mib in shards_of(result):
+        parts.append(f"## {num_groups} copies of {shard_mib:g} MiB")
+        parts.append(table_of_shard(result, num_groups, shard_mib).markdown())
+    return "\n\n".join(parts) + "\n"
+
+
+_HOW_TO_READ = (
+    "Each copy changes its own random rows of one shard with row-wise AdaGrad; then all copies are "
+    "made equal, and compared. A time is that of the slowest rank. MB are what a rank sends to "
+    "others. *x reference* and *x bytes* are how many times less time and bytes than *{reference}* "
+    "it takes. *Noting* is what a backward takes before, to keep the rows that it changes. A "
+    "gradient sync's time includes adding up gradients, and the update, which a weight sync "
+    "follows."
+)
+
+
+def shards_of(result: SyncBenchResult) -> list[tuple[int, float]]:
+    """Numbers of copies and sizes, in order."""
+    return list(dict.fromkeys(times.case[:2] for times in result.times))
+
+
+def table_of_shard(result: SyncBenchResult, num_groups: int, shard_mib: float) -> Table:
+    """What each sync of one shard took, by how many of its rows had changed."""
+    rows = []
+    for times in result.times:
+        if times.case[:2] != (num_groups, shard_mib):
+            continue
+        reference = result.find(times.case, result.reference)
+        rows.append(
+            (
+                f"{times.touched_share:.4g}",
+                times.sync,
+                *(f"{1e3 * value:.1f}" for value in (min(times.seconds), times.median_s)),
+                f"{1e3 * max(times.seconds):.1f}",
+                f"{reference.median_s / times.median_s:.2f}",
+                f"{times.sent_bytes / 1e6:.3f}",
+                f"{reference.sent_bytes / times.sent_bytes:.1f}" if times.sent_bytes else "-",
+                f"{1e3 * statistics.median(times.tracking_s):.1f}"
+                if any(times.tracking_s)
+                else "-",
+            )
+        )
+    return Table(_HEADINGS, rows, words={"sync"})
+
+
+def sync_plot(result: SyncBenchResult, path: str | Path) -> None:
+    """Write an SVG of times by share of changed rows, with a panel for each shard.
+
+    Raises:
+        ConfigError: matplotlib is missing.
+    """
+    names = list(dict.fromkeys(times.sync for times in result.times))
+    charts = [
+        LineChart(
+            [
+                _line(name, marker, [times for times in result.times if times.case[:2] == shard])
+                for name, marker in zip(names, cycle(MARKERS), strict=False)
+            ],
+            x=Axis(title="changed rows per copy, %", is_log=True),
+            y=Axis(title="time of a sync, ms", is_log=True),
+            title=f"{shard[0]} copies of {shard[1]:g} MiB",
+            width_inches=3.2,
+        )
+        for shard in shards_of(result)
+    ]
+    draw_lines(charts, path)
+
+
+def _line(name: str, marker: str, times_of_shard: Sequence[SyncTimes]) -> Line:
+    """The line of one sync, from the fastest to the slowest time of each share."""
+    times_of_sync = [times for times in times_of_shard if times.sync == name]
+    return Line(
+        name=name,
+        x=[100 * times.touched_share for times in times_of_sync],
+        y=[1e3 * times.median_s for times in times_of_sync],
+        low=[1e3 * min(times.seconds) for times in times_of_sync],
+        high=[1e3 * max(times.seconds) for times in times_of_sync],
+        marker=marker,
+    )

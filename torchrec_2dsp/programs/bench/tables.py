@@ -1,0 +1,346 @@
+"""Build a benchmark's tables, which pages and terminals share."""
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+
+from torchrec_2dsp.cost.step_cost import StepCost
+from torchrec_2dsp.programs.bench.labels import setting_labels
+from torchrec_2dsp.programs.bench.results import BenchResult, ContestantResult
+from torchrec_2dsp.programs.bench.statistics import Agreement, ContestantSummary, Speedup, Summary
+from torchrec_2dsp.programs.traces import RankShares
+from torchrec_2dsp.report.table import MISSING, Table
+
+_NAME = "contestant"
+
+
+def ms(seconds: float) -> str:
+    """Return seconds as text, in milliseconds."""
+    return f"{seconds * 1e3:,.1f}"
+
+
+def _megabytes(num_bytes: float | None, num_digits: int = 2) -> str:
+    return MISSING if num_bytes is None else f"{num_bytes / 1e6:,.{num_digits}f}"
+
+
+def _factor(over: Speedup | None) -> str:
+    return MISSING if over is None else f"{over.factor:.2f} [{over.low:.2f}, {over.high:.2f}]"
+
+
+def _percent(share: float | None) -> str:
+    return MISSING if share is None else f"{share:.0%}"
+
+
+def names_in(results: Iterable[BenchResult]) -> list[str]:
+    """Return every contestant's name once, in order of appearance."""
+    return list(
+        dict.fromkeys(contestant.name for result in results for contestant in result.contestants)
+    )
+
+
+def counts_link(summary: Summary) -> bool:
+    """Return whether bytes on the network interface were counted."""
+    return any(contestant.link_bytes is not None for contestant in summary.contestants)
+
+
+def shows_plain_stock(summary: Summary) -> bool:
+    """Return whether the best plain stock contestant is another one than the best."""
+    return summary.best_plain_stock not in (None, summary.best_stock)
+
+
+def phases_in(contestants: Iterable[ContestantResult]) -> list[tuple[str, bool]]:
+    """Return every phase once, as its name and whether it waits: first those that don't."""
+    phases = dict.fromkeys(
+        (part.name, part.waiting) for contestant in contestants for part in contestant.phases
+    )
+    return sorted(phases, key=lambda phase: phase[1])
+
+
+def phase_label(name: str, waiting: bool) -> str:
+    """Return a phase's name beside those of others."""
+    return f"{name} (waits)" if waiting else name
+
+
+def overview_table(results: Sequence[BenchResult], summaries: Sequence[Summary]) -> Table:
+    """Show median step times: a row for each contestant, a column for each setting."""
+
+    def cell(name: str, result: BenchResult, summary: Summary) -> str:
+        figures = summary.find(name)
+        if figures is None:
+            outcomes = {contestant.name: contestant.outcome for contestant in result.contestants}
+            return outcomes.get(name, MISSING)
+        over = figures.over_best_stock
+        return ms(figures.step.median_s) + (f" ({over.factor:.2f})" if over else "")
+
+    rows = [
+        [name, *(cell(name, *pair) for pair in zip(results, summaries, strict=True))]
+        for name in names_in(results)
+    ]
+    return Table([_NAME, *setting_labels(results)], rows, words={_NAME})
+
+
+def step_table(result: BenchResult, summary: Summary) -> Table:
+    """Show the main figures of one result; contestants that failed have a row without figures."""
+    is_counted = counts_link(summary)
+    columns: dict[str, Callable[[ContestantSummary], str]] = {
+        "min ms": lambda figures: ms(figures.step.min_s),
+        "median ms": lambda figures: ms(figures.step.median_s),
+        "max ms": lambda figures: ms(figures.step.max_s),
+        "samples/s": lambda figures: f"{figures.samples_per_s:,.0f}",
+        "x best stock": lambda figures: _factor(figures.over_best_stock),
+        "x best plain stock": lambda figures: _factor(figures.over_plain_stock),
+        "of ceiling": lambda figures: _percent(figures.share_of_ceiling),
+        "link MB": lambda figures: _megabytes(figures.link_bytes),
+        "sent MB": lambda figures: _megabytes(figures.sent_bytes),
+        "peak MB": lambda figures: _megabytes(figures.result.peak_memory_bytes, 0),
+        "loss gap": lambda figures: _gap(figures, result, "loss_gap", ".1e"),
+        "NE gap": lambda figures: _gap(figures, result, "ne_gap", "+.3%"),
+    }
+    del columns["sent MB" if is_counted else "link MB"]
+    if not shows_plain_stock(summary):
+        del columns["x best plain stock"]
+
+    def row(contestant: ContestantResult) -> list[str]:
+        figures = summary.find(contestant.name)
+        if figures is None:
+            return [contestant.name, MISSING, contestant.outcome, *[MISSING] * (len(columns) - 2)]
+        return [contestant.name, *(column(figures) for column in columns.values())]
+
+    return Table([_NAME, *columns], [row(one) for one in result.contestants], words={_NAME})
+
+
+def _gap(figures: ContestantSummary, result: BenchResult, field: str, form: str) -> str:
+    if figures.name == result.reference:
+        return "reference"
+    gap = getattr(figures.result, field)
+    return MISSING if gap is None else f"{gap:{form}}"
+
+
+def closing_table(result: BenchResult, summary: Summary) -> Table:
+    """Show the figures that fit into 80 columns, which is what a log file gets."""
+    is_counted = counts_link(summary)
+    headings = ("x best stock\n[low, high]", "of\nceiling", "MB/\nstep", "NE\ngap")
+    rows = [
+        [
+            figures.name,
+            ms(figures.step.min_s),
+            ms(figures.step.median_s),
+            ms(figures.step.max_s),
+            _factor(figures.over_best_stock),
+            _percent(figures.share_of_ceiling),
+            _megabytes(figures.link_bytes if is_counted else figures.sent_bytes),
+            _gap(figures, result, "ne_gap", "+.3%").replace("reference", MISSING),
+        ]
+        for figures in summary.contestants
+    ]
+    return Table([_NAME, "min\nms", "median\nms", "max\nms", *headings], rows, words={_NAME})
+
+
+def phase_table(summary: Summary) -> Table | None:
+    """Show the traced step by phase, in ms; `None` if nothing was traced."""
+    traced = [contestant.result for contestant in summary.contestants if contestant.result.phases]
+    columns = phases_in(traced)
+    rows = []
+    for contestant in traced:
+        seconds = {(part.name, part.waiting): part.seconds for part in contestant.phases}
+        parts = [ms(seconds[column]) if column in seconds else MISSING for column in columns]
+        rows.append([contestant.name, *parts, ms(sum(seconds.values()))])
+    return _table([_NAME, *(phase_label(*column) for column in columns), "whole step"], rows)
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table | None:
+    return Table(headings, rows, words={_NAME}) if rows else None
+
+
+def plan_table(result: BenchResult) -> Table | None:
+    """Count the tables with each sharding type; `None` if no plan is known."""
+    planned = [contestant for contestant in result.contestants if contestant.sharding]
+    kinds = sorted({kind for contestant in planned for kind in contestant.sharding})
+    rows = [
+        [contestant.name, *(str(contestant.sharding.get(kind, MISSING)) for kind in kinds)]
+        for contestant in planned
+    ]
+    return _table([_NAME, *kinds], rows)
+
+
+def noise_table(summary: Summary) -> Table:
+    """Show how much the blocks vary, and what else the machine did."""
+    headings = ("blocks", "steps", "median within ms", "spread", "foreign load", "highest")
+    rows = []
+    for figures in summary.contestants:
+        step, blocks = figures.step, figures.result.blocks
+        probes_s = [block.probe_s for block in blocks if block.probe_s]
+        of_probes = (min, statistics.median, max) if probes_s else ()
+        rows.append(
+            [
+                figures.name,
+                str(len(blocks)),
+                str(sum(block.num_steps for block in blocks)),
+                f"[{ms(step.low_s)}, {ms(step.high_s)}]",
+                f"{step.spread:.1%}",
+                f"{figures.foreign_load_cores:.2f}",
+                f"{max(block.foreign_load for block in blocks):.2f}",
+                ", ".join(str(number) for number in figures.loaded_rounds) or "none",
+                " / ".join(f"{of(probes_s) * 1e3:.2f}" for of in of_probes) or MISSING,
+            ]
+        )
+    return Table([_NAME, *headings, "loaded rounds", "probe ms"], rows, words={_NAME})
+
+
+def travel_table(summary: Summary) -> Table | None:
+    """Show the travel of row gradients; `None` if nobody sends any."""
+    rows = [
+        [contestant.name, ms(travel.window_s), ms(travel.waited_s)]
+        for contestant in summary.contestants
+        if (travel := contestant.result.row_travel)
+    ]
+    return _table([_NAME, "window ms", "waited ms"], rows)
+
+
+def traffic_table(summary: Summary) -> Table | None:
+    """Show the traffic of each kind of collective; `None` if nothing was traced."""
+    rows = [
+        [contestant.name, part.name, f"{part.calls:,.1f}", _megabytes(part.sent_bytes)]
+        for contestant in summary.contestants
+        for part in contestant.result.traffic
+    ]
+    headings = (_NAME, "collective", "calls", "sent MB")
+    return Table(headings, rows, words={*headings[:2]}) if rows else None
+
+
+def encoded_table(summary: Summary) -> Table | None:
+    """Show the bytes before and after encoding; `None` if no transport encodes any."""
+    rows = []
+    for contestant in summary.contestants:
+        if (encoded := contestant.result.encoded) is None:
+            continue
+        cells = []
+        for kind in ("rows", "replicas"):
+            before, after = (getattr(encoded, f"{kind}{part}_bytes") for part in ("_fp32", ""))
+            cells += [_megabytes(before), _megabytes(after)] if before else [MISSING, MISSING]
+        rows.append([contestant.name, *cells])
+    headings = ("rows fp32 MB", "rows encoded MB", "replicas fp32 MB", "replicas encoded MB")
+    return _table([_NAME, *headings], rows)
+
+
+def dense_table(summary: Summary) -> Table | None:
+    """Show the bytes of thresholded dense gradients; `None` if nobody thresholds any."""
+    rows = [
+        [
+            contestant.name,
+            _megabytes(dense.fp32_bytes),
+            _megabytes(dense.sent_bytes),
+            f"{dense.fp32_bytes / dense.sent_bytes:,.1f}x" if dense.sent_bytes else MISSING,
+            f"{dense.density:.3%}",
+            f"{dense.residual_norm:.3g}",
+        ]
+        for contestant in summary.contestants
+        if (dense := contestant.result.dense)
+    ]
+    return _table([_NAME, "fp32 MB", "sent MB", "fewer", "density", "residual norm"], rows)
+
+
+def balance_table(summary: Summary) -> Table | None:
+    """Show how even the ranks' work was; `None` unless a contestant deals its samples."""
+    results = [contestant.result for contestant in summary.contestants]
+    if not any(result.dealt for result in results):
+        return None
+    rows = []
+    for result in results:
+        dealt, compute = result.dealt, result.compute
+        figures, times = [MISSING] * 4, [MISSING] * 3
+        if dealt is not None:
+            figures = [
+                f"{dealt.imbalance_before:.3f}",
+                f"{dealt.imbalance_after:.3f}",
+                f"{dealt.moved_share:.0%}",
+                _megabytes(dealt.sent_bytes),
+            ]
+        if compute is not None:
+            lost_s = compute.slowest_s - compute.mean_s
+            times = [ms(seconds) for seconds in (compute.mean_s, compute.slowest_s, lost_s)]
+        rows.append([result.name, *figures, *times])
+    headings = ("as read", "as dealt", "moved", "sent MB", "computing ms", "slowest", "lost")
+    return _table([_NAME, *headings], rows)
+
+
+def shares_table(summary: Summary) -> Table | None:
+    """Show how busy ranks were, and what the slowest cost; `None` without processor times."""
+    rows = []
+    for contestant in summary.contestants:
+        shares = shares_of(contestant.result)
+        cells = [MISSING] * 4
+        if shares is not None:
+            # Processor times include the untimed first step of each block, which takes longer.
+            other = max(0.0, 1.0 - shares.busy - shares.lost)
+            cells = [f"{share:.1%}" for share in (shares.busy, shares.lost, other)]
+            cells.append(f"{shares.imbalance:.3f}")
+        rows.append([contestant.name, *cells])
+    if all(row[1] == MISSING for row in rows):
+        return None
+    return _table([_NAME, "busy", "lost to imbalance", "other", "imbalance"], rows)
+
+
+def shares_of(result: ContestantResult) -> RankShares | None:
+    """Return the shares of a contestant's blocks; `None` without processor times.
+
+    A ceiling's ranks don't wait for each other, so that nothing is lost to the slowest of them.
+    """
+    compute, num_steps = result.compute, sum(block.num_steps for block in result.blocks)
+    if compute is None or not num_steps:
+        return None
+    return RankShares.of_times(
+        mean=compute.mean_s,
+        slowest=compute.mean_s if result.kind == "ceiling" else compute.slowest_s,
+        step=sum(block.step_s * block.num_steps for block in result.blocks) / num_steps,
+    )
+
+
+def predicted_in(result: BenchResult) -> list[ContestantResult]:
+    """Return the measured contestants whose steps were predicted."""
+    return [contestant for contestant in result.measured() if contestant.predicted is not None]
+
+
+def measured_s(contestant: ContestantResult) -> float:
+    """Return a measured contestant's median step."""
+    return statistics.median(block.step_s for block in contestant.blocks)
+
+
+def predicted_cost(contestant: ContestantResult) -> StepCost:
+    """Return a contestant's predicted step."""
+    assert contestant.predicted is not None
+    return StepCost(**contestant.predicted)
+
+
+def predicted_table(result: BenchResult) -> Table | None:
+    """Show predicted steps beside measured ones; `None` if none was predicted."""
+    predicted = predicted_in(result)
+    costs = [dict(predicted_cost(contestant).parts()) for contestant in predicted]
+    parts = [
+        name for name, _ in StepCost().parts() if any(abs(cost[name]) >= 5e-5 for cost in costs)
+    ]
+    rows = []
+    for contestant, cost in zip(predicted, costs, strict=True):
+        total_s, step_s = predicted_cost(contestant).total_s, measured_s(contestant)
+        cells = [ms(step_s), ms(total_s), f"{total_s / step_s - 1:+.0%}"]
+        rows.append([contestant.name, *cells, *(ms(cost[name]) for name in parts)])
+    headings = ("measured ms", "predicted ms", "error")
+    return _table([_NAME, *headings, *(name.replace("_", " ") for name in parts)], rows)
+
+
+def agreement_table(agreement: Agreement) -> Table:
+    """Show each contestant's medians by run; what differs too much is red."""
+    num_runs = len(agreement.contestants[0].medians_s)
+    rows, styles = [], {}
+    for number, contestant in enumerate(agreement.contestants):
+        figures = ["failed" if median is None else ms(median) for median in contestant.medians_s]
+        is_known = any(median is not None for median in contestant.medians_s)
+        difference = f"{contestant.difference:.1%}" if is_known else MISSING
+        rows.append([contestant.name, *figures, difference])
+        if contestant in agreement.apart:
+            styles[number] = "bold red"
+    if probes_s := agreement.all_probes_s:
+        difference = f"{max(probes_s) / min(probes_s) - 1:.1%}"
+        rows.append(["(machine)", *(f"{seconds * 1e3:.3f}" for seconds in probes_s), difference])
+        styles[len(rows) - 1] = "dim"
+    headings = [f"run {number}\nms" for number in range(1, num_runs + 1)]
+    return Table([_NAME, *headings, "largest\ndifference"], rows, words={_NAME}, styles=styles)

@@ -1,0 +1,229 @@
+"""Profile a contestant's steps, and reduce what its ranks saw in them to one mean rank."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from torchrec_2dsp.comms.counting import Collective, EncodedBytes
+from torchrec_2dsp.programs.bench.results import (
+    ComputeTimes,
+    DealtSamples,
+    DenseTraffic,
+    EncodedTraffic,
+    MeasuredTraffic,
+    Phase,
+    RowTravel,
+)
+from torchrec_2dsp.programs.config.section import Section
+from torchrec_2dsp.programs.traces import RankSplit, RankTrace, StepPhase, step_mark
+from torchrec_2dsp.replicas.sync_report import SyncReport
+from torchrec_2dsp.samples.dealer import BalanceReport
+
+Numbers = TypeVar("Numbers", bound=Section)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The measurements of one rank's traced steps."""
+
+    phases: tuple[Phase, ...]
+    """The step, part by part."""
+    traffic: tuple[MeasuredTraffic, ...]
+    """The traffic of each kind of collective."""
+    encoded: EncodedTraffic
+    """The bytes of numbers before and after encoding."""
+    dense: DenseTraffic | None
+    """The bytes of dense gradients, if these are thresholded."""
+    row_travel: RowTravel | None
+    """How long row gradients could travel, and were waited for."""
+    balance: BalanceReport | None
+    """The report on dealt samples, if they are dealt."""
+    compute_s: tuple[float, ...]
+    """The processor time of each step of all blocks; empty on accelerators."""
+    peak_memory_bytes: int | None
+    """The peak memory beyond what the process started with."""
+
+
+def profiled(
+    step: Callable[[], None], num_steps: int, settle: Callable[[], None] = lambda: None
+) -> RankTrace:
+    """Run ``step`` some times under the profiler.
+
+    Args:
+        step: what is profiled.
+        num_steps: how often.
+        settle: waits for what the last step has left in flight. A collective that ends after the
+            profiler can crash torch where it reads what was profiled.
+    """
+    with tempfile.TemporaryDirectory(prefix="torchrec_2dsp_") as folder, _silenced():
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            for number in range(1, num_steps + 1):
+                with record_function(step_mark(number)):
+                    step()
+            settle()
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return RankTrace.read(path)
+
+
+@contextmanager
+def _silenced() -> Iterator[None]:
+    """Keep the profiler's messages, one per rank, off the error output."""
+    sys.stderr.flush()
+    saved_stderr = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved_stderr, 2)
+        os.close(saved_stderr)
+
+
+def phases_of(split: RankSplit) -> tuple[Phase, ...]:
+    """List the parts of a rank's mean step, which add up to it."""
+    times = [
+        (phase, us, waiting)
+        for phase in StepPhase
+        for us, waiting in (
+            (split.computing_us.get(phase, 0.0), False),
+            (split.waiting_us.get(phase, 0.0), True),
+        )
+    ]
+    return tuple(
+        Phase(name=phase.value, seconds=us * 1e-6, waiting=waiting)
+        for phase, us, waiting in times
+        if us > 0.0
+    )
+
+
+def measured_traffic(records: Sequence[Collective], num_steps: int) -> tuple[MeasuredTraffic, ...]:
+    """Sum the traffic of some steps by the collectives' names."""
+    sums: dict[str, tuple[int, float]] = {}
+    for record in records:
+        calls, num_bytes = sums.get(record.op, (0, 0.0))
+        sums[record.op] = (calls + 1, num_bytes + record.sent_bytes)
+    return tuple(
+        MeasuredTraffic(name=op, calls=calls / num_steps, sent_bytes=num_bytes / num_steps)
+        for op, (calls, num_bytes) in sorted(sums.items())
+    )
+
+
+def encoded_between(
+    rows: EncodedBytes, before: SyncReport, after: SyncReport, num_steps: int
+) -> EncodedTraffic:
+    """Compute the bytes per step that were encoded between two sync totals."""
+    replicas_bytes = after.num_bytes - before.num_bytes
+    saved_bytes = after.saved_bytes - before.saved_bytes
+    return EncodedTraffic(
+        rows_fp32_bytes=rows.before / num_steps,
+        rows_bytes=rows.after / num_steps,
+        replicas_fp32_bytes=(replicas_bytes + saved_bytes) / num_steps,
+        replicas_bytes=replicas_bytes / num_steps,
+    )
+
+
+def row_travel_between(before: SyncReport, after: SyncReport, num_steps: int) -> RowTravel | None:
+    """Compute the travel time of row gradients per step between two sync totals."""
+    window_s, waited_s = after.window_s - before.window_s, after.waited_s - before.waited_s
+    if not window_s:
+        return None
+    return RowTravel(window_s=window_s / num_steps, waited_s=waited_s / num_steps)
+
+
+def traced_figures(ranks: Sequence[Traced]) -> dict[str, Any]:
+    """Reduce all ranks' measurements to fields of `ContestantResult`, by their names."""
+    peaks = [rank.peak_memory_bytes for rank in ranks if rank.peak_memory_bytes is not None]
+    return {
+        "phases": mean_phases([rank.phases for rank in ranks]),
+        "compute": compute_times([rank.compute_s for rank in ranks]),
+        "traffic": mean_traffic([rank.traffic for rank in ranks]),
+        "encoded": mean_encoded([rank.encoded for rank in ranks]),
+        "dense": mean_known([rank.dense for rank in ranks]),
+        "row_travel": mean_known([rank.row_travel for rank in ranks]),
+        "dealt": dealt_samples([rank.balance for rank in ranks]),
+        "peak_memory_bytes": max(peaks, default=None),
+    }
+
+
+def mean_phases(ranks: Sequence[Sequence[Phase]]) -> tuple[Phase, ...]:
+    """Average the phases over ranks; a phase that a rank lacks takes it no time."""
+    totals: dict[tuple[str, bool], float] = {}
+    for phases in ranks:
+        for phase in phases:
+            key = phase.name, phase.waiting
+            totals[key] = totals.get(key, 0.0) + phase.seconds
+    return tuple(
+        Phase(name=name, seconds=seconds / len(ranks), waiting=waiting)
+        for (name, waiting), seconds in totals.items()
+    )
+
+
+def mean_traffic(ranks: Sequence[Sequence[MeasuredTraffic]]) -> tuple[MeasuredTraffic, ...]:
+    """Average the traffic over ranks by name; a collective that a rank lacks counts as none."""
+    parts = [part for traffic in ranks for part in traffic]
+    return tuple(
+        MeasuredTraffic(
+            name=name,
+            calls=sum(part.calls for part in parts if part.name == name) / len(ranks),
+            sent_bytes=sum(part.sent_bytes for part in parts if part.name == name) / len(ranks),
+        )
+        for name in sorted({part.name for part in parts})
+    )
+
+
+def mean_encoded(ranks: Sequence[EncodedTraffic]) -> EncodedTraffic | None:
+    """Average the encoded bytes over ranks; `None` if no rank's transport saves any."""
+    mean = mean_known(ranks)
+    assert mean is not None
+    saves = mean.rows_bytes > 0 or mean.replicas_bytes != mean.replicas_fp32_bytes
+    return mean if saves else None
+
+
+def mean_known(ranks: Sequence[Numbers | None]) -> Numbers | None:
+    """Average each field over the ranks that have a value; `None` if none has."""
+    known = [numbers for numbers in ranks if numbers is not None]
+    if not known:
+        return None
+    kind = type(known[0])
+    return kind(
+        **{
+            name: sum(getattr(numbers, name) for numbers in known) / len(known)
+            for name in kind.model_fields
+        }
+    )
+
+
+def dealt_samples(reports: Sequence[BalanceReport | None]) -> DealtSamples | None:
+    """Summarize the ranks' reports on dealt samples, which are equal but for the bytes."""
+    by_rank = [report for report in reports if report is not None]
+    if not by_rank or not by_rank[0].num_batches:
+        return None
+    first = by_rank[0]
+    return DealtSamples(
+        imbalance_before=first.imbalance_before,
+        imbalance_after=first.imbalance_after,
+        moved_share=first.num_moved / first.num_samples,
+        sent_bytes=sum(report.num_bytes for report in by_rank) / len(by_rank) / first.num_batches,
+    )
+
+
+def compute_times(ranks: Sequence[Sequence[float]]) -> ComputeTimes | None:
+    """Compare the ranks' processor seconds step by step; `None` if they aren't known.
+
+    Another rank may be the slowest in each step, which the means of single ranks hide.
+    """
+    steps = list(zip(*ranks, strict=True))
+    if not steps:
+        return None
+    return ComputeTimes(
+        mean_s=sum(map(sum, steps)) / len(ranks) / len(steps),
+        slowest_s=sum(map(max, steps)) / len(steps),
+    )

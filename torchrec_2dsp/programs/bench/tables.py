@@ -105,7 +105,7 @@ def step_table(result: BenchResult, summary: Summary) -> Table:
             return [contestant.name, MISSING, contestant.outcome, *[MISSING] * (len(columns) - 2)]
         return [contestant.name, *(column(figures) for column in columns.values())]
 
-    return Table([_NAME, *columns], [row(one) for one in result.contestants], words={_NAME})
+    return Table([_NAME, *columns], list(map(row, result.contestants)), words={_NAME})
 
 
 def _gap(figures: ContestantSummary, result: BenchResult, field: str, form: str) -> str:

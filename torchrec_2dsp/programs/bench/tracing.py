@@ -189,13 +189,13 @@ def mean_encoded(ranks: Sequence[EncodedTraffic]) -> EncodedTraffic | None:
 
 def mean_known(ranks: Sequence[Numbers | None]) -> Numbers | None:
     """Average each field over the ranks that have a value; `None` if none has."""
-    known = [numbers for numbers in ranks if numbers is not None]
-    if not known:
+    measured = [numbers for numbers in ranks if numbers is not None]
+    if not measured:
         return None
-    kind = type(known[0])
+    kind = type(measured[0])
     return kind(
         **{
-            name: sum(getattr(numbers, name) for numbers in known) / len(known)
+            name: sum(getattr(numbers, name) for numbers in measured) / len(measured)
             for name in kind.model_fields
         }
     )

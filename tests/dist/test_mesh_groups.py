@@ -11,11 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.exits import NUM_RANKS, WAYS
+from tests.support.exits import NUM_RANKS, WAYS, count_threads
 from tests.support.rank_worker import GLOO_TIMEOUT, REPOSITORY
 from tests.support.ranks import RankPool
 from tests.support.slices import patient
-from tests.support.threads import count_threads
 from torchrec_2dsp import Mesh2D, RankLayout
 from torchrec_2dsp._compat.c10d import timeout_of
 from torchrec_2dsp._compat.torchrec import intra_and_cross_node_pg_2D

@@ -3,15 +3,18 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.optim import (
     _apply_optimizer_in_backward as apply_optimizer_in_backward,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 import torchrec_2dsp as tdsp
@@ -32,6 +35,7 @@ from tests.support.loops import (
 from tests.support.models import SEQUENCE_TABLES, ModelSpec, build, tables_of
 from tests.support.parity import LR, Cell, compare, make_optimizer
 from tests.support.ranks import RankPool
+from torchrec_2dsp._compat.ddp import gradient_order, start_in_order
 from torchrec_2dsp._compat.fbgemm import EmbOptimType
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
@@ -297,3 +301,55 @@ def test_stock_row_wise_adagrad_loads_the_state(
     answers = ranks4.run(into_stock, cell, str(tmp_path))
     assert sum(len(gaps) - 1 for gaps in answers) == len(cell.spec.tables)
     assert max(map(max, answers)) < ROUNDING
+
+
+def hooked(rank: int, world_size: int, kind: str) -> tuple[list[bool], list[bool], int]:
+    """Gradients of a DDP that goes on at step 4, as it is and in the order of the other one."""
+    calls: list[int] = []
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        calls.append(1)
+        return allreduce_hook(cast(Any, state), bucket)
+
+    def make() -> DistributedDataParallel:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 5), nn.Linear(5, 1))
+        ddp = DistributedDataParallel(
+            layers, static_graph=kind != "dynamic", bucket_cap_mb=1e-4, gradient_as_bucket_view=True
+        )
+        if kind == "hook":
+            ddp.register_comm_hook(None, hook)
+        if kind == "builtin":
+            ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+        return ddp
+
+    def gradients(ddp: DistributedDataParallel, step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        ddp.zero_grad()
+        ddp(torch.randn(6, 7, generator=generator)).square().mean().backward()
+        return torch.cat([cast(Any, param.grad).flatten() for param in ddp.parameters()])
+
+    through = make()
+    expected = [gradients(through, step) for step in range(8)]
+    order = gradient_order(through)
+    assert order is not None
+    assert order[0].startswith("3.")
+    plain, ordered = make(), make()
+    gradients(ordered, 50)
+    assert gradient_order(ordered) is None
+    assert not start_in_order(ordered, order[1:])
+    assert start_in_order(ordered, order)
+    assert gradient_order(ordered) == order
+    as_new = [torch.equal(gradients(plain, step), expected[step]) for step in range(4, 8)]
+    calls.clear()
+    going_on = [torch.equal(gradients(ordered, step), expected[step]) for step in range(4, 8)]
+    return as_new, going_on, len(calls)
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic", "hook", "builtin"])
+def test_ddp_goes_on_in_its_order_and_keeps_its_hook(ranks4: RankPool, kind: str) -> None:
+    for plain, ordered, num_calls in ranks4.run(hooked, kind):
+        assert ordered == [True] * 4
+        assert not all(plain)
+        # Two buckets in each step.
+        assert num_calls == (8 if kind == "hook" else 0)

@@ -12,8 +12,9 @@ from tests.support.models import SEQUENCE_TABLES, ModelSpec, TableSpec
 from tests.support.oracle import local_loss
 from tests.support.parity import Cell, make_optimizer, sharded_tables
 from tests.support.ranks import RankPool, RanksFailed
+from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.plan.sync import SyncPolicy
-from torchrec_2dsp.replicas import row_average as average_transfer
+from torchrec_2dsp.replicas import whole_shard
 
 pytestmark = pytest.mark.dealt_file
 
@@ -72,8 +73,8 @@ def test_two_replicas_get_the_dense_result_bit_for_bit(ranks4: RankPool) -> None
 def in_small_messages(rank: int, world_size: int, cells: list[Cell]) -> list[float]:
     """As `touched_and_whole`, with a few rows at a time instead of thousands."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(average_transfer, "_RANGE_BYTES", 7 * 4 * 8)
-        patch.setattr(average_transfer, "_MESSAGE_BYTES", 3 * 4 * 8)
+        patch.setattr(row_average, "_RANGE_BYTES", 7 * 4 * 8)
+        patch.setattr(row_average, "_MESSAGE_BYTES", 3 * 4 * 8)
         return touched_and_whole(rank, world_size, cells)
 
 
@@ -295,3 +296,41 @@ def test_a_policy_for_moments_that_do_not_exist_is_refused(ranks4: RankPool) -> 
         ranks4.run(shard_stateless)
     said = r"has no optimizer state that moments_policy=every(4) could sync; leave it out"
     assert all(said in report for report in failed.value.reports.values())
+
+
+def whole_in_chunks(rank: int, world_size: int, chunk_bytes: int) -> tuple[Tensors, set[str]]:
+    """What averaging whole shards comes to, and the collectives that it is made of."""
+    cell = Cell(tdsp.Mesh2D(2, 2), spec=LARGE, sync=WHOLE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whole_shard, "_CHUNK_BYTES", chunk_bytes)
+        with count_collectives() as seen:
+            trained = train(cell, rank, make_stream(cell, 2))
+    # Each rank has half of the rows of each table, and their moments.
+    large = {4 * 800 * 8, 4 * 480 * 16, 4 * 660 * 8}
+    reduced = [one for one in seen.records if one.op.startswith("all_reduce")]
+    return trained, {
+        one.op for one in reduced if one.num_bytes in large or one.op == "all_reduce_coalesced"
+    }
+
+
+def test_large_shards_are_averaged_where_they_are(ranks4: RankPool) -> None:
+    together = ranks4.run(whole_in_chunks, 2**20)
+    apart = ranks4.run(whole_in_chunks, 20_000)
+    for (expected, joined), (found, parted) in zip(together, apart, strict=True):
+        assert largest_gap(found, expected) == 0.0
+        assert joined == {"all_reduce_coalesced"}
+        # Moments are small enough to travel together.
+        assert parted == {"all_reduce", "all_reduce_coalesced"}
+
+
+def trained_with_an_empty_shard(rank: int, world_size: int) -> Tensors:
+    """By a model whose first table has no row on every second rank of a group."""
+    spec = ModelSpec((TableSpec("t0", 1, 8, ("f0",)), *LARGE.tables[1:]))
+    cell = Cell(tdsp.Mesh2D(2, 2), spec=spec, sync=WHOLE)
+    return train(cell, rank, make_stream(cell, 2))
+
+
+def test_shards_without_rows_are_left_out(ranks4: RankPool) -> None:
+    copies = ranks4.run(trained_with_an_empty_shard)
+    for one, other in (copies[:2], copies[2:]):
+        assert largest_gap(one, other) == 0.0

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.support import reference
 from tests.support.loops import Stream, Tensors
 from tests.support.models import BagModel, tables_of
-from tests.support.oracle import Oracle, local_loss
+from tests.support.oracle import Oracle, local_loss, row_wise_adagrad_
 from tests.support.parity import LR, Cell
 
 
@@ -63,7 +62,7 @@ class LoopOracle(Oracle):
         if scale == 1.0:
             super()._update_(name, grad)
         else:
-            reference.row_wise_adagrad_(*state, lr=self.lr, eps=self.eps, moment_scale=scale)
+            row_wise_adagrad_(*state, lr=self.lr, eps=self.eps, moment_scale=scale)
 
 
 class DelayedOracle(Oracle):
@@ -138,7 +137,7 @@ class Emulation:
             rows = self._hot_rows[name]
             grads = torch.stack([group.grads[name][rows] for group in self.groups]).mean(dim=0)
             lr, eps = self.groups[0].lr, self.groups[0].eps
-            reference.row_wise_adagrad_(weight, grads, moment, lr=lr, eps=eps)
+            row_wise_adagrad_(weight, grads, moment, lr=lr, eps=eps)
             for group in self.groups:
                 group.weights[name][rows] = weight
                 group.moments[name][rows, 0] = moment

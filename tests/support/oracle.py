@@ -1,4 +1,8 @@
-"""The oracle: the unsharded model, trained eagerly on the global batch."""
+"""Eager update rules on plain tensors, which fused and distributed runs must match.
+
+Each function takes the weight of a table, or of some of its rows, the gradient of the *global*
+batch and the state, and changes weight and state in place. Rows with a zero gradient don't move.
+"""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -7,9 +11,43 @@ from typing import NamedTuple, cast
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.support import reference
 from tests.support.models import Model, ModelSpec, build, make_batch, tables_of
 from tests.support.variable_batches import make_variable_batch, written_out
+
+
+@torch.no_grad()
+def sgd_(weight: torch.Tensor, grad: torch.Tensor, *, lr: float) -> None:
+    """``w <- w - lr * g``."""
+    weight -= lr * grad
+
+
+@torch.no_grad()
+def row_wise_adagrad_(
+    weight: torch.Tensor,
+    grad: torch.Tensor,
+    moment: torch.Tensor,
+    *,
+    lr: float,
+    eps: float = 1e-8,
+    moment_scale: float = 1.0,
+) -> None:
+    """``v <- v + mean(g^2)``, ``w <- w - lr * g / (sqrt(v / c) + eps)``, one v per row."""
+    moment += grad.pow(2).mean(dim=1)
+    weight -= lr * grad / ((moment / moment_scale).sqrt() + eps)[:, None]
+
+
+@torch.no_grad()
+def adagrad_(
+    weight: torch.Tensor,
+    grad: torch.Tensor,
+    moment: torch.Tensor,
+    *,
+    lr: float,
+    eps: float = 1e-8,
+) -> None:
+    """``v <- v + g^2``, ``w <- w - lr * g / (sqrt(v) + eps)``, one v per element."""
+    moment += grad.pow(2)
+    weight -= lr * grad / (moment.sqrt() + eps)
 
 
 def local_loss(scores: torch.Tensor) -> torch.Tensor:
@@ -59,14 +97,14 @@ class Oracle:
     def _update_(self, name: str, grad: torch.Tensor) -> None:
         weight = self.weights[name]
         if self.optimizer == "sgd":
-            reference.sgd_(weight, grad, lr=self.lr)
+            sgd_(weight, grad, lr=self.lr)
         elif self.optimizer == "adagrad":
-            reference.adagrad_(weight, grad, self.moments[name], lr=self.lr, eps=self.eps)
+            adagrad_(weight, grad, self.moments[name], lr=self.lr, eps=self.eps)
         else:
             columns = weight.shape[1] // self.blocks[name]
             for block in range(self.blocks[name]):
                 part = slice(block * columns, (block + 1) * columns)
-                reference.row_wise_adagrad_(
+                row_wise_adagrad_(
                     weight[:, part],
                     grad[:, part],
                     self.moments[name][:, block],

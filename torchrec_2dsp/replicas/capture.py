@@ -29,14 +29,16 @@ from torchrec_2dsp.rows.blocks import blocks_of
 from torchrec_2dsp.rows.gradients import BlockGradients, Lookup, LookupRows, added_up
 
 _LABEL = "## capture rows ##"
-"""The name of capturing in profiles."""
 
 
 class RowCapture:
     """Captures the row gradients of one TBE, one entry per backward, until they are taken.
 
-    Peers are told at once how many rows a lookup touches. Gradients are sent when the backward is
-    over: during it, they would delay the dense gradients, which are on the critical path.
+    Peers learn at once how many rows a lookup touches. Gradients travel when the backward is over:
+    during it, they would delay the dense gradients, which are on the critical path.
+
+    ``learning_rate`` returns NaN where this rank doesn't know the rate; by default it reads the
+    kernel's.
     """
 
     def __init__(
@@ -47,15 +49,6 @@ class RowCapture:
         peers: Peers | None = None,
         codec: RowCodec = EXACT,
     ) -> None:
-        """
-        Args:
-            tbe: the kernel.
-            tables: the names of its tables.
-            learning_rate: tells the learning rate, by default the kernel's; NaN where this rank
-                doesn't know it.
-            peers: the ranks whose gradients are merged with these, by default none.
-            codec: how gradients travel.
-        """
         self.tbe = tbe
         """The kernel whose fused update is held back."""
         self._tables = tuple(tables)
@@ -70,7 +63,7 @@ class RowCapture:
 
     @property
     def by_owner(self) -> bool:
-        """Whether owners add up the next gradients, see `GradientExchange.by_owner`."""
+        """Whether row owners sum the next gradients, see `GradientExchange.by_owner`."""
         return self._exchange.by_owner
 
     @by_owner.setter
@@ -78,11 +71,11 @@ class RowCapture:
         self._exchange.by_owner = value
 
     def accumulate(self) -> None:
-        """Let the next `take` make one of all backwards until then; peers learn of it there."""
+        """Merge all backwards until the next `take` into one; peers learn of it there."""
         self._is_accumulating = True
 
     def lookup(self, run: Callable[[], torch.Tensor], weights: torch.Tensor | None) -> torch.Tensor:
-        """The output of ``run``, a forward of the TBE, with a capturing backward.
+        """Run a forward of the TBE whose backward is captured, and return its output.
 
         Collectives:
             A small all-gather over the peers, which nobody waits for before the backward.
@@ -95,7 +88,7 @@ class RowCapture:
         return _CapturedLookup.apply(self._anchor, self, run, weights)
 
     def tracked(self, weights: torch.Tensor | None) -> TrackedLookup:
-        """The kernel's latest lookup, after telling the peers of it."""
+        """Announce the kernel's latest lookup to the peers, and return what its backward needs."""
         with record_function(_LABEL):
             lookup = Lookup(*last_lookup(self.tbe), weights)
             rows = LookupRows(self._shape, self._blocks, lookup)
@@ -115,7 +108,7 @@ class RowCapture:
             self._pending.append(PendingGradients(gradients, lookup, self._divisor))
 
     def take(self) -> list[PendingGradients]:
-        """Send, hand over and forget the gradients of all captured backwards, in their order.
+        """Send the gradients of all captured backwards, and return them in order.
 
         Collectives:
             After `accumulate`, a small all-gather over the peers.
@@ -133,7 +126,7 @@ class RowCapture:
         return pending
 
     def _as_one_step(self, pending: Sequence[PendingGradients]) -> list[PendingGradients]:
-        """The sums of several backwards, as a step of the kernel, which has counted its lookups."""
+        """Sum several backwards into one step of the kernel."""
         if not pending:
             return []
         lookup = pending[0].lookup
@@ -145,7 +138,6 @@ class RowCapture:
         return [PendingGradients(blocks, lookup, self._divisor)]
 
     def _announce(self, keys: Sequence[torch.Tensor]) -> Announcement:
-        """Tell the peers which rows have gradients."""
         return self._exchange.announce(keys, self._learning_rate())
 
     def _check_finite(self, gradients: Sequence[BlockGradients]) -> None:
@@ -164,7 +156,7 @@ class RowCapture:
 
     @property
     def _divisor(self) -> int:
-        """The divisor of the sum over ranks, as TorchRec's switch stands now."""
+        """The divisor of the sum over ranks, by TorchRec's current switch."""
         return self._exchange.num_ranks if get_gradient_division() else 1
 
 

@@ -12,37 +12,28 @@ from torchrec_2dsp.errors import SyncError, TwoDError
 _ROWS_AT_A_TIME = 2**13
 _ROWS_PER_RANGE = 1024
 _MAX_RANGES = 4
-"""How many differing ranges an error names."""
+"""The most differing ranges that an error names."""
 
 
 class CopiedShard(NamedTuple):
-    """A table shard with copies elsewhere."""
+    """A table shard with copies on other ranks."""
 
     table: str
-    """The table's name."""
     first_row: int
-    """The shard's first row in the table."""
     tensors: tuple[torch.Tensor, ...]
-    """Weights and optimizer state, one row of each per row."""
+    """Weights and optimizer state, which have one entry per row."""
 
 
 class DriftCheck:
-    """Compares the copies after every n-th sync, and raises on all ranks if they differ.
+    """Compares the copies after every n-th sync (0: never), and raises on all ranks if they differ.
 
-    Each rank sends a checksum of every thousand rows. Of different bit patterns, one in 2^64 has
-    the same checksum.
+    Each rank sends a checksum per thousand rows. One in 2^64 different bit patterns has the same
+    checksum. All ranks in the group list the same shards in the same order.
     """
 
     def __init__(
         self, shards: Sequence[CopiedShard], group: dist.ProcessGroup, alarm: Alarm, every: int
     ) -> None:
-        """
-        Args:
-            shards: the copied shards, in the same order on every rank of the group.
-            group: the ranks that hold copies.
-            alarm: the alarm of all ranks.
-            every: after how many syncs to compare; 0 for never.
-        """
         self._shards = list(shards)
         self._group = group
         self._alarm = alarm
@@ -50,7 +41,7 @@ class DriftCheck:
         self._num_syncs = 0
 
     def synced(self) -> None:
-        """Count a sync that is over, and compare the copies after every n-th one.
+        """Count a finished sync, and compare the copies if it is time.
 
         Collectives:
             After every n-th sync, an all-gather of 8 bytes per tensor and thousand rows on the
@@ -88,7 +79,7 @@ class DriftCheck:
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """A sum over rows that depends on their order, at the cost of one pass.
+    """Return a sum over rows that depends on their order, in one pass.
 
     Example:
         >>> import torch
@@ -107,7 +98,7 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _checksums(tensor: torch.Tensor) -> torch.Tensor:
-    """The checksum of each thousand rows, which depends on every bit and on the order."""
+    """Return a checksum per thousand rows, which depends on every bit and on the order."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
     if not tensor.numel():
         return torch.empty(0, dtype=torch.int64, device=tensor.device)
@@ -122,7 +113,7 @@ def _checksums(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _named(shard: CopiedShard, differs: torch.Tensor) -> str:
-    """The differing row ranges of the table in words, adjacent ones joined."""
+    """Name the table's differing row ranges, adjacent ones joined."""
     ranges: list[list[int]] = []
     num_rows = shard.tensors[0].shape[0]
     for number in differs.nonzero().view(-1).tolist():

@@ -16,31 +16,31 @@ from torchrec_2dsp.rows.blocks import Block
 from torchrec_2dsp.rows.gradients import BlockGradients, LookupRows, RowGradients, RowSum
 
 Sizes = list[list[list[int]]]
-"""How many rows travel: by the rank that sends them, then by block, then by the rank they go to."""
+"""Row counts by sending rank, by block, and by receiving rank."""
 
 
 @dataclass(frozen=True)
 class Hop:
-    """One exchange within a group: every rank adds up what it gets."""
+    """One exchange within a group, after which every rank sums what it received."""
 
     group: dist.ProcessGroup
 
     stride: int = 0
-    """How many adjacent keys have the same owner, which alone gets their rows. 0: all ranks get all
-    rows."""
+    """The number of adjacent keys with the same owner, which alone receives their rows. 0: all
+    ranks receive all rows."""
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks take part."""
+        """The group's size."""
         return dist.get_world_size(self.group)
 
     @property
     def num_owners(self) -> int:
-        """How many owners a rank's rows are dealt to; 1 if all ranks get all rows."""
+        """The number of owners that share a rank's rows; 1 if all ranks receive all rows."""
         return self.num_ranks if self.stride else 1
 
     def part_sizes(self, keys: torch.Tensor) -> list[int]:
-        """How many rows each owner gets."""
+        """Count the rows for each owner."""
         if not self.stride:
             return [keys.numel()]
         return torch.bincount(self._owners(keys), minlength=self.num_owners).tolist()
@@ -52,14 +52,11 @@ class Hop:
         key_dtype: torch.dtype,
         codec: RowCodec,
     ) -> "ArrivingRows":
-        """Send a block's rows.
+        """Send a block's rows; ``sizes`` are by sending, then by receiving rank.
 
-        Args:
-            rows: this rank's rows.
-            sizes: how many rows travel: by the rank that sends them, then by the rank they go to.
-            key_dtype: a type that the block's keys fit into.
-            codec: how gradients travel. This rank rounds its own ones, too, so that all ranks add
-                the same numbers.
+        This rank rounds its own gradients, too, so that all ranks add the same numbers.
+
+        This rank rounds its own gradients, too, so that all ranks add the same numbers.
 
         Collectives:
             Two all-to-alls on the group, of keys and of gradients, not waited for.
@@ -79,29 +76,28 @@ class Hop:
         return ArrivingRows(coming_keys, coming_grads, codec, rows.grads.shape[1])
 
     def _owners(self, keys: torch.Tensor) -> torch.Tensor:
-        """The owner of each key. In tables sorted by use, owners of ranges would differ in work."""
+        """Return each key's owner; owners of whole ranges would differ in work."""
         return (keys // self.stride) % self.num_ranks
 
 
 @dataclass(frozen=True)
 class ArrivingRows:
-    """The rows of a block from all ranks of a group, on their way."""
+    """A block's rows in flight from all ranks of a group."""
 
     keys: Arriving
     grads: Arriving
     codec: RowCodec
-    """How the gradients travel."""
     dim: int
-    """How many numbers a gradient has."""
+    """The gradient's width."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that this rank sends to others."""
+        """Bytes sent to other ranks."""
         return self.keys.sent.nbytes + self.grads.sent.nbytes
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that this rank would send besides, were its gradients not encoded."""
+        """Bytes that the codec saves on this rank."""
         num_bytes = self.grads.sent.shape[0] * self.dim * torch.float32.itemsize
         return num_bytes - self.grads.sent.nbytes
 
@@ -111,7 +107,7 @@ class ArrivingRows:
         self.grads.wait()
 
     def sum(self) -> BlockGradients:
-        """The sums by row of what all ranks have sent, added in rank order, after a wait."""
+        """Wait, then sum by row what all ranks sent, in rank order."""
         keys, places = self.keys.wait().long(), self.keys.places()
         rows = RowSum(keys[places], places)
         return BlockGradients(rows.keys, rows.of(self.codec.decode(self.grads.wait(), self.dim)))
@@ -121,8 +117,8 @@ class ArrivingRows:
 class Route:
     """Hops after which every rank has the sums over all ranks.
 
-    Where several peers share a host, each first adds up a part of the host's rows, so that a row
-    leaves a host once; what has come from other hosts is shared in the host at the end.
+    Where several peers share a host, each first sums a part of the host's rows, so that a row
+    leaves the host once; rows from other hosts are shared within the host at the end.
     """
 
     level: tuple[Hop, ...]
@@ -134,12 +130,12 @@ class Route:
 
     @property
     def hops(self) -> tuple[Hop, ...]:
-        """All hops in their order."""
+        """All hops in order."""
         return (*self.before, *self.level, *self.after)
 
 
 def routes(peers: Peers) -> tuple[Route, Route]:
-    """Two routes: every rank gathers all rows, or an owner of each row adds it up first.
+    """Return two routes: every rank gathers all rows, or each row's owner sums it first.
 
     The first sends every rank's rows to every other rank. The second sends rows once to their
     owners and the sums once to all ranks, which is less if many ranks touch the same rows.
@@ -156,12 +152,7 @@ def routes(peers: Peers) -> tuple[Route, Route]:
 
 
 def saves_bytes_by_owner(num_ranks: int, num_sent: int, num_distinct: int) -> bool:
-    """Whether owners save a group enough rows to be worth a second round.
-
-    Args:
-        num_ranks: how many ranks the group has.
-        num_sent: how many rows all ranks have, counted for each.
-        num_distinct: how many different rows these are.
+    """Return whether owners save a group enough rows to be worth a second round.
 
     Example:
         Four ranks have 100 rows each. Without owners, a rank sends 300 rows. With owners, it sends
@@ -179,17 +170,16 @@ def saves_bytes_by_owner(num_ranks: int, num_sent: int, num_distinct: int) -> bo
 
 @dataclass(frozen=True)
 class Announcement:
-    """A message in flight that tells how many rows each rank will send to whom on the first hop."""
+    """An all-gather in flight of how many rows each rank will send to whom on the first hop."""
 
     headers: tuple[torch.Tensor, ...]
-    """For each rank, how many rows of each block each owner gets, then the learning rate's bits."""
+    """For each rank, row counts by block and owner, then the learning rate's bits."""
     num_blocks: int
-    """How many blocks the TBE has; 0 if this rank has no peers."""
+    """The TBE's number of blocks; 0 without peers."""
     work: dist.Work | None
-    """The all-gather that brings the headers."""
 
     def arrived(self) -> tuple[Sizes, float]:
-        """How many rows all ranks send, and the learning rate of all, after waiting for both."""
+        """Wait, then return all ranks' row counts and their common learning rate."""
         if self.work is not None:
             self.work.wait()
         headers = torch.stack(self.headers).cpu()
@@ -209,18 +199,16 @@ class Announcement:
 
 @dataclass(frozen=True)
 class TrackedLookup:
-    """What the backward of a lookup needs to capture its row gradients."""
+    """A lookup, as its backward needs it to capture row gradients."""
 
     rows: LookupRows
-    """The rows that the lookup touched."""
     iteration: int
-    """The optimizer's iteration at the lookup."""
     announcement: Announcement | None
-    """What the peers were told of the lookup; `None` where they are told of several together."""
+    """The announcement to the peers; `None` if several lookups share one."""
 
 
 class GradientState(enum.Enum):
-    """How far row gradients have come. They only move down this list."""
+    """The progress of row gradients. They only move down this list."""
 
     CAPTURED = "a backward has left them on this rank"
     SENDING = "they are on their way to peers in this host, or to all peers if none share a host"
@@ -229,7 +217,10 @@ class GradientState(enum.Enum):
 
 
 class GradientExchange:
-    """Adds up the row gradients of one TBE over the ranks that hold the same rows."""
+    """Sums the row gradients of one TBE over the ranks that hold the same rows.
+
+    While rows travel, nothing else may use the peers' groups.
+    """
 
     def __init__(
         self,
@@ -238,26 +229,15 @@ class GradientExchange:
         peers: Peers | None,
         codec: RowCodec = EXACT,
     ) -> None:
-        """
-        Args:
-            blocks: the blocks of the TBE.
-            device: the TBE's device.
-            peers: the ranks that hold the same rows, in groups used for nothing else while rows
-                travel; None if this rank is alone.
-            codec: how gradients travel.
-        """
         self.num_ranks = 1 if peers is None else dist.get_world_size(peers.everyone)
-        """How many ranks' gradients are added."""
         self.by_owner = False
-        """Whether the next gradients are added up by an owner for each row, as the overlap of the
-        last ones suggests. All peers have seen the same overlap, so all choose the same route. Set
-        by hand, it has to be set on all peers alike, between two steps."""
+        """Whether an owner sums each row next time, as the last overlap suggests. All peers have
+        seen the same overlap, so all choose the same route. To set it by hand, set it on all peers
+        alike, between two steps."""
         self.key_dtypes = tuple(block.key_dtype for block in blocks)
-        """For each block, the type that its keys fit into."""
+        """For each block, a type that fits its keys."""
         self.codec = codec
-        """How gradients travel."""
         self.device = device
-        """The TBE's device."""
         self._peers = None if self.num_ranks == 1 else peers
         if self._peers is None:
             return
@@ -270,11 +250,7 @@ class GradientExchange:
         self._places = [members.index(rank) for rank in first]
 
     def announce(self, keys: Sequence[torch.Tensor], learning_rate: float) -> Announcement:
-        """Tell the peers how many rows this rank's gradients will have.
-
-        Args:
-            keys: for each block, the keys of the touched rows.
-            learning_rate: the learning rate; NaN if this rank doesn't know it.
+        """Tell the peers each block's touched keys by number; a NaN learning rate is unknown here.
 
         Collectives:
             One all-gather of 8 bytes per block and owner and 8 bytes more, not waited for.
@@ -314,22 +290,15 @@ class PendingGradients:
     def __init__(
         self, gradients: Sequence[BlockGradients], lookup: TrackedLookup, divisor: int
     ) -> None:
-        """
-        Args:
-            gradients: this rank's gradients, one entry per block.
-            lookup: the lookup that the gradients are of.
-            divisor: the divisor of the sum over ranks.
-        """
         self.lookup = lookup
-        """The lookup that the gradients are of."""
         self.num_bytes = 0
-        """Bytes that this rank has sent to others."""
+        """Bytes sent to other ranks."""
         self.saved_bytes = 0
-        """Bytes that this rank would have sent besides, had no codec encoded them."""
+        """Bytes that a codec has saved."""
         self.learning_rate: float | None = None
-        """The learning rate that all ranks have, known once the gradients are sent."""
+        """The learning rate of all ranks, known once the gradients are sent."""
         self.blocks = tuple(gradients)
-        """For each block, the sums so far: of this rank, then of more and more ranks."""
+        """For each block, the sums so far: this rank's, then more and more ranks'."""
         self._state = GradientState.CAPTURED
         self._divisor = divisor
         self._num_done = 0
@@ -338,19 +307,13 @@ class PendingGradients:
 
     @property
     def state(self) -> GradientState:
-        """How far the gradients have come."""
+        """The progress of these gradients."""
         return self._state
 
     def start(
         self, exchange: GradientExchange, route: Route, sizes: Sizes, learning_rate: float
     ) -> None:
-        """Start the first hop of a route; `GradientExchange.send` calls it.
-
-        Args:
-            exchange: the exchange that the gradients belong to.
-            route: the hops over which gradients travel; none if this rank is alone.
-            sizes: how many rows travel on the first hop.
-            learning_rate: the learning rate of all ranks.
+        """Start a route's first hop; `GradientExchange.send` calls it.
 
         Collectives:
             Those of `Hop.start` for each block, on the first hop's group.
@@ -363,7 +326,7 @@ class PendingGradients:
             self._start_hop(sizes)
 
     def send_to_other_hosts(self) -> None:
-        """Add up what the peers in this host have sent, and send the sums to other hosts.
+        """Sum what the peers in this host sent, and send the sums to other hosts.
 
         Collectives:
             The hops inside the host are waited for, the next one is not.
@@ -384,7 +347,7 @@ class PendingGradients:
             arriving.wait()
 
     def gradients(self) -> RowGradients:
-        """The sums over all ranks, to be applied once, after waiting for the peers' gradients.
+        """Wait, then return the sums over all ranks, to be applied once.
 
         Collectives:
             Those of `wait`.
@@ -401,7 +364,7 @@ class PendingGradients:
         return RowGradients(self.blocks, step)
 
     def _finish_hop(self) -> None:
-        """Wait for a hop, and start the next one, if there is one."""
+        """Wait for a hop, and start the next one, if any."""
         self.blocks = tuple(arriving.sum() for arriving in self._arriving)
         self._num_done += 1
         route = self._route
@@ -413,7 +376,7 @@ class PendingGradients:
             self._start_hop(self._gather_sizes())
 
     def _gather_sizes(self) -> Sizes:
-        """How many rows each rank sends on the next hop, known once the last hop is over."""
+        """Gather how many rows each rank sends on the next hop."""
         hop = self._route.hops[self._num_done]
         own_sizes = torch.tensor(
             [hop.part_sizes(block.keys) for block in self.blocks], device=self._exchange.device

@@ -22,7 +22,6 @@ from torchrec_2dsp.rows.gradients import RowGradients
 from torchrec_2dsp.rows.update import RowUpdater
 
 _LABEL = "## apply rows ##"
-"""The name of updates in profiles."""
 
 
 class Updater(Protocol):
@@ -30,7 +29,7 @@ class Updater(Protocol):
 
     @property
     def num_tables(self) -> int:
-        """How many tables the kernel holds."""
+        """The kernel's number of tables."""
         ...
 
     def apply(self, gradients: RowGradients) -> None:
@@ -39,30 +38,33 @@ class Updater(Protocol):
 
 
 def quickest_updater(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> Updater:
-    """The fastest updater of a TBE: its `Rule` on a CPU, if it has one, or the fused optimizer."""
+    """Return the fastest updater: a CPU's `Rule` if there is one, else the fused kernel."""
     rule = rule_for(tbe)
     return RowUpdater(tbe) if rule is None else DirectUpdater(tbe, rule)
 
 
 @dataclass
 class _SentStep:
-    """The row gradients of a step, on their way."""
+    """A step's row gradients in flight."""
 
     pending: list[list[PendingGradients]]
     """For each TBE, the gradients of its backwards."""
     check: Check
-    """Tells whether all ranks could send."""
+    """Raises if a rank couldn't send."""
     sent_at: float
-    """When this rank had sent its gradients."""
     is_checked: bool = False
-    """Whether `check` was waited for."""
 
 
 class GradientSyncAction:
-    """The sync action of `GradientSync`, of hot rows, and of rules that the kernels don't have.
+    """The sync action of `GradientSync` and of hot rows.
 
-    Gradients are sent at the end of a step, and may travel until a lookup needs the rows. All
-    ranks add the same numbers in the same order, so their copies stay equal bit for bit.
+    Gradients are sent at the end of a step, and may travel until a lookup needs the rows; up to
+    ``delay`` steps may still wait then. All ranks add the same numbers in the same order, so their
+    copies stay equal bit for bit.
+
+    There is one capture per TBE, none on a rank without tables; the alarm reaches all ranks. With
+    ``precedes_average`` an average follows, which needs updated rows at every sync point, and whose
+    report counts for both.
     """
 
     def __init__(
@@ -77,18 +79,6 @@ class GradientSyncAction:
         on_update: Callable[[], None] = lambda: None,
         precedes_average: bool = False,
     ) -> None:
-        """
-        Args:
-            captures: one for each TBE; none on a rank that holds no table.
-            alarm: reaches all ranks, also those that hold other rows.
-            drift: compares the copies after a sync, if there are any.
-            delay: how many steps may still wait to be applied at a lookup.
-            is_layered: whether rows are added up inside hosts first; the same on all ranks.
-            make_updater: makes what applies the gradients to a TBE; the quickest by default.
-            on_update: called after rows were updated.
-            precedes_average: whether an average follows, which needs updated rows at every sync
-                point, and whose report counts for both.
-        """
         self._captures = list(captures)
         self._updaters = [make_updater(capture.tbe) for capture in captures]
         self._alarm = alarm
@@ -103,7 +93,7 @@ class GradientSyncAction:
 
     @property
     def pending(self) -> bool:
-        """Whether a captured backward waits to be applied."""
+        """Whether a captured backward hasn't been applied."""
         return self._is_unsent or bool(self._steps) or self._failure is not None
 
     def backward_seen(self) -> None:
@@ -111,7 +101,7 @@ class GradientSyncAction:
         self._is_unsent = True
 
     def accumulate(self) -> None:
-        """Make one update of all backwards until the next sync."""
+        """Merge all backwards until the next sync into one update."""
         for capture in self._captures:
             capture.accumulate()
 
@@ -162,7 +152,9 @@ class GradientSyncAction:
     # A sync point may be reached in inference mode, whose tensors autograd can't use.
     @torch.inference_mode(mode=False)
     def apply(self, *, everything: bool) -> SyncReport:
-        """Apply steps, oldest first: everything, or all but the steps that may wait at a lookup.
+        """Apply steps, oldest first: everything, or all but those that may wait at a lookup.
+
+        All ranks raise one rank's error, before any rank applies anything.
 
         An error of one rank is raised by all, before any has applied anything of its step.
 
@@ -189,13 +181,13 @@ class GradientSyncAction:
         return total
 
     def state_dict(self) -> dict[str, list[int]]:
-        """The route of each kernel's next gradients, which the last exchange has decided."""
+        """Return the route of each kernel's next gradients, as the last exchange chose it."""
         if self._precedes_average:
             return {}
         return {"by_owner": [int(capture.by_owner) for capture in self._captures]}
 
     def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:
-        """Let the next gradients take these routes; all peers load the same."""
+        """Restore these routes; all peers load the same."""
         if self._precedes_average:
             return
         for capture, by_owner in zip(self._captures, state["by_owner"], strict=True):
@@ -212,7 +204,7 @@ class GradientSyncAction:
         return report
 
     def _wait(self, check: Check) -> None:
-        """Wait until all ranks have sent; after an error of one rank, none can send again."""
+        """Wait until all ranks have sent; after one rank's error, none can send again."""
         try:
             check.wait()
         except TwoDError as error:

@@ -26,27 +26,26 @@ from torchrec_2dsp.rows.gradients import RowSum
 
 @dataclass(frozen=True)
 class SentRows:
-    """The rows of a shard that one peer has changed, and what it sends of them."""
+    """The rows of a shard that one peer has changed, as sent."""
 
     rows: torch.Tensor
-    """The row ids, ascending."""
     values: tuple[torch.Tensor, ...]
     """For each tensor of the shard, these rows' values or changes."""
 
     def part(self, places: slice) -> "SentRows":
-        """The rows at these places."""
+        """Return the rows at these places."""
         return SentRows(self.rows[places], tuple(value[places] for value in self.values))
 
 
 def _sends_change(shard: SyncedShard, index: int, num_peers: int) -> bool:
-    """Whether changes of a tensor are sent instead of values; a maximum needs values."""
+    """Return whether a tensor's changes travel, not its values; a maximum needs values."""
     return shard.codecs[index] is not None or (
         num_peers > 2 and shard.rules[index] is StateRule.AVERAGE
     )
 
 
 def all_finite(shard: SyncedShard, values: Sequence[torch.Tensor]) -> bool:
-    """Whether all that is sent of a shard is finite when it comes."""
+    """Return whether everything sent of a shard will be finite on arrival."""
     return all(
         (EXACT if codec is None else codec).all_finite(value)
         for codec, value in zip(shard.codecs, values, strict=True)
@@ -55,7 +54,7 @@ def all_finite(shard: SyncedShard, values: Sequence[torch.Tensor]) -> bool:
 
 
 def rows_to_send(shard: SyncedShard, changed: Changed, num_peers: int) -> SentRows:
-    """The changed rows of a shard, as they are sent."""
+    """Return a shard's changed rows in the form in which they travel."""
     sent = []
     parts = zip(shard.touched.tensors, changed.bases, shard.codecs, shard.dims, strict=True)
     for index, (tensor, base, codec, dim) in enumerate(parts):
@@ -69,12 +68,9 @@ def rows_to_send(shard: SyncedShard, changed: Changed, num_peers: int) -> SentRo
 
 
 def average_rows(shard: SyncedShard, own: Changed, peers: Sequence[SentRows]) -> int:
-    """Write the average of all rows that a peer has changed, and return how many there are.
+    """Write the average of all rows that any peer has changed, and count them.
 
-    Args:
-        shard: this rank's shard.
-        own: the rows that this rank has changed.
-        peers: what all peers have sent, in an order that is the same on every rank.
+    ``peers`` are in the same order on every rank.
     """
     by_row = RowSum(torch.cat([peer.rows for peer in peers]))
     rows = by_row.keys
@@ -97,28 +93,28 @@ def average_rows(shard: SyncedShard, own: Changed, peers: Sequence[SentRows]) ->
 
 
 _RANGE_BYTES = 2 * 2**20
-"""The size of a shard's range. Rows are sent singly if at most about a fifth of them has changed;
-what all copies have changed of a range is smaller."""
+"""The size of a shard's range. Rows travel one by one if at most about a fifth of them has changed,
+so messages are smaller."""
 
 _MAX_RANGES = 256
-"""The most ranges of a shard, because every rank tells its peers a count for each."""
+"""The most ranges per shard, because every rank sends its peers a count for each."""
 
 _MESSAGE_BYTES = 2**20
-"""The bytes, from all peers together, that are worth a message of their own: with fewer, the
-overhead of a message is more than what using it early saves."""
+"""Bytes, from all peers together, that are worth a message: below, its overhead exceeds what an
+early start saves."""
 
 
 class Piece(NamedTuple):
-    """The changed rows of a shard's ranges that are sent together."""
+    """The changed rows of some ranges of a shard, sent together."""
 
     shard: int
-    """The shard's place in the list of shards."""
+    """The shard's index."""
     counts: tuple[int, ...]
-    """For each peer, how many rows of these ranges it has changed."""
+    """For each peer, how many of these rows it has changed."""
 
 
 def range_ends(shard: SyncedShard) -> torch.Tensor:
-    """For each range of a shard, the row after its last one, the same for all copies."""
+    """Return each range's end row, the same for all copies."""
     num_bytes = sum(tensor.nbytes for tensor in shard.touched.tensors)
     num_ranges = min(max(1, num_bytes // _RANGE_BYTES), _MAX_RANGES)
     numbers = torch.arange(1, num_ranges + 1, device=shard.touched.device)
@@ -128,11 +124,7 @@ def range_ends(shard: SyncedShard) -> torch.Tensor:
 def messages(
     counts: Sequence[Sequence[Sequence[int]]], row_bytes: Sequence[int]
 ) -> list[list[Piece]]:
-    """The pieces of each message.
-
-    Args:
-        counts: how many rows have changed, by shard, by range and by peer.
-        row_bytes: the bytes of a row of each shard.
+    """Pack changed rows, counted by shard, range and peer, into messages.
 
     Example:
         Two shards and two peers. A range with many changes travels alone, others go together.
@@ -163,7 +155,12 @@ def messages(
 
 
 class AverageTransfer:
-    """One message from each peer to all others, on its way."""
+    """A message in flight from each peer to all others.
+
+    Collectives:
+
+    One all-to-all when it is built, not waited for.
+    """
 
     def __init__(
         self,
@@ -172,16 +169,6 @@ class AverageTransfer:
         own: Sequence[SentRows],
         group: dist.ProcessGroup,
     ) -> None:
-        """
-        Args:
-            pieces: the pieces of the message.
-            shards: all shards.
-            own: this rank's rows of each piece.
-            group: the peers.
-
-        Collectives:
-            One all-to-all, not waited for.
-        """
         self._pieces = pieces
         self._shards = shards
         self._layouts = [
@@ -195,12 +182,12 @@ class AverageTransfer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that this rank sends to others."""
+        """Bytes sent to other ranks."""
         return self._arriving.sent.nbytes
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that this rank would send to others besides, were its rows not encoded."""
+        """Bytes that the codecs save on this rank."""
         plain = sum(
             part.num_bytes
             for piece in self._pieces
@@ -212,7 +199,7 @@ class AverageTransfer:
         return (plain - encoded) * (len(self._layouts) - 1)
 
     def arrived(self) -> Iterator[tuple[Piece, list[SentRows]]]:
-        """Each piece with what every peer has sent of it, after waiting for the message."""
+        """Wait, then yield each piece with what every peer sent."""
         received = [
             iter(unpack(*pair))
             for pair in zip(self._arriving.by_rank(), self._layouts, strict=True)
@@ -229,7 +216,7 @@ class AverageTransfer:
 
 
 def _layout(shard: SyncedShard, num_rows: int, *, is_encoded: bool = True) -> list[Packed]:
-    """How rows are packed: their ids, then each tensor's rows, as they are or encoded."""
+    """Return the layout of packed rows: ids, then each tensor's rows, plain or encoded."""
     values = [
         Packed((num_rows, *tensor.shape[1:]), tensor.dtype)
         if codec is None or not is_encoded
@@ -240,58 +227,48 @@ def _layout(shard: SyncedShard, num_rows: int, *, is_encoded: bool = True) -> li
 
 
 _LABEL = "## note rows ##"
-"""The name of noting rows in profiles."""
 
 _WHOLE = -1
-"""Stands for a row count if so many rows were touched that the whole shard is averaged."""
+"""Replaces a row count if so many rows were touched that the whole shard is averaged."""
 
 
 class _OwnRows(NamedTuple):
-    """The rows of a shard that this rank has changed."""
-
     changed: Changed
     sent: SentRows
 
     def part(self, places: slice) -> "_OwnRows":
-        """The rows at these places."""
         return _OwnRows(self.changed.part(places), self.sent.part(places))
 
 
 @dataclass(frozen=True)
 class _Announced:
-    """A message in flight that tells how many rows each peer sends."""
+    """An all-gather in flight of how many rows each peer sends."""
 
     headers: list[torch.Tensor]
-    """For each peer, a row count for each range of each shard."""
+    """For each peer, row counts by shard and range."""
     num_ranges: list[int]
-    """How many ranges each shard has."""
     work: dist.Work
 
     def arrived(self) -> list[list[list[int]]]:
-        """Row counts by shard, by range and by peer, after waiting for them."""
+        """Wait, then return row counts by shard, range and peer."""
         self.work.wait()
         counts = torch.stack(self.headers, dim=1)
         return [shard_counts.tolist() for shard_counts in counts.split(self.num_ranges)]
 
 
 class RowAverage:
-    """Averages the rows that changed since the last run; then all copies are equal bit for bit.
+    """Averages the rows that changed since the last run; then all copies are equal, bit for bit.
 
-    Each peer sends the rows that it has changed. For rows that a peer didn't send, its copy is the
-    base, which every peer knows. So all compute the average of all copies, in the same order (see
-    `row_copies`).
+    Each peer sends the rows that it has changed. Where a peer didn't send a row, its copy is the
+    base, which every peer knows. So all compute the average over all copies in the same order.
+
+    All ranks in the group list the same shards in the same order; the group is full duplex on gloo.
+    The alarm reaches all ranks, also those without copies.
     """
 
     def __init__(
         self, shards: Sequence[SyncedShard], group: dist.ProcessGroup, alarm: Alarm
     ) -> None:
-        """
-        Args:
-            shards: the averaged shards, in the same order on every rank of the group; none on a
-                rank without tables.
-            group: the ranks that hold copies; a full-duplex group if the backend is gloo.
-            alarm: the alarm of all ranks, also of those that hold no copies of these shards.
-        """
         self._shards = list(shards)
         self._group = group
         self._alarm = alarm
@@ -305,7 +282,7 @@ class RowAverage:
     def before_update(
         self, shards: Sequence[SyncedShard], rows: Callable[[], Sequence[torch.Tensor]]
     ) -> None:
-        """Note the rows of these shards that a backward is about to change."""
+        """Note the rows that a backward is about to change in these shards."""
         with record_function(_LABEL):
             for shard, changing in zip(shards, rows(), strict=True):
                 shard.touched.note(changing)
@@ -340,7 +317,7 @@ class RowAverage:
         return report
 
     def _collect(self) -> list[_OwnRows | None]:
-        """This rank's changed rows, `None` for a shard with too many of them."""
+        """Return this rank's changed rows; `None` for a shard with too many."""
         own_rows: list[_OwnRows | None] = []
         for shard in self._shards:
             if shard.touched.is_overfull:
@@ -358,9 +335,9 @@ class RowAverage:
         return own_rows
 
     def _announce(self, own_rows: Sequence[_OwnRows | None]) -> "_Announced | None":
-        """Tell the peers how many rows of each shard come, without waiting; None without shards.
+        """Start to tell the peers how many rows of each shard come; `None` without shards.
 
-        Peers ignore what is announced by a rank that couldn't collect its rows.
+        Peers ignore the announcement of a rank that failed to collect its rows.
         """
         if not self._shards:
             return None
@@ -375,7 +352,7 @@ class RowAverage:
     def _average_rows(
         self, own_rows: Sequence[_OwnRows | None], counts: Sequence[Sequence[Sequence[int]]]
     ) -> SyncReport:
-        """Average the shards of which few rows were touched; the others have no counts here."""
+        """Average the shards with few touched rows; the others have no counts here."""
         sent: list[tuple[AverageTransfer, list[Changed]]] = []
         num_sent = [0] * len(self._shards)
         for pieces in messages(counts, self._row_bytes):
@@ -401,7 +378,6 @@ class RowAverage:
 
 
 def _counts(ends: torch.Tensor, rows: _OwnRows | None) -> torch.Tensor:
-    """How many rows this rank sends of each range of a shard."""
     if rows is None:
         return torch.full_like(ends, _WHOLE)
     places = torch.searchsorted(rows.changed.rows, ends)
@@ -409,5 +385,5 @@ def _counts(ends: torch.Tensor, rows: _OwnRows | None) -> torch.Tensor:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all values are finite, seen by their sum in one pass; fp16 is added in float32."""
+    """Return whether all values are finite, by their float32 sum in one pass."""
     return not tensor.is_floating_point() or bool(tensor.sum(dtype=torch.float32).isfinite())

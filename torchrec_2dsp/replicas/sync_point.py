@@ -16,7 +16,7 @@ from torchrec_2dsp.replicas.whole_shard import ShardAverage
 
 
 class WeightSyncAction:
-    """The sync action of `WeightSync`: an average, and a count of steps that tells when it is due.
+    """The sync action of `WeightSync`: an average, and the step count that says when it is due.
 
     A step has one backward and several sync points, of which the first counts the step.
     """
@@ -24,17 +24,11 @@ class WeightSyncAction:
     def __init__(
         self, average: RowAverage | ShardAverage, policy: SyncPolicy, drift: DriftCheck
     ) -> None:
-        """
-        Args:
-            average: averages the shards.
-            policy: tells at which steps to average.
-            drift: compares the copies afterwards.
-        """
         self._average = average
         self._drift = drift
         self._policy = policy
         self.num_steps = 0
-        """How many steps the policy has counted; a resumed run sets it to its old value."""
+        """The policy's step count; a resumed run restores it."""
         self._is_counted = True
         self._is_due = False
         self._pending = False
@@ -42,7 +36,7 @@ class WeightSyncAction:
     def before_update(
         self, shards: Sequence[SyncedShard], rows: Callable[[], Sequence[torch.Tensor]]
     ) -> None:
-        """Note that a backward is about to change these shards' rows, which ``rows`` returns."""
+        """Note that a backward is about to change the rows that ``rows`` returns."""
         self._average.before_update(shards, rows)
 
     def backward_seen(self) -> None:
@@ -54,7 +48,7 @@ class WeightSyncAction:
 
     @property
     def pending(self) -> bool:
-        """Whether the local replica has been updated since the last average."""
+        """Whether the local replica has changed since the last average."""
         return self._pending
 
     def reach(self, reason: SyncReason) -> SyncReport:
@@ -75,20 +69,19 @@ class WeightSyncAction:
         return report
 
     def state_dict(self) -> dict[str, list[int]]:
-        """How many steps the policy has counted."""
+        """Return the policy's step count."""
         return {"num_steps": [self.num_steps]}
 
     def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:
-        """Let the policy go on counting from another one's steps."""
+        """Restore the policy's step count."""
         (self.num_steps,) = state["num_steps"]
 
 
 _LABEL = "## replica sync ##"
-"""The name of syncs in profiles."""
 
 
 class SyncAction(Protocol):
-    """One way in which copies are made equal."""
+    """One way to make copies equal."""
 
     @property
     def pending(self) -> bool:
@@ -100,19 +93,19 @@ class SyncAction(Protocol):
         ...
 
     def reach(self, reason: SyncReason) -> SyncReport:
-        """Sync what can't wait any longer; an empty report if that is nothing."""
+        """Sync what can't wait any longer; return an empty report if nothing is due."""
         ...
 
     def accumulate(self) -> None:
-        """Make one update of all backwards until the next sync."""
+        """Merge all backwards until the next sync into one update."""
         ...
 
     def state_dict(self) -> dict[str, list[int]]:
-        """What the next sync depends on beside the tables, while nothing is pending."""
+        """Return what the next sync depends on beside the tables, while nothing is pending."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:
-        """Go on from the state of another action like this one."""
+        """Continue from another such action's state."""
         ...
 
 
@@ -120,24 +113,19 @@ class SyncPoint:
     """The sync of one sharded module.
 
     A training backward leaves its actions pending. Whatever comes first, ``model.sync()``, the
-    fused optimizer's ``step()``, the next lookup or a read of the state, runs the actions that
-    can't wait any longer; what comes later finds nothing to do. All ranks reach the same trigger
-    first because they run the same program.
+    fused optimizer's ``step()``, the next lookup or a read, runs the actions that can't wait any
+    longer; later triggers find nothing to do. All ranks reach the same trigger first because they
+    run the same program.
     """
 
     def __init__(self, actions: Sequence[SyncAction], *, can_hold: bool = True) -> None:
-        """
-        Args:
-            actions: run one after the other.
-            can_hold: whether updates wait for them, so that several backwards can make one.
-        """
         self._actions = list(actions)
         self.can_hold = can_hold
         """Whether `hold` can make one update of several backwards."""
         self.is_held = False
-        """Whether backwards wait for others of their step."""
+        """Whether backwards wait for others in their step."""
         self.total = SyncReport()
-        """The reports of all syncs so far, added up."""
+        """The sum of all sync reports so far."""
 
     @property
     def pending(self) -> bool:
@@ -145,7 +133,7 @@ class SyncPoint:
         return any(action.pending for action in self._actions)
 
     def hold(self) -> None:
-        """Let backwards wait until `release`, and make one update of all of them then.
+        """Let backwards wait until `release`, and merge them into one update then.
 
         Collectives:
             Those of a sync before a lookup, for the backwards so far.
@@ -160,7 +148,7 @@ class SyncPoint:
         self.is_held = False
 
     def backward_seen(self) -> None:
-        """Note that a training backward has begun; all ranks do, also those without tables."""
+        """Note that a training backward has begun; ranks without tables do so, too."""
         for action in self._actions:
             action.backward_seen()
 
@@ -192,11 +180,11 @@ class SyncPoint:
 
     @property
     def policy_step(self) -> int:
-        """How many steps the policies have counted; 0 for a sync that has none."""
+        """The policies' step count; 0 without a policy."""
         return max((action.num_steps for action in self._averages), default=0)
 
     def count_from(self, step: int) -> None:
-        """Let the policies go on counting from ``step``."""
+        """Let the policies continue from ``step``."""
         for action in self._averages:
             action.num_steps = step
 
@@ -205,13 +193,13 @@ class SyncPoint:
         return [action for action in self._actions if isinstance(action, WeightSyncAction)]
 
     def state_dict(self) -> list[dict[str, list[int]]]:
-        """What the next syncs of this rank depend on beside the tables, one dict per action.
+        """Return what this rank's next syncs depend on beside the tables, one dict per action.
 
         Read it while nothing is pending.
         """
         return [action.state_dict() for action in self._actions]
 
     def load_state_dict(self, states: Sequence[Mapping[str, Sequence[int]]]) -> None:
-        """Go on from the state of another sync point of the same plan and rank."""
+        """Continue from the state of a sync point with the same plan and rank."""
         for action, state in zip(self._actions, states, strict=True):
             action.load_state_dict(state)

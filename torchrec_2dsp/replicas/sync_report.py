@@ -5,21 +5,21 @@ from dataclasses import dataclass, fields
 
 
 class SyncReason(enum.Enum):
-    """Why a program reaches a sync point."""
+    """The reason for which a program reaches a sync point."""
 
     BACKWARD_OVER = "a backward is over"
-    """What is captured is sent, and an average that is due is taken. Nobody needs the rows yet."""
+    """Sends what is captured, and takes an average that is due. Nobody needs the rows yet."""
 
     LOOKUP = "rows are about to be looked up in training"
-    """What was sent is applied, but for the steps that may be late."""
+    """Applies what was sent, except for steps that may be late."""
 
     READ = "someone looks at the replicas: a checkpoint, an evaluation, a user"
-    """Everything is applied, and all copies are equal."""
+    """Applies everything; all copies are equal afterwards."""
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one sync moved and how long it took on this rank; zeros if there was nothing to do.
+    """What one sync moved and how long it took on this rank; zeros if nothing was due.
 
     Example:
         >>> from torchrec_2dsp import SyncReport
@@ -41,16 +41,15 @@ class SyncReport:
     """Wall-clock time on this rank."""
 
     window_s: float = 0.0
-    """How long the exchange of row gradients could overlap with computing: from when they were sent
-    until their rows were needed."""
+    """How long the exchange of row gradients could overlap with compute: from the send until a
+    lookup needed the rows."""
 
     waited_s: float = 0.0
     """How long this rank then still waited for row gradients; with NCCL, where a CUDA stream waits,
-    only how long the thread did."""
+    only the thread's share."""
 
     saved_bytes: int = 0
-    """Bytes that this rank would have sent besides `num_bytes`, had its numbers travelled as they
-    are; 0 without a transport."""
+    """Bytes that a transport has saved in addition to `num_bytes`."""
 
     def __add__(self, other: "SyncReport") -> "SyncReport":
         return SyncReport(

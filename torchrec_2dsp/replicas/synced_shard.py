@@ -12,16 +12,16 @@ from torchrec_2dsp.errors import UnsupportedError
 
 
 class StateRule(enum.Enum):
-    """How the copies of a tensor become one."""
+    """How a tensor's copies become one."""
 
     AVERAGE = "average"
-    """The mean of the copies, for what accumulates or decays along with the gradients."""
+    """The copies' mean, for what accumulates or decays with the gradients."""
 
     MAX = "max"
-    """The largest of the copies, for when a row was last seen, and how often."""
+    """The largest copy, for when a row was last seen, and how often."""
 
     def combine(self, copies: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One tensor from the copies of all peers; a mean adds them in the order of peers.
+        """Return one tensor from all peers' copies; a mean adds them in peer order.
 
         Example:
             >>> import torch
@@ -47,14 +47,14 @@ STATE_RULES = {
     "prev_iter": StateRule.MAX,
     "row_counter": StateRule.MAX,
 }
-"""The rule of each state, by the name that TorchRec gives it."""
+"""Each state's rule, by TorchRec's name."""
 
 UNSYNCED_STATES = frozenset({"iter"})
-"""States that are never averaged: they count forwards, of which all replicas run equally many."""
+"""States that are never averaged: they count forwards, which are equal on all replicas."""
 
 
 def state_rule_for(state: str, table: str) -> StateRule:
-    """The rule for a state of a table; an unknown state is refused, never left out."""
+    """Return the rule for a table's state; refuse an unknown state."""
     if state not in STATE_RULES:
         raise UnsupportedError(
             f"WeightSync has no rule for the optimizer state {state!r} of table {table!r}; use "
@@ -64,15 +64,15 @@ def state_rule_for(state: str, table: str) -> StateRule:
 
 
 _ROW_WORK = 3.3
-"""How much longer a wide row takes singly, looked up and put back, than with its whole shard, where
-sending costs almost nothing: measured over loopback. A slower link only favours single rows."""
+"""The cost of a wide row looked up and put back singly, relative to its share of a whole shard,
+where sending costs almost nothing: measured over loopback. A slower link favours single rows."""
 
 _ROW_OVERHEAD = 96
-"""The cost of a single row besides its own bytes, in bytes: its id is sent, sorted and searched."""
+"""A single row's overhead in bytes: its id is sent, sorted and searched."""
 
 
 def break_even_share(row_bytes: int, num_peers: int) -> float:
-    """The share of touched rows from which on it can be faster to average the whole shard.
+    """Return the share of touched rows above which averaging the whole shard can be faster.
 
     A ring all-reduce moves ``2 (M - 1) / M`` times the shard, touched rows go to each of the
     ``M - 1`` peers. The work per row is weighed as on a fast link, so that touched rows are never
@@ -94,31 +94,25 @@ class Changed:
     """Distinct row ids, ascending, int64 `[n]`."""
 
     bases: tuple[torch.Tensor, ...]
-    """For each tensor of the shard, these rows as they were after the last sync."""
+    """For each tensor of the shard, these rows after the last sync."""
 
     def part(self, places: slice) -> "Changed":
-        """The rows at these places."""
+        """Return the rows at these places."""
         return Changed(self.rows[places], tuple(base[places] for base in self.bases))
 
 
 class TouchedRows:
     """Notes the rows of one table shard before they change.
 
-    A bitmap tells which rows are noted already; it is created when a second backward comes before
-    a sync. When too many rows are noted, their bases are dropped and only the bitmap is kept: it is
-    faster then to send the whole shard.
+    A bitmap marks noted rows; it exists from the second backward after a sync. Once too many rows
+    are noted (``max_share``), their bases are dropped and only the bitmap stays: it is faster then
+    to send the whole shard.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], max_share: float) -> None:
-        """
-        Args:
-            tensors: the shard's weights and optimizer state, one row of each per row.
-            max_share: the share of touched rows from which on the whole shard is sent.
-        """
         self.tensors = tuple(tensors)
         """Views of the shard's weights and optimizer state."""
         self.num_rows = self.tensors[0].shape[0]
-        """How many rows the shard has."""
         self._max_noted = int(max_share * self.num_rows)
         self._noted: list[Changed] = []
         self._num_noted = 0
@@ -133,11 +127,7 @@ class TouchedRows:
 
     @torch.no_grad()
     def note(self, rows: torch.Tensor) -> None:
-        """Note that rows are about to change.
-
-        Args:
-            rows: row ids in any order, which may repeat.
-        """
+        """Note that rows are about to change; ids may repeat."""
         if self.is_overfull:
             self.bitmap()[rows] = True
             return
@@ -156,7 +146,7 @@ class TouchedRows:
             self._noted.append(Changed(new.long(), self._values(new)))
 
     def changed(self) -> Changed:
-        """The rows that were noted, with their bases."""
+        """Return the noted rows with their bases."""
         if len(self._noted) == 1:
             return self._noted[0]
         no_rows = torch.empty(0, dtype=torch.int64, device=self.device)
@@ -166,7 +156,7 @@ class TouchedRows:
         return Changed(rows, tuple(torch.cat(parts).index_select(0, order) for parts in bases))
 
     def forget(self) -> None:
-        """Forget all noted rows, because they are synced."""
+        """Forget all noted rows after a sync."""
         if self._is_noted is not None:
             if self.is_overfull:
                 self._is_noted.zero_()
@@ -175,7 +165,7 @@ class TouchedRows:
         self._noted, self._num_noted, self.is_overfull = [], 0, False
 
     def bitmap(self) -> torch.Tensor:
-        """Whether each row is touched, bool `[num_rows]`."""
+        """Return whether each row is touched, bool `[num_rows]`."""
         if self._is_noted is None:
             self._is_noted = torch.zeros(self.num_rows, dtype=torch.bool, device=self.device)
         if len(self._noted) == 1:
@@ -192,19 +182,16 @@ class SyncedShard:
     """A table shard, and how its tensors are averaged."""
 
     table: str
-    """The table's name."""
 
     touched: TouchedRows
     """The shard's tensors, and which of their rows have changed."""
 
     rules: tuple[StateRule, ...]
-    """The rule for each tensor."""
 
     codecs: tuple[RowCodec | None, ...]
-    """How changes of each tensor's rows travel; `None` for a tensor whose numbers travel as they
-    are."""
+    """Each tensor's codec for changes of its rows; `None` sends plain values."""
 
     @property
     def dims(self) -> list[int]:
-        """How many numbers a row of each tensor has."""
+        """Each tensor's row width."""
         return [math.prod(tensor.shape[1:]) for tensor in self.touched.tensors]

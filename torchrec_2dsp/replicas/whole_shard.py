@@ -16,15 +16,10 @@ class ShardAverage:
     """Averages all shards, whatever has changed, as TorchRec does.
 
     TorchRec passes all tensors to one collective, for which gloo copies them. Here large tensors
-    are averaged in place.
+    are averaged in place. All ranks in the group list the same shards in the same order.
     """
 
     def __init__(self, shards: Sequence[SyncedShard], group: dist.ProcessGroup) -> None:
-        """
-        Args:
-            shards: the averaged shards, in the same order on every rank of the group.
-            group: the ranks that hold copies.
-        """
         self._group = group
         by_kind: dict[tuple[torch.dtype, StateRule], list[torch.Tensor]] = defaultdict(list)
         for shard in shards:
@@ -40,7 +35,7 @@ class ShardAverage:
     def before_update(
         self, shards: Sequence[SyncedShard], rows: Callable[[], Sequence[torch.Tensor]]
     ) -> None:
-        """Do nothing: all rows are averaged, so that none has to be noted."""
+        """Do nothing: all rows are averaged."""
 
     def run(self) -> SyncReport:
         """Average all shards.
@@ -63,7 +58,10 @@ class ShardAverage:
 
 
 def average_whole_shard(shard: SyncedShard, group: dist.ProcessGroup) -> SyncReport:
-    """All-reduce the tensors of a shard in place.
+    """All-reduce a shard's tensors in place.
+
+    The mean of equal floats is certain to be that float only for a power of two. With another
+    number of peers, untouched rows are kept as they are.
 
     The mean of equal floats is surely that float only for a power of two of them. With another
     number of peers, rows that no peer has touched are kept as they are.
@@ -93,9 +91,9 @@ def average_whole_shard(shard: SyncedShard, group: dist.ProcessGroup) -> SyncRep
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """The tensors of each message: one larger than a chunk, or others that fit into a chunk.
+    """Group tensors into messages: one larger than a chunk, or several that fit into one.
 
-    Tensors of shards without rows are left out.
+    Skip tensors without rows.
     """
     large: list[list[torch.Tensor]] = []
     small: list[list[torch.Tensor]] = []
@@ -117,7 +115,7 @@ def _op(rule: StateRule) -> dist.ReduceOp.RedOpType:
 
 
 def _ring_bytes(num_bytes: int, group: dist.ProcessGroup) -> int:
-    """The bytes that each rank sends in an all-reduce at best, as in a ring."""
+    """Return the bytes that each rank sends in a ring all-reduce."""
     world_size = dist.get_world_size(group)
     return 2 * (world_size - 1) * num_bytes // world_size
 

@@ -6,8 +6,12 @@ from hypothesis import given, settings, strategies as st
 
 from torchrec_2dsp.comms.collectives import Packed, pack, unpack
 from torchrec_2dsp.errors import UnsupportedError
+from torchrec_2dsp.replicas import row_average
+from torchrec_2dsp.replicas.drift import CopiedShard, _checksums, _named
+from torchrec_2dsp.replicas.row_average import messages, range_ends
 from torchrec_2dsp.replicas.synced_shard import (
     StateRule,
+    SyncedShard,
     TouchedRows,
     break_even_share,
     state_rule_for,
@@ -71,10 +75,10 @@ def test_the_whole_shard_is_cheaper_beyond_the_break_even() -> None:
     assert shares[-1] / shares[0] > 5
 
 
-DTYPES = [torch.float32, torch.float16, torch.int32, torch.int64, torch.uint8, torch.float64]
+NOTED_DTYPES = [torch.float32, torch.float16, torch.int32, torch.int64, torch.uint8, torch.float64]
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.sampled_from(DTYPES))))
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.sampled_from(NOTED_DTYPES))))
 @settings(deadline=None)
 def test_tensors_survive_packing(sizes: list[tuple[int, int, torch.dtype]]) -> None:
     tensors = [torch.randint(0, 100, size[:2]).to(size[2]) for size in sizes]
@@ -115,3 +119,88 @@ def test_half_precision_is_averaged_in_full() -> None:
 def test_an_unknown_state_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="no rule for the optimizer state 'fancy' of table"):
         state_rule_for("fancy", "t0")
+
+
+NUM_PEERS = 3
+PEERS = st.lists(st.integers(0, 9_000), min_size=NUM_PEERS, max_size=NUM_PEERS)
+SHARDS = st.lists(st.lists(PEERS, max_size=6), max_size=4)
+
+
+@given(SHARDS)
+def test_every_changed_row_is_in_one_piece(counts: list[list[list[int]]]) -> None:
+    found = messages(counts, [256] * len(counts))
+
+    pieces = [piece for message in found for piece in message]
+    assert [piece.shard for piece in pieces] == sorted(piece.shard for piece in pieces)
+    for shard, ranges in enumerate(counts):
+        for peer in range(NUM_PEERS):
+            sent = sum(piece.counts[peer] for piece in pieces if piece.shard == shard)
+            assert sent == sum(of_range[peer] for of_range in ranges)
+
+
+@given(SHARDS)
+def test_a_message_is_worth_it(counts: list[list[list[int]]]) -> None:
+    found = messages(counts, [256] * len(counts))
+
+    for message in found:
+        assert all(any(piece.counts) for piece in message)
+        shards = [piece.shard for piece in message]
+        assert len(set(shards)) == len(shards)
+    for message in found[:-1]:
+        assert sum(sum(piece.counts) for piece in message) * 256 >= row_average._MESSAGE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "range_bytes", "ends"),
+    [(10, 10 * 32, [10]), (10, 4 * 32, [5, 10]), (10, 3 * 32, [3, 6, 10]), (3, 1, [1, 2, 3])],
+)
+def test_ranges_have_all_rows(
+    num_rows: int, range_bytes: int, ends: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_average, "_RANGE_BYTES", range_bytes)
+    monkeypatch.setattr(row_average, "_MAX_RANGES", num_rows)
+    touched = TouchedRows([torch.zeros(num_rows, 8)], 1.0)
+    shard = SyncedShard("t", touched, (StateRule.AVERAGE,), (None,))
+
+    assert range_ends(shard).tolist() == ends
+
+
+DTYPES = [torch.float32, torch.float16, torch.int64, torch.uint8]
+
+
+@given(st.integers(1, 3000), st.sampled_from([1, 4]), st.sampled_from(DTYPES), st.data())
+def test_one_changed_bit_changes_one_sum(
+    num_rows: int, dim: int, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    tensor = torch.zeros((num_rows, dim), dtype=dtype)
+    row = data.draw(st.integers(0, num_rows - 1))
+    column = data.draw(st.integers(0, dim - 1))
+    before = _checksums(tensor)
+    tensor[row, column] = 1
+    changed = (_checksums(tensor) != before).nonzero().view(-1).tolist()
+    assert changed == [row // 1024]
+
+
+def test_rows_that_have_changed_places_change_the_sum() -> None:
+    tensor = torch.rand(100, 4)
+    swapped = tensor[torch.tensor([1, 0, *range(2, 100)])]
+    assert not torch.equal(_checksums(tensor), _checksums(swapped))
+
+
+@pytest.mark.parametrize(
+    ("differs", "said"),
+    [
+        ([0], "500 to 1523"),
+        ([0, 1, 3], "500 to 2547, 3572 to 4595"),
+        ([9], "9716 to 10499"),
+        (
+            [0, 2, 4, 6, 8],
+            "500 to 1523, 2548 to 3571, 4596 to 5619, 6644 to 7667 and 1 more ranges",
+        ),
+    ],
+)
+def test_ranges_are_those_of_the_table(differs: list[int], said: str) -> None:
+    shard = CopiedShard("t0", 500, (torch.zeros(10_000, 1),))
+    flags = torch.zeros(10, dtype=torch.bool)
+    flags[differs] = True
+    assert _named(shard, flags) == said

@@ -14,7 +14,7 @@ from tests.support.parity import Cell, make_optimizer, sharded_tables
 from tests.support.ranks import RankPool, RanksFailed
 from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.plan.sync import SyncPolicy
-from torchrec_2dsp.replicas import whole_shard
+from torchrec_2dsp.replicas import row_average, whole_shard
 
 pytestmark = pytest.mark.dealt_file
 

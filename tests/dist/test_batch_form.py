@@ -10,7 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
 from tests.support.loops import largest_gap, make_stream, shard, snapshot
-from tests.support.models import SEQUENCE_TABLES, ModelSpec
+from tests.support.models import SEQUENCE_TABLES, ModelSpec, make_batch
 from tests.support.oracle import batches_of, local_loss
 from tests.support.parity import Cell, make_optimizer
 from tests.support.ranks import RankPool
@@ -57,12 +57,27 @@ def with_short_ids(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 def with_strides(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    return with_parts(batch, values=torch.stack([batch.values()] * 2, dim=1)[:, 0])
+    """Every tensor is a column of a wider one."""
+    parts = {"values": batch.values(), "lengths": batch.lengths()}
+    if batch.weights_or_none() is not None:
+        parts["weights"] = batch.weights()
+    return with_parts(batch, **{name: in_a_column(part) for name, part in parts.items()})
+
+
+def in_a_column(part: torch.Tensor) -> torch.Tensor:
+    return torch.stack([part, torch.full_like(part, 3)], dim=1)[:, 0]
 
 
 def with_long_weights(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
     weights = batch.weights_or_none()
     return with_parts(batch, weights=None if weights is None else weights.double())
+
+
+def with_needless_weights(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Weights for tables that don't take any."""
+    if batch.weights_or_none() is not None:
+        return batch
+    return with_parts(batch, weights=torch.rand(batch.values().numel()))
 
 
 def as_it_is(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -75,6 +90,7 @@ HARMLESS: list[Change] = [
     with_short_ids,
     with_strides,
     with_long_weights,
+    with_needless_weights,
 ]
 
 
@@ -158,9 +174,16 @@ def with_a_negative_length(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
     return with_parts(batch, lengths=lengths)
 
 
-def with_other_weights(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    has_some = batch.weights_or_none() is not None
-    return with_parts(batch, weights=None if has_some else torch.ones(batch.values().numel()))
+def without_weights(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return with_parts(batch, weights=None)
+
+
+def with_integer_weights(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return with_parts(batch, weights=torch.ones_like(batch.values()))
+
+
+def with_weights_to_train(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return with_parts(batch, weights=torch.ones(batch.values().numel(), requires_grad=True))
 
 
 REFUSED: dict[Change, str] = {
@@ -168,8 +191,16 @@ REFUSED: dict[Change, str] = {
     with_fractions: "are torch.float32; make them int32 or int64",
     with_long_lengths: "add up to",
     with_a_negative_length: "a length of this rank's batch is -1",
-    with_other_weights: "give all batches weights, or none",
 }
+REFUSED_OF_WEIGHTED: dict[Change, str] = {
+    without_weights: "has no weights, which the tables need (is_weighted=True)",
+    with_integer_weights: "the weights of this rank's batch are torch.int64; make them floating",
+    with_weights_to_train: "has weights that need a gradient, which they would not get",
+}
+
+
+def refused_of(cell: Cell) -> dict[Change, str]:
+    return {**REFUSED, **(REFUSED_OF_WEIGHTED if cell.spec.weighted else {})}
 
 
 def refusals(rank: int, world_size: int) -> list[str]:
@@ -180,7 +211,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
         first, second, third = make_stream(cell, 3)
         local_loss(parallel(first[rank])).backward()
         parallel.sync_now()  # type: ignore[operator]
-        for change in REFUSED:
+        for change in refused_of(cell):
             before = snapshot(parallel)
             with pytest.raises(tdsp.errors.InputError) as caught:
                 parallel(change(second[rank]) if rank == 1 else second[rank])
@@ -191,8 +222,56 @@ def refusals(rank: int, world_size: int) -> list[str]:
 
 
 def test_bad_batches_are_refused_by_all_ranks(ranks4: RankPool) -> None:
-    expected = list(REFUSED.values()) * len(CELLS)
+    expected = [text for cell in CELLS for text in refused_of(cell).values()]
     for said in ranks4.run(refusals, timeout_s=200):
         for text, part in zip(said, expected, strict=True):
             assert part in text, text
             assert text.endswith("(found on rank 1)"), text
+
+
+def refusal_of_first_batches(rank: int, world_size: int, cell: Cell) -> str:
+    parallel = shard(cell)
+    with pytest.raises(tdsp.errors.InputError) as caught:
+        parallel(without_weights(make_stream(cell, 1)[0][rank]))
+    return str(caught.value)
+
+
+def test_weighted_tables_need_weights_from_the_first_batch_on(ranks4: RankPool) -> None:
+    for cell in (CELLS[2], Cell(MESH, "table_wise", ModelSpec(weighted=True))):
+        for said in ranks4.run(refusal_of_first_batches, cell):
+            assert "has no weights, which the tables need" in said
+
+
+def gaps_of_single_samples(rank: int, world_size: int, cells: list[Cell]) -> list[float]:
+    """How far training ends from the same with contiguous tensors, with one sample per rank."""
+    gaps = []
+    for cell in cells:
+        ends = []
+        for change in (as_it_is, with_strides, with_equal_weights):
+            parallel = shard(cell)
+            optimizer = make_optimizer(parallel)
+            for step in range(3):
+                batch = with_equal_weights(make_batch(cell.spec, 10 * step + rank, 1), copy=True)
+                optimizer.zero_grad()
+                local_loss(parallel(change(batch))).backward()
+                optimizer.step()
+            ends.append(snapshot(parallel))
+        gaps += [largest_gap(ends[0], other) for other in ends[1:]]
+    return gaps
+
+
+def with_equal_weights(batch: KeyedJaggedTensor, *, copy: bool = False) -> KeyedJaggedTensor:
+    """The batch with weights of 0.5, which are one number in memory unless ``copy``."""
+    weights = torch.full((1,), 0.5).expand(batch.values().numel())
+    return with_parts(batch, weights=weights.clone() if copy else weights)
+
+
+def test_parts_of_larger_tensors(ranks4: RankPool) -> None:
+    weighted = ModelSpec(weighted=True)
+    cells = [
+        Cell(MESH, "table_wise", weighted),
+        Cell(MESH, "row_wise", weighted, sync=tdsp.WeightSync(), optimizer="sgd"),
+        Cell(tdsp.Mesh2D(1, 4), "row_wise", weighted, exchange="row"),
+    ]
+    for gaps in ranks4.run(gaps_of_single_samples, cells):
+        assert gaps == [0.0] * (2 * len(cells))

@@ -5,6 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from torchrec.distributed.fbgemm_qcomm_codec import (
+    CommType,
+    QCommsConfig,
+    get_qcomm_codecs_registry,
+)
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
@@ -16,8 +21,10 @@ from tests.support.loops import (
     sharded_tables,
     snapshot,
 )
-from tests.support.models import SEQUENCE_TABLES, ModelSpec
+from tests.support.models import SEQUENCE_TABLES, ModelSpec, TableSpec, make_batch
+from tests.support.oracle import local_loss
 from tests.support.parity import Cell, make_optimizer, make_sharder
+from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool
 from tests.support.variable_batches import changed, make_variable_batch
 from torchrec_2dsp.shard.bad_ids import BadIds
@@ -133,3 +140,37 @@ def test_all_ranks_refuse_a_batch_that_cannot_be_right(ranks4: RankPool, cell: C
         assert all(expected in said for said, _ in answers), answers
         assert len({said for said, _ in answers}) == 1
         assert all(moved == 0.0 for _, moved in answers)
+
+
+WIDE = ModelSpec((TableSpec("t0", 40, 32, ("f0",)), TableSpec("t1", 24, 64, ("f1", "f2"))))
+
+
+def with_int8(rank: int, world_size: int, cells: list[Cell]) -> list[str]:
+    """What is said to variable batches of rank 1 and to sharding, where TorchRec's INT8 travels."""
+    answers = []
+    for cell in cells:
+        sharder: Any = make_sharder(cell)
+        codecs = QCommsConfig(CommType.INT8, CommType.INT8)
+        sharder._qcomm_codecs_registry = get_qcomm_codecs_registry(codecs, device=rank_device())
+        try:
+            parallel = shard(cell, sharder)
+            batch = (make_variable_batch if rank == 1 else make_batch)(cell.spec, 1 + rank)
+            loss = local_loss(parallel(batch))
+            loss.backward()
+            exact = local_loss(shard(cell)(batch))
+            answers.append(f"loss is right: {abs(loss.item() / exact.item() - 1) < 0.05}")
+        except tdsp.errors.TwoDError as error:
+            answers.append(f"{type(error).__name__}: {error}")
+    return answers
+
+
+def test_variable_batches_that_would_travel_in_torchrecs_int8(ranks4: RankPool) -> None:
+    cells = {
+        Cell(TWO, "table_wise"): "InputError: a batch with a batch size for each feature has bags",
+        Cell(TWO, "row_wise"): "UnsupportedError: table 't0' is row_wise, whose bags TorchRec can",
+        Cell(TWO, exchange="row"): "UnsupportedError: the rows of table 't0' don't fill packs of",
+        Cell(TWO, "table_wise", WIDE): "loss is right: True",
+    }
+    for answers in ranks4.run(with_int8, list(cells), timeout_s=60):
+        for answer, expected in zip(answers, cells.values(), strict=True):
+            assert expected in answer

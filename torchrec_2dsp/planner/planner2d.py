@@ -31,6 +31,7 @@ from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.errors import ConfigError, PlanError, TwoDError
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.checks.fits_module import check_tables
+from torchrec_2dsp.plan.checks.models import check_model
 from torchrec_2dsp.plan.plan2d import Plan2D, with_transport
 from torchrec_2dsp.plan.sync import EXACT_SYNC, SyncConfig
 from torchrec_2dsp.planner.arguments import (
@@ -196,6 +197,7 @@ class Planner2D(OpenPlanner):
         """
         self._by_cost = self._search_space = None
         self.forget_plan()
+        check_model(module)
         check_tables(module)
         device = self.compute_device
         try:

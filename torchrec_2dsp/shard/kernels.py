@@ -170,11 +170,7 @@ class _CapturingKernel:
             if self._update_watchers and output.requires_grad:
                 self._announce_update(output, features)
             return output
-        weights = None if tbe_shape(self.tbe).is_sequence else features.weights_or_none()
-        if weights is not None and not weights.is_floating_point():
-            # Scores that travel as integer weights; TorchRec's lookup ignores them, too.
-            weights = None
-        output = self._capture.lookup(run, weights)
+        output = self._capture.lookup(run, features.weights_or_none())
         if self._update_watchers:
             self._announce_update(output, features)
         return output

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingType
@@ -21,6 +23,7 @@ from torchrec_2dsp.plan.checks.fits_module import (
     idle_hot_sets,
     table_text,
 )
+from torchrec_2dsp.plan.checks.models import check_holder, check_trained
 from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D, module_plan_for_rank
 from torchrec_2dsp.plan.serialize import to_json
 from torchrec_2dsp.shard.bad_ids import BadIds
@@ -34,7 +37,7 @@ from torchrec_2dsp.shard.optimizers import (
     stock_optimizer_classes,
     stock_params,
 )
-from torchrec_2dsp.shard.parted import PartedModule, SomeTables
+from torchrec_2dsp.shard.parted import PartedModule, ShardedModule2D, SomeTables
 from torchrec_2dsp.shard.sync.replication import Replication
 
 logger = logging.getLogger(__name__)
@@ -92,6 +95,7 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
                 device_type=device.type,
                 local_world_size=local_world_size,
             )
+            check_trained(module, path or "")
             plan.mesh.check_world(dist.get_world_size())
             parts = [self._part(module, configs, part, device) for part in plan.parts()]
             facts |= self._facts(path or "", plan, [part.fused_params for part in parts])
@@ -173,6 +177,15 @@ class Sharder2D(BaseEmbeddingSharder[Any]):
             "init_seed": str(self.init_seed),
             "accumulates": str(self.accumulates),
         }
+
+
+def _check_holder(holder: nn.Module, name: str, child: nn.Module | None) -> None:
+    """Refuse holders that can't have a part sharded, which a sharder doesn't see."""
+    if isinstance(child, ShardedModule2D | PartedModule):
+        check_holder(holder)
+
+
+register_module_module_registration_hook(_check_holder)
 
 
 def _warn_of_idle_hot_sets(idle: list[str]) -> None:

@@ -21,12 +21,14 @@ from torchrec_2dsp._compat.shardings import (
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
 from torchrec_2dsp.comms.notice_board import naming_faults
 from torchrec_2dsp.errors import UnsupportedError
+from torchrec_2dsp.plan.checks.fits_module import has_weights
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.replicas.sync_point import SyncPoint
 from torchrec_2dsp.replicas.sync_report import SyncReason
 from torchrec_2dsp.shard.batch.batch_check import BatchCheck, OneBatchSize
 from torchrec_2dsp.shard.batch.input_exchange import completed_input
 from torchrec_2dsp.shard.batch.notes import BagContext, BatchNotes, SequenceContext
+from torchrec_2dsp.shard.codecs_of_plan import pack_size
 from torchrec_2dsp.shard.hot_rows.hot_rows import HotRows
 from torchrec_2dsp.shard.hot_rows.sets import HotSets
 from torchrec_2dsp.shard.kernels import Kernel
@@ -76,7 +78,12 @@ class Tables2D:
         """The names of the tables, in one order on all ranks."""
         self._kernels = list(kernels_of(lookups_of(module)))
         all_configs = replication.tables_beside or configs
-        self._batch_check = BatchCheck(all_configs, replication.bad_ids, self.groups.alarm)
+        self._batch_check = BatchCheck(
+            all_configs,
+            replication.bad_ids,
+            self.groups.alarm,
+            is_weighted=has_weights(unsharded),
+        )
         hot_rows = HotRows(
             configs,
             dict(plan.tables()),
@@ -107,7 +114,7 @@ class Tables2D:
         )
         arrangement = arrangement_of(plan, self._kernels, self.groups.sharding_group)
         self.stages: list[Stage] = [
-            OneBatchSize(all_configs),
+            OneBatchSize(all_configs, _pack_size(module, plan)),
             self._batch_check,
             outputs,
             *([] if self.hot_rows is None else [self.hot_rows]),
@@ -288,6 +295,14 @@ class Tables2D:
 
     def _hot_tbes(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
         return [] if self.hot_rows is None else self.hot_rows.kernels()
+
+
+def _pack_size(module: Module, plan: ModulePlan2D) -> int:
+    """Return how many numbers codecs encode together, 1 if every row fills such packs."""
+    size = pack_size(module.qcomm_codecs_registry)
+    specs: list[Any] = [table.sharding_spec for _, table in plan.tables()]
+    widths = [shard.shard_sizes[1] for spec in specs if spec for shard in spec.shards]
+    return size if any(width % size for width in widths) else 1
 
 
 def _row_exchanges(module: Module) -> list[tuple[RowLookup, RowFetch] | None]:

@@ -6,7 +6,7 @@ in the wrong tables, and other number types end processes.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -51,13 +51,18 @@ class NumberTypes:
 class BatchForm:
     """Brings batches into one form, or says why one can't be right."""
 
-    def __init__(self, features: Iterable[str], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, features: Iterable[str], group: dist.ProcessGroup, *, is_weighted: bool
+    ) -> None:
         """
         Args:
             features: that the module looks up.
             group: all ranks.
+            is_weighted: whether the tables take weights; if not, weights are ignored, as by
+                TorchRec's unsharded modules.
         """
         self._needed = frozenset(features)
+        self._is_weighted = is_weighted
         self._group = group
         self._keys: list[str] = []
         self._types: NumberTypes | None = None
@@ -85,6 +90,7 @@ class BatchForm:
         error = error or self._error(batch)
         if error is not None:
             return self._without_ids(num_samples, batch.values().device), error
+        batch = self._usable(batch)
         if keys != self._keys:
             batch = self._in_order(batch)
         return self._with_types(batch), None
@@ -96,7 +102,8 @@ class BatchForm:
         joined = by_rank[0]
         for types in by_rank[1:]:
             joined = joined.joined(types)
-        return joined
+        weights = joined.weights or torch.float32
+        return replace(joined, weights=weights if self._is_weighted else None)
 
     def _error(self, batch: KeyedJaggedTensor) -> InputError | None:
         ids, lengths, weights = batch.values(), batch.lengths(), batch.weights_or_none()
@@ -130,19 +137,47 @@ class BatchForm:
                 f"the lengths of this rank's batch add up to {int(lengths.sum())}, but it has "
                 f"{ids.numel()} ids; correct one of them"
             )
-        if weights is not None and weights.numel() != ids.numel():
+        return self._weights_error(weights, ids.numel()) if self._is_weighted else None
+
+    def _weights_error(self, weights: torch.Tensor | None, num_ids: int) -> InputError | None:
+        if weights is None and num_ids:
             return InputError(
-                f"this rank's batch has {ids.numel()} ids, but {weights.numel()} weights; give "
+                "this rank's batch has no weights, which the tables need (is_weighted=True); give "
                 "each id a weight"
             )
-        assert self._types is not None
-        if (weights is None) != (self._types.weights is None) and ids.numel():
-            has, had = ("no weights", "had some") if weights is None else ("weights", "had none")
+        if weights is not None and weights.numel() != num_ids:
             return InputError(
-                f"this rank's batch has {has}, but the first batch, or that of another rank, "
-                f"{had}; give all batches weights, or none"
+                f"this rank's batch has {num_ids} ids, but {weights.numel()} weights; give "
+                "each id a weight"
+            )
+        if weights is not None and weights.numel() and not weights.is_floating_point():
+            return InputError(
+                f"the weights of this rank's batch are {weights.dtype}; make them floating-point"
+            )
+        if weights is not None and weights.requires_grad and torch.is_grad_enabled():
+            return InputError(
+                "this rank's batch has weights that need a gradient, which they would not get; "
+                "detach them"
             )
         return None
+
+    def _usable(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """The batch in contiguous memory, and without weights that nobody takes.
+
+        FBGEMM's kernels don't look at strides.
+        """
+        weights = batch.weights_or_none()
+        tensors = [batch.values(), batch.lengths(), *([] if weights is None else [weights])]
+        is_needless = weights is not None and not self._is_weighted
+        if not is_needless and all(tensor.is_contiguous() for tensor in tensors):
+            return batch
+        return KeyedJaggedTensor(
+            keys=batch.keys(),
+            values=batch.values().contiguous(),
+            lengths=batch.lengths().contiguous(),
+            weights=None if weights is None or is_needless else weights.contiguous(),
+            stride=batch.stride(),
+        )
 
     def _in_order(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
         if not batch.stride():
@@ -153,12 +188,11 @@ class BatchForm:
     def _with_types(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
         assert self._types is not None
         weights = batch.weights_or_none()
-        is_ready = NumberTypes.of(batch) == self._types and batch.values().is_contiguous()
-        if is_ready and batch.values().dtype in _ID_TYPES:
+        if NumberTypes.of(batch) == self._types and batch.values().dtype in _ID_TYPES:
             return batch
         return KeyedJaggedTensor(
             keys=batch.keys(),
-            values=batch.values().to(self._types.ids).contiguous(),
+            values=batch.values().to(self._types.ids),
             lengths=batch.lengths().to(self._types.lengths),
             weights=None if self._types.weights is None else self._weights(weights, batch),
             stride=batch.stride(),
@@ -168,7 +202,7 @@ class BatchForm:
         assert self._types is not None
         if weights is None:
             return batch.values().new_empty(0, dtype=self._types.weights)
-        return weights.to(self._types.weights).contiguous()
+        return weights.to(self._types.weights)
 
     def _without_ids(self, num_samples: int, device: torch.device) -> KeyedJaggedTensor:
         types = self._types

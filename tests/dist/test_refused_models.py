@@ -1,0 +1,306 @@
+"""Models that the sharders can't take over completely are refused by name, on all ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.modules.embedding_tower import EmbeddingTower
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection
+from torchrec.modules.itep_modules import GenericITEPModule
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from torchrec.modules.mc_modules import (
+    LFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+import torchrec_2dsp as tdsp
+from tests.support.models import (
+    SEQUENCE_TABLES,
+    BagModel,
+    ModelSpec,
+    SequenceModel,
+    build,
+    make_batch,
+)
+from tests.support.oracle import local_loss
+from tests.support.parity import make_optimizer
+from tests.support.ranks import RankPool
+from torchrec_2dsp._compat.fbgemm import EmbOptimType
+
+BAGS, WEIGHTED = ModelSpec(), ModelSpec(weighted=True)
+SEQUENCES = ModelSpec(SEQUENCE_TABLES, sequence=True)
+LR = 0.01
+MESH = tdsp.Mesh2D(2, 2)
+
+
+def managed(configs: Any) -> ManagedCollisionCollection:
+    modules = {
+        config.name: MCHManagedCollisionModule(
+            zch_size=config.num_embeddings,
+            device=torch.device("cpu"),
+            eviction_policy=LFU_EvictionPolicy(),
+            eviction_interval=1,
+            input_hash_size=1_000,
+        )
+        for config in configs
+    }
+    return ManagedCollisionCollection(modules, configs)
+
+
+def managed_bags() -> nn.Module:
+    ebc = BagModel(BAGS).ebc
+    return ManagedCollisionEmbeddingBagCollection(ebc, managed(ebc.embedding_bag_configs()))
+
+
+def managed_sequences() -> nn.Module:
+    ec = SequenceModel(SEQUENCES).ec
+    return ManagedCollisionEmbeddingCollection(ec, managed(ec.embedding_configs()))
+
+
+def pruned_bags() -> nn.Module:
+    itep = GenericITEPModule(table_name_to_unpruned_hash_sizes={}, lookups=None)
+    return ITEPEmbeddingBagCollection(BagModel(BAGS).ebc, itep)
+
+
+def processed_bags(*, is_trained: bool = True) -> FeatureProcessedEmbeddingBagCollection:
+    lengths = dict.fromkeys(BagModel(WEIGHTED).features, 4)
+    processors = PositionWeightedModuleCollection(lengths).requires_grad_(is_trained)
+    return FeatureProcessedEmbeddingBagCollection(BagModel(WEIGHTED).ebc, processors)
+
+
+def fused_bags() -> nn.Module:
+    configs = BagModel(BAGS).ebc.embedding_bag_configs()
+    return FusedEmbeddingBagCollection(
+        configs, torch.optim.SGD, {"lr": 0.1}, device=torch.device("meta")
+    )
+
+
+def two_names() -> nn.Module:
+    model: Any = build(BAGS)
+    model.again = model.ebc
+    return model
+
+
+def tied_tables() -> nn.Module:
+    model: Any = nn.ModuleDict({"a": BagModel(BAGS).ebc, "b": BagModel(BAGS).ebc})
+    for config in model.b.embedding_bag_configs():
+        config.name += "_b"
+    bags = model.b.embedding_bags
+    model.b.embedding_bags = nn.ModuleDict({f"{name}_b": bag for name, bag in bags.items()})
+    model.b.embedding_bags["t0_b"].weight = model.a.embedding_bags["t0"].weight
+    return model
+
+
+def tied_to_a_dense_layer() -> nn.Module:
+    model: Any = build(BAGS)
+    model.scores = nn.Linear(8, 40, bias=False)
+    model.scores.weight = model.ebc.embedding_bags["t0"].weight
+    return model
+
+
+def frozen_table() -> nn.Module:
+    model: Any = build(BAGS)
+    model.ebc.embedding_bags["t1"].requires_grad_(False)
+    return model
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    make.__name__: (make, text)
+    for make, text in (
+        (
+            managed_bags,
+            "ManagedCollisionEmbeddingBagCollection, which maps raw ids to rows by what",
+        ),
+        (
+            managed_sequences,
+            "ManagedCollisionEmbeddingCollection, which maps raw ids to rows by what",
+        ),
+        (
+            pruned_bags,
+            "ITEPEmbeddingBagCollection, which prunes rows by what each rank has seen; use",
+        ),
+        (
+            processed_bags,
+            "FeatureProcessedEmbeddingBagCollection, which trains weights of ids, whose",
+        ),
+        (
+            fused_bags,
+            "FusedEmbeddingBagCollection, which updates its tables by an optimizer of its own",
+        ),
+        (two_names, "has one collection under two names, 'ebc' and 'again', of which"),
+        (tied_tables, "'sparse.a.embedding_bags.t0.weight' and 'sparse.b.embedding_bags.t0_b.weig"),
+        (tied_to_a_dense_layer, "'sparse.ebc.embedding_bags.t0.weight' and 'sparse.scores.weight'"),
+        (frozen_table, "table 't1' of module 'sparse.ebc' has requires_grad=False, but the fused"),
+    )
+}
+ONLY_OF_A_WHOLE_MODEL = ("tied_tables", "tied_to_a_dense_layer", "fused_bags")
+"""A sharder sees a collection and where it is set; these show in the model only."""
+
+
+class Holder(nn.Module):
+    def __init__(self, sparse: nn.Module) -> None:
+        super().__init__()
+        self.sparse = sparse
+        self.dense = nn.Linear(4, 1)
+
+
+def sharders() -> list[Any]:
+    fused_params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR}
+    return [
+        tdsp.EmbeddingBagCollectionSharder2D(fused_params),
+        tdsp.EmbeddingCollectionSharder2D(fused_params),
+    ]
+
+
+def plan_of(model: nn.Module) -> tdsp.Plan2D:
+    """A plan that has seen no check of ours."""
+    topology = Topology(world_size=MESH.group_size, compute_device="cpu")
+    stock = EmbeddingShardingPlanner(topology).plan(model, sharders())
+    return tdsp.Plan2D.from_stock(stock, MESH)
+
+
+def raised(run: Callable[[], Any]) -> tuple[str, str]:
+    try:
+        run()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def refusals(rank: int, world_size: int, case: str) -> list[tuple[str, str]]:
+    make, _ = CASES[case]
+    planned = make() if case != "fused_bags" else BagModel(BAGS)
+    plan = plan_of(Holder(planned))
+    planner = tdsp.Planner2D(Topology(world_size=world_size, compute_device="cpu"), mesh=MESH)
+    ways: list[Callable[[], Any]] = [
+        lambda: tdsp.ModelParallel2D(Holder(make()), plan=plan, sharders=sharders()),
+        lambda: tdsp.ModelParallel2D(Holder(make()), sharders=sharders()),
+        lambda: planner.collective_plan(Holder(make()), sharders()),
+        lambda: DistributedModelParallel(Holder(make()), plan=plan, sharders=sharders()),
+    ]
+    if case in ONLY_OF_A_WHOLE_MODEL:
+        del ways[-1]
+    if case == "fused_bags":
+        # No planner plans them, and so nothing of a plan names them.
+        ways[0] = lambda: tdsp.ModelParallel2D(
+            Holder(make()),
+            plan=tdsp.Plan2D({}, mesh=MESH, sync=tdsp.GradientSync()),
+            sharders=sharders(),
+        )
+    return [raised(way) for way in ways]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_models_that_would_be_sharded_in_part(ranks4: RankPool, case: str) -> None:
+    _, text = CASES[case]
+    for answers in ranks4.run(refusals, case, timeout_s=60):
+        for kind, said in answers:
+            assert kind == "UnsupportedError", answers
+            assert text in said, answers
+
+
+class Scored(nn.Module):
+    """Scores by what ``sparse`` gives: a tensor, or a `KeyedTensor`."""
+
+    def __init__(self, sparse: nn.Module, width: int) -> None:
+        super().__init__()
+        self.sparse = sparse
+        self.is_tower = width == 4
+        self.over = nn.Linear(width, 1)
+
+    def forward(self, batch: KeyedJaggedTensor) -> torch.Tensor:
+        pooled = self.sparse(batch)
+        if not self.is_tower:
+            pooled = torch.cat([pooled[name] for name in sorted(pooled.keys())], dim=1)
+        return self.over(pooled).squeeze(1)
+
+
+class Interaction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(48, 4)
+
+    def forward(self, pooled: KeyedTensor) -> torch.Tensor:
+        return self.layer(torch.cat([pooled[name] for name in ("f0", "f1", "f2", "f3")], dim=1))
+
+
+class Twice(nn.Module):
+    """One collection in two holders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        ebc = BagModel(BAGS).ebc
+        self.first, self.second = nn.ModuleDict({"ebc": ebc}), nn.ModuleDict({"ebc": ebc})
+
+    def forward(self, batch: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
+        first, second = self.first["ebc"](batch), self.second["ebc"](batch)
+        names = sorted(first.keys())
+        return {name: first[name] + 2 * second[name] for name in names}
+
+
+def tower() -> nn.Module:
+    return Scored(EmbeddingTower(BagModel(BAGS).ebc, Interaction()), 4)
+
+
+def frozen_processors() -> nn.Module:
+    sparse = processed_bags(is_trained=False)
+    with torch.no_grad():
+        for weights in sparse._feature_processors.position_weights.values():
+            weights.copy_(torch.linspace(0.5, 2, len(weights)))
+    return Scored(sparse, 48)
+
+
+def two_holders() -> nn.Module:
+    return Scored(Twice(), 48)
+
+
+WHOLE: dict[str, tuple[Callable[[], nn.Module], ModelSpec]] = {
+    "tower": (tower, BAGS),
+    "frozen_processors": (frozen_processors, BAGS),
+    "two_holders": (two_holders, BAGS),
+}
+
+
+def largest_loss_gap(rank: int, world_size: int, case: str) -> float:
+    """How far losses are from those of the unsharded model on the batches of all ranks."""
+    make, spec = WHOLE[case]
+    torch.manual_seed(0)
+    alone = make()
+    torch.manual_seed(0)
+    model = make()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    parallel = tdsp.ModelParallel2D(model, plan=plan_of(model), sharders=sharders())
+    parallel.load_state_dict(weights)
+    optimizer = make_optimizer(parallel, lr=LR)
+    optimizer_alone = torch.optim.SGD(alone.parameters(), lr=LR)
+    gap = 0.0
+    for step in range(4):
+        batches = [make_batch(spec, 10 * step + other) for other in range(world_size)]
+        optimizer.zero_grad()
+        optimizer_alone.zero_grad()
+        losses = torch.stack([local_loss(alone(batch)) for batch in batches])
+        losses.mean().backward()
+        loss = local_loss(parallel(batches[rank]))
+        loss.backward()
+        optimizer_alone.step()
+        optimizer.step()
+        gap = max(gap, (loss - losses[rank]).abs().item())
+    return gap
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_models_that_are_sharded_as_a_whole_train_right(ranks4: RankPool, case: str) -> None:
+    for gap in ranks4.run(largest_loss_gap, case, timeout_s=60):
+        assert gap < 1e-5

@@ -98,8 +98,8 @@ def check_holder(holder: nn.Module, path: str | None = None) -> None:
             subject = "the model has" if path is None else f"module {path!r} is"
             raise UnsupportedError(f"{subject} a {kind_name}, which {reason}")
     first_names: dict[nn.Module, str] = {}
-    for name, child in holder._modules.items():
-        if not isinstance(child, COLLECTIONS):
+    for name, child in holder.named_modules(remove_duplicate=False):
+        if "." in name or child is holder or not isinstance(child, COLLECTIONS):
             continue
         if child in first_names:
             raise UnsupportedError(
@@ -131,7 +131,7 @@ def _check_tied(model: nn.Module, sharded: dict[nn.Module, str]) -> None:
         id(table.weight): name for module in sharded for name, table in _tables_of(module)
     }
     for path, module in model.named_modules():
-        for name, param in module._parameters.items():
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(param) not in sharded_tables:
                 continue
             owner = f"{path}.{name}"

@@ -78,12 +78,8 @@ class Tables2D:
         """The names of the tables, in one order on all ranks."""
         self._kernels = list(kernels_of(lookups_of(module)))
         all_configs = replication.tables_beside or configs
-        self._batch_check = BatchCheck(
-            all_configs,
-            replication.bad_ids,
-            self.groups.alarm,
-            is_weighted=has_weights(unsharded),
-        )
+        is_weighted, alarm = has_weights(unsharded), self.groups.alarm
+        self._batch_check = BatchCheck(all_configs, replication.bad_ids, alarm, is_weighted)
         hot_rows = HotRows(
             configs,
             dict(plan.tables()),
@@ -104,12 +100,11 @@ class Tables2D:
             before_use=self._before_use,
         )
         """How rows come before their step."""
-        actions = [] if self.hot_rows is None else [self.hot_rows.action()]
         self._replicas = ReplicaSync(
             self._kernels,
             plan,
             replication,
-            [*actions, self.prefetch.lagging],
+            [*([] if self.hot_rows is None else [self.hot_rows.action()]), self.prefetch.lagging],
             self._broadcast_shards,
         )
         arrangement = arrangement_of(plan, self._kernels, self.groups.sharding_group)

@@ -63,7 +63,7 @@ class BatchCheck(Stage):
     """Looks at the form of each batch, then at its ids."""
 
     def __init__(
-        self, configs: Sequence[Any], policy: BadIds, alarm: Alarm, *, is_weighted: bool
+        self, configs: Sequence[Any], policy: BadIds, alarm: Alarm, is_weighted: bool
     ) -> None:
         """
         Args:

@@ -7,7 +7,6 @@ from itertools import cycle
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
 
 import torchrec_2dsp as tdsp
 from tests.support import prefetching
@@ -20,7 +19,7 @@ from tests.support.loops import (
     snapshot,
 )
 from tests.support.models import MIXED, SEQUENCE_TABLES, ModelSpec, TableSpec
-from tests.support.parity import TOLERANCE, Cell, make_optimizer, run_cell, run_cells
+from tests.support.parity import TOLERANCE, Cell, make_optimizer, run_cells
 from tests.support.ranks import RankPool
 from tests.support.variable_batches import changed, make_variable_batch, written_out
 from torchrec_2dsp.comms.counting import count_collectives
@@ -120,65 +119,6 @@ def test_sequences(two_hosts: RankPool) -> None:
         ],
         two_hosts,
     )
-
-
-BAG_WAYS = st.sampled_from(
-    [
-        *((kind, "pooled") for kind in ("table_wise", "column_wise", "row_wise", "grid_shard")),
-        *((kind, "nonempty") for kind in ("table_wise", "column_wise", "row_wise")),
-        ("row_wise", "row"),
-        ("row_wise", "row_per_host"),
-    ]
-)
-SEQUENCE_WAYS = st.sampled_from(
-    [
-        *((kind, "pooled") for kind in ("table_wise", "column_wise", "row_wise")),
-        ("row_wise", "row"),
-        ("row_wise", "row_per_host"),
-    ]
-)
-
-
-@st.composite
-def drawn_cells(draw: st.DrawFn) -> Cell:
-    """Cells that are exact."""
-    is_sequence = draw(st.booleans())
-    weighted = not is_sequence and draw(st.booleans())
-    counts = draw(st.lists(st.integers(1, 2), min_size=1, max_size=3))
-    dims = draw(st.lists(st.sampled_from([4, 8]), min_size=3, max_size=3))
-    tables, first = [], 0
-    for index, count in enumerate(counts):
-        features = tuple(f"f{first + offset}" for offset in range(count))
-        dim = dims[0 if is_sequence else index]
-        tables.append(TableSpec(f"t{index}", draw(st.integers(4, 30)), dim, features))
-        first += count
-    pooling = draw(st.sampled_from(["sum", "sum" if weighted or is_sequence else "mean"]))
-    kind, exchange = draw(SEQUENCE_WAYS if is_sequence else BAG_WAYS)
-    sizes = st.integers(1 if is_sequence else 0, 5)
-    return Cell(
-        draw(st.sampled_from(MESHES)),
-        kind,
-        ModelSpec(tuple(tables), pooling, weighted, is_sequence),
-        exchange=exchange,
-        hot_rows=draw(st.sampled_from([(), (("t0", (0, 2, 3)),)])),
-        batch_sizes=tuple(draw(st.lists(sizes, min_size=4, max_size=4).filter(any))),
-        # A drawn gradient may cancel to nothing but rounding; eps keeps that from mattering.
-        eps=1e-2,
-        seed=draw(st.integers(0, 10_000)),
-        max_length=draw(st.integers(1, 6)),
-        variable=True,
-        **draw(st.sampled_from([GRADIENTS, {**GRADIENTS, "optimizer": "adagrad"}, WEIGHTS])),
-    )
-
-
-@settings(
-    max_examples=15,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(cell=drawn_cells())
-def test_drawn_cells(two_hosts: RankPool, cell: Cell) -> None:
-    gaps = two_hosts.run(run_cell, cell, STEPS, timeout_s=60)
-    assert max(gap.worst for gap in gaps) <= TOLERANCE, gaps
 
 
 def with_pipelines(rank: int, world_size: int, cell: Cell) -> tuple[list[float], float]:

@@ -8,7 +8,7 @@ from torchrec_2dsp.errors import MeshError
 
 
 class RankLayout(enum.Enum):
-    """How the ranks of the world are dealt to the sharding groups."""
+    """The assignment of world ranks to sharding groups."""
 
     STRIDED = "strided"
     """Group ``g`` is every ``num_groups``-th rank from ``g`` on. Replica peers are adjacent
@@ -39,13 +39,13 @@ class Mesh2D:
     """
 
     num_groups: int
-    """How many copies of the tables there are."""
+    """The number of copies of the tables."""
 
     group_size: int
-    """How many ranks share one copy."""
+    """The number of ranks that share one copy."""
 
     layout: RankLayout = RankLayout.STRIDED
-    """How ranks are dealt to groups."""
+    """The assignment of ranks to groups."""
 
     def __post_init__(self) -> None:
         for name in ("num_groups", "group_size"):
@@ -59,7 +59,7 @@ class Mesh2D:
     def for_world(
         cls, world_size: int, *, group_size: int, layout: RankLayout = RankLayout.STRIDED
     ) -> "Mesh2D":
-        """The mesh of ``world_size`` ranks in groups of ``group_size``.
+        """Return the mesh of ``world_size`` ranks in groups of ``group_size``.
 
         Example:
             >>> from torchrec_2dsp import Mesh2D
@@ -82,25 +82,25 @@ class Mesh2D:
 
     @property
     def world_size(self) -> int:
-        """How many ranks all groups have together."""
+        """The number of ranks in all groups."""
         return self.num_groups * self.group_size
 
     def group_of(self, rank: int) -> int:
-        """The index of the sharding group that ``rank`` belongs to."""
+        """Return the index of the rank's sharding group."""
         self._check_rank(rank)
         if self.layout is RankLayout.STRIDED:
             return rank % self.num_groups
         return rank // self.group_size
 
     def shard_index(self, rank: int) -> int:
-        """The position of ``rank`` in its sharding group: the rank that a group's plan names."""
+        """Return the rank's position in its sharding group, by which a group's plan names it."""
         self._check_rank(rank)
         if self.layout is RankLayout.STRIDED:
             return rank // self.num_groups
         return rank % self.group_size
 
     def rank_at(self, group: int, shard_index: int) -> int:
-        """The world rank at a position of a group: the inverse of the two methods above."""
+        """Return the world rank at a position in a group."""
         if not (0 <= group < self.num_groups and 0 <= shard_index < self.group_size):
             raise MeshError(
                 f"no rank at group={group}, shard_index={shard_index} of {self}: groups are "
@@ -111,24 +111,24 @@ class Mesh2D:
         return group * self.group_size + shard_index
 
     def sharding_group(self, rank: int) -> tuple[int, ...]:
-        """The ranks that together hold one copy of the tables with ``rank``, in shard order."""
+        """Return the ranks that hold one copy of the tables with ``rank``, in shard order."""
         group = self.group_of(rank)
         return tuple(self.rank_at(group, index) for index in range(self.group_size))
 
     def replica_peers(self, rank: int) -> tuple[int, ...]:
-        """The ranks that hold the same shard as ``rank``, itself included, in group order."""
+        """Return the ranks with the same shard as ``rank``, itself included, in group order."""
         index = self.shard_index(rank)
         return tuple(self.rank_at(group, index) for group in range(self.num_groups))
 
     def rank_matrix(self) -> list[list[int]]:
-        """Groups as rows, shard indices as columns: the argument of a ``DeviceMesh``."""
+        """Return groups as rows, shard indices as columns: a ``DeviceMesh``'s argument."""
         return [
             [self.rank_at(group, index) for index in range(self.group_size)]
             for group in range(self.num_groups)
         ]
 
     def node_group_size(self, local_world_size: int) -> int:
-        """How many ranks of a sharding group share a host, 1 if that differs between hosts.
+        """Count the ranks of a sharding group that share a host; 1 if hosts differ.
 
         Table-row-wise and grid sharding spread a table over that many ranks.
 
@@ -202,17 +202,17 @@ class DenseMesh:
     """
 
     dp: int
-    """How many pipelines, or groups, there are, each with a copy of the dense part."""
+    """The number of pipelines, or groups, each with a copy of the dense part."""
 
     tp: int = 1
-    """How many ranks compute a layer together."""
+    """The number of ranks that compute a layer together."""
 
     pp: int = 1
-    """How many groups run the layers one after the other."""
+    """The number of groups that run the layers one after the other."""
 
     layout: RankLayout = RankLayout.CONTIGUOUS
-    """Whether the ranks of a pipeline are neighbours, so that activations stay inside hosts; or
-    strided, so that those that hold the same layers are, and gradients stay inside."""
+    """Contiguous: a pipeline's ranks are neighbours, so that activations stay inside hosts.
+    Strided: ranks with the same layers are, so that gradients do."""
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp"):
@@ -230,15 +230,7 @@ class DenseMesh:
         layout: RankLayout = RankLayout.CONTIGUOUS,
         local_world_size: int | None = None,
     ) -> "DenseMesh":
-        """The mesh of a world.
-
-        Args:
-            world_size: how many ranks there are.
-            tp: how many of them compute a layer together.
-            pp: how many groups of them run the layers one after the other.
-            layout: how ranks are dealt to pipelines.
-            local_world_size: how many ranks a host has, if layers may not be spread over hosts.
-        """
+        """Return the mesh of a world."""
         inside = world_size if local_world_size is None else local_world_size
         sizes = _divisors(world_size)
         if tp not in sizes:
@@ -261,20 +253,20 @@ class DenseMesh:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.dp * self.pipeline_size
 
     @property
     def pipeline_size(self) -> int:
-        """How many ranks a pipeline has."""
+        """The number of ranks in a pipeline."""
         return self.pp * self.tp
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each tensor-parallel group."""
+        """Return each tensor-parallel group's ranks."""
         return self._neighbours(self.tp)
 
     def pipelines(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each pipeline, from the first stage to the last."""
+        """Return each pipeline's ranks, from the first stage to the last."""
         if self.layout is RankLayout.CONTIGUOUS:
             return self._neighbours(self.pipeline_size)
         groups = self.groups()
@@ -284,11 +276,11 @@ class DenseMesh:
         )
 
     def copies(self) -> tuple[tuple[int, ...], ...]:
-        """The sets of ranks that hold the same part of the same layers."""
+        """Return the sets of ranks with the same part of the same layers."""
         return tuple(zip(*self.pipelines(), strict=True))
 
     def place_of(self, rank: int) -> tuple[int, int]:
-        """The number of a rank's pipeline, and the rank's place in it."""
+        """Return the rank's pipeline, and its place there."""
         for number, ranks in enumerate(self.pipelines()):
             if rank in ranks:
                 return number, ranks.index(rank)

@@ -1,14 +1,18 @@
-"""`MomentScaledRowWiseAdaGrad`: row-wise AdaGrad for replicas whose moments grow too fast.
+"""The maths of update rules, apart from where they run.
 
-With M sharding groups each group divides its gradient by the group's size only, so the averaged
-second moment of a rarely hit row is up to M times that of one group. The rule divides it back:
+With M sharding groups each group divides its gradient by its own size only, so the averaged second
+moment of a rarely hit row is up to M times that of one group. `MomentScaledRowWiseAdaGrad` divides
+it back:
 
     v <- v + mean(g^2)
     w <- w - lr * g / (sqrt(v / c) + eps)        with c = moment_scale
 
-which is stock row-wise AdaGrad with ``lr * sqrt(c)`` and ``eps * sqrt(c)``. So the fused kernel
-runs it at full speed, the stored state is the plain second moment, and a checkpoint loads into
-stock row-wise AdaGrad.
+This is stock row-wise AdaGrad with ``lr * sqrt(c)`` and ``eps * sqrt(c)``, so the fused kernel runs
+it at full speed, the stored state is the plain second moment, and a checkpoint loads into stock
+row-wise AdaGrad.
+
+The inflation follows from a model: a row's gradients in a batch are ``mean + noise``, one draw per
+lookup; ``rho`` is the squared mean over the noise's variance.
 """
 
 import enum
@@ -102,7 +106,7 @@ class MomentScaledRowWiseAdaGradOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One eager update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient, eagerly."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -129,7 +133,7 @@ class MomentScaledRowWiseAdaGradOptimizer(torch.optim.Optimizer):
 
 
 def check_hyperparameters(lr: float, eps: float, moment_scale: float | FromMesh) -> None:
-    """Raise `ConfigError` for values that no training means."""
+    """Raise `ConfigError` for values that make no sense in training."""
     if not (math.isfinite(lr) and lr >= 0):
         raise ConfigError(f"lr={lr} must be a finite number >= 0")
     if not (math.isfinite(eps) and eps >= 0):
@@ -141,7 +145,7 @@ def check_hyperparameters(lr: float, eps: float, moment_scale: float | FromMesh)
 
 
 def to_kernel_units(value: float, moment_scale: float) -> float:
-    """A learning rate or eps as stock row-wise AdaGrad needs it to run the scaled rule.
+    """Convert a learning rate or eps for stock row-wise AdaGrad to run the scaled rule.
 
     Example:
         >>> from torchrec_2dsp.optim import to_kernel_units
@@ -155,7 +159,7 @@ _Hits = TypeVar("_Hits", float, NDArray[np.floating])
 
 
 def moment_inflation(*, num_groups: int, hits: float, rho: float) -> float:
-    """The ratio of the averaged moment to one group's, for a row that is looked up ``hits`` times.
+    """Return the averaged moment over one group's, for a row with ``hits`` lookups.
 
     ``1 + (M - 1) (1 + rho) / (1 + hits * rho)``: M for a row that is looked up once, 1 for one that
     is looked up so often that nothing but the mean is left.
@@ -174,7 +178,7 @@ def moment_inflation(*, num_groups: int, hits: float, rho: float) -> float:
 
 
 def expected_moment_inflation(*, num_groups: int, hits: _Hits, rho: float) -> _Hits:
-    """The inflation of rows that are looked up ``hits`` times in the mean, by a Poisson law.
+    """Return the inflation of rows with ``hits`` lookups in the mean, by a Poisson law.
 
     ``1 + (M - 1) (1 + rho) / (1 + rho + hits * rho)``
 
@@ -196,7 +200,7 @@ def expected_moment_inflation(*, num_groups: int, hits: _Hits, rho: float) -> _H
 def expected_moment_scale(
     hits: Sequence[float] | NDArray[np.floating], *, num_groups: int, rho: float
 ) -> float:
-    """One ``moment_scale`` for all rows of a table: their expected inflation, by lookups.
+    """Return one ``moment_scale`` for a table: its rows' inflation, weighted by lookups.
 
     A row counts as often as it is looked up, because so often its learning rate matters.
 
@@ -224,7 +228,7 @@ def expected_moment_scale(
 
 @torch.no_grad()
 def sgd_step(grad: torch.Tensor, *, lr: float, eps: float) -> torch.Tensor:
-    """``lr * g``; there is nothing to keep from being zero."""
+    """Return ``lr * g``."""
     return lr * grad
 
 
@@ -232,7 +236,7 @@ def sgd_step(grad: torch.Tensor, *, lr: float, eps: float) -> torch.Tensor:
 def adagrad_step(
     grad: torch.Tensor, moment: torch.Tensor, *, lr: float, eps: float
 ) -> torch.Tensor:
-    """``v <- v + g^2``, then ``lr * g / (sqrt(v) + eps)``, one v per element."""
+    """Update ``v <- v + g^2`` in place; return ``lr * g / (sqrt(v) + eps)``, one v per element."""
     moment.addcmul_(grad, grad)
     return moment.sqrt().add_(eps).reciprocal_().mul_(grad).mul_(lr)
 
@@ -241,6 +245,9 @@ def adagrad_step(
 def row_wise_adagrad_step(
     grad: torch.Tensor, moment: torch.Tensor, *, lr: float, eps: float
 ) -> torch.Tensor:
-    """``v <- v + mean(g^2)``, then ``lr * g / (sqrt(v) + eps)``, one v per row."""
+    """Update ``v <- v + mean(g^2)`` in place; return ``lr * g / (sqrt(v) + eps)``.
+
+    There is one v per row.
+    """
     moment += grad.pow(2).mean(dim=1)
     return grad * (lr / (moment.sqrt() + eps))[:, None]

@@ -1,4 +1,4 @@
-"""Adapters to private parts of torch.distributed."""
+"""Adapters to private parts of torch.distributed and DTensor."""
 
 from datetime import timedelta
 from typing import Any
@@ -38,12 +38,12 @@ __all__ = [
 
 
 def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta:
-    """How long a collective of ``group`` may take, which new groups don't inherit."""
+    """Return a group's timeout, which new groups don't inherit."""
     return _timeout(group._get_backend(torch.device(device_type)).options)
 
 
 def timeout_of_gloo(gloo: dist.ProcessGroupGloo) -> timedelta:
-    """How long a collective of a gloo group may take."""
+    """Return a gloo group's timeout."""
     return _timeout(gloo.options)  # type: ignore[attr-defined]
 
 
@@ -52,62 +52,67 @@ def _timeout(options: Backend.Options) -> timedelta:
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set how long a collective of an existing group may take."""
+    """Set an existing group's timeout."""
     # Public since torch 2.14, where the private name warns.
     setter = getattr(dist, "set_timeout", None) or _c10d._set_pg_timeout
     setter(timeout, group)
 
 
 def store_of_world() -> dist.Store:
-    """The store through which the ranks of the world found each other."""
+    """Return the store through which the world's ranks found each other."""
     return _c10d._get_default_store()
 
 
 def own_connection(store: dist.Store) -> dist.Store:
-    """A second connection to ``store``, on which calls don't wait for those on the first."""
+    """Return a second connection to ``store``, whose calls don't wait for the first one's."""
     clone: dist.Store = store.clone()  # type: ignore[attr-defined]
     return clone
 
 
 def pass_on_to(group: dist.ProcessGroup, backend: dist.ProcessGroupGloo) -> None:
-    """Let the dispatcher send to ``backend`` what torch doesn't call on a group in Python."""
+    """Route to ``backend`` what torch doesn't call on a group in Python."""
     kind = dist.ProcessGroup.BackendType.CUSTOM
     group._register_backend(torch.device("cpu"), kind, backend)
     group._set_default_backend(kind)
 
 
 def exists(group: dist.ProcessGroup) -> bool:
-    """Whether a group was created and not destroyed yet, by itself or with its world."""
+    """Return whether a group was created and not destroyed yet, alone or with its world."""
     return group in _c10d._world.pg_names
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """The group that functional collectives know by this name."""
+    """Return the group that functional collectives know by this name."""
     return _c10d._resolve_process_group(name)  # pyright: ignore[reportArgumentType]
 
 
 def is_dispatch_watched() -> bool:
-    """Whether a `TorchDispatchMode` sees the operators of this thread."""
+    """Return whether a `TorchDispatchMode` sees this thread's operators."""
     return _get_current_dispatch_mode() is not None
 
 
 def operator_name(operator: OpOverload) -> str:
-    """An operator's name without its namespace, such as ``allreduce_``."""
+    """Return an operator's name without its namespace, such as ``allreduce_``."""
     return operator._schema.name.split("::")[1]
 
 
 def argument_names(operator: OpOverload) -> list[str]:
-    """The names of an operator's arguments, in their order."""
+    """Return an operator's argument names in order."""
     return [argument.name for argument in operator._schema.arguments]
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
-    """All tensors in nested lists, tuples and dicts."""
+    """Return all tensors in nested lists, tuples and dicts."""
     return [leaf for leaf in _pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def forget_meshes() -> None:
-    """Let DTensor forget all meshes that it has seen, and refer to their groups no more."""
+    """Let DTensor forget all meshes and their groups.
+
+    DTensor caches results by its arguments' meshes. Two meshes of the same ranks and axes are equal
+    there, so results of a mesh whose groups are destroyed would send a later mesh's collectives to
+    them.
+    """
     _clear_sharding_prop_cache()
     clear_redistribute_planner_cache()
     _gen_transform_infos.cache_clear()

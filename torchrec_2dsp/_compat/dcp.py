@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 StorageInfo = _StorageInfo
-"""Where a chunk lies: file, offset, length."""
+"""A chunk's place: file, offset, length."""
 
 _DCP = "torch.distributed.checkpoint"
 _OLD = "torch.distributed._shard.sharded_tensor.metadata"
@@ -47,11 +47,11 @@ PICKLED_NAMES: Mapping[str, str] = MappingProxyType(
         "pathlib.WindowsPath": "path",
     }
 )
-"""What each name in a checkpoint's pickle `.metadata` stands for, data types of torch aside."""
+"""The meaning of each name in a checkpoint's pickled `.metadata`, apart from torch's data types."""
 
 
 def wrong_chunks(metadata: Metadata) -> list[str]:
-    """Errors of tensors whose chunks are out of bounds, overlap, or don't cover the tensor.
+    """Return errors for tensors whose chunks are out of bounds, overlap, or leave gaps.
 
     DCP checks that when it saves, and never when it loads.
     """
@@ -60,5 +60,5 @@ def wrong_chunks(metadata: Metadata) -> list[str]:
 
 
 def file_view(file: IO[bytes], offset: int, length: int) -> IO[bytes]:
-    """The part of an open file from ``offset`` on, as a file of its own."""
+    """Return ``length`` bytes of an open file from ``offset`` on, as a file."""
     return cast(IO[bytes], _create_file_view(cast(io.IOBase, file), offset, length))

@@ -38,13 +38,13 @@ __all__ = [
 ]
 
 _STARTED_IN: "WeakKeyDictionary[DistributedDataParallel, list[str]]" = WeakKeyDictionary()
-"""The order given to `start_in_order`, by which DDP numbers its parameters afterwards."""
+"""The orders given to `start_in_order`, by which DDP numbers its parameters afterwards."""
 
 _BUILTIN_HOOK = "BuiltinCommHookType."
 
 
 def gradient_order(ddp: DistributedDataParallel) -> list[str] | None:
-    """The names of DDP's parameters in the order of its buckets.
+    """Return the names of DDP's parameters in bucket order.
 
     `None` until DDP has settled on an order, which takes three steps.
     """
@@ -60,7 +60,7 @@ def gradient_order(ddp: DistributedDataParallel) -> list[str] | None:
 
 
 def start_in_order(ddp: DistributedDataParallel, order: list[str] | None) -> bool:
-    """Make DDP use this order from now on, or start anew for `None`.
+    """Make DDP use this order from now on, or restart for `None`.
 
     Call it on all ranks, between steps.
 
@@ -107,7 +107,7 @@ def _make_static(reducer: dist.Reducer, logger: dist.Logger) -> None:
 
 
 def _settle(reducer: dist.Reducer) -> None:
-    """Make the reducer keep the order of parameters that it was created with."""
+    """Make the reducer keep the parameter order that it was created with."""
     reducer._push_all_rebuilt_params()
     reducer._rebuild_buckets()
 
@@ -117,30 +117,30 @@ def _names(ddp: DistributedDataParallel) -> dict[int, str]:
 
 
 def data_parallel_module(model: DistributedModelParallel) -> DistributedDataParallel | None:
-    """The DDP module around everything that isn't sharded; `None` if all is."""
+    """Return the DDP module around everything that isn't sharded; `None` if all is."""
     wrapped = model._dmp_wrapped_module
     return wrapped if isinstance(wrapped, DistributedDataParallel) else None
 
 
 def wrapped_module(model: DistributedModelParallel) -> nn.Module:
-    """The model with its sharded tables, before anything data-parallel is around it."""
+    """Return the model with its sharded tables, without data-parallel wrappers."""
     return model._dmp_wrapped_module
 
 
 def data_parallel_wrapper(model: nn.Module) -> DataParallelWrapper | None:
-    """The wrapper that a model was given; `None` for a model that TorchRec doesn't wrap."""
+    """Return the model's data-parallel wrapper; `None` if TorchRec doesn't wrap it."""
     return getattr(model, "_data_parallel_wrapper", None)
 
 
 def data_parallel_lookups(
     module: ShardedEmbeddingBagCollection | ShardedEmbeddingCollection,
 ) -> list[DistributedDataParallel]:
-    """The lookups of tables that TorchRec's ``data_parallel`` repeats on every rank."""
+    """Return the lookups of ``data_parallel`` tables."""
     return [part for part in lookups_of(module) if isinstance(part, DistributedDataParallel)]
 
 
 def data_parallel_parts(model: nn.Module) -> list[DistributedDataParallel]:
-    """All DDP modules of a model, those of ``data_parallel`` tables included."""
+    """Return all DDP modules of a model, ``data_parallel`` tables included."""
     parts = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
     for module in model.modules():
         if isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
@@ -149,14 +149,14 @@ def data_parallel_parts(model: nn.Module) -> list[DistributedDataParallel]:
 
 
 def has_synced(part: DistributedDataParallel) -> bool:
-    """Whether DDP has added up gradients once, and knows its graph if that is static."""
+    """Return whether DDP has reduced gradients once, and knows its graph if that is static."""
     return not part.static_graph or part._static_graph_delay_allreduce_enqueued
 
 
 def data_parallel_tables(
     model: DistributedModelParallel,
 ) -> Iterator[tuple[DistributedDataParallel, dict[int, list[tuple[int, int]]]]]:
-    """The DDP modules of ``data_parallel`` tables of bags.
+    """Yield the DDP modules of ``data_parallel`` bag tables.
 
     With each come the rows and columns of the tables that its parameters hold, by a parameter's id.
     """
@@ -167,7 +167,7 @@ def data_parallel_tables(
 
 
 def _table_sizes(lookup: GroupedPooledEmbeddingsLookup) -> dict[int, list[tuple[int, int]]]:
-    """The rows and columns of the tables of each parameter of a lookup, by the parameter's id."""
+    """Return the rows and columns of the tables in each parameter, by the parameter's id."""
     kernels = cast(list[Any], lookup._emb_modules)
     return {
         id(kernel.emb_module.weights): [

@@ -50,11 +50,11 @@ class TbeShape:
     """The tables and features of a TBE."""
 
     table_rows: tuple[int, ...]
-    """Rows of each table."""
+    """Rows per table."""
     table_dims: tuple[int, ...]
-    """Columns of each table."""
+    """Columns per table."""
     feature_tables: tuple[int, ...]
-    """The table that each feature looks up; features of a table are adjacent."""
+    """Each feature's table; a table's features are adjacent."""
     is_sequence: bool
     """Whether there is one output row per id instead of one per bag."""
     is_mean: bool
@@ -62,27 +62,25 @@ class TbeShape:
 
     @property
     def num_tables(self) -> int:
-        """How many tables the kernel batches."""
+        """The number of tables."""
         return len(self.table_dims)
 
     def features_of(self, table: int) -> list[int]:
-        """The features that look up ``table``."""
+        """Return the features that look up ``table``."""
         tables = enumerate(self.feature_tables)
         return [feature for feature, feature_table in tables if feature_table == table]
 
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """The learning rate and the iteration at which rows were looked up."""
+    """The learning rate and the iteration (Adam's bias correction) at a lookup, in kernel units."""
 
     learning_rate: float
-    """The learning rate, in the kernel's own units."""
     iteration: int
-    """The kernel's iteration counter, which Adam-like optimizers correct their bias with."""
 
 
 def tbe_shape(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> TbeShape:
-    """The tables and features of ``tbe``."""
+    """Return the tables and features of ``tbe``."""
     return TbeShape(
         table_rows=tuple(int(spec[0]) for spec in tbe.embedding_specs),
         table_dims=tuple(int(spec[1]) for spec in tbe.embedding_specs),
@@ -110,12 +108,12 @@ def tell_empty_tables_apart(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> None:
 def last_lookup(
     tbe: SplitTableBatchedEmbeddingBagsCodegen,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and offsets of the latest forward, as the kernel used them (after its bounds check)."""
+    """Return the latest forward's ids and offsets, after the kernel's bounds check."""
     return tbe._indices, tbe._offsets
 
 
 def learning_rate_of(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> float:
-    """The kernel's learning rate, in its own units."""
+    """Return the kernel's learning rate, in its own units."""
     return float(_tensor(tbe.learning_rate_tensor).item())
 
 
@@ -125,28 +123,28 @@ def set_learning_rate(tbe: SplitTableBatchedEmbeddingBagsCodegen, learning_rate:
 
 
 def eps_of(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> float:
-    """The optimizer's eps, in the kernel's own units."""
+    """Return the optimizer's eps, in the kernel's own units."""
     return float(tbe.optimizer_args.eps)
 
 
 def output_dtype(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> torch.dtype:
-    """The data type of the kernel's output."""
+    """Return the data type of the kernel's output."""
     return SparseType.from_int(tbe.output_dtype).as_dtype()
 
 
 def iteration_of(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> int:
-    """How many forwards the kernel has counted."""
+    """Return how many forwards the kernel has counted."""
     return int(_tensor(tbe.iter_cpu).item())
 
 
 def set_iteration(tbe: SplitTableBatchedEmbeddingBagsCodegen, iteration: int) -> None:
-    """Set the number of forwards that the kernel has counted; FBGEMM keeps it twice."""
+    """Set the kernel's count of forwards; FBGEMM keeps it twice."""
     for counter in (tbe.iter, tbe.iter_cpu):
         _tensor(counter).fill_(iteration)
 
 
 def max_gradient(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> float | None:
-    """The bound to which the kernel clips the gradient of each bag; `None` without clipping."""
+    """Return the bound to which the kernel clips each bag's gradient; `None` without one."""
     args = tbe.optimizer_args
     return float(args.max_gradient) if args.gradient_clipping else None
 
@@ -154,7 +152,7 @@ def max_gradient(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> float | None:
 def optimizer_states(
     tbe: SplitTableBatchedEmbeddingBagsCodegen,
 ) -> list[dict[str, torch.Tensor]]:
-    """The optimizer state of each table, by name, as views; empty dicts for plain SGD."""
+    """Return each table's optimizer state by name, as views; empty dicts for plain SGD."""
     num_tables = len(tbe.embedding_specs)
     if tbe.optimizer == EmbOptimType.EXACT_SGD:
         return [{} for _ in range(num_tables)]
@@ -180,7 +178,7 @@ def _version_of(tensor: torch.Tensor) -> int:
 def updating_as_of(
     tbe: SplitTableBatchedEmbeddingBagsCodegen, step: OptimizerStep, *, as_sequence: bool
 ) -> Iterator[None]:
-    """A context in which one forward and backward of ``tbe`` run as of ``step``, unclipped.
+    """Run one forward and backward of ``tbe`` as of ``step``, unclipped, inside the context.
 
     With ``as_sequence``, the forward gives one output row per id, whatever the kernel pools by; its
     tables must have one dimension.
@@ -213,5 +211,5 @@ def updating_as_of(
 
 
 def _tensor(buffer: object) -> torch.Tensor:
-    """A registered buffer of a module, for which type checkers only know `object`."""
+    """Cast a registered buffer of a module, for which type checkers only know `object`."""
     return cast(torch.Tensor, buffer)

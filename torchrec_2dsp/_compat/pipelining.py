@@ -11,7 +11,7 @@ __all__ = ["input_gradients", "order_of_work", "weight_gradients"]
 
 
 class _StageNumber:
-    """What the schedules ask of a stage when they make their orders: numbers alone."""
+    """The numbers that torch's schedules ask of a stage."""
 
     submod = None
     group = None
@@ -27,13 +27,7 @@ class _StageNumber:
 def order_of_work(
     name: str, num_ranks: int, stages_per_rank: int, num_micro_batches: int
 ) -> list[list[tuple[str, int, int]]]:
-    """The order in which each rank works by one of torch's schedules of several stages per rank.
-
-    Args:
-        name: the schedule's name in torch.
-        num_ranks: how many ranks run the stages.
-        stages_per_rank: how many stages each of them has.
-        num_micro_batches: how many parts the batch is cut into.
+    """Return each rank's order of work by a torch schedule with several stages per rank.
 
     Returns:
         For each rank the kind ("F", "B", "I" or "W"), stage and micro-batch of each piece of work.
@@ -65,13 +59,10 @@ def input_gradients(
     inputs: list[torch.Tensor],
     params: list[torch.nn.Parameter],
 ) -> Any:
-    """Compute the gradients of inputs alone, and leave them in their ``grad``.
+    """Compute the inputs' gradients alone, and leave them in their ``grad``.
 
-    Args:
-        output: what was computed; it is cut off from its graph, so it must not be a view.
-        gradient: of the output.
-        inputs: leaves.
-        params: whose gradients `weight_gradients` computes later.
+    ``output`` is cut off from its graph, so it must not be a view. Pass the result to
+    `weight_gradients`.
 
     Returns:
         What `weight_gradients` needs.

@@ -59,7 +59,7 @@ Sharding = (
     | CwSequenceEmbeddingSharding
     | RwSequenceEmbeddingSharding
 )
-"""TorchRec's shardings, of which the plugin has subclasses."""
+"""The TorchRec shardings of which the plugin has subclasses."""
 
 Context = TypeVar("Context", bound=EmbeddingShardingContext)
 
@@ -68,14 +68,14 @@ MakeReduceScatter = Callable[[dist.ProcessGroup, Any], Any]
 
 
 def replace_reduce_scatter(output_dist: RwPooledEmbeddingDist, make: MakeReduceScatter) -> None:
-    """Let the output exchange of row-wise tables use another reduce-scatter."""
+    """Replace the reduce-scatter in the output exchange of row-wise tables."""
     output_dist._dist = make(output_dist._pg, output_dist._codecs)
 
 
 def replace_reduce_scatter_in_node(
     output_dist: TwRwPooledEmbeddingDist | GridPooledEmbeddingDist, make: MakeReduceScatter
 ) -> None:
-    """Let the output exchange of tables that are row-wise in a node use another reduce-scatter."""
+    """Replace the reduce-scatter in the output exchange of tables that are row-wise in a node."""
     output_dist._create_output_dist_modules()
     output_dist._intra_dist = make(output_dist._intra_pg, output_dist._intra_codecs)
 
@@ -83,55 +83,55 @@ def replace_reduce_scatter_in_node(
 def parts_of_reduce_scatter(
     reduce_scatter: PooledEmbeddingsReduceScatter,
 ) -> tuple[dist.ProcessGroup, Any]:
-    """The group and the codecs of a reduce-scatter."""
+    """Return a reduce-scatter's group and codecs."""
     return reduce_scatter._pg, reduce_scatter._codecs
 
 
 def parts_of_lookup(lookup: GroupedEmbeddingsLookup) -> tuple[list[nn.Module], list[int]]:
-    """The kernels of a lookup, and how many features each looks up."""
+    """Return a lookup's kernels, and how many features each looks up."""
     return list(lookup._emb_modules), lookup._feature_splits
 
 
 def replace_optimizer(
     kernel: BatchedFusedEmbeddingBag | BatchedFusedEmbedding, optimizer: EmbeddingFusedOptimizer
 ) -> None:
-    """Let a kernel show another fused optimizer."""
+    """Replace the fused optimizer that a kernel shows."""
     kernel._optim = optimizer
 
 
 def dedups_ids(sharder: EmbeddingCollectionSharder) -> bool:
-    """Whether a sharder's modules look up each id of a batch once."""
+    """Return whether a sharder's modules look up each id of a batch once."""
     return sharder._use_index_dedup
 
 
 def id_exchange_of(input_dist: RwSparseFeaturesDist | TwSparseFeaturesDist) -> KJTAllToAll:
-    """The all-to-all of ids inside an input exchange."""
+    """Return the all-to-all of ids inside an input exchange."""
     return input_dist._dist
 
 
 def lookups_of(
     module: ShardedEmbeddingBagCollection | ShardedEmbeddingCollection,
 ) -> list[nn.Module]:
-    """The lookups of a sharded module, one per sharding."""
+    """Return a sharded module's lookups, one per sharding."""
     return module._lookups
 
 
 def input_dists_of(
     module: ShardedEmbeddingBagCollection | ShardedEmbeddingCollection,
 ) -> list[nn.Module]:
-    """The input exchanges of a sharded module, one per sharding."""
+    """Return a sharded module's input exchanges, one per sharding."""
     return module._input_dists
 
 
 def output_dists_of(
     module: ShardedEmbeddingBagCollection | ShardedEmbeddingCollection,
 ) -> list[nn.Module]:
-    """The output exchanges of a sharded module, one per sharding."""
+    """Return a sharded module's output exchanges, one per sharding."""
     return module._output_dists
 
 
 def shardings_of(module: ShardedEmbeddingBagCollection | ShardedEmbeddingCollection) -> list[Any]:
-    """The shardings of a sharded module, in the order of its exchanges and lookups."""
+    """Return a sharded module's shardings, in the order of its exchanges and lookups."""
     if isinstance(module, ShardedEmbeddingBagCollection):
         return _shardings_of_bags(module)
     return _shardings_of_sequences(module)
@@ -148,7 +148,7 @@ def _shardings_of_sequences(module: ShardedEmbeddingCollection) -> list[Any]:
 def fused_params_of(
     module: ShardedEmbeddingBagCollection | ShardedEmbeddingCollection,
 ) -> dict[str, dict[str, Any]]:
-    """The fused parameters of each table, by name, in the user's units."""
+    """Return each table's fused parameters by name, in the user's units."""
     if isinstance(module, ShardedEmbeddingBagCollection):
         return {
             info.embedding_config.name: info.fused_params or {}
@@ -168,28 +168,28 @@ def wrap_optimizer(
     module: ShardedEmbeddingBagCollection | ShardedEmbeddingCollection,
     wrap: Callable[[CombinedOptimizer], CombinedOptimizer],
 ) -> None:
-    """Put another optimizer in the place of a sharded module's own one."""
+    """Replace a sharded module's optimizer by a wrapped one."""
     module._optim = wrap(module._optim)
 
 
 @dataclass(frozen=True)
 class ShardingFacts:
-    """What a sharding knows of its tables and its ranks."""
+    """A sharding's tables and ranks."""
 
     configs_per_rank: list[list[GroupedEmbeddingConfig]]
-    """The configs of the kernels, for each rank of the group."""
+    """The kernels' configs, for each rank of the group."""
     configs: list[GroupedEmbeddingConfig]
     """The configs of this rank's kernels."""
     group: dist.ProcessGroup
     """The ranks that share the tables."""
     device: torch.device
-    """The device of the tables."""
+    """The tables' device."""
     env: ShardingEnv2D
-    """The environment that TorchRec was given."""
+    """The environment given to TorchRec."""
 
 
 def facts_of(sharding: Sharding) -> ShardingFacts:
-    """What a sharding keeps to itself."""
+    """Return a sharding's private facts."""
     group, device = sharding._pg, sharding._device
     assert group is not None
     per_rank = sharding._grouped_embedding_configs_per_rank
@@ -206,26 +206,20 @@ def regroup(
     sharding: RwPooledEmbeddingSharding | RwSequenceEmbeddingSharding,
     configs_per_rank: list[list[GroupedEmbeddingConfig]],
 ) -> None:
-    """Let a sharding have other kernels for its tables."""
+    """Replace a sharding's kernels for its tables."""
     sharding._grouped_embedding_configs_per_rank = configs_per_rank
     sharding._grouped_embedding_configs = configs_per_rank[sharding._rank]
 
 
 def callbacks_of(output_dist: TwPooledEmbeddingDist) -> Iterable[Callable[[Any], Any]]:
-    """What TorchRec does with the output of a table-wise or column-wise exchange."""
+    """Return TorchRec's callbacks on the output of a table-wise or column-wise exchange."""
     return output_dist._callbacks or ()
 
 
 def widened(
     context: EmbeddingShardingContext, kind: type[Context], notes: Mapping[str, Any]
 ) -> Context:
-    """A sharding's context of a batch, as a kind of context that knows more.
-
-    Args:
-        context: TorchRec's, left as it is.
-        kind: a subclass of its type.
-        notes: what the other kind knows besides, by the names of its fields.
-    """
+    """Return a copy of a batch's context as a subclass with more fields, from ``notes``."""
     stock = {field.name: getattr(context, field.name) for field in fields(context)}
     return kind(**stock, **notes)
 
@@ -235,14 +229,14 @@ Out = TypeVar("Out")
 
 
 class OpenTrainPipeline(TrainPipelineSparseDist[In, Out]):
-    """TorchRec's sparse pipeline, with what its `progress` does under public names.
+    """TorchRec's sparse pipeline, with the parts of `progress` under public names.
 
     A subclass puts them in an order of its own, and may take batches in another way.
     """
 
     @property
     def model(self) -> nn.Module:
-        """The model that is trained."""
+        """The trained model."""
         return self._model
 
     @property
@@ -266,7 +260,7 @@ class OpenTrainPipeline(TrainPipelineSparseDist[In, Out]):
             self.attach(self._model)
 
     def begin_step(self) -> None:
-        """Let the modules look up the first batch, when it is there, with gradients of zero."""
+        """Wait for the first batch, zero gradients, and let the modules look it up."""
         self._set_module_context(self.contexts[0])
         if self._model.training:
             with record_function("## zero_grad ##"):
@@ -276,24 +270,19 @@ class OpenTrainPipeline(TrainPipelineSparseDist[In, Out]):
             self.clear_sparse_data_dist_inputs(self.contexts[0])
 
     def run_forward(self) -> tuple[torch.Tensor, Out]:
-        """The losses and the output of the first batch."""
+        """Return the first batch's losses and output."""
         with record_function(f"## forward {self.contexts[0].index} ##"):
             return self._model_fwd(self.batches[0])
 
     def update(self, losses: torch.Tensor) -> None:
-        """The backward of the first batch, and the step of the optimizer."""
+        """Run the first batch's backward and the optimizer's step."""
         self._backward(losses)
         every = self._dmp_collection_sync_interval_batches
         self.sync_embeddings(self._model, every, self.contexts[0])
         self._optimizer_step()
 
     def arrived(self, context: Any, name: str) -> Any:
-        """What a batch's input exchange gives, which is kept for the batch's lookup.
-
-        Args:
-            context: the pipeline's, of the batch.
-            name: of the module whose ids are exchanged.
-        """
+        """Wait for a module's input exchange of a batch, and keep its result for the lookup."""
         requests = context.input_dist_tensors_requests
         if not isinstance(requests[name], NoWait):
             with self._stream_context(cast(Any, self._data_dist_stream)):
@@ -306,7 +295,7 @@ class OpenTrainPipeline(TrainPipelineSparseDist[In, Out]):
         return requests[name].wait()
 
     def next_batch(self, dataloader_iter: Iterator[In]) -> In | None:
-        """The next batch, or `None` at the end."""
+        """Return the next batch, or `None` at the end."""
         return TrainPipelineSparseDist._next_batch(self, dataloader_iter)
 
     def _next_batch(self, dataloader_iter: Iterator[In]) -> In | None:

@@ -118,23 +118,23 @@ __all__ = [
 
 
 def sharder_data_of(enumerator: Enumerator | None) -> SharderDataMap:
-    """What an enumerator has recorded of its sharders, by the key of their module type."""
+    """Return an enumerator's records on its sharders, by module type."""
     return getattr(enumerator, "_sharder_data_map", {})
 
 
 @dataclass
 class NodeGroupCache:
-    """The node groups of one mesh, which TorchRec keeps in module globals, once per process."""
+    """One mesh's node groups, which TorchRec keeps in module globals, once per process."""
 
     intra: dist.ProcessGroup | None = None
-    """Ranks of a sharding group on one host."""
+    """A sharding group's ranks on one host."""
     cross: dist.ProcessGroup | None = None
-    """Ranks of a sharding group with the same position on their hosts."""
+    """A sharding group's ranks with the same position on their hosts."""
     node_group_size: int | None = None
-    """How many ranks `intra` has."""
+    """The size of `intra`."""
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """The groups that TorchRec has created so far, newest first."""
+        """Return the groups that TorchRec has created so far, newest first."""
         return [group for group in (self.cross, self.intra) if group is not None]
 
     def clear(self) -> None:
@@ -144,7 +144,7 @@ class NodeGroupCache:
 
 @contextmanager
 def node_group_cache(cache: NodeGroupCache) -> Iterator[None]:
-    """Let TorchRec see the node groups of one mesh.
+    """Let TorchRec see one mesh's node groups.
 
     TorchRec makes these groups once per process and reuses them for every later mesh, which
     sends a second mesh's collectives to the first one's ranks. Inside this context its globals
@@ -169,8 +169,7 @@ def _swap_node_groups(groups: _NodeGroups) -> _NodeGroups:
 
 @dataclass
 class InBackwardOptimizers:
-    """The optimizer classes and arguments that `apply_optimizer_in_backward` left on a
-    parameter."""
+    """A parameter's optimizer classes and arguments from `apply_optimizer_in_backward`."""
 
     classes: list[type[torch.optim.Optimizer]]
     kwargs: list[dict[str, Any]]
@@ -188,7 +187,7 @@ def detach_in_backward_optimizers(param: torch.nn.Parameter) -> None:
 
 
 def in_backward_optimizers(param: torch.nn.Parameter) -> InBackwardOptimizers | None:
-    """Copies of what `apply_optimizer_in_backward` left on ``param``; `None` if nothing."""
+    """Return copies of what `apply_optimizer_in_backward` left on ``param``, if anything."""
     classes = getattr(param, "_optimizer_classes", None)
     if not classes:
         return None
@@ -197,7 +196,7 @@ def in_backward_optimizers(param: torch.nn.Parameter) -> InBackwardOptimizers | 
 
 
 def wrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-    """The optimizer that one of TorchRec's wrappers steps; `None` if it isn't such a wrapper."""
+    """Return the optimizer inside one of TorchRec's wrappers; `None` for any other."""
     if isinstance(optimizer, OptimizerWrapper):
         return _keyed_inside(optimizer)
     if isinstance(optimizer, KeyedOptimizerWrapper):
@@ -214,27 +213,18 @@ def _stock_inside(optimizer: KeyedOptimizerWrapper) -> torch.optim.Optimizer:
 
 
 class ColumnWiseSequences(ShardedEmbeddingCollection):
-    """TorchRec's collection, which tells column-wise shardings by the name ``column_wise`` alone.
-
-    A subclass says which ones are column-wise.
-    """
+    """TorchRec's sharded sequences, where column-wise tables may have types of another name."""
 
     @abstractmethod
     def is_column_wise(self, sharding_type: str) -> bool:
-        """Whether tables of this type have shards of some of the columns."""
+        """Return whether tables of this type are sharded by columns."""
 
     def order_column_shards(self, configs: Sequence[Any], plan: Mapping[str, Any]) -> None:
-        """Let outputs have their columns in order.
-
-        Args:
-            configs: of all tables.
-            plan: of them, by the names that TorchRec's types have.
-        """
+        """Keep the outputs' columns in order; ``plan`` has TorchRec's type names."""
         self._generate_permute_indices_per_feature(list(configs), dict(plan))
 
     def _embedding_dim_for_sharding_type(self, sharding_type: str) -> int:
-        """How many columns the looked-up rows of a sharding have; of column-wise shards all alike,
-        as TorchRec wants them."""
+        """Return the width of a sharding's rows; TorchRec wants column-wise shards alike."""
         if not self.is_column_wise(sharding_type):
             return ShardedEmbeddingCollection._embedding_dim_for_sharding_type(self, sharding_type)
         shards: Any = self._sharding_type_to_sharding[sharding_type].embedding_shard_metadata()
@@ -242,7 +232,7 @@ class ColumnWiseSequences(ShardedEmbeddingCollection):
 
 
 class OpenPlanner(EmbeddingShardingPlanner):
-    """TorchRec's planner, whose parts and whose choice have public names."""
+    """TorchRec's planner, whose parts and choice have public names."""
 
     @property
     def batch_size(self) -> int:
@@ -251,25 +241,25 @@ class OpenPlanner(EmbeddingShardingPlanner):
 
     @property
     def enumerator(self) -> Enumerator:
-        """What lists the options of each table."""
+        """Lists each table's options."""
         return self._enumerator
 
     @property
     def compute_device(self) -> str:
-        """The kind of device that the topology has."""
+        """The topology's kind of device."""
         return self._topology.compute_device
 
     @property
     def best_options(self) -> list[ShardingOption]:
-        """The options that became the last plan; none without one."""
+        """The options behind the last plan, if any."""
         return self._best_plan or []
 
     def forget_plan(self) -> None:
-        """Know of no plan, as before the first one."""
+        """Forget the last plan."""
         self._best_plan = None
 
     def unreserved(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> Topology:
-        """The machines with the memory that is left for tables."""
+        """Return the topology with the memory that is left for tables."""
         return self._storage_reservation.reserve(
             topology=self._topology,
             batch_size=self._batch_size,

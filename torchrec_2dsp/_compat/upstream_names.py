@@ -1,4 +1,4 @@
-"""Whether the installed torch, torchrec and fbgemm have the names that this package imports.
+"""Check that the installed torch, torchrec and fbgemm have the names that this package imports.
 
 For tried versions, the tests check that. For others, the names are looked up when the library is
 first loaded, so that missing names are one clear error.
@@ -29,13 +29,10 @@ _CHECK_NAME = "upstream names"
 
 
 def needed_names(package: Path = PACKAGE) -> list[tuple[str, str]]:
-    """All ``(module, name)`` that the package imports from torchrec, fbgemm and torch's internals.
+    """Return all ``(module, name)`` that the package imports from upstream.
 
-    From torch, these are the names that the adapters import, because nothing else uses what torch
-    doesn't document. All are read from the source files, so that no list can be out of date.
-
-    Args:
-        package: the folder of the source files.
+    From torch, these are the adapters' imports, because nothing else uses what torch doesn't
+    document. All are read from the source files, so that no list can go stale.
     """
     names: set[tuple[str, str]] = set()
     for path in package.rglob("*.py"):
@@ -47,12 +44,12 @@ def needed_names(package: Path = PACKAGE) -> list[tuple[str, str]]:
 
 
 def _library(node: ast.ImportFrom) -> str:
-    """The library that ``node`` imports from; empty for a relative import."""
+    """Return the library that ``node`` imports from; empty for a relative import."""
     return "" if node.level else str(node.module).split(".")[0]
 
 
 def missing_names(names: Iterable[tuple[str, str]]) -> list[str]:
-    """Which of these ``(module, name)`` can't be imported; for a whole module, the reason."""
+    """Return which ``(module, name)`` can't be imported; for a whole module, with the reason."""
     missing: list[str] = []
     broken: set[str] = set()
     for module, name in names:
@@ -86,9 +83,6 @@ def require_upstream_names(versions: FoundVersions | None = None) -> None:
 
     Call it before the first part of the library is loaded that imports torch. It returns at once
     if all versions are tried; otherwise it imports torch, torchrec and fbgemm.
-
-    Args:
-        versions: the versions to judge; the installed ones unless given.
     """
     versions = find_versions() if versions is None else versions
     untried = untried_versions(versions)

@@ -1,6 +1,8 @@
-"""Which versions of torch, torchrec and fbgemm this machine has, from package metadata alone.
+"""Check that torch, torchrec and fbgemm belong together, from package metadata alone.
 
-Nothing is imported: a heavy import of a mismatched fbgemm ends in an undefined symbol.
+fbgemm is compiled against one series of torch, and torchrec is written against one of fbgemm; no
+package metadata says so. `TRIED` does. Nothing is imported to find that out: a mismatched fbgemm
+ends in an undefined symbol.
 """
 
 import ctypes
@@ -19,7 +21,7 @@ from torchrec_2dsp.errors import UntriedVersionWarning, VersionError
 
 @dataclass(frozen=True, kw_only=True)
 class FoundVersions:
-    """The versions that this machine has; `None` is "not installed"."""
+    """This machine's versions; `None` is "not installed"."""
 
     torch: str | None
     torchrec: str | None
@@ -37,18 +39,18 @@ class FoundVersions:
 
     @property
     def fbgemm_builds(self) -> Mapping[str, str]:
-        """The version of each installed fbgemm distribution."""
+        """The version by installed fbgemm distribution."""
         versions = {"fbgemm-gpu": self.fbgemm_gpu, "fbgemm-gpu-cpu": self.fbgemm_gpu_cpu}
         return {name: version for name, version in versions.items() if version is not None}
 
     @property
     def fbgemm(self) -> str | None:
-        """The version of fbgemm, whichever build of it is installed."""
+        """The fbgemm version, whichever build is installed."""
         return next(iter(self.fbgemm_builds.values()), None)
 
 
 def is_cpu_build(torch_version: str | None) -> bool:
-    """Whether this torch says that it was built without CUDA."""
+    """Return whether this torch version says that it was built without CUDA."""
     return torch_version is not None and torch_version.partition("+")[2].startswith("cpu")
 
 
@@ -72,7 +74,7 @@ def _find(distribution: str) -> str | None:
 
 
 def _find_torch() -> str | None:
-    """The torch version with its local part, which the metadata of some wheels leaves out."""
+    """Return the torch version with its local part, which some wheels' metadata leaves out."""
     try:
         distribution = metadata.distribution("torch")
     except metadata.PackageNotFoundError:
@@ -86,7 +88,7 @@ def _find_torch() -> str | None:
 
 
 def _has_nvidia_driver() -> bool:
-    """Whether the driver library that the CUDA build of fbgemm links to can be loaded."""
+    """Return whether the driver library that fbgemm's CUDA build links to can be loaded."""
     if sys.platform != "linux":
         return False
     try:
@@ -97,10 +99,10 @@ def _has_nvidia_driver() -> bool:
 
 
 PACKAGES = ("torch", "torchrec", "fbgemm")
-"""The packages of a `VersionSet`; torch first, because the others are made for it."""
+"""The packages in a `VersionSet`; torch first, because the others are made for it."""
 
 TORCHMETRICS = "1.0.3"
-"""The version of torchmetrics that torchrec pins, in all tried sets."""
+"""The torchmetrics version that torchrec pins, in all tried sets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,16 +114,16 @@ class VersionSet:
     """The newest release that was tried."""
     fbgemm: str
     also_tried: tuple[str, ...] = ()
-    """Other releases of torchrec that were tried with the same torch and fbgemm."""
+    """Other torchrec releases that were tried with the same torch and fbgemm."""
     tensordict: str = "0.15.3"
     pyre_extensions: str = "0.0.32"
 
     def version(self, package: str) -> str:
-        """The set's version of ``package``, one of `PACKAGES`."""
+        """Return the set's version of ``package``, one of `PACKAGES`."""
         return {"torch": self.torch, "torchrec": self.torchrec, "fbgemm": self.fbgemm}[package]
 
     def series(self, package: str) -> str:
-        """The versions of ``package`` that belong to the set, as people write them.
+        """Return the set's versions of ``package``, as people write them.
 
         >>> TRIED[0].series("torch")
         '2.13.x'
@@ -129,7 +131,7 @@ class VersionSet:
         return self.version(package).rpartition(".")[0] + ".x"
 
     def has(self, package: str, version: str | None) -> bool:
-        """Whether ``version`` has the set's major and minor number.
+        """Return whether ``version`` has the set's major and minor number.
 
         Patch releases of a series are interchangeable. Nightly and local parts don't matter either.
 
@@ -144,11 +146,11 @@ class VersionSet:
         )
 
     def install_torch(self) -> tuple[str, ...]:
-        """The commands that install torch."""
+        """Return the commands that install torch."""
         return (f'pip install "torch=={self.torch}"',)
 
     def install_torchrec(self) -> tuple[str, ...]:
-        """The commands that install torchrec.
+        """Return the commands that install torchrec.
 
         torchrec is installed without its dependencies, because they include fbgemm's CUDA package;
         the others are named.
@@ -160,7 +162,7 @@ class VersionSet:
         )
 
     def install_fbgemm(self, distribution: str) -> tuple[str, ...]:
-        """The commands that install ``distribution``, one of fbgemm's two builds."""
+        """Return the commands that install one of fbgemm's two builds."""
         return (f'pip install --no-deps "{distribution}=={self.fbgemm}"',)
 
     def __str__(self) -> str:
@@ -172,16 +174,16 @@ TRIED: tuple[VersionSet, ...] = (
     VersionSet(torch="2.13.0", torchrec="1.8.0", fbgemm="1.8.0"),
     VersionSet(torch="2.14.1", torchrec="1.9.2", fbgemm="1.9.0", also_tried=("1.9.0", "1.9.1")),
 )
-"""All sets that are tried. Users who have nothing installed are told to install the first."""
+"""All tried sets. Users with nothing installed are told to install the first."""
 
 
 def tried_set(package: str, version: str | None) -> VersionSet | None:
-    """The tried set that this version of a package belongs to; `None` for an untried version."""
+    """Return the tried set with this version of a package; `None` for an untried version."""
     return next((tried for tried in TRIED if tried.has(package, version)), None)
 
 
 def tried_series(package: str) -> str:
-    """All versions of ``package`` that are tried, as people write them.
+    """Return all tried versions of ``package``, as people write them.
 
     >>> tried_series("torchrec")
     '1.8.x or 1.9.x'
@@ -190,18 +192,15 @@ def tried_series(package: str) -> str:
 
 
 def tried_text() -> str:
-    """All sets that are tried, as a text of one line."""
+    """Return all tried sets, in one line."""
     return "; ".join(str(tried) for tried in TRIED)
 
 
 def nearest_set(versions: Mapping[str, str | None]) -> VersionSet:
-    """The tried set that needs the fewest changes: most installed versions belong to it.
+    """Return the tried set that needs the fewest changes: most installed versions belong to it.
 
     Of sets that need equally many, the one with the installed torch is taken, because torch is the
     largest to install again. If no installed version is tried, it is the first set.
-
-    Args:
-        versions: the version of each of `PACKAGES`, `None` for what isn't installed.
 
     >>> nearest_set({"torch": "2.14.1", "torchrec": "1.8.0", "fbgemm": "1.9.0"}).torchrec
     '1.9.2'
@@ -217,7 +216,7 @@ MIN_PYTHON = (3, 11)
 
 
 class Status(StrEnum):
-    """The outcome of one check."""
+    """A check's outcome."""
 
     OK = "ok"
     WARNING = "warning"
@@ -227,19 +226,19 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """The result of one check, which is a line of the doctor's table."""
+    """A check's result, one line in the doctor's table."""
 
     name: str
     status: Status
     found: str
     expected: str = ""
     remedy: tuple[str, ...] = ()
-    """Commands or sentences that repair what was checked, in order."""
+    """Commands or sentences that repair the failure, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VersionReport:
-    """The results of all checks of one `FoundVersions`."""
+    """The results of all checks on one `FoundVersions`."""
 
     checks: tuple[CheckResult, ...]
 
@@ -288,12 +287,12 @@ def check_versions(versions: FoundVersions) -> VersionReport:
 
 
 def set_for(versions: FoundVersions) -> VersionSet:
-    """The tried set that is nearest to these versions."""
+    """Return the tried set that is nearest to these versions."""
     return nearest_set(_by_package(versions))
 
 
 def untried_versions(versions: FoundVersions) -> dict[str, str]:
-    """The installed versions that belong to no tried set, by package."""
+    """Return the installed versions that belong to no tried set, by package."""
     return {
         package: version
         for package, version in _by_package(versions).items()
@@ -310,9 +309,6 @@ def require_supported_versions(versions: FoundVersions | None = None) -> None:
 
     Untried versions that may belong together cause one `UntriedVersionWarning` in a process;
     `require_upstream_names` checks whether they have all names that are needed.
-
-    Args:
-        versions: the versions to judge; the installed ones unless given.
     """
     versions = find_versions() if versions is None else versions
     report = check_versions(versions)
@@ -356,7 +352,7 @@ def _check_package(
     may_be_untried: bool,
     commands: tuple[str, ...],
 ) -> CheckResult:
-    """Judge whether a version is of the nearest set, of another or no set, or not installed."""
+    """Judge whether a version belongs to the nearest set."""
     status, problem = _judge_version(package, version, nearest, may_be_untried)
     return _check(package, status, version or "", problem, nearest, commands)
 
@@ -369,7 +365,7 @@ def _check(
     nearest: VersionSet,
     commands: tuple[str, ...],
 ) -> CheckResult:
-    """The result for a package, with the commands that repair it."""
+    """Return a package's result, with the commands that repair it."""
     remedy = () if status is Status.OK else commands
     expected = nearest.series(package)
     if problem == _NOT_TRIED:

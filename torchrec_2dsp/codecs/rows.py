@@ -16,7 +16,7 @@ _SCALE_BYTES = 2
 """A scale is a bfloat16, which has the range of float32."""
 _SMALLEST_SCALE = torch.finfo(torch.bfloat16).smallest_normal
 _SCALE_MARGIN = 1 + 2**-7
-"""Scales grow by this before they are rounded, so that none comes out too small for its row."""
+"""Scales grow by this before they are rounded, so that none is too small for its row."""
 
 
 class RowCodec(ABC):
@@ -36,47 +36,48 @@ class RowCodec(ABC):
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """The type of encoded numbers."""
+        """The encoded numbers' type."""
 
     @abstractmethod
     def columns(self, dim: int) -> int:
-        """How many encoded numbers a row of ``dim`` numbers becomes."""
+        """Return how many encoded numbers a row of ``dim`` numbers becomes."""
 
     @abstractmethod
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows as they travel: from `[rows, dim]`, float32, to `[rows, columns]`.
+        """Encode rows, from `[rows, dim]`, float32, to `[rows, columns]`.
+
+        A row with a number that isn't finite stays not finite.
 
         A row with a number that isn't finite becomes one that isn't finite either.
         """
 
     @abstractmethod
     def decode(self, encoded: torch.Tensor, dim: int) -> torch.Tensor:
-        """Rows as they have come, `[rows, dim]`, float32."""
+        """Decode rows to `[rows, dim]`, float32."""
 
     @abstractmethod
     def error_bound(self, rows: torch.Tensor) -> torch.Tensor:
-        """For each row, the most by which one of its numbers may change, `[rows]`."""
+        """Return each row's largest possible change to a number, `[rows]`."""
 
     def num_bytes(self, dim: int) -> int:
-        """The bytes of an encoded row."""
+        """Return an encoded row's bytes."""
         return self.columns(dim) * self.dtype.itemsize
 
     @abstractmethod
     def all_finite(self, encoded: torch.Tensor) -> bool:
-        """Whether all numbers will be finite when they have come."""
+        """Return whether all numbers will be finite on arrival."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether rows come as they were."""
+        """Whether rows arrive unchanged."""
         return False
 
 
 @dataclass(frozen=True)
 class FloatRows(RowCodec):
-    """Numbers as floats, of fewer bits or of all 32."""
+    """Sends numbers as floats with fewer bits, or with all 32."""
 
     float_dtype: torch.dtype = torch.float32
-    """The type in which numbers travel."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -85,28 +86,30 @@ class FloatRows(RowCodec):
 
     @property
     def is_exact(self) -> bool:
-        """Whether rows come as they were."""
+        """Whether rows arrive unchanged."""
         return self.float_dtype is torch.float32
 
     def columns(self, dim: int) -> int:
-        """As many as before."""
+        """Return ``dim``."""
         return dim
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows in the other type, rounded to its nearest numbers."""
+        """Round rows to the other type."""
         return rows.to(self.float_dtype)
 
     def decode(self, encoded: torch.Tensor, dim: int) -> torch.Tensor:
-        """Rows in float32."""
+        """Return rows in float32."""
         return encoded.float()
 
     def all_finite(self, encoded: torch.Tensor) -> bool:
-        """Seen by their sum, in one pass."""
+        """Check the rows' sum, in one pass."""
         return bool(encoded.sum(dtype=torch.float32).isfinite())
 
     def error_bound(self, rows: torch.Tensor) -> torch.Tensor:
-        """Half the distance of neighbouring floats at a row's largest number; infinite where that
-        is beyond the type's range."""
+        """Return half the distance between neighbouring floats at a row's largest number.
+
+        It is infinite beyond the type's range.
+        """
         info = torch.finfo(self.float_dtype)
         largest = _largest(rows)
         if self.is_exact:
@@ -116,12 +119,12 @@ class FloatRows(RowCodec):
 
 
 EXACT = FloatRows(torch.float32)
-"""Numbers as they are."""
+"""Sends numbers as they are."""
 
 
 @dataclass(frozen=True)
 class IntegerRows(RowCodec):
-    """Numbers as integers of 8 or 4 bits, in units of a scale for each row.
+    """Sends numbers as integers of 8 or 4 bits, in units of a scale per row.
 
     The integers are as many on either side of zero, which stays zero.
     """
@@ -129,8 +132,8 @@ class IntegerRows(RowCodec):
     bits: int
     """8, or 4: two numbers in a byte."""
     generator: torch.Generator | None = None
-    """Where it is given, numbers are rounded up or down at random, so that they are right on
-    average; else to the nearest."""
+    """Rounds numbers up or down at random, so that they are right on average; else to the nearest.
+    """
 
     @property
     def dtype(self) -> torch.dtype:
@@ -142,11 +145,11 @@ class IntegerRows(RowCodec):
         return 2 ** (self.bits - 1) - 1
 
     def columns(self, dim: int) -> int:
-        """The bytes of the integers, and two for the scale."""
+        """Return the integers' bytes, and two for the scale."""
         return -(-dim * self.bits // 8) + _SCALE_BYTES
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Integers, then the scale."""
+        """Return integers, then the scale."""
         num_rows, dim = rows.shape
         scales = self._scales(rows)
         # Of smaller scales the reciprocal would be infinite.
@@ -167,18 +170,18 @@ class IntegerRows(RowCodec):
         return encoded
 
     def decode(self, encoded: torch.Tensor, dim: int) -> torch.Tensor:
-        """The integers times their scales."""
+        """Multiply the integers by their scales."""
         numbers, scales = encoded[:, :-_SCALE_BYTES], self._scales_of(encoded)
         if self.bits == 8:
             return numbers.view(torch.int8).float().mul_(scales)
         return _unpacked(numbers, dim).mul_(scales)
 
     def all_finite(self, encoded: torch.Tensor) -> bool:
-        """Seen by the scales."""
+        """Check the scales."""
         return bool(self._scales_of(encoded).sum().isfinite())
 
     def error_bound(self, rows: torch.Tensor) -> torch.Tensor:
-        """Half a scale, or a whole one where numbers are rounded at random."""
+        """Return half a scale, or a whole one with random rounding."""
         scales, largest = self._scales(rows).float(), _largest(rows)
         unit = 0.5 if self.generator is None else 1.0
         # The quotient of a number and its scale is rounded as well.
@@ -186,7 +189,7 @@ class IntegerRows(RowCodec):
         return torch.where(scales >= _SMALLEST_SCALE, bound, largest)
 
     def _scales_of(self, encoded: torch.Tensor) -> torch.Tensor:
-        """The scales of encoded rows, `[rows, 1]`, float32."""
+        """Return encoded rows' scales, `[rows, 1]`, float32."""
         # A copy, because views of wider types have to begin at multiples of their size.
         scale_bytes = encoded[:, -_SCALE_BYTES:].clone(memory_format=torch.contiguous_format)
         return scale_bytes.view(torch.bfloat16).float()
@@ -197,14 +200,14 @@ class IntegerRows(RowCodec):
 
 
 def _largest(rows: torch.Tensor) -> torch.Tensor:
-    """The largest number of each row, regardless of its sign; 0 where rows have none."""
+    """Return each row's largest absolute value; 0 for empty rows."""
     if not rows.shape[1]:
         return rows.new_zeros(rows.shape[0])
     return torch.maximum(rows.amax(dim=1), rows.amin(dim=1).neg_())
 
 
 def _packed(integers: torch.Tensor) -> torch.Tensor:
-    """Integers of -7 to 7 in pairs of neighbours: the first has the lower half of a byte."""
+    """Pack integers of -7 to 7 in pairs: the first takes a byte's lower half."""
     if integers.shape[1] % 2:
         integers = torch.nn.functional.pad(integers, (0, 1))
     # Both of a pair at once, in numbers of 16 bits whose bytes they are.
@@ -214,7 +217,7 @@ def _packed(integers: torch.Tensor) -> torch.Tensor:
 
 
 def _unpacked(pairs: torch.Tensor, dim: int) -> torch.Tensor:
-    """The integers of `_packed`, as float32."""
+    """Return the integers of `_packed`, as float32."""
     integer_pairs = _pair_of_each_byte(pairs.device).index_select(0, pairs.flatten().int())
     return (
         torch.view_as_real(integer_pairs).view(len(pairs), 2 * pairs.shape[1])[:, :dim].contiguous()
@@ -223,8 +226,7 @@ def _unpacked(pairs: torch.Tensor, dim: int) -> torch.Tensor:
 
 @cache
 def _pair_of_each_byte(device: torch.device) -> torch.Tensor:
-    """The two integers in each of the 256 bytes, as one complex number: a look-up is the fastest
-    way to unpack them."""
+    """Return each byte's two integers as one complex number: a lookup unpacks fastest."""
     halves = torch.arange(16)
     integers = torch.where(halves < 8, halves, halves - 16).float()
     return torch.complex(integers.repeat(16), integers.repeat_interleave(16)).to(device)
@@ -247,30 +249,30 @@ class FlatCodec:
     """
 
     codec: RowCodec
-    """How a block of numbers looks."""
+    """Encodes a block of numbers."""
 
     block: int = 128
-    """How many numbers share a scale. The last block is filled up with zeros."""
+    """The numbers that share a scale. Zeros fill the last block."""
 
     def num_bytes(self, size: int) -> int:
-        """The bytes of ``size`` encoded numbers."""
+        """Return the bytes of ``size`` encoded numbers."""
         return self._num_blocks(size) * self.codec.num_bytes(self.block)
 
     def encode(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Numbers as they travel: from `[size]`, float32, to `[num_bytes]`, uint8."""
+        """Encode numbers, from `[size]`, float32, to `[num_bytes]`, uint8."""
         size = numbers.numel()
         missing = self._num_blocks(size) * self.block - size
         filled = torch.nn.functional.pad(numbers, (0, missing))
         return self.codec.encode(filled.view(-1, self.block)).view(-1).view(torch.uint8)
 
     def decode(self, encoded: torch.Tensor, size: int) -> torch.Tensor:
-        """Numbers as they have come, `[size]`, float32."""
+        """Decode numbers to `[size]`, float32."""
         shape = (self._num_blocks(size), self.codec.columns(self.block))
         blocks = encoded.view(self.codec.dtype).view(shape)
         return self.codec.decode(blocks, self.block).view(-1)[:size]
 
     def error_bound(self, numbers: torch.Tensor) -> torch.Tensor:
-        """For each number, the most by which it may change."""
+        """Return each number's largest possible change."""
         size = numbers.numel()
         missing = self._num_blocks(size) * self.block - size
         blocks = torch.nn.functional.pad(numbers, (0, missing)).view(-1, self.block)
@@ -281,7 +283,7 @@ class FlatCodec:
 
 
 class Transport(enum.StrEnum):
-    """How numbers travel. They are added and applied in float32 in any case.
+    """The form in which numbers travel. They are added and applied in float32 in any case.
 
     Example:
         >>> import torchrec_2dsp as tdsp
@@ -306,12 +308,11 @@ class Transport(enum.StrEnum):
 
     @property
     def codec(self) -> RowCodec:
-        """How rows look."""
+        """The codec for rows."""
         return _CODECS[self]
 
     def codec_for(self, dim: int) -> RowCodec:
-        """How rows of ``dim`` numbers look: of a single one, which has no use for a scale, bf16 is
-        the shortest."""
+        """Return the codec for rows of ``dim`` numbers: for a single one, bf16 is shortest."""
         is_integer = self in (Transport.INT8, Transport.INT4)
         return _CODECS[Transport.BF16] if is_integer and dim == 1 else self.codec
 

@@ -15,9 +15,9 @@ import torch
 from torchrec_2dsp.codecs.rows import FlatCodec
 
 _BLOCK = 2**16
-"""How many elements a block has, so that a place inside it takes 16 bits."""
+"""The elements in a block, so that a place inside it takes 16 bits."""
 _HALF = 2**15
-"""What is taken off an unsigned number of 16 bits, because torch computes with signed ones."""
+"""Subtracted from unsigned 16-bit numbers, because torch computes with signed ones."""
 
 
 class Entries(NamedTuple):
@@ -50,17 +50,17 @@ class SparseCodec:
     """
 
     num_elements: int
-    """The size of the tensor."""
+    """The tensor's size."""
 
     capacity: int
-    """The most entries of a message. Room that isn't used is sent, too."""
+    """The most entries in a message. Unused room is sent, too."""
 
     values: FlatCodec
-    """How the values of the entries look."""
+    """Encodes the entries' values."""
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of a message."""
+        """A message's bytes."""
         return sum(self._section_bytes)
 
     @property
@@ -75,11 +75,7 @@ class SparseCodec:
         return 4 * self._num_blocks, places, values
 
     def encode(self, entries: Entries) -> torch.Tensor:
-        """Entries as they travel, uint8.
-
-        Args:
-            entries: at most `capacity`, in ascending order, each position once.
-        """
+        """Encode at most `capacity` entries, in ascending order, each position once."""
         positions, values = entries
         num_entries = positions.numel()
         if num_entries > self.capacity:
@@ -96,7 +92,7 @@ class SparseCodec:
         return message
 
     def decode(self, message: torch.Tensor) -> Entries:
-        """The `capacity` entries of a message; room that wasn't used holds zeros at position 0."""
+        """Return a message's `capacity` entries; unused room holds zeros at position 0."""
         counts, places, encoded = message.split(self._section_bytes)
         ends = counts.view(torch.int32).cumsum(0)
         numbers = torch.arange(self.capacity, device=message.device)
@@ -109,34 +105,34 @@ class SparseCodec:
         )
 
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
-        """Values as they will come."""
+        """Return values as they will arrive."""
         size = values.numel()
         filled = torch.nn.functional.pad(values, (0, self.capacity - size))
         return self.values.decode(self.values.encode(filled), self.capacity)[:size]
 
 
 _SAMPLE = 2**16
-"""A threshold is measured with at least half as many elements. Of 0.5 % of them, the number that
-lies above it errs by about 7 %."""
+"""A threshold is measured with at least half as many elements. Of 0.5 % of them, the count above it
+errs by about 7 %."""
 _MARGIN = 1.2
-"""So many times the elements that are asked for should lie above a measured threshold, because it
-errs; the smallest ones are left out."""
+"""The factor by which more elements should lie above a measured threshold than were asked for,
+because it errs; the smallest are dropped."""
 _JUST_BELOW = 1 - 2**-20
-"""The threshold lies so much below the smallest element that passes."""
+"""Keeps the threshold just below the smallest element that passes."""
 
 
 @dataclass(frozen=True)
 class ThresholdRule:
-    """How thresholds are found."""
+    """Measures thresholds."""
 
     refresh: int = 1
-    """Every so many steps the threshold is measured."""
+    """The number of steps between measurements."""
 
     is_exact: bool = False
-    """Whether it is measured with all elements, instead of a sample."""
+    """Whether all elements are measured instead of a sample."""
 
     def measure(self, values: torch.Tensor, capacity: int) -> float:
-        """The size above which ``capacity`` of the values are, or a few more."""
+        """Return the magnitude that ``capacity`` of the values exceed, or a few more."""
         size = values.numel()
         stride = 1 if self.is_exact else max(1, size // _SAMPLE)
         # An odd stride, or all of the sample might come from a few columns of a matrix.
@@ -159,17 +155,12 @@ class Threshold:
     """
 
     def __init__(self, rule: ThresholdRule, capacity: int) -> None:
-        """
-        Args:
-            rule: how the threshold is found.
-            capacity: the most elements that are chosen, and about how many.
-        """
         self._rule, self._capacity = rule, capacity
         self._size = 0.0
         self._step = 0
 
     def choose(self, values: torch.Tensor) -> Entries:
-        """The largest elements of a flat tensor, at most `capacity`; none that is zero."""
+        """Return a flat tensor's largest elements, at most `capacity`; none that is zero."""
         if self._step % self._rule.refresh == 0:
             self._size = self._rule.measure(values, self._capacity)
         self._step += 1
@@ -177,16 +168,16 @@ class Threshold:
         return largest(Entries(positions, values[positions]), self._capacity)
 
     def state_dict(self) -> dict[str, Any]:
-        """The threshold, and how often it was used."""
+        """Return the threshold, and how often it was used."""
         return {"size": self._size, "step": self._step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a threshold."""
+        """Restore a threshold."""
         self._size, self._step = float(state["size"]), int(state["step"])
 
 
 def largest(entries: Entries, capacity: int) -> Entries:
-    """The entries of largest size, at most ``capacity``, in ascending order of their positions."""
+    """Return at most ``capacity`` entries, the largest in magnitude, by ascending position."""
     if entries.positions.numel() <= capacity:
         return entries
     chosen = entries.values.abs().topk(capacity, sorted=False).indices.sort().values
@@ -194,7 +185,7 @@ def largest(entries: Entries, capacity: int) -> Entries:
 
 
 class ErrorFeedback:
-    """Keeps a *residual* for each tensor: all that was to be sent, less all that was.
+    """Keeps a *residual* for each tensor: everything due, minus everything sent.
 
     Example:
         >>> import torch
@@ -210,14 +201,9 @@ class ErrorFeedback:
         self._residuals: dict[str, torch.Tensor] = {}
 
     def add(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """The residual after new values were added to it.
+        """Add new values, always of one shape, to a residual, and return it.
 
-        Args:
-            name: of the tensor.
-            values: what is to be sent from now on, of the same shape each time.
-
-        Returns:
-            The residual itself, which the next call changes.
+        The next call changes the returned tensor.
         """
         residual = self.drain(name, values.device)
         if residual is None:
@@ -226,43 +212,35 @@ class ErrorFeedback:
         return residual.add_(values)
 
     def take_off(self, name: str, positions: torch.Tensor, sent: torch.Tensor) -> None:
-        """Take what was sent off the residual.
+        """Subtract what was sent, as the receivers have it, from the residual.
 
-        Args:
-            name: of the tensor.
-            positions: where, along its first dimension, each once: elements, or rows.
-            sent: the values as the receivers have them.
+        ``positions`` are elements or rows along its first dimension, each once.
         """
         self._residuals[name].index_add_(0, positions, sent, alpha=-1)
 
     def give_back(self, name: str, positions: torch.Tensor, values: torch.Tensor) -> None:
-        """Add what had been sent, and wasn't used after all."""
+        """Add values that had been sent, and weren't used after all."""
         self._residuals[name].index_add_(0, positions, values)
 
     def drain(self, name: str, device: torch.device) -> torch.Tensor | None:
-        """The residual of a tensor, which is zero from now on; `None` if there is none.
-
-        Args:
-            name: of the tensor.
-            device: where the tensor is; a residual that was loaded may be elsewhere.
-        """
+        """Return a tensor's residual on a device, and reset it; `None` without one."""
         residual = self._residuals.pop(name, None)
         return None if residual is None else residual.to(device)
 
     def square_norm(self) -> float:
-        """The sum of the squares of all residuals."""
+        """Sum the squares of all residuals."""
         return sum(float(residual.square().sum()) for residual in self._residuals.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """The residuals by name."""
+        """Return the residuals by name."""
         return {name: residual.clone() for name, residual in self._residuals.items()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over residuals."""
+        """Restore residuals."""
         self.load_sum([state])
 
     def load_sum(self, states: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Take over the sum of the residuals of several ranks."""
+        """Restore the sum of several ranks' residuals."""
         self._residuals = {}
         for state in states:
             for name, residual in state.items():

@@ -1,4 +1,30 @@
-"""Process groups, collectives, and how ranks agree and tell each other of failures."""
+"""Moves tensors between ranks, and lets ranks fail together.
+
+`mesh_groups` creates a mesh's process groups (`groups` owns and releases all groups):
+
+    Mesh2D(2, 2), strided          "shard" ->
+                               shard 0   shard 1
+    "replicate"   group 0       rank 0    rank 2     <- a sharding group holds all tables once
+        |         group 1       rank 1    rank 3
+        v                         ^ replica peers hold the same shard
+
+    everyone: alarm, hot rows      peers: replica rows, once more inside and across hosts
+
+`collectives` sends tensors of different sizes, in one message if they are small; `full_duplex` is a
+gloo backend that sends while it receives; `row_wire` encodes rows on the way; `counting` counts
+what travels:
+
+    rank 0  [for 0 | for 1]  \\ /  [from 0 | from 1]
+    rank 1  [for 0 | for 1]  / \\  [from 0 | from 1]
+
+When a rank fails, the others would wait forever:
+
+    error on rank 1 -> alarm (8 bytes) -> all ranks raise it
+    rank 1 killed   -> a collective times out -> notice_board asks -> all raise RankError(1)
+
+`alarm` has the agreement between ranks, and says how long they wait; `notice` has the words.
+`shard` and `replicas` decide what travels and when; `codecs` encodes it.
+"""
 
 from torchrec_2dsp._compat.upstream_names import require_upstream
 

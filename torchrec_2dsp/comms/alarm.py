@@ -1,4 +1,8 @@
-"""`agree` and `agreeing`: all ranks go on, or all ranks raise the same error."""
+"""All ranks go on, or all raise the same error: by agreement, by an alarm, batch by batch.
+
+`agree` gathers errors and facts, and waits: for setup. An `Alarm` costs an all-reduce of 8 bytes
+that overlaps with training. `BatchesInStep` uses it for a loader's batches.
+"""
 
 import enum
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,12 +26,7 @@ def agree(
     error: TwoDError | None = None,
     facts: Mapping[str, str] | None = None,
 ) -> None:
-    """Raise on every rank of ``group`` if one rank has an error or the facts differ.
-
-    Args:
-        group: the ranks that must agree.
-        error: what this rank found wrong, if anything.
-        facts: what must be equal on all ranks, by name.
+    """Raise on every rank of ``group`` if any rank has an error or the facts differ.
 
     Collectives:
         One all-gather of objects.
@@ -61,7 +60,7 @@ def agree(
 
 
 class agreeing(AbstractContextManager[dict[str, str]]):
-    """Run a block of local work, then `agree` on the error it raised and the facts it found.
+    """Runs a block of local work, then agrees on its error and the facts it found.
 
     The block puts its facts into a dict. An error that isn't a `TwoDError` becomes a `ConfigError`
     with the same text, because the other ranks must raise it too.
@@ -87,7 +86,7 @@ class agreeing(AbstractContextManager[dict[str, str]]):
 
 
 def as_ours(error: Exception, kind: type[TwoDError]) -> TwoDError:
-    """``error`` if it is a `TwoDError`, else a ``kind`` with its text, for other ranks to raise.
+    """Return ``error`` if it is a `TwoDError`, else a ``kind`` with its text, for other ranks.
 
     Example:
         >>> from torchrec_2dsp.comms.alarm import as_ours
@@ -108,62 +107,53 @@ def _on_all_ranks(error: TwoDError) -> TwoDError:
 
 
 def _first_difference(first: str, second: str, limit: int = 300) -> tuple[str, str]:
-    """The first lines in which two texts differ, cut to ``limit`` characters."""
+    """Return the first lines in which two texts differ, cut to ``limit`` characters."""
     lines = zip_longest(first.splitlines(), second.splitlines(), fillvalue="nothing")
     pair = next(((a.strip(), b.strip()) for a, b in lines if a != b), (first, second))
     return pair[0][:limit], pair[1][:limit]
 
 
 _BITS = 15
-"""The bits that count the ranks which give a signal; there have to be fewer than 32,768 ranks."""
+"""The bits that count the ranks with a signal; fewer than 32,768 ranks are allowed."""
 
 
 class Signal(enum.IntEnum):
-    """What a rank tells the others. One number, the sum over all ranks, says how many gave each."""
+    """A rank's message to the others. The sum over all ranks counts how many gave each."""
 
     WELL = 0
-    """The rank has nothing to tell."""
 
     FAILED = 1
-    """The rank has an error, which all ranks are to raise."""
+    """The rank has an error, which all ranks will raise."""
 
     OUTSIDE = 1 << _BITS
-    """The rank is outside of the training loop: it leaves the loop, or reads the state."""
+    """The rank leaves the training loop, or reads the state."""
 
     ENDED = 1 << 2 * _BITS
-    """The rank has no batch left."""
 
     READY = 1 << 3 * _BITS
-    """The rank has another batch."""
 
 
 class Alarm:
-    """Lets each rank tell how it is, go on, and learn later how the others are.
+    """Lets each rank signal its state, go on, and learn later about the others.
 
-    Without it, only some peers of a failed rank would notice, and the others would wait forever.
-    All signals have one size, so that they match even where ranks are at different places of the
-    program.
+    Without it, only some peers would notice a failed rank, and the others would wait forever. All
+    signals have one size, so that they match even where ranks are at different places in the
+    program. Nothing else may use the alarm's group.
+
+    A check waits as long as any collective: the timeout of ``init_process_group``, which all of
+    this package's groups inherit. How long the board then waits for answers is
+    `notice_board.ANSWER_S`.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, board: NoticeBoard) -> None:
-        """
-        Args:
-            group: all ranks that must stop together, used by nothing else.
-            device: the device that the group's backend works on.
-            board: where ranks post details of a failure.
-        """
         self.group = group
         """All ranks that must stop together."""
         self.board = board
-        """Where ranks post details of a failure."""
+        """The board on which ranks post a failure's details."""
         self._device = device
 
     def check(self, error: TwoDError | None = None, signal: Signal = Signal.WELL) -> "Check":
-        """Tell the other ranks how this one is, without waiting.
-
-        Args:
-            error: the error of this rank, if any.
-            signal: what to tell without an error.
+        """Signal this rank's state or its error, without waiting.
 
         Collectives:
             One all-reduce of 8 bytes, not waited for.
@@ -177,7 +167,7 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Check:
-    """The signals of all ranks, on their way."""
+    """All ranks' signals in flight."""
 
     alarm: Alarm
     work: dist.Work
@@ -185,7 +175,7 @@ class Check:
     error: TwoDError | None
 
     def wait(self) -> dict[Signal, int]:
-        """Wait for all signals; raise the error of the first rank that has one, on all ranks.
+        """Wait for all signals, and count the ranks behind each; all ranks raise the first error.
 
         Returns:
             How many ranks gave each signal.
@@ -211,7 +201,7 @@ T = TypeVar("T")
 
 
 class BatchesInStep(Iterator[T], Generic[T]):
-    """Gives a batch when all ranks have one, and ends when none has.
+    """Yields a batch when all ranks have one, and ends when none has.
 
     If only some ranks have a batch, or a loader fails, all ranks raise an error that names the
     rank, before any of them trains the next batch. Each batch is taken from the loader before the
@@ -219,11 +209,6 @@ class BatchesInStep(Iterator[T], Generic[T]):
     """
 
     def __init__(self, batches: Iterable[T], alarm: Alarm) -> None:
-        """
-        Args:
-            batches: the batches of this rank.
-            alarm: the alarm of all ranks.
-        """
         self._batches = iter(batches)
         self._alarm = alarm
         self._taken: list[T] = []
@@ -233,7 +218,7 @@ class BatchesInStep(Iterator[T], Generic[T]):
         self._has_ended = False
 
     def __next__(self) -> T:
-        """The next batch.
+        """Return the next batch.
 
         Collectives:
             An all-reduce of 8 bytes for the batch after this one, not waited for.
@@ -251,7 +236,7 @@ class BatchesInStep(Iterator[T], Generic[T]):
         return batch
 
     def stop(self) -> list[T]:
-        """Take no more batches; return the one taken ahead in a list, if all ranks have one."""
+        """Take no more batches; return the one taken ahead, in a list, if all ranks have one."""
         if self._has_ended or self._check is None:
             return []
         try:
@@ -262,7 +247,7 @@ class BatchesInStep(Iterator[T], Generic[T]):
         return self._taken
 
     def _take(self) -> None:
-        """Take a batch from the loader, and tell the other ranks whether there was one."""
+        """Take a batch from the loader, and signal to the other ranks whether there was one."""
         activity, signal, error = self._alarm.board.activity, Signal.READY, None
         before = activity.phase
         activity.begin(f"the loader, for batch {self._num_given + 1}")
@@ -279,7 +264,6 @@ class BatchesInStep(Iterator[T], Generic[T]):
         activity.phase = before
 
     def _settle(self) -> None:
-        """Wait for the other ranks; return if all have taken a batch, else raise."""
         assert self._check is not None
         check, self._check = self._check, None
         try:

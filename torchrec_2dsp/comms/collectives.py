@@ -1,4 +1,4 @@
-"""All-to-alls and all-gathers of different sizes, which not every backend of torch offers."""
+"""All-to-alls and all-gathers of different sizes, and several tensors in one message."""
 
 import math
 from collections.abc import Sequence
@@ -11,29 +11,29 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Arriving:
-    """Tensors from all ranks of a group, on their way."""
+    """Tensors in flight from all ranks of a group."""
 
     values: torch.Tensor
-    """The values of the other ranks in rank order, then this rank's own."""
+    """The other ranks' values in rank order, then this rank's own."""
     sent: torch.Tensor
-    """The send buffer, kept alive until it has been sent."""
+    """The send buffer, which must outlive the collective."""
     work: dist.Work
     counts: tuple[int, ...]
     """The first dimension of each rank's tensor."""
     rank: int
-    """This rank's number in the group."""
+    """This rank's index in the group."""
 
     def wait(self) -> torch.Tensor:
-        """The values, after waiting for them."""
+        """Wait for the values, and return them."""
         self.work.wait()
         return self.values
 
     def by_rank(self) -> list[torch.Tensor]:
-        """One tensor per rank, after waiting for all."""
+        """Wait, then return one tensor per rank."""
         return self._by_rank(self.wait())
 
     def places(self) -> torch.Tensor:
-        """The indices in `values` of rank 0's values, then of rank 1's, and so on."""
+        """Return the indices in `values` of rank 0's values, then of rank 1's, and so on."""
         places = torch.arange(self.values.shape[0], device=self.values.device)
         return torch.cat(self._by_rank(places))
 
@@ -47,12 +47,7 @@ class Arriving:
 def start_all_to_all_ragged(
     parts: Sequence[torch.Tensor], counts: Sequence[int], group: dist.ProcessGroup
 ) -> Arriving:
-    """Send every rank its part; parts may differ in their first dimension.
-
-    Args:
-        parts: this rank's part for each rank.
-        counts: the first dimension of each rank's part for this one.
-        group: the ranks that take part, at least two.
+    """Send every rank its part; parts may differ in their first dimension (``counts`` to receive).
 
     Collectives:
         One all-to-all, not waited for. Nothing is sent to this rank itself, and nothing is copied
@@ -77,12 +72,7 @@ def start_all_to_all_ragged(
 def start_all_gather_ragged(
     local: torch.Tensor, counts: Sequence[int], group: dist.ProcessGroup
 ) -> Arriving:
-    """Send every rank this one's tensor; tensors may differ in their first dimension.
-
-    Args:
-        local: this rank's tensor.
-        counts: the first dimension of every rank's tensor, known to all.
-        group: the ranks that take part, at least two.
+    """Send every rank this rank's tensor; ``counts`` are all tensors' first dimensions.
 
     Collectives:
         That of `start_all_to_all_ragged`: gloo has no all-gather of different sizes.
@@ -93,7 +83,7 @@ def start_all_gather_ragged(
 def all_gather_ragged(
     local: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
-    """One tensor per rank, which may differ in their first dimension, after waiting for all.
+    """Gather tensors that may differ in their first dimension, one per rank.
 
     Collectives:
         One all-to-all on ``group``.
@@ -104,26 +94,24 @@ def all_gather_ragged(
 
 
 _ALIGNMENT = 8
-"""A tensor of any type may start at multiples of this many bytes."""
+"""Tensors start at multiples of this many bytes, whatever their type."""
 
 
 class Packed(NamedTuple):
     """The shape and type of a tensor in a buffer."""
 
     shape: tuple[int, ...]
-    """The tensor's sizes."""
     dtype: torch.dtype
-    """The type of the tensor's elements."""
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that the tensor takes in the buffer, padding included."""
+        """The tensor's bytes in the buffer, padding included."""
         num_bytes = math.prod(self.shape) * self.dtype.itemsize
         return num_bytes + -num_bytes % _ALIGNMENT
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One uint8 buffer with the bytes of all tensors.
+    """Copy tensors into one uint8 buffer.
 
     Example:
         >>> import torch
@@ -140,7 +128,7 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def unpack(buffer: torch.Tensor, layout: Sequence[Packed]) -> list[torch.Tensor]:
-    """Views of the tensors that `pack` put into ``buffer``."""
+    """Return views of the tensors that `pack` copied into ``buffer``."""
     tensors, start = [], 0
     for packed in layout:
         end = start + math.prod(packed.shape) * packed.dtype.itemsize

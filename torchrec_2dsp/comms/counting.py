@@ -1,8 +1,8 @@
-"""Count the collectives that this rank issues, whoever issues them.
+"""Count the collectives that this rank issues, and the bytes that row codecs save.
 
-torch.distributed's Python calls, the functional collectives (TorchRec's all-to-alls) and DDP's
-C++ reducer all end in an operator of the dispatcher, where they are counted. The operators run as
-usual, autograd and streams included. A group that moves bytes past the dispatcher calls `note`.
+torch.distributed's Python calls, functional collectives (TorchRec's all-to-alls) and DDP's C++
+reducer all end in a dispatcher operator, where they are counted. A group that bypasses the
+dispatcher calls `note`. Replica syncs report their saved bytes in a `SyncReport`.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ _NAMES = {
     "alltoall": "all_to_all",
     "alltoall_base": "all_to_all_single",
 }
-"""The Python API's names of dispatcher operators, where the two differ."""
+"""The Python API's names for dispatcher operators, where the two differ."""
 
 _NOT_COLLECTIVES = {"wait_tensor", "wrap_tensor_autograd"}
 _NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
@@ -41,13 +41,13 @@ class Collective:
     """One operation that this rank issued."""
 
     op: str
-    """The name in `torch.distributed`, without ``async`` and in-place forms."""
+    """The name in `torch.distributed`, without ``async`` and in-place suffixes."""
     ranks: tuple[int, ...]
-    """World ranks of the group."""
+    """The group's world ranks."""
     group: str
-    """The group's description: an axis of a mesh ends in ``shard`` or ``replicate``."""
+    """The group's description: a mesh axis ends in ``shard`` or ``replicate``."""
     num_bytes: int
-    """Size of this rank's input, its own part of an all-to-all included."""
+    """This rank's input size, its own part of an all-to-all included."""
 
     @property
     def sent_bytes(self) -> float:
@@ -72,15 +72,15 @@ class Collectives:
     records: list[Collective] = field(default_factory=list)
 
     def on(self, ranks: tuple[int, ...] | list[int]) -> list[Collective]:
-        """The collectives of groups with exactly these ranks, in any order."""
+        """Return the collectives on groups with exactly these ranks, in any order."""
         return [record for record in self.records if sorted(record.ranks) == sorted(ranks)]
 
     def counts(self) -> dict[str, int]:
-        """How often each operation was issued."""
+        """Count the calls by operation."""
         return dict(Counter(record.op for record in self.records))
 
     def summary(self) -> dict[tuple[str, int], tuple[int, int]]:
-        """``(calls, bytes)`` by ``(op, group size)``."""
+        """Return ``(calls, bytes)`` by ``(op, group size)``."""
         totals: dict[tuple[str, int], tuple[int, int]] = {}
         for record in self.records:
             key = (record.op, len(record.ranks))
@@ -89,7 +89,7 @@ class Collectives:
         return totals
 
     def total_bytes(self) -> int:
-        """The input bytes of all collectives."""
+        """Sum the input bytes over all collectives."""
         return sum(record.num_bytes for record in self.records)
 
 
@@ -106,14 +106,14 @@ def count_collectives() -> Iterator[Collectives]:
 
 
 def note(op: str, group: dist.ProcessGroup, num_bytes: int) -> None:
-    """Count a collective that doesn't reach the dispatcher, inside of `count_collectives`."""
+    """Count a collective that bypasses the dispatcher, inside `count_collectives`."""
     for records in _NOTEBOOKS:
         ranks = tuple(dist.get_process_group_ranks(group))
         records.append(Collective(op, ranks, group.group_desc, num_bytes))
 
 
 _NOTEBOOKS: list[list[Collective]] = []
-"""The records of all `count_collectives` contexts that are open."""
+"""The records of all open `count_collectives` contexts."""
 
 
 class _Recorder(TorchDispatchMode):
@@ -171,9 +171,9 @@ class EncodedBytes:
     """
 
     before: int = 0
-    """The bytes of the numbers in float32."""
+    """The numbers' bytes in float32."""
     after: int = 0
-    """The bytes of the encoded numbers, scales included."""
+    """The encoded numbers' bytes, scales included."""
 
 
 @contextmanager
@@ -201,16 +201,11 @@ def count_encoded() -> Iterator[EncodedBytes]:
 
 
 def note_encoded(before: int, after: int) -> None:
-    """Count encoded numbers, inside of `count_encoded`; outside, this does nothing.
-
-    Args:
-        before: the bytes of the numbers in float32.
-        after: the bytes of the encoded numbers.
-    """
+    """Count encoded numbers inside `count_encoded`."""
     for counted in _OPEN:
         counted.before += before
         counted.after += after
 
 
 _OPEN: list[EncodedBytes] = []
-"""The counts of all `count_encoded` contexts that are open."""
+"""The counts of all open `count_encoded` contexts."""

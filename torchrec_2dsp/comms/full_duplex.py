@@ -1,4 +1,13 @@
-"""What an all-to-all sends to each rank, and whether sizes and types fit."""
+"""A gloo backend whose all-to-all sends and receives at the same time.
+
+Gloo's own all-to-all posts a send before the receive that answers it, and two hosts then often
+take turns: the exchange takes twice as long as the link needs. Here all receives are posted before
+the first send. In all other respects the backend is gloo. Its name is registered on first use:
+
+    from torchrec_2dsp.comms.full_duplex import full_duplex_backend
+
+    torch.distributed.init_process_group(full_duplex_backend())
+"""
 
 import sys
 import threading
@@ -18,7 +27,7 @@ from torchrec_2dsp.comms.counting import note
 
 
 def parts_of(tensor: torch.Tensor, sizes: Sequence[int], num_ranks: int) -> Sequence[torch.Tensor]:
-    """One part of the first dimension per rank, sharing memory with ``tensor``."""
+    """Split the first dimension into one part per rank, sharing memory with ``tensor``."""
     num_rows = tensor.shape[0] if tensor.dim() else 1
     if not sizes and (num_rows % num_ranks or not tensor.dim()):
         raise RuntimeError(
@@ -41,7 +50,7 @@ def parts_of(tensor: torch.Tensor, sizes: Sequence[int], num_ranks: int) -> Sequ
 
 
 def check_own_parts(received: torch.Tensor, sent: torch.Tensor) -> None:
-    """Raise unless what a rank keeps fits the place that it has for it."""
+    """Raise unless the part that a rank keeps fits its place in the output."""
     if received.dtype != sent.dtype:
         raise ValueError(
             f"tensors of different dtypes: {received.dtype} and {sent.dtype}; convert one"
@@ -54,14 +63,11 @@ def check_own_parts(received: torch.Tensor, sent: torch.Tensor) -> None:
 
 
 class GlooGroup(dist.ProcessGroup):
-    """Passes every operation on to gloo.
+    """Forwards every operation to gloo.
 
     Every operation that torch calls on a Python class is passed on by Python. `ProcessGroup`'s own
     ones hold the interpreter's lock, and sometimes wait forever for a gloo thread that needs this
     lock to free a tensor.
-
-    Args:
-        gloo: the group that does the work. It must not be used otherwise.
     """
 
     def __init__(self, gloo: dist.ProcessGroupGloo) -> None:
@@ -70,12 +76,11 @@ class GlooGroup(dist.ProcessGroup):
         pass_on_to(self, gloo)
 
     def getBackendName(self) -> str:
-        """The name in logs and profiles."""
+        """Return the name in logs and profiles."""
         return "gloo"
 
 
 def _input_bytes(self: GlooGroup, name: str, arguments: tuple[Any, ...]) -> int:
-    """The size of this rank's input."""
     if name in ("barrier", "recv"):
         return 0
     if name == "broadcast" and arguments[1].rootRank != self.rank():
@@ -127,10 +132,10 @@ _NAME = "gloo_full_duplex"
 
 _FIRST_TAG = 2**30
 _NUM_TAGS = 2**30
-"""Tags of our messages: the upper half of gloo's, away from those that a user's ``send`` takes."""
+"""Our messages' tags: the upper half of gloo's, away from those that a user's ``send`` takes."""
 
 _NO_TIMEOUT = timedelta(0)
-"""The timeout that torch passes if the group's own is meant."""
+"""The timeout that torch passes for the group's own."""
 
 
 class FullDuplexGroup(GlooGroup):
@@ -140,9 +145,6 @@ class FullDuplexGroup(GlooGroup):
     instead of filled in the wrong order, sizes that don't divide or are negative are refused, and a
     timeout that is passed to ``wait`` breaks the connections when it expires, as that of gloo's
     ``recv`` does.
-
-    Args:
-        gloo: the group that does the work. It must not be used otherwise.
     """
 
     def __init__(self, gloo: dist.ProcessGroupGloo) -> None:
@@ -151,7 +153,7 @@ class FullDuplexGroup(GlooGroup):
         self._failed: list[_Exchange] = []
 
     def getBackendName(self) -> str:
-        """The name in logs and profiles."""
+        """Return the name in logs and profiles."""
         return _NAME
 
     def all_to_all_single(  # type: ignore[override]
@@ -162,7 +164,7 @@ class FullDuplexGroup(GlooGroup):
         input_split_sizes: Sequence[int] = (),
         opts: object = None,
     ) -> dist.Work:
-        """The all-to-all that `dist.all_to_all_single` and the functional collectives call.
+        """Run the all-to-all behind `dist.all_to_all_single` and functional collectives.
 
         Collectives:
             One send to and one receive from every peer, except for parts without elements.
@@ -186,7 +188,7 @@ class FullDuplexGroup(GlooGroup):
         input_tensors: Sequence[torch.Tensor],
         opts: object = None,
     ) -> dist.Work:
-        """The all-to-all that `torch.distributed.all_to_all` calls; tensors may differ in size.
+        """Run the all-to-all behind `torch.distributed.all_to_all`; tensors may differ in size.
 
         Collectives:
             One send to and one receive from every peer, except for empty tensors.
@@ -245,26 +247,22 @@ class ExchangeWork(dist.Work):
         self._exchange = exchange
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Block until all messages have arrived and left; an error names the peer's rank.
-
-        Args:
-            timeout: how long to wait at most; by default the group's timeout.
-        """
+        """Block until all messages have arrived and left; an error names the peer's rank."""
         self._exchange.finish(timeout)
         self._exchange.future.wait()
         return True
 
     def is_completed(self) -> bool:
-        """Whether the exchange is over, successfully or not."""
+        """Return whether the exchange is over, successfully or not."""
         self._exchange.watch()
         return self._exchange.future.done()
 
     def is_success(self) -> bool:
-        """Whether the exchange is over and successful."""
+        """Return whether the exchange is over and successful."""
         return self.is_completed() and self._exchange.error is None
 
     def get_future(self) -> Future[Any]:
-        """A future of the output tensors."""
+        """Return a future of the output tensors."""
         self._exchange.watch()
         return self._exchange.future
 
@@ -275,7 +273,7 @@ class ExchangeWork(dist.Work):
 
 
 class _Exchange:
-    """Messages in flight, and the tensors that they need.
+    """Messages in flight, and their tensors.
 
     Gloo hangs if a buffer is freed while its message is in flight, and then not even a timeout
     ends the wait. So every message is waited for, and after a failure the remaining ones are kept
@@ -331,7 +329,7 @@ class _Exchange:
             self._lock.release()
 
     def watch(self) -> None:
-        """Call `finish` in a thread of its own, unless the exchange is over or watched already."""
+        """Call `finish` in a thread, unless the exchange is over or watched."""
         if not self._is_watched and not self.future.done():
             self._is_watched = True
             threading.Thread(target=self.finish, args=(_NO_TIMEOUT,)).start()
@@ -352,11 +350,11 @@ class _Exchange:
 
 
 _BEGUN: "weakref.WeakSet[_Exchange]" = weakref.WeakSet()
-"""The all-to-alls of this process that somebody still holds."""
+"""This process's all-to-alls that somebody still holds."""
 
 
 def wait_for_exchanges() -> None:
-    """Wait for all all-to-alls that this process has begun; who began them gets them as ever.
+    """Wait for all all-to-alls that this process has begun.
 
     Call it when all ranks have begun theirs. A profiler needs it before it stops: messages whose
     end comes later write into memory that it has freed (torch 2.13).
@@ -370,7 +368,7 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Full
 
 
 def full_duplex_backend() -> str:
-    """The backend's name for `init_process_group` and `new_group`, registered on first use."""
+    """Return the backend's name, registered on first use."""
     if _NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(_NAME, _create, devices=["cpu"])
     return _NAME

@@ -1,4 +1,9 @@
-"""`WorldGroups`: the process groups that this package has created, and how they are released."""
+"""The process groups that this package creates, and their release: nothing else creates any.
+
+A group runs its collectives in order, a few at a time. Those that nobody waits for yet would delay
+the ones that a step needs, and two threads could issue theirs in another order on each rank. A
+group of their own prevents both.
+"""
 
 import atexit
 import gc
@@ -17,7 +22,7 @@ from torchrec_2dsp.errors import MeshError
 
 
 def world_group() -> dist.ProcessGroup:
-    """The group of all ranks; without one, an error says how to create it."""
+    """Return the group of all ranks, or raise an error that says how to create it."""
     if not dist.is_initialized():
         raise MeshError(
             "torch.distributed is not initialised; call "
@@ -36,19 +41,15 @@ class WorldGroups:
     """
 
     def __init__(self, world: dist.ProcessGroup) -> None:
-        """
-        Args:
-            world: all ranks.
-        """
         self.world = world
         """All ranks."""
         self.shared: dict[Hashable, Any] = {}
-        """What is created once in a world and used by several, such as the groups of a mesh."""
+        """Objects created once per world and shared, such as a mesh's groups."""
         self._groups: list[dist.ProcessGroup] = []
 
     @classmethod
     def current(cls) -> "WorldGroups":
-        """The groups of the current world."""
+        """Return the current world's groups."""
         world = world_group()
         _leave_in_order_at_exit()
         # The groups of a destroyed world were destroyed with it.
@@ -57,16 +58,16 @@ class WorldGroups:
         return _CURRENT[0]
 
     def add(self, group: dist.ProcessGroup) -> None:
-        """Take over a new group; one that is here already, or is the world, changes nothing."""
+        """Take over a new group, unless it is the world or here already."""
         if group is not self.world and group not in self:
             self._groups.append(group)
 
     def __contains__(self, group: dist.ProcessGroup) -> bool:
-        """Whether a group was added and isn't destroyed yet, here or by the user."""
+        """Return whether a group was added and isn't destroyed yet, here or by the user."""
         return exists(group) and any(other is group for other in self._groups)
 
     def destroy(self, groups: Iterable[dist.ProcessGroup]) -> None:
-        """Destroy those of some groups that were added, newest first, without waiting for ranks."""
+        """Destroy the given groups that were added, newest first, without waiting for ranks."""
         destroyed_ids = {id(group) for group in groups if group in self}
         for group in reversed(self._groups):
             if id(group) in destroyed_ids:
@@ -74,14 +75,14 @@ class WorldGroups:
         self._groups = [group for group in self._groups if id(group) not in destroyed_ids]
 
     def forget(self) -> None:
-        """Destroy all groups, and forget what is shared, without waiting for other ranks."""
+        """Destroy all groups and forget shared objects, without waiting for other ranks."""
         self.shared.clear()
         self.destroy(self._groups)
         self._groups.clear()
 
 
 _CURRENT: list[WorldGroups] = []
-"""The groups of the current world, once there are some."""
+"""The current world's groups, if any."""
 
 
 def release_groups() -> None:
@@ -114,7 +115,7 @@ def release_groups() -> None:
 
 
 def leave_world() -> None:
-    """Destroy all groups of the current world, and the threads behind them.
+    """Destroy the current world's groups, and the threads behind them.
 
     A gloo thread that still runs while the interpreter is torn down may abort the process. It runs
     as long as anything refers to its group.
@@ -132,12 +133,12 @@ def leave_world() -> None:
 
 @cache
 def _leave_in_order_at_exit() -> None:
-    """Prepare, once, for programs that end without `destroy_process_group`."""
+    """Register, once, a clean-up for programs that don't destroy their process group."""
     atexit.register(_forget_groups)
 
 
 def _forget_groups() -> None:
-    """Destroy the groups that this package created, and none of the user's."""
+    """Destroy this package's groups, and none of the user's."""
     NoticeBoard.close_all()
     for groups in _CURRENT:
         groups.forget()
@@ -147,13 +148,7 @@ def _forget_groups() -> None:
 def own_group(
     group: dist.ProcessGroup, device: torch.device, name: str, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """The ranks of a group once more, with the same timeout, for collectives beside all others.
-
-    Args:
-        group: whose ranks all call this.
-        device: what ``group`` works on.
-        name: what the group is for, in logs.
-        backend: such as "gloo"; without it, that of the world.
+    """Create a group with the same ranks and timeout, for collectives beside all others.
 
     Collectives:
         The creation of a group.
@@ -173,13 +168,9 @@ def own_group(
 def own_subgroup(
     sets: Sequence[Sequence[int]], timeout: timedelta, name: str, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """The group of that set of ranks to which this rank belongs.
+    """Create a group for each set of ranks, and return this rank's.
 
-    Args:
-        sets: ranks of the world, each in exactly one set; a group is created for each set.
-        timeout: how long a collective may take.
-        name: what the groups are for, in logs.
-        backend: such as "gloo"; without it, that of the world.
+    Each rank of the world is in exactly one set.
 
     Collectives:
         The creation of the groups, which all ranks of the world call.
@@ -191,14 +182,9 @@ def own_subgroup(
 
 
 def own_mesh(ranks: torch.Tensor, device_type: str, axes: tuple[str, ...]) -> DeviceMesh:
-    """A mesh of ranks for torch and TorchRec, whose groups have the timeout of the world.
+    """Create a mesh of world ranks for torch and TorchRec, whose groups have the world's timeout.
 
     The group of an axis is that of the world, if it has all of its ranks.
-
-    Args:
-        ranks: of the world, with one dimension for each axis.
-        device_type: such as "cpu".
-        axes: their names.
 
     Collectives:
         The creation of the groups, which all ranks of the world call.

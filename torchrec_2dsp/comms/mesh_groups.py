@@ -1,4 +1,4 @@
-"""`Peers`: the process groups of ranks that exchange rows, host by host."""
+"""A mesh's process groups, created and closed in one order on all ranks."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,26 +23,25 @@ from torchrec_2dsp.mesh import Mesh2D, RankLayout
 
 @dataclass(frozen=True)
 class Peers:
-    """Process groups of ranks that exchange rows: ranks that hold copies of the same rows, or the
-    owners of rows and the ranks that ask for them."""
+    """Groups of ranks that exchange rows: replica peers, or row owners and askers."""
 
     everyone: dist.ProcessGroup
     """All ranks that exchange rows."""
 
     in_host: dist.ProcessGroup | None = None
-    """The ranks on this host, if there are several hosts with several ranks each."""
+    """The ranks on this host, if several hosts have several ranks each."""
 
     across: dist.ProcessGroup | None = None
-    """One rank of each host, in the same place as this one; set together with ``in_host``."""
+    """One rank per host, at this rank's place in the host; set together with ``in_host``."""
 
     @property
     def is_layered(self) -> bool:
-        """Whether rows can be added up inside hosts before they leave them."""
+        """Whether rows can be summed inside hosts before they leave them."""
         return self.in_host is not None
 
 
 def by_host(ranks: Sequence[int], ranks_per_host: int) -> list[list[int]] | None:
-    """The ranks of each host; `None` unless several hosts have equally many, more than one.
+    """Group ranks by host; `None` unless several hosts have equally many, more than one.
 
     Example:
         >>> from torchrec_2dsp.comms.mesh_groups import by_host
@@ -62,7 +61,7 @@ AXIS_NAMES = ("replicate", "shard")
 
 
 class MeshGroups:
-    """The process groups of one mesh on this rank.
+    """One mesh's process groups on this rank.
 
     Collectives:
         Building it creates process groups, so all ranks of the world must do it, in the same
@@ -73,11 +72,11 @@ class MeshGroups:
         world = world_group()
         mesh.check_world(dist.get_world_size(world))
         self.mesh = mesh
-        """The arithmetic behind the groups."""
+        """The rank arithmetic."""
         self.world = world
         """All ranks, for dense gradients and data-parallel tables."""
         self.board = NoticeBoard.of(world)
-        """Where ranks post that they failed."""
+        """The board on which ranks post failures."""
         self.rank = dist.get_rank(world)
         """This rank in the world."""
         self._created = WorldGroups.current()
@@ -89,15 +88,14 @@ class MeshGroups:
         self.replica_peers = self.device_mesh.get_group("replicate")
         """The ranks that hold this rank's shard."""
         self.local_world_size = get_local_size(mesh.world_size)
-        """How many ranks this host has (LOCAL_WORLD_SIZE)."""
+        """This host's number of ranks (LOCAL_WORLD_SIZE)."""
         # Rows travel while the training thread goes on to other collectives. Groups of their own
         # keep the two from interleaving differently on two ranks.
         self._own_groups = [self.sharding_group, self.replica_peers]
         self.hot_rows = self._new_peers("hot_rows", [list(range(mesh.world_size))])
-        """All ranks, in groups that are used by nothing but the hot rows."""
+        """All ranks, in groups for hot rows alone."""
         self.replica_rows = Peers(self.replica_peers)
-        """The replica peers, in groups that are used by nothing but the exchange of their rows'
-        gradients or weights."""
+        """The replica peers, in groups for the exchange of row gradients or weights alone."""
         if mesh.num_groups > 1:
             holders = [list(ranks) for ranks in zip(*mesh.rank_matrix(), strict=True)]
             self.replica_rows = self._new_peers("replica_rows", holders)
@@ -107,12 +105,7 @@ class MeshGroups:
         self._node_groups = NodeGroupCache()
 
     def _new_peers(self, name: str, sets: list[list[int]]) -> Peers:
-        """Create groups for the exchange of rows, in full duplex where the backend is gloo.
-
-        Args:
-            name: the groups' name.
-            sets: sets of ranks, of which this rank belongs to one.
-        """
+        """Create groups for the exchange of rows, in full duplex on gloo."""
         is_gloo = dist.get_backend(self.world) == dist.Backend.GLOO
         backend = full_duplex_backend() if is_gloo else None
         everyone = self._new_group(name, sets, backend)
@@ -131,14 +124,14 @@ class MeshGroups:
     def _new_group(
         self, name: str, sets: list[list[int]], backend: str | None
     ) -> dist.ProcessGroup:
-        """Create a group for each set, and return that of this rank's set."""
+        """Create a group for each set, and return this rank's."""
         timeout = timeout_of(self.world, self._device_type)
         self._own_groups.append(own_subgroup(sets, timeout, name, backend))
         return self._own_groups[-1]
 
     @classmethod
     def for_mesh(cls, mesh: Mesh2D, device_type: str) -> "MeshGroups":
-        """The groups of ``mesh`` in the current world, created on first use and then shared."""
+        """Return the groups of ``mesh`` in the current world, created on first use and shared."""
         mesh.check_world(dist.get_world_size(world_group()))
         shared = WorldGroups.current().shared
         if (mesh, device_type) not in shared:
@@ -147,7 +140,7 @@ class MeshGroups:
         return groups
 
     def sharding_env(self) -> ShardingEnv2D:
-        """The environment that TorchRec's sharded modules take."""
+        """Return the environment that TorchRec's sharded modules take."""
         return ShardingEnv2D(
             sharding_pg=self.sharding_group,
             replica_pg=self.replica_peers,
@@ -159,7 +152,7 @@ class MeshGroups:
 
     @contextmanager
     def node_groups(self) -> Iterator[None]:
-        """A context in which TorchRec's module-level node groups are those of this mesh."""
+        """Make TorchRec's module-level node groups this mesh's, inside the context."""
         with node_group_cache(self._node_groups):
             yield
         timeout = timeout_of(self.world, self._device_type)

@@ -1,4 +1,4 @@
-"""`Activity`: which step a rank is at, and what it is doing there."""
+"""A rank's notice when something went wrong, and the error that blames a rank, from all notices."""
 
 import enum
 import json
@@ -13,7 +13,7 @@ _AT_START = "before the first step"
 
 
 class Activity:
-    """What this rank is doing, for the error message in case a rank fails.
+    """This rank's current work, for the error message in case a rank fails.
 
     It costs one assignment where a phase begins or ends, and no communication.
 
@@ -30,85 +30,76 @@ class Activity:
 
     def __init__(self) -> None:
         self.step = 0
-        """Training forwards of the model so far, the running one included."""
+        """The model's training forwards so far, the running one included."""
         self.phase = _AT_START
-        """What runs now, or ran last."""
+        """The phase that runs now, or ran last."""
 
     def __str__(self) -> str:
         return f"at step {self.step}, {self.phase}"
 
     def restart(self) -> None:
-        """Go back to the time before the first step, for another model."""
+        """Return to the time before the first step, for another model."""
         self.step, self.phase = 0, _AT_START
 
     def begin(self, phase: str) -> None:
-        """Record that ``phase`` runs from now on; its end is not recorded."""
+        """Record that ``phase`` runs from now on; its end isn't recorded."""
         self.phase = f"in {phase}"
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """A context in which ``phase`` runs; after an error, it is still what runs."""
+        """Record that ``phase`` runs inside the context; after an error, it still does."""
         self.begin(phase)
         yield
         self.phase = f"after {phase}"
 
 
 class Standing(enum.Enum):
-    """How a rank is, as far as the others can tell."""
+    """A rank's state, as far as the others can tell."""
 
     HERE = "here"
-    """The rank answers."""
 
     FAILED = "failed"
     """The rank has raised an error of its own."""
 
     LEFT = "left"
-    """The rank has left the training loop, as if all were well."""
+    """The rank has left the training loop without an error."""
 
     SILENT = "silent"
-    """The rank doesn't answer."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """What a rank posts about itself."""
+    """A rank's message about itself."""
 
     rank: int
     standing: str
     """A `Standing`, as text."""
     step: int
-    """The rank's training step."""
     phase: str
-    """What the rank is doing in this step."""
     error: str = ""
-    """The error that the rank has raised, as text."""
+    """The rank's error, as text."""
     loop: int = 0
-    """How many training loops the rank has entered."""
+    """The number of training loops that the rank has entered."""
     alarm: int = 0
-    """The number of the latest question that the rank has heard."""
+    """The latest question that the rank has heard."""
 
     @property
     def where(self) -> str:
-        """The step and the phase, as a part of a sentence."""
+        """The step and the phase, as part of a sentence."""
         return f"at step {self.step}, {self.phase}"
 
     def encoded(self) -> str:
-        """The notice as text, for a store."""
+        """Return the notice as text, for a store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def decoded(cls, text: bytes) -> "Notice":
-        """The notice that ``text`` encodes."""
+        """Return the notice that ``text`` encodes."""
         return cls(**json.loads(text))
 
 
 def blame(own: Notice, others: Sequence[Notice], cause: str) -> RankError:
-    """The error that names the ranks to blame.
-
-    Args:
-        own: the notice of this rank.
-        others: the notices of all other ranks; silent ones have the standing `Standing.SILENT`.
-        cause: the error that this rank noticed, as text.
+    """Return the error that names the ranks to blame; ``cause`` is the error noticed here.
 
     Example:
         >>> from torchrec_2dsp.comms.notice import Notice, blame
@@ -143,7 +134,7 @@ def blame(own: Notice, others: Sequence[Notice], cause: str) -> RankError:
 
 
 def _difference(notices: Sequence[Notice], seen: str) -> RankError:
-    """The error if all ranks answer, which blames the fewest at one place, or those behind."""
+    """Return the error if all ranks answer; it blames the fewest at one place, or those behind."""
     places = {notice.where: [n for n in notices if n.where == notice.where] for notice in notices}
     if len(places) == 1:
         return RankError(f"all ranks answer, {notices[0].where}, but can't reach each other{seen}")
@@ -156,7 +147,7 @@ def _difference(notices: Sequence[Notice], seen: str) -> RankError:
 
 
 def _by_place(notices: Sequence[Notice]) -> str:
-    """Which ranks are at which step and phase, as text."""
+    """Group ranks by step and phase, as text."""
     places: dict[str, list[int]] = defaultdict(list)
     for notice in notices:
         places[notice.where].append(notice.rank)
@@ -164,12 +155,12 @@ def _by_place(notices: Sequence[Notice]) -> str:
 
 
 def encoded_verdict(error: RankError, step: int) -> str:
-    """The error that a rank found at ``step``, as text for a store."""
+    """Return a rank's verdict at ``step`` as text, for a store."""
     return json.dumps({"text": str(error), "ranks": error.ranks, "step": step})
 
 
 def decoded_verdict(text: bytes, since_step: int) -> RankError | None:
-    """The error that another rank found; `None` if that was before ``since_step``."""
+    """Return another rank's verdict; `None` if it is older than ``since_step``."""
     verdict = json.loads(text)
     if verdict["step"] < since_step:
         return None
@@ -177,12 +168,12 @@ def decoded_verdict(text: bytes, since_step: int) -> RankError | None:
 
 
 def ranks_of(notices: Sequence[Notice]) -> tuple[int, ...]:
-    """The ranks that posted ``notices``, in ascending order."""
+    """Return the ranks that posted ``notices``, in ascending order."""
     return tuple(sorted(notice.rank for notice in notices))
 
 
 def name_of(*ranks: int) -> str:
-    """The name of ranks in a sentence.
+    """Name ranks in a sentence.
 
     Example:
         >>> from torchrec_2dsp.comms.notice import name_of

@@ -32,16 +32,16 @@ from torchrec_2dsp.comms.notice import (
 from torchrec_2dsp.errors import RankError, TwoDError
 
 T = TypeVar("T")
-_ANSWER_S = 2.0
-"""How long a rank that asks waits for answers."""
+ANSWER_S = 2.0
+"""The time for which a rank that asks waits for answers."""
 _LOOK_S = 0.5
-"""How long a rank waits between looks for questions."""
+"""The interval at which a rank looks for questions."""
 _LISTEN_S = 0.1
-"""How long a rank waits between looks for questions once a rank has asked."""
+"""The same interval once a rank has asked."""
 _SOURCE_OR_ADVICE = re.compile(r"^\[\S*\] |\. This is typically .*")
 """The parts of gloo's error texts that don't say what failed."""
 _STEPS_APART = 2
-"""The most steps that a rank can be ahead of one that failed."""
+"""The most steps by which a rank can be ahead of a failed one."""
 _PREFIX = "torchrec_2dsp/"
 _ALARMS = f"{_PREFIX}alarms"
 _VERDICT = f"{_PREFIX}verdict"
@@ -52,21 +52,17 @@ class NoticeBoard:
     """A board on which the ranks of a world post notices, kept in the world's store."""
 
     def __init__(self, world: dist.ProcessGroup) -> None:
-        """
-        Args:
-            world: all ranks, the current default group.
-        """
         self.activity = Activity()
-        """What this rank is doing."""
+        """This rank's current work."""
         self.failure: RankError | None = None
-        """The error because of which the ranks can't go on together, if there is one."""
+        """The error that keeps the ranks from going on together, if any."""
         self.num_loops = 0
-        """How many training loops this rank has entered."""
+        """The number of training loops that this rank has entered."""
         self._rank, self._num_ranks = dist.get_rank(world), dist.get_world_size(world)
         self._world = weakref.ref(world)
         # A second connection, because the world's own may be blocked by a call that waits.
         self._store = own_connection(store_of_world())
-        self._store.set_timeout(timedelta(seconds=_ANSWER_S))
+        self._store.set_timeout(timedelta(seconds=ANSWER_S))
         self._standing, self._error = Standing.HERE, ""
         self._heard: RankError | None = None
         self._last_alarm = self._store.add(_ALARMS, 0)
@@ -78,7 +74,7 @@ class NoticeBoard:
 
     @classmethod
     def of(cls, world: dist.ProcessGroup) -> "NoticeBoard":
-        """The board of a world, created on first use."""
+        """Return a world's board, created on first use."""
         if world not in _BOARDS:
             _BOARDS[world] = cls(world)
         return _BOARDS[world]
@@ -93,7 +89,7 @@ class NoticeBoard:
             board._is_closing.set()
             if board._thread.is_alive():
                 # A store on a stopped host never answers.
-                board._thread.join(_ANSWER_S)
+                board._thread.join(ANSWER_S)
 
     def enter_loop(self) -> None:
         """Record that this rank begins to train."""
@@ -102,7 +98,7 @@ class NoticeBoard:
             self._post_standing(Standing.HERE)
 
     def leave_loop(self) -> None:
-        """Post that this rank has trained all of its batches."""
+        """Post that this rank has trained all its batches."""
         self._post_standing(Standing.LEFT)
 
     def fail(self, error: BaseException) -> None:
@@ -111,16 +107,12 @@ class NoticeBoard:
             self._post_standing(Standing.FAILED, text)
 
     def raise_failure(self) -> None:
-        """Raise the error that has stopped the ranks, if there is one."""
+        """Raise the error that has stopped the ranks, if any."""
         if self.failure is not None:
             raise copy.copy(self.failure).with_traceback(None)
 
     def explain(self, error: BaseException | None = None) -> RankError:
-        """Ask all ranks how they are, and name those that are to blame for an error.
-
-        Args:
-            error: what this rank has noticed.
-        """
+        """Ask all ranks for their state, and blame some for the error that this rank noticed."""
         if self.failure is None:
             cause = "" if error is None else described(error)
             verdict = self._within_time(partial(self._judge, cause)) or self._heard
@@ -132,7 +124,7 @@ class NoticeBoard:
         return copy.copy(self.failure)
 
     def _judge(self, cause: str) -> RankError:
-        """The error as it was posted by the rank that found it first, maybe this one.
+        """Return the verdict that the first rank posted, maybe this one's.
 
         Ranks that notice it later can't ask those that have ended meanwhile.
         """
@@ -147,7 +139,7 @@ class NoticeBoard:
         return own_verdict
 
     def _verdict(self, since_step: int) -> RankError | None:
-        """The error that a rank has posted; `None` if none did since ``since_step``."""
+        """Return a posted verdict; `None` if it is older than ``since_step``."""
         if not self._store.check([_VERDICT]):
             return None
         return decoded_verdict(self._store.get(_VERDICT), since_step)
@@ -177,7 +169,7 @@ class NoticeBoard:
         alarm = self._store.add(_ALARMS, 1)
         self._last_alarm = alarm
         self._post()
-        deadline = time.monotonic() + _ANSWER_S
+        deadline = time.monotonic() + ANSWER_S
         while True:
             notices = self._read()
             is_last = time.monotonic() > deadline
@@ -190,7 +182,7 @@ class NoticeBoard:
             time.sleep(max(0.05, self._num_ranks / 1_000))
 
     def _judged(self, notice: Notice, alarm: int, *, is_last: bool) -> Notice | None:
-        """The notice with how its rank stands now; `None` as long as that is unknown."""
+        """Return the notice with its rank's current standing; `None` while that is unknown."""
         standing = Standing(notice.standing)
         is_recent = notice.step >= self.activity.step - _STEPS_APART
         if standing is Standing.FAILED and is_recent:
@@ -208,7 +200,7 @@ class NoticeBoard:
         return [Notice.decoded(text) for text in self._store.multi_get(keys)] if keys else []
 
     def _within_time(self, action: Callable[[], T]) -> T | None:
-        """The result of ``action``; `None` if the store is gone or doesn't answer in time."""
+        """Return the action's result; `None` if the store is gone or doesn't answer in time."""
         results: list[T] = []
 
         def act() -> None:
@@ -220,7 +212,7 @@ class NoticeBoard:
         # A store on a stopped host lets its clients wait, whatever their timeout.
         thread = threading.Thread(target=act, daemon=True)
         thread.start()
-        thread.join(2 * _ANSWER_S)
+        thread.join(2 * ANSWER_S)
         return results[0] if results else None
 
     def _answer(self) -> None:
@@ -242,7 +234,7 @@ class NoticeBoard:
 
 
 def described(error: BaseException) -> str:
-    """An exception in one line: its type, the first line of its text, and where it was raised.
+    """Describe an exception in one line: its type, its text's first line, and its origin.
 
     Example:
         >>> from torchrec_2dsp.comms.notice_board import described
@@ -268,11 +260,11 @@ _OF_GLOO = re.compile(
     r"/gloo/\S*:\d+\]|Connection (closed|reset) by peer|pair closure|an all-to-all isn't over"
     r"|all-to-all with rank"
 )
-"""Texts of gloo's errors, which are bare ``RuntimeError``s, and of the full-duplex all-to-all's."""
+"""Texts of errors, bare ``RuntimeError``s, from gloo and from the full-duplex all-to-all."""
 
 
 def is_broken_connection(error: BaseException) -> bool:
-    """Whether an exception, or one that caused it, comes from a failed collective.
+    """Return whether an exception, or one of its causes, comes from a failed collective.
 
     Example:
         >>> from torchrec_2dsp.comms.notice_board import is_broken_connection
@@ -289,7 +281,7 @@ def is_broken_connection(error: BaseException) -> bool:
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:
-    """The exception itself, then the one that caused it, and so on."""
+    """Yield the exception itself, then its cause, and so on."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -303,14 +295,11 @@ class naming_faults(AbstractContextManager[None]):
 
     A broken connection becomes a `RankError` that names the rank, after all ranks were asked. This
     rank's own error is raised as it is, and posted for the other ranks.
+
+    ``phase`` says what the block does; it is `None` if it does several things.
     """
 
     def __init__(self, board: NoticeBoard, phase: str | None = None) -> None:
-        """
-        Args:
-            board: the notice board of the world.
-            phase: what the block does; `None` if it does several things.
-        """
         self._board, self._phase = board, phase
 
     def __enter__(self) -> None:
@@ -334,7 +323,7 @@ class naming_faults(AbstractContextManager[None]):
 
 
 def _is_explained(error: BaseException) -> bool:
-    """Whether the other ranks know of the error already."""
+    """Return whether the other ranks know about the error already."""
     return any(
         isinstance(cause, RankError) or (isinstance(cause, TwoDError) and cause.is_on_all_ranks)
         for cause in causes_of(error)

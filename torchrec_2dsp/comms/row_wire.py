@@ -1,4 +1,4 @@
-"""`StockCodec`: a codec of rows, as TorchRec's exchanges want one."""
+"""Rows on the wire: our codecs as TorchRec's exchanges take them, and all-to-alls of rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,63 +15,44 @@ _FLOAT_BYTES = torch.float32.itemsize
 
 
 class StockCodec(QuantizedCommCodec[None]):
-    """Encodes flat tensors, which are rows of ``dim`` numbers one after another.
-
-    Example:
-        >>> import torch
-        >>> from torchrec_2dsp.codecs.rows import IntegerRows
-        >>> from torchrec_2dsp.comms.row_wire import StockCodec
-        >>> codec = StockCodec(IntegerRows(bits=8), dim=64)
-        >>> codec.encode(torch.zeros(3 * 64)).numel(), codec.calc_quantized_size(3 * 64)
-        (198, 198)
-    """
+    """Encodes flat tensors, which consist of rows of ``dim`` numbers."""
 
     def __init__(self, codec: RowCodec, dim: int) -> None:
-        """
-        Args:
-            codec: how a row looks.
-            dim: how many numbers a row has; all that is sent is a multiple of it.
-        """
         self._codec, self._dim = codec, dim
 
     def encode(self, input_tensor: torch.Tensor, ctx: None = None) -> torch.Tensor:
-        """The rows as they travel, flat."""
+        """Encode rows, flat."""
         encoded = self._codec.encode(input_tensor.reshape(-1, self._dim)).view(-1)
         note_encoded(_FLOAT_BYTES * input_tensor.numel(), encoded.nbytes)
         return encoded
 
     def decode(self, input_grad: torch.Tensor, ctx: None = None) -> torch.Tensor:
-        """The rows as they have come, flat."""
+        """Decode rows, flat."""
         encoded = input_grad.reshape(-1, self._codec.columns(self._dim))
         return self._codec.decode(encoded, self._dim).view(-1)
 
     @property
     def quantized_dtype(self) -> torch.dtype:
-        """The type of encoded numbers."""
+        """The encoded numbers' type."""
         return self._codec.dtype
 
     def calc_quantized_size(self, input_len: int, ctx: None = None) -> int:
-        """How many encoded numbers so many numbers become."""
+        """Return how many encoded numbers ``input_len`` numbers become."""
         return input_len // self._dim * self._codec.columns(self._dim)
 
     def create_context(self) -> None:
-        """Nothing: both ends know all they need."""
+        """Return `None`: both ends know all they need."""
         return
 
     def padded_size(
         self, input_tensor: torch.Tensor, dim_per_rank: list[int], my_rank: int, qcomm_ctx: None
     ) -> tuple[int, int]:
-        """The columns of a tensor, which need no padding."""
+        """Return the tensor's columns, which need no padding."""
         return input_tensor.shape[-1], 0
 
 
 def stock_codecs(transport: Transport, dim: int) -> QuantizedCommCodecs | None:
-    """What encodes rows of ``dim`` numbers, and their gradients; `None` if they travel as they are.
-
-    Args:
-        transport: how they travel.
-        dim: how many numbers a row has.
-    """
+    """Return the codecs for rows of ``dim`` numbers and their gradients; `None` for plain fp32."""
     if transport is Transport.FP32:
         return None
     codec: Any = StockCodec(transport.codec_for(dim), dim)
@@ -80,21 +61,19 @@ def stock_codecs(transport: Transport, dim: int) -> QuantizedCommCodecs | None:
 
 @dataclass(frozen=True)
 class TravellingRows:
-    """Rows on their way to this rank."""
+    """Rows in flight to this rank."""
 
     values: torch.Tensor
-    """The rows as they travel, encoded and flat."""
+    """The rows, encoded and flat."""
     sent: torch.Tensor
-    """The send buffer, kept alive until it has been sent."""
+    """The send buffer, which must outlive the collective."""
     work: dist.Work
     dim: int
-    """Columns of a row."""
     codec: QuantizedCommCodec[Any] | None
     context: Any
-    """The codec's context."""
 
     def wait(self) -> torch.Tensor:
-        """The rows in the order of their senders, after waiting for them: `[rows, dim]`."""
+        """Wait, then return the rows in their senders' order: `[rows, dim]`."""
         self.work.wait()
         values = self.values
         if self.codec is not None:
@@ -108,17 +87,12 @@ class RowWire:
 
     group: dist.ProcessGroup
     codecs: QuantizedCommCodecs | None
-    """How rows and gradients are encoded; `None` if they travel as they are."""
+    """The codecs for rows and gradients; `None` sends them as they are."""
 
     def start_rows(
         self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> TravellingRows:
-        """Send rows of tables.
-
-        Args:
-            rows: the rows that this rank sends, in the order of the ranks that get them.
-            sent: how many rows each rank gets.
-            received: how many rows each rank has for this one.
+        """Send rows, ordered by receiving rank; ``sent`` and ``received`` count them by rank.
 
         Collectives:
             One all-to-all, not waited for.
@@ -128,7 +102,7 @@ class RowWire:
     def start_gradients(
         self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> TravellingRows:
-        """Send gradients of rows as `start_rows` sends rows; their codec may be another one."""
+        """Send row gradients as `start_rows` sends rows, maybe by another codec."""
         return self._start(rows, sent, received, self.codecs and self.codecs.backward)
 
     def _start(

@@ -1,4 +1,11 @@
-"""`Hop`, an exchange of row gradients in a group, and `Route`, hops that add up over all ranks."""
+"""Row gradients from several ranks, summed while the ranks go on computing.
+
+At a lookup, ranks tell each other how many rows they touch. After the backward they send rows and
+gradients. When a lookup needs the rows again, each rank waits for the sums:
+
+    rank 0: rows 1, 4     \\                    / rows 1, 4, 7 with the same sums
+    rank 1: rows 4, 7     - sums by row -------- rows 1, 4, 7 with the same sums
+"""
 
 import enum
 from collections.abc import Sequence

@@ -1,9 +1,11 @@
-"""What peers send of their changed rows, and how the average of all copies is computed.
+"""Average the touched rows of table shards over the ranks that hold copies.
 
-Two peers send values, whose average has the bits of a dense average. With more peers, or in a
-shorter form, they send changes since the last sync, after which every peer has the same values. The
-average is these values plus the mean of the changes, so that the work grows with the number of
-changes, and not of copies.
+Two peers send values, whose average has the bits of a dense average. More peers, or a codec, send
+changes since the last sync, after which every peer had the same values: the average is these plus
+the mean change, so that the work grows with the changes, not with the copies.
+
+Where a link takes as long as the arithmetic, sending everything first would take twice as long. So
+shards are cut into ranges, and ranges with few changes travel together.
 """
 
 from collections.abc import Callable, Iterator, Sequence

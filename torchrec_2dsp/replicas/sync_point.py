@@ -1,4 +1,4 @@
-"""`WeightSyncAction`: average weights and optimizer state over the replica peers after updates."""
+"""Exactly one sync per training backward, whoever asks first, and the action of `WeightSync`."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""`SyncReason`: why a program stands at a sync point."""
+"""The reason for a sync, and the report on it."""
 
 import enum
 from dataclasses import dataclass, fields
@@ -19,7 +19,7 @@ class SyncReason(enum.Enum):
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one sync moved and how long it took on this rank; zeros if nothing was due.
+    """One sync's traffic and time on this rank; zeros if nothing was due.
 
     Example:
         >>> from torchrec_2dsp import SyncReport
@@ -41,12 +41,12 @@ class SyncReport:
     """Wall-clock time on this rank."""
 
     window_s: float = 0.0
-    """How long the exchange of row gradients could overlap with compute: from the send until a
-    lookup needed the rows."""
+    """The time for which the exchange of row gradients could overlap with compute: from the send
+    until a lookup needed the rows."""
 
     waited_s: float = 0.0
-    """How long this rank then still waited for row gradients; with NCCL, where a CUDA stream waits,
-    only the thread's share."""
+    """The time for which this rank then still waited for row gradients; with NCCL, where a CUDA
+    stream waits, only the thread's share."""
 
     saved_bytes: int = 0
     """Bytes that a transport has saved in addition to `num_bytes`."""

@@ -1,4 +1,8 @@
-"""`StateRule`: what becomes of each kind of optimizer state when replicas are averaged."""
+"""A table shard whose copies are averaged: its states' rules, and the rows that have changed.
+
+Replicas are equal after a sync. A row's value from then is its *base*, which is still the copy of
+every peer that hasn't changed the row since.
+"""
 
 import enum
 import math
@@ -12,7 +16,7 @@ from torchrec_2dsp.errors import UnsupportedError
 
 
 class StateRule(enum.Enum):
-    """How a tensor's copies become one."""
+    """The rule by which a tensor's copies become one."""
 
     AVERAGE = "average"
     """The copies' mean, for what accumulates or decays with the gradients."""

@@ -5,7 +5,7 @@ import pytest
 from tests.support.ranks import RankPool
 from torchrec_2dsp.programs.bench.config import StockContestant, TwoDContestant
 from torchrec_2dsp.programs.config.config_file import make_config
-from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
+from torchrec_2dsp.programs.config.dense import PowerSGDConfig
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
 from torchrec_2dsp.programs.train.results import largest_loss_gap
@@ -69,4 +69,4 @@ def test_contestants_say_how_dense_gradients_travel(kind: str) -> None:
     contestant = make_config(config, {"kind": kind, "dense": {"kind": "thresholded"}})
     assert contestant.describe().endswith(", 0.500% of dense gradients, in bf16")
     assert "dense" not in make_config(config, {"kind": kind}).describe()
-    assert DenseGradientsConfig(kind="powersgd").text == "dense gradients by PowerSGD of rank 2"
+    assert PowerSGDConfig().text == "dense gradients by PowerSGD of rank 2"

@@ -19,10 +19,10 @@ from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
 from torchrec_2dsp.programs.train.record import read_progress
 from torchrec_2dsp.programs.train.results import (
-    QuietWatcher,
     RunFolder,
     StepsTrained,
     TensorBoardWatcher,
+    TrainWatcher,
 )
 
 pytestmark = pytest.mark.dealt_file
@@ -95,7 +95,7 @@ def writing_out(folder: Path) -> TrainConfig:
     return config_with(loop=LOOP, output=output, runs={"main": {}})
 
 
-class FillsUp(QuietWatcher):
+class FillsUp(TrainWatcher):
     """Lets no file of this process grow after a step."""
 
     def __init__(self, step: int) -> None:

@@ -15,7 +15,7 @@ from tests.support.real_logs import REAL_LOGS
 from torchrec_2dsp.programs.config.config_file import load_config
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
-from torchrec_2dsp.programs.train.results import QuietWatcher
+from torchrec_2dsp.programs.train.results import TrainWatcher
 
 pytestmark = pytest.mark.dealt_file
 
@@ -36,7 +36,7 @@ REAL = {
 Figures = dict[str, tuple[list[float], dict[str, float]]]
 
 
-class Splits(QuietWatcher):
+class Splits(TrainWatcher):
     """What a program says of its data."""
 
     text = ""

@@ -13,17 +13,17 @@ from tests.support.programs import torchrun
 from tests.support.ranks import RankPool
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.parameter_sharding import Exchange, RowOwners
-from torchrec_2dsp.programs.cli.train import Display, show_result
+from torchrec_2dsp.programs.cli.train_display import TrainDisplay, show_result
 from torchrec_2dsp.programs.config.config_file import load_config, make_config
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.metrics import Evaluation
 from torchrec_2dsp.programs.train.program import train
 from torchrec_2dsp.programs.train.record import TrainRecord
 from torchrec_2dsp.programs.train.results import (
-    QuietWatcher,
     RunResult,
     StepsTrained,
     TrainResult,
+    TrainWatcher,
     largest_loss_gap,
 )
 from torchrec_2dsp.programs.train.sharded import PlannedRun
@@ -59,7 +59,7 @@ TINY = {
 }
 
 
-class Recorder(QuietWatcher):
+class Recorder(TrainWatcher):
     """A watcher that remembers what it was told."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Recorder(QuietWatcher):
         self.told.append(f"{name} planned for {planned.plan.mesh}")
 
     def steps_trained(self, name: str, progress: StepsTrained) -> None:
-        num_losses = len(progress.measured.losses)
+        num_losses = len(progress.losses)
         self.told.append(f"{name} step {progress.step}: {num_losses} losses")
 
     def evaluated(self, name: str, evaluation: Evaluation, *, is_best: bool) -> None:
@@ -82,7 +82,7 @@ class Recorder(QuietWatcher):
 def train_tiny(rank: int, world_size: int) -> tuple[TrainResult, list[str], str]:
     recorder, shown = Recorder(), io.StringIO()
     console = Console(file=shown, width=80)
-    result = train(make_config(TrainConfig, TINY), [recorder, Display(console)])
+    result = train(make_config(TrainConfig, TINY), [recorder, TrainDisplay(console)])
     show_result(result, console)
     # What comes after finds the ranks in step.
     dist.barrier()
@@ -102,10 +102,11 @@ def test_every_rank_has_the_same_result(trained: Trained) -> None:
     first = trained[0][0]
 
     for result, _, _ in trained[1:]:
-        assert result.planted == first.planted
+        assert result.planted_ne == first.planted_ne
         assert [run.losses for run in result.runs] == [run.losses for run in first.runs]
         assert [run.evaluated for run in result.runs] == [run.evaluated for run in first.runs]
         assert [run.plan for run in result.runs] == [run.plan for run in first.runs]
+        assert [run.plan2d for run in result.runs] == [run.plan2d for run in first.runs]
 
 
 def test_exact_2d_trains_as_one_group_and_averaging_nearly(trained: Trained) -> None:
@@ -122,7 +123,7 @@ def test_exact_2d_trains_as_one_group_and_averaging_nearly(trained: Trained) -> 
 
 
 def test_rows_travel_as_the_run_says(trained: Trained) -> None:
-    for _, module in trained[0][0].runs[3].plan.modules():
+    for _, module in trained[0][0].runs[3].plan2d.modules():
         for _, table in module.tables():
             assert (table.exchange, table.owners) == (Exchange.ROW, RowOwners.HASH)
             assert table.hot_set is not None
@@ -178,24 +179,43 @@ def test_plans_progress_and_figures_are_shown_in_80_columns(trained: Trained) ->
     assert [end.endswith("3 row, hash, 4 hot") for end in ends] == [False] * 3 + [True]
     assert shown.count("exchange") == 1
     words = [" ".join(line) for line in lines]
-    headings = words.index("run mesh sync loss loss NE one_group per s per step")
-    assert words[headings - 1] == "train eval eval gap to samples sync MB"
-    rows = lines[headings + 2 : headings + 6]
-    assert [row[:3] for row in rows] == [
+    losses = words.index("loss loss NE AUC NE step one_group")
+    assert words[losses - 1] == "run train eval eval eval best at gap to"
+    runs = trained[0][0].runs
+    for line, run in zip(lines[losses + 2 :], runs, strict=False):
+        metrics = run.evaluated.metrics
+        values = [f"{metrics[name]:.4f}" for name in ("ne", "auc", "ne")]
+        assert line[:1] + line[3:7] == [run.name, *values, "7"]
+    speeds = words.index("per s per step")
+    assert words[speeds - 1] == "run mesh sync samples sync MB"
+    assert [line[:3] for line in lines[speeds + 2 : speeds + 6]] == [
         ["one_group", "1x4", "none"],
         ["exact", "2x2", "GradientSync"],
         ["averaged", "2x2", "WeightSync"],
         ["rows", "1x4", "none"],
     ]
-    assert [len(row) for row in rows] == [9] * 4
     assert "Gap: the largest difference of a step's train loss" in shown
     assert "…" not in shown
+
+
+def test_the_closing_table_has_the_best_evaluation_and_its_step(trained: Trained) -> None:
+    result = trained[0][0]
+    run = result.runs[0]
+    values = {2: 0.7, 4: 0.6, 7: 0.65}
+    evaluations = tuple(
+        Evaluation(step=step, metrics={"loss": 0.5, "ne": ne, "auc": 0.75})
+        for step, ne in values.items()
+    )
+    run = run.model_copy(update={"evaluations": evaluations})
+    shown = io.StringIO()
+    show_result(result.model_copy(update={"runs": (run,)}), Console(file=shown, width=80))
+    assert re.search(r"one_group .* 0\.6500 +0\.7500 +0\.6000 +4$", shown.getvalue(), re.MULTILINE)
 
 
 def train_one(rank: int, world_size: int, run: str) -> str:
     shown = io.StringIO()
     console = Console(file=shown, width=80, force_terminal=True)
-    show_result(train(make_config(TrainConfig, TINY).only([run]), [Display(console)]), console)
+    show_result(train(make_config(TrainConfig, TINY).only([run]), [TrainDisplay(console)]), console)
     return shown.getvalue()
 
 
@@ -268,9 +288,9 @@ def test_the_demo_command_trains_and_prints_the_table(tmp_path: Path) -> None:
     assert done.stderr == ""
     assert done.stdout.count("step 3/3") == 3
     table = done.stdout.partition("sync MB")[2]
-    assert "one_group 1x2  none" in table
-    assert "exact     2x1  GradientSync" in table
-    assert "averaged  2x1  WeightSync" in table
+    assert "one_group  1x2   none" in table
+    assert "exact      2x1   GradientSync" in table
+    assert "averaged   2x1   WeightSync" in table
     runs = load_config(TrainConfig, ROOT / "configs" / "runs" / "demo.toml").runs
     assert sorted(path.name for path in folder.iterdir()) == sorted(runs)
     assert all(list(one.glob("events.*")) for one in folder.iterdir())

@@ -114,7 +114,7 @@ def losses_of(result: RunResult) -> list[float]:
 
 
 def rates_of(result: RunResult) -> list[float]:
-    return [point.measured.click_rate for point in result.steps_trained]
+    return [point.click_rate for point in result.curve]
 
 
 COST = {"balance": {"cost": {"quadratic": 0.1}}}

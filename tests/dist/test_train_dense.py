@@ -16,7 +16,7 @@ from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.train.checkpoints import Resume
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
-from torchrec_2dsp.programs.train.results import QuietWatcher, RunResult
+from torchrec_2dsp.programs.train.results import RunResult, TrainWatcher
 from torchrec_2dsp.programs.train.sharded import PlannedRun
 
 pytestmark = pytest.mark.dealt_file
@@ -48,7 +48,7 @@ def layers_that_move() -> Iterator[None]:
         yield
 
 
-class Watcher(QuietWatcher):
+class Watcher(TrainWatcher):
     """Notes what runs dense parts, and which layers move, and when."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Watcher(QuietWatcher):
 
 
 def results_of(run: RunResult) -> tuple[Any, ...]:
-    return run.losses, run.evaluations, run.steps_trained[-1].measured
+    return run.losses, run.evaluations, (run.curve[-1].losses, run.curve[-1].click_rate)
 
 
 def fixed_and_moving(rank: int, world_size: int, folder: str) -> tuple[list[Any], list[Any]]:

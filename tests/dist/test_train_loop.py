@@ -16,13 +16,13 @@ from tests.support.logs import make_rows, table_config, write_log
 from tests.support.ranks import RankPool
 from tests.support.train_runs import TREE, PlainRun, config_with, plain_metrics
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.cli.train import Display
+from torchrec_2dsp.programs.cli.train_display import TrainDisplay
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.dataset import Split
 from torchrec_2dsp.programs.data.synthetic import SyntheticDataset
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train, train_run
-from torchrec_2dsp.programs.train.results import Ending, QuietWatcher, RunResult, StepsTrained
+from torchrec_2dsp.programs.train.results import Ending, RunResult, StepsTrained, TrainWatcher
 
 COSINE = {"kind": "cosine", "warm_up": 3, "final": 0.1}
 STEPWISE = {"kind": "step", "warm_up": 2, "step_every": 2, "factor": 0.5}
@@ -97,7 +97,6 @@ def test_evaluations_are_those_of_all_samples(trained: list[dict[str, Any]]) -> 
     seen = trained[0]
     for run in seen["pipelined"]:
         assert [evaluation.step for evaluation in run.evaluations] == [4, 8]
-        assert run.evaluated is run.evaluations[-1]
         # Scores differ by rounding, which moves no pair of this many samples.
         assert run.evaluated.metrics == pytest.approx(seen["metrics"], abs=3e-5), run.name
         assert run.evaluations[0].metrics != run.evaluated.metrics
@@ -109,14 +108,14 @@ def test_evaluations_are_those_of_all_samples(trained: list[dict[str, Any]]) -> 
 
 def test_progress_tells_rates_speed_and_memory(trained: list[dict[str, Any]]) -> None:
     (run, *_) = trained[0]["pipelined"]
-    assert [progress.step for progress in run.steps_trained] == [3, 4, 6, 8]
-    last = run.steps_trained[-1]
+    assert [progress.step for progress in run.curve] == [3, 4, 6, 8]
+    last = run.curve[-1]
     # The cosine's end is that of a step that doesn't come any more.
     assert 0.1 * 0.1 < last.table_lr < 0.02
     assert last.dense_lr == pytest.approx(0.02 * 0.25)
-    assert last.samples_per_s == pytest.approx(2 * 32 / last.window.seconds)
-    assert len(last.window.memory_bytes) == 2
-    assert all(size > 50e6 for size in last.window.memory_bytes)
+    assert last.samples_per_s == pytest.approx(2 * 32 / last.seconds)
+    assert len(last.memory_bytes) == 2
+    assert all(size > 50e6 for size in last.memory_bytes)
 
 
 class Short(SyntheticDataset):
@@ -128,7 +127,7 @@ class Short(SyntheticDataset):
             yield batch
 
 
-class Told(QuietWatcher):
+class Told(TrainWatcher):
     def __init__(self) -> None:
         self.best: list[bool] = []
         self.steps: list[int] = []
@@ -168,7 +167,7 @@ def test_runs_end_by_patience_or_with_their_data(ranks2: RankPool) -> None:
     seen = ranks2.run(ends, timeout_s=120)[0]
 
     impatient, best, steps = seen["impatient"]
-    assert impatient.ending is Ending.PATIENCE
+    assert impatient.ending == Ending.PATIENCE
     assert (len(impatient.losses), best) == (8, [True, False, False, False])
     assert steps == [2, 4, 5, 6, 8]
     assert (seen["data"].ending, len(seen["data"].losses)) == (Ending.DATA, 5)
@@ -221,10 +220,10 @@ def test_a_batch_is_cut_over_ranks_and_parts() -> None:
 def shown(rank: int, world_size: int, tree: dict[str, Any]) -> tuple[str, int, str]:
     """What a display shows, the steps that were trained, and why the run ended."""
     console = Console(file=io.StringIO(), width=200)
-    result = train(make_config(TrainConfig, tree), [Display(console)])
+    result = train(make_config(TrainConfig, tree), [TrainDisplay(console)])
     (run,) = result.runs
     assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue(), len(run.losses), run.ending.value
+    return console.file.getvalue(), len(run.losses), run.ending
 
 
 @pytest.mark.parametrize(

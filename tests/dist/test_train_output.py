@@ -84,7 +84,7 @@ def test_a_plan_by_cost_is_explained_and_can_be_repeated(
 ) -> None:
     first, repeated = trained
     planned, stated = first.runs
-    assert repeated.runs[0].plan == planned.plan
+    assert repeated.runs[0].plan2d == planned.plan2d
     assert repeated.runs[0].losses == planned.losses
     # Float rounding: sums of 32 losses are added in another order.
     assert stated.losses == pytest.approx(planned.losses, abs=1e-5)
@@ -111,7 +111,7 @@ def test_the_folder_has_the_config_and_a_record_of_everything(
     assert [evaluation.step for evaluation in run.evaluations] == [4, 8]
     assert run.evaluations[-1].metrics == planned.evaluated.metrics
     assert run.evaluations[-1].metrics.keys() == {"loss", "ne", "auc", "calibration"}
-    assert run.plan == str(planned.plan)
+    assert run.plan == str(planned.plan2d)
     assert run.explanation == planned.explanation
     assert len(run.memory_bytes) == 2
     assert record.environment["torch"].startswith("2.")
@@ -153,8 +153,8 @@ def test_a_page_shows_what_a_program_has_left(
     contents = RunContents.read(folder / "planned")
     for run, result in zip(contents.runs, trained[0].runs, strict=True):
         assert run.plan is not None
-        assert run.plan.mesh == result.plan.mesh
-        tables = [table for _, module in result.plan.modules() for table in module.tables()]
+        assert run.plan.mesh == result.plan2d.mesh
+        tables = [table for _, module in result.plan2d.modules() for table in module.tables()]
         assert len(run.plan.lines) == len(tables)
         by_name = {line.name: line for line in run.plan.lines}
         for name, sharding in tables:

@@ -17,7 +17,7 @@ from torchrec_2dsp.parallel.checkpoint.writer import ChecksumWriter
 from torchrec_2dsp.programs.train.checkpoints import Resume
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.program import train
-from torchrec_2dsp.programs.train.results import QuietWatcher, RunResult, StepsTrained, TrainResult
+from torchrec_2dsp.programs.train.results import RunResult, StepsTrained, TrainResult, TrainWatcher
 
 pytestmark = pytest.mark.dealt_file
 
@@ -64,7 +64,7 @@ def on_from(
     """The result of a program that goes on, and the steps at which its runs did."""
     resumed: dict[str, int] = {}
 
-    class Seen(QuietWatcher):
+    class Seen(TrainWatcher):
         def run_resumed(self, name: str, path: Path, step: int) -> None:
             resumed[name] = step
 
@@ -81,7 +81,7 @@ def forget(folder: Path, *, after: int) -> int:
 
 def what_counts(run: RunResult) -> tuple[Any, ...]:
     """Everything of a run that a stop must not change."""
-    curve = [(point.step, point.measured, point.table_lr) for point in run.steps_trained]
+    curve = [(point.step, (point.losses, point.click_rate), point.table_lr) for point in run.curve]
     return run.losses, run.evaluations, curve, run.train_loss, run.ending
 
 
@@ -121,7 +121,7 @@ def test_stopped_runs_go_on_with_the_same_bits(
     assert len(list((tmp_path / "plain" / "best").iterdir())) <= 2
 
 
-class Killer(QuietWatcher):
+class Killer(TrainWatcher):
     """Kills its rank after a step."""
 
     def steps_trained(self, name: str, progress: StepsTrained) -> None:
@@ -174,7 +174,7 @@ def test_other_meshes_and_worlds_go_on_within_rounding(
     result, resumed = ranks4.run(on_from, config_in(tmp_path, runs=other))[0]
     assert resumed == {"plain": 4, "sharded": 4}
     for run, first in zip(result.runs, expected.runs, strict=True):
-        assert str(run.plan.mesh) == "Mesh2D(2x2, strided)"
+        assert run.mesh == "Mesh2D(2x2, strided)"
         assert run.losses[:4] == first.losses[:4]
         # Sums of 32 losses are added in another order; Adam divides rounding by its own size.
         assert run.losses == pytest.approx(first.losses, abs=2e-5)

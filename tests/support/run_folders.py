@@ -11,11 +11,11 @@ import tomli_w
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.access.table_access import TableAccess
 from torchrec_2dsp.programs.train.record import (
-    CurvePoint,
-    EvaluationRecord,
+    Evaluation,
     ProgressFile,
     ProgressLine,
     RunRecord,
+    StepsTrained,
     TrainRecord,
 )
 
@@ -25,9 +25,9 @@ RANKINGS = {"loss": 2.5, "recall@10": 0.3, "ndcg@10": 0.2}
 EXPLANATION = "A step takes 1.5 ms."
 
 
-def point(step: int, *, clicks: bool = True, dense: bool = False) -> CurvePoint:
+def point(step: int, *, clicks: bool = True, dense: bool = False) -> StepsTrained:
     """Ten steps of a run, which took 0.01 s each."""
-    return CurvePoint(
+    return StepsTrained(
         step=step,
         ne=1 - step / 100 if clicks else math.nan,
         loss=1 / step,
@@ -40,11 +40,11 @@ def point(step: int, *, clicks: bool = True, dense: bool = False) -> CurvePoint:
     )
 
 
-def evaluations(metrics: dict[str, float]) -> tuple[EvaluationRecord, ...]:
+def evaluations(metrics: dict[str, float]) -> tuple[Evaluation, ...]:
     """Three evaluations, of which the second is the best by all metrics but the calibration."""
     signs = {"loss": 1, "ne": 1, "calibration": 1}
     return tuple(
-        EvaluationRecord(
+        Evaluation(
             step=step,
             metrics={
                 name: value * (1 + signs.get(name, -1) * away) for name, value in metrics.items()

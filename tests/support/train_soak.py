@@ -21,7 +21,6 @@ from tests.support.train_runs import config_with
 from torchrec_2dsp.programs.launch import keep_freed_memory
 from torchrec_2dsp.programs.train.program import train
 from torchrec_2dsp.programs.train.results import (
-    QuietWatcher,
     RunFolder,
     StepsTrained,
     TensorBoardWatcher,
@@ -47,7 +46,7 @@ MAX_GROWTH_BYTES = 8 * 2**20
 history of the run, which is 300 bytes a step."""
 
 
-class Sampler(QuietWatcher):
+class Sampler(TrainWatcher):
     """Notes what this rank has of the machine, at each report of a run."""
 
     def __init__(self) -> None:

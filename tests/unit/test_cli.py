@@ -21,7 +21,7 @@ def test_the_command_shows_the_error_and_fails(
     monkeypatch: pytest.MonkeyPatch, rank: str, said: str
 ) -> None:
     monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr("torchrec_2dsp.programs.cli.errors._LET_RANK_0_SPEAK_S", 0.0)
+    monkeypatch.setattr("torchrec_2dsp.programs.cli.console._LET_RANK_0_SPEAK_S", 0.0)
 
     result = CliRunner().invoke(app, ["train", "--config", "nowhere.toml"])
 

@@ -19,7 +19,7 @@ from torchrec_2dsp.programs.data.synthetic import (
     click_probability,
     make_batch,
 )
-from torchrec_2dsp.programs.train.metrics import normalized_entropy
+from torchrec_2dsp.programs.train.record import normalized_entropy
 
 ADDITIVE = SyntheticConfig(
     num_dense=4,

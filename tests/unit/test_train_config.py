@@ -15,7 +15,7 @@ from torchrec_2dsp.programs.config.config_file import (
     overridden,
 )
 from torchrec_2dsp.programs.train.config import TrainConfig
-from torchrec_2dsp.programs.train.metrics import Measured, normalized_entropy
+from torchrec_2dsp.programs.train.record import StepsTrained, normalized_entropy
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs" / "runs" / "demo.toml"
@@ -156,6 +156,71 @@ def test_errors_name_key_value_and_rule(override: str, message: str) -> None:
     assert message in str(raised.value)
 
 
+LOG = {"kind": "criteo", "files": ["day_0.gz"]}
+SEQUENCES = {
+    "data": {"kind": "synthetic_sequences", "num_items": 50},
+    "model": {"kind": "sequence"},
+}
+
+
+@pytest.mark.parametrize(
+    ("sections", "override", "message"),
+    [
+        ({}, "runs.one.dense.density=0.1", "dense: density=0.1 is for kind='thresholded', and"),
+        ({}, "runs.one.dense={kind='fp16', rank=4}", "rank=4 is for kind='powersgd', and kind is"),
+        ({}, "runs.one.dense={kind='delayed', tp=2}", "'tensor_parallel' or 'pipelined', and kind"),
+        ({}, "runs.one.dense.recut_every=5", "recut_every=5 is for kind='pipelined', and kind is"),
+        ({}, "runs.one.sync=WeightSync", "sync='WeightSync' is for copies of the tables, and"),
+        ({}, "runs.one.layout=contiguous", "layout='contiguous' is for copies of the tables"),
+        ({}, "runs.one.drift_every=5", "drift_every=5 is for copies of the tables"),
+        ({}, "runs.two={num_groups=2, synced_rows='all'}", "synced_rows='all' is for WeightSync"),
+        ({}, "runs.two.moment_rho=0.5", "moment_rho=0.5 is for moment_scale='expected'"),
+        ({}, "checkpoint.every=5", "checkpoint: every=5 is for checkpoints; set folder, or leave"),
+        ({}, "checkpoint={folder='x', keep_best=3}", "keep_best=3 is for loop.eval_every"),
+        ({}, "data.interaction_rank=4", "data: interaction_rank=4 is for interaction_share"),
+        ({"data": LOG}, "data.min_count=3", "data: min_count=3 is for encoding='vocabulary'"),
+        ({"data": LOG}, "data.seed=3", "data: seed=3 is for shuffled_blocks"),
+        (
+            {"data": LOG},
+            "data.held_out={by='files', files=['a.gz'], share=0.5}",
+            "data.held_out: share=0.5 is for by='last' or 'hash'",
+        ),
+        (
+            SEQUENCES,
+            "model.ranking={among='sampled', exclude_seen=true}",
+            "model.ranking: exclude_seen=True is for among='all'",
+        ),
+        (
+            {},
+            "runs.one.balance.mean_over_samples=true",
+            "mean_over_samples=True is for a model of your own",
+        ),
+    ],
+)
+def test_a_key_that_nothing_reads_is_refused(
+    sections: dict[str, Any], override: str, message: str
+) -> None:
+    with pytest.raises(tdsp.errors.ConfigError) as raised:
+        make_config(TrainConfig, overridden(MINIMAL | sections, override))
+    assert message in str(raised.value)
+
+
+def test_keys_of_other_kinds_may_have_their_defaults() -> None:
+    every_key = {"kind": "ddp", "density": 0.005, "values": "bf16", "rank": 2, "num_stages": 2}
+    config = make_config(TrainConfig, MINIMAL | {"runs": {"one": {"dense": every_key}}})
+    assert config.runs["one"].dense.kind == "ddp"
+    written = config.model_dump(mode="json")
+    assert written["runs"]["one"]["dense"] == {"kind": "ddp"}
+    assert make_config(TrainConfig, written) == config
+
+
+def test_a_key_that_is_no_longer_there_may_have_its_default() -> None:
+    config = changed("runs.two.delayed_moment=false")
+    assert config == make_config(TrainConfig, MINIMAL)
+    with pytest.raises(tdsp.errors.ConfigError, match="delayed_moment is no longer there; leave"):
+        changed("runs.two.delayed_moment=true")
+
+
 def test_all_errors_are_told_at_once(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text("[loop]\nsteps = 0\n[data]\nfeatures = [{ name = 'f' }]\n")
@@ -223,7 +288,7 @@ def test_normalized_entropy_is_torchrecs() -> None:
 
 
 def test_measured_steps_are_averaged() -> None:
-    measured = Measured(losses=(0.5, 0.7), click_rate=0.5)
+    measured = StepsTrained.of_losses((0.5, 0.7), 0.5, step=2)
 
     assert measured.loss == pytest.approx(0.6)
     assert measured.ne == pytest.approx(0.6 / math.log(2))

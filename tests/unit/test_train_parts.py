@@ -13,19 +13,14 @@ from tests.support.click_configs import click_data
 from tests.support.train_runs import config_with, plain_metrics
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.cli.app import app
-from torchrec_2dsp.programs.cli.train import Display
+from torchrec_2dsp.programs.cli.train_display import TrainDisplay
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.config.sections import RateSchedule
 from torchrec_2dsp.programs.models.optimizer import clip_
 from torchrec_2dsp.programs.train.checkpoints import RunHistory, RunSettings
 from torchrec_2dsp.programs.train.config import TrainConfig
-from torchrec_2dsp.programs.train.metrics import (
-    Evaluation,
-    area_under_roc,
-    best_of,
-    is_better,
-    num_since_best,
-)
+from torchrec_2dsp.programs.train.metrics import area_under_roc
+from torchrec_2dsp.programs.train.record import Evaluation, best_of, num_since_best
 from torchrec_2dsp.programs.train.sharded import make_model
 
 
@@ -70,7 +65,10 @@ def test_an_area_without_pairs_is_no_number() -> None:
 
 
 def evaluations(*values: float, metric: str = "ne") -> list[Evaluation]:
-    return [Evaluation(step, (0.5,), 0.2, {metric: value}) for step, value in enumerate(values, 1)]
+    return [
+        Evaluation(step=step, losses=(0.5,), click_rate=0.2, metrics={metric: value})
+        for step, value in enumerate(values, 1)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +89,6 @@ def test_the_best_evaluation_is_the_first_that_none_beats(
     first = best_of(seen, metric)
     assert (None if first is None else first.step) == best
     assert num_since_best(seen, metric) == num_since
-    assert not is_better(metric, math.nan, math.nan)
 
 
 def test_gradients_are_scaled_to_a_norm() -> None:
@@ -130,13 +127,13 @@ def test_an_empty_history_comes_back() -> None:
 
 def test_a_run_that_goes_on_says_where() -> None:
     shown = io.StringIO()
-    Display(Console(file=shown, width=80)).run_resumed("main", Path("saved/main/last/40"), 40)
+    TrainDisplay(Console(file=shown, width=80)).run_resumed("main", Path("saved/main/last/40"), 40)
     assert shown.getvalue() == "main: going on at step 40, from saved/main/last/40\n"
 
 
 def test_the_files_of_a_log_are_named_before_they_are_read() -> None:
     shown = io.StringIO()
-    display = Display(Console(file=shown, width=80))
+    display = TrainDisplay(Console(file=shown, width=80))
     display.opening(config_with())
     assert not shown.getvalue()
     data = {"kind": "criteo", "files": ["day_0.gz", "day_1.gz"]}

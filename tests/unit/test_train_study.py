@@ -6,9 +6,15 @@ import pytest
 from typer.testing import CliRunner
 
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs import study as study_report
 from torchrec_2dsp.programs.cli.app import app
 from torchrec_2dsp.programs.study import gaps_to, study_report
-from torchrec_2dsp.programs.train.record import CurvePoint, RunRecord, TrainRecord, joined
+from torchrec_2dsp.programs.train.record import (
+    RunRecord,
+    StepsTrained,
+    TrainRecord,
+    joined,
+)
 
 NE = {"one_group": [0.80, 0.82, 0.81], "averaged": [0.84, 0.86, 0.82], "scaled": [0.81, 0.83, 0.82]}
 
@@ -33,7 +39,7 @@ def record(seed: int, **changes: object) -> TrainRecord:
             mesh="Mesh2D(4x1, strided)",
             sync="WeightSync()",
             num_groups=1 if name == "one_group" else 4,
-            curve=tuple(CurvePoint(step=step, ne=values[seed] + 0.1 / step) for step in (10, 20)),
+            curve=tuple(StepsTrained(step=step, ne=values[seed] + 0.1 / step) for step in (10, 20)),
             eval_loss=0.5,
             eval_ne=values[seed],
             samples_per_s=1e3,

@@ -10,7 +10,7 @@ from scipy.stats import t as student
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.sync import WeightSync
-from torchrec_2dsp.programs.config.config_file import make_config
+from torchrec_2dsp.programs.study import CONFIDENCE, Gap, gaps_to
 from torchrec_2dsp.programs.train.config import RunConfig
 from torchrec_2dsp.programs.train.record import RunRecord, TrainRecord
 from torchrec_2dsp.report.charts import MARKERS, Axis, Line, LineChart, draw_lines
@@ -173,19 +173,15 @@ def _table(records: Sequence[TrainRecord], gaps: Sequence[Gap]) -> str:
 
 
 def _optimizer(record: TrainRecord, run: RunRecord) -> str:
-    """The rule by which the tables of a run were updated, in words."""
-    # Records may hold keys that configs no longer have.
-    tree = {
-        key: value
-        for key, value in record.config["runs"][run.name].items()
-        if key in RunConfig.model_fields
-    }
-    config = make_config(RunConfig, tree, source=f"runs.{run.name} of the record's config")
-    if config.moment_scale == "expected":
-        return f"row-wise AdaGrad, moment / expected inflation (rho {config.moment_rho:g})"
-    is_averaged = config.sync == WeightSync.__name__
-    own_scale = run.num_groups if is_averaged else 1
-    scale = own_scale if config.moment_scale == "from_mesh" else config.moment_scale
+    """Word the rule by which a run's tables were updated."""
+    tree, fields = record.config["runs"][run.name], RunConfig.model_fields
+    # A record is read as it is, also where a newer version would refuse its config.
+    names = ("moment_scale", "moment_rho", "sync")
+    scale, rho, sync = (tree.get(name, fields[name].get_default()) for name in names)
+    if scale == "expected":
+        return f"row-wise AdaGrad, moment / expected inflation (rho {rho:g})"
+    if scale == "from_mesh":
+        scale = run.num_groups if sync == WeightSync.__name__ else 1
     return "row-wise AdaGrad" + (f", moment / {scale:g}" if scale != 1 else "")
 
 

@@ -1,15 +1,21 @@
 """The data and the models that a benchmark can train."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
 from torchrec_2dsp.plan.parameter_sharding import base_type
-from torchrec_2dsp.programs.config.config_file import CalibrationPath, with_kinds
-from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
-from torchrec_2dsp.programs.config.section import Section
+from torchrec_2dsp.programs.bench.config import LossConfig, NetworkConfig, ScheduleConfig
+from torchrec_2dsp.programs.config.config_file import CalibrationPath
+from torchrec_2dsp.programs.config.dense import (
+    DDPConfig,
+    DensePartConfig,
+    PipelinedConfig,
+    check_calibrated,
+)
+from torchrec_2dsp.programs.config.section import Section, for_kind
 from torchrec_2dsp.programs.config.sections import (
     ExchangeConfig,
     ModelConfig,
@@ -23,10 +29,20 @@ from torchrec_2dsp.programs.data.synthetic_sequences import SyntheticSequencesCo
 from torchrec_2dsp.programs.models.balance import check_balance, check_speeds_fit
 from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
 
-BenchData = Annotated[SyntheticData | SyntheticSequencesConfig, Field(discriminator="kind")]
+_DataKinds = SyntheticData | SyntheticSequencesConfig
+BenchData = Annotated[
+    _DataKinds,
+    Field(discriminator="kind"),
+    BeforeValidator(lambda tree: for_kind(tree, get_args(_DataKinds), usual="synthetic")),
+]
 """Synthetic clicks or sequences."""
 
-BenchModel = Annotated[ModelConfig | SequenceModelConfig, Field(discriminator="kind")]
+_ModelKinds = ModelConfig | SequenceModelConfig
+BenchModel = Annotated[
+    _ModelKinds,
+    Field(discriminator="kind"),
+    BeforeValidator(lambda tree: for_kind(tree, get_args(_ModelKinds), usual="dlrm")),
+]
 """A model of clicks or of sequences."""
 
 
@@ -154,7 +170,7 @@ class _Planned(SamplesConfig, _Contestant):
     full_duplex: bool = False
     """Whether all-to-alls receive and send at once (gloo alone; see `FullDuplexGroup`)."""
 
-    dense: DenseGradientsConfig = DenseGradientsConfig()
+    dense: DensePartConfig = DDPConfig()
     """How ranks add up the gradients of what isn't sharded."""
 
     @field_validator("sharding_types")
@@ -291,18 +307,13 @@ class BenchConfig(Section):
     contestants: dict[str, Contestant]
     """The contestants by name. The first stock one with fp32 on the wire is the reference."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _name_kinds(cls, tree: Any) -> Any:
-        return with_kinds(tree)
-
     @model_validator(mode="after")
     def _check_kinds(self) -> "BenchConfig":
         check_pair(self.data, self.model)
         for name, own in self.planned.items():
             check_balance(f"contestants.{name}", own, self.model, self.schedule.device)
-            own.dense.check_calibration(f"contestants.{name}", self.calibration)
-            if own.dense.recut_every:
+            check_calibrated(f"contestants.{name}", own.dense, self.calibration)
+            if isinstance(own.dense, PipelinedConfig) and own.dense.recut_every:
                 raise ValueError(
                     f"contestants.{name}.dense.recut_every is for training, and a benchmark leaves "
                     "layers where they are; leave it out"

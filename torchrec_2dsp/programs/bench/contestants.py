@@ -48,8 +48,10 @@ from torchrec_2dsp.programs.bench.config import (
     TwoDContestant,
     shape_of,
 )
+from torchrec_2dsp.programs.bench.contestants import fill_tables_, tables_work, workload_of
+from torchrec_2dsp.programs.bench.data import shape_of
 from torchrec_2dsp.programs.calibrate.collectives import LinkSpeeds, repeated_seconds
-from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
+from torchrec_2dsp.programs.config.dense import DenseKinds
 from torchrec_2dsp.programs.data.dataset import DatasetFeature
 from torchrec_2dsp.programs.data.synthetic import SyntheticData
 from torchrec_2dsp.programs.models.balance import weigh_losses_
@@ -386,7 +388,7 @@ def _codecs(qcomms: str, device: torch.device) -> Any:
 
 
 def _optimizer(
-    config: BenchConfig, dense_config: DenseGradientsConfig, model: DistributedModelParallel
+    config: BenchConfig, dense_config: DenseKinds, model: DistributedModelParallel
 ) -> CombinedOptimizer:
     """The fused optimizers, their rule again for data-parallel tables, another for the rest."""
     tables = {f"{table_name(feature.name)}.weight" for feature in shape_of(config.data).features}

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from torchrec_2dsp.programs.cli.errors import check_writable, shown_errors
+from torchrec_2dsp.programs.cli.console import check_writable, shown_errors
 
 if TYPE_CHECKING:
     from torchrec_2dsp.programs.access import AccessProgress, AccessResult

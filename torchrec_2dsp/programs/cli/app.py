@@ -57,7 +57,7 @@ def _program(
         typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version."),
     ] = False,
 ) -> None:
-    """Keeps the commands named while there is only one."""
+    """Keep the commands named while there is only one."""
 
 
 for _command in COMMANDS:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from torchrec_2dsp.programs.cli.errors import check_writable, shown_errors
+from torchrec_2dsp.programs.cli.console import check_writable, shown_errors
 
 if TYPE_CHECKING:
     from torchrec_2dsp.cost.calibration import Calibration

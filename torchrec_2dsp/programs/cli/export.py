@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from torchrec_2dsp.programs.cli.errors import shown_errors
+from torchrec_2dsp.programs.cli.console import shown_errors
 
 if TYPE_CHECKING:
     from torchrec_2dsp.programs.export.folder import ExportRecord

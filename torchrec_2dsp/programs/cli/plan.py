@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from torchrec_2dsp.programs.cli.errors import check_writable, shown_errors
+from torchrec_2dsp.programs.cli.console import check_writable, shown_errors
 
 if TYPE_CHECKING:
     from torchrec_2dsp.planner.dense_search import DenseChoices

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from torchrec_2dsp.programs.cli.errors import shown_errors
+from torchrec_2dsp.programs.cli.console import shown_errors
 
 
 def report(
@@ -26,7 +26,7 @@ def report(
 
 
 def _write(run: Path, output: Path | None) -> Path:
-    from torchrec_2dsp.programs.cli.errors import check_writable
+    from torchrec_2dsp.programs.cli.console import check_writable
     from torchrec_2dsp.programs.run_report.contents import RunContents
     from torchrec_2dsp.programs.run_report.page import run_page
 
@@ -68,7 +68,7 @@ def _write_study(
 ) -> list[Path]:
     """All files that were written, the page last."""
     from torchrec_2dsp.errors import ConfigError
-    from torchrec_2dsp.programs.cli.errors import check_writable
+    from torchrec_2dsp.programs.cli.console import check_writable
     from torchrec_2dsp.programs.study import study_plot, study_report
     from torchrec_2dsp.programs.train.record import TrainRecord, joined
 

@@ -1,4 +1,9 @@
-"""Read a config from a TOML file and the command line; say what is wrong with it."""
+"""Read a config from a TOML file and the command line; say what is wrong with it.
+
+```text
+file (and the one it includes) --paths resolved--> tree --overrides--> tree --sections--> config
+```
+"""
 
 import os
 import tomllib
@@ -14,28 +19,25 @@ from torchrec_2dsp.errors import ConfigError
 
 # In a checkout a link to the folder `configs` beside the package; in a wheel the files themselves.
 _SHIPPED = Path(str(files("torchrec_2dsp"))) / "configs"
-_FOLDERS = ("hardware", "runs", "workloads")
+_RUNS, _HARDWARE, _WORKLOADS = "runs", "hardware", "workloads"
 
 
-def shipped_configs(folder: str = "runs") -> dict[str, Path]:
-    """The configs of one folder that ship with the package: their files by name."""
+def shipped_configs(folder: str = _RUNS) -> dict[str, Path]:
+    """Return the configs of one folder that ship with the package: their files by name."""
     return {path.stem: path for path in sorted((_SHIPPED / folder).glob("*.toml"))}
 
 
-def shipped_config(name: str, folder: str = "runs") -> Path | None:
-    """The file of a name such as ``demo`` or ``hardware/emulated_1gbit``; none if none ships.
-
-    Args:
-        name: what is looked for.
-        folder: the folder of a name that has none.
-    """
+def _shipped_config(name: str, folder: str) -> Path | None:
+    """Return the file of a name such as ``demo`` or ``hardware/emulated_1gbit``, if one ships."""
     named_folder, slash, stem = name.rpartition("/")
     folder = named_folder if slash else folder
-    return shipped_configs(folder).get(stem) if folder in _FOLDERS else None
+    if folder not in (_RUNS, _HARDWARE, _WORKLOADS):
+        return None
+    return shipped_configs(folder).get(stem)
 
 
-def find_config(name: str | Path, folder: str = "runs", *, beside: str | Path = "") -> Path:
-    """The file of a config, by the name under which it ships with the package, or by its path.
+def find_config(name: str | Path, folder: str = _RUNS, *, beside: str | Path = "") -> Path:
+    """Return a config's file, by the name under which it ships with the package, or by its path.
 
     What ends as files do (``demo.toml``) is a path. Anything else is a name if a config of that
     name ships, and a path if not.
@@ -56,7 +58,7 @@ def find_config(name: str | Path, folder: str = "runs", *, beside: str | Path = 
     path = Path(beside, name)
     if path.suffix:
         return path
-    if shipped := shipped_config(str(name), folder):
+    if shipped := _shipped_config(str(name), folder):
         return shipped
     if path.is_file():
         return path
@@ -66,23 +68,7 @@ def find_config(name: str | Path, folder: str = "runs", *, beside: str | Path = 
     )
 
 
-_USUAL_KINDS = {"data": "synthetic", "model": "dlrm"}
-
-
-def with_kinds(tree: Any) -> Any:
-    """A config's tree, whose sections that don't say their kind are of clicks, and of a DLRM."""
-    if not isinstance(tree, dict):
-        return tree
-    named = {
-        name: {"kind": kind, **tree[name]}
-        for name, kind in _USUAL_KINDS.items()
-        if isinstance(tree.get(name), dict)
-    }
-    return {**tree, **named}
-
-
 Config = TypeVar("Config", bound=BaseModel)
-_HARDWARE, _WORKLOADS = "hardware", "workloads"
 _BESIDE_CONFIG, _MAY_BE_SHIPPED = object(), object()
 PathBesideConfig = Annotated[str, _BESIDE_CONFIG, AfterValidator(os.path.expanduser)]
 """A path that a config file gives relative to itself; on the command line it is relative to the
@@ -102,7 +88,7 @@ CalibrationPath = Annotated[
     _MAY_BE_SHIPPED,
     AfterValidator(lambda name: name and str(find_config(name, _HARDWARE))),
 ]
-"""Such a path of a calibration, or the name of one that ships, such as ``emulated_1gbit``."""
+"""A calibration's path, or the name of one that ships, such as ``emulated_1gbit``."""
 
 
 def load_config(
@@ -112,10 +98,10 @@ def load_config(
     *,
     include: str | Path | None = None,
 ) -> Config:
-    """The config in a TOML file, with ``key.sub=value`` overrides.
+    """Read a config from a TOML file, with ``key.sub=value`` overrides.
 
-    A file may have ``include = "other.toml"``, relative to itself: what it says goes over what the
-    other one says, section by section. Other paths in it are relative to it as well.
+    A file may have ``include = "other.toml"``, relative to itself: its own values go over the other
+    file's, section by section. Other paths in it are relative to it as well.
 
     Args:
         kind: the config's class.
@@ -153,7 +139,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _with_paths(kind: type[BaseModel], tree: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """A copy of what a file in ``folder`` says, whose paths are relative to this process."""
+    """Copy a file's tree, with paths relative to this process rather than to ``folder``."""
     resolved = dict(tree)
     for name, field in kind.model_fields.items():
         value = tree.get(name)
@@ -165,30 +151,30 @@ def _with_paths(kind: type[BaseModel], tree: Mapping[str, Any], folder: Path) ->
                 _beside(folder, path) if isinstance(path, str) else path for path in value
             ]
         elif is_path and isinstance(value, str) and value:
-            is_name = _MAY_BE_SHIPPED in field.metadata and shipped_config(value, _HARDWARE)
+            is_name = _MAY_BE_SHIPPED in field.metadata and _shipped_config(value, _HARDWARE)
             resolved[name] = value if is_name else _beside(folder, value)
     return resolved
 
 
 def _beside(folder: Path, path: str) -> str:
-    """A path of a file in ``folder``, relative to this process; a home directory stays one."""
     return os.path.normpath(folder / os.path.expanduser(path))
 
 
 def _section_with_paths(annotation: Any, value: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """`_with_paths` of a section, or of each section that a mapping names; others stay the same."""
+    """Apply `_with_paths` to a section, or to each section that a mapping names."""
     if get_origin(annotation) is dict:
-        (*_, of_each) = get_args(annotation)
-        return {
-            name: _section_with_paths(of_each, item, folder) if isinstance(item, Mapping) else item
-            for name, item in value.items()
+        (*_, item_type) = get_args(annotation)
+        sections = {name: item for name, item in value.items() if isinstance(item, Mapping)}
+        resolved = {
+            name: _section_with_paths(item_type, item, folder) for name, item in sections.items()
         }
+        return {**value, **resolved}
     section = _section(annotation, value)
     return dict(value) if section is None else _with_paths(section, value, folder)
 
 
 def _section(annotation: Any, value: Mapping[str, Any]) -> type[BaseModel] | None:
-    """The class of a section; where there are several kinds, the one that ``value`` names."""
+    """Return a section's class; of several kinds, the one that ``value`` names."""
     if isinstance(annotation, type):
         return annotation if issubclass(annotation, BaseModel) else None
     for kind in get_args(annotation):
@@ -200,12 +186,12 @@ def _section(annotation: Any, value: Mapping[str, Any]) -> type[BaseModel] | Non
 
 
 def with_absolute_paths(config: BaseModel) -> dict[str, Any]:
-    """A config as plain data, whose paths hold wherever it is written."""
+    """Return a config as plain data, whose paths hold wherever it is written."""
     return _with_paths(type(config), config.model_dump(mode="json"), Path.cwd())
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, sections joined key by key; ``above`` wins."""
+    """Join two trees section by section; ``above`` wins."""
     merged = dict(below)
     for key, value in above.items():
         both = isinstance(value, Mapping) and isinstance(below.get(key), Mapping)
@@ -214,7 +200,7 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 
 def make_config(kind: type[Config], tree: Mapping[str, Any], source: str = "config") -> Config:
-    """The config that plain data describes; ``source`` is named in errors."""
+    """Build the config that plain data describes; ``source`` is named in errors."""
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
@@ -223,7 +209,7 @@ def make_config(kind: type[Config], tree: Mapping[str, Any], source: str = "conf
 
 
 def overridden(tree: Mapping[str, Any], override: str) -> dict[str, Any]:
-    """A copy of ``tree`` with one ``key.sub=value`` applied; list items go by their number.
+    """Copy ``tree`` with one ``key.sub=value`` applied; list items go by their number.
 
     The value is TOML; what isn't TOML is a string.
 
@@ -261,7 +247,7 @@ def _with(node: Any, parts: list[str], value: Any, override: str) -> Any:
 
 
 def _explain(kind: type[BaseModel], details: Mapping[str, Any]) -> str:
-    """One validation error as key, value and rule."""
+    """Word one validation error as key, value and rule."""
     parts, allowed_keys = _located(kind, details["loc"])
     key = ".".join(parts)
     rule = str(details["msg"]).removeprefix("Value error, ")
@@ -273,7 +259,6 @@ def _explain(kind: type[BaseModel], details: Mapping[str, Any]) -> str:
     if details["type"] == "missing":
         return f"{key} is missing; write it into the config, or use --set {key}=..."
     if details["type"] == "union_tag_invalid":
-        # A section that comes in several kinds, none of which is the one that it names.
         kind_key, tag = details["ctx"]["discriminator"].strip("'"), details["ctx"]["tag"]
         return f"{key}.{kind_key}={tag!r}: use one of {details['ctx']['expected_tags']}"
     if isinstance(details["input"], Mapping):
@@ -282,7 +267,7 @@ def _explain(kind: type[BaseModel], details: Mapping[str, Any]) -> str:
 
 
 def _located(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], list[str]]:
-    """A place in the config: its key as a user writes it, and the keys of its section."""
+    """Return a place in the config: its key as a user writes it, and its section's keys."""
     schema = kind.model_json_schema()
     node, parts, allowed_keys = schema, [], list(schema["properties"])
     for part in location:

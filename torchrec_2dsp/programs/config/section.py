@@ -1,12 +1,12 @@
-"""`Section`: what all parts of config files and of result files are.
+"""`Section`: a part of a config or result file. Files are written as a whole or not at all.
 
 This module needs neither torch nor TorchRec, so that results can be read quickly.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -18,10 +18,88 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
+    def refuse_unread(self, names: Sequence[str], why: str, *, key: str = "") -> None:
+        """Raise `ValueError` at the first key that isn't at its default, although nothing reads it.
+
+        Args:
+            names: keys that other values leave unread.
+            why: what would read them, and the remedy; it follows ``key=value`` in the text.
+            key: what stands before a key in the text, for checks of other sections.
+        """
+        for name in names:
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].get_default(call_default_factory=True):
+                raise ValueError(f"{key}{name}={getattr(value, 'value', value)!r} {why}")
+
+
+def for_kind(
+    tree: Any, kinds: Sequence[type[BaseModel]], *, usual: str, may_list_all: bool = False
+) -> Any:
+    """Prepare a section that comes in several kinds, before it is validated.
+
+    Args:
+        tree: the section as a user writes it; keys of other kinds are refused by name.
+        kinds: its classes, each with a field ``kind``.
+        usual: the kind of a section that names none.
+        may_list_all: whether keys of other kinds may have their defaults, as in older files.
+    """
+    if not isinstance(tree, Mapping):
+        return tree
+    tree = {"kind": usual, **tree}
+    own = next((kind for kind in kinds if tree["kind"] in _names(kind)), None)
+    if own is None:
+        return tree  # pydantic's error lists the kinds.
+    for name, value in tuple(tree.items()):
+        readers = [kind for kind in kinds if name in kind.model_fields]
+        if name in own.model_fields or not readers:
+            continue
+        defaults = [kind.model_fields[name].get_default() for kind in readers]
+        if not may_list_all or value not in defaults:
+            texts = " or ".join(repr(text) for kind in readers for text in _names(kind))
+            raise ValueError(
+                f"{name}={value!r} is for kind={texts}, and kind is {tree['kind']!r}; set kind, "
+                f"or leave {name} out"
+            )
+        del tree[name]
+    return tree
+
+
+def _names(kind: type[BaseModel]) -> tuple[str, ...]:
+    return get_args(kind.model_fields["kind"].annotation)
+
+
+class JsonFile(Section):
+    """A section that is a JSON file of its own."""
+
+    what_it_is: ClassVar[str] = "a file of this program"
+    """The file's name in errors."""
+
+    def save(self, path: str | Path) -> None:
+        """Write the file as JSON, as a whole or not at all.
+
+        Raises:
+            OutputError: it can't be written.
+        """
+        write_whole(path, self.model_dump_json(indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what `save` wrote.
+
+        Raises:
+            ConfigError: it can't be read, or it is something else.
+        """
+        try:
+            return cls.model_validate_json(Path(path).read_text())
+        except OSError as error:
+            raise ConfigError(f"{path} can't be read: {error.strerror}") from error
+        except (ValidationError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not {cls.what_it_is}: {error}") from error
+
 
 @contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """A context that writes to a file or a folder, and says so if it can't.
+    """Turn an `OSError` of the block into an error that names the file or folder.
 
     Raises:
         OutputError: the block raised an `OSError`.
@@ -46,7 +124,7 @@ def writing(path: str | Path) -> Iterator[None]:
 
 
 def write_whole(path: str | Path, text: str) -> None:
-    """Write a file as a whole or not at all: what was there before stays if the disk is full.
+    """Write a file as a whole or not at all: its former content stays if the disk is full.
 
     Raises:
         OutputError: it can't be written.
@@ -56,15 +134,15 @@ def write_whole(path: str | Path, text: str) -> None:
 
 
 def replace_whole(path: Path, content: bytes, *, suffix: str = "draft") -> None:
-    """Write a file so that others see all of it or nothing.
+    """Write a file so that other processes see all of it or nothing.
 
     Args:
         path: the file.
         content: its bytes.
-        suffix: names the draft beside it; processes that write at the same time need others each.
+        suffix: of the draft beside it; processes that write at the same time need different ones.
 
     Raises:
-        OSError: it can't be written; what was there before stays.
+        OSError: it can't be written; the former content stays.
     """
     draft = path.with_name(f"{path.name}.{suffix}")
     try:
@@ -73,32 +151,3 @@ def replace_whole(path: Path, content: bytes, *, suffix: str = "draft") -> None:
     except OSError:
         draft.unlink(missing_ok=True)
         raise
-
-
-class JsonFile(Section):
-    """A section that is a file of its own."""
-
-    what_it_is: ClassVar[str] = "a file of this program"
-    """How an error calls such a file."""
-
-    def save(self, path: str | Path) -> None:
-        """Write the file as JSON, as a whole or not at all.
-
-        Raises:
-            OutputError: it can't be written.
-        """
-        write_whole(path, self.model_dump_json(indent=1) + "\n")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read what `save` wrote.
-
-        Raises:
-            ConfigError: it can't be read, or it is something else.
-        """
-        try:
-            return cls.model_validate_json(Path(path).read_text())
-        except OSError as error:
-            raise ConfigError(f"{path} can't be read: {error.strerror}") from error
-        except (ValidationError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not {cls.what_it_is}: {error}") from error

@@ -1,4 +1,4 @@
-"""The parts of a config file that say what is trained."""
+"""The sections of config files that several programs share: what is trained, and how."""
 
 import math
 from typing import Annotated, Any, Literal, Self
@@ -13,7 +13,6 @@ from torchrec_2dsp.plan.sync import (
     SyncConfig,
     SyncedRows,
     WeightSync,
-    every,
     parse_policy,
 )
 from torchrec_2dsp.programs.config.section import Section
@@ -22,6 +21,9 @@ from torchrec_2dsp.samples.deal import SampleCost, check_speeds
 SplitPlace = Literal["embeddings", "dense", "over"]
 """Where a model may be split: after the lookup, and after the first layer and ReLU of the dense
 arch and of the over arch."""
+
+MEASURED = "measured"
+"""The `rank_speeds` that ranks measure while they train."""
 
 _SYNCS = (GradientSync.__name__, WeightSync.__name__)
 
@@ -52,14 +54,12 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _check_interaction(self) -> Self:
-        fields = type(self).model_fields
-        for name in ("dcn_layers", "dcn_low_rank"):
-            value = getattr(self, name)
-            if self.kind != "dcn" and value != fields[name].default:
-                raise ValueError(
-                    f"{name}={value} is for cross layers, which kind={self.kind!r} has none of; "
-                    f"set kind='dcn', or leave {name} out"
-                )
+        if self.kind != "dcn":
+            self.refuse_unread(
+                ["dcn_layers", "dcn_low_rank"],
+                f"is for cross layers, which kind={self.kind!r} has none of; set kind='dcn', or "
+                "leave it out",
+            )
         return self
 
 
@@ -73,15 +73,111 @@ class OptimizerConfig(Section):
     """Added to the root of the moment."""
 
     dense_optimizer: Literal["sgd", "adagrad", "adam", "adamw"] = "sgd"
-    """The optimizer of the other parameters, with torch's defaults for all but its rate and the
-    decay of weights."""
+    """The optimizer of the other parameters, with torch's defaults for all but its rate and weight
+    decay."""
 
     dense_lr: float = Field(default=0.1, ge=0, allow_inf_nan=False)
     """Learning rate of the other parameters. The default suits "sgd"; "adagrad" wants about 0.02,
     "adam" and "adamw" about 0.001."""
 
     dense_weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """The decay of the other parameters, as torch's optimizer understands it."""
+    """Weight decay of the other parameters, as torch's optimizer defines it."""
+
+
+class RateSchedule(Section):
+    """A learning rate that grows in the first steps, and then stays or decays.
+
+    Example:
+        >>> from torchrec_2dsp.programs.config.sections import RateSchedule
+        >>> schedule = RateSchedule(kind="linear", warm_up=2, final=0.5)
+        >>> [schedule.multiplier(step, num_steps=6) for step in range(6)]
+        [0.5, 1.0, 1.0, 0.875, 0.75, 0.625]
+    """
+
+    kind: Literal["constant", "linear", "cosine", "step"] = "constant"
+    """The rate after the warm-up: it stays, falls on a line, falls as a cosine from its top to its
+    bottom, or is multiplied by `factor` every few steps."""
+
+    warm_up: int = Field(default=0, ge=0)
+    """How many first steps the rate takes to grow to the optimizer's, by as much in each."""
+
+    decay_steps: int = Field(default=0, ge=0)
+    """How many steps after the warm-up "linear" and "cosine" take to fall; 0 for all that are
+    left."""
+
+    final: float = Field(default=0.0, ge=0, le=1)
+    """The share of the rate that "linear" and "cosine" end with."""
+
+    step_every: int = Field(default=0, ge=0)
+    """After how many steps "step" multiplies the rate."""
+
+    factor: float = Field(default=0.1, gt=0, le=1)
+    """The factor by which "step" multiplies the rate."""
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        for kinds, names in (
+            (("linear", "cosine"), ["decay_steps", "final"]),
+            (("step",), ["step_every", "factor"]),
+        ):
+            if self.kind not in kinds:
+                self.refuse_unread(
+                    names,
+                    f"is for kind={' or '.join(map(repr, kinds))}, and the schedule is "
+                    f"{self.kind!r}; set the kind, or leave it out",
+                )
+        if self.kind == "step" and not self.step_every:
+            raise ValueError("kind='step' needs step_every, the steps between two of its changes")
+        return self
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the rate never changes."""
+        return self.kind == "constant" and not self.warm_up
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether a longer run has other rates."""
+        return self.kind in ("linear", "cosine") and not self.decay_steps
+
+    def multiplier(self, step: int, num_steps: int) -> float:
+        """Return a step's rate as a share of the optimizer's.
+
+        Args:
+            step: how many steps were trained before.
+            num_steps: how many steps the run has.
+        """
+        if step < self.warm_up:
+            return (step + 1) / self.warm_up
+        after = step - self.warm_up
+        if self.kind == "step":
+            return self.factor ** (after // self.step_every)
+        if self.kind == "constant":
+            return 1.0
+        length = self.decay_steps or max(1, num_steps - self.warm_up)
+        share = min(1.0, after / length)
+        if self.kind == "cosine":
+            share = (1 - math.cos(math.pi * share)) / 2
+        return 1.0 - (1.0 - self.final) * share
+
+
+class ScheduledOptimizerConfig(OptimizerConfig):
+    """Optimizers with schedules of their rates, and clipping."""
+
+    schedule: RateSchedule = RateSchedule()
+    """The schedule of the tables' learning rate."""
+
+    dense_schedule: RateSchedule | None = None
+    """The schedule of the other parameters' learning rate, if it isn't that of the tables."""
+
+    dense_clip_norm: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """The largest Euclidean norm of the gradient of all other parameters together, to which a
+    larger one is scaled down; 0 for no bound."""
+
+    @property
+    def schedules(self) -> tuple[RateSchedule, RateSchedule]:
+        """The schedules of the tables and of the other parameters."""
+        return self.schedule, self.dense_schedule or self.schedule
 
 
 class SplitConfig(Section):
@@ -96,11 +192,8 @@ class SplitConfig(Section):
 
     @model_validator(mode="after")
     def _check_splits(self) -> Self:
-        if self.split_threshold != "exact" and not self.splits:
-            raise ValueError(
-                f"split_threshold={self.split_threshold!r} is for splits; name some, or leave it "
-                "out"
-            )
+        if not self.splits:
+            self.refuse_unread(["split_threshold"], "is for splits; name some, or leave it out")
         return self
 
 
@@ -114,7 +207,7 @@ class ExchangeConfig(Section):
     """The owners of rows, with an exchange of rows: block or hash."""
 
     row_transport: Transport = Transport.FP32
-    """How rows, or pooled vectors, and their gradients look on the wire: fp32, bf16, fp16, int8 or
+    """The wire format of rows, or pooled vectors, and their gradients: fp32, bf16, fp16, int8 or
     int4."""
 
     hot_rows: int = Field(default=0, ge=0)
@@ -125,10 +218,8 @@ class ExchangeConfig(Section):
 
     @model_validator(mode="after")
     def _check_owners(self) -> Self:
-        if self.owners is not RowOwners.BLOCK and self.exchange not in ROW_EXCHANGES:
-            raise ValueError(
-                f"owners={self.owners.value!r} is for an exchange of rows; set exchange='row'"
-            )
+        if self.exchange not in ROW_EXCHANGES:
+            self.refuse_unread(["owners"], "is for an exchange of rows; set exchange='row'")
         return self
 
     @property
@@ -159,7 +250,8 @@ class ReplicationConfig(Section):
     """The rows that WeightSync sends: changed ones, or "all", which is TorchRec's arithmetic."""
 
     transport: Transport = Transport.FP32
-    """How gradients or changed rows travel between copies: fp32, bf16, fp16, int8 or int4."""
+    """The wire format of gradients or changed rows between copies: fp32, bf16, fp16, int8 or
+    int4."""
 
     delay: int = Field(default=0, ge=0, le=1)
     """How many steps GradientSync's updates may be late."""
@@ -176,7 +268,17 @@ class ReplicationConfig(Section):
     and 1 otherwise; "expected" is one for each table, by how often its rows are looked up."""
 
     moment_rho: float = Field(default=0.01, ge=0, allow_inf_nan=False)
-    """The squared mean of a lookup's gradient over its variance, as "expected" takes it."""
+    """The squared mean of a lookup's gradient over its variance, for "expected"."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_removed(cls, tree: Any) -> Any:
+        """Let files of older versions load, which list all keys."""
+        if not isinstance(tree, dict) or "delayed_moment" not in tree:
+            return tree
+        if tree["delayed_moment"]:
+            raise ValueError("delayed_moment is no longer there; leave it out, or use moment_scale")
+        return {name: value for name, value in tree.items() if name != "delayed_moment"}
 
     @field_validator("sync")
     @classmethod
@@ -191,27 +293,24 @@ class ReplicationConfig(Section):
         return str(parse_policy(text))
 
     @model_validator(mode="after")
-    def _check_exact(self) -> Self:
-        averages = self.sync == WeightSync.__name__
-        if not averages and self.sync_policy != str(every(1)):
-            raise ValueError(
-                f"sync_policy={self.sync_policy!r} is for WeightSync; GradientSync merges the "
-                "gradients of every step"
+    def _check_sync_keys(self) -> Self:
+        is_exact, all_rows = self.sync == GradientSync.__name__, self.synced_rows is SyncedRows.ALL
+        if is_exact:
+            self.refuse_unread(
+                ["sync_policy", "synced_rows"],
+                "is for WeightSync; GradientSync merges the gradients of every step",
             )
-        if not averages and self.moment_scale == "expected":
-            raise ValueError("moment_scale='expected' is for WeightSync; GradientSync needs none")
-        if averages and self.delay:
-            raise ValueError(
-                f"delay={self.delay} is for GradientSync; WeightSync has a sync_policy"
-            )
-        if self.dense_above is not None and (not averages or self.synced_rows is SyncedRows.ALL):
-            raise ValueError(
-                f"dense_above={self.dense_above} is for a WeightSync of touched rows; leave it out"
-            )
-        if averages and self.synced_rows is SyncedRows.ALL and self.transport is not Transport.FP32:
-            raise ValueError(
-                f"transport={self.transport.value!r} is for touched rows; whole shards travel as "
-                "they are"
+            if self.moment_scale == "expected":
+                self.refuse_unread(["moment_scale"], "is for WeightSync; GradientSync needs none")
+        else:
+            self.refuse_unread(["delay"], "is for GradientSync; WeightSync has a sync_policy")
+        if is_exact or all_rows:
+            self.refuse_unread(["dense_above"], "is for a WeightSync of touched rows; leave it out")
+        if all_rows:
+            self.refuse_unread(["transport"], "is for touched rows; whole shards aren't encoded")
+        if self.moment_scale != "expected":
+            self.refuse_unread(
+                ["moment_rho"], "is for moment_scale='expected'; set it, or leave moment_rho out"
             )
         return self
 
@@ -229,110 +328,6 @@ class ReplicationConfig(Section):
             drift_every=self.drift_every,
             dense_above=self.dense_above,
         )
-
-
-class RateSchedule(Section):
-    """A learning rate that grows in the first steps, and then stays or decays.
-
-    Example:
-        >>> from torchrec_2dsp.programs.config.sections import RateSchedule
-        >>> schedule = RateSchedule(kind="linear", warm_up=2, final=0.5)
-        >>> [schedule.multiplier(step, num_steps=6) for step in range(6)]
-        [0.5, 1.0, 1.0, 0.875, 0.75, 0.625]
-    """
-
-    kind: Literal["constant", "linear", "cosine", "step"] = "constant"
-    """How the rate goes on after the warm-up: it stays, falls on a line, falls as a cosine from its
-    top to its bottom, or is multiplied by `factor` every few steps."""
-
-    warm_up: int = Field(default=0, ge=0)
-    """How many first steps the rate takes to grow to the optimizer's, by as much in each."""
-
-    decay_steps: int = Field(default=0, ge=0)
-    """How many steps after the warm-up "linear" and "cosine" take to fall; 0 for all that are
-    left."""
-
-    final: float = Field(default=0.0, ge=0, le=1)
-    """The share of the rate that "linear" and "cosine" end with."""
-
-    step_every: int = Field(default=0, ge=0)
-    """After how many steps "step" multiplies the rate."""
-
-    factor: float = Field(default=0.1, gt=0, le=1)
-    """The factor by which "step" multiplies the rate."""
-
-    @model_validator(mode="after")
-    def _check_kind(self) -> Self:
-        fields = type(self).model_fields
-        of_kinds = {
-            "decay_steps": ("linear", "cosine"),
-            "final": ("linear", "cosine"),
-            "step_every": ("step",),
-            "factor": ("step",),
-        }
-        for name, kinds in of_kinds.items():
-            value = getattr(self, name)
-            if self.kind not in kinds and value != fields[name].default:
-                raise ValueError(
-                    f"{name}={value} is for kind={' or '.join(map(repr, kinds))}, and the schedule "
-                    f"is {self.kind!r}; set the kind, or leave {name} out"
-                )
-        if self.kind == "step" and not self.step_every:
-            raise ValueError("kind='step' needs step_every, the steps between two of its changes")
-        return self
-
-    @property
-    def is_constant(self) -> bool:
-        """Whether the rate never changes."""
-        return self.kind == "constant" and not self.warm_up
-
-    @property
-    def depends_on_length(self) -> bool:
-        """Whether the rates are others in a longer run."""
-        return self.kind in ("linear", "cosine") and not self.decay_steps
-
-    def multiplier(self, step: int, num_steps: int) -> float:
-        """The rate of a step as a share of the optimizer's.
-
-        Args:
-            step: how many steps were trained before.
-            num_steps: how many steps the run has.
-        """
-        if step < self.warm_up:
-            return (step + 1) / self.warm_up
-        after = step - self.warm_up
-        if self.kind == "step":
-            return self.factor ** (after // self.step_every)
-        if self.kind == "constant":
-            return 1.0
-        length = self.decay_steps or max(1, num_steps - self.warm_up)
-        share = min(1.0, after / length)
-        if self.kind == "cosine":
-            share = (1 - math.cos(math.pi * share)) / 2
-        return 1.0 - (1.0 - self.final) * share
-
-
-class ScheduledOptimizerConfig(OptimizerConfig):
-    """The optimizers of a training program, the schedules of their rates, and clipping."""
-
-    schedule: RateSchedule = RateSchedule()
-    """The schedule of the tables' learning rate."""
-
-    dense_schedule: RateSchedule | None = None
-    """The schedule of the other parameters' learning rate, if it isn't that of the tables."""
-
-    dense_clip_norm: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """The largest Euclidean norm of the gradient of all other parameters together, to which a
-    larger one is scaled down; 0 for no bound."""
-
-    @property
-    def schedules(self) -> tuple[RateSchedule, RateSchedule]:
-        """The schedules of the tables and of the other parameters."""
-        return self.schedule, self.dense_schedule or self.schedule
-
-
-MEASURED = "measured"
-"""The `rank_speeds` that ranks measure while they train."""
 
 
 class CostConfig(Section):
@@ -375,7 +370,7 @@ class BalanceConfig(Section):
 
     rank_speeds: Literal["measured"] | tuple[float, ...] = ()
     """A speed for each rank, which gets samples in proportion; or "measured", by the processor time
-    that each rank's steps take. Empty for ranks that are equally fast."""
+    of each rank's steps. Empty for ranks that are equally fast."""
 
     smoothing: float = Field(default=0.1, gt=0, le=1)
     """The weight of the newest step in measured speeds."""
@@ -399,11 +394,9 @@ class BalanceConfig(Section):
 
     @model_validator(mode="after")
     def _check_smoothing(self) -> Self:
-        default = type(self).model_fields["smoothing"].default
-        if self.smoothing != default and self.rank_speeds != MEASURED:
-            raise ValueError(
-                f"smoothing={self.smoothing} is for rank_speeds={MEASURED!r}; set that, or leave "
-                "smoothing out"
+        if self.rank_speeds != MEASURED:
+            self.refuse_unread(
+                ["smoothing"], f"is for rank_speeds={MEASURED!r}; set that, or leave smoothing out"
             )
         return self
 

@@ -20,6 +20,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.programs.data.dataset import DatasetFeature, Split
 from torchrec_2dsp.programs.data.draws import Zipf, normals, uniforms
 
@@ -177,7 +178,7 @@ class SparseFeature(BaseModel):
         return sum(1 / length for length in lengths if length) / len(lengths)
 
 
-class SyntheticConfig(BaseModel):
+class SyntheticConfig(Section):
     """The shape of the stream, and how its labels come about.
 
     A sample is clicked with probability ``sigmoid(bias + dense @ w + sum of row effects)``,
@@ -192,8 +193,6 @@ class SyntheticConfig(BaseModel):
         >>> batch.labels.shape, batch.sparse_features.keys()
         (torch.Size([4]), ['user'])
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     features: tuple[SparseFeature, ...]
     """The sparse features, in the order of the batch. In a file, one with ``count = 20`` is twenty
@@ -248,6 +247,8 @@ class SyntheticConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_shares(self) -> "SyntheticConfig":
+        if not self.interaction_share:
+            self.refuse_unread(["interaction_rank"], "is for interaction_share; set it above 0")
         if self.dense_share + self.interaction_share > 1 + 1e-9:
             raise ValueError(
                 f"dense_share={self.dense_share} and interaction_share={self.interaction_share} "

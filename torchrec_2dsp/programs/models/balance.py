@@ -14,7 +14,7 @@ from torch import nn
 from torchrec.datasets.utils import Batch
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
+from torchrec_2dsp.programs.config.dense import DenseKinds
 from torchrec_2dsp.programs.config.sections import MEASURED, BalanceConfig
 from torchrec_2dsp.programs.data.dataset import DatasetFeature
 from torchrec_2dsp.programs.models.kinds import ModelSection
@@ -103,20 +103,28 @@ class DealsSamples(Protocol):
         ...
 
     @property
-    def dense(self) -> DenseGradientsConfig:
+    def dense(self) -> DenseKinds:
         """How ranks add up dense gradients."""
         ...
 
 
 def check_balance(key: str, run: DealsSamples, model: ModelSection, device: str) -> None:
     """Raise `ConfigError` if dealing samples would train something else, or can't be done."""
-    reason = None if run.balance is None else _refusal(run.balance, model, run.dense, device)
+    if run.balance is None:
+        return
+    if not isinstance(model, OwnModelConfig):
+        run.balance.refuse_unread(
+            ["mean_over_samples"],
+            "is for a model of your own; leave it out",
+            key=f"{key}.balance.",
+        )
+    reason = _refusal(run.balance, model, run.dense, device)
     if reason is not None:
         raise ConfigError(f"{key}.balance deals samples to other ranks, and {reason}")
 
 
 def _refusal(
-    balance: BalanceConfig, model: ModelSection, dense: DenseGradientsConfig, device: str
+    balance: BalanceConfig, model: ModelSection, dense: DenseKinds, device: str
 ) -> str | None:
     if isinstance(model, TwoTowerConfig) and model.loss == "in_batch":
         return (

@@ -28,7 +28,19 @@ from torchrec_2dsp.dense.thresholded_data_parallel import ThresholdedDataParalle
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.dense_plan import DenseKind, DensePlan
 from torchrec_2dsp.planner.dense_search import DenseChoices, search_dense
-from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
+from torchrec_2dsp.programs.config.dense import (
+    DDPConfig,
+    DelayedConfig,
+    DenseKinds,
+    FP16Config,
+    FullyShardedConfig,
+    LocalConfig,
+    PipelinedConfig,
+    PlannedDenseConfig,
+    PowerSGDConfig,
+    TensorParallelConfig,
+    ThresholdedConfig,
+)
 
 Sample = tuple[torch.Tensor, Sequence[torch.Tensor]]
 """Inputs and targets of a `LayerStack`."""
@@ -153,7 +165,7 @@ class Layered:
 
 
 def dense_wrapper(
-    config: DenseGradientsConfig, layered: Layered | None = None, *, static_graph: bool = True
+    config: DenseKinds, layered: Layered | None = None, *, static_graph: bool = True
 ) -> DataParallelWrapper | None:
     """What runs the dense part; `None` for TorchRec's own wrapper, which is DDP.
 
@@ -161,46 +173,56 @@ def dense_wrapper(
         ConfigError: the model has no such layers.
     """
     layered = layered or Layered()
-    if config.kind == "ddp":
-        return None if static_graph else DefaultDataParallelWrapper(static_graph=False)
-    if config.kind == "delayed":
-        return DelayedDense(warm_up=config.warm_up)
-    if config.kind == "fully_sharded":
-        return FullyShardedDense(layered.units, num_copies=config.num_copies)
-    if config.kind in ("tensor_parallel", "pipelined") and layered.stack is None:
+    match config:
+        case DDPConfig():
+            return None if static_graph else DefaultDataParallelWrapper(static_graph=False)
+        case FP16Config():
+            return HookedDataParallel(config.kind, static_graph=static_graph)
+        case PowerSGDConfig():
+            return HookedDataParallel(
+                config.kind, rank=config.rank, warm_up=config.warm_up, static_graph=static_graph
+            )
+        case ThresholdedConfig():
+            return ThresholdedDataParallel(
+                config.density,
+                values=config.values,
+                route=config.route,
+                warm_up=config.warm_up,
+                static_graph=static_graph,
+            )
+        case DelayedConfig():
+            return DelayedDense(warm_up=config.warm_up)
+        case FullyShardedConfig():
+            return FullyShardedDense(layered.units, num_copies=config.num_copies)
+        case LocalConfig():
+            return LocalDense(density=config.meeting_density, values=config.values)
+        case TensorParallelConfig():
+            _check_stack(config.kind, layered)
+            return TensorParallelDense(
+                layered.tensor_plan, tp=config.tp, num_copies=config.num_copies
+            )
+        case PipelinedConfig():
+            _check_stack(config.kind, layered)
+            check_one_length(config.kind, layered)
+            return PipelinedDense(
+                config.num_stages,
+                num_micro_batches=config.num_micro_batches,
+                schedule=config.schedule,
+                reduction="sum",
+                plan=layered.tensor_plan if config.tp > 1 else None,
+                tp=config.tp,
+                layout=config.layout,
+                fully_shard=config.fully_shard,
+            )
+        case PlannedDenseConfig():
+            raise AssertionError("dense_part plans it")
+
+
+def _check_stack(kind: str, layered: Layered) -> None:
+    if layered.stack is None:
         raise ConfigError(
-            f'dense.kind="{config.kind}" is for models with a LayerStack, such as '
-            'model.kind="sequence"'
+            f'dense.kind="{kind}" is for models with a LayerStack, such as model.kind="sequence"'
         )
-    if config.kind == "pipelined":
-        check_one_length(config.kind, layered)
-    if config.kind == "tensor_parallel":
-        return TensorParallelDense(layered.tensor_plan, tp=config.tp, num_copies=config.num_copies)
-    if config.kind == "pipelined":
-        return PipelinedDense(
-            config.num_stages,
-            num_micro_batches=config.num_micro_batches,
-            schedule=config.schedule,
-            reduction="sum",
-            plan=layered.tensor_plan if config.tp > 1 else None,
-            tp=config.tp,
-            layout=config.layout,
-            fully_shard=config.fully_shard,
-        )
-    if config.kind == "local":
-        return LocalDense(density=config.meeting_density, values=config.values)
-    if config.kind == "thresholded":
-        return ThresholdedDataParallel(
-            config.density,
-            values=config.values,
-            route=config.route,
-            warm_up=config.warm_up,
-            static_graph=static_graph,
-        )
-    assert config.kind != "planned", "dense_part plans it"
-    return HookedDataParallel(
-        config.kind, rank=config.rank, warm_up=config.warm_up, static_graph=static_graph
-    )
 
 
 def check_one_length(kind: str, layered: Layered) -> None:
@@ -247,7 +269,7 @@ class DensePart:
 
 
 def dense_part(
-    config: DenseGradientsConfig,
+    config: DenseKinds,
     layered: Layered,
     *,
     calibration: str,

@@ -19,7 +19,7 @@ from torchrec_2dsp.optim import (
     MomentScaledRowWiseAdaGrad,
     expected_moment_scale,
 )
-from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
+from torchrec_2dsp.programs.config.dense import DenseKinds, LocalConfig
 from torchrec_2dsp.programs.config.sections import OptimizerConfig, ReplicationConfig
 from torchrec_2dsp.programs.data.dataset import BatchShape
 from torchrec_2dsp.programs.data.draws import Zipf
@@ -70,11 +70,11 @@ def dense_optimizer(
 
 
 def with_meetings(
-    local: KeyedOptimizerWrapper, dense: DenseGradientsConfig, model: nn.Module
+    local: KeyedOptimizerWrapper, dense: DenseKinds, model: nn.Module
 ) -> KeyedOptimizer:
     """The optimizer of ranks that meet now and then; the given one if they are never apart."""
     wrapper = data_parallel_wrapper(model)
-    if not isinstance(wrapper, LocalDense):
+    if not isinstance(wrapper, LocalDense) or not isinstance(dense, LocalConfig):
         return local
     params: dict[str, Any] = dict(local.params)
     outer = KeyedOptimizerWrapper(

@@ -8,11 +8,11 @@ first. A place of 0 means that a sample has no target.
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import torch
 import torch.distributed as dist
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import nn
 from torchrec.datasets.utils import Batch
 
@@ -213,6 +213,14 @@ class RankingConfig(Section):
 
     chunk_size: int = Field(default=4_096, ge=1)
     """How many items are looked up together, to rank among "all"."""
+
+    @model_validator(mode="after")
+    def _check_among(self) -> Self:
+        if self.among != "all":
+            self.refuse_unread(
+                ["exclude_seen", "chunk_size"], "is for among='all'; set it, or leave it out"
+            )
+        return self
 
     @property
     def names(self) -> tuple[str, ...]:

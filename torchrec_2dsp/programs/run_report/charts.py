@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.run_report.contents import RunContents, RunPart
-from torchrec_2dsp.programs.train.record import LESS_IS_BETTER, CurvePoint, EvaluationRecord
+from torchrec_2dsp.programs.train.record import LESS_IS_BETTER, StepsTrained, best_of
 from torchrec_2dsp.report.charts import PALETTE, Axis, BarChart, Bars, Dash, Line, LineChart
 from torchrec_2dsp.report.page import Page
 
@@ -17,20 +17,20 @@ TITLES = {
     "auc": "AUC",
     "calibration": "Calibration (predicted over observed clicks)",
 }
-"""What pages call the metrics that have another name in records."""
+"""Names of metrics on pages."""
 _WITHOUT_BEST = ("calibration",)
 """Metrics whose largest and smallest values are no better than others."""
 _EXPECTED_COLOUR = "#777777"
 _DASHES: tuple[Dash, ...] = ("-", "--", ":", "-.")
 _STEPS = Axis(title="step")
 
-Figure = Callable[[CurvePoint], float | None]
-"""What is read from a point."""
+Figure = Callable[[StepsTrained], float | None]
+"""Reads a figure of some steps."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """How the lines of a run look, in all charts."""
+    """The look of a run's lines, in all charts."""
 
     colour: str
     """The colour as ``#rrggbb``."""
@@ -40,7 +40,7 @@ class Look:
 
 
 def looks(contents: RunContents) -> dict[str, Look]:
-    """The look of each run, by its name."""
+    """Return the look of each run, by its name."""
     return {
         run.name: Look(PALETTE[place % len(PALETTE)], _DASHES[place % len(_DASHES)])
         for place, run in enumerate(contents.runs)
@@ -48,7 +48,7 @@ def looks(contents: RunContents) -> dict[str, Look]:
 
 
 def curve_chart(contents: RunContents, title: str, figure: Figure) -> LineChart | None:
-    """A figure of all runs over the steps; `None` if no run has it."""
+    """Draw a figure of all runs over the steps; `None` if no run has it."""
     look_of = looks(contents)
     lines = [
         _line(points, name=run.name, look=look_of[run.name])
@@ -59,7 +59,7 @@ def curve_chart(contents: RunContents, title: str, figure: Figure) -> LineChart 
 
 
 def rates_chart(contents: RunContents) -> LineChart | None:
-    """The learning rates; runs with equal rates share a line. `None` if no run has any."""
+    """Draw the learning rates; runs with equal rates share a line. `None` if no run has any."""
     look_of = looks(contents)
     runs_of: dict[tuple[str, tuple[tuple[int, float], ...]], list[str]] = {}
     figures: tuple[tuple[str, Figure], ...] = (
@@ -84,7 +84,7 @@ def rates_chart(contents: RunContents) -> LineChart | None:
 
 
 def metric_charts(contents: RunContents) -> Iterator[tuple[str, LineChart]]:
-    """The name and the chart of each metric of evaluations that has a number."""
+    """Draw each metric of evaluations that has a finite value; yield its name and the chart."""
     metrics = dict.fromkeys(
         metric
         for run in contents.runs
@@ -101,20 +101,11 @@ def metric_charts(contents: RunContents) -> Iterator[tuple[str, LineChart]]:
                 continue
             look = look_of[run.name]
             lines.append(_line(points, name=run.name, look=look, marker="o"))
-            best = best_evaluation(run, metric)
+            best = best_of(run.evaluations, metric)
             if best is not None and metric not in _WITHOUT_BEST and len(points) > 1:
                 value = best.metrics[metric]
                 lines.append(_star(best.step, value, f"{run.name}, best: {value:.5g}", look.colour))
         yield metric, LineChart([*lines, *_planted(contents, metric)], x=_STEPS, y=_axis(metric))
-
-
-def best_evaluation(run: RunPart, metric: str) -> EvaluationRecord | None:
-    """The first evaluation that no other one beats; `None` if none has a number."""
-    numbered = [
-        part for part in run.evaluations if math.isfinite(part.metrics.get(metric, math.nan))
-    ]
-    sign = 1 if metric in LESS_IS_BETTER else -1
-    return min(numbered, key=lambda part: sign * part.metrics[metric], default=None)
 
 
 def _axis(metric: str) -> Axis:
@@ -125,7 +116,7 @@ def _axis(metric: str) -> Axis:
 
 
 def _planted(contents: RunContents, metric: str) -> list[Line]:
-    """What the model behind the labels reaches, over all steps."""
+    """Return the line of the model behind the labels, over all steps."""
     planted_ne = None if contents.record is None else contents.record.planted_ne
     if metric != "ne" or planted_ne is None or not math.isfinite(planted_ne):
         return []
@@ -137,7 +128,7 @@ def _planted(contents: RunContents, metric: str) -> list[Line]:
 
 
 def _numbers(points: Iterator[tuple[int, float | None]]) -> list[tuple[int, float]]:
-    """The points that have a number; what a run didn't measure, or lost, has none."""
+    """Return the points with a finite figure; a run may not have measured it, or diverged."""
     return [(x, y) for x, y in points if y is not None and math.isfinite(y)]
 
 
@@ -164,7 +155,7 @@ _PHASES = ("rows", "replicas", "dense gradients")
 
 
 def memory_chart(contents: RunContents) -> LineChart | None:
-    """The most memory that each rank has used, of the runs that are over; `None` before that."""
+    """Draw the most memory that each rank has used, of finished runs; `None` before that."""
     look_of = looks(contents)
     lines = [
         Line(
@@ -192,9 +183,9 @@ def memory_chart(contents: RunContents) -> LineChart | None:
 
 
 def bytes_chart(contents: RunContents) -> BarChart | None:
-    """The bytes that a rank sends per step, by phase; `None` if nothing was counted.
+    """Draw the bytes that a rank sends per step, by phase; `None` if nothing was counted.
 
-    Where numbers are encoded, what they would take otherwise is another place of the chart.
+    Where numbers are encoded, a second bar shows their size before.
     """
     sent_bytes: dict[str, dict[str, float]] = {phase: {} for phase in _PHASES}
     places = []
@@ -225,12 +216,12 @@ def bytes_chart(contents: RunContents) -> BarChart | None:
 def _by_place(
     sent_bytes: Mapping[str, Mapping[str, float]], places: Sequence[str]
 ) -> list[list[float]]:
-    """The bytes of all phases, for each place of a chart."""
+    """Return the bytes of all phases, for each place of a chart."""
     return [[by_place.get(place, 0.0) for by_place in sent_bytes.values()] for place in places]
 
 
 def _unit(amounts: Sequence[float]) -> tuple[str, float]:
-    """The unit in which amounts of bytes are read well, and how many bytes it is."""
+    """Choose a readable unit for amounts of bytes; return it and how many bytes it is."""
     most = max(amounts, default=0.0)
     units = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
     fitting = [name for name, num_bytes in units.items() if most >= num_bytes]
@@ -239,7 +230,7 @@ def _unit(amounts: Sequence[float]) -> tuple[str, float]:
 
 
 def _bytes_by_phase(run: RunPart) -> tuple[dict[str, float], dict[str, float]]:
-    """Bytes per step before they were encoded, and as they were sent."""
+    """Return the bytes per step, by phase: before they were encoded, and as they were sent."""
     before: dict[str, float] = {}
     after: dict[str, float] = {}
     record = run.record
@@ -260,7 +251,7 @@ def _bytes_by_phase(run: RunPart) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def dense_bytes_chart(contents: RunContents) -> LineChart | None:
-    """What thresholded dense gradients take over the steps; `None` without any."""
+    """Draw the bytes of thresholded dense gradients over the steps; `None` without any."""
     curves = {
         run.name: points
         for run in contents.runs
@@ -292,13 +283,13 @@ def dense_bytes_chart(contents: RunContents) -> LineChart | None:
     )
 
 
-def _dense_bytes(point: CurvePoint) -> tuple[float, float]:
-    """Bytes of dense gradients per step: as sent, and had all been sent."""
+def _dense_bytes(point: StepsTrained) -> tuple[float, float]:
+    """Return the bytes of dense gradients per step: as sent, and had all been sent."""
     return point.dense_bytes_per_step or 0.0, point.dense_fp32_bytes_per_step or 0.0
 
 
 def seconds_trained(run: RunPart, global_batch_size: int) -> float | None:
-    """How long a run has trained, evaluations left out; `None` if its curve has no speed."""
+    """Return the seconds of training, evaluations left out; `None` if the curve has no speed."""
     steps = _num_steps(run.curve)
     if not run.curve or not all(point.samples_per_s for point in run.curve):
         return None
@@ -307,8 +298,8 @@ def seconds_trained(run: RunPart, global_batch_size: int) -> float | None:
     )
 
 
-def _num_steps(curve: Sequence[CurvePoint]) -> dict[int, int]:
-    """How many steps each point of a curve is of, by its last step."""
+def _num_steps(curve: Sequence[StepsTrained]) -> dict[int, int]:
+    """Return how many steps each point of a curve has, by its last step."""
     ends = [point.step for point in curve]
     return {end: end - before for before, end in zip([0, *ends], ends, strict=False)}
 
@@ -318,7 +309,7 @@ def _mean(weights: Sequence[int], values: Sequence[float]) -> float:
 
 
 _MAX_TABLES = 28
-"""How many lines a chart has at most: as many as colours and dashes tell apart."""
+"""The most lines of a chart: as many as colours and dashes tell apart."""
 
 
 def add_access(page: Page, contents: RunContents) -> None:
@@ -332,7 +323,7 @@ def add_access(page: Page, contents: RunContents) -> None:
 
 
 def _hot_rows(run: RunPart) -> dict[str, int]:
-    """How many rows of each table are hot."""
+    """Return how many rows of each table are hot."""
     lines = () if run.plan is None else run.plan.lines
     return {line.name: line.num_hot for line in lines if line.num_hot}
 

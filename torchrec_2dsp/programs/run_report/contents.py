@@ -1,4 +1,4 @@
-"""`RunContents`: what the folder of a training program has to show, run by run."""
+"""`RunContents`: the files in a training program's folder, run by run."""
 
 import json
 import tomllib
@@ -14,16 +14,17 @@ from torchrec_2dsp.mesh import Mesh2D, RankLayout
 from torchrec_2dsp.programs.traces import rank_of_trace
 from torchrec_2dsp.programs.train.record import (
     TRAIN_RECORD_FORMAT,
-    CurvePoint,
-    EvaluationRecord,
+    Evaluation,
     RunRecord,
+    StepsTrained,
     TrainRecord,
     read_progress,
 )
 from torchrec_2dsp.report.table import Table
 
+_RECORD, _CONFIG = "record.json", "config.toml"
+_REMEDY = "give the folder that train wrote to, which its config names as output.folder"
 _MAX_RANKS_SHOWN = 8
-_WORDS = ("table", "type", "ranks", "exchange")
 
 
 class _Read(BaseModel):
@@ -43,7 +44,7 @@ class _Shard(_Read):
     shard_sizes: tuple[int, int]
 
 
-class _Table(_Read):
+class _PlannedTable(_Read):
     sharding_type: str
     ranks: tuple[int, ...] | None = None
     shards: tuple[_Shard, ...] | None = None
@@ -61,7 +62,7 @@ class _Sync(_Read):
 class _Plan(_Read):
     mesh: _Mesh
     sync: _Sync
-    modules: dict[str, dict[str, _Table]]
+    modules: dict[str, dict[str, _PlannedTable]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +85,8 @@ class PlanLine:
     """The ranks that hold it; replica peers are joined by a plus."""
 
     exchange: str
-    """How rows travel, and where that isn't as in TorchRec, who owns them, in which form they
-    travel, and how many are hot."""
+    """How rows travel; who owns them, their wire format and how many are hot, where that isn't
+    TorchRec's way."""
 
     num_hot: int
     """How many rows every rank has."""
@@ -93,7 +94,7 @@ class PlanLine:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """The plan of a run."""
+    """The plan of a run, read without TorchRec."""
 
     mesh: Mesh2D
     """The groups and the ranks of each."""
@@ -104,6 +105,27 @@ class RunPlan:
     lines: tuple[PlanLine, ...]
     """The tables, by name within each module."""
 
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a plan file.
+
+        Raises:
+            ConfigError: it can't be read, or is something else.
+        """
+        try:
+            plan = _Plan.model_validate_json(path.read_text())
+            mesh = Mesh2D(plan.mesh.num_groups, plan.mesh.group_size, plan.mesh.layout)
+            lines = tuple(
+                _line(name, table, mesh)
+                for tables in plan.modules.values()
+                for name, table in tables.items()
+            )
+        except OSError as error:
+            raise ConfigError(f"{path} can't be read: {error.strerror}") from error
+        except (ValidationError, MeshError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not a plan file: {error}") from error
+        return cls(mesh=mesh, sync=plan.sync.kind if mesh.num_groups > 1 else "", lines=lines)
+
     @property
     def mesh_text(self) -> str:
         """The mesh and how its replicas are kept equal, in words."""
@@ -113,7 +135,7 @@ class RunPlan:
         return f"{groups} of {ranks}" + (f", {self.sync}" if self.sync else "")
 
     def table(self) -> Table:
-        """The lines as a table."""
+        """Return the lines as a table."""
         rows = [
             (
                 line.name,
@@ -126,32 +148,10 @@ class RunPlan:
             for line in self.lines
         ]
         headings = ("table", "rows", "dim", "type", "ranks", "exchange")
-        return Table(headings, rows, words=_WORDS)
+        return Table(headings, rows, words=("table", "type", "ranks", "exchange"))
 
 
-def read_plan(path: Path) -> RunPlan:
-    """The plan in a file.
-
-    Raises:
-        ConfigError: it can't be read, or is something else.
-    """
-    try:
-        plan = _Plan.model_validate_json(path.read_text())
-        mesh = Mesh2D(plan.mesh.num_groups, plan.mesh.group_size, plan.mesh.layout)
-        lines = [
-            _line(name, table, mesh)
-            for tables in plan.modules.values()
-            for name, table in tables.items()
-        ]
-    except OSError as error:
-        raise ConfigError(f"{path} can't be read: {error.strerror}") from error
-    except (ValidationError, MeshError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not a plan file: {error}") from error
-    sync = plan.sync.kind if mesh.num_groups > 1 else ""
-    return RunPlan(mesh=mesh, sync=sync, lines=tuple(lines))
-
-
-def _line(name: str, table: _Table, mesh: Mesh2D) -> PlanLine:
+def _line(name: str, table: _PlannedTable, mesh: Mesh2D) -> PlanLine:
     shards = table.shards or ()
     if table.num_groups == 1 and mesh.num_groups > 1:
         # The table has one copy in the world, whatever the mesh of the others.
@@ -163,36 +163,28 @@ def _line(name: str, table: _Table, mesh: Mesh2D) -> PlanLine:
         *([f"in {table.transport}"] if table.transport != "fp32" else []),
         *([f"{num_hot:,} hot"] if num_hot else []),
     ]
+    num_rows, dim = (
+        max((shard.shard_offsets[way] + shard.shard_sizes[way] for shard in shards), default=None)
+        for way in (0, 1)
+    )
     return PlanLine(
         name=name,
-        num_rows=_end(shards, 0),
-        dim=_end(shards, 1),
+        num_rows=num_rows,
+        dim=dim,
         sharding_type=table.sharding_type,
-        ranks=_ranks(mesh, table.ranks),
+        ranks=_ranks(mesh, table.ranks or ()),
         exchange=", ".join(parts),
         num_hot=num_hot,
     )
 
 
-def _end(shards: Sequence[_Shard], way: int) -> int | None:
-    """Where a table's shards end: how many rows there are, or how many columns."""
-    ends = [shard.shard_offsets[way] + shard.shard_sizes[way] for shard in shards]
-    return max(ends, default=None)
-
-
-def _ranks(mesh: Mesh2D, shard_indices: Sequence[int] | None) -> str:
-    """The ranks of each shard, of which there may be many."""
-    indices = shard_indices or ()
+def _ranks(mesh: Mesh2D, shard_indices: Sequence[int]) -> str:
     shown = [
         "+".join(map(str, mesh.replica_peers(mesh.rank_at(0, index))))
-        for index in indices[:_MAX_RANKS_SHOWN]
+        for index in shard_indices[:_MAX_RANKS_SHOWN]
     ]
-    rest = len(indices) - len(shown)
+    rest = len(shard_indices) - len(shown)
     return "  ".join([*shown, *([f"and {rest} more"] if rest else [])])
-
-
-_RECORD, _CONFIG = "record.json", "config.toml"
-_REMEDY = "give the folder that train wrote to, which its config names as output.folder"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,17 +200,17 @@ class RunPart:
     record: RunRecord | None
     """The figures of the run; `None` while it trains, or before."""
 
-    curve: tuple[CurvePoint, ...]
+    curve: tuple[StepsTrained, ...]
     """The steps that were trained so far, some at a time."""
 
-    evaluations: tuple[EvaluationRecord, ...]
+    evaluations: tuple[Evaluation, ...]
     """The evaluations so far."""
 
     plan: RunPlan | None
     """The plan; `None` before the run begins."""
 
     explanation: str
-    """Why the plan is as it is, in words; empty without a search by cost."""
+    """Why the plan was chosen, in words; empty without a search by cost."""
 
     traces: tuple[Path, ...]
     """The traces of its ranks, from ``train --profile``."""
@@ -236,7 +228,7 @@ class RunContents:
     """The files of a training program."""
 
     folder: Path
-    """Where they are."""
+    """Their folder."""
 
     config: Mapping[str, Any]
     """The config."""
@@ -252,7 +244,7 @@ class RunContents:
 
     @classmethod
     def read(cls, folder: str | Path) -> Self:
-        """Read what a training program has written, also while it trains.
+        """Read a training program's files, also while it trains.
 
         Raises:
             ConfigError: there is no such folder, it has no config or neither a record nor a run's
@@ -325,12 +317,11 @@ def _read_record(path: Path) -> TrainRecord | None:
 
 
 def _read_run(folder: Path, section: Mapping[str, Any], record: RunRecord | None) -> RunPart:
-    """What a run's own folder has; its record counts unless it is being trained anew."""
+    """Read a run's own folder; its record counts unless it is being trained anew."""
     progress = read_progress(folder)
     if progress and not progress[-1].is_over:
         record = None
-    explanation = folder / "explanation.txt"
-    plan = folder / "plan.json"
+    explanation, plan = folder / "explanation.txt", folder / "plan.json"
     points = tuple(line.point for line in progress if line.point is not None)
     evaluations = tuple(line.evaluation for line in progress if line.evaluation is not None)
     return RunPart(
@@ -339,7 +330,7 @@ def _read_run(folder: Path, section: Mapping[str, Any], record: RunRecord | None
         record=record,
         curve=points if record is None else record.curve,
         evaluations=evaluations if record is None else record.evaluations,
-        plan=read_plan(plan) if plan.exists() else None,
+        plan=RunPlan.read(plan) if plan.exists() else None,
         explanation=explanation.read_text().strip() if explanation.exists() else "",
         traces=tuple(sorted(folder.glob("trace_rank*.json"), key=rank_of_trace)),
     )

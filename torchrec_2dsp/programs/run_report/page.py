@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from torchrec_2dsp.programs.run_report.charts import (
     TITLES,
     add_access,
-    best_evaluation,
     bytes_chart,
     curve_chart,
     dense_bytes_chart,
@@ -17,6 +16,7 @@ from torchrec_2dsp.programs.run_report.charts import (
 )
 from torchrec_2dsp.programs.run_report.contents import RunContents, RunPart
 from torchrec_2dsp.programs.run_report.steps import add_steps
+from torchrec_2dsp.programs.train.record import best_of
 from torchrec_2dsp.report.charts import LineChart
 from torchrec_2dsp.report.page import Page
 from torchrec_2dsp.report.table import Table
@@ -39,7 +39,7 @@ _DATA = {
 
 
 def run_page(contents: RunContents) -> Page:
-    """The page on a training program: what was trained, its curves, its plans, its config.
+    """Build the page on a training program: its runs, curves, steps, plans and config.
 
     Raises:
         ConfigError: plotly is missing.
@@ -67,7 +67,7 @@ def run_page(contents: RunContents) -> Page:
 
 
 def _headline(contents: RunContents) -> Iterator[str]:
-    """What was trained, on what, for how long."""
+    """Say which model was trained, on which data, for how many steps."""
     model, data, loop = (contents.config[name] for name in ("model", "data", "loop"))
     model_kind, data_kind = model.get("kind", "dlrm"), data.get("kind", "synthetic")
     ranks = "" if contents.num_ranks is None else f" by {contents.num_ranks} ranks"
@@ -85,7 +85,7 @@ def _headline(contents: RunContents) -> Iterator[str]:
 
 
 def _runs_table(contents: RunContents) -> Table:
-    """A line for each run: how it was trained, for how long, and how it ended."""
+    """Return a line for each run: mesh, sync, steps, time, speed and state."""
     batch_size = contents.config["loop"]["global_batch_size"]
     rows = []
     for run in contents.runs:
@@ -108,7 +108,7 @@ def _runs_table(contents: RunContents) -> Table:
 
 
 def _results_table(contents: RunContents) -> Table:
-    """A line for each run: its last training loss, its last evaluation, and its best one."""
+    """Return a line for each run: last training loss, last evaluation, best evaluation."""
     metrics = list(
         dict.fromkeys(
             metric
@@ -135,23 +135,20 @@ def _results_table(contents: RunContents) -> Table:
 
 
 def _short(metric: str) -> str:
-    """What a column with a metric is called."""
     return metric.upper() if metric in ("ne", "auc") else metric
 
 
 def _best_text(run: RunPart, metric: str) -> str:
-    """The best value of a metric, and after which step."""
-    best = best_evaluation(run, metric)
+    best = best_of(run.evaluations, metric)
     return "" if best is None else f"{best.metrics[metric]:.5f} (step {best.step:,})"
 
 
 def _text(value: float | None) -> str:
-    """A number, if it is one."""
     return f"{value:.5f}" if value is not None and math.isfinite(value) else ""
 
 
 def _duration(seconds: float) -> str:
-    """A time in words, such as ``2:03:04`` or ``3.1 s``."""
+    """Return a time such as ``2:03:04`` or ``3.1 s``."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -160,7 +157,7 @@ def _duration(seconds: float) -> str:
 
 
 def _line_charts(contents: RunContents) -> Iterator[tuple[str, LineChart | None]]:
-    """The curves over the steps, each under its heading."""
+    """Yield the curves over the steps, each with its heading."""
     yield (
         "Training loss",
         curve_chart(contents, "mean loss since the last report", lambda point: point.loss),
@@ -179,7 +176,6 @@ def _line_charts(contents: RunContents) -> Iterator[tuple[str, LineChart | None]
 
 
 def _add_amounts(page: Page, contents: RunContents) -> None:
-    """Memory and bytes."""
     memory = memory_chart(contents)
     if memory is not None:
         page.add_lines("Memory", memory)
@@ -201,7 +197,6 @@ def _add_amounts(page: Page, contents: RunContents) -> None:
 
 
 def _add_plan(page: Page, run: RunPart) -> None:
-    """The plan of a run, and why it is as it is."""
     if run.plan is None:
         return
     page.add_table(f"Plan of {run.name}: {run.plan.mesh_text}", run.plan.table())

@@ -19,7 +19,7 @@ SHARES_TEXT = (
 
 
 def shares_table(runs: Sequence[RunPart], splits_of: Mapping[str, Sequence[RankSplit]]) -> Table:
-    """A line for each profiled run: how busy its ranks are, and what is lost to the slowest.
+    """Return a line for each profiled run: how busy its ranks are, and what the slowest costs.
 
     Args:
         runs: all runs of the program.
@@ -57,7 +57,7 @@ def shares_table(runs: Sequence[RunPart], splits_of: Mapping[str, Sequence[RankS
 
 
 def ranks_table(splits: Sequence[RankSplit]) -> Table:
-    """A line for each rank: how long it computes and waits, and in how many steps it is slowest."""
+    """Return a line for each rank: computing, waiting, and in how many steps it is slowest."""
     times_slowest = slowest_counts(splits)
     num_steps = len(common_steps(splits))
     rows = [
@@ -74,7 +74,7 @@ def ranks_table(splits: Sequence[RankSplit]) -> Table:
 
 
 def rank_shares(splits: Sequence[RankSplit]) -> RankShares | None:
-    """What ranks do in the steps that all of them have; `None` if there are none.
+    """Return how busy ranks are in the steps that all of them have; `None` if there are none.
 
     In each step another rank may be the slowest one, so that means of single ranks hide it.
     """
@@ -91,7 +91,7 @@ def rank_shares(splits: Sequence[RankSplit]) -> RankShares | None:
 
 
 def slowest_counts(splits: Sequence[RankSplit]) -> Counter[int]:
-    """In how many steps each rank computes longest, by its number."""
+    """Count the steps in which each rank computes longest, by its number."""
     return Counter(
         max(splits, key=lambda split: split.steps[step].computing_us).rank
         for step in common_steps(splits)
@@ -99,13 +99,13 @@ def slowest_counts(splits: Sequence[RankSplit]) -> Counter[int]:
 
 
 def common_steps(splits: Sequence[RankSplit]) -> list[int]:
-    """The steps that the traces of all ranks have, by their numbers."""
+    """Return the numbers of the steps that all traces have."""
     numbers = [set(split.steps) for split in splits]
     return sorted(set.intersection(*numbers)) if numbers else []
 
 
 _MAX_RANKS = 16
-"""How many bars a run has at most."""
+"""The most bars of a run."""
 _COLOURS = {
     StepPhase.NEXT_BATCH: "#999999",
     StepPhase.IDS: "#56B4E9",
@@ -123,7 +123,7 @@ _COLOURS = {
 
 
 def add_steps(page: Page, contents: RunContents) -> None:
-    """Add where a step of each profiled run goes, or how to learn it if no run is profiled."""
+    """Add the phases of each profiled run's step, or say how to profile one."""
     traced = [run for run in contents.runs if run.traces]
     if not traced:
         page.add_text(
@@ -152,7 +152,7 @@ def add_steps(page: Page, contents: RunContents) -> None:
 
 
 def step_chart(splits_of: dict[str, list[RankSplit]]) -> BarChart:
-    """The phases of the mean step of each rank, one after the other, by the names of runs."""
+    """Draw the phases of each rank's mean step, one after the other, by the names of runs."""
     shown = [
         (_place(name, split, splits), split)
         for name, splits in splits_of.items()
@@ -187,7 +187,7 @@ def step_chart(splits_of: dict[str, list[RankSplit]]) -> BarChart:
 
 
 def phases_table(splits: Sequence[RankSplit]) -> Table:
-    """A line for each phase: what ranks spend on it in the mean, and which least and most."""
+    """Return a line for each phase: its mean time over ranks, and the least and the most."""
     mean_step_us = _mean([split.step_us for split in splits])
     rows = []
     for phase in StepPhase:
@@ -215,7 +215,7 @@ def _phase_row(
     waiting_us: Sequence[float],
     step_us: float,
 ) -> list[str]:
-    """The means over ranks, and the ranks that compute least and most."""
+    """Return a row: means over ranks, and the ranks that compute least and most."""
     mean_computing_us, mean_waiting_us = _mean(computing_us), _mean(waiting_us)
     both_us = mean_computing_us + mean_waiting_us
     by_computing = sorted(zip(computing_us, (split.rank for split in splits), strict=True))
@@ -236,13 +236,13 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _place(name: str, split: RankSplit, splits: Sequence[RankSplit]) -> str:
-    """What the bar of a rank is called; the slowest is marked."""
+    """Name a rank's bar; the slowest is marked."""
     mark = " (slowest)" if len(splits) > 1 and split is slowest(splits) else ""
     return f"{name}, rank {split.rank}{mark}"
 
 
 def _shown(splits: Sequence[RankSplit]) -> list[RankSplit]:
-    """The ranks that have a bar: all, or those that compute most and least."""
+    """Choose the ranks that have a bar: all, or those that compute most and least."""
     if len(splits) <= _MAX_RANKS:
         return list(splits)
     by_computing = sorted(splits, key=lambda split: split.all_computing_us)
@@ -251,7 +251,7 @@ def _shown(splits: Sequence[RankSplit]) -> list[RankSplit]:
 
 
 def _chart_text(splits_of: dict[str, list[RankSplit]]) -> str:
-    """What the chart shows, and which ranks it leaves out."""
+    """Explain the chart, and which ranks it leaves out."""
     most = max(len(splits) for splits in splits_of.values())
     left_out = (
         f"Of runs with more than {_MAX_RANKS} ranks, half of those shown compute most, the others "
@@ -266,7 +266,7 @@ def _chart_text(splits_of: dict[str, list[RankSplit]]) -> str:
 
 
 def _table_text(run: RunPart, splits: Sequence[RankSplit]) -> str:
-    """How many steps and ranks a run's figures are the mean of."""
+    """Say over how many steps and ranks a run's figures are averaged."""
     counts = sorted({split.num_steps for split in splits})
     steps = " to ".join(str(count) for count in {counts[0]: 0, counts[-1]: 0})
     last = slowest(splits)

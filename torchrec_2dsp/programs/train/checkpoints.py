@@ -1,8 +1,12 @@
-"""`Checkpoints`: where a run's checkpoints lie, which it goes on from, and which stay."""
+"""A run's checkpoints: where they lie, which one it goes on from, which stay, and what they hold.
+
+A checkpoint holds the model, the optimizers and the train state. Of this program, the train state
+has `RunHistory`, `RunSettings` and, where ranks train by themselves, `LocalMoments`.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +25,13 @@ from torchrec_2dsp.parallel.checkpoint.save import (
 )
 from torchrec_2dsp.parallel.train_state.state import TrainState
 from torchrec_2dsp.programs.train.config import CheckpointConfig, TrainConfig
-from torchrec_2dsp.programs.train.metrics import Evaluation, Measured, Window
-from torchrec_2dsp.programs.train.results import StepsTrained
+from torchrec_2dsp.programs.train.record import Evaluation, StepsTrained
 
 _LAST, _BEST = "last", "best"
 """The folders of a run's newest checkpoints, and of those whose evaluation was the best so far."""
+
+_STEP_KEYS = ("step", "seconds", "memory_bytes", "table_lr", "dense_lr", "samples_per_s")
+"""The figures of steps that a checkpoint keeps as they are; others differ between ranks."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class Resume:
 
     @classmethod
     def of(cls, text: str) -> "Resume":
-        """What a user says: auto, never, or the path of a checkpoint."""
+        """Parse a user's choice: auto, never, or the path of a checkpoint."""
         if text == "never":
             return cls()
         return cls(automatic=True) if text == "auto" else cls(path=Path(text))
@@ -56,17 +62,12 @@ class Checkpoints:
     """The checkpoints of one run."""
 
     def __init__(self, config: CheckpointConfig, run: str) -> None:
-        """
-        Args:
-            config: equal on all ranks.
-            run: the run's name, and that of its folder.
-        """
         self._config = config
         self._folder = Path(config.folder) / run if config.folder else None
         self._pending: PendingSave | None = None
 
     def due_after(self, step: int) -> int | None:
-        """The first step after ``step`` that ends with a checkpoint; none without a folder."""
+        """Return the first step after ``step`` that ends with a checkpoint, if any does."""
         every = self._config.every
         return None if self._folder is None else (step // every + 1) * every
 
@@ -76,11 +77,10 @@ class Checkpoints:
         return self._folder is not None and self._config.keep_best > 0
 
     def first(self, resume: Resume) -> Path | None:
-        """The checkpoint that the run begins with, if any; call it on all ranks.
+        """Return the checkpoint that the run begins with, if any; call it on all ranks.
 
         Raises:
-            ConfigError: the run would write over newer checkpoints, or nothing says where
-                checkpoints are.
+            ConfigError: the run would write over newer checkpoints, or no folder is given.
 
         Collectives:
             Those of `latest_checkpoint`, and an agreement of all ranks.
@@ -160,7 +160,7 @@ class Checkpoints:
 
 
 def _step_of(path: Path) -> int:
-    """The number of steps in a checkpoint's name; 0 for a name without one."""
+    """Return the number of steps in a checkpoint's name; 0 for a name without one."""
     return int(path.name) if path.name.isdecimal() else 0
 
 
@@ -176,19 +176,31 @@ class RunHistory:
     @property
     def losses(self) -> list[float]:
         """The train loss of each step."""
-        return [loss for steps in self.progress for loss in steps.measured.losses]
+        return [loss for steps in self.progress for loss in steps.losses]
 
     @property
     def seconds(self) -> float:
-        """The time that all steps took."""
-        return sum(steps.window.seconds for steps in self.progress)
+        """The time of all steps."""
+        return sum(steps.seconds or 0.0 for steps in self.progress)
 
     def state_dict(self) -> dict[str, Any]:
-        """The losses as a tensor, and the rest as plain values."""
+        """Return the losses as a tensor, and the rest as plain values."""
         return {
             "losses": torch.tensor(self.losses, dtype=torch.float64),
-            "progress": [_plain_progress(steps) for steps in self.progress],
-            "evaluations": [asdict(evaluation) for evaluation in self.evaluations],
+            "progress": [
+                {
+                    **{key: getattr(steps, key) for key in _STEP_KEYS},
+                    "num_losses": len(steps.losses),
+                    "click_rate": steps.click_rate,
+                    "memory_bytes": list(steps.memory_bytes),
+                }
+                for steps in self.progress
+            ],
+            "evaluations": [
+                {**evaluation.model_dump(), "losses": evaluation.losses}
+                | {"click_rate": evaluation.click_rate}
+                for evaluation in self.evaluations
+            ],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -197,33 +209,11 @@ class RunHistory:
         self.progress = []
         for plain in state["progress"]:
             start, end = end, end + plain["num_losses"]
-            self.progress.append(_progress(plain, tuple(losses[start:end])))
-        self.evaluations = [
-            Evaluation(**{**plain, "losses": tuple(plain["losses"])})
-            for plain in state["evaluations"]
-        ]
-
-
-def _plain_progress(steps: StepsTrained) -> dict[str, Any]:
-    """Progress as plain values, without its losses and without what differs between ranks."""
-    return {
-        "step": steps.step,
-        "num_losses": len(steps.measured.losses),
-        "click_rate": steps.measured.click_rate,
-        "seconds": steps.window.seconds,
-        "memory_bytes": list(steps.window.memory_bytes),
-        "table_lr": steps.table_lr,
-        "dense_lr": steps.dense_lr,
-        "samples_per_s": steps.samples_per_s,
-    }
-
-
-def _progress(plain: Mapping[str, Any], losses: tuple[float, ...]) -> StepsTrained:
-    window = Window(
-        Measured(losses, plain["click_rate"]), plain["seconds"], tuple(plain["memory_bytes"])
-    )
-    rates = {key: plain[key] for key in ("step", "table_lr", "dense_lr", "samples_per_s")}
-    return StepsTrained(window=window, **rates)
+            figures = {key: plain[key] for key in _STEP_KEYS}
+            self.progress.append(
+                StepsTrained.of_losses(losses[start:end], plain["click_rate"], **figures)
+            )
+        self.evaluations = [Evaluation.model_validate(plain) for plain in state["evaluations"]]
 
 
 class RunSettings:
@@ -246,11 +236,11 @@ class RunSettings:
         self._values = dict(_flat("", settings))
 
     def state_dict(self) -> dict[str, Any]:
-        """The settings by their keys in the config, each as JSON."""
+        """Return the settings by their keys in the config, each as JSON."""
         return dict(self._values)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to do: the settings are those of the save."""
+        """Do nothing: the settings are those of the save."""
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise unless the settings are those of the save.
@@ -268,7 +258,7 @@ class RunSettings:
 
 
 def _flat(prefix: str, value: Any) -> list[tuple[str, str]]:
-    """The leaves of nested dicts and lists, by their dotted keys, as JSON."""
+    """Return the leaves of nested dicts and lists, by their dotted keys, as JSON."""
     if isinstance(value, dict):
         items = [(str(key), item) for key, item in value.items()]
     elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
@@ -287,14 +277,10 @@ class LocalMoments:
     """
 
     def __init__(self, optimizer: KeyedOptimizer) -> None:
-        """
-        Args:
-            optimizer: the optimizer of this rank's own steps.
-        """
         self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """The state by the names of the parameters."""
+        """Return the state by the names of the parameters."""
         state = self._optimizer.state
         return {
             name: dict(state[param])

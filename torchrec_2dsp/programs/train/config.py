@@ -1,20 +1,20 @@
-"""`TrainConfig`: what a training program does."""
+"""`TrainConfig`: the config of a training program."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
-from torchrec_2dsp.programs.config.config_file import (
-    CalibrationPath,
-    OutputPath,
-    PathBesideConfig,
-    with_kinds,
+from torchrec_2dsp.programs.config.config_file import CalibrationPath, OutputPath, PathBesideConfig
+from torchrec_2dsp.programs.config.dense import (
+    DDPConfig,
+    DensePartConfig,
+    LocalConfig,
+    check_calibrated,
 )
-from torchrec_2dsp.programs.config.dense import DenseGradientsConfig
-from torchrec_2dsp.programs.config.section import Section
+from torchrec_2dsp.programs.config.section import Section, for_kind
 from torchrec_2dsp.programs.config.sections import (
     ExchangeConfig,
     ModelConfig,
@@ -41,9 +41,16 @@ from torchrec_2dsp.programs.models.own_model import OwnModelConfig
 from torchrec_2dsp.programs.models.sequence import SequenceModelConfig
 from torchrec_2dsp.programs.models.two_tower import TwoTowerConfig
 
+_EXCHANGE = ("exchange", "owners", "row_transport", "hot_rows")
+"""The keys of a run that say how rows travel."""
+_COPIES = (
+    *("sync", "sync_policy", "synced_rows", "transport", "delay", "drift_every", "dense_above"),
+)
+"""The keys of a run that say how copies of rows stay equal."""
+
 
 class LoopConfig(Section):
-    """How long to train, how often to evaluate, and what to tell meanwhile."""
+    """How long to train, how often to evaluate, and what to report meanwhile."""
 
     steps: int = Field(default=200, ge=1)
     """How many steps to train, if the data has as many batches."""
@@ -79,7 +86,7 @@ class LoopConfig(Section):
 
     timeout_s: float = Field(default=1800, gt=0)
     """How many seconds a rank may keep the others waiting before all of them give up, and name it.
-    What one rank does alone, such as making a vocabulary, has to be done in time."""
+    Work of a single rank, such as making a vocabulary, has to be done in time."""
 
     tensorboard_dir: OutputPath = ""
     """The folder of TensorBoard scalars; empty for none."""
@@ -96,9 +103,9 @@ class LoopConfig(Section):
                 f"accumulate={self.accumulate} does not divide "
                 f"global_batch_size={self.global_batch_size}; a step is cut into equal batches"
             )
-        if self.patience and not self.eval_every:
-            raise ValueError(
-                f"patience={self.patience} counts evaluations; set eval_every, or leave it out"
+        if not self.eval_every:
+            self.refuse_unread(
+                ["patience"], "counts evaluations; set eval_every, or leave patience out"
             )
         return self
 
@@ -120,6 +127,15 @@ class CheckpointConfig(Section):
 
     asynchronous: bool = False
     """Whether a run trains on while a checkpoint is written, which takes memory for a copy."""
+
+    @model_validator(mode="after")
+    def _check_folder(self) -> Self:
+        if not self.folder:
+            self.refuse_unread(
+                ["every", "keep_last", "keep_best", "asynchronous"],
+                "is for checkpoints; set folder, or leave it out",
+            )
+        return self
 
 
 class OutputConfig(Section):
@@ -145,29 +161,35 @@ class PlannedModelConfig(ModelConfig):
         return types
 
 
-DataConfig = Annotated[
+_DataKinds = (
     SyntheticData
     | SyntheticSequencesConfig
     | TableConfig
     | CriteoConfig
     | AvazuConfig
-    | InteractionsConfig,
+    | InteractionsConfig
+)
+DataConfig = Annotated[
+    _DataKinds,
     Field(discriminator="kind"),
+    BeforeValidator(lambda tree: for_kind(tree, get_args(_DataKinds), usual="synthetic")),
 ]
 """A section ``[data]``: of one kind, with a method ``dataset()`` that makes the `Dataset`."""
 
+_ModelKinds = PlannedModelConfig | SequenceModelConfig | TwoTowerConfig | OwnModelConfig
 TrainedModelConfig = Annotated[
-    PlannedModelConfig | SequenceModelConfig | TwoTowerConfig | OwnModelConfig,
+    _ModelKinds,
     Field(discriminator="kind"),
+    BeforeValidator(lambda tree: for_kind(tree, get_args(_ModelKinds), usual="dlrm")),
 ]
 """A section ``[model]``, of one kind."""
 
-ENDLESS = ("synthetic", "synthetic_sequences")
-"""The kinds whose batches never end."""
+_ENDLESS = ("synthetic", "synthetic_sequences")
+"""The kinds of data whose batches never end."""
 
 
-def shape_of(config: Any, dataset: Dataset) -> BatchShape:
-    """The features that a model is built and planned for.
+def shape_of(config: DataConfig, dataset: Dataset) -> BatchShape:
+    """Return the features that a model is built and planned for.
 
     Synthetic clicks describe them themselves, and with them which rows are used most.
     """
@@ -175,7 +197,7 @@ def shape_of(config: Any, dataset: Dataset) -> BatchShape:
 
 
 def splits_of(dataset: Dataset) -> str:
-    """What of a log is trained on, and what is held out, in words; empty for data without files."""
+    """Say which rows of a log are trained on and which held out; empty for data without files."""
     if isinstance(dataset, TableData):
         rows, held_out = (dataset.num_rows(split) for split in (Split.TRAIN, Split.EVAL))
         return f"{rows:,} rows to train on, {held_out:,} rows held out: {dataset.held_out.words}"
@@ -190,16 +212,15 @@ def splits_of(dataset: Dataset) -> str:
 
 
 class RunConfig(SamplesConfig, SplitConfig, ReplicationConfig, ExchangeConfig):
-    """One training of the model: a mesh, a way to keep its replicas equal, an exchange, splits, and
-    which rank trains which samples."""
+    """One training of the model: mesh, replica sync, exchange, splits and deal of samples."""
 
     stock: bool = False
     """Whether TorchRec alone plans, shards and trains, to compare with: its planner, its sharders
     and its `DistributedModelParallel`, on the same batches and from the same tables."""
 
     num_groups: int = Field(default=1, ge=0)
-    """How many copies of the tables there are; 1 is plain TorchRec. 0 leaves it to the planner, as
-    does a run that says nothing but has a calibration, access statistics or a plan."""
+    """How many copies of the tables there are; 1 is plain TorchRec. 0 leaves it to the planner, and
+    is the default of a run with a calibration, access statistics or a plan."""
 
     layout: RankLayout = RankLayout.STRIDED
     """How ranks are dealt to groups."""
@@ -207,12 +228,12 @@ class RunConfig(SamplesConfig, SplitConfig, ReplicationConfig, ExchangeConfig):
     sharding_types: ShardingTypes = ()
     """The types that the planner may choose from, if not those of the model."""
 
-    dense: DenseGradientsConfig = DenseGradientsConfig()
-    """How ranks add up the gradients of what isn't sharded."""
+    dense: DensePartConfig = DDPConfig()
+    """How ranks train what isn't sharded."""
 
     calibration: CalibrationPath = ""
-    """What the network and the machines take, for a plan by predicted cost: a file, or the name of
-    a calibration that ships. Empty for TorchRec's search."""
+    """The measured network and machines, for a plan by predicted cost: a file, or the name of a
+    calibration that ships. Empty for TorchRec's search."""
 
     access: PathBesideConfig = ""
     """A file or a folder of access statistics, for a plan by cost and for hot rows."""
@@ -234,23 +255,12 @@ class RunConfig(SamplesConfig, SplitConfig, ReplicationConfig, ExchangeConfig):
         return {**tree, "num_groups": 0} if is_open else tree
 
     @model_validator(mode="after")
-    def _check_stock(self) -> Self:
-        fields = type(self).model_fields
-        for name in fields if self.stock else ():
-            value = getattr(self, name)
-            if name != "stock" and value != fields[name].default:
-                # A default that is made anew each time is empty.
-                if fields[name].default_factory is not None and not value:
-                    continue
-                shown = getattr(value, "value", value)
-                raise ValueError(
-                    f"stock=true is TorchRec alone, and {name}={shown!r} is this package's; leave "
-                    "one out"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _check_plan(self) -> Self:
+    def _check_unread(self) -> Self:
+        if self.stock:
+            self.refuse_unread(
+                [name for name in type(self).model_fields if name != "stock"],
+                "is this package's, and stock=true is TorchRec alone; leave one out",
+            )
         if self.plan:
             self._check_left_out(
                 ("calibration", "access", "sharding_types", "num_groups", "layout", *_EXCHANGE),
@@ -267,19 +277,22 @@ class RunConfig(SamplesConfig, SplitConfig, ReplicationConfig, ExchangeConfig):
                 f"access={self.access!r} is for a plan by cost and for hot rows; give a "
                 "calibration, leave num_groups out, or set hot_rows"
             )
+        if self.num_groups == 1:
+            # Hot rows have a copy on each rank.
+            self.refuse_unread(
+                ["layout", *(() if self.hot_rows else _COPIES)],
+                "is for copies of the tables, and num_groups=1 has one; set num_groups, or leave "
+                "it out",
+            )
         if not self.num_groups and self.moment_scale == "expected":
             raise ValueError("moment_scale='expected' needs num_groups; give it")
         return self
 
     def _check_left_out(self, names: Sequence[str], why: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if value and value != type(self).model_fields[name].default:
-                raise ValueError(f"{name}={value!r} can't be given as well: {why}; leave it out")
-
-
-_EXCHANGE = ("exchange", "owners", "row_transport", "hot_rows")
-"""The keys of a run that say how rows travel."""
+        self.refuse_unread(
+            [name for name in names if getattr(self, name)],
+            f"can't be given as well: {why}; leave it out",
+        )
 
 
 class TrainConfig(Section):
@@ -316,89 +329,79 @@ class TrainConfig(Section):
     runs: dict[str, RunConfig]
     """The runs by name, in the order in which they are trained."""
 
-    @model_validator(mode="after")
-    def _check_names(self) -> Self:
-        if not self.runs:
-            raise ValueError("runs is empty; describe at least one")
-        unusable = [name for name in self.runs if not name or set(name) & set("./\\ ")]
-        if unusable:
-            raise ValueError(f"runs: the name {unusable[0]!r} has a dot, a slash or a space")
-        return self
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name_kinds(cls, tree: Any) -> Any:
-        return with_kinds(tree)
-
-    @model_validator(mode="after")
-    def _check_metric(self) -> Self:
-        metrics = metrics_of(self.model)
-        if self.loop.metric and self.loop.metric not in metrics:
-            raise ValueError(
-                f"loop.metric={self.loop.metric!r} isn't computed for model.kind="
-                f"{self.model.kind!r}; use one of {', '.join(metrics)}"
-            )
-        return self
-
     @property
     def metric(self) -> str:
         """The metric by which evaluations are compared."""
         return self.loop.metric or metrics_of(self.model)[-1]
 
     @model_validator(mode="after")
-    def _check_meetings(self) -> Self:
-        stops = {"loop.steps": self.loop.steps, "loop.eval_every": self.loop.eval_every}
-        if self.checkpoint.folder:
-            stops["checkpoint.every"] = self.checkpoint.every
-        for name, run in self.runs.items():
-            for key, steps in stops.items() if run.dense.kind == "local" else ():
-                if steps % run.dense.local_steps:
-                    raise ValueError(
-                        f"runs.{name}.dense.local_steps={run.dense.local_steps} doesn't divide "
-                        f"{key}={steps}, so ranks would have different weights then"
-                    )
-        return self
-
-    @model_validator(mode="after")
-    def _check_loop(self) -> Self:
-        if self.data.kind in ENDLESS and not self.loop.eval_steps:
+    def _check_program(self) -> Self:
+        if not self.runs:
+            raise ValueError("runs is empty; describe at least one")
+        unusable = [name for name in self.runs if not name or set(name) & set("./\\ ")]
+        if unusable:
+            raise ValueError(f"runs: the name {unusable[0]!r} has a dot, a slash or a space")
+        metrics = metrics_of(self.model)
+        if self.loop.metric and self.loop.metric not in metrics:
+            raise ValueError(
+                f"loop.metric={self.loop.metric!r} isn't computed for model.kind="
+                f"{self.model.kind!r}; use one of {', '.join(metrics)}"
+            )
+        if self.data.kind in _ENDLESS and not self.loop.eval_steps:
             raise ValueError(
                 f"loop.eval_steps=0 evaluates on all held-out batches, and data of the kind "
                 f"{self.data.kind!r} has no end; give a number"
             )
+        if self.checkpoint.keep_best and not self.loop.eval_every:
+            self.checkpoint.refuse_unread(
+                ["keep_best"],
+                "is for loop.eval_every; set it, or leave keep_best out",
+                key="checkpoint.",
+            )
         for name, run in self.runs.items():
-            check_balance(f"runs.{name}", run, self.model, self.loop.device)
-            run.dense.check_calibration(f"runs.{name}", run.calibration)
-            if self.loop.accumulate > 1 and run.prefetch_rows:
-                raise ValueError(
-                    f"runs.{name}.prefetch_rows is for a pipeline, and a step of "
-                    f"loop.accumulate={self.loop.accumulate} batches is trained without one; leave "
-                    "one out"
-                )
-            if run.hot_rows and self.data.kind != "synthetic" and not run.access:
-                raise ValueError(
-                    f"runs.{name}.hot_rows={run.hot_rows} needs to know which rows are used most; "
-                    "give access=, a folder of access statistics"
-                )
+            self._check_run(name, run)
         return self
 
-    @model_validator(mode="after")
-    def _check_stock_runs(self) -> Self:
-        stock = next((name for name, run in self.runs.items() if run.stock), None)
-        if stock is not None and self.loop.accumulate > 1:
+    def _check_run(self, name: str, run: RunConfig) -> None:
+        check_balance(f"runs.{name}", run, self.model, self.loop.device)
+        check_calibrated(f"runs.{name}", run.dense, run.calibration)
+        if isinstance(run.dense, LocalConfig):
+            self._check_meetings(name, run.dense.local_steps)
+        if self.loop.accumulate > 1 and run.prefetch_rows:
             raise ValueError(
-                f"runs.{stock} is TorchRec alone, whose tables learn in each backward, and a step "
+                f"runs.{name}.prefetch_rows is for a pipeline, and a step of "
+                f"loop.accumulate={self.loop.accumulate} batches is trained without one; leave "
+                "one out"
+            )
+        if run.hot_rows and self.data.kind != "synthetic" and not run.access:
+            raise ValueError(
+                f"runs.{name}.hot_rows={run.hot_rows} needs to know which rows are used most; "
+                "give access=, a folder of access statistics"
+            )
+        if run.stock and self.loop.accumulate > 1:
+            raise ValueError(
+                f"runs.{name} is TorchRec alone, whose tables learn in each backward, and a step "
                 f"of loop.accumulate={self.loop.accumulate} batches has several; leave one out"
             )
-        if stock is not None and isinstance(self.model, OwnModelConfig):
+        if run.stock and isinstance(self.model, OwnModelConfig):
             raise ValueError(
-                f"runs.{stock} is TorchRec alone, which draws tables anew, and those of "
+                f"runs.{name} is TorchRec alone, which draws tables anew, and those of "
                 f"model.kind={self.model.kind!r} come from its factory; leave the run out"
             )
-        return self
+
+    def _check_meetings(self, name: str, local_steps: int) -> None:
+        stops = {"loop.steps": self.loop.steps, "loop.eval_every": self.loop.eval_every}
+        if self.checkpoint.folder:
+            stops["checkpoint.every"] = self.checkpoint.every
+        for key, steps in stops.items():
+            if steps % local_steps:
+                raise ValueError(
+                    f"runs.{name}.dense.local_steps={local_steps} doesn't divide {key}={steps}, so "
+                    "ranks would have different weights then"
+                )
 
     def mesh(self, run: str, world_size: int) -> Mesh2D | None:
-        """The mesh of a run in a world of ``world_size`` ranks; `None` if it is planned."""
+        """Return a run's mesh in a world of ``world_size`` ranks; `None` if it is planned."""
         num_groups = self.runs[run].num_groups
         if not num_groups:
             return None
@@ -425,7 +428,7 @@ class TrainConfig(Section):
             )
 
     def only(self, names: Sequence[str]) -> "TrainConfig":
-        """The config with these runs alone; all of them for no name."""
+        """Return the config with these runs alone; with all of them for no name."""
         unknown = [name for name in names if name not in self.runs]
         if unknown:
             raise ConfigError(

@@ -1,4 +1,10 @@
-"""Train every run of a config, one after the other, on the ranks of this world."""
+"""Train every run of a config, one after the other, on the ranks of this world.
+
+```text
+train --> train_run --> RunTrainer: model, optimizers, batches
+                          steps until the next report, evaluation or checkpoint; then that; again
+```
+"""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -33,21 +39,9 @@ from torchrec_2dsp.programs.train.checkpoints import (
     RunSettings,
 )
 from torchrec_2dsp.programs.train.config import TrainConfig, splits_of
-from torchrec_2dsp.programs.train.metrics import (
-    Measured,
-    Meter,
-    best_of,
-    evaluated,
-    mean_per_step,
-    num_since_best,
-)
-from torchrec_2dsp.programs.train.results import (
-    Ending,
-    RunResult,
-    StepsTrained,
-    TrainResult,
-    TrainWatcher,
-)
+from torchrec_2dsp.programs.train.metrics import Meter, evaluated, mean_per_step
+from torchrec_2dsp.programs.train.record import best_of, num_since_best
+from torchrec_2dsp.programs.train.results import Ending, RunResult, TrainResult, TrainWatcher
 from torchrec_2dsp.programs.train.sharded import (
     complete_tables,
     ending_together,
@@ -62,250 +56,12 @@ from torchrec_2dsp.programs.train.steps import (
     ProfiledSteps,
     Stepper,
     StepProfiler,
-    balance_report,
-    dense_progress,
+    dense_figures,
     timed_steps,
     training_batches,
 )
+from torchrec_2dsp.samples.balanced_batches import BalancedBatches
 from torchrec_2dsp.samples.dealer import BalanceReport
-
-
-class RunTrainer:
-    """A run's model, sharded, and its way through the data."""
-
-    def __init__(self, config: TrainConfig, name: str, dataset: Dataset) -> None:
-        """
-        Args:
-            config: equal on all ranks.
-            name: the run's.
-            dataset: the data that the config names.
-
-        Collectives:
-            Those of planning and sharding.
-        """
-        self._config, self._name, self._dataset = config, name, dataset
-        self._world = world_group()
-        self._device = rank_device(config.loop.device)
-        run = config.runs[name]
-        self._model, self.planned = sharded_model(config, name, dataset)
-        """The model of the run, and its plan."""
-        self._board = NoticeBoard.of(self._world)
-        self._optimizers = make_optimizers(self._model, config, run)
-        self._base_rates = self._optimizers.rates()
-        self._meter = Meter(self._world, self._device)
-        self._history = RunHistory()
-        self._balance: BalanceReport | None = None
-        members: dict[str, Any] = {"history": self._history, "settings": RunSettings(config)}
-        if run.dense.kind == "local":
-            members["local_moments"] = LocalMoments(self._optimizers.dense)
-        self._state = TrainState(self._model, self._optimizers.whole, **members)
-        self._checkpoints = Checkpoints(config.checkpoint, name)
-        self._cuts = LayerCuts(self._model, self._optimizers.dense, run.dense.recut_every)
-        # Ranks draw different numbers, where a model draws some.
-        torch.manual_seed(config.model.seed + dist.get_rank(self._world))
-
-    def resume(self, resume: Resume) -> Path | None:
-        """Go on from a checkpoint, and return it; none if the run begins anew.
-
-        Collectives:
-            Those of `Checkpoints.first` and `Checkpoints.load`.
-        """
-        path = self._checkpoints.first(resume)
-        if path is not None:
-            self._checkpoints.load(path, self._optimizers.whole, self._state)
-        return path
-
-    @property
-    def step(self) -> int:
-        """How many steps are trained."""
-        return self._state.step
-
-    def run(
-        self, watchers: Sequence[TrainWatcher], profiler: StepProfiler | None = None
-    ) -> RunResult:
-        """Train to the end, and say what came out, equal on all ranks.
-
-        Collectives:
-            Those of the model, of the reports, of evaluations and of checkpoints.
-        """
-        first_step = self.step
-        dist.barrier(self._world)
-        with count_encoded() as encoded, ending_together(self._model, self._board):
-            ending = self._train(watchers, profiler)
-            if not self.step:
-                raise ConfigError("the data has too few samples for a single step")
-            apply_late_gradients(self._model, self._optimizers.whole)
-            complete_tables(self._model)
-            if not self._is_evaluated:
-                self._evaluate(watchers)
-            self._checkpoints.save(self._optimizers.whole, self._state)
-            self._checkpoints.finish()
-        synced = sync_total_of(self._model)
-        per_step = mean_per_step(
-            self._world,
-            self._device,
-            self.step - first_step,
-            {
-                "sync_bytes_per_step": synced.num_bytes,
-                "sync_fp32_bytes_per_step": synced.num_bytes + synced.saved_bytes,
-                "synced_rows_per_step": synced.num_rows,
-                "rows_bytes_per_step": encoded.after,
-                "rows_fp32_bytes_per_step": encoded.before,
-            },
-        )
-        history, loop = self._history, self._config.loop
-        last = history.losses[-loop.final_steps :]
-        return RunResult(
-            name=self._name,
-            plan=self.planned.plan,
-            losses=tuple(history.losses),
-            train_loss=sum(last) / len(last),
-            evaluated=history.evaluations[-1],
-            evaluations=tuple(history.evaluations),
-            steps_trained=tuple(history.progress),
-            ending=ending,
-            explanation=self.planned.explanation,
-            balance=self._balance,
-            samples_per_s=self.step * loop.global_batch_size / history.seconds,
-            **per_step,
-        )
-
-    def _train(self, watchers: Sequence[TrainWatcher], profiler: StepProfiler | None) -> Ending:
-        balance, ending = self._config.runs[self._name].balance, Ending.STEPS
-        self._model.train()
-        own = self._batches(Split.TRAIN, start=self.step * self._config.loop.accumulate)
-        with training_batches(own, balance, self._config.model) as batches:
-            stepper = timed_steps(self._stepper(), batches, balance)
-            while self.step < self._config.loop.steps:
-                if self._is_out_of_patience():
-                    ending = Ending.PATIENCE
-                    break
-                if not self._train_some(stepper, batches, watchers, profiler):
-                    ending = Ending.DATA
-                    break
-                self._after_steps(stepper, watchers)
-        self._balance = balance_report(batches)
-        stepper.pause()
-        if profiler is not None:
-            profiler.finish()
-        return ending
-
-    def _after_steps(self, stepper: Stepper, watchers: Sequence[TrainWatcher]) -> None:
-        """What is due after this step: an evaluation comes before the checkpoint, which has it."""
-        if self.step == self._cuts.due_after(self.step - 1) and self.step < self._config.loop.steps:
-            stepper.pause()
-            if (cuts := self._cuts.recut()) is not None:
-                for watcher in watchers:
-                    watcher.layers_moved(self._name, self.step, cuts)
-        every = self._config.loop.eval_every
-        if every and self.step % every == 0:
-            stepper.pause()
-            self._evaluate(watchers)
-        if self.step == self._checkpoints.due_after(self.step - 1):
-            self._checkpoints.save(self._optimizers.whole, self._state)
-
-    def _stepper(self) -> Stepper:
-        loop, run = self._config.loop, self._config.runs[self._name]
-        model, optimizer, device = self._model, self._optimizers.whole, self._device
-        if loop.accumulate > 1:
-            # No config lets TorchRec alone accumulate.
-            assert isinstance(model, ModelParallel2D)
-            return AccumulatedSteps(model, optimizer, device, num_batches=loop.accumulate)
-        return PipelinedSteps(model, optimizer, device, prefetch_rows=run.prefetch_rows)
-
-    def _train_some(
-        self,
-        stepper: Stepper,
-        batches: Iterator[Batch],
-        watchers: Sequence[TrainWatcher],
-        profiler: StepProfiler | None,
-    ) -> bool:
-        """Train until the next report, evaluation or checkpoint; whether there may be more data."""
-        first_step, before = self.step, dense_total(self._model)
-        has_more = True
-        began = time.perf_counter()
-        for step in range(self.step, self._next_stop()):
-            self._set_rates(step)
-            try:
-                with nullcontext() if profiler is None else profiler.step(step + 1):
-                    loss, _, labels = stepper.step(batches)
-            except StopIteration:
-                has_more = False
-                break
-            self._meter.add(loss, labels)
-            self._state.step += 1
-        if self.step > first_step:
-            self._meter.add_seconds(time.perf_counter() - began)
-            self._report(self.step - first_step, before, watchers)
-        return has_more
-
-    def _next_stop(self) -> int:
-        """The step after which ranks do something else than train."""
-        loop, step = self._config.loop, self.step
-        stops = [loop.steps, (step // loop.report_every + 1) * loop.report_every]
-        if loop.eval_every:
-            stops.append((step // loop.eval_every + 1) * loop.eval_every)
-        due = (self._checkpoints.due_after(step), self._cuts.due_after(step))
-        return min([*stops, *(stop for stop in due if stop is not None)])
-
-    def _set_rates(self, step: int) -> None:
-        schedules, num_steps = self._config.optimizer.schedules, self._config.loop.steps
-        if not all(schedule.is_constant for schedule in schedules):
-            of_tables, of_dense = (
-                rate * schedule.multiplier(step, num_steps)
-                for rate, schedule in zip(self._base_rates, schedules, strict=True)
-            )
-            self._optimizers.set_rates(of_tables, of_dense)
-
-    def _report(
-        self, num_steps: int, before: GradientReport, watchers: Sequence[TrainWatcher]
-    ) -> None:
-        with naming_faults(self._board, "the report"):
-            window = self._meter.gather()
-        table_lr, dense_lr = self._optimizers.rates()
-        progress = StepsTrained(
-            step=self.step,
-            window=window,
-            table_lr=table_lr,
-            dense_lr=dense_lr,
-            samples_per_s=num_steps * self._config.loop.global_batch_size / window.seconds,
-            dense=dense_progress(self._model, before, num_steps),
-        )
-        self._history.progress.append(progress)
-        for watcher in watchers:
-            watcher.steps_trained(self._name, progress)
-
-    @property
-    def _is_evaluated(self) -> bool:
-        """Whether the model was evaluated since its last step."""
-        evaluations = self._history.evaluations
-        return bool(evaluations) and evaluations[-1].step == self.step
-
-    def _is_out_of_patience(self) -> bool:
-        loop = self._config.loop
-        num_worse = num_since_best(self._history.evaluations, self._config.metric)
-        return 0 < loop.patience <= num_worse
-
-    def _evaluate(self, watchers: Sequence[TrainWatcher]) -> None:
-        """Every rank looks up its own part of the batches, together with its group."""
-        evaluation = evaluated(self._config, self._model, self._batches, self.step)
-        self._history.evaluations.append(evaluation)
-        is_best = best_of(self._history.evaluations, self._config.metric) is evaluation
-        for watcher in watchers:
-            watcher.evaluated(self._name, evaluation, is_best=is_best)
-        if is_best and self._checkpoints.keeps_best and self._config.loop.eval_every:
-            self._checkpoints.save_best(self._optimizers.whole, self._state)
-
-    def _batches(self, split: Split, start: int = 0) -> Iterator[Batch]:
-        """This rank's part of the batches of a split."""
-        return self._dataset.batches(
-            split,
-            global_batch_size=self._config.loop.batch_size,
-            rank=dist.get_rank(self._world),
-            world_size=dist.get_world_size(self._world),
-            start=start,
-        )
-
 
 NEVER = Resume()
 """Runs that begin anew."""
@@ -322,16 +78,16 @@ def train(
 
     Args:
         config: equal on all ranks.
-        watchers: told about this rank's progress; usually given on rank 0 only.
+        watchers: learn of this rank's progress; usually given on rank 0 only.
         resume: where runs go on from.
         profiled: the steps of which each rank writes a trace to the folder of the output.
 
     Returns:
-        What came out, equal on all ranks.
+        The runs' results, equal on all ranks.
 
     Collectives:
         Those of planning, sharding and training; one barrier per run; and agreements of all ranks
-        where watchers are told of a plan, of a checkpoint and of an end.
+        where watchers learn of a plan, of a checkpoint and of an end.
     """
     config.check_world(dist.get_world_size(world_group()))
     if resume.path is not None and len(config.runs) > 1:
@@ -351,7 +107,7 @@ def train(
         train_run(config, name, dataset, watchers, resume=resume, profiled=profiled)
         for name in config.runs
     ]
-    result = TrainResult(runs=tuple(runs), metric=config.metric, planted=evaluate_planted(config))
+    result = TrainResult(runs=tuple(runs), metric=config.metric, planted_ne=_planted_ne(config))
     with agreeing(world_group()):
         for watcher in watchers:
             watcher.all_finished(result)
@@ -369,7 +125,7 @@ def train_run(
 ) -> RunResult:
     """Plan, train and evaluate one run of ``config``; see `train`."""
     trainer = RunTrainer(config, name, dataset)
-    # What a watcher can't write is an error of all ranks.
+    # A watcher's failure, such as a full disk, is an error of all ranks.
     with agreeing(world_group()):
         for watcher in watchers:
             watcher.run_planned(name, trainer.planned, config)
@@ -393,10 +149,8 @@ def train_run(
     return result
 
 
-def evaluate_planted(config: TrainConfig) -> Measured | None:
-    """How well the planted model itself predicts the held-out batches: the best there is.
-
-    `None` for data without a planted model.
+def _planted_ne(config: TrainConfig) -> float | None:
+    """Evaluate the planted model on the held-out batches, which no model beats.
 
     Collectives:
         One all-reduce, of three numbers for each held-out batch.
@@ -415,4 +169,249 @@ def evaluate_planted(config: TrainConfig) -> Measured | None:
         predicted = click_probability(data, batch)
         loss = binary_cross_entropy(predicted, batch.labels.double())
         meter.add(loss, batch.labels)
-    return meter.gather().measured
+    return meter.gather(0).ne
+
+
+class RunTrainer:
+    """A run's model, sharded, and its way through the data."""
+
+    def __init__(self, config: TrainConfig, name: str, dataset: Dataset) -> None:
+        """Plan and shard the model.
+
+        Args:
+            config: equal on all ranks.
+            name: the run's.
+            dataset: the data that the config names.
+
+        Collectives:
+            Those of planning and sharding.
+        """
+        self._config, self._name, self._dataset = config, name, dataset
+        self._run, self._loop = config.runs[name], config.loop
+        self._world = world_group()
+        self._device = rank_device(config.loop.device)
+        self._model, self.planned = sharded_model(config, name, dataset)
+        """The model of the run, and its plan."""
+        self._board = NoticeBoard.of(self._world)
+        self._optimizers = make_optimizers(self._model, config, self._run)
+        self._base_rates = self._optimizers.rates()
+        self._meter = Meter(self._world, self._device)
+        self._history = RunHistory()
+        self._balance: BalanceReport | None = None
+        members: dict[str, Any] = {"history": self._history, "settings": RunSettings(config)}
+        if self._run.dense.kind == "local":
+            members["local_moments"] = LocalMoments(self._optimizers.dense)
+        self._state = TrainState(self._model, self._optimizers.whole, **members)
+        self._checkpoints = Checkpoints(config.checkpoint, name)
+        self._resumed_from = ""
+        self._cuts = LayerCuts(self._model, self._optimizers.dense, self._run.dense)
+        # Ranks draw different numbers, where a model draws some.
+        torch.manual_seed(config.model.seed + dist.get_rank(self._world))
+
+    def resume(self, resume: Resume) -> Path | None:
+        """Go on from a checkpoint, and return it; none if the run begins anew.
+
+        Collectives:
+            Those of `Checkpoints.first` and `Checkpoints.load`.
+        """
+        path = self._checkpoints.first(resume)
+        if path is not None:
+            self._checkpoints.load(path, self._optimizers.whole, self._state)
+            self._resumed_from = str(path)
+        return path
+
+    @property
+    def step(self) -> int:
+        """How many steps are trained."""
+        return self._state.step
+
+    def run(
+        self, watchers: Sequence[TrainWatcher], profiler: StepProfiler | None = None
+    ) -> RunResult:
+        """Train to the end; the result is equal on all ranks.
+
+        Collectives:
+            Those of the model, of the reports, of evaluations and of checkpoints.
+        """
+        first_step = self.step
+        dist.barrier(self._world)
+        with count_encoded() as encoded, ending_together(self._model, self._board):
+            ending = self._train(watchers, profiler)
+            if not self.step:
+                raise ConfigError("the data has too few samples for a single step")
+            apply_late_gradients(self._model, self._optimizers.whole)
+            complete_tables(self._model)
+            evaluations = self._history.evaluations
+            if not evaluations or evaluations[-1].step != self.step:
+                self._evaluate(watchers)
+            self._checkpoints.save(self._optimizers.whole, self._state)
+            self._checkpoints.finish()
+        synced = sync_total_of(self._model)
+        per_step = mean_per_step(
+            self._world,
+            self._device,
+            self.step - first_step,
+            {
+                "sync_bytes_per_step": synced.num_bytes,
+                "sync_fp32_bytes_per_step": synced.num_bytes + synced.saved_bytes,
+                "synced_rows_per_step": synced.num_rows,
+                "rows_bytes_per_step": encoded.after,
+                "rows_fp32_bytes_per_step": encoded.before,
+            },
+        )
+        return self._result(ending, per_step)
+
+    def _result(self, ending: Ending, per_step: dict[str, Any]) -> RunResult:
+        history, plan, balance = self._history, self.planned.plan, self._balance
+        last, metrics = history.losses[-self._loop.final_steps :], history.evaluations[-1].metrics
+        return RunResult(
+            name=self._name,
+            mesh=str(plan.mesh),
+            sync=str(plan.sync),
+            num_groups=plan.mesh.num_groups,
+            curve=tuple(history.progress),
+            eval_loss=metrics["loss"],
+            eval_ne=metrics.get("ne", float("nan")),
+            samples_per_s=self.step * self._loop.global_batch_size / history.seconds,
+            evaluations=tuple(history.evaluations),
+            ending=ending.value,
+            plan=str(plan),
+            explanation=self.planned.explanation,
+            memory_bytes=history.progress[-1].memory_bytes,
+            resumed_from=self._resumed_from,
+            imbalance_before=None if balance is None else balance.imbalance_before,
+            imbalance_after=None if balance is None else balance.imbalance_after,
+            plan2d=plan,
+            losses=tuple(history.losses),
+            train_loss=sum(last) / len(last),
+            balance=balance,
+            **per_step,
+        )
+
+    def _train(self, watchers: Sequence[TrainWatcher], profiler: StepProfiler | None) -> Ending:
+        balance, ending = self._run.balance, Ending.STEPS
+        self._model.train()
+        own = self._batches(Split.TRAIN, start=self.step * self._loop.accumulate)
+        with training_batches(own, balance, self._config.model) as batches:
+            stepper = timed_steps(self._stepper(), batches, balance)
+            while self.step < self._loop.steps:
+                if self._is_out_of_patience():
+                    ending = Ending.PATIENCE
+                    break
+                if not self._train_some(stepper, batches, watchers, profiler):
+                    ending = Ending.DATA
+                    break
+                self._after_steps(stepper, watchers)
+        self._balance = batches.report if isinstance(batches, BalancedBatches) else None
+        stepper.pause()
+        if profiler is not None:
+            profiler.finish()
+        return ending
+
+    def _after_steps(self, stepper: Stepper, watchers: Sequence[TrainWatcher]) -> None:
+        """Do what is due; an evaluation comes before the checkpoint, which has it."""
+        if self.step == self._cuts.due_after(self.step - 1) and self.step < self._loop.steps:
+            stepper.pause()
+            if (cuts := self._cuts.recut()) is not None:
+                for watcher in watchers:
+                    watcher.layers_moved(self._name, self.step, cuts)
+        every = self._loop.eval_every
+        if every and self.step % every == 0:
+            stepper.pause()
+            self._evaluate(watchers)
+        if self.step == self._checkpoints.due_after(self.step - 1):
+            self._checkpoints.save(self._optimizers.whole, self._state)
+
+    def _stepper(self) -> Stepper:
+        model, optimizer, device = self._model, self._optimizers.whole, self._device
+        if self._loop.accumulate > 1:
+            # No config lets TorchRec alone accumulate.
+            assert isinstance(model, ModelParallel2D)
+            return AccumulatedSteps(model, optimizer, device, num_batches=self._loop.accumulate)
+        return PipelinedSteps(model, optimizer, device, prefetch_rows=self._run.prefetch_rows)
+
+    def _train_some(
+        self,
+        stepper: Stepper,
+        batches: Iterator[Batch],
+        watchers: Sequence[TrainWatcher],
+        profiler: StepProfiler | None,
+    ) -> bool:
+        """Train until something is due; return whether there may be more data."""
+        first_step, before = self.step, dense_total(self._model)
+        has_more = True
+        began = time.perf_counter()
+        for step in range(self.step, self._next_stop()):
+            self._set_rates(step)
+            try:
+                with nullcontext() if profiler is None else profiler.step(step + 1):
+                    loss, _, labels = stepper.step(batches)
+            except StopIteration:
+                has_more = False
+                break
+            self._meter.add(loss, labels)
+            self._state.step += 1
+        if self.step > first_step:
+            self._meter.add_seconds(time.perf_counter() - began)
+            self._report(self.step - first_step, before, watchers)
+        return has_more
+
+    def _next_stop(self) -> int:
+        """Return the step after which ranks report, evaluate, save, cut layers or end."""
+        loop, step = self._loop, self.step
+        stops = [loop.steps, (step // loop.report_every + 1) * loop.report_every]
+        if loop.eval_every:
+            stops.append((step // loop.eval_every + 1) * loop.eval_every)
+        due = (self._checkpoints.due_after(step), self._cuts.due_after(step))
+        return min([*stops, *(stop for stop in due if stop is not None)])
+
+    def _set_rates(self, step: int) -> None:
+        schedules, num_steps = self._config.optimizer.schedules, self._loop.steps
+        if not all(schedule.is_constant for schedule in schedules):
+            table_lr, dense_lr = (
+                rate * schedule.multiplier(step, num_steps)
+                for rate, schedule in zip(self._base_rates, schedules, strict=True)
+            )
+            self._optimizers.set_rates(table_lr, dense_lr)
+
+    def _report(
+        self, num_steps: int, before: GradientReport, watchers: Sequence[TrainWatcher]
+    ) -> None:
+        with naming_faults(self._board, "the report"):
+            progress = self._meter.gather(self.step)
+        table_lr, dense_lr = self._optimizers.rates()
+        samples, seconds = num_steps * self._loop.global_batch_size, progress.seconds
+        figures = {
+            "table_lr": table_lr,
+            "dense_lr": dense_lr,
+            "samples_per_s": samples / seconds if seconds else 0.0,
+            **dense_figures(self._model, before, num_steps),
+        }
+        progress = progress.model_copy(update=figures)
+        self._history.progress.append(progress)
+        for watcher in watchers:
+            watcher.steps_trained(self._name, progress)
+
+    def _is_out_of_patience(self) -> bool:
+        num_worse = num_since_best(self._history.evaluations, self._config.metric)
+        return 0 < self._loop.patience <= num_worse
+
+    def _evaluate(self, watchers: Sequence[TrainWatcher]) -> None:
+        """Evaluate: every rank looks up its own part of the batches, together with its group."""
+        evaluation = evaluated(self._config, self._model, self._batches, self.step)
+        self._history.evaluations.append(evaluation)
+        is_best = best_of(self._history.evaluations, self._config.metric) is evaluation
+        for watcher in watchers:
+            watcher.evaluated(self._name, evaluation, is_best=is_best)
+        if is_best and self._checkpoints.keeps_best and self._loop.eval_every:
+            self._checkpoints.save_best(self._optimizers.whole, self._state)
+
+    def _batches(self, split: Split, start: int = 0) -> Iterator[Batch]:
+        """Return this rank's part of the batches of a split."""
+        return self._dataset.batches(
+            split,
+            global_batch_size=self._loop.batch_size,
+            rank=dist.get_rank(self._world),
+            world_size=dist.get_world_size(self._world),
+            start=start,
+        )

@@ -1,4 +1,10 @@
-"""A run's model, planned and sharded: by this package, or by TorchRec alone."""
+"""Plan and shard a run's model: by this package, or by TorchRec alone.
+
+```text
+config --make_model--> unsharded model --plan_run--> plan --ModelParallel2D--> sharded model
+         make_sharders                   stock_plan         DistributedModelParallel
+```
+"""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -50,113 +56,97 @@ from torchrec_2dsp.programs.models.planned import (
     local_shards,
     planner_arguments,
 )
-from torchrec_2dsp.programs.train.config import LoopConfig, RunConfig, TrainConfig, shape_of
+from torchrec_2dsp.programs.train.config import RunConfig, TrainConfig, shape_of
 from torchrec_2dsp.replicas.sync_report import SyncReport
 from torchrec_2dsp.shard.initial_tables import configs_of, draw_part_
 from torchrec_2dsp.shard.sequence_sharder import EmbeddingCollectionSharder2D
 from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
 
-
-def stock_sharders(optimizer: OptimizerConfig) -> list[ModuleSharder[nn.Module]]:
-    """TorchRec's sharders of bags and sequences, with row-wise AdaGrad in their kernels."""
-    fused_params: dict[str, Any] = {
-        "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-        "learning_rate": optimizer.lr,
-        "eps": optimizer.eps,
-    }
-    sharders = [
-        EmbeddingBagCollectionSharder(fused_params=dict(fused_params)),
-        StockSequenceSharder(fused_params=dict(fused_params)),
-    ]
-    return cast(list[ModuleSharder[nn.Module]], sharders)
+_Sharders = list[ModuleSharder[Any]]
 
 
-def stock_plan(
-    model: nn.Module, sharders: list[ModuleSharder[nn.Module]], arguments: dict[str, Any]
-) -> Plan2D:
-    """The plan that TorchRec's planner finds, as one of a single group, which can be shown.
+@dataclass(frozen=True)
+class PlannedRun:
+    """The plan of a run."""
 
-    Args:
-        model: the unsharded model.
-        sharders: TorchRec's.
-        arguments: of the planner.
+    plan: Plan2D
+    """The plan, equal on all ranks."""
 
-    Collectives:
-        One broadcast of a pickled object from rank 0 of the world.
-    """
-    world = world_group()
-    mesh = Mesh2D(1, dist.get_world_size(world))
+    tables: dict[str, tuple[int, int]]
+    """Each table's rows and dimension, by its name."""
 
-    def make_plan() -> Plan2D:
-        plan = EmbeddingShardingPlanner(**arguments).plan(model, sharders)
-        return Plan2D.from_stock(plan, mesh=mesh)
+    num_steps: int
+    """How many steps the run has, unless it is out of patience before: those of the config, or as
+    many as there are data for."""
 
-    return plan_on_rank_0(make_plan, world)
+    explanation: str = ""
+    """Why the plan was chosen, in words, on the rank that searched it by cost; else empty."""
+
+    dense: str = ""
+    """What runs the dense part, in words, if it was planned."""
+
+    def with_dense(self, part: DensePart) -> "PlannedRun":
+        """Add the choice of the dense part, if that was planned, too."""
+        if part.choices is None:
+            return self
+        texts = [self.explanation, str(part.choices)] if self.explanation else []
+        dense = str(part.choices.best.plan)
+        return replace(self, explanation="\n\n".join(texts), dense=dense)
 
 
-def stock_model(
-    model: nn.Module,
-    plan: Plan2D,
-    sharders: list[ModuleSharder[nn.Module]],
-    device: torch.device,
-    *,
-    seed: int,
-) -> DistributedModelParallel:
-    """A model that TorchRec alone shards, with the tables that this package's sharders draw.
+def sharded_model(
+    config: TrainConfig, name: str, dataset: Dataset
+) -> tuple[DistributedModelParallel, PlannedRun]:
+    """Plan a run and shard its model.
 
     Args:
-        model: the unsharded model, whose tables have no weights.
-        plan: from `stock_plan`.
-        sharders: TorchRec's.
-        device: this rank's device.
-        seed: of all tables.
+        config: equal on all ranks.
+        name: the run's.
+        dataset: the data that the config names.
 
     Collectives:
-        Those of `DistributedModelParallel`.
+        Those of planning and sharding.
     """
-    tables = _tables(model)
-    world = world_group()
-    of_rank = plan_for_rank(
-        plan,
-        dist.get_rank(world),
-        device_type=device.type,
-        local_world_size=get_local_size(dist.get_world_size(world)),
+    run, shape = config.runs[name], shape_of(config.data, dataset)
+    device = rank_device(config.loop.device)
+    check_lengths(f"runs.{name}", run.balance, shape.features)
+    model = make_model(config, run, shape)
+    tables = {table.name: (table.num_embeddings, table.embedding_dim) for table in tables_of(model)}
+    num_steps = _num_steps(config, dataset)
+    if run.stock:
+        sharders = _stock_sharders(config.optimizer)
+        plan = _stock_plan(model, sharders, _planner_arguments(config, shape, RunConfig(), None))
+        parallel_model = _stock_model(model, plan, sharders, device, seed=config.model.seed)
+        return parallel_model, PlannedRun(plan, tables, num_steps)
+    if run.balance is not None:
+        weigh_losses_(model)
+    sharders = make_sharders(config, run, shape)
+    plan, explanation = _plan_run(config, name, shape, model, sharders)
+    planned = PlannedRun(plan, tables, num_steps, explanation)
+    part = _make_dense_part(config, run, model)
+    parallel_model = ModelParallel2D(
+        model,
+        device=device,
+        plan=plan,
+        sharders=sharders,
+        data_parallel_wrapper=part.wrapper,
     )
-    parallel_model = DistributedModelParallel(
-        model, device=device, plan=of_rank, sharders=cast(list[ModuleSharder[Any]], sharders)
-    )
-    state = parallel_model.state_dict()
-    with torch.random.fork_rng(devices=[]):
-        for key, config in tables.items():
-            for part, row, column in local_shards(state[key]):
-                draw_part_(part, config, seed, row, column)
-    return parallel_model
-
-
-def _tables(model: nn.Module) -> dict[str, Any]:
-    """The configs of a model's tables, by the names of their weights in its state dict."""
-    tables: dict[str, Any] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
-            is_bags = isinstance(module, EmbeddingBagCollection)
-            kind = "embedding_bags" if is_bags else "embeddings"
-            for config in configs_of(module):
-                tables[f"{path}.{kind}.{config.name}.weight".lstrip(".")] = config
-    return tables
+    return parallel_model, planned.with_dense(part)
 
 
 def make_model(config: TrainConfig, run: RunConfig, shape: BatchShape) -> nn.Module:
-    """The model of a run before it is sharded. Its tables have no weights, because no rank has to
-    be able to hold them; those of a user's own model are as the factory leaves them."""
+    """Build a run's unsharded model.
+
+    Its tables have no weights, because no rank has to be able to hold them; those of a user's own
+    model are as the factory leaves them.
+    """
     model = build_any_model(shape, config.model, tables_device="meta")
     split_(model, run.splits, run.split_threshold)
     return model
 
 
-def make_sharders(
-    config: TrainConfig, run: RunConfig, shape: BatchShape
-) -> list[ModuleSharder[Any]]:
-    """The sharders of a run's bags and sequences.
+def make_sharders(config: TrainConfig, run: RunConfig, shape: BatchShape) -> _Sharders:
+    """Build the sharders of a run's bags and sequences.
 
     They draw initial tables that no mesh changes, or keep those of a user's own model.
     """
@@ -177,47 +167,19 @@ def make_sharders(
     sequences = EmbeddingCollectionSharder2D(
         optimizer, accumulates=accumulates, init_seed=init_seed
     )
-    return cast(list[ModuleSharder[Any]], [bags, sequences])
+    return cast(_Sharders, [bags, sequences])
 
 
-@dataclass(frozen=True)
-class PlannedRun:
-    """The plan of a run."""
-
-    plan: Plan2D
-    """The plan, equal on all ranks."""
-
-    explanation: str
-    """Why the plan is as it is, in words, on the rank that searched it by cost; else empty."""
-
-    tables: dict[str, tuple[int, int]]
-    """The rows and the dimension of each table, by its name."""
-
-    num_steps: int
-    """How many steps the run has, unless it is out of patience before: those of the config, or as
-    many as there are data for."""
-
-    dense: str = ""
-    """What runs the dense part, in words, if it was planned."""
-
-    def with_dense(self, part: DensePart) -> "PlannedRun":
-        """The plan with what was chosen for the dense part, if that was planned, too."""
-        if part.choices is None:
-            return self
-        texts = [self.explanation, str(part.choices)] if self.explanation else []
-        dense = str(part.choices.best.plan)
-        return replace(self, explanation="\n\n".join(texts), dense=dense)
+def _num_steps(config: TrainConfig, dataset: Dataset) -> int:
+    loop = config.loop
+    num_batches = dataset.num_train_batches(loop.batch_size)
+    return loop.steps if num_batches is None else min(loop.steps, num_batches // loop.accumulate)
 
 
-def plan_run(
-    config: TrainConfig,
-    name: str,
-    shape: BatchShape,
-    model: nn.Module,
-    sharders: list[ModuleSharder[Any]],
-    num_steps: int,
-) -> PlannedRun:
-    """The plan of a run: from a file, or what `Planner2D` finds, with what the run pins besides.
+def _plan_run(
+    config: TrainConfig, name: str, shape: BatchShape, model: nn.Module, sharders: _Sharders
+) -> tuple[Plan2D, str]:
+    """Read a run's plan, or search it with the run's pins; return it and its explanation.
 
     Collectives:
         An agreement of all ranks on the files that are read, and one broadcast of a pickled object
@@ -229,8 +191,7 @@ def plan_run(
         access = AccessStats.load(run.access) if run.access else None
         calibration = Calibration.load(run.calibration) if run.calibration else None
         if run.plan:
-            plan = _plan_of_file(name, run, world_size)
-            return PlannedRun(plan, "", _table_shapes(model), num_steps)
+            return _plan_of_file(name, run, world_size), ""
         arguments = _planner_arguments(config, shape, run, calibration)
         if run.is_planned_by_cost:
             arguments |= {"calibration": calibration, "access": access}
@@ -238,31 +199,13 @@ def plan_run(
     pins = None if run.is_planned_by_cost else run
     plan = collective_plan(planner, model, sharders, pins=pins, data=shape, access=access)
     is_searched_here = run.is_planned_by_cost and dist.get_rank(world_group()) == 0
-    explanation = str(planner.explain()) if is_searched_here else ""
-    return PlannedRun(plan, explanation, _table_shapes(model), num_steps)
-
-
-def plan_stock_run(
-    config: TrainConfig,
-    shape: BatchShape,
-    model: nn.Module,
-    sharders: list[ModuleSharder[nn.Module]],
-    num_steps: int,
-) -> PlannedRun:
-    """The plan of a run by TorchRec alone.
-
-    Collectives:
-        One broadcast of a pickled object from rank 0 of the world.
-    """
-    arguments = _planner_arguments(config, shape, RunConfig(), None)
-    plan = stock_plan(model, sharders, arguments)
-    return PlannedRun(plan, "", _table_shapes(model), num_steps)
+    return plan, str(planner.explain()) if is_searched_here else ""
 
 
 def _planner_arguments(
     config: TrainConfig, shape: BatchShape, run: RunConfig, calibration: Calibration | None
 ) -> dict[str, Any]:
-    """The arguments that TorchRec's planner and this package's are given alike."""
+    """Return the arguments that TorchRec's planner and this package's share."""
     world_size = dist.get_world_size(world_group())
     local_size = get_local_size(world_size)
     if calibration is not None:
@@ -280,17 +223,6 @@ def _planner_arguments(
     )
 
 
-def num_steps_of(loop: LoopConfig, dataset: Dataset) -> int:
-    """How many steps a run has: as many as its config says, or as there are data for."""
-    num_batches = dataset.num_train_batches(loop.batch_size)
-    return loop.steps if num_batches is None else min(loop.steps, num_batches // loop.accumulate)
-
-
-def _table_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """The rows and the dimension of each table of a model that isn't sharded."""
-    return {table.name: (table.num_embeddings, table.embedding_dim) for table in tables_of(model)}
-
-
 def _plan_of_file(name: str, run: RunConfig, world_size: int) -> Plan2D:
     plan = serialize.load(run.plan)
     plan.mesh.check_world(world_size)
@@ -302,8 +234,8 @@ def _plan_of_file(name: str, run: RunConfig, world_size: int) -> Plan2D:
     return plan
 
 
-def make_dense_part(config: TrainConfig, run: RunConfig, model: nn.Module) -> DensePart:
-    """What runs the dense part of a model that isn't sharded yet.
+def _make_dense_part(config: TrainConfig, run: RunConfig, model: nn.Module) -> DensePart:
+    """Build what runs the dense part of an unsharded model.
 
     Collectives:
         Those of `dense_part`.
@@ -315,10 +247,91 @@ def make_dense_part(config: TrainConfig, run: RunConfig, model: nn.Module) -> De
         calibration=run.calibration,
         batch_size=loop.batch_size // dist.get_world_size(world_group()),
         state_per_weight=STATE_PER_WEIGHT[config.optimizer.dense_optimizer],
-        # A DDP that is told that its graph is static learns it in its first backward, in which it
-        # adds up the gradients of each batch. That would be other bits after a resume.
+        # A DDP with a static graph learns it in its first backward, in which it adds up the
+        # gradients of each batch. That would be other bits after a resume.
         static_graph=loop.accumulate == 1,
     )
+
+
+def _stock_sharders(optimizer: OptimizerConfig) -> _Sharders:
+    """Build TorchRec's sharders of bags and sequences, with row-wise AdaGrad in their kernels."""
+    fused_params: dict[str, Any] = {
+        "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        "learning_rate": optimizer.lr,
+        "eps": optimizer.eps,
+    }
+    sharders = [
+        EmbeddingBagCollectionSharder(fused_params=dict(fused_params)),
+        StockSequenceSharder(fused_params=dict(fused_params)),
+    ]
+    return cast(_Sharders, sharders)
+
+
+def _stock_plan(model: nn.Module, sharders: _Sharders, arguments: dict[str, Any]) -> Plan2D:
+    """Plan with TorchRec's planner; return the plan as one of a single group, to be shown.
+
+    Args:
+        model: the unsharded model.
+        sharders: TorchRec's.
+        arguments: of the planner.
+
+    Collectives:
+        One broadcast of a pickled object from rank 0 of the world.
+    """
+    world = world_group()
+    mesh = Mesh2D(1, dist.get_world_size(world))
+
+    def make_plan() -> Plan2D:
+        plan = EmbeddingShardingPlanner(**arguments).plan(model, sharders)
+        return Plan2D.from_stock(plan, mesh=mesh)
+
+    return plan_on_rank_0(make_plan, world)
+
+
+def _stock_model(
+    model: nn.Module, plan: Plan2D, sharders: _Sharders, device: torch.device, *, seed: int
+) -> DistributedModelParallel:
+    """Shard a model by TorchRec alone, with the tables that this package's sharders draw.
+
+    Args:
+        model: the unsharded model, whose tables have no weights.
+        plan: from `_stock_plan`.
+        sharders: TorchRec's.
+        device: this rank's device.
+        seed: of all tables.
+
+    Collectives:
+        Those of `DistributedModelParallel`.
+    """
+    tables = _configs_by_weight(model)
+    world = world_group()
+    rank_plan = plan_for_rank(
+        plan,
+        dist.get_rank(world),
+        device_type=device.type,
+        local_world_size=get_local_size(dist.get_world_size(world)),
+    )
+    parallel_model = DistributedModelParallel(
+        model, device=device, plan=rank_plan, sharders=sharders
+    )
+    state = parallel_model.state_dict()
+    with torch.random.fork_rng(devices=[]):
+        for key, config in tables.items():
+            for part, row, column in local_shards(state[key]):
+                draw_part_(part, config, seed, row, column)
+    return parallel_model
+
+
+def _configs_by_weight(model: nn.Module) -> dict[str, Any]:
+    """Return the configs of a model's tables, by the names of their weights in its state dict."""
+    tables: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
+            is_bags = isinstance(module, EmbeddingBagCollection)
+            kind = "embedding_bags" if is_bags else "embeddings"
+            for config in configs_of(module):
+                tables[f"{path}.{kind}.{config.name}.weight".lstrip(".")] = config
+    return tables
 
 
 @dataclass(frozen=True)
@@ -335,13 +348,12 @@ class RunOptimizers:
     """The optimizer of everything else, as each rank steps it."""
 
     def rates(self) -> tuple[float, float]:
-        """The learning rates now, of the tables and of everything else."""
+        """Return the learning rates now, of the tables and of everything else."""
         return _rate(self.tables), _rate(self.dense)
 
-    def set_rates(self, of_tables: float, of_dense: float) -> None:
-        """Set the learning rates of the next step; kernels get theirs as its gradients are
-        cleared."""
-        for optimizer, rate in ((self.tables, of_tables), (self.dense, of_dense)):
+    def set_rates(self, table_lr: float, dense_lr: float) -> None:
+        """Set the next step's learning rates; kernels get theirs as its gradients are cleared."""
+        for optimizer, rate in ((self.tables, table_lr), (self.dense, dense_lr)):
             groups: Any = optimizer.param_groups
             for group in groups:
                 group["lr"] = rate
@@ -355,7 +367,7 @@ def _rate(optimizer: KeyedOptimizer) -> float:
 def make_optimizers(
     model: DistributedModelParallel, config: TrainConfig, run: RunConfig
 ) -> RunOptimizers:
-    """The tables' fused optimizers, and the optimizer of everything else."""
+    """Build the tables' fused optimizers, and the optimizer of everything else."""
     params = dict(in_backward_optimizer_filter(model.named_parameters()))
     dense = dense_optimizer(config.optimizer, params, clip_norm=config.optimizer.dense_clip_norm)
     fused: Any = model.fused_optimizer
@@ -363,48 +375,10 @@ def make_optimizers(
     return RunOptimizers(whole, fused, dense)
 
 
-def sharded_model(
-    config: TrainConfig, name: str, dataset: Dataset
-) -> tuple[DistributedModelParallel, PlannedRun]:
-    """The model of a run, and its plan.
-
-    Args:
-        config: equal on all ranks.
-        name: the run's.
-        dataset: the data that the config names.
-
-    Collectives:
-        Those of planning and sharding.
-    """
-    run, shape = config.runs[name], shape_of(config.data, dataset)
-    device = rank_device(config.loop.device)
-    check_lengths(f"runs.{name}", run.balance, shape.features)
-    model = make_model(config, run, shape)
-    num_steps = num_steps_of(config.loop, dataset)
-    if run.stock:
-        sharders = stock_sharders(config.optimizer)
-        planned = plan_stock_run(config, shape, model, sharders, num_steps)
-        seed = config.model.seed
-        return stock_model(model, planned.plan, sharders, device, seed=seed), planned
-    if run.balance is not None:
-        weigh_losses_(model)
-    own_sharders = make_sharders(config, run, shape)
-    planned = plan_run(config, name, shape, model, own_sharders, num_steps)
-    part = make_dense_part(config, run, model)
-    parallel_model = ModelParallel2D(
-        model,
-        device=device,
-        plan=planned.plan,
-        sharders=own_sharders,
-        data_parallel_wrapper=part.wrapper,
-    )
-    return parallel_model, planned.with_dense(part)
-
-
 def ending_together(
     model: DistributedModelParallel, board: NoticeBoard
 ) -> AbstractContextManager[object]:
-    """The context of a training loop whose errors name the rank that failed.
+    """Return a training loop's context, whose errors name the rank that failed.
 
     Args:
         model: the run's.
@@ -426,5 +400,5 @@ def complete_tables(model: DistributedModelParallel) -> None:
 
 
 def sync_total_of(model: DistributedModelParallel) -> SyncReport:
-    """What the copies of a run's tables have sent each other; nothing by TorchRec alone."""
+    """Return the sum of all sync reports; empty by TorchRec alone."""
     return model.sync_total if isinstance(model, ModelParallel2D) else SyncReport()

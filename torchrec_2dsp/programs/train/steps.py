@@ -1,4 +1,12 @@
-"""How a run trains one step: in a pipeline, or as several batches that make one update."""
+"""Train one step: in a pipeline, or as several batches that make one update.
+
+```text
+batches --training_batches (dealt, if the run says so)--> Stepper.step --> loss, scores, labels
+```
+
+Between two steps, `LayerCuts` moves the layers of a pipelined dense part. `StepProfiler` writes a
+trace of some steps.
+"""
 
 import re
 import time
@@ -25,6 +33,7 @@ from torchrec_2dsp.dense.pipelined.pipelined_dense import PipelinedDense
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.parallel.loop import accumulate
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
+from torchrec_2dsp.programs.config.dense import DenseKinds, PipelinedConfig
 from torchrec_2dsp.programs.config.sections import MEASURED, BalanceConfig
 from torchrec_2dsp.programs.models.balance import deal_batches
 from torchrec_2dsp.programs.models.dense import thresholded_gradients
@@ -32,7 +41,6 @@ from torchrec_2dsp.programs.models.kinds import ModelSection
 from torchrec_2dsp.programs.models.planned import make_pipeline
 from torchrec_2dsp.programs.traces import step_mark
 from torchrec_2dsp.samples.balanced_batches import BalancedBatches
-from torchrec_2dsp.samples.dealer import BalanceReport
 
 Output = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """What a model gives beside the loss that is trained: the detached loss, scores and labels."""
@@ -99,7 +107,7 @@ class AccumulatedSteps:
         self._device, self._num_batches = device, num_batches
 
     def step(self, batches: Iterator[Batch]) -> Output:
-        """Train as many batches as make a step; what is left of the data for less is not trained.
+        """Train as many batches as make a step; fewer at the data's end aren't trained.
 
         Collectives:
             Those of `accumulate` and of the model.
@@ -123,37 +131,43 @@ class AccumulatedSteps:
         return torch.stack(losses).mean(), torch.cat(scores), torch.cat(labels)
 
     def pause(self) -> None:
-        """Nothing to do: between two steps the model is free."""
+        """Do nothing: between two steps the model is free."""
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context in which a model evaluates, and learns nothing."""
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train()
+class _TimedSteps:
+    """Steps whose processor time each rank notes, so that slower ranks get less to do.
+
+    While a rank waits for others it uses no processor.
+    """
+
+    def __init__(self, steps: Stepper, note_seconds: Callable[[float], None]) -> None:
+        self._steps, self._note_seconds = steps, note_seconds
+
+    def step(self, batches: Iterator[Batch]) -> Output:
+        """Train a step."""
+        start = time.thread_time()
+        output = self._steps.step(batches)
+        self._note_seconds(time.thread_time() - start)
+        return output
+
+    def pause(self) -> None:
+        """Give the model back."""
+        self._steps.pause()
 
 
-@contextmanager
-def closing_batches(batches: Iterator[Batch]) -> Iterator[Iterator[Batch]]:
-    """A context for an iterator over batches, which is closed at its end if it can be: readers
-    have threads."""
-    closable: Any = batches
-    try:
-        yield batches
-    finally:
-        if hasattr(closable, "close"):
-            closable.close()
+def timed_steps(steps: Stepper, batches: Iterator[Batch], balance: BalanceConfig | None) -> Stepper:
+    """Return steps that note their times, if ranks' speeds are measured."""
+    is_measured = balance is not None and balance.rank_speeds == MEASURED
+    if is_measured and isinstance(batches, BalancedBatches):
+        return _TimedSteps(steps, batches.note_seconds)
+    return steps
 
 
 @contextmanager
 def training_batches(
     batches: Iterator[Batch], balance: BalanceConfig | None, model: ModelSection
 ) -> Iterator[Iterator[Batch]]:
-    """A context for the batches that a run trains, which are closed at its end.
+    """Open the batches that a rank trains, and close them at the end.
 
     Args:
         batches: those that this rank reads.
@@ -171,43 +185,72 @@ def training_batches(
             yield dealt
 
 
-def balance_report(batches: Iterator[Batch]) -> BalanceReport | None:
-    """What became of batches so far; `None` if they aren't dealt."""
-    return batches.report if isinstance(batches, BalancedBatches) else None
+@contextmanager
+def closing_batches(batches: Iterator[Batch]) -> Iterator[Iterator[Batch]]:
+    """Close an iterator at the end, if it can be closed: readers have threads."""
+    closable: Any = batches
+    try:
+        yield batches
+    finally:
+        if hasattr(closable, "close"):
+            closable.close()
 
 
-class TimedSteps:
-    """Steps whose processor time each rank tells, so that slower ranks get less to do.
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Let a model evaluate, without gradients, in this context."""
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train()
 
-    While a rank waits for others it uses no processor.
+
+def dense_figures(model: nn.Module, before: GradientReport, num_steps: int) -> dict[str, float]:
+    """Return the figures of this rank's thresholded dense gradients; none if all are sent.
+
+    Args:
+        model: the sharded model.
+        before: what was sent before these steps.
+        num_steps: how many steps there were.
     """
+    wrapper = thresholded_gradients(model)
+    if wrapper is None:
+        return {}
+    sent = wrapper.total - before
+    return {
+        "dense_density": sent.density,
+        "dense_bytes_per_step": sent.num_bytes / num_steps,
+        "dense_fp32_bytes_per_step": sent.dense_bytes / num_steps,
+        "dense_residual_norm": wrapper.residual_norm(),
+    }
 
-    def __init__(self, steps: Stepper, note_seconds: Callable[[float], None]) -> None:
+
+class LayerCuts:
+    """Moves the layers of a pipeline now and then, if a model has one."""
+
+    def __init__(self, model: nn.Module, optimizer: KeyedOptimizer, dense: DenseKinds) -> None:
+        wrapper = data_parallel_wrapper(model)
+        self._pipeline = wrapper if isinstance(wrapper, PipelinedDense) else None
+        self._optimizer = optimizer
+        self._every = dense.recut_every if isinstance(dense, PipelinedConfig) else 0
+
+    def due_after(self, step: int) -> int | None:
+        """Return the next step after which layers may move; none if they never do."""
+        if self._pipeline is None or not self._every:
+            return None
+        return (step // self._every + 1) * self._every
+
+    def recut(self) -> Mapping[str, tuple[int, ...]] | None:
+        """Cut the layers anew, between two steps; return each stack's cuts if layers have moved.
+
+        Collectives:
+            Those of `PipelinedDense.recut`.
         """
-        Args:
-            steps: the way to train a step.
-            note_seconds: told the seconds of each.
-        """
-        self._steps, self._note_seconds = steps, note_seconds
-
-    def step(self, batches: Iterator[Batch]) -> Output:
-        """Train a step."""
-        start = time.thread_time()
-        output = self._steps.step(batches)
-        self._note_seconds(time.thread_time() - start)
-        return output
-
-    def pause(self) -> None:
-        """Give the model back."""
-        self._steps.pause()
-
-
-def timed_steps(steps: Stepper, batches: Iterator[Batch], balance: BalanceConfig | None) -> Stepper:
-    """A way to train steps that tells their times, if ranks' speeds are measured."""
-    is_measured = balance is not None and balance.rank_speeds == MEASURED
-    if is_measured and isinstance(batches, BalancedBatches):
-        return TimedSteps(steps, batches.note_seconds)
-    return steps
+        assert self._pipeline is not None, "no step is due"
+        self._optimizer.zero_grad()
+        return self._pipeline.cuts if self._pipeline.recut(self._optimizer) else None
 
 
 @dataclass(frozen=True)
@@ -228,7 +271,7 @@ class ProfiledSteps:
 
     @classmethod
     def of(cls, text: str) -> "ProfiledSteps":
-        """The steps of a text such as ``20:30``.
+        """Parse a text such as ``20:30``.
 
         Raises:
             ConfigError: it says something else.
@@ -242,15 +285,9 @@ class ProfiledSteps:
 
 
 class StepProfiler:
-    """Records what a rank does in some steps, and writes it when they are over."""
+    """Records a rank's work in some steps, and writes it when they are over."""
 
     def __init__(self, steps: ProfiledSteps, path: Path, device: torch.device) -> None:
-        """
-        Args:
-            steps: the steps to record.
-            path: the file to write, of this rank.
-            device: the device whose work is recorded beside that of the host.
-        """
         self._steps, self._path = steps, path
         activities = [ProfilerActivity.CPU]
         if device.type == "cuda":
@@ -260,7 +297,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """A context in which ``step``, counted from 1, is trained, and recorded if it is due.
+        """Record the block, which trains ``step``, if it is due.
 
         Collectives:
             Those of `finish` at the end of the last step to record.
@@ -291,73 +328,3 @@ class StepProfiler:
             self._profile.stop()
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._profile.export_chrome_trace(str(self._path))
-
-
-class LayerCuts:
-    """Moves the layers of a pipeline now and then, if a model has one."""
-
-    def __init__(self, model: nn.Module, optimizer: KeyedOptimizer, every: int) -> None:
-        """
-        Args:
-            model: the sharded model.
-            optimizer: of everything but the tables.
-            every: layers may move after so many steps, and after each multiple; 0 for never.
-        """
-        wrapper = data_parallel_wrapper(model)
-        self._pipeline = wrapper if isinstance(wrapper, PipelinedDense) else None
-        self._optimizer, self._every = optimizer, every
-
-    def due_after(self, step: int) -> int | None:
-        """The next step after which layers may move; none if they never do."""
-        if self._pipeline is None or not self._every:
-            return None
-        return (step // self._every + 1) * self._every
-
-    def recut(self) -> Mapping[str, tuple[int, ...]] | None:
-        """Cut the layers anew, between two steps; the cuts of each stack, if layers have moved.
-
-        Collectives:
-            Those of `PipelinedDense.recut`.
-        """
-        assert self._pipeline is not None, "no step is due"
-        self._optimizer.zero_grad()
-        return self._pipeline.cuts if self._pipeline.recut(self._optimizer) else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class DenseProgress:
-    """What became of this rank's dense gradients in some steps, if they are thresholded."""
-
-    density: float
-    """The share of elements that were chosen; 0 if all steps were dense."""
-
-    bytes_per_step: float
-    """Bytes that the rank sent to others."""
-
-    fp32_bytes_per_step: float
-    """Bytes like `bytes_per_step`, had all elements been added up in fp32 by a ring."""
-
-    residual_norm: float
-    """The Euclidean norm of what it hadn't sent yet after the last step."""
-
-
-def dense_progress(
-    model: nn.Module, before: GradientReport, num_steps: int
-) -> DenseProgress | None:
-    """What became of this rank's dense gradients in some steps; `None` if all are sent.
-
-    Args:
-        model: the sharded model.
-        before: what was sent before these steps.
-        num_steps: how many steps there were.
-    """
-    wrapper = thresholded_gradients(model)
-    if wrapper is None:
-        return None
-    sent = wrapper.total - before
-    return DenseProgress(
-        density=sent.density,
-        bytes_per_step=sent.num_bytes / num_steps,
-        fp32_bytes_per_step=sent.dense_bytes / num_steps,
-        residual_norm=wrapper.residual_norm(),
-    )

@@ -173,6 +173,8 @@ class HeldOut(Section):
             raise ValueError(f"by={self.by!r} and files={self.files!r} don't belong together")
         if (self.by == "hash") != bool(self.column):
             raise ValueError(f"by={self.by!r} and column={self.column!r} don't belong together")
+        if self.by == "files":
+            self.refuse_unread(["share"], "is for by='last' or 'hash'; leave it out")
         return self
 
 
@@ -217,6 +219,12 @@ class LogConfig(Section):
     prepared: PathBesideConfig = ""
     """The folder of what a pass over the files finds: counts of rows, vocabularies, measured
     scales. Empty to count rows anew each time."""
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if not self.shuffled_blocks:
+            self.refuse_unread(["seed"], "is for shuffled_blocks; set it, or leave seed out")
+        return self
 
 
 class TableLayout(LogConfig):
@@ -322,3 +330,9 @@ class InteractionsLayout(Section):
 
     num_ahead: int = Field(default=4, ge=0)
     """How many batches a thread makes ahead of time; 0 for none, and no thread."""
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if not self.is_shuffled:
+            self.refuse_unread(["seed"], "is for is_shuffled=true; set it, or leave seed out")
+        return self

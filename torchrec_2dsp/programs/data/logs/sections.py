@@ -66,6 +66,14 @@ class KnownLogConfig(LogConfig):
     min_count: int = Field(default=10, ge=1)
     """Values that the log has less often have no row in a vocabulary."""
 
+    @model_validator(mode="after")
+    def _check_encoding(self) -> Self:
+        if self.encoding == "hash":
+            self.refuse_unread(
+                ["min_count"], "is for encoding='vocabulary'; set it, or leave min_count out"
+            )
+        return self
+
     def sparse(self, names: tuple[str, ...]) -> tuple[SparseColumn, ...]:
         """The sparse features of some columns."""
         unknown = sorted(self.rows.keys() - set(names))

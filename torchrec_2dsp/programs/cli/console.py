@@ -1,0 +1,117 @@
+"""Elements that all commands share: errors, progress bars, outputs that can be written."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.text import Text
+
+from torchrec_2dsp.errors import ConfigError, TwoDError
+
+# An error is usually that of all ranks, and torchrun stops the others as soon as one has left: they
+# wait so that rank 0 speaks for all, and speak if it is silent.
+_LET_RANK_0_SPEAK_S = 3.0
+
+
+@contextmanager
+def shown_errors() -> Iterator[None]:
+    """Turn this package's errors into one line and exit code 2.
+
+    Under torchrun that line is also the last thing that torchrun says.
+    """
+    try:
+        yield
+    except TwoDError as error:
+        rank = os.environ.get("RANK", "0")
+        where = "" if rank == "0" else f" on rank {rank}"
+        text = f"error{where}: {error}"
+        # At once: torchrun takes the first of the ranks for the cause.
+        _tell_torchrun(text)
+        if rank != "0":
+            time.sleep(_LET_RANK_0_SPEAK_S)
+        Console(stderr=True).print(Text(text, style="bold red"), soft_wrap=True)
+        raise typer.Exit(code=2) from None
+
+
+def _tell_torchrun(text: str) -> None:
+    """Leave the line where torchrun looks for it, in place of its hint that there is no error."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    timestamp = {"timestamp": str(int(time.time()))}
+    content = {"message": {"message": text, "extraInfo": timestamp}}
+    # The folder is gone where the launcher has ended.
+    with suppress(OSError):
+        Path(path).write_text(json.dumps(content))
+
+
+def check_writable(output: Path | None) -> None:
+    """Raise `ConfigError` if ``output`` can't be written: before the work, not after it."""
+    if output is None:
+        return
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not output.exists()
+        output.touch()
+        if is_new:
+            # A failure later on leaves no empty file.
+            output.unlink()
+    except OSError as error:
+        raise ConfigError(f"--output {output} can't be written: {error.strerror}") from error
+
+
+class Bars:
+    """Progress bars on a terminal, one for each name; nothing elsewhere, where lines are printed.
+
+    Example:
+        >>> from rich.console import Console
+        >>> from torchrec_2dsp.programs.cli.console import Bars
+        >>> with Bars(Console(force_terminal=False)) as bars:
+        ...     bars.show("train", 5, 10, "loss 0.5")
+        >>> bars.are_shown
+        False
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.are_shown = console.is_terminal
+        """Whether there is a terminal."""
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}", markup=False),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> "Bars":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def show(self, name: str, completed: int, total: int, figures: str = "") -> None:
+        """Move the bar of this name; the first call adds it.
+
+        Args:
+            name: stands before the bar.
+            completed: how much is done.
+            total: how much there is.
+            figures: stand behind the bar.
+        """
+        if not self._tasks:
+            self._progress.start()
+        if name not in self._tasks:
+            self._tasks[name] = self._progress.add_task(name, total=total, figures="")
+        self._progress.update(self._tasks[name], completed=completed, figures=figures)
+
+    def close(self) -> None:
+        """Give the terminal back; the bars stay visible."""
+        self._progress.stop()

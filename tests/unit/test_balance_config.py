@@ -20,7 +20,6 @@ from torchrec_2dsp.programs.bench.results import ComputeTimes, DealtSamples
 from torchrec_2dsp.programs.bench.statistics import summarize
 from torchrec_2dsp.programs.bench.tables import balance_table, shares_of, shares_table
 from torchrec_2dsp.programs.bench.tracing import compute_times, dealt_samples
-from torchrec_2dsp.programs.cli.train import balance_text
 from torchrec_2dsp.programs.cli.train_display import balance_text
 from torchrec_2dsp.programs.config.config_file import make_config, overridden
 from torchrec_2dsp.programs.config.sections import BalanceConfig, ModelConfig

@@ -6,7 +6,6 @@ import pytest
 from typer.testing import CliRunner
 
 from torchrec_2dsp.errors import ConfigError
-from torchrec_2dsp.programs import study as study_report
 from torchrec_2dsp.programs.cli.app import app
 from torchrec_2dsp.programs.study import gaps_to, study_report
 from torchrec_2dsp.programs.train.record import (

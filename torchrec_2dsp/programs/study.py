@@ -10,7 +10,6 @@ from scipy.stats import t as student
 
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.sync import WeightSync
-from torchrec_2dsp.programs.study import CONFIDENCE, Gap, gaps_to
 from torchrec_2dsp.programs.train.config import RunConfig
 from torchrec_2dsp.programs.train.record import RunRecord, TrainRecord
 from torchrec_2dsp.report.charts import MARKERS, Axis, Line, LineChart, draw_lines

@@ -7,7 +7,6 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
 from torchrec_2dsp.plan.parameter_sharding import base_type
-from torchrec_2dsp.programs.bench.config import LossConfig, NetworkConfig, ScheduleConfig
 from torchrec_2dsp.programs.config.config_file import CalibrationPath
 from torchrec_2dsp.programs.config.dense import (
     DDPConfig,

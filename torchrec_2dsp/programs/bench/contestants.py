@@ -48,7 +48,6 @@ from torchrec_2dsp.programs.bench.config import (
     TwoDContestant,
     shape_of,
 )
-from torchrec_2dsp.programs.bench.contestants import fill_tables_, tables_work, workload_of
 from torchrec_2dsp.programs.calibrate.collectives import LinkSpeeds, repeated_seconds
 from torchrec_2dsp.programs.config.dense import DenseKinds
 from torchrec_2dsp.programs.data.dataset import DatasetFeature

@@ -126,8 +126,7 @@ def _saying_how_to_go_on(folder: str) -> Iterator[None]:
                 else "stopped; nothing is left to go on from, because checkpoint.folder isn't set"
             )
             Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
-        # The other ranks and torchrun are being stopped as well: nothing is left in order.
-        os._exit(130)
+        raise typer.Exit(code=130) from None
 
 
 def _writers(config: "TrainConfig", output: Path | None) -> "list[TrainWatcher]":

@@ -66,13 +66,13 @@ def check_writable(output: Path | None) -> None:
         raise ConfigError(f"--output {output} can't be written: {error.strerror}") from error
 
 
-class Bars:
+class ProgressBars:
     """Progress bars on a terminal, one for each name; nothing elsewhere, where lines are printed.
 
     Example:
         >>> from rich.console import Console
-        >>> from torchrec_2dsp.programs.cli.console import Bars
-        >>> with Bars(Console(force_terminal=False)) as bars:
+        >>> from torchrec_2dsp.programs.cli.console import ProgressBars
+        >>> with ProgressBars(Console(force_terminal=False)) as bars:
         ...     bars.show("train", 5, 10, "loss 0.5")
         >>> bars.are_shown
         False
@@ -91,7 +91,7 @@ class Bars:
         )
         self._tasks: dict[str, TaskID] = {}
 
-    def __enter__(self) -> "Bars":
+    def __enter__(self) -> "ProgressBars":
         return self
 
     def __exit__(self, *_: object) -> None:

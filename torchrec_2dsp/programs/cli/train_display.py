@@ -10,7 +10,7 @@ from rich.text import Text
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import Exchange, ParameterSharding2D, RowOwners
-from torchrec_2dsp.programs.cli.console import Bars
+from torchrec_2dsp.programs.cli.console import ProgressBars
 from torchrec_2dsp.programs.train.config import TrainConfig
 from torchrec_2dsp.programs.train.record import Evaluation, StepsTrained, best_of
 from torchrec_2dsp.programs.train.results import (
@@ -28,7 +28,7 @@ class TrainDisplay(TrainWatcher):
     """Shows each run's plan and progress: a bar on a terminal, lines elsewhere."""
 
     def __init__(self, console: Console) -> None:
-        self._console, self._bars = console, Bars(console)
+        self._console, self._bars = console, ProgressBars(console)
         self._steps = self._asked_steps = 0
 
     def opening(self, config: TrainConfig) -> None:
@@ -45,7 +45,7 @@ class TrainDisplay(TrainWatcher):
         self._steps, self._asked_steps = planned.num_steps, config.loop.steps
         self._console.print()
         self._console.print(plan_table(name, planned))
-        self._bars = Bars(self._console)
+        self._bars = ProgressBars(self._console)
         self._bars.show(name, 0, self._steps)
 
     def run_resumed(self, name: str, path: Path, step: int) -> None:

@@ -83,12 +83,10 @@ if TYPE_CHECKING:
     from torchrec_2dsp.replicas.sync_report import SyncReport as SyncReport
     from torchrec_2dsp.samples.balanced_batches import BalancedBatches as BalancedBatches
     from torchrec_2dsp.samples.deal import SampleCost as SampleCost
-    from torchrec_2dsp.shard.default_sharders import get_default_sharders as get_default_sharders
-    from torchrec_2dsp.shard.sequence_sharder import (
-        EmbeddingCollectionSharder2D as EmbeddingCollectionSharder2D,
-    )
     from torchrec_2dsp.shard.sharders import (
         EmbeddingBagCollectionSharder2D as EmbeddingBagCollectionSharder2D,
+        EmbeddingCollectionSharder2D as EmbeddingCollectionSharder2D,
+        get_default_sharders as get_default_sharders,
     )
 
 _MODULE_OF = {
@@ -143,8 +141,8 @@ _MODULE_OF = {
     "SyncReport": "torchrec_2dsp.replicas.sync_report",
     "BalancedBatches": "torchrec_2dsp.samples.balanced_batches",
     "SampleCost": "torchrec_2dsp.samples.deal",
-    "get_default_sharders": "torchrec_2dsp.shard.default_sharders",
-    "EmbeddingCollectionSharder2D": "torchrec_2dsp.shard.sequence_sharder",
+    "get_default_sharders": "torchrec_2dsp.shard.sharders",
+    "EmbeddingCollectionSharder2D": "torchrec_2dsp.shard.sharders",
     "EmbeddingBagCollectionSharder2D": "torchrec_2dsp.shard.sharders",
 }
 """The module of each public name."""

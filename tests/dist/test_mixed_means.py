@@ -33,8 +33,7 @@ from torchrec_2dsp.replicas.exchange import (
     PendingGradients,
     TrackedLookup,
 )
-from torchrec_2dsp.rows.blocks import Block
-from torchrec_2dsp.rows.gradients import BlockGradients
+from torchrec_2dsp.rows.gradients import Block, BlockGradients
 
 ROWS = 8
 TYPES = ("row_wise", "table_wise", "data_parallel", "column_wise", "table_row_wise", "grid_shard")

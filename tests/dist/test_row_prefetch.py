@@ -21,8 +21,8 @@ from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool
 from tests.support.slices import Deal
 from torchrec_2dsp.comms.counting import count_collectives
-from torchrec_2dsp.rows.direct_update import DirectUpdater
 from torchrec_2dsp.rows.gradients import RowGradients
+from torchrec_2dsp.rows.update import DirectUpdater
 from torchrec_2dsp.shard.row_exchange import kernel as row_kernel
 
 pytestmark = pytest.mark.dealt_file

@@ -15,7 +15,7 @@ from tests.support.parity import Cell, make_optimizer, make_sharder
 from tests.support.prefetching import STEPS
 from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool
-from torchrec_2dsp.shard.prefetch.journey import RowJourney
+from torchrec_2dsp.shard.row_exchange.journey import RowJourney
 from torchrec_2dsp.shard.row_exchange.requests import RowRequests
 
 ROWS = Cell(tdsp.Mesh2D(1, 4), exchange="row")

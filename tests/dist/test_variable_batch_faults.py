@@ -27,7 +27,7 @@ from tests.support.parity import Cell, make_optimizer, make_sharder
 from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool
 from tests.support.variable_batches import changed, make_variable_batch
-from torchrec_2dsp.shard.bad_ids import BadIds
+from torchrec_2dsp.shard.batch import BadIds
 
 pytestmark = pytest.mark.dealt_file
 

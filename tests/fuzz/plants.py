@@ -20,7 +20,7 @@ from torchrec_2dsp.dense.pipelined.engine import LayerStage
 from torchrec_2dsp.dense.sharded_dense import _OwnRows
 from torchrec_2dsp.dense.thresholded_gradients import BucketLayout
 from torchrec_2dsp.replicas.exchange import ArrivingRows, Hop
-from torchrec_2dsp.rows.direct_update import DirectUpdater
+from torchrec_2dsp.rows.update import DirectUpdater
 
 _apply, _sync_now = DirectUpdater.apply, tdsp.ModelParallel2D.sync_now
 _start, _scales = Hop.start, IntegerRows._scales

@@ -22,8 +22,7 @@ from tests.support.models import SequenceModel
 from tests.support.parity import Cell, make_optimizer, make_sharder
 from tests.support.rank_device import rank_device
 from torchrec_2dsp.comms.row_wire import TravellingRows
-from torchrec_2dsp.shard.prefetch.halves import Halves
-from torchrec_2dsp.shard.prefetch.journey import RowJourney
+from torchrec_2dsp.shard.row_exchange.journey import Halves, RowJourney
 
 STEPS = 6
 

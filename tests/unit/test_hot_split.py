@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_2dsp.shard.hot_rows.split import HotBatch, HotIds, split_hot_rows
+from torchrec_2dsp.shard.hot_sets import HotBatch, HotIds, split_hot_rows
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_2dsp.shard.bad_ids import BadIds, IdCheck
+from torchrec_2dsp.shard.batch import BadIds, IdCheck
 
 NUM_ROWS = {"a": 5, "b": 3}
 """By feature; others look nothing up."""

@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from torchrec_2dsp._compat.fbgemm import TbeShape
-from torchrec_2dsp.rows.blocks import blocks_of
-from torchrec_2dsp.rows.gradients import RowSum
+from torchrec_2dsp.rows.gradients import RowSum, blocks_of
 
 keys_of_contributions = st.lists(st.integers(0, 9), max_size=12)
 

@@ -42,9 +42,7 @@ from torchrec_2dsp._compat.fbgemm import (
 from torchrec_2dsp.errors import SyncError, UnsupportedError
 from torchrec_2dsp.replicas.capture import RowCapture
 from torchrec_2dsp.replicas.gradient_sync import quickest_updater
-from torchrec_2dsp.rows.direct_lookup import DirectLookup
-from torchrec_2dsp.rows.direct_update import RULES, DirectUpdater
-from torchrec_2dsp.rows.update import RowUpdater
+from torchrec_2dsp.rows.update import RULES, DirectLookup, DirectUpdater, RowUpdater
 
 ROUNDING = 1e-6
 """Where the kernel adds in another order than we do: a few float32 roundings of values near 1."""

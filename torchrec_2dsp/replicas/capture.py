@@ -25,8 +25,7 @@ from torchrec_2dsp.replicas.exchange import (
     PendingGradients,
     TrackedLookup,
 )
-from torchrec_2dsp.rows.blocks import blocks_of
-from torchrec_2dsp.rows.gradients import BlockGradients, Lookup, LookupRows, added_up
+from torchrec_2dsp.rows.gradients import BlockGradients, Lookup, LookupRows, added_up, blocks_of
 
 _LABEL = "## capture rows ##"
 

@@ -19,8 +19,7 @@ from torchrec_2dsp.codecs.rows import EXACT, RowCodec
 from torchrec_2dsp.comms.collectives import Arriving, start_all_to_all_ragged
 from torchrec_2dsp.comms.mesh_groups import Peers
 from torchrec_2dsp.errors import SyncError
-from torchrec_2dsp.rows.blocks import Block
-from torchrec_2dsp.rows.gradients import BlockGradients, LookupRows, RowGradients, RowSum
+from torchrec_2dsp.rows.gradients import Block, BlockGradients, LookupRows, RowGradients, RowSum
 
 Sizes = list[list[list[int]]]
 """Row counts by sending rank, by block, and by receiving rank."""

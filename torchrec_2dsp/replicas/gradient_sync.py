@@ -17,9 +17,8 @@ from torchrec_2dsp.replicas.capture import RowCapture
 from torchrec_2dsp.replicas.drift import DriftCheck
 from torchrec_2dsp.replicas.exchange import PendingGradients
 from torchrec_2dsp.replicas.sync_report import SyncReason, SyncReport
-from torchrec_2dsp.rows.direct_update import DirectUpdater, rule_for
 from torchrec_2dsp.rows.gradients import RowGradients
-from torchrec_2dsp.rows.update import RowUpdater
+from torchrec_2dsp.rows.update import DirectUpdater, RowUpdater, rule_for
 
 _LABEL = "## apply rows ##"
 

@@ -1,16 +1,39 @@
 """`RowUpdater`: apply row gradients once, through the TBE's own fused optimizer."""
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
 from torchrec_2dsp._compat.fbgemm import (
+    EmbOptimType,
+    OptimizerStep,
     SplitTableBatchedEmbeddingBagsCodegen,
+    eps_of,
+    iteration_of,
+    last_lookup,
+    learning_rate_of,
+    max_gradient,
+    optimizer_states,
     tbe_shape,
     updating_as_of,
 )
-from torchrec_2dsp.rows.blocks import blocks_of
-from torchrec_2dsp.rows.gradients import RowGradients
+from torchrec_2dsp.optim import adagrad_step, row_wise_adagrad_step, sgd_step
+from torchrec_2dsp.rows.gradients import (
+    Block,
+    BlockGradients,
+    Lookup,
+    LookupRows,
+    RowGradients,
+    RowSum,
+    blocks_of,
+)
+
+Rule = Callable[..., torch.Tensor]
+"""An update rule: ``rule(grad, *states, lr=..., eps=...)`` changes the states in place and returns
+what to subtract from the rows."""
+
 
 _MAX_PADDING = 4
 """The most bags per row with which rows are looked up as bags, whose kernel is faster per row."""
@@ -98,3 +121,205 @@ def _as_bags(features: list[_FeatureRows]) -> tuple[torch.Tensor, torch.Tensor]:
     for feature, column in zip(features, grad_output.split(dims, dim=1), strict=True):
         column[: feature.grads.shape[0]] = feature.grads
     return offsets, grad_output
+
+
+class DirectLookup:
+    """Runs a kernel's forward, and updates its rows by a `Rule` in the backward pass.
+
+    On a CPU, the backward pass of FBGEMM's sequence kernel takes six times as long.
+    """
+
+    def __init__(self, tbe: SplitTableBatchedEmbeddingBagsCodegen, rule: Rule) -> None:
+        """
+        Args:
+            tbe: the kernel.
+            rule: the update rule of the kernel's optimizer.
+        """
+        self._tbe = tbe
+        self._shape = tbe_shape(tbe)
+        self._blocks = blocks_of(self._shape)
+        self._updater = DirectUpdater(tbe, rule)
+        # Autograd only runs the backward of a function with an input that needs a gradient.
+        self._anchor = torch.zeros(1, requires_grad=True)
+
+    def lookup(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The output of ``run``, an unweighted forward of the kernel; its backward pass updates."""
+        output: torch.Tensor = _DirectLookup.apply(self._anchor, self, run)  # pyright: ignore[reportAssignmentType]
+        return output
+
+    def step(self) -> OptimizerStep:
+        """The kernel's current learning rate and iteration."""
+        return OptimizerStep(learning_rate_of(self._tbe), iteration_of(self._tbe))
+
+    def latest(self) -> tuple[Lookup, OptimizerStep]:
+        """The inputs of the kernel's latest forward, with the learning rate and iteration."""
+        return Lookup(*last_lookup(self._tbe), None), self.step()
+
+    def update(self, lookup: Lookup, step: OptimizerStep, grad_output: torch.Tensor) -> None:
+        """Update the rows of ``lookup`` with the gradient of its output."""
+        rows = LookupRows(self._shape, self._blocks, lookup)
+        gradients = rows.gradients(grad_output, max_gradient(self._tbe))
+        self._updater.apply(RowGradients(tuple(gradients), step))
+
+    def update_rows(self, keys: torch.Tensor, grads: torch.Tensor, step: OptimizerStep) -> None:
+        """Update rows of a kernel with one block.
+
+        Args:
+            keys: the row of each gradient; a row's gradients are added in this order.
+            grads: `[gradients, dim]`, not yet clipped.
+            step: the learning rate and iteration at the lookup.
+        """
+        bound, grads = max_gradient(self._tbe), grads.float()
+        rows = RowSum(keys)
+        summed = rows.of(grads if bound is None else grads.clamp(-bound, bound))
+        self._updater.apply(RowGradients((BlockGradients(rows.keys, summed),), step))
+
+
+class _DirectLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, direct: DirectLookup, run: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        output = run()
+        # Where `update_rows` is called instead, there is no gradient, and zeros would update, too.
+        ctx.set_materialize_grads(False)
+        ctx.direct, ctx.latest = direct, direct.latest()
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[None, None, None]:
+        if grad_outputs[0] is not None:
+            ctx.direct.update(*ctx.latest, grad_outputs[0])
+        return None, None, None
+
+
+RULES: dict[EmbOptimType, Rule] = {
+    EmbOptimType.EXACT_SGD: sgd_step,
+    EmbOptimType.EXACT_ADAGRAD: adagrad_step,
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: row_wise_adagrad_step,
+}
+"""The rules of FBGEMM's fused kernels, up to the order of additions. On a CPU they take a third of
+the kernels' time, because a kernel sorts once more and looks every row up first."""
+
+
+def rule_for(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> Rule | None:
+    """The rule that can replace a kernel's own update; `None` where none can.
+
+    GPU kernels are fast already, quantised rows aren't floating-point numbers, and an optimizer
+    with more states than the rule takes computes something else.
+    """
+    is_on_cpu = torch.device(tbe.current_device).type == "cpu"
+    is_float = all(weight.is_floating_point() for weight in tbe.split_embedding_weights())
+    rule = RULES.get(tbe.optimizer)
+    if rule is None or not is_on_cpu or not is_float:
+        return None
+    return rule if all(set(states) <= {"sum"} for states in optimizer_states(tbe)) else None
+
+
+class DirectUpdater:
+    """Applies `RowGradients` to the weights and the optimizer state of a TBE.
+
+    Nothing else may change these rows meanwhile, and they may not be cached elsewhere.
+    """
+
+    def __init__(self, tbe: SplitTableBatchedEmbeddingBagsCodegen, rule: Rule) -> None:
+        """
+        Args:
+            tbe: the kernel, whose optimizer has the states that the rule needs.
+            rule: the update rule.
+        """
+        self._tbe = tbe
+        self._rule = rule
+        tables = [
+            (weight, *states.values())
+            for weight, states in zip(
+                tbe.split_embedding_weights(), optimizer_states(tbe), strict=True
+            )
+        ]
+        self.num_tables = len(tables)
+        """How many tables the kernel holds."""
+        self._runs = [runs_of(block, tables) for block in blocks_of(tbe_shape(tbe))]
+
+    @torch.no_grad()
+    def apply(self, gradients: RowGradients) -> None:
+        """Update once with ``gradients``, at the learning rate of their lookup."""
+        lr, eps = gradients.step.learning_rate, eps_of(self._tbe)
+        for runs, block in zip(self._runs, gradients.blocks, strict=True):
+            keys = block.keys.long()
+            bounds = keys.new_tensor([run.first_key for run in runs[1:]])
+            ends = torch.searchsorted(keys, bounds).tolist()
+            parts = keys.tensor_split(ends), block.grads.tensor_split(ends)
+            for run, run_keys, grad in zip(runs, *parts, strict=True):
+                rows = run_keys - run.first_key
+                weights, *states = run.tensors
+                row_states = [state.index_select(0, rows) for state in states]
+                step = self._rule(grad, *row_states, lr=lr, eps=eps)
+                for state, row_state in zip(states, row_states, strict=True):
+                    state.index_copy_(0, rows, row_state)
+                _subtract(weights, rows, step)
+
+
+def _subtract(weights: torch.Tensor, rows: torch.Tensor, step: torch.Tensor) -> None:
+    """Subtract ``step`` from these rows of ``weights``; no row may occur twice."""
+    if weights.dtype == step.dtype:
+        # With ``alpha=-1`` instead of the negated step, torch takes three times as long.
+        weights.index_add_(0, rows, step.neg_())
+    else:
+        # A step in the weights' own type would be rounded before the difference is.
+        weights.index_copy_(0, rows, (weights.index_select(0, rows) - step).to(weights.dtype))
+
+
+@dataclass(frozen=True)
+class TableRun:
+    """Tables that are adjacent in memory, as one table, so that one torch call covers them all."""
+
+    first_key: int
+    """The key of the first row."""
+    tensors: tuple[torch.Tensor, ...]
+    """Tensors with one entry per row, such as weights and optimizer states."""
+
+
+def runs_of(block: Block, tables: Sequence[tuple[torch.Tensor, ...]]) -> list[TableRun]:
+    """The tables of a block, in its order, in as few runs as their memory allows.
+
+    Args:
+        block: a block of a TBE.
+        tables: the tensors of each table of the TBE, in the same order for every table.
+    """
+    runs: list[TableRun] = []
+    for table, first_key in zip(block.tables, block.bases, strict=True):
+        tensors = tables[table]
+        if runs and all(map(_is_followed_by, runs[-1].tensors, tensors)):
+            joined = tuple(map(_joined, runs[-1].tensors, tensors))
+            runs[-1] = replace(runs[-1], tensors=joined)
+        else:
+            runs.append(TableRun(first_key, tensors))
+    return runs
+
+
+def read_rows(runs: Sequence[TableRun], keys: torch.Tensor) -> torch.Tensor:
+    """The rows with these ``keys``, read from the first tensor of each run."""
+    if len(runs) == 1:
+        return runs[0].tensors[0].index_select(0, keys)
+    rows = runs[0].tensors[0].new_empty((keys.numel(), runs[0].tensors[0].shape[1]))
+    bounds = keys.new_tensor([run.first_key for run in runs[1:]])
+    run_of_key = torch.searchsorted(bounds, keys, right=True)
+    for number, run in enumerate(runs):
+        places = (run_of_key == number).nonzero().view(-1)
+        rows.index_copy_(0, places, run.tensors[0].index_select(0, keys[places] - run.first_key))
+    return rows
+
+
+def _is_followed_by(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return (
+        first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+        and first.storage_offset() + first.numel() == second.storage_offset()
+        and first.is_contiguous()
+        and second.is_contiguous()
+        and (first.dtype, first.shape[1:]) == (second.dtype, second.shape[1:])
+    )
+
+
+def _joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    size = (first.shape[0] + second.shape[0], *first.shape[1:])
+    return first.as_strided(size, first.stride(), first.storage_offset())

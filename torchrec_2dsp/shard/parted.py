@@ -21,10 +21,12 @@ from torchrec.streamable import Multistreamable
 from torchrec_2dsp._compat.c10d import IncompatibleKeys
 from torchrec_2dsp._compat.torchrec import KJTListSplitsAwaitable
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
-from torchrec_2dsp.shard.batch.notes import BatchNotes
-from torchrec_2dsp.shard.embedding import ShardedEmbeddingCollection2D
-from torchrec_2dsp.shard.embedding_bag import ShardedEmbeddingBagCollection2D
 from torchrec_2dsp.shard.optimizers import table_of
+from torchrec_2dsp.shard.sharded_modules import (
+    ShardedEmbeddingBagCollection2D,
+    ShardedEmbeddingCollection2D,
+)
+from torchrec_2dsp.shard.stages import BatchNotes
 from torchrec_2dsp.shard.tables import Tables2D
 
 Output = KeyedTensor | dict[str, JaggedTensor]

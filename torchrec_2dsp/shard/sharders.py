@@ -7,11 +7,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.distributed.types import (
+    ModuleSharder,
+    ParameterSharding,
+    QuantizedCommCodecs,
+    ShardingType,
+)
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from torchrec_2dsp._compat.shardings import dedups_ids
 from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import world_group
@@ -26,8 +33,7 @@ from torchrec_2dsp.plan.checks.fits_module import (
 from torchrec_2dsp.plan.checks.models import check_holder, check_trained
 from torchrec_2dsp.plan.plan2d import ModulePlan2D, Plan2D, module_plan_for_rank
 from torchrec_2dsp.plan.serialize import to_json
-from torchrec_2dsp.shard.bad_ids import BadIds
-from torchrec_2dsp.shard.embedding_bag import ShardedEmbeddingBagCollection2D
+from torchrec_2dsp.shard.batch import BadIds
 from torchrec_2dsp.shard.initial_tables import checked_seed, configs_of, draw_tables_
 from torchrec_2dsp.shard.optimizers import (
     Optimizer,
@@ -38,7 +44,11 @@ from torchrec_2dsp.shard.optimizers import (
     stock_params,
 )
 from torchrec_2dsp.shard.parted import PartedModule, ShardedModule2D, SomeTables
-from torchrec_2dsp.shard.sync.replication import Replication
+from torchrec_2dsp.shard.replica_sync import Replication
+from torchrec_2dsp.shard.sharded_modules import (
+    ShardedEmbeddingBagCollection2D,
+    ShardedEmbeddingCollection2D,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -267,3 +277,94 @@ class EmbeddingBagCollectionSharder2D(Sharder2D, EmbeddingBagCollectionSharder):
     def sharded_module_type(self) -> type[ShardedEmbeddingBagCollection2D]:
         """What `shard` returns."""
         return ShardedEmbeddingBagCollection2D
+
+
+def sequence_sharding_types(
+    sharder: EmbeddingCollectionSharder, compute_device_type: str
+) -> list[str]:
+    """TorchRec's types for sequences that work: on a CPU, FBGEMM's data-parallel lookup gives bags.
+
+    Args:
+        sharder: TorchRec's, or one that is based on it.
+        compute_device_type: what ranks compute on.
+    """
+    kinds = EmbeddingCollectionSharder.sharding_types(sharder, compute_device_type)
+    is_on_cpu = compute_device_type == "cpu"
+    return [kind for kind in kinds if not (is_on_cpu and kind == "data_parallel")]
+
+
+class EmbeddingCollectionSharder2D(Sharder2D, EmbeddingCollectionSharder):
+    """Shards `EmbeddingCollection`s by a `Plan2D`; see `EmbeddingBagCollectionSharder2D`."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer | dict[str, Any] | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        use_index_dedup: bool = False,
+        *,
+        fused_params: dict[str, Any] | None = None,
+        bad_ids: BadIds | str = BadIds.RAISE,
+        init_seed: int | None = None,
+        accumulates: bool = False,
+    ) -> None:
+        """
+        Args:
+            optimizer: as in `EmbeddingBagCollectionSharder2D`.
+            qcomm_codecs_registry: quantised communication, as in TorchRec.
+            use_index_dedup: as in TorchRec, which offers it on CUDA only.
+            fused_params: FBGEMM's parameters, as in TorchRec.
+            bad_ids: as in `EmbeddingBagCollectionSharder2D`.
+            init_seed: as in `EmbeddingBagCollectionSharder2D`; what the module holds is dropped.
+            accumulates: as in `EmbeddingBagCollectionSharder2D`.
+        """
+        optimizer, fused_params = sorted_out(optimizer, fused_params)
+        EmbeddingCollectionSharder.__init__(
+            self,
+            stock_params(optimizer, fused_params),
+            qcomm_codecs_registry,
+            use_index_dedup,
+        )
+        # TorchRec keeps the weights of an EmbeddingCollection by itself.
+        self._init_2d(optimizer, False, bad_ids, init_seed, accumulates)
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """TorchRec's types for sequences; none is looked up data parallel on a CPU."""
+        return sequence_sharding_types(self, compute_device_type)
+
+    def shard(  # type: ignore[override]  # where tables are of several meshes
+        self,
+        module: EmbeddingCollection,
+        params: dict[str, ParameterSharding],
+        env: Any,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedEmbeddingCollection2D | PartedModule:
+        """Called by `DistributedModelParallel`; ``env`` is replaced by the plan's mesh.
+
+        Collectives:
+            An agreement of all ranks on the arguments, then process groups and broadcasts.
+        """
+
+        def make(*args: Any, **kwargs: Any) -> ShardedEmbeddingCollection2D:
+            return ShardedEmbeddingCollection2D(*args, use_index_dedup=dedups_ids(self), **kwargs)
+
+        configs = module.embedding_configs()
+        return self._shard_2d(module, params, configs, device, module_fqn, make)
+
+    @property
+    def sharded_module_type(self) -> type[ShardedEmbeddingCollection2D]:
+        """What `shard` returns."""
+        return ShardedEmbeddingCollection2D
+
+
+def get_default_sharders() -> list[ModuleSharder[Any]]:
+    """One sharder for each kind of module, each with TorchRec's defaults.
+
+    TorchRec's function of this name has sharders for more kinds, which this package doesn't run.
+
+    Example:
+        >>> import torchrec_2dsp as tdsp
+        >>> [sharder.module_type.__name__ for sharder in tdsp.get_default_sharders()]
+        ['EmbeddingBagCollection', 'EmbeddingCollection']
+    """
+    return [EmbeddingBagCollectionSharder2D(), EmbeddingCollectionSharder2D()]

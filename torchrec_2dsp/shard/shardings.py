@@ -35,10 +35,10 @@ from torchrec_2dsp._compat.torchrec import (
 )
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.plan.parameter_sharding import Exchange, TableType
-from torchrec_2dsp.shard.lookups import PooledLookup, pooled_lookup, sequence_lookup
-from torchrec_2dsp.shard.nonempty.exchange import NonEmptyBags
+from torchrec_2dsp.shard.codecs import UnevenReduceScatter
+from torchrec_2dsp.shard.kernels import PooledLookup, pooled_lookup, sequence_lookup
+from torchrec_2dsp.shard.nonempty import NonEmptyBags
 from torchrec_2dsp.shard.row_exchange.exchange import RowExchange
-from torchrec_2dsp.shard.uneven_batches import UnevenReduceScatter
 
 Device = torch.device | None
 

@@ -10,7 +10,13 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
+from torchrec_2dsp._compat.fbgemm import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+    iteration_of,
+    learning_rate_of,
+    set_iteration,
+    set_learning_rate,
+)
 from torchrec_2dsp._compat.shardings import (
     fused_params_of,
     lookups_of,
@@ -18,6 +24,7 @@ from torchrec_2dsp._compat.shardings import (
     shardings_of,
     wrap_optimizer,
 )
+from torchrec_2dsp._compat.torchrec import KJTAllToAllSplitsAwaitable
 from torchrec_2dsp.comms.mesh_groups import MeshGroups
 from torchrec_2dsp.comms.notice_board import naming_faults
 from torchrec_2dsp.errors import UnsupportedError
@@ -25,23 +32,18 @@ from torchrec_2dsp.plan.checks.fits_module import has_weights
 from torchrec_2dsp.plan.plan2d import ModulePlan2D
 from torchrec_2dsp.replicas.sync_point import SyncPoint
 from torchrec_2dsp.replicas.sync_report import SyncReason
-from torchrec_2dsp.shard.batch.batch_check import BatchCheck, OneBatchSize
-from torchrec_2dsp.shard.batch.input_exchange import completed_input
-from torchrec_2dsp.shard.batch.notes import BagContext, BatchNotes, SequenceContext
-from torchrec_2dsp.shard.codecs_of_plan import pack_size
-from torchrec_2dsp.shard.hot_rows.hot_rows import HotRows
-from torchrec_2dsp.shard.hot_rows.sets import HotSets
-from torchrec_2dsp.shard.kernels import Kernel
-from torchrec_2dsp.shard.lookups import kernels_of
-from torchrec_2dsp.shard.prefetch.row_prefetch import RowPrefetch
+from torchrec_2dsp.shard.batch import BatchCheck, OneBatchSize
+from torchrec_2dsp.shard.codecs import pack_size
+from torchrec_2dsp.shard.hot_rows import HotRows
+from torchrec_2dsp.shard.hot_sets import HotSets
+from torchrec_2dsp.shard.kernels import Kernel, kernels_of
+from torchrec_2dsp.shard.replica_sync import ReplicaSync, Replication, SyncedOptimizer
 from torchrec_2dsp.shard.row_exchange.arrangement import arrangement_of
 from torchrec_2dsp.shard.row_exchange.exchange import RowFetch
-from torchrec_2dsp.shard.row_exchange.lookup import RowLookup
+from torchrec_2dsp.shard.row_exchange.kernel import RowLookup
+from torchrec_2dsp.shard.row_prefetch import RowPrefetch
 from torchrec_2dsp.shard.shardings import widen_contexts
-from torchrec_2dsp.shard.stages import Output, Stage
-from torchrec_2dsp.shard.sync.replica_sync import ReplicaSync
-from torchrec_2dsp.shard.sync.replication import Replication
-from torchrec_2dsp.shard.sync.synced_optimizer import SyncedOptimizer
+from torchrec_2dsp.shard.stages import BagContext, BatchNotes, Output, SequenceContext, Stage
 
 Module = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
 Context = TypeVar("Context", BagContext, SequenceContext)
@@ -307,3 +309,62 @@ def _row_exchanges(module: Module) -> list[tuple[RowLookup, RowFetch] | None]:
         (cast(RowLookup, lookup), output_dist) if isinstance(output_dist, RowFetch) else None
         for lookup, output_dist in pairs
     ]
+
+
+def completed_input(notes: BatchNotes, arrived: Any) -> Any:
+    """What the input exchange of a batch gives, with contexts that know all batch sizes.
+
+    A pipeline that is attached again starts the exchange of its next batch once more, in a context
+    of its own, and then looks up what the first exchange gave. Nobody waits for the second one, so
+    its context lacks the sizes of the other ranks' batches, which TorchRec takes for equal sizes.
+
+    Args:
+        notes: of the batch.
+        arrived: what the pipeline has for the lookup.
+
+    Returns:
+        ``arrived`` where the context is complete, else the same ids from the second exchange.
+
+    Collectives:
+        The rest of the second exchange, on all ranks alike, if there was one.
+    """
+    is_incomplete = any(
+        isinstance(awaitable, KJTAllToAllSplitsAwaitable)
+        and context is not None
+        and not context.batch_size_per_rank
+        for awaitable, context in zip(notes.asked.awaitables, notes.shardings, strict=True)
+    )
+    return notes.asked.wait().wait() if is_incomplete else arrived
+
+
+def progress_of(tables: Tables2D) -> dict[str, Any]:
+    """What this rank's share of a module counts, while nothing is pending.
+
+    The numbers belong to the plan and the rank: another plan has other kernels.
+    """
+    return {
+        "actions": tables.sync_point.state_dict(),
+        "iterations": [iteration_of(tbe) for tbe in tables.tbes()],
+        "learning_rates": [learning_rate_of(tbe) for tbe in tables.tbes()],
+    }
+
+
+def restore_progress(tables: Tables2D, progress: dict[str, Any]) -> None:
+    """Let the same share of the same module, under the same plan, go on from there."""
+    tables.sync_point.load_state_dict(progress["actions"])
+    for tbe, iteration, learning_rate in zip(
+        tables.tbes(), progress["iterations"], progress["learning_rates"], strict=True
+    ):
+        set_iteration(tbe, iteration)
+        set_learning_rate(tbe, learning_rate)
+
+
+def max_iteration(tables: Tables2D) -> int:
+    """How many forwards the kernel that has seen most of them has counted."""
+    return max((iteration_of(tbe) for tbe in tables.tbes()), default=0)
+
+
+def count_iterations_from(tables: Tables2D, iteration: int) -> None:
+    """Let all kernels of this rank go on as after so many forwards."""
+    for tbe in tables.tbes():
+        set_iteration(tbe, iteration)

@@ -14,7 +14,7 @@ from torchrec_2dsp.errors import CheckpointError, PlanError
 from torchrec_2dsp.plan.plan2d import Plan2D
 from torchrec_2dsp.plan.serialize import to_json
 from torchrec_2dsp.shard.parted import sharded_tables
-from torchrec_2dsp.shard.progress import (
+from torchrec_2dsp.shard.tables import (
     count_iterations_from,
     max_iteration,
     progress_of,

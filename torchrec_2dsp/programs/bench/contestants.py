@@ -71,8 +71,10 @@ from torchrec_2dsp.programs.models.planned import (
     planner_arguments,
     true_access,
 )
-from torchrec_2dsp.shard.sequence_sharder import EmbeddingCollectionSharder2D
-from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
+from torchrec_2dsp.shard.sharders import (
+    EmbeddingBagCollectionSharder2D,
+    EmbeddingCollectionSharder2D,
+)
 
 _BLOCK_ROWS = 4096
 

@@ -46,7 +46,7 @@ from torchrec_2dsp.replicas.whole_shard import ShardAverage
 from torchrec_2dsp.report.charts import MARKERS, Axis, Line, LineChart, draw_lines
 from torchrec_2dsp.report.table import Table
 from torchrec_2dsp.shard.kernels import TableShard
-from torchrec_2dsp.shard.sync.averaging import synced_shard
+from torchrec_2dsp.shard.replica_sync import synced_shard
 
 
 class SyncBenchConfig(Section):

@@ -20,9 +20,8 @@ from torchrec_2dsp.codecs.rows import RowCodec, Transport
 from torchrec_2dsp.cost.kernels import encoding
 from torchrec_2dsp.programs.calibrate.collectives import group_device, repeated_seconds
 from torchrec_2dsp.programs.calibrate.fit import KernelSample, Timed
-from torchrec_2dsp.rows.direct_lookup import DirectLookup
-from torchrec_2dsp.rows.direct_update import rule_for
 from torchrec_2dsp.rows.gradients import RowSum
+from torchrec_2dsp.rows.update import DirectLookup, rule_for
 
 _FLOAT_BYTES = 4
 _NUM_ROWS = 2**18

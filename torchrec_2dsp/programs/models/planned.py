@@ -32,7 +32,7 @@ from torchrec_2dsp.programs.config.sections import ExchangeConfig
 from torchrec_2dsp.programs.data.dataset import BatchShape
 from torchrec_2dsp.programs.data.synthetic import SparseFeature, SyntheticConfig
 from torchrec_2dsp.programs.models.model import table_name
-from torchrec_2dsp.shard.sequence_sharder import sequence_sharding_types
+from torchrec_2dsp.shard.sharders import sequence_sharding_types
 
 _RESERVATION = 0.15
 """The share of the memory that isn't for tables."""

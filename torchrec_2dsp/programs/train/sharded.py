@@ -59,8 +59,10 @@ from torchrec_2dsp.programs.models.planned import (
 from torchrec_2dsp.programs.train.config import RunConfig, TrainConfig, shape_of
 from torchrec_2dsp.replicas.sync_report import SyncReport
 from torchrec_2dsp.shard.initial_tables import configs_of, draw_part_
-from torchrec_2dsp.shard.sequence_sharder import EmbeddingCollectionSharder2D
-from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
+from torchrec_2dsp.shard.sharders import (
+    EmbeddingBagCollectionSharder2D,
+    EmbeddingCollectionSharder2D,
+)
 
 _Sharders = list[ModuleSharder[Any]]
 

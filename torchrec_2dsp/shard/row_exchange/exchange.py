@@ -1,12 +1,7 @@
-"""`RowExchange`: the parts of a sharding, and among them the lookup and the fetch of rows.
-
-TorchRec's row-wise sharding sends partial sums of every bag to every sample's rank. Here owners
-look up the rows that ranks have asked for, rows travel to those ranks, and there they are pooled.
-In the backward, one gradient per distinct row goes to its owner.
-"""
+"""What row exchange knows of a batch, beside what TorchRec keeps."""
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,26 +9,72 @@ from torch import nn
 from torchrec.distributed.types import Awaitable, QuantizedCommCodecs
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_2dsp._compat.shardings import ShardingFacts, facts_of, regroup
+from torchrec_2dsp._compat.shardings import ShardingFacts, facts_of, regroup, widened
 from torchrec_2dsp._compat.torchrec import (
     EmbeddingShardingContext,
     GroupedEmbeddingConfig,
     RwPooledEmbeddingSharding,
     RwSequenceEmbeddingSharding,
     SequenceEmbeddingsAllToAll,
+    SequenceShardingContext,
     intra_and_cross_node_pg_2D,
 )
 from torchrec_2dsp.comms.mesh_groups import Peers
 from torchrec_2dsp.comms.row_wire import RowWire
 from torchrec_2dsp.plan.parameter_sharding import Exchange, RowOwners, TableType
-from torchrec_2dsp.shard.codecs_of_plan import codecs_by_dim
-from torchrec_2dsp.shard.prefetch.journey import AskedRows, RowJourney
-from torchrec_2dsp.shard.row_exchange.context import RowContext, SequenceRowContext, with_rows
-from torchrec_2dsp.shard.row_exchange.lookup import OwnedRows, RowLookup, config_by_row
-from torchrec_2dsp.shard.row_exchange.needed_rows import RowBlock
-from torchrec_2dsp.shard.row_exchange.per_host import HostHandover
-from torchrec_2dsp.shard.row_exchange.pooling import pool_rows
-from torchrec_2dsp.shard.row_exchange.requests import Requested, RowRequests
+from torchrec_2dsp.shard.codecs import codecs_by_dim
+from torchrec_2dsp.shard.row_exchange.journey import AskedRows, RowJourney
+from torchrec_2dsp.shard.row_exchange.kernel import OwnedRows, RowLookup, config_by_row
+from torchrec_2dsp.shard.row_exchange.needed_rows import RowBlock, pool_rows
+from torchrec_2dsp.shard.row_exchange.requests import HostHandover, Requested, RowRequests
+
+
+@dataclass(kw_only=True)
+class RowContext(EmbeddingShardingContext):
+    """TorchRec's context of a batch in one sharding of bags, with the rows that it needs."""
+
+    requested: Requested
+    """What the owners have been asked for."""
+    journeys: list[RowJourney] = field(default_factory=list)
+    """How rows come, block by block, if some come early."""
+    before: list[RowJourney] = field(default_factory=list)
+    """The journeys of the batch before, whose gradients may lag behind the lookup of this one."""
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the tensors alive for ``stream``."""
+        super().record_stream(stream)
+        self.requested.record_stream(stream)
+
+
+@dataclass(kw_only=True)
+class SequenceRowContext(SequenceShardingContext):
+    """TorchRec's context of a batch in one sharding of sequences, with the rows that it needs."""
+
+    requested: Requested
+    """What the owners have been asked for."""
+    journeys: list[RowJourney] = field(default_factory=list)
+    """How rows come, block by block, if some come early."""
+    before: list[RowJourney] = field(default_factory=list)
+    """The journeys of the batch before, whose gradients may lag behind the lookup of this one."""
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the tensors alive for ``stream``."""
+        super().record_stream(stream)
+        self.requested.record_stream(stream)
+
+
+def with_rows(
+    context: EmbeddingShardingContext, requested: Requested
+) -> RowContext | SequenceRowContext:
+    """TorchRec's context of a batch, with what has been asked for it.
+
+    Args:
+        context: TorchRec's, left as it is.
+        requested: what the batch needs.
+    """
+    if isinstance(context, SequenceShardingContext):
+        return widened(context, SequenceRowContext, {"requested": requested})
+    return widened(context, RowContext, {"requested": requested})
 
 
 class RowFetch(nn.Module):

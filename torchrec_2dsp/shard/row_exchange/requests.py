@@ -1,4 +1,9 @@
-"""`RowRequests`: a rank asks owners for the distinct rows of its batch."""
+"""Row exchange between hosts: a row that several ranks of a host need crosses once.
+
+Owners with the same place on their hosts are asked by the rank with that place: the ranks of a host
+first ask *it*, it asks the owners for each distinct row, and hands the rows on. Gradients take the
+same way back and are added where rows were handed on.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,15 +15,127 @@ from torch.profiler import record_function
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_2dsp._compat.torchrec import KJTAllToAll
+from torchrec_2dsp._compat.torchrec import KJTAllToAll, SequenceEmbeddingsAllToAll
 from torchrec_2dsp.comms.mesh_groups import Peers
 from torchrec_2dsp.shard.row_exchange.needed_rows import (
     NeededRows,
     RowBlock,
     RowNumbering,
     part_by_part,
+    pool_rows,
 )
-from torchrec_2dsp.shard.row_exchange.per_host import HostRequests, HostRows
+
+
+@dataclass(frozen=True)
+class HostRows:
+    """What the ranks of a host need from the owners that have this rank's place on their hosts."""
+
+    needed: NeededRows
+    """The distinct rows; the occurrences are what was asked for, rank by rank. Its counts are of
+    those owners, host by host."""
+    given: torch.Tensor
+    """How many rows each rank of the host gets from this one."""
+    num_given: tuple[int, ...]
+    """How many rows each rank of the host gets from this one, known on the CPU."""
+    num_taken: tuple[int, ...]
+    """How many rows each rank of the host gives to this one."""
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the tensors alive for ``stream``."""
+        self.given.record_stream(stream)  # pyright: ignore[reportArgumentType]
+        self.needed.record_stream(stream)
+
+
+class HostRequests:
+    """The first half of a request for rows, inside the host."""
+
+    def __init__(self, numberings: Sequence[RowNumbering], host: dist.ProcessGroup) -> None:
+        """
+        Args:
+            numberings: of the blocks.
+            host: the ranks of this host, by place.
+        """
+        self._numberings = tuple(numberings)
+        self._host = host
+
+    def collect(self, needed: Sequence[NeededRows]) -> list[HostRows]:
+        """Ask for the rows that each block needs.
+
+        Args:
+            needed: by this rank.
+
+        Collectives:
+            Two all-to-alls on the host, waited for: how many keys come, and the keys.
+        """
+        num_places, place = dist.get_world_size(self._host), dist.get_rank(self._host)
+        per_block = [of_block.counts.view(num_places, -1).sum(dim=1) for of_block in needed]
+        num_taken = torch.stack(per_block, dim=1)
+        num_given = torch.empty_like(num_taken)
+        dist.all_to_all_single(num_given, num_taken, group=self._host)
+        takes, gives = torch.stack([num_taken, num_given]).tolist()
+        keys = self._exchange([of_block.sums.keys for of_block in needed], takes, gives)
+        of_blocks = []
+        for block, (numbering, block_keys) in enumerate(zip(self._numberings, keys, strict=True)):
+            of_host = numbering.distinct(block_keys)
+            of_blocks.append(
+                HostRows(
+                    of_host.of_place(place, num_places),
+                    num_given[:, block],
+                    num_given=tuple(of_rank[block] for of_rank in gives),
+                    num_taken=tuple(of_rank[block] for of_rank in takes),
+                )
+            )
+        return of_blocks
+
+    def _exchange(
+        self, keys: list[torch.Tensor], sent: list[list[int]], received: list[list[int]]
+    ) -> Sequence[torch.Tensor]:
+        """Keys, block by block, to the ranks of their places.
+
+        Args:
+            keys: by block, in them by place.
+            sent: how many, by place, then by block.
+            received: how many come, by rank, then by block.
+
+        Returns:
+            By block, what each rank has sent.
+        """
+        outgoing = part_by_part(keys, list(zip(*sent, strict=True)))
+        incoming = outgoing.new_empty(sum(map(sum, received)))
+        sizes = [[sum(of_rank) for of_rank in counts] for counts in (received, sent)]
+        dist.all_to_all_single(incoming, outgoing, *sizes, group=self._host)
+        of_blocks = [sum(of_block) for of_block in zip(*received, strict=True)]
+        return part_by_part(incoming.split(sizes[0]), received).split(of_blocks)
+
+
+class HostHandover(nn.Module):
+    """The second half of the answer: rows that have come to the host, to the ranks that need them.
+
+    Gradients come back the same way, and are added by row.
+    """
+
+    def __init__(self, host: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__()
+        self._exchange = SequenceEmbeddingsAllToAll(host, [1] * host.size(), device)
+
+    def forward(self, rows: torch.Tensor, of_host: HostRows) -> Awaitable[torch.Tensor]:
+        """Start to hand rows on.
+
+        Args:
+            rows: the distinct ones, as owners have sent them.
+            of_host: who needs which.
+
+        Collectives:
+            One all-to-all on the host, waited for by what is returned; one more in the backward.
+            They are not quantised: inside a host, bytes are cheap, and gradients are added exactly.
+        """
+        return self._exchange(
+            pool_rows(rows, of_host.needed),
+            lengths=of_host.given[None],
+            input_splits=list(of_host.num_taken),
+            output_splits=list(of_host.num_given),
+        )
+
 
 _LABEL = "## request rows ##"
 """In profiles."""

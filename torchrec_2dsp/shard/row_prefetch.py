@@ -7,13 +7,11 @@ from torch.profiler import record_function
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_2dsp.replicas.sync_report import SyncReason, SyncReport
-from torchrec_2dsp.shard.batch.notes import BatchNotes
-from torchrec_2dsp.shard.hot_rows.split import HotIds
-from torchrec_2dsp.shard.prefetch.journey import RowJourney
-from torchrec_2dsp.shard.row_exchange.context import RowContext, SequenceRowContext
-from torchrec_2dsp.shard.row_exchange.exchange import RowFetch
-from torchrec_2dsp.shard.row_exchange.lookup import RowLookup
-from torchrec_2dsp.shard.stages import Output, Stage
+from torchrec_2dsp.shard.hot_sets import HotIds
+from torchrec_2dsp.shard.row_exchange.exchange import RowContext, RowFetch, SequenceRowContext
+from torchrec_2dsp.shard.row_exchange.journey import RowJourney
+from torchrec_2dsp.shard.row_exchange.kernel import RowLookup
+from torchrec_2dsp.shard.stages import BatchNotes, Output, Stage
 
 _LABEL = "## rows beside computing ##"
 _FINISH_LABEL = "## finish row gradients ##"

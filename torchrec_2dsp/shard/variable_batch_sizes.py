@@ -82,7 +82,7 @@ def distinct_bags(features: KeyedJaggedTensor, needed: Iterable[str]) -> Distinc
     Example:
         >>> import torch
         >>> from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-        >>> from torchrec_2dsp.shard.batch.variable_batch_sizes import distinct_bags
+        >>> from torchrec_2dsp.shard.variable_batch_sizes import distinct_bags
         >>> features = KeyedJaggedTensor(
         ...     ["user", "item"],
         ...     torch.tensor([7, 8, 1, 2, 3]),

@@ -1,1 +1,0 @@
-"""What is done with any batch before its ids travel: its form, its ids, its batch sizes."""

@@ -1,0 +1,383 @@
+"""`Replication`: how a sharded module is repeated over the groups of a mesh."""
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.types import ShardingType
+from torchrec.optim.keyed import CombinedOptimizer
+
+from torchrec_2dsp._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
+from torchrec_2dsp.codecs.rows import EXACT, RowCodec, Transport
+from torchrec_2dsp.comms.mesh_groups import MeshGroups
+from torchrec_2dsp.comms.notice_board import naming_faults
+from torchrec_2dsp.errors import ConfigError, UnsupportedError
+from torchrec_2dsp.plan.parameter_sharding import base_type
+from torchrec_2dsp.plan.plan2d import ModulePlan2D
+from torchrec_2dsp.plan.sync import GradientSync, SyncConfig, SyncedRows, SyncPolicy, WeightSync
+from torchrec_2dsp.replicas.drift import CopiedShard, DriftCheck, fingerprint
+from torchrec_2dsp.replicas.gradient_sync import GradientSyncAction, Updater, quickest_updater
+from torchrec_2dsp.replicas.row_average import RowAverage
+from torchrec_2dsp.replicas.sync_point import SyncAction, SyncPoint, WeightSyncAction
+from torchrec_2dsp.replicas.sync_report import SyncReason
+from torchrec_2dsp.replicas.synced_shard import (
+    UNSYNCED_STATES,
+    StateRule,
+    SyncedShard,
+    TouchedRows,
+    break_even_share,
+    state_rule_for,
+)
+from torchrec_2dsp.replicas.whole_shard import ShardAverage
+from torchrec_2dsp.rows.update import RowUpdater
+from torchrec_2dsp.shard.batch import BadIds
+from torchrec_2dsp.shard.kernels import Kernel, TableShard
+from torchrec_2dsp.shard.stages import BatchNotes, Stage
+
+
+@dataclass(frozen=True)
+class Replication:
+    """How a sharded module is repeated."""
+
+    groups: MeshGroups
+    """The communicators of the mesh."""
+    sync: SyncConfig
+    """How the replicas stay equal."""
+    always_capture: bool = False
+    """Capture and apply rows even with one group, where the fused backward would do, and with its
+    bits."""
+    bad_ids: BadIds = BadIds.RAISE
+    """What is done with ids that no row has."""
+    tables_beside: tuple[Any, ...] = ()
+    """The configs of all tables of the unsharded module, where this module runs some of them: a
+    feature may look up others as well, and is held to the smallest one."""
+    accumulates: bool = False
+    """Capture rows so that those of several backwards can make one update."""
+
+    @property
+    def captures(self) -> bool:
+        """Whether rows are captured even where nobody else has them."""
+        return self.always_capture or self.accumulates
+
+    @property
+    def may_delay(self) -> bool:
+        """Whether updates may be late; not where nothing but accumulation captures rows, which
+        trains what a kernel does."""
+        return self.groups.mesh.num_groups > 1 or self.always_capture
+
+    @property
+    def can_accumulate(self) -> bool:
+        """Whether updates wait for a sync, so that it can make one of several backwards'."""
+        has_replicas = self.groups.mesh.num_groups > 1
+        return self.captures or (has_replicas and isinstance(self.sync, GradientSync))
+
+    @property
+    def make_updater(self) -> Callable[[SplitTableBatchedEmbeddingBagsCodegen], Updater]:
+        """What applies captured rows."""
+        return RowUpdater if self.always_capture else quickest_updater
+
+
+def averages(
+    kernels: Sequence[Kernel], sync: WeightSync, groups: MeshGroups
+) -> list[WeightSyncAction]:
+    """The sync actions of these kernels, which tell them what they update."""
+    if sync.moments_policy is None:
+        return [_average(kernels, sync, sync.policy, groups, lambda name: True)]
+    for kernel in kernels:
+        for shard in kernel.shards():
+            if not set(shard.tensors) - {"weight"} - UNSYNCED_STATES:
+                raise ConfigError(
+                    f"table {shard.table!r} has no optimizer state that "
+                    f"moments_policy={sync.moments_policy} could sync; leave it out"
+                )
+    return [
+        _average(kernels, sync, sync.policy, groups, lambda name: name == "weight"),
+        _average(kernels, sync, sync.moments_policy, groups, lambda name: name != "weight"),
+    ]
+
+
+def _average(
+    kernels: Sequence[Kernel],
+    sync: WeightSync,
+    policy: SyncPolicy,
+    groups: MeshGroups,
+    is_synced: Callable[[str], bool],
+) -> WeightSyncAction:
+    """The action for some of each shard's tensors."""
+    num_peers, peers = groups.mesh.num_groups, groups.replica_peers
+    by_kernel = [
+        [synced_shard(shard, is_synced, num_peers, sync) for shard in kernel.shards()]
+        for kernel in kernels
+    ]
+    shards = [shard for of_kernel in by_kernel for shard in of_kernel]
+    if sync.rows is SyncedRows.TOUCHED:
+        average = RowAverage(shards, groups.replica_rows.everyone, groups.alarm)
+    else:
+        average = ShardAverage(shards, peers)
+    copied = copied_shards(kernels, is_synced)
+    drift = DriftCheck(copied, peers, groups.alarm, sync.drift_every)
+    action = WeightSyncAction(average, policy, drift)
+    for kernel, shards in zip(kernels, by_kernel, strict=True):
+        kernel.tell_updates(lambda rows, shards=shards: action.before_update(shards, rows))
+    return action
+
+
+def copied_shards(
+    kernels: Sequence[Kernel], is_synced: Callable[[str], bool] = lambda name: True
+) -> list[CopiedShard]:
+    """The shards of these kernels, with those of their tensors that are equal after a sync."""
+    return [
+        CopiedShard(
+            shard.table,
+            shard.row,
+            tuple(
+                tensor
+                for name, tensor in shard.tensors.items()
+                if name not in UNSYNCED_STATES and is_synced(name)
+            ),
+        )
+        for kernel in kernels
+        for shard in kernel.shards()
+    ]
+
+
+def synced_shard(
+    shard: TableShard, is_synced: Callable[[str], bool], num_peers: int, sync: WeightSync
+) -> SyncedShard:
+    """What an average needs to know of a shard.
+
+    Args:
+        shard: of this rank.
+        is_synced: which of its tensors are averaged, by name.
+        num_peers: how many copies it has.
+        sync: how changed rows travel, and how many may.
+    """
+    names = [name for name in shard.tensors if name not in UNSYNCED_STATES and is_synced(name)]
+    tensors = [shard.tensors[name] for name in names]
+    rules = tuple(state_rule_for(name, shard.table) for name in names)
+    codecs = tuple(
+        None if rule is StateRule.MAX else _codec_of(tensor, sync.transport, shard.table)
+        for tensor, rule in zip(tensors, rules, strict=True)
+    )
+    share = sync.dense_above
+    if share is None:
+        share = break_even_share(sum(tensor[:1].nbytes for tensor in tensors), num_peers)
+    return SyncedShard(shard.table, TouchedRows(tensors, share), rules, codecs)
+
+
+def _codec_of(tensor: torch.Tensor, transport: Transport, table: str) -> RowCodec | None:
+    if transport is Transport.FP32:
+        return None
+    dim = math.prod(tensor.shape[1:])
+    codec = transport.codec_for(dim)
+    if codec.num_bytes(dim) >= dim * tensor.element_size():
+        raise UnsupportedError(
+            f"table {table!r} has {tensor.dtype} values, which transport={transport.value!r} "
+            "wouldn't make smaller; leave the transport out"
+        )
+    return codec
+
+
+class SyncedOptimizer(CombinedOptimizer):
+    """TorchRec's combined optimizer, in front of which a sync point stands.
+
+    Updates that were captured keep the learning rate of their lookup, whatever a step hands to the
+    kernels meanwhile. Other changes come after them, and whoever reads the state sees it complete.
+    """
+
+    def __init__(
+        self,
+        stock: CombinedOptimizer,
+        *,
+        after_backward: Callable[[], None],
+        before_change: Callable[[], None],
+        before_read: Callable[[], None],
+        after_load: Callable[[], None],
+        beside: Sequence[SplitTableBatchedEmbeddingBagsCodegen] = (),
+    ) -> None:
+        """
+        Args:
+            stock: the optimizer to wrap.
+            after_backward: called by a step, before the kernels get their learning rate.
+            before_change: applies what is pending.
+            before_read: the same, and completes the state that a reader sees.
+            after_load: the state has been overwritten.
+            beside: kernels that follow those of ``stock``.
+        """
+        self._after_backward = after_backward
+        self._before_change = before_change
+        self._before_read = before_read
+        self._after_load = after_load
+        self._beside = list(beside)
+        super().__init__(list(stock.optimizers))
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Sync what is due, then TorchRec's, which sets the kernels' learning rate."""
+        self._after_backward()
+        super().zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        """Sync what is due, then TorchRec's, which sets the kernels' learning rate."""
+        self._after_backward()
+        super().step(closure)
+
+    @property
+    def state(self) -> Mapping[torch.Tensor, Any]:
+        """The complete state; reading it is a sync point."""
+        self._before_read()
+        return super().state
+
+    def post_load_state_dict(self) -> None:
+        """Called by TorchRec after it has loaded a state dict."""
+        super().post_load_state_dict()
+        self._after_load()
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Sync what is pending, then set the iteration."""
+        self._before_change()
+        super().set_optimizer_step(step)
+        for tbe in self._beside:
+            tbe.set_optimizer_step(step)
+
+    def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
+        """Sync what is pending, then change the running kernels."""
+        self._before_change()
+        super().update_hyper_parameters(params_dict)
+        for tbe in self._beside:
+            tbe.update_hyper_parameters(params_dict)
+
+
+logger = logging.getLogger(__name__)
+
+
+class ReplicaSync(Stage):
+    """The sync point of a sharded module, and its copies on the replica peers."""
+
+    def __init__(
+        self,
+        kernels: Sequence[Kernel],
+        plan: ModulePlan2D,
+        replication: Replication,
+        actions_beside: Sequence[SyncAction],
+        broadcast: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            kernels: this rank's kernels.
+            plan: the plan of the module.
+            replication: how the module is repeated.
+            actions_beside: what is synced besides the replicas.
+            broadcast: gives every sharding group the tables of the first one.
+        """
+        self.sync_point = SyncPoint(
+            [*replica_actions(kernels, plan, replication), *actions_beside],
+            can_hold=replication.can_accumulate,
+        )
+        """Where this module's replicas are made equal."""
+        self._kernels = list(kernels)
+        self._groups: MeshGroups = replication.groups
+        self._broadcast = broadcast
+        self._has_looked_up = False
+
+    def before_lookup(self, notes: BatchNotes) -> None:
+        """Sync what is due; before the first lookup, make sure that replicas start equal.
+
+        An evaluation sees equal replicas, whatever the policy.
+        """
+        self.reach(SyncReason.LOOKUP if notes.is_training else SyncReason.READ)
+        if not self._has_looked_up:
+            self._has_looked_up = True
+            if self._replicas_differ():
+                logger.warning("replicas start from different weights: taking the first group's")
+                self._broadcast()
+
+    def before_read(self) -> None:
+        """Apply what is pending.
+
+        Collectives:
+            Those of a sync, if a backward is pending.
+        """
+        self.reach(SyncReason.READ)
+
+    def reach(self, reason: SyncReason) -> None:
+        """Sync what is due; errors name the rank that failed."""
+        with naming_faults(self._groups.board):
+            self.sync_point.reach(reason)
+
+    @torch.no_grad()
+    def broadcast_shards(self) -> None:
+        """Give the replica peers the shards of the first sharding group.
+
+        Collectives:
+            One broadcast per table shard and state tensor on the "replicate" axis.
+        """
+        for tensor in self._tensors():
+            dist.broadcast(tensor, group_src=0, group=self._groups.replica_peers)
+
+    @torch.no_grad()
+    def _replicas_differ(self) -> bool:
+        """Compare the replica peers' tensors by one number each (an all-gather on "replicate")."""
+        num_groups, tensors = self._groups.mesh.num_groups, self._tensors()
+        if num_groups == 1 or not tensors:
+            return False
+        own = torch.stack([fingerprint(tensor) for tensor in tensors])
+        peers = [torch.empty_like(own) for _ in range(num_groups)]
+        dist.all_gather(peers, own, group=self._groups.replica_peers)
+        return any(not torch.equal(peer, peers[0]) for peer in peers)
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """Weights and optimizer state of this rank's shards, as views."""
+        return [
+            tensor
+            for kernel in self._kernels
+            for shard in kernel.shards()
+            for tensor in shard.tensors.values()
+        ]
+
+
+def replica_actions(
+    kernels: Sequence[Kernel], plan: ModulePlan2D, replication: Replication
+) -> list[SyncAction]:
+    """What keeps copies equal; the same on all ranks, also on those that hold no table.
+
+    Args:
+        kernels: this rank's kernels, whose backwards are captured where updates wait for a sync.
+        plan: the plan of the module.
+        replication: how the module is repeated.
+    """
+    data_parallel = ShardingType.DATA_PARALLEL.value
+    if all(base_type(table.sharding_type) == data_parallel for _, table in plan.tables()):
+        return []
+    groups, sync = replication.groups, replication.sync
+    if isinstance(sync, GradientSync):
+        if groups.mesh.num_groups == 1 and not replication.captures:
+            return []
+        peers, codec = groups.replica_rows, sync.transport.codec
+        copied = copied_shards(kernels)
+        # From here on, backwards no longer update these kernels.
+        captures = [kernel.capture_rows(peers, codec) for kernel in kernels]
+        action = GradientSyncAction(
+            captures,
+            groups.alarm,
+            DriftCheck(copied, groups.replica_peers, groups.alarm, sync.drift_every),
+            delay=sync.delay if replication.may_delay else 0,
+            is_layered=peers.is_layered,
+            make_updater=replication.make_updater,
+        )
+        return [action]
+    actions: list[SyncAction] = []
+    if replication.accumulates:
+        updates = GradientSyncAction(
+            [kernel.capture_rows(None, EXACT) for kernel in kernels],
+            groups.alarm,
+            make_updater=replication.make_updater,
+            precedes_average=True,
+        )
+        actions.append(updates)
+    if groups.mesh.num_groups > 1:
+        actions += averages(kernels, sync, groups)
+    return actions

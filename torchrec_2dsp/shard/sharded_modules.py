@@ -1,0 +1,328 @@
+"""`ShowsBaseTypes`: a sharded module shows its plan with TorchRec's own sharding types."""
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.types import ShardingEnv, ShardingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    get_embedding_names_by_table,
+)
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from torchrec_2dsp._compat.torchrec import ColumnWiseSequences, CwPooledEmbeddingSharding
+from torchrec_2dsp.codecs.rows import Transport
+from torchrec_2dsp.plan.parameter_sharding import Exchange, ParameterSharding2D, TableType
+from torchrec_2dsp.plan.plan2d import ModulePlan2D
+from torchrec_2dsp.shard.codecs import codecs_registry
+from torchrec_2dsp.shard.hot_sets import HotFeature
+from torchrec_2dsp.shard.replica_sync import Replication
+from torchrec_2dsp.shard.shardings import pooled_sharding, sequence_sharding
+from torchrec_2dsp.shard.stages import BagContext, BatchNotes, Output, SequenceContext, Stage
+from torchrec_2dsp.shard.tables import Tables2D
+
+
+class ShowsBaseTypes:
+    """A sharded module whose tables are sorted by types that TorchRec's state dicts don't know."""
+
+    @property
+    def module_sharding_plan(self) -> Any:
+        """What TorchRec makes state dicts by; it knows its own sharding types only."""
+        return self._module_sharding_plan
+
+    @module_sharding_plan.setter
+    def module_sharding_plan(self, plan: dict[str, ParameterSharding2D]) -> None:  # pyright: ignore
+        self._module_sharding_plan = {
+            name: replace(table, sharding_type=TableType.of_name(table.sharding_type).base.value)
+            for name, table in plan.items()
+        }
+
+
+_AVERAGED_HERE = (
+    TableType(ShardingType.ROW_WISE),
+    TableType(ShardingType.TABLE_ROW_WISE),
+    TableType(ShardingType.GRID_SHARD),
+    TableType(ShardingType.ROW_WISE, Exchange.NONEMPTY),
+)
+"""Sharding types of which a rank sees parts of bags. TorchRec doesn't average grid tables at all.
+For the others it divides whole outputs, also those of tables of other types, by lengths + 1e-6, and
+fails where a rank has no samples."""
+
+
+class ShardedEmbeddingBagCollection2D(ShowsBaseTypes, ShardedEmbeddingBagCollection):  # pyright: ignore[reportIncompatibleVariableOverride]
+    """TorchRec's sharded collection, repeated over the groups of a mesh."""
+
+    def __init__(
+        self, module: Any, plan: ModulePlan2D, *, replication: Replication, **stock: Any
+    ) -> None:
+        """
+        Args:
+            module: the unsharded collection.
+            plan: of its tables, as this rank runs it.
+            replication: how the collection is repeated.
+            stock: the other arguments of TorchRec's class.
+        """
+        configs: list[EmbeddingBagConfig] = module.embedding_bag_configs()
+        averaged = _averaged_here(configs, plan)
+        summing = cast(EmbeddingBagCollection, _Summing(module, averaged))
+        super().__init__(summing, plan, **stock)
+        device = stock["device"] or torch.device("cpu")
+        outputs = JoinBags(_outputs_of(configs, averaged))
+        self.tables = Tables2D(self, module, configs, plan, replication, device, outputs)
+        """What this package adds."""
+
+    @classmethod
+    def create_embedding_bag_sharding(
+        cls,
+        sharding_infos: list[Any],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        permute_embeddings: bool = False,
+        qcomm_codecs_registry: dict[str, Any] | None = None,
+    ) -> Any:
+        """TorchRec's sharding of the type, with the plugin's kernels."""
+        kind = TableType.of_name(sharding_infos[0].param_sharding.sharding_type)
+        sharding = pooled_sharding(kind)
+        if sharding is None:
+            return super().create_embedding_bag_sharding(
+                sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry
+            )
+        extra = {}
+        if issubclass(sharding, CwPooledEmbeddingSharding):
+            extra["permute_embeddings"] = permute_embeddings
+        registry = codecs_registry(kind, sharding_infos, qcomm_codecs_registry)
+        return sharding(sharding_infos, env, device, qcomm_codecs_registry=registry, **extra)
+
+    def create_context(self) -> BagContext:
+        """TorchRec's context of a batch, with a place for the stages' notes."""
+        return BagContext()
+
+    def input_dist(self, ctx: Any, features: Any) -> Any:
+        """Let the stages see the batch, then distribute its ids as TorchRec does."""
+        return self.tables.send_ids(ctx, features, super().input_dist)
+
+    def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
+        """Look up as TorchRec does, and what the stages look up beside it."""
+        return self.tables.look_up(ctx, input, super().compute_and_output_dist)
+
+
+def _averaged_here(configs: Iterable[EmbeddingBagConfig], plan: ModulePlan2D) -> set[str]:
+    """The tables that TorchRec sums and this package averages.
+
+    TorchRec averages by the ids it sees, which lack the hot ones: so tables with hot rows belong
+    to them, too.
+    """
+    tables = dict(plan.tables())
+    return {
+        config.name
+        for config in configs
+        if config.pooling is PoolingType.MEAN
+        and (
+            tables[config.name].hot_set is not None
+            or _without_transport(tables[config.name]) in _AVERAGED_HERE
+        )
+    }
+
+
+def _without_transport(table: ParameterSharding2D) -> TableType:
+    return replace(TableType.of_name(table.sharding_type), transport=Transport.FP32)
+
+
+def _outputs_of(configs: Sequence[EmbeddingBagConfig], tables: set[str]) -> dict[str, str]:
+    """The outputs of some tables: the feature of each, by the output's name."""
+    names = get_embedding_names_by_table(list(configs))
+    return {
+        output: feature
+        for config, outputs in zip(configs, names, strict=True)
+        if config.name in tables
+        for output, feature in zip(outputs, config.feature_names, strict=True)
+    }
+
+
+class _Summing:
+    """An unsharded module that shows some of its averaging tables as summing ones."""
+
+    def __init__(self, module: Any, tables: Iterable[str]) -> None:
+        self._module = module
+        self._configs = []
+        for config in module.embedding_bag_configs():
+            if config.name in set(tables):
+                config = copy.copy(config)
+                config.pooling = PoolingType.SUM
+            self._configs.append(config)
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        return self._configs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class ShardedEmbeddingCollection2D(ShowsBaseTypes, ColumnWiseSequences):  # pyright: ignore[reportIncompatibleVariableOverride]
+    """TorchRec's sharded collection, repeated over the groups of a mesh."""
+
+    def __init__(
+        self, module: Any, plan: ModulePlan2D, *, replication: Replication, **stock: Any
+    ) -> None:
+        """
+        Args:
+            module: the unsharded collection.
+            plan: of its tables, as this rank runs it.
+            replication: how the collection is repeated.
+            stock: the other arguments of TorchRec's class.
+        """
+        super().__init__(module, plan, **stock)
+        configs = module.embedding_configs()
+        device = stock["device"] or torch.device("cpu")
+        self.order_column_shards(configs, self.module_sharding_plan)
+        self.tables = Tables2D(self, module, configs, plan, replication, device, JoinSequences())
+        """What this package adds."""
+
+    @classmethod
+    def create_embedding_sharding(
+        cls,
+        sharding_type: str,
+        sharding_infos: list[Any],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        qcomm_codecs_registry: dict[str, Any] | None = None,
+    ) -> Any:
+        """TorchRec's sharding of the type, with the plugin's kernels."""
+        kind = TableType.of_name(sharding_type)
+        sharding = sequence_sharding(kind)
+        if sharding is None:
+            return super().create_embedding_sharding(
+                sharding_type, sharding_infos, env, device, qcomm_codecs_registry
+            )
+        return sharding(
+            sharding_infos=sharding_infos,
+            env=env,
+            device=device,
+            qcomm_codecs_registry=codecs_registry(kind, sharding_infos, qcomm_codecs_registry),
+        )
+
+    def is_column_wise(self, sharding_type: str) -> bool:
+        """Whether tables of this type have shards of some of the columns, however they travel."""
+        return TableType.of_name(sharding_type).base is ShardingType.COLUMN_WISE
+
+    def create_context(self) -> SequenceContext:
+        """TorchRec's context of a batch, with a place for the stages' notes."""
+        return SequenceContext()
+
+    def input_dist(self, ctx: Any, features: Any) -> Any:
+        """Let the stages see the batch, then distribute its ids as TorchRec does."""
+        return self.tables.send_ids(ctx, features, super().input_dist)
+
+    def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
+        """Look up as TorchRec does, and what the stages look up beside it."""
+        return self.tables.look_up(ctx, input, super().compute_and_output_dist)
+
+
+class JoinBags(Stage):
+    """Adds the hot rows to the sums of TorchRec, then averages what is left to this package."""
+
+    def __init__(self, averaged_outputs: Mapping[str, str]) -> None:
+        """
+        Args:
+            averaged_outputs: the feature of each output that is averaged here, by the output's
+                name.
+        """
+        self._averaged_outputs = dict(averaged_outputs)
+        self.needs_keyed_jagged = bool(averaged_outputs)
+
+    def before_ids_travel(
+        self, notes: BatchNotes, features: KeyedJaggedTensor
+    ) -> KeyedJaggedTensor:
+        """Note how many ids the bags have that are averaged here, hot ids included."""
+        if self._averaged_outputs:
+            lengths = features.lengths().view(len(features.keys()), features.stride())
+            by_feature = dict(zip(features.keys(), lengths, strict=True))
+            notes.bag_lengths = {
+                output: by_feature[feature] for output, feature in self._averaged_outputs.items()
+            }
+        return features
+
+    def on_output(self, notes: BatchNotes, output: Output) -> Output:
+        """The complete bags."""
+        if not (notes.hot_output or notes.bag_lengths):
+            return output
+        hot_output, notes.hot_output = notes.hot_output, {}
+        cold = cast(KeyedTensor, output)
+        dims = cold.length_per_key()
+        bags = []
+        for name, sums in zip(cold.keys(), cold.values().split(dims, dim=1), strict=True):
+            feature = feature_of(name)
+            if feature in hot_output:
+                sums = sums + hot_output[feature]
+            if name in notes.bag_lengths:
+                num_ids = notes.bag_lengths[name].clamp(min=1).to(sums.dtype)
+                sums = sums / num_ids[:, None]
+            bags.append(sums)
+        return KeyedTensor(
+            keys=cold.keys(), length_per_key=dims, values=torch.cat(bags, dim=1), key_dim=1
+        )
+
+
+class JoinSequences(Stage):
+    """Puts hot rows and cold rows in the order of the batch's ids."""
+
+    def on_output(self, notes: BatchNotes, output: Output) -> Output:
+        """The complete sequences."""
+        if notes.hot is None:
+            return output
+        hot_output, notes.hot_output = notes.hot_output, {}
+        joined = {}
+        for name, rows in cast(Mapping[str, JaggedTensor], output).items():
+            feature = feature_of(name)
+            joined[name] = rows
+            if feature in hot_output:
+                joined[name] = _joined(
+                    rows,
+                    hot_output[feature],
+                    notes.hot.features[feature],
+                    notes.hot.ids.by_feature[feature],
+                )
+        return joined
+
+
+def feature_of(output_name: str) -> str:
+    """The feature of an output; one that looks up several tables carries a table's name in each.
+
+    Example:
+        >>> from torchrec_2dsp.shard.sharded_modules import feature_of
+        >>> feature_of("item"), feature_of("item@t_long")
+        ('item', 'item')
+    """
+    return output_name.split("@")[0]
+
+
+def _joined(
+    cold: JaggedTensor, hot_rows: torch.Tensor, hot: HotFeature, hot_ids: torch.Tensor
+) -> JaggedTensor:
+    """The rows of all ids of a feature.
+
+    Args:
+        cold: the rows of the cold ids, as TorchRec looked them up.
+        hot_rows: the rows of the hot ids, as the replicas gave them.
+        hot: which of the feature's ids are hot.
+        hot_ids: the row id of each slot of the hot set.
+    """
+    order = _order(hot.is_hot)
+    ids = cold.weights_or_none()  # Where the module is asked for indices.
+    if ids is not None:
+        ids = torch.cat([ids, hot_ids[hot.slots].to(ids.dtype)])[order]
+    return JaggedTensor(
+        values=torch.cat([cold.values(), hot_rows])[order],
+        lengths=cold.lengths() + hot.lengths.to(cold.lengths().dtype),
+        weights=ids,
+    )
+
+
+def _order(is_hot: torch.Tensor) -> torch.Tensor:
+    """For each id, where its row stands in the cold ones followed by the hot ones."""
+    return torch.cat([(~is_hot).nonzero(), is_hot.nonzero()]).squeeze(1).argsort()

@@ -14,27 +14,15 @@ from torch.distributed.tensor._redistribute import (
     clear_redistribute_planner_cache,
 )
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode as TorchDispatchMode,
+    _get_current_dispatch_mode,
+)
 
-__all__ = [
-    "IncompatibleKeys",
-    "TorchDispatchMode",
-    "argument_names",
-    "exists",
-    "forget_meshes",
-    "group_named",
-    "is_dispatch_watched",
-    "operator_name",
-    "own_connection",
-    "pass_on_to",
-    "set_timeout",
-    "store_of_world",
-    "tensors_in",
-    "timeout_of",
-    "timeout_of_gloo",
-]
+IncompatibleKeys = _IncompatibleKeys
+"""What ``load_state_dict`` returns."""
 
 
 def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta:

@@ -5,21 +5,15 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import IO, cast
 
-from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint._traverse import set_element as set_element
 from torch.distributed.checkpoint.default_planner import _validate_global_plan
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.filesystem import (
+    CURRENT_DCP_VERSION as CURRENT_DCP_VERSION,
+    _StorageInfo,
+)
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.utils import _create_file_view
-
-__all__ = [
-    "CURRENT_DCP_VERSION",
-    "PICKLED_NAMES",
-    "StorageInfo",
-    "file_view",
-    "set_element",
-    "wrong_chunks",
-]
 
 StorageInfo = _StorageInfo
 """A chunk's place: file, offset, length."""

@@ -17,25 +17,11 @@ from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import (
     DataParallelWrapper,
-    DefaultDataParallelWrapper,
+    DefaultDataParallelWrapper as DefaultDataParallelWrapper,
     DistributedModelParallel,
 )
 
 from torchrec_2dsp._compat.shardings import lookups_of
-
-__all__ = [
-    "DataParallelWrapper",
-    "DefaultDataParallelWrapper",
-    "data_parallel_lookups",
-    "data_parallel_module",
-    "data_parallel_parts",
-    "data_parallel_tables",
-    "data_parallel_wrapper",
-    "gradient_order",
-    "has_synced",
-    "start_in_order",
-    "wrapped_module",
-]
 
 _STARTED_IN: "WeakKeyDictionary[DistributedDataParallel, list[str]]" = WeakKeyDictionary()
 """The orders given to `start_in_order`, by which DDP numbers its parameters afterwards."""

@@ -9,38 +9,13 @@ from typing import cast
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
-    EmbeddingLocation,
+    EmbeddingLocation as EmbeddingLocation,
     PoolingMode,
 )
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-    ComputeDevice,
+    ComputeDevice as ComputeDevice,
     SplitTableBatchedEmbeddingBagsCodegen,
 )
-
-__all__ = [
-    "ComputeDevice",
-    "EmbOptimType",
-    "EmbeddingLocation",
-    "OptimizerStep",
-    "PoolingMode",
-    "SparseType",
-    "SplitTableBatchedEmbeddingBagsCodegen",
-    "TbeShape",
-    "eps_of",
-    "iteration_of",
-    "last_lookup",
-    "learning_rate_of",
-    "max_gradient",
-    "optimizer_states",
-    "output_dtype",
-    "set_iteration",
-    "set_learning_rate",
-    "tbe_shape",
-    "tell_empty_tables_apart",
-    "updating_as_of",
-    "write_counts",
-]
-
 
 _UPDATED = ("weights", "momentum1", "momentum2")
 

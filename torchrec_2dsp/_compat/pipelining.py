@@ -7,8 +7,6 @@ import torch
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-__all__ = ["input_gradients", "order_of_work", "weight_gradients"]
-
 
 class _StageNumber:
     """The numbers that torch's schedules ask of a stage."""

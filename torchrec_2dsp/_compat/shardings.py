@@ -116,13 +116,6 @@ def lookups_of(
     return module._lookups
 
 
-def input_dists_of(
-    module: ShardedEmbeddingBagCollection | ShardedEmbeddingCollection,
-) -> list[nn.Module]:
-    """Return a sharded module's input exchanges, one per sharding."""
-    return module._input_dists
-
-
 def output_dists_of(
     module: ShardedEmbeddingBagCollection | ShardedEmbeddingCollection,
 ) -> list[nn.Module]:

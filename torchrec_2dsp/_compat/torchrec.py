@@ -14,107 +14,78 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed import comm as _comm
 from torchrec.distributed.batched_embedding_kernel import (
-    BatchedFusedEmbedding,
-    BatchedFusedEmbeddingBag,
-    EmbeddingFusedOptimizer,
+    BatchedFusedEmbedding as BatchedFusedEmbedding,
+    BatchedFusedEmbeddingBag as BatchedFusedEmbeddingBag,
+    EmbeddingFusedOptimizer as EmbeddingFusedOptimizer,
 )
-from torchrec.distributed.comm import get_local_size, intra_and_cross_node_pg_2D
-from torchrec.distributed.comm_ops import get_gradient_division
+from torchrec.distributed.comm import (
+    get_local_size as get_local_size,
+    intra_and_cross_node_pg_2D as intra_and_cross_node_pg_2D,
+)
+from torchrec.distributed.comm_ops import get_gradient_division as get_gradient_division
 from torchrec.distributed.dist_data import (
-    KJTAllToAll,
-    KJTAllToAllSplitsAwaitable,
-    PooledEmbeddingsAwaitable,
-    PooledEmbeddingsReduceScatter,
-    SequenceEmbeddingsAllToAll,
+    KJTAllToAll as KJTAllToAll,
+    KJTAllToAllSplitsAwaitable as KJTAllToAllSplitsAwaitable,
+    PooledEmbeddingsAwaitable as PooledEmbeddingsAwaitable,
+    PooledEmbeddingsReduceScatter as PooledEmbeddingsReduceScatter,
+    SequenceEmbeddingsAllToAll as SequenceEmbeddingsAllToAll,
 )
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
-from torchrec.distributed.embedding_kernel import BaseEmbedding
+from torchrec.distributed.embedding_kernel import BaseEmbedding as BaseEmbedding
 from torchrec.distributed.embedding_lookup import (
-    GroupedEmbeddingsLookup,
-    GroupedPooledEmbeddingsLookup,
+    GroupedEmbeddingsLookup as GroupedEmbeddingsLookup,
+    GroupedPooledEmbeddingsLookup as GroupedPooledEmbeddingsLookup,
 )
 from torchrec.distributed.embedding_sharding import (
-    BaseEmbeddingDist,
-    EmbeddingSharding,
-    EmbeddingShardingContext,
-    KJTListSplitsAwaitable,
+    BaseEmbeddingDist as BaseEmbeddingDist,
+    EmbeddingSharding as EmbeddingSharding,
+    EmbeddingShardingContext as EmbeddingShardingContext,
+    KJTListSplitsAwaitable as KJTListSplitsAwaitable,
 )
 from torchrec.distributed.embedding_types import (
-    BaseEmbeddingLookup,
-    EmbeddingComputeKernel,
-    GroupedEmbeddingConfig,
+    BaseEmbeddingLookup as BaseEmbeddingLookup,
+    EmbeddingComputeKernel as EmbeddingComputeKernel,
+    GroupedEmbeddingConfig as GroupedEmbeddingConfig,
 )
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.types import Enumerator, SharderDataMap, ShardingOption, Topology
-from torchrec.distributed.sharding.cw_sequence_sharding import CwSequenceEmbeddingSharding
-from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
+from torchrec.distributed.sharding.cw_sequence_sharding import (
+    CwSequenceEmbeddingSharding as CwSequenceEmbeddingSharding,
+)
+from torchrec.distributed.sharding.cw_sharding import (
+    CwPooledEmbeddingSharding as CwPooledEmbeddingSharding,
+)
 from torchrec.distributed.sharding.grid_sharding import (
-    GridPooledEmbeddingDist,
-    GridPooledEmbeddingSharding,
+    GridPooledEmbeddingDist as GridPooledEmbeddingDist,
+    GridPooledEmbeddingSharding as GridPooledEmbeddingSharding,
 )
-from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingSharding
+from torchrec.distributed.sharding.rw_sequence_sharding import (
+    RwSequenceEmbeddingSharding as RwSequenceEmbeddingSharding,
+)
 from torchrec.distributed.sharding.rw_sharding import (
-    RwPooledEmbeddingDist,
-    RwPooledEmbeddingSharding,
+    RwPooledEmbeddingDist as RwPooledEmbeddingDist,
+    RwPooledEmbeddingSharding as RwPooledEmbeddingSharding,
 )
-from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
-from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingSharding
+from torchrec.distributed.sharding.sequence_sharding import (
+    SequenceShardingContext as SequenceShardingContext,
+)
+from torchrec.distributed.sharding.tw_sequence_sharding import (
+    TwSequenceEmbeddingSharding as TwSequenceEmbeddingSharding,
+)
 from torchrec.distributed.sharding.tw_sharding import (
-    TwPooledEmbeddingDist,
-    TwPooledEmbeddingSharding,
+    TwPooledEmbeddingDist as TwPooledEmbeddingDist,
+    TwPooledEmbeddingSharding as TwPooledEmbeddingSharding,
 )
 from torchrec.distributed.sharding.twrw_sharding import (
-    TwRwPooledEmbeddingDist,
-    TwRwPooledEmbeddingSharding,
+    TwRwPooledEmbeddingDist as TwRwPooledEmbeddingDist,
+    TwRwPooledEmbeddingSharding as TwRwPooledEmbeddingSharding,
 )
-from torchrec.distributed.types import DMPCollectionContext, ModuleSharder, ShardingEnv2D
+from torchrec.distributed.types import (
+    DMPCollectionContext as DMPCollectionContext,
+    ModuleSharder,
+    ShardingEnv2D as ShardingEnv2D,
+)
 from torchrec.optim.keyed import KeyedOptimizerWrapper, OptimizerWrapper
-
-__all__ = [
-    "BaseEmbedding",
-    "BaseEmbeddingDist",
-    "BaseEmbeddingLookup",
-    "BatchedFusedEmbedding",
-    "BatchedFusedEmbeddingBag",
-    "CwPooledEmbeddingSharding",
-    "CwSequenceEmbeddingSharding",
-    "DMPCollectionContext",
-    "EmbeddingComputeKernel",
-    "EmbeddingFusedOptimizer",
-    "EmbeddingSharding",
-    "EmbeddingShardingContext",
-    "GridPooledEmbeddingDist",
-    "GridPooledEmbeddingSharding",
-    "GroupedEmbeddingConfig",
-    "GroupedEmbeddingsLookup",
-    "GroupedPooledEmbeddingsLookup",
-    "InBackwardOptimizers",
-    "KJTAllToAll",
-    "KJTAllToAllSplitsAwaitable",
-    "KJTListSplitsAwaitable",
-    "NodeGroupCache",
-    "PooledEmbeddingsAwaitable",
-    "PooledEmbeddingsReduceScatter",
-    "RwPooledEmbeddingDist",
-    "RwPooledEmbeddingSharding",
-    "RwSequenceEmbeddingSharding",
-    "SequenceEmbeddingsAllToAll",
-    "SequenceShardingContext",
-    "ShardingEnv2D",
-    "TwPooledEmbeddingDist",
-    "TwPooledEmbeddingSharding",
-    "TwRwPooledEmbeddingDist",
-    "TwRwPooledEmbeddingSharding",
-    "TwSequenceEmbeddingSharding",
-    "detach_in_backward_optimizers",
-    "get_gradient_division",
-    "get_local_size",
-    "in_backward_optimizers",
-    "intra_and_cross_node_pg_2D",
-    "node_group_cache",
-    "sharder_data_of",
-    "wrapped_optimizer",
-]
 
 
 def sharder_data_of(enumerator: Enumerator | None) -> SharderDataMap:

@@ -3,8 +3,7 @@
 import enum
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from torchrec_2dsp.errors import RankError
@@ -21,11 +20,9 @@ class Activity:
         >>> from torchrec_2dsp.comms.notice import Activity
         >>> activity = Activity()
         >>> activity.step = 1
-        >>> with activity.during("the forward"):
-        ...     print(activity)
-        at step 1, in the forward
+        >>> activity.begin("the forward")
         >>> print(activity)
-        at step 1, after the forward
+        at step 1, in the forward
     """
 
     def __init__(self) -> None:
@@ -44,13 +41,6 @@ class Activity:
     def begin(self, phase: str) -> None:
         """Record that ``phase`` runs from now on; its end isn't recorded."""
         self.phase = f"in {phase}"
-
-    @contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        """Record that ``phase`` runs inside the context; after an error, it still does."""
-        self.begin(phase)
-        yield
-        self.phase = f"after {phase}"
 
 
 class Standing(enum.Enum):

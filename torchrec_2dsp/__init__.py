@@ -70,9 +70,11 @@ if TYPE_CHECKING:
         every as every,
         never as never,
     )
-    from torchrec_2dsp.planner.constraints import ParameterConstraints2D as ParameterConstraints2D
-    from torchrec_2dsp.planner.planner2d import Planner2D as Planner2D
-    from torchrec_2dsp.planner.torchrec.balanced_partitioner import (
+    from torchrec_2dsp.planner.planner2d import (
+        ParameterConstraints2D as ParameterConstraints2D,
+        Planner2D as Planner2D,
+    )
+    from torchrec_2dsp.planner.torchrec.adapters import (
         BalancedPartitioner as BalancedPartitioner,
     )
     from torchrec_2dsp.planner.torchrec.proposers import (
@@ -132,9 +134,9 @@ _MODULE_OF = {
     "after": "torchrec_2dsp.plan.sync",
     "every": "torchrec_2dsp.plan.sync",
     "never": "torchrec_2dsp.plan.sync",
-    "ParameterConstraints2D": "torchrec_2dsp.planner.constraints",
+    "ParameterConstraints2D": "torchrec_2dsp.planner.planner2d",
     "Planner2D": "torchrec_2dsp.planner.planner2d",
-    "BalancedPartitioner": "torchrec_2dsp.planner.torchrec.balanced_partitioner",
+    "BalancedPartitioner": "torchrec_2dsp.planner.torchrec.adapters",
     "ExchangeProposer": "torchrec_2dsp.planner.torchrec.proposers",
     "GroupSizeProposer": "torchrec_2dsp.planner.torchrec.proposers",
     "HotRowProposer": "torchrec_2dsp.planner.torchrec.proposers",

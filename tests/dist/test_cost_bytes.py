@@ -13,9 +13,8 @@ from tests.support.models import ModelSpec, TableSpec, build
 from tests.support.parity import Cell, group_plan, make_optimizer, make_sharder
 from tests.support.ranks import RankPool
 from torchrec_2dsp.comms.counting import count_collectives
-from torchrec_2dsp.cost.loads import Loads
-from torchrec_2dsp.cost.placed import Placed
-from torchrec_2dsp.cost.span import Span
+from torchrec_2dsp.cost.collectives import Span
+from torchrec_2dsp.cost.loads import Loads, Placed
 from torchrec_2dsp.cost.table_loads import add_table
 from torchrec_2dsp.cost.workload import Workload
 

@@ -14,7 +14,7 @@ from tests.support.planning import calibration
 from tests.support.ranks import RankPool
 from tests.unit.test_planner import SHARDERS, bags, constrained, planner_for, world
 from torchrec_2dsp.plan.serialize import from_json, to_json
-from torchrec_2dsp.planner.torchrec.stats import Stats2D
+from torchrec_2dsp.planner.torchrec.adapters import Stats2D
 
 MESH = tdsp.Mesh2D(num_groups=2, group_size=2)
 

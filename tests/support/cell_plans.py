@@ -10,7 +10,7 @@ from torchrec.distributed.types import ShardingPlan
 
 import torchrec_2dsp as tdsp
 from tests.support.cells import Cell
-from torchrec_2dsp.planner.torchrec.stats import Stats2D
+from torchrec_2dsp.planner.torchrec.adapters import Stats2D
 
 _STOCK_PLANS: dict[Hashable, ShardingPlan] = {}
 """The plans that were made in this process for sharding every table one way."""

@@ -5,10 +5,10 @@ from torchrec.distributed.types import ShardingType
 
 import torchrec_2dsp as tdsp
 from torchrec_2dsp.access.table_access import TableAccess
-from torchrec_2dsp.cost.calibration import Calibration
-from torchrec_2dsp.cost.coefficients import BagCost, CollectiveCost, KernelCost
+from torchrec_2dsp.cost.calibration import BagCost, Calibration, KernelCost
+from torchrec_2dsp.cost.collectives import CollectiveCost
+from torchrec_2dsp.cost.loads import Placed, Shards
 from torchrec_2dsp.cost.model import CostSetting
-from torchrec_2dsp.cost.placed import Placed, Shards
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.workload import TableWork, Workload
 

@@ -23,10 +23,9 @@ import torchrec_2dsp as tdsp
 from tests.support.models import ModelSpec, TableSpec, build
 from tests.support.parity import Cell, group_plan, make_sharder
 from tests.support.ranks import RankPool
-from torchrec_2dsp.cost.memory import MemoryCost
-from torchrec_2dsp.cost.model import CostModel
+from torchrec_2dsp.cost.model import CostModel, MemoryCost
 from torchrec_2dsp.cost.workload import Workload
-from torchrec_2dsp.planner.search.candidates import candidates_of
+from torchrec_2dsp.planner.search.choices import candidates_of
 from torchrec_2dsp.programs.bench.machine import give_back_memory, peak_bytes, resident_bytes
 
 ONE, TWO = tdsp.Mesh2D(1, 4), tdsp.Mesh2D(2, 2)

@@ -14,12 +14,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 import torchrec_2dsp as tdsp
 from tests.unit.test_planner import nothing_reserved, world
 from torchrec_2dsp.access.table_access import TableAccess
-from torchrec_2dsp.cost.memory import table_bytes
-from torchrec_2dsp.cost.model import CostSetting
+from torchrec_2dsp.cost.model import CostSetting, table_bytes
 from torchrec_2dsp.cost.table_loads import message_type
 from torchrec_2dsp.cost.workload import DenseWork, Workload
-from torchrec_2dsp.planner.search.candidates import candidates_of
-from torchrec_2dsp.planner.search.choices import Candidate, rated
+from torchrec_2dsp.planner.search.choices import Candidate, candidates_of, rated
 
 ENOUGH = 1e12
 ROWS = (40, 1_000, 9_000)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from torchrec_2dsp.planner.balance import (
+from torchrec_2dsp.cost.loads import Floats
+from torchrec_2dsp.planner.search.place import (
     Bins,
-    Floats,
     Items,
     improved,
     largest_differencing,

@@ -12,10 +12,10 @@ from torchrec.distributed.types import ShardingType
 
 import torchrec_2dsp as tdsp
 from tests.unit.test_balance import bound
+from torchrec_2dsp.cost.loads import Floats, Placed, Shards
 from torchrec_2dsp.cost.model import CostSetting
-from torchrec_2dsp.cost.placed import Placed, Shards
 from torchrec_2dsp.cost.workload import TableWork, Workload
-from torchrec_2dsp.planner.balance import Bins, Floats, Items, dealt, greedy, largest_differencing
+from torchrec_2dsp.planner.search.place import Bins, Items, dealt, greedy, largest_differencing
 
 CRITEO_ROWS = (
     *(1_460, 583, 10_131_227, 2_202_608, 305, 24, 12_517, 633, 3, 93_145, 5_683, 8_351_593, 3_194),

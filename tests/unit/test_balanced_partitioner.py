@@ -16,7 +16,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 import torchrec_2dsp as tdsp
-from torchrec_2dsp.planner.balance import Bins, Items, improved, largest_differencing
+from torchrec_2dsp.planner.search.place import Bins, Items, improved, largest_differencing
 
 pytestmark = pytest.mark.dealt_file
 

@@ -64,6 +64,33 @@ def test_constants_are_finite_numbers(value: str, tmp_path: Path) -> None:
         tdsp.Calibration.load(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_hosts", "10_000_000"),
+        ("ranks_per_host", "100_000"),
+        ("memory_bytes", f"{10**18}"),
+        ("base_s", "1e23"),
+        ("per_peer_s", "1e5"),
+        ("turn_s", "1e23"),
+        ("local_s_per_byte", "2.0"),
+        ("link_s_per_byte", "1e23"),
+        ("per_item_s", "2.0"),
+        ("per_byte_s", "1e23"),
+        ("per_vector_byte_s", "2.0"),
+        ("per_row_byte_s", "2.0"),
+    ],
+)
+def test_absurd_numbers_are_refused(name: str, value: str, tmp_path: Path) -> None:
+    text = Path("configs/hardware/emulated_1gbit.toml").read_text()
+    path = tmp_path / "x.toml"
+    text, count = re.subn(rf"^{name} = .*", f"{name} = {value}", text, count=1, flags=re.MULTILINE)
+    assert count == 1
+    path.write_text(text)
+    with pytest.raises(tdsp.errors.CalibrationError, match=rf"{name}: Input should be less than"):
+        tdsp.Calibration.load(path)
+
+
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(
         tdsp.errors.CalibrationError, match=r"nowhere\.toml can't be read: No such file"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from torchrec_2dsp.cost.step_cost import StepCost
-from torchrec_2dsp.planner.explanation.plots import parts_chart
+from torchrec_2dsp.planner.explanation import parts_chart
 from torchrec_2dsp.report.charts import (
     PALETTE,
     Axis,

@@ -21,11 +21,9 @@ from tests.support.planning import (
 )
 from torchrec_2dsp.cost.model import CostModel, CostSetting
 from torchrec_2dsp.cost.workload import DenseWork, Workload
-from torchrec_2dsp.planner.search.candidates import candidates_of
-from torchrec_2dsp.planner.search.choices import Candidate
-from torchrec_2dsp.planner.search.copies import search_copies
-from torchrec_2dsp.planner.search.meshes import meshes_of, search
-from torchrec_2dsp.planner.search.result import Found
+from torchrec_2dsp.planner.search.choices import Candidate, candidates_of
+from torchrec_2dsp.planner.search.cost_search import meshes_of, search, search_copies
+from torchrec_2dsp.planner.search.placement import Found
 
 pytestmark = pytest.mark.dealt_file
 

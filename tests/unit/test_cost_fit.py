@@ -5,9 +5,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from torchrec_2dsp.cost.coefficients import BagCost, CollectiveCost, KernelCost
-from torchrec_2dsp.cost.span import Span
-from torchrec_2dsp.cost.traffic import Traffic, all_to_all
+from torchrec_2dsp.cost.calibration import BagCost, KernelCost
+from torchrec_2dsp.cost.collectives import CollectiveCost, Span, Traffic, all_to_all
 from torchrec_2dsp.errors import CalibrationError
 from torchrec_2dsp.programs.calibrate.fit import (
     CollectiveSample,

@@ -23,9 +23,8 @@ from tests.support.costs import (
     only_the_link,
     table,
 )
-from torchrec_2dsp.cost.calibration import Calibration
-from torchrec_2dsp.cost.coefficients import KernelCost
-from torchrec_2dsp.cost.placed import Placed
+from torchrec_2dsp.cost.calibration import Calibration, KernelCost
+from torchrec_2dsp.cost.loads import Placed
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.workload import Workload
 

@@ -24,9 +24,9 @@ from tests.unit.test_planner import bags, nothing_reserved, world
 from torchrec_2dsp.access.table_access import TableAccess
 from torchrec_2dsp.cost.model import CostModel
 from torchrec_2dsp.cost.workload import Workload
-from torchrec_2dsp.planner.search.candidates import candidates_of
-from torchrec_2dsp.planner.search.meshes import search
-from torchrec_2dsp.planner.search.result import Found
+from torchrec_2dsp.planner.search.choices import candidates_of
+from torchrec_2dsp.planner.search.cost_search import search
+from torchrec_2dsp.planner.search.placement import Found
 
 pytestmark = pytest.mark.dealt_file
 

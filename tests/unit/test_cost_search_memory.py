@@ -21,12 +21,10 @@ from tests.support.planning import (
 from tests.unit.test_planner import world
 from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.workload import Workload
-from torchrec_2dsp.planner.search.candidates import candidates_of
-from torchrec_2dsp.planner.search.choices import Choice
-from torchrec_2dsp.planner.search.meshes import Effort, meshes_of, placements, search
-from torchrec_2dsp.planner.search.result import Found
-from torchrec_2dsp.planner.search.select import selections, smallest
-from torchrec_2dsp.planner.search.space import Space
+from torchrec_2dsp.planner.search.choices import Choice, candidates_of
+from torchrec_2dsp.planner.search.cost_search import meshes_of, placements, search
+from torchrec_2dsp.planner.search.placement import Found
+from torchrec_2dsp.planner.search.space import Effort, Selected, Space, selections, smallest
 
 pytestmark = pytest.mark.dealt_file
 
@@ -63,8 +61,8 @@ def test_those_tables_get_memory_that_save_most_by_it(room: float) -> None:
     num_bytes = np.array([[9e6, 1e6], [7e6, 1e6], [5e6, 1e6], [3e6, 1e6], [8e6, 1e6]])
     space = replace(Space.of(both, setting), bytes_of_rank=num_bytes, bytes_of_shard=num_bytes)
     every = [np.array(one) for one in itertools.product(range(2), repeat=5)]
-    best = min(space.cost_of(one).total_s for one in every if space.bytes_of(one) <= room)
-    smallest = space.cost_of(np.ones(5, dtype=np.int64)).total_s
+    best = min(Selected.of(space, one).cost.total_s for one in every if space.bytes_of(one) <= room)
+    smallest = Selected.of(space, np.ones(5, dtype=np.int64)).cost.total_s
     found = selections(space, room)[0]
     assert space.bytes_of(found.selection) <= room
     assert best < 0.95 * smallest

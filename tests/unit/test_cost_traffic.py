@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from torchrec_2dsp import Mesh2D, RankLayout
-from torchrec_2dsp.cost.span import Span
-from torchrec_2dsp.cost.traffic import (
+from torchrec_2dsp.cost.collectives import (
+    Span,
     Traffic,
     all_gather,
     all_reduce,

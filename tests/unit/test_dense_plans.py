@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from torchrec_2dsp.cost.calibration import Calibration
-from torchrec_2dsp.cost.coefficients import KernelCost
-from torchrec_2dsp.cost.dense.transformer import Transformer
+from torchrec_2dsp.cost.calibration import Calibration, KernelCost
+from torchrec_2dsp.cost.dense import Transformer
 from torchrec_2dsp.errors import CalibrationError
 from torchrec_2dsp.programs.cli.app import app
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from tests.support.costs import LINK, only_the_link
-from torchrec_2dsp.cost.coefficients import KernelCost
-from torchrec_2dsp.cost.dense.dense_model import DenseCostModel
-from torchrec_2dsp.cost.dense.layers import DenseLayers, LayerWork
+from torchrec_2dsp.cost.calibration import KernelCost
+from torchrec_2dsp.cost.dense import DenseCostModel, DenseLayers, LayerWork
 from torchrec_2dsp.errors import ConfigError, MeshError, PlanError
 from torchrec_2dsp.mesh import DenseMesh, RankLayout
 from torchrec_2dsp.plan.dense_plan import DenseKind, DensePlan

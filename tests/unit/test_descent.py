@@ -10,9 +10,9 @@ import torchrec_2dsp as tdsp
 from tests.support.planning import ENOUGH, SHARDERS, calibration, tables
 from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.workload import DenseWork, Workload
-from torchrec_2dsp.planner.search.candidates import candidates_of
-from torchrec_2dsp.planner.search.descent import Descent, Placement
-from torchrec_2dsp.planner.search.meshes import search
+from torchrec_2dsp.planner.search.choices import candidates_of
+from torchrec_2dsp.planner.search.cost_search import search
+from torchrec_2dsp.planner.search.placement import Descent, Placement
 from torchrec_2dsp.planner.search.space import Space
 
 

@@ -16,14 +16,11 @@ from typer.testing import CliRunner
 import torchrec_2dsp as tdsp
 from tests.support.planning import ROWS, SHARDERS, planner, problem, skewed, tables
 from torchrec_2dsp.cost.model import CostModel
-from torchrec_2dsp.cost.sent import sent_weights
 from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.plan.serialize import load
-from torchrec_2dsp.planner.explanation.explain import explain, pareto_front
-from torchrec_2dsp.planner.explanation.explanation import Explanation
-from torchrec_2dsp.planner.explanation.table_line import milliseconds
+from torchrec_2dsp.planner.explanation import Explanation, explain, milliseconds, pareto_front
 from torchrec_2dsp.planner.search.choices import Choice
-from torchrec_2dsp.planner.search.result import Tried
+from torchrec_2dsp.planner.search.placement import Tried
 from torchrec_2dsp.programs.cli.app import app
 
 CONFIG = "configs/runs/plan.toml"
@@ -129,7 +126,7 @@ def test_without_a_plan_there_is_nothing_to_explain() -> None:
 def test_sent_bytes_are_those_of_a_rank(choice: Choice, expected: float) -> None:
     candidates, setting = problem("1gbit", MESH, with_access=False)
     loads = setting.loads([candidates[0].somewhere(choice, setting.group)])
-    assert sent_weights(setting) @ loads.values.mean(axis=1) == pytest.approx(expected)
+    assert setting.sent_bytes() @ loads.values.mean(axis=1) == pytest.approx(expected)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12))

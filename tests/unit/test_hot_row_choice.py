@@ -12,10 +12,9 @@ from tests.support.costs import LINK, only_the_link
 from tests.support.planning import SHARDERS, skewed, tables
 from torchrec_2dsp.cost.model import CostSetting
 from torchrec_2dsp.cost.workload import Workload
-from torchrec_2dsp.planner.search.candidates import candidates_of
-from torchrec_2dsp.planner.search.hot_rows import Runs, concave_runs, rows_by_byte
-from torchrec_2dsp.planner.search.meshes import search
-from torchrec_2dsp.planner.search.result import Found
+from torchrec_2dsp.planner.search.choices import candidates_of
+from torchrec_2dsp.planner.search.cost_search import search
+from torchrec_2dsp.planner.search.placement import Found, Runs, concave_runs, rows_by_byte
 
 ROWS = (20_000,)
 

@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from torch import nn
 from torchrec.distributed.planner.types import ShardingOption
 
 import torchrec_2dsp as tdsp
@@ -47,6 +48,12 @@ def bytes_by_rank(options: list[ShardingOption], num_ranks: int) -> list[int]:
             assert shard.storage is not None
             stored[shard.rank] += shard.storage.ddr
     return stored
+
+
+def test_a_model_without_tables_has_no_options() -> None:
+    empty = planner()
+    assert empty.plan(nn.Linear(2, 2), SHARDERS).plan == {}
+    assert empty.get_selected_options() == empty.get_search_space() == []
 
 
 @pytest.mark.parametrize("by_cost", [False, True], ids=["torchrec's search", "by cost"])

@@ -15,11 +15,11 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 
 import torchrec_2dsp as tdsp
 from tests.unit.test_planner import AnyTypeSharder, bags, world
-from torchrec_2dsp.cost.optimizer_state import state_bytes_per_row
+from torchrec_2dsp.cost.workload import state_bytes_per_row
 from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
 from torchrec_2dsp.planner.topology import group_topology
-from torchrec_2dsp.planner.torchrec.enumerator import Enumerator2D
-from torchrec_2dsp.planner.torchrec.sync_cost import (
+from torchrec_2dsp.planner.torchrec.enumerator import (
+    Enumerator2D,
     data_parallel_ms,
     expected_touched_rows,
     row_sync_ms,

@@ -26,7 +26,7 @@ from tests.unit.test_planner import (
     planner_for,
     world,
 )
-from torchrec_2dsp.planner.infeasible import Shortfall, shortfall
+from torchrec_2dsp.planner.topology import Shortfall, shortfall
 from torchrec_2dsp.planner.torchrec.enumerator import Enumerator2D
 
 

@@ -30,10 +30,8 @@ from tests.unit.test_planner import (
     world,
 )
 from torchrec_2dsp.planner.topology import group_topology
+from torchrec_2dsp.planner.torchrec.adapters import Partitioner2D, Stats2D, searched_type
 from torchrec_2dsp.planner.torchrec.enumerator import Enumerator2D
-from torchrec_2dsp.planner.torchrec.partitioner import Partitioner2D
-from torchrec_2dsp.planner.torchrec.sharding_types import searched_type
-from torchrec_2dsp.planner.torchrec.stats import Stats2D
 
 MESH = tdsp.Mesh2D(num_groups=2, group_size=2)
 WORLD = world(4)

@@ -22,9 +22,9 @@ from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.plan.parameter_sharding import ProposedType, base_type
 from torchrec_2dsp.plan.plan2d import is_proposed
 from torchrec_2dsp.planner.search.choices import rated
-from torchrec_2dsp.planner.torchrec.proposals import Draft
+from torchrec_2dsp.planner.torchrec.adapters import Stats2D
+from torchrec_2dsp.planner.torchrec.options import Draft
 from torchrec_2dsp.planner.torchrec.proposers import Loaded
-from torchrec_2dsp.planner.torchrec.stats import Stats2D
 
 BATCH = 512
 

@@ -1,4 +1,32 @@
-"""What things cost: a plan's step, from a calibration of the network and its machines."""
+"""Predict a plan's step time and memory, from a calibration of the network and its machines.
+
+A step's cost is a sum of named parts. Each table adds *loads* to every rank of its sharding group:
+ids, rows and bytes to look up, move and send. A part takes the slowest rank's loads times measured
+constants; exchanges that may run beside computing are taken off again as ``hidden``::
+
+    Workload   tables, ids per sample, row frequencies        }
+    Placed     a table's type, shards, exchange, hot rows }  ->  Loads: kinds of work x ranks
+    Span       groups, peers and world on their hosts     }        |  times Calibration
+    StepCost   input exchange + lookup + rows + forward exchange + dense + backward exchange
+               + dense exchange + update + hot rows + sync + imbalance - hidden
+    MemoryCost weights + optimizer state + hot rows + dense gradients + batches + vectors + copies
+
+=============== ==================================================================================
+file            content
+=============== ==================================================================================
+`workload`      `Workload` and `TableWork`: a step's work, whatever the plan
+`collectives`   `Span`, `Traffic`, `CollectiveCost`: the price of every all-to-all, ring and merge
+`calibration`   `Calibration`: measured constants, as a checked TOML file; `KernelCost`
+`loads`         `Loads`: the work of each rank; `Placed`: a table on its ranks
+`table_loads`   the loads that a table adds, by sharding type, exchange, hot rows and sync
+`step_cost`     `StepCost`, and its parts from loads: phases, and keeping replicas equal
+`model`         `CostModel` and `CostSetting`: step time and memory of a plan; what hides
+`dense`         `DenseCostModel`: the dense part, layer by layer, in each way to run it
+=============== ==================================================================================
+
+Nothing here searches (`planner` does), measures (the calibrate program does) or needs a process
+group.
+"""
 
 from torchrec_2dsp._compat.upstream_names import require_upstream
 

@@ -1,11 +1,13 @@
-"""`Calibration`: what collectives and work on rows take on some machines. A TOML file."""
+"""`Calibration`: a TOML file with the time that collectives and row work take on some machines."""
 
 import tomllib
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, overload
 
+import numpy as np
 import tomli_w
 import torch
+from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 from torchrec.distributed.planner.types import (
     HardwareConfig,
@@ -15,16 +17,136 @@ from torchrec.distributed.planner.types import (
     TrainerConfig,
 )
 
-from torchrec_2dsp.cost.coefficients import (
-    BagCost,
-    CalibrationPart,
-    CollectiveCost,
-    KernelCost,
-)
-from torchrec_2dsp.cost.kernels import Kernels
+from torchrec_2dsp.codecs.rows import Transport
+from torchrec_2dsp.cost.collectives import CalibrationPart, Call, Coefficients, CollectiveCost, Unit
 from torchrec_2dsp.errors import CalibrationError
 
 CALIBRATION_FORMAT = 3
+
+_PASSES = {
+    Transport.FP32: 0.0,
+    Transport.BF16: 1.5,
+    Transport.FP16: 1.5,
+    Transport.INT8: 5.0,
+    Transport.INT4: 9.0,
+}
+"""Encoding and decoding in copies of the rows, on CPUs where that wasn't measured."""
+
+
+class KernelCost(Coefficients):
+    """Seconds of work on a rank's rows, while the other ranks do the same."""
+
+    per_item_s: Unit
+    """Seconds for each id or row."""
+
+    per_byte_s: Unit
+    """Seconds for each byte of rows."""
+
+    @overload
+    def seconds(self, items: float, num_bytes: float) -> float: ...
+
+    @overload
+    def seconds(
+        self, items: NDArray[np.float64], num_bytes: NDArray[np.float64] | float
+    ) -> NDArray[np.float64]: ...
+
+    def seconds(self, items: Any, num_bytes: Any) -> Any:
+        """Return the seconds of the work without the constant, which is per call."""
+        return self.per_item_s * items + self.per_byte_s * num_bytes
+
+
+class BagCost(KernelCost):
+    """Seconds of bags, by their ids, the vectors that come out, and their distinct rows.
+
+    Repeated ids read cached rows, so a row's first id costs more than the others.
+
+    Example:
+        A thousand ids of ten rows, in bags of ten.
+
+        >>> from torchrec_2dsp.cost.calibration import BagCost
+        >>> cost = BagCost(
+        ...     base_s=0, per_item_s=1e-9, per_byte_s=0, per_vector_byte_s=1e-9, per_row_byte_s=1e-8
+        ... )
+        >>> round(cost.of_bags(1_000, 256e3, vector_bytes=25.6e3, row_bytes=2_560) * 1e6, 3)
+        52.2
+    """
+
+    per_vector_byte_s: Unit
+    """Seconds for each byte of the bags' vectors."""
+
+    per_row_byte_s: Unit
+    """Seconds for each byte of the distinct rows."""
+
+    def of_bags(self, items: Any, num_bytes: Any, *, vector_bytes: Any, row_bytes: Any) -> Any:
+        """Return seconds of bags without the constant, for numbers or arrays.
+
+        Args:
+            items: ids.
+            num_bytes: bytes of their rows, counted for each id.
+            vector_bytes: bytes of the bags' vectors.
+            row_bytes: bytes of their rows, counted once.
+        """
+        bags = self.per_vector_byte_s * vector_bytes + self.per_row_byte_s * row_bytes
+        return self.seconds(items, num_bytes) + bags
+
+
+class Kernels(CalibrationPart):
+    """The time that work on a rank's rows takes, while its neighbours do the same."""
+
+    lookup: BagCost
+    """The forward of a fused embedding kernel that sums bags."""
+
+    update: BagCost
+    """The backward of that kernel, with the optimizer."""
+
+    row_lookup: KernelCost
+    """The forward of row exchange's kernel, which gives rows as they are."""
+
+    row_update: KernelCost
+    """Applying row gradients, those for one row added up first."""
+
+    find: KernelCost
+    """Finding the distinct among ids, and where each id's row will be."""
+
+    pool: KernelCost
+    """Copying rows to where they are wanted, or adding them up there."""
+
+    add: KernelCost
+    """Adding up the gradients for each row."""
+
+    dense_update: KernelCost
+    """An optimizer's pass over a whole table."""
+
+    matmul: KernelCost | None = None
+    """Multiplying matrices, by floating-point operations, and by the bytes that go in and out;
+    `None` in files from before it was measured."""
+
+    encode_bf16: KernelCost | None = None
+    """Encoding and decoding rows in bf16; like the next ones, `None` in files from before it was
+    measured."""
+
+    encode_fp16: KernelCost | None = None
+    """Encoding and decoding rows in fp16."""
+
+    encode_int8: KernelCost | None = None
+    """Encoding and decoding rows in 8 bits."""
+
+    encode_int4: KernelCost | None = None
+    """Encoding and decoding rows in 4 bits."""
+
+    def codec(self, transport: Transport) -> KernelCost:
+        """Return the time of encoding and decoding rows, by float32 bytes counted once."""
+        measured = getattr(self, encoding(transport), None)
+        if measured is not None:
+            return measured
+        return KernelCost(
+            base_s=0.0, per_item_s=0.0, per_byte_s=_PASSES[transport] * self.pool.per_byte_s
+        )
+
+
+def encoding(transport: Transport) -> str:
+    """Return a calibration's name for encoding and decoding rows."""
+    return f"encode_{transport.value}"
 
 
 class Hardware(CalibrationPart):
@@ -34,22 +156,22 @@ class Hardware(CalibrationPart):
     """The name that people call the machines by."""
 
     device: str = Field(pattern="^(cpu|cuda)$")
-    """The device on which tables lie: ``cpu`` or ``cuda``."""
+    """The tables' device: ``cpu`` or ``cuda``."""
 
-    num_hosts: int = Field(ge=1)
-    """How many hosts took part."""
+    num_hosts: int = Field(ge=1, le=2**20)
+    """Hosts that took part."""
 
-    ranks_per_host: int = Field(ge=1)
-    """How many ranks shared a host's cores and link."""
+    ranks_per_host: int = Field(ge=1, le=2**12)
+    """Ranks that shared a host's cores and link."""
 
     processor: str = ""
-    """The processor of a host, or the name of its GPUs."""
+    """A host's processor, or the name of its GPUs."""
 
     measured: str = ""
     """The day of the measurement; or the data sheets, where nothing was measured."""
 
-    memory_bytes: int = Field(default=0, ge=0)
-    """Memory of a rank for tables: GPU memory, or its share of a host's; 0 for unknown."""
+    memory_bytes: int = Field(default=0, ge=0, le=2**50)
+    """A rank's memory for tables: GPU memory, or its share of a host's; 0 for unknown."""
 
 
 class CollectiveTimes(CalibrationPart):
@@ -59,7 +181,7 @@ class CollectiveTimes(CalibrationPart):
     """The backend's own all-to-all."""
 
     full_duplex_all_to_all: CollectiveCost | None = None
-    """The all-to-all of this package on gloo; on nccl it is the backend's."""
+    """This package's all-to-all on gloo; on nccl it is the backend's."""
 
     all_reduce: CollectiveCost
     """The all-reduce of dense gradients, and of whole shards."""
@@ -93,7 +215,7 @@ class Calibration(CalibrationPart):
     kernels: Kernels
     """The time that the machines take."""
 
-    turn_s: float = Field(default=0.0, ge=0)
+    turn_s: Call = 0.0
     """The time of a collective beyond its own where ranks come from computing: they don't come
     together, and where they share cores, sending has to wait for those that still compute."""
 
@@ -107,10 +229,10 @@ class Calibration(CalibrationPart):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
-            CalibrationError: it can't be read, or is something else.
+            CalibrationError: it can't be read, isn't a calibration, or has absurd numbers.
         """
         try:
             data = tomllib.loads(Path(path).read_text())
@@ -131,7 +253,7 @@ class Calibration(CalibrationPart):
 
     @classmethod
     def of_topology(cls, topology: Topology) -> Self:
-        """A calibration from the figures of a TorchRec topology, where nothing was measured.
+        """Make a calibration from a TorchRec topology's figures, where nothing was measured.
 
         Bandwidths and nothing else: no message has a latency, no kernel a start. Every rank has an
         interface of its own, and reads and writes a row once for each pass.
@@ -148,7 +270,11 @@ class Calibration(CalibrationPart):
             KernelCost(base_s=0.0, per_item_s=0.0, per_byte_s=passes / (1e3 * memory))
             for passes in (1, 2)
         )
-        lookup, update = (_same_for_all_ids(cost) for cost in (once, twice))
+        # Ids cost the same whether they repeat or not.
+        lookup, update = (
+            BagCost(**cost.model_dump(), per_vector_byte_s=0.0, per_row_byte_s=0.0)
+            for cost in (once, twice)
+        )
         return cls(
             hardware=Hardware(
                 name="topology",
@@ -173,15 +299,15 @@ class Calibration(CalibrationPart):
         )
 
     def all_to_all(self, *, full_duplex: bool) -> CollectiveCost:
-        """The all-to-all of the backend, or this package's where the backend has another."""
+        """Return the backend's all-to-all, or this package's where the backend has another."""
         other = self.collectives.full_duplex_all_to_all
         return other if full_duplex and other is not None else self.collectives.all_to_all
 
     def topology(self, world_size: int, local_world_size: int, **more: Any) -> Topology:
-        """A topology for TorchRec's own planner: bandwidths of all-to-alls, as it counts them.
+        """Make a topology for TorchRec's own planner: all-to-all bandwidths, as it counts them.
 
         Args:
-            world_size: ranks of the world that is planned for.
+            world_size: ranks to plan for.
             local_world_size: ranks per host.
             more: arguments of TorchRec's `TrainerConfig`.
 
@@ -205,7 +331,7 @@ class Calibration(CalibrationPart):
         )
 
     def check_covers(self, *, world_size: int, local_world_size: int) -> None:
-        """Raise `CalibrationError` if something would travel where nothing did when it was made."""
+        """Raise `CalibrationError` if bytes would travel where none did when it was made."""
         cost = self.collectives.all_to_all
         for is_there, s_per_byte, where in (
             (local_world_size > 1, cost.local_s_per_byte, "in a host"),
@@ -219,7 +345,7 @@ class Calibration(CalibrationPart):
                 )
 
     def differences(self, *, local_world_size: int, device: str) -> list[str]:
-        """The differences from the machines it was made on, in words; none if all is alike."""
+        """List the differences from the calibrated machines, in words."""
         texts = []
         if local_world_size != self.hardware.ranks_per_host:
             texts.append(
@@ -232,11 +358,6 @@ class Calibration(CalibrationPart):
             if self.hardware.processor and name != self.hardware.processor:
                 texts.append(f"GPUs are {name}, and were {self.hardware.processor}")
         return texts
-
-
-def _same_for_all_ids(cost: KernelCost) -> BagCost:
-    """The cost of bags whose ids cost the same, whether they repeat or not."""
-    return BagCost(**cost.model_dump(), per_vector_byte_s=0.0, per_row_byte_s=0.0)
 
 
 def _per_ms(s_per_byte: float | None, shared_by: int = 1) -> float | None:

@@ -1,21 +1,39 @@
-"""`Loads`: what each rank of a sharding group has to do in a step."""
+"""`Loads`: the work and the messages of each rank in a sharding group; `Placed`: a table on ranks.
 
-from collections.abc import Mapping
+Pure.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import overload
+from typing import NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
+from torchrec.distributed.types import ShardingType
 
 from torchrec_2dsp.codecs.rows import Transport
-from torchrec_2dsp.cost.coefficients import KernelCost
+from torchrec_2dsp.cost.calibration import KernelCost
+from torchrec_2dsp.cost.workload import TableWork, Workload
+from torchrec_2dsp.plan.parameter_sharding import (
+    Exchange,
+    ParameterSharding2D,
+    RowOwners,
+    base_type,
+)
 
+Floats = NDArray[np.float64]
 Ranks = NDArray[np.float64]
 """A number for each rank of a sharding group, in the order of its ranks."""
 
+ID_BYTES = 8
+LENGTH_BYTES = 4
+KEY_BYTES = 4
+"""Bytes of a row's number, where rows travel, unless a model has more than 2**31 of them."""
+FLOAT_BYTES = 4
+
 
 class Load:
-    """One of the numbers that `Loads` has for each rank: a row of `Loads.values`, by its name."""
+    """A row of `Loads.values`, by its name."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         names = [name for name, member in vars(owner).items() if isinstance(member, Load)]
@@ -34,15 +52,14 @@ class Load:
 
 @dataclass(eq=False)
 class Loads:
-    """Work and messages of a plan's tables, added up.
+    """A plan's work and messages, summed over its tables.
 
-    Of messages it says how many bytes one rank has for each of the others: ``..._from`` for those
-    that it sends to all, ``..._to`` for those that all send to it. Of rows that are brought
-    together it says how many bytes one rank has, a host's ranks have, and all have.
+    Messages count the bytes that one rank has for each of the others: ``..._from`` are sent by it
+    to all, ``..._to`` are sent by all to it. Rows that are brought together count the bytes that
+    one rank has, a host's ranks have, and all have.
     """
 
     num_ranks: int
-    """How many ranks the sharding group has."""
 
     lookup_ids = Load()
     """Rows read from tables for bags, and updated, counted for each id."""
@@ -51,7 +68,7 @@ class Loads:
     lookup_row_bytes = Load()
     """Bytes of these rows, each counted once."""
     lookup_vector_bytes = Load()
-    """Bytes of the vectors that bags make of these rows."""
+    """Bytes of the vectors that bags make from these rows."""
     owned_ids = Load()
     """Rows that are looked up and updated for others, by row exchange."""
     owned_bytes = Load()
@@ -119,9 +136,9 @@ class Loads:
     peer_rows = Load()
     """Rows that any replica peer touches, and all apply."""
     peer_row_bytes = Load()
-    """Bytes of the gradients of such rows, as they are applied."""
+    """Bytes of their gradients, as they are applied."""
     peer_bytes_of_rank = Load()
-    """Gradients of the rows that a peer touches, as they travel, with the rows' numbers."""
+    """Gradients of the rows that a peer touches, as they travel, with row numbers."""
     peer_bytes_of_host = Load()
     """Gradients of the rows that a host's peers touch, as they travel."""
     peer_bytes_of_all = Load()
@@ -131,16 +148,16 @@ class Loads:
     averaged_bytes = Load()
     """Bytes of these rows, with their numbers."""
     averaged_whole_bytes = Load()
-    """Bytes of the whole shards in which these rows are."""
+    """Bytes of the whole shards with these rows."""
     moment_rows = Load()
-    """Rows of which moments are averaged, where that is done at other steps than weights."""
+    """Rows whose moments are averaged, where that is done at other steps than weights."""
     moment_bytes = Load()
-    """Bytes of the moments of these rows, with their numbers."""
+    """Bytes of these rows' moments, with their numbers."""
     moment_whole_bytes = Load()
-    """Bytes of the moments of the whole shards in which these rows are."""
+    """Bytes of all moments in the shards with these rows."""
 
     types: set[str] = field(default_factory=set)
-    """The types of messages, each of which is exchanged separately."""
+    """The message types, each of which is exchanged separately."""
 
     codecs: Mapping[Transport, KernelCost] = field(default_factory=dict)
     """The time of encoding and decoding rows; without any, it isn't counted."""
@@ -154,17 +171,134 @@ class Loads:
 
     @classmethod
     def even(cls, num_ranks: int, of_rank: Ranks, types: set[str]) -> "Loads":
-        """Loads of ranks that all have the same to do: a number for each of `LOADS`."""
+        """Give every rank the same numbers, one for each of `LOADS`."""
         loads = cls(num_ranks, types=types, is_even=True)
         loads.values += of_rank[:, None]
         return loads
 
     def evened(self) -> "Loads":
-        """Loads of ranks that share all this work evenly."""
+        """Share all work evenly among the ranks."""
         if self.is_even:
             return self
         return self.even(self.num_ranks, self.values.mean(axis=1), self.types)
 
+    def look_up(
+        self,
+        ids: float | Ranks,
+        row_bytes: float | Ranks,
+        *,
+        distinct: float | Ranks,
+        vector_bytes: float | Ranks,
+    ) -> None:
+        """Add rows that are read for bags, and updated: for each id, and distinct ones once."""
+        self.lookup_ids += ids
+        self.lookup_bytes += ids * row_bytes
+        self.lookup_row_bytes += distinct * row_bytes
+        self.lookup_vector_bytes += vector_bytes
+
+    def move_and_add(self, rows: float | Ranks, num_bytes: float | Ranks) -> None:
+        """Add rows that are copied to where they are wanted, and whose gradients are summed."""
+        self.moved_rows += rows
+        self.moved_bytes += num_bytes
+        self.added_rows += rows
+        self.added_bytes += num_bytes
+
 
 LOADS = tuple(name for name, member in vars(Loads).items() if isinstance(member, Load))
 """The names of all loads, in the order of `Loads.values`."""
+
+
+def load_weights(**per_unit: float) -> Ranks:
+    """Return a number for each of `LOADS`, zero for those that aren't named."""
+    return np.array([float(per_unit.get(name, 0.0)) for name in LOADS])
+
+
+class Shards(NamedTuple):
+    """Parts of a table, with a number for each."""
+
+    ranks: NDArray[np.int64]
+    """Positions in the group."""
+
+    rows: Ranks
+    columns: Ranks
+
+    @classmethod
+    def of(cls, shards: Sequence[tuple[int, int, int]]) -> "Shards":
+        """Make shards from the rank, rows and columns of each."""
+        ranks, rows, columns = np.array(shards, dtype=np.float64).reshape(-1, 3).T
+        return cls(ranks.astype(np.int64), rows, columns)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A table on the ranks of a group."""
+
+    work: TableWork
+
+    kind: ShardingType
+    """TorchRec's type inside the group."""
+
+    shards: Shards
+    """The table's parts; none for a data-parallel table."""
+
+    exchange: Exchange = Exchange.POOLED
+    owners: RowOwners = RowOwners.BLOCK
+
+    num_hot: int = 0
+    """The hottest rows, which every rank holds besides."""
+
+    transport: Transport = Transport.FP32
+    """The wire format of rows and vectors; the workload's where it is fp32."""
+
+    @classmethod
+    def of(cls, work: TableWork, sharding: ParameterSharding2D) -> "Placed":
+        """Return a table as a plan has it."""
+        spec = getattr(sharding.sharding_spec, "shards", None) or ()
+        return cls(
+            work=work,
+            kind=ShardingType(base_type(sharding.sharding_type)),
+            exchange=sharding.exchange,
+            owners=sharding.owners,
+            shards=Shards.of(
+                [
+                    (shard.placement.rank(), shard.shard_sizes[0], shard.shard_sizes[1])
+                    for shard in spec
+                ]
+            ),
+            num_hot=0 if sharding.hot_set is None else len(sharding.hot_set),
+            transport=sharding.transport,
+        )
+
+    def forward_bytes(self, workload: Workload) -> float:
+        """Return the bytes per number in the forward, its share of a scale included."""
+        return self._bytes_per_number(workload.forward_wire_bytes)
+
+    def backward_bytes(self, workload: Workload) -> float:
+        """Return the bytes per number in the backward."""
+        return self._bytes_per_number(workload.backward_wire_bytes)
+
+    def _bytes_per_number(self, by_workload: float) -> float:
+        if self.transport is Transport.FP32:
+            return by_workload
+        return self.transport.codec.num_bytes(self.work.dim) / self.work.dim
+
+    @property
+    def row_bytes(self) -> float:
+        """Bytes of a whole row."""
+        return float(self.work.dim * self.work.element_bytes)
+
+    def owner_shares(self, num_ranks: int) -> Ranks:
+        """Return the share of lookups that goes to each rank with some of the rows."""
+        even = np.full(num_ranks, 1 / num_ranks)
+        access = self.work.access
+        if access is None or self.owners is RowOwners.HASH:
+            return even
+        cold = access.without(self.num_hot)
+        return cold.share_by_block(num_ranks) if cold.num_lookups else even
+
+    def distinct_by_owner(self, num_lookups: float, num_ranks: int) -> Ranks:
+        """Return the distinct cold rows that so many lookups touch at each owner."""
+        if self.owners is RowOwners.HASH:
+            distinct = self.work.expected_distinct(num_lookups, num_hot=self.num_hot)
+            return np.full(num_ranks, distinct / num_ranks)
+        return self.work.distinct_by_block(num_lookups, num_ranks, num_hot=self.num_hot)

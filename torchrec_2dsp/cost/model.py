@@ -1,35 +1,87 @@
-"""`CostModel`: what a step of a plan takes on calibrated machines, and how much memory."""
+"""`CostModel`: predict a plan's step time and memory on calibrated machines."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
+from torchrec.distributed.types import ShardingType
 
 from torchrec_2dsp.codecs.rows import Transport
-from torchrec_2dsp.cost.calibration import Calibration
-from torchrec_2dsp.cost.coefficients import KernelCost
-from torchrec_2dsp.cost.loads import Loads, Ranks
-from torchrec_2dsp.cost.memory import MemoryCost, buffer_parts, memory_cost
-from torchrec_2dsp.cost.phases import Phases
-from torchrec_2dsp.cost.placed import Placed
-from torchrec_2dsp.cost.replica_loads import add_hot_rows, add_synced_rows
-from torchrec_2dsp.cost.replicas import ReplicaCost
-from torchrec_2dsp.cost.span import Span
-from torchrec_2dsp.cost.step_cost import StepCost
-from torchrec_2dsp.cost.table_loads import add_table
+from torchrec_2dsp.cost.calibration import Calibration, KernelCost
+from torchrec_2dsp.cost.collectives import Span
+from torchrec_2dsp.cost.loads import FLOAT_BYTES, Loads, Placed, Ranks, load_weights
+from torchrec_2dsp.cost.step_cost import NamedParts, Phases, ReplicaCost, StepCost
+from torchrec_2dsp.cost.table_loads import add_hot_rows, add_synced_rows, add_table
 from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.plan2d import Plan2D
-from torchrec_2dsp.plan.sync import GradientSync, SyncConfig
+from torchrec_2dsp.plan.sync import GradientSync, SyncConfig, WeightSync
 
 _DDP_BUCKET_BYTES = 25 * 2**20
-"""The size of a gradient bucket of torch's `DistributedDataParallel`."""
+"""The size of a gradient bucket in torch's `DistributedDataParallel`."""
+
+_GRADIENT_COPIES = 2
+"""Copies of a data-parallel table's dense gradient: itself, and in a bucket that is reduced."""
+
+_VECTOR_COPIES = 5
+"""Copies of the vectors that the model gets, and of their gradients: as they came, in the model's
+order, put together."""
+
+_LOOKED_UP_ID_BYTES = 48
+"""Bytes for an id in FBGEMM's kernels, which sort ids and note where each came from."""
+
+_KEPT = ("weights", "optimizer_state", "hot_rows", "dense_gradients")
+"""The parts of `MemoryCost` that are there between steps as well."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCost(NamedParts):
+    """Bytes that tables take on a rank, beside the dense part of the model.
+
+    Example:
+        >>> from torchrec_2dsp.cost.model import MemoryCost
+        >>> cost = MemoryCost(weights_bytes=1e9, batches_bytes=2e6)
+        >>> cost.total_bytes
+        1002000000.0
+        >>> max(cost.parts(), key=lambda part: part[1])
+        ('weights', 1000000000.0)
+    """
+
+    unit: ClassVar[str] = "bytes"
+
+    weights_bytes: float = 0.0
+    """Weights of the tables' shards."""
+
+    optimizer_state_bytes: float = 0.0
+    """Optimizer state of the tables' shards."""
+
+    hot_rows_bytes: float = 0.0
+    """Copies of hot rows, with moments."""
+
+    dense_gradients_bytes: float = 0.0
+    """Gradients of data-parallel tables."""
+
+    batches_bytes: float = 0.0
+    """Ids, in all batches that a pipeline has at a time."""
+
+    vectors_bytes: float = 0.0
+    """Rows and pooled vectors on their way, and their gradients."""
+
+    copies_bytes: float = 0.0
+    """Buffers that keep copies of rows equal: merged gradients, or rows as they were before."""
+
+    @property
+    def total_bytes(self) -> float:
+        """The sum of all parts."""
+        return sum(size for _, size in self.parts())
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Predicts steps from constants that were measured.
+    """Predicts steps from measured constants.
 
     Example:
         >>> import torchrec_2dsp as tdsp
@@ -45,13 +97,12 @@ class CostModel:
     """
 
     calibration: Calibration
-    """The constants of the machines."""
 
     local_world_size: int
-    """How many ranks a host has."""
+    """The number of ranks on a host."""
 
     def step_cost(self, plan: Plan2D, workload: Workload) -> StepCost:
-        """The cost of a plan's step."""
+        """Predict a plan's step."""
         in_groups, in_world = _placed(plan, workload)
         setting = self._setting(plan, workload)
         if in_world:
@@ -60,7 +111,7 @@ class CostModel:
         return setting.step_cost(setting.loads(in_groups))
 
     def memory_cost(self, plan: Plan2D, workload: Workload) -> MemoryCost:
-        """The memory that tables take on the fullest rank.
+        """Predict the memory that tables take on the fullest rank.
 
         Tables with one copy in the world count as if the same rank had most of them.
         """
@@ -74,7 +125,7 @@ class CostModel:
 
 
 def _placed(plan: Plan2D, workload: Workload) -> tuple[list[Placed], list[Placed]]:
-    """Tables with a copy in each group, and those with one in the world."""
+    """Return tables with a copy in each group, and those with one in the world."""
     in_groups: list[Placed] = []
     in_world: list[Placed] = []
     for _, module in plan.modules():
@@ -87,7 +138,7 @@ def _placed(plan: Plan2D, workload: Workload) -> tuple[list[Placed], list[Placed
 
 @dataclass(frozen=True)
 class CostSetting:
-    """All that the cost of a step depends on, beside the tables and where they are."""
+    """All that a step's cost depends on, beside the tables and where they are."""
 
     calibration: Calibration
     workload: Workload
@@ -98,7 +149,7 @@ class CostSetting:
     """The cost of tables that another mesh repeats, and of nothing but those."""
 
     def of_world(self) -> "CostSetting":
-        """The setting of tables with one copy in the world, and of nothing but those."""
+        """Return the setting of tables with one copy in the world, and of nothing but those."""
         # Nor do they hide anything: that their rows may travel beside computing isn't counted.
         workload = replace(self.workload, dense=DenseWork(), prefetches_rows=False)
         return replace(self, workload=workload, mesh=Mesh2D(1, self.mesh.world_size))
@@ -128,21 +179,21 @@ class CostSetting:
 
     @cached_property
     def buffer_bytes(self) -> Ranks:
-        """How many bytes of buffers a rank of a group has for each unit of `LOADS`."""
+        """A rank's bytes of buffers for each unit of `LOADS`."""
         return np.sum(list(self._buffer_parts.values()), axis=0)
 
     @cached_property
     def _buffer_parts(self) -> dict[str, Ranks]:
-        return buffer_parts(self.workload, self.group.num_ranks)
+        return _buffer_parts(self.workload, self.group.num_ranks)
 
     @cached_property
     def _in_group(self) -> Workload:
-        """Rows that replicas change, too, can't travel beside computing."""
+        """The workload, without prefetched rows where replicas change them, too."""
         prefetches = self.workload.prefetches_rows and self.mesh.num_groups == 1
         return replace(self.workload, prefetches_rows=prefetches)
 
     def loads(self, tables: Iterable[Placed]) -> Loads:
-        """The work and the messages of a group's ranks for tables."""
+        """Sum the work and the messages that tables give to a group's ranks."""
         loads = Loads(self.group.num_ranks, codecs=self._codecs)
         for table in tables:
             add_table(loads, table, self._in_group, self.group)
@@ -154,11 +205,11 @@ class CostSetting:
         return loads
 
     def memory_cost(self, tables: Sequence[Placed]) -> MemoryCost:
-        """The memory that tables take on the fullest rank of a group."""
-        return memory_cost(tables, self.loads(tables), self._buffer_parts)
+        """Predict the memory that tables take on a group's fullest rank."""
+        return _memory_cost(tables, self.loads(tables), self._buffer_parts)
 
     def step_cost(self, loads: Loads) -> StepCost:
-        """The step of ranks with these loads, with the cost of tables beside them."""
+        """Predict the step for ranks with these loads, with the cost of tables beside them."""
         visible = self.visible_cost(loads)
         if self.beside is not None:
             visible += self.beside
@@ -171,7 +222,7 @@ class CostSetting:
         return replace(visible, hidden_s=-self.calibration.hidden_share * (late_s + hidden_s))
 
     def visible_cost(self, loads: Loads) -> StepCost:
-        """The step of ranks with these loads if nothing hides behind anything else."""
+        """Predict the step if nothing hides behind anything else."""
         mean = self._phases.of(loads.evened())
         slowest = mean if loads.is_even else self._phases.of(loads)
         replicas = ReplicaCost(self.calibration)
@@ -183,9 +234,35 @@ class CostSetting:
             imbalance_s=sum(slowest.values()) - sum(mean.values()),
         )
 
+    def sent_bytes(self) -> Ranks:
+        """Return the bytes that a rank sends for each unit of `LOADS`, if loads are even."""
+        group, peers, world = self.group, self.peers, self.world
+        others = group.num_ranks - 1
+        in_host = group.ranks_per_host - 1
+        per_unit = {
+            **dict.fromkeys(("ids_to", "pooled_from", "pooled_to", "rows_from", "rows_to"), others),
+            "scattered": others / group.num_ranks,
+            "gathered": others,
+            "host_scattered": in_host / group.ranks_per_host,
+            "host_gathered": in_host,
+            "host_rows_from": in_host,
+            "host_rows_to": in_host,
+            "across_from": group.num_hosts - 1,
+            "across_to": group.num_hosts - 1,
+            "all_reduced_bytes": 2 * (world.num_ranks - 1) / world.num_ranks,
+            "hot_bytes_of_rank": world.num_ranks - 1,
+            "peer_bytes_of_rank": peers.num_ranks - 1,
+        }
+        if isinstance(self.sync, WeightSync):
+            per_unit["averaged_bytes"] = (peers.num_ranks - 1) / self.sync.policy.steps_per_sync
+            moments = self.sync.moments_policy
+            if moments is not None:
+                per_unit["moment_bytes"] = (peers.num_ranks - 1) / moments.steps_per_sync
+        return load_weights(**per_unit)
+
 
 def _hidden_s(cost: StepCost, loads: Loads, workload: Workload, rows_s: float) -> float:
-    """Seconds of messages that travel behind compute.
+    """Return the seconds of messages that travel behind compute.
 
     Ids travel while the step before computes, if there is a pipeline, and so may rows. Dense
     gradients travel behind the backward, bucket by bucket; the last bucket, and tables, have
@@ -200,3 +277,91 @@ def _hidden_s(cost: StepCost, loads: Loads, workload: Workload, rows_s: float) -
     all_bytes = gradient_bytes + float(loads.all_reduced_bytes.max())
     dense_s = cost.dense_exchange_s * gradient_bytes / all_bytes if all_bytes else 0.0
     return beside_s + min(dense_s * (1 - 1 / num_buckets), workload.dense.backward_s)
+
+
+def table_bytes(table: Placed, num_ranks: int) -> Ranks:
+    """Return the bytes of a table's weights, optimizer state and hot copies on each rank.
+
+    Example:
+        A quarter of a million numbers, and one moment for each of a thousand rows.
+
+        >>> from torchrec.distributed.types import ShardingType
+        >>> from torchrec_2dsp.cost.workload import TableWork
+        >>> from torchrec_2dsp.cost.model import table_bytes
+        >>> from torchrec_2dsp.cost.loads import Placed, Shards
+        >>> work = TableWork(name="t", num_rows=1_000, dim=256, ids_per_sample=1.0)
+        >>> table = Placed(work, ShardingType.TABLE_WISE, shards=Shards.of([(1, 1_000, 256)]))
+        >>> table_bytes(table, num_ranks=2).tolist()
+        [0.0, 1028000.0]
+    """
+    return _kept(table, num_ranks).sum(axis=0)
+
+
+def _memory_cost(
+    tables: Iterable[Placed], loads: Loads, buffers: Mapping[str, Ranks]
+) -> MemoryCost:
+    kept_bytes = sum(
+        (_kept(table, loads.num_ranks) for table in tables), np.zeros((len(_KEPT), loads.num_ranks))
+    )
+    parts = dict(zip(_KEPT, kept_bytes, strict=True))
+    parts |= {name: weights @ loads.values for name, weights in buffers.items()}
+    fullest = int(sum(parts.values(), np.zeros(loads.num_ranks)).argmax())
+    return MemoryCost(
+        **{f"{name}_bytes": float(by_rank[fullest]) for name, by_rank in parts.items()}
+    )
+
+
+def _kept(table: Placed, num_ranks: int) -> NDArray[np.float64]:
+    """Return a table's bytes on each rank, with a row for each of `_KEPT`."""
+    work = table.work
+    kept_bytes = np.zeros((len(_KEPT), num_ranks))
+    weights, state, hot_rows, gradients = kept_bytes
+    if table.kind is ShardingType.DATA_PARALLEL:
+        weights += work.num_rows * table.row_bytes
+        state += work.num_rows * _state_bytes(table, work.dim)
+        gradients += _GRADIENT_COPIES * work.num_rows * work.dim * FLOAT_BYTES
+        return kept_bytes
+    ranks, rows, columns = table.shards
+    np.add.at(weights, ranks, rows * columns * work.element_bytes)
+    np.add.at(state, ranks, rows * _state_bytes(table, columns))
+    hot_rows += table.num_hot * (table.row_bytes + _state_bytes(table, work.dim))
+    return kept_bytes
+
+
+def _state_bytes(table: Placed, columns: float | Ranks) -> float | Ranks:
+    """Return a shard row's optimizer state; a moment for a whole row is there for each part."""
+    state = table.work.state_bytes_per_row
+    return state if state <= FLOAT_BYTES else state * columns / table.work.dim
+
+
+def _buffer_parts(workload: Workload, num_ranks: int) -> dict[str, Ranks]:
+    """Return the other parts of `MemoryCost`, as bytes on a rank for each unit of `LOADS`.
+
+    Sent and received tensors exist at the same time, and a pipeline has the ids of two batches;
+    one that prefetches rows has those of three, and rows of two. The copies that TorchRec and
+    autograd make are measured: `python -m tests.support.memory` compares.
+    """
+    batches = (2 if workload.is_pipelined else 1) + workload.prefetches_rows
+    return {
+        "batches": load_weights(ids_to=2 * num_ranks * batches, lookup_ids=_LOOKED_UP_ID_BYTES),
+        "vectors": load_weights(
+            given_bytes=_VECTOR_COPIES,
+            pooled_from=2 * num_ranks,
+            pooled_to=2 * num_ranks,
+            rows_from=num_ranks,
+            rows_to=num_ranks,
+            early_from=num_ranks,
+            lagging_to=num_ranks,
+            moved_bytes=1,
+            added_bytes=1,
+            scattered=1,
+            gathered=num_ranks,
+            # TorchRec puts them in another order, both ways, before and after they are added up.
+            host_scattered=5,
+            across_from=2,
+            across_to=2,
+        ),
+        "copies": load_weights(
+            hot_id_bytes=1, hot_bytes_of_all=2, peer_bytes_of_all=3, averaged_bytes=1
+        ),
+    }

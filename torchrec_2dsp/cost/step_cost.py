@@ -1,14 +1,71 @@
-"""`StepCost`: what a step is expected to take, in named parts that add up."""
+"""`StepCost`: a step's predicted seconds in named parts, computed from a group's loads. Pure."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from typing import ClassVar, Self
 
-from torchrec_2dsp.cost.named_parts import NamedParts
+import numpy as np
+
+from torchrec_2dsp.cost.calibration import BagCost, Calibration
+from torchrec_2dsp.cost.collectives import (
+    NOTHING_MOVED,
+    CollectiveCost,
+    RowBytes,
+    Span,
+    Traffic,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    all_to_all_from,
+    gather_seconds,
+    merge_seconds,
+    places_to_all,
+    reduce_scatter,
+)
+from torchrec_2dsp.cost.loads import Loads, Ranks
+from torchrec_2dsp.cost.table_loads import exchanges_rows
+from torchrec_2dsp.cost.workload import Workload
+from torchrec_2dsp.plan.sync import (
+    GradientSync,
+    SyncConfig,
+    SyncedRows,
+    SyncPolicy,
+    WeightSync,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedParts:
+    """Numbers in one unit that add up, in fields whose names end with the unit.
+
+    Example:
+        >>> from torchrec_2dsp.cost.step_cost import StepCost
+        >>> both = StepCost(lookup_s=0.25) + StepCost(lookup_s=0.5, dense_s=1.0)
+        >>> [(name, seconds) for name, seconds in both.parts() if seconds]
+        [('lookup', 0.75), ('dense', 1.0)]
+    """
+
+    unit: ClassVar[str]
+
+    def __add__(self, other: Self) -> Self:
+        """Sum part by part."""
+        numbers, others = self.as_dict(), other.as_dict()
+        return type(self)(**{name: number + others[name] for name, number in numbers.items()})
+
+    def parts(self) -> Iterator[tuple[str, float]]:
+        """Yield names without the unit, and numbers."""
+        for part in fields(self):
+            yield part.name.removesuffix(f"_{self.unit}"), getattr(self, part.name)
+
+    def as_dict(self) -> dict[str, float]:
+        """Return the numbers by field."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost(NamedParts):
-    """Seconds of a step, of the mean rank; `imbalance` is what the slowest one adds.
+    """A step's seconds on the mean rank; `imbalance_s` is what the slowest one adds.
 
     Example:
         >>> from torchrec_2dsp.cost.step_cost import StepCost
@@ -47,13 +104,13 @@ class StepCost(NamedParts):
     """Applying gradients to rows."""
 
     hot_rows_s: float = 0.0
-    """Merging and applying the gradients of hot rows."""
+    """Merging and applying hot-row gradients."""
 
     sync_s: float = 0.0
     """Keeping replica peers equal, in the mean of all steps."""
 
     imbalance_s: float = 0.0
-    """The time of the slowest rank of each phase beyond the mean one."""
+    """The time of each phase's slowest rank beyond the mean one."""
 
     hidden_s: float = 0.0
     """The time that is hidden behind other parts; not above zero."""
@@ -65,5 +122,270 @@ class StepCost(NamedParts):
 
     @property
     def tables_s(self) -> float:
-        """The part that tables have in the total: what the step takes beyond the dense part."""
+        """The part that tables have in the total: all beyond the dense part."""
         return self.total_s - self.dense_s
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Seconds of each part of a step, on the slowest rank."""
+
+    calibration: Calibration
+    workload: Workload
+    span: Span
+    world: Span
+
+    def of(self, loads: Loads) -> dict[str, float]:
+        """Return the seconds of each phase, by the fields of `StepCost`."""
+        return {
+            "input_exchange_s": self._input_s(loads),
+            "lookup_s": self._lookup_s(loads),
+            "rows_s": self._rows_s(loads),
+            "forward_exchange_s": self._forward_s(loads),
+            "dense_s": self.workload.dense.forward_s + self.workload.dense.backward_s,
+            "backward_exchange_s": self._backward_s(loads),
+            "dense_exchange_s": self._dense_exchange_s(loads),
+            "update_s": self._update_s(loads),
+        }
+
+    def beside_s(self, loads: Loads) -> float:
+        """Return the part of the output exchange that may travel beside computing."""
+        seconds = 0.0
+        for beside, rows, across in (
+            (loads.early_from, loads.rows_from, loads.across_from),
+            (loads.lagging_to, loads.rows_to, loads.across_to),
+        ):
+            if beside.any():
+                exchanged_s = self._exchange_s(rows) + self._between_places_s(across)
+                seconds += exchanged_s * beside.sum() / (rows.sum() + across.sum())
+        return float(seconds)
+
+    def _input_s(self, loads: Loads) -> float:
+        """Price three messages: the number of ids, bag lengths, and ids."""
+        if not loads.types:
+            return 0.0
+        short = self._short_s
+        return self._turns_s(
+            short + len(loads.types) * (short + self._exchange_s(loads.ids_to) / len(loads.types))
+        )
+
+    def _lookup_s(self, loads: Loads) -> float:
+        kernels = self.calibration.kernels
+        of_bags = _of_bags(kernels.lookup, loads)
+        of_rows = kernels.row_lookup.seconds(loads.owned_ids, loads.owned_bytes)
+        bags, rows = _num_kernels(loads)
+        calls_s = bags * kernels.lookup.base_s + rows * kernels.row_lookup.base_s
+        return float((of_bags + of_rows).max()) + calls_s
+
+    def _update_s(self, loads: Loads) -> float:
+        kernels = self.calibration.kernels
+        of_bags = _of_bags(kernels.update, loads)
+        of_rows = kernels.row_update.seconds(loads.owned_ids, loads.owned_bytes)
+        dense = kernels.dense_update.seconds(np.zeros_like(of_bags), loads.dense_bytes)
+        bags, rows = _num_kernels(loads)
+        calls_s = bags * kernels.update.base_s + rows * kernels.row_update.base_s
+        return float((of_bags + of_rows + dense).max()) + calls_s
+
+    def _rows_s(self, loads: Loads) -> float:
+        kernels = self.calibration.kernels
+        find_s = kernels.find.seconds(loads.found_ids, 0.0)
+        pool_s = kernels.pool.seconds(loads.moved_rows, loads.moved_bytes)
+        add_s = kernels.add.seconds(loads.added_rows, loads.added_bytes)
+        _, rows = _num_kernels(loads)
+        calls_s = rows * (kernels.find.base_s + kernels.pool.base_s + kernels.add.base_s)
+        return float((find_s + pool_s + add_s + loads.encoding_s).max()) + calls_s
+
+    def _forward_s(self, loads: Loads) -> float:
+        scatter = self.calibration.collectives.reduce_scatter
+        inside = self.span.inside_hosts()
+        return self._turns_s(
+            self._exchange_s(loads.pooled_from),
+            self._exchange_s(loads.rows_from),
+            _brought_s(scatter, reduce_scatter, self.span, loads.scattered),
+            _brought_s(scatter, reduce_scatter, inside, loads.host_scattered),
+            self._between_places_s(loads.across_from),
+            self._in_host_s(loads.host_rows_from),
+            self._apart_s(loads, loads.early_from),
+        ) + self._hops_s(loads.across_from)
+
+    def _backward_s(self, loads: Loads) -> float:
+        gather = self.calibration.collectives.all_gather
+        inside = self.span.inside_hosts()
+        return self._turns_s(
+            self._exchange_s(loads.pooled_to),
+            self._exchange_s(loads.rows_to),
+            _brought_s(gather, all_gather, self.span, loads.gathered),
+            _brought_s(gather, all_gather, inside, loads.host_gathered),
+            self._between_places_s(loads.across_to),
+            self._in_host_s(loads.host_rows_to),
+            self._apart_s(loads, loads.lagging_to),
+        ) + self._hops_s(loads.across_to)
+
+    def _dense_exchange_s(self, loads: Loads) -> float:
+        """Price an all-reduce for the dense part, and another for data-parallel tables."""
+        reduce = self.calibration.collectives.all_reduce
+        messages = self.workload.dense.gradient_bytes, float(loads.all_reduced_bytes.max())
+        seconds = (
+            self._turns_s(reduce.seconds(self.world, all_reduce(self.world, num_bytes)))
+            for num_bytes in messages
+            if num_bytes
+        )
+        return sum(seconds, 0.0)
+
+    @property
+    def _all_to_all(self) -> CollectiveCost:
+        return self.calibration.all_to_all(full_duplex=self.workload.full_duplex)
+
+    @property
+    def _short_s(self) -> float:
+        """Seconds of an all-to-all that moves next to nothing."""
+        return self._all_to_all.seconds(self.span, NOTHING_MOVED)
+
+    def _hops_s(self, across: Ranks) -> float:
+        """Return the second wait for messages in two hops, inside hosts and between them."""
+        return self.calibration.turn_s if across.any() else 0.0
+
+    def _turns_s(self, *exchanges: float) -> float:
+        """Sum successive exchanges; ranks come to the first one from computing."""
+        return sum(exchanges) + (self.calibration.turn_s if any(exchanges) else 0.0)
+
+    def _apart_s(self, loads: Loads, beside: Ranks) -> float:
+        """Price the extra messages of each table type, and those that travel beside computing."""
+        together = sum(
+            exchanged.any()
+            for exchanged in (
+                loads.pooled_from,
+                loads.rows_from,
+                loads.scattered,
+                loads.host_scattered,
+                loads.host_rows_from,
+            )
+        )
+        # Rows in two halves: one message more, and one that says which half a row belongs to.
+        halves = 2 if beside.any() else 0
+        return (max(0, len(loads.types) - int(together)) + halves) * self._short_s
+
+    def _exchange_s(self, to_each: Ranks) -> float:
+        if not to_each.any():
+            return 0.0
+        return self._all_to_all.seconds(self.span, all_to_all_from(self.span, to_each))
+
+    def _between_places_s(self, to_each: Ranks) -> float:
+        if not to_each.any():
+            return 0.0
+        moved = places_to_all(self.span, to_each)
+        return self._all_to_all.seconds(self.span.across_hosts(), moved)
+
+    def _in_host_s(self, to_each: Ranks) -> float:
+        return _brought_s(self._all_to_all, all_to_all, self.span.inside_hosts(), to_each)
+
+
+def _brought_s(
+    cost: CollectiveCost, moved: Callable[[Span, float], Traffic], span: Span, brought: Ranks
+) -> float:
+    """Price a collective to which the busiest rank brings most."""
+    return cost.seconds(span, moved(span, _most(brought))) if brought.any() else 0.0
+
+
+def _of_bags(cost: BagCost, loads: Loads) -> Ranks:
+    return cost.of_bags(
+        loads.lookup_ids,
+        loads.lookup_bytes,
+        vector_bytes=loads.lookup_vector_bytes,
+        row_bytes=loads.lookup_row_bytes,
+    )
+
+
+def _num_kernels(loads: Loads) -> tuple[int, int]:
+    """Count the kernels that sum bags, and those that look up rows."""
+    rows = sum(exchanges_rows(message_type) for message_type in loads.types)
+    return len(loads.types) - rows + bool(loads.dense_bytes.any()), rows
+
+
+@dataclass(frozen=True)
+class ReplicaCost:
+    """Seconds of keeping copies equal: hot rows, and the shards of replica peers.
+
+    Rows travel in groups of their own, whose all-to-alls are full duplex on gloo as well.
+    """
+
+    calibration: Calibration
+
+    def hot_rows_s(self, loads: Loads, world: Span) -> float:
+        """Price lookups of hot rows, their gradients' merge over the world, and their update."""
+        if not loads.hot_ids.any():
+            return 0.0
+        kernels = self.calibration.kernels
+        ids, id_bytes = _most(loads.hot_ids), _most(loads.hot_id_bytes)
+        rows = RowBytes(
+            _most(loads.hot_bytes_of_rank),
+            _most(loads.hot_bytes_of_host),
+            _most(loads.hot_bytes_of_all),
+        )
+        return (
+            kernels.pool.base_s
+            + kernels.pool.seconds(ids, id_bytes)
+            + kernels.find.seconds(ids, 0.0)
+            + kernels.add.seconds(ids, id_bytes)
+            + self._merged_s(rows, world)
+            + self._applied_s(_most(loads.hot_rows), rows.of_all)
+        )
+
+    def sync_s(self, loads: Loads, peers: Span, sync: SyncConfig) -> tuple[float, float]:
+        """Price the peers' exchange and update, after a step in the mean."""
+        if peers.num_ranks == 1:
+            return 0.0, 0.0
+        if isinstance(sync, GradientSync):
+            rows = RowBytes(
+                _most(loads.peer_bytes_of_rank),
+                _most(loads.peer_bytes_of_host),
+                _most(loads.peer_bytes_of_all),
+            )
+            applied_s = self._applied_s(_most(loads.peer_rows), _most(loads.peer_row_bytes))
+            return self._merged_s(rows, peers), applied_s
+        of_weights = loads.averaged_rows, loads.averaged_bytes, loads.averaged_whole_bytes
+        weights = self._average_s(of_weights, peers, sync, sync.policy)
+        if sync.moments_policy is None:
+            return weights
+        of_moments = loads.moment_rows, loads.moment_bytes, loads.moment_whole_bytes
+        moments = self._average_s(of_moments, peers, sync, sync.moments_policy)
+        return weights[0] + moments[0], weights[1] + moments[1]
+
+    def _average_s(
+        self,
+        averaged: tuple[Ranks, Ranks, Ranks],
+        peers: Span,
+        sync: WeightSync,
+        policy: SyncPolicy,
+    ) -> tuple[float, float]:
+        num_steps = policy.steps_per_sync
+        num_rows, num_bytes, whole_bytes = map(_most, averaged)
+        if math.isinf(num_steps) or not whole_bytes:
+            return 0.0, 0.0
+        reduce = self.calibration.collectives.all_reduce
+        whole_s = reduce.seconds(peers, all_reduce(peers, whole_bytes))
+        if sync.rows is SyncedRows.ALL:
+            return whole_s / num_steps, 0.0
+        gathered_s = self.calibration.turn_s + gather_seconds(num_bytes, peers, self._all_to_all)
+        applied_s = self._applied_s(num_rows * peers.num_ranks, num_bytes * peers.num_ranks)
+        if whole_s < gathered_s + applied_s:
+            return whole_s / num_steps, 0.0
+        return gathered_s / num_steps, applied_s / num_steps
+
+    def _merged_s(self, rows: RowBytes, span: Span) -> float:
+        """Price a merge, with the announcement before it, and the turn that both take."""
+        if not rows.of_all:
+            return 0.0
+        announced_s = self.calibration.collectives.all_gather.seconds(span, NOTHING_MOVED)
+        return self.calibration.turn_s + announced_s + merge_seconds(rows, span, self._all_to_all)
+
+    def _applied_s(self, num_rows: float, num_bytes: float) -> float:
+        return self.calibration.kernels.row_update.seconds(num_rows, num_bytes)
+
+    @property
+    def _all_to_all(self) -> CollectiveCost:
+        return self.calibration.all_to_all(full_duplex=True)
+
+
+def _most(values: Ranks) -> float:
+    return float(values.max())

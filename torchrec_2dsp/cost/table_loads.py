@@ -1,66 +1,38 @@
-"""The loads that a table adds to its group, by sharding type and exchange. Pure."""
+"""The loads that a table adds to its group: by sharding type, exchange, hot rows and sync. Pure."""
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 from torchrec.distributed.types import ShardingType
 
 from torchrec_2dsp.codecs.rows import Transport
-from torchrec_2dsp.cost.loads import Loads, Ranks
-from torchrec_2dsp.cost.placed import (
+from torchrec_2dsp.cost.collectives import Span
+from torchrec_2dsp.cost.loads import (
     FLOAT_BYTES,
     ID_BYTES,
+    KEY_BYTES,
     LENGTH_BYTES,
+    Loads,
     Placed,
-    TableBatch,
-    distinct_by_owner,
-    encode_and_decode,
-    look_up,
-    move_and_add,
-    owner_shares,
+    Ranks,
 )
-from torchrec_2dsp.cost.row_loads import add_row_exchange
-from torchrec_2dsp.cost.span import Span
 from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.plan.parameter_sharding import ROW_EXCHANGES, Exchange
+from torchrec_2dsp.plan.sync import GradientSync, SyncConfig, SyncedRows, WeightSync
 
 _DENSE_PASSES = 6
-"""Over a data-parallel table: its gradient is zeroed, copied to a bucket and back, squared, scaled
-and applied."""
-
-
-def add_table(loads: Loads, table: Placed, workload: Workload, span: Span) -> None:
-    """Add a table, in place.
-
-    Args:
-        loads: of the ranks of a group.
-        table: what is added.
-        workload: batch size and bytes on the wire.
-        span: of the sharding groups.
-    """
-    work = table.work
-    cold = 1 - work.hot_share(table.num_hot)
-    ids = workload.batch_size * work.ids_per_sample * cold
-    bags = float(workload.batch_size * work.num_features)
-    batch = TableBatch(ids, bags, ids if work.is_sequence else bags, cold)
-    loads.given_bytes += batch.vectors * work.dim * FLOAT_BYTES
-    if table.exchange in ROW_EXCHANGES:
-        add_row_exchange(loads, table, workload, batch, span)
-    elif table.kind in _BY_KIND:
-        _BY_KIND[table.kind](loads, table, workload, batch, span)
-        num_parts = span.num_ranks if table.kind is ShardingType.ROW_WISE else 1
-        encode_and_decode(loads, table, num_parts * batch.vectors * work.dim)
-    else:
-        raise UnsupportedError(f"the cost of {table.kind.value} tables isn't known")
-    loads.types |= {message_type(table.kind, table.exchange, table.transport)} - {""}
+"""Passes over a data-parallel table: its gradient is zeroed, copied to a bucket and back, squared,
+scaled and applied."""
 
 
 def message_type(
     kind: ShardingType, exchange: Exchange, transport: Transport = Transport.FP32
 ) -> str:
-    """The name under which a table's messages are shared with other tables; empty without any."""
+    """Return the name under which tables share messages; empty for tables without any."""
     if kind is ShardingType.DATA_PARALLEL:
         return ""
     return f"{kind.value}, {exchange.value}, {transport.value}"
@@ -68,60 +40,90 @@ def message_type(
 
 @cache
 def exchanges_rows(message_type: str) -> bool:
-    """Whether the tables of a `message_type` are looked up row by row."""
-    _, _, exchange = message_type.rpartition(", ")[0].rpartition(", ")
-    return exchange in [exchange.value for exchange in ROW_EXCHANGES]
+    """Tell whether tables of a `message_type` are looked up row by row."""
+    return message_type.split(", ")[1:2] in [[exchange.value] for exchange in ROW_EXCHANGES]
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Ids, bags and vectors of a rank's batch for one table, without its hot rows."""
+
+    ids: float
+    bags: float
+    vectors: float
+    """Vectors that the model gets: one for each bag, or each id of a sequence."""
+    cold_share: float
+    """The share of cold ids among all ids of the batch."""
+
+    def bags_with(self, shares: Ranks) -> Ranks:
+        """Return the bags that have an id for each of some ranks, if all bags are equally long."""
+        if not self.bags or not self.cold_share:
+            return np.zeros_like(shares)
+        per_bag = self.ids / self.cold_share / self.bags
+        absent = (1 - self.cold_share * shares) ** max(1.0, per_bag)
+        return self.bags * min(1.0, per_bag) * (1 - absent)
+
+
+def add_table(loads: Loads, table: Placed, workload: Workload, span: Span) -> None:
+    """Add a table's lookups and messages to its group's ``loads``, in place."""
+    work = table.work
+    cold = 1 - work.hot_share(table.num_hot)
+    ids = workload.batch_size * work.ids_per_sample * cold
+    bags = float(workload.batch_size * work.num_features)
+    batch = _Batch(ids, bags, ids if work.is_sequence else bags, cold)
+    loads.given_bytes += batch.vectors * work.dim * FLOAT_BYTES
+    if table.exchange in ROW_EXCHANGES:
+        _row_exchange(loads, table, workload, batch, span)
+    elif table.kind in _BY_KIND:
+        _BY_KIND[table.kind](loads, table, workload, batch, span)
+        num_parts = span.num_ranks if table.kind is ShardingType.ROW_WISE else 1
+        _encode_and_decode(loads, table, num_parts * batch.vectors * work.dim)
+    else:
+        raise UnsupportedError(f"the cost of {table.kind.value} tables isn't known")
+    loads.types |= {message_type(table.kind, table.exchange, table.transport)} - {""}
 
 
 def _table_or_column_wise(
-    loads: Loads, table: Placed, workload: Workload, batch: TableBatch, span: Span
+    loads: Loads, table: Placed, workload: Workload, batch: _Batch, span: Span
 ) -> None:
-    """The ranks with shards look up what all ranks ask, and send each rank its vectors."""
+    """Ranks with shards look up all ranks' ids, and send each rank its vectors."""
     num_shards, columns = _on_ranks(loads, table)
     _look_up_shards(loads, table, workload, batch)
     loads.ids_to += num_shards * (batch.bags * LENGTH_BYTES + batch.ids * ID_BYTES)
-    sent, received = _output(loads, table)
-    vectors = _sent_vectors(table, batch)
-    numbers = vectors * columns
+    vectors = batch.vectors
     if table.exchange is Exchange.NONEMPTY:
-        # Vectors of some bags become those of all bags, and the same of their gradients.
-        move_and_add(loads, vectors, vectors * table.work.dim * FLOAT_BYTES)
-    sent += numbers * table.forward_bytes(workload)
-    received += numbers * table.backward_bytes(workload)
+        if not table.work.is_sequence:
+            vectors = float(batch.bags_with(np.ones(1))[0])
+        # Vectors of some bags become those of all bags, and the same for their gradients.
+        loads.move_and_add(vectors, vectors * table.work.dim * FLOAT_BYTES)
+    _exchange_vectors(loads, table, workload, vectors * columns)
 
 
-def _row_wise(
-    loads: Loads, table: Placed, workload: Workload, batch: TableBatch, span: Span
-) -> None:
-    """Each rank looks up those ids whose rows it has; sums of sums give the vectors."""
-    num = loads.num_ranks
-    shares = owner_shares(table, num)
+def _row_wise(loads: Loads, table: Placed, workload: Workload, batch: _Batch, span: Span) -> None:
+    """Each rank looks up the ids whose rows it has; sums of sums give the vectors."""
+    num, dim = loads.num_ranks, table.work.dim
+    shares = table.owner_shares(num)
     vectors = batch.ids * shares if table.work.is_sequence else batch.vectors
-    look_up(
-        loads,
+    loads.look_up(
         num * batch.ids * shares,
         table.row_bytes,
-        distinct=distinct_by_owner(table, _lookups(table, workload, num), num),
-        vector_bytes=num * vectors * table.work.dim * FLOAT_BYTES,
+        distinct=table.distinct_by_owner(_lookups(table, workload, num), num),
+        vector_bytes=num * vectors * dim * FLOAT_BYTES,
     )
     loads.ids_to += batch.bags * LENGTH_BYTES + batch.ids * ID_BYTES * shares
     if table.work.is_sequence or table.exchange is Exchange.NONEMPTY:
-        sent, received = _output(loads, table)
-        vectors = batch.ids * shares if table.work.is_sequence else batch.bags_with(shares)
+        sent = batch.ids * shares if table.work.is_sequence else batch.bags_with(shares)
         if table.exchange is Exchange.NONEMPTY:
-            num_vectors = float(vectors.sum())
-            move_and_add(loads, num_vectors, num_vectors * table.work.dim * FLOAT_BYTES)
-        sent += vectors * table.work.dim * table.forward_bytes(workload)
-        received += vectors * table.work.dim * table.backward_bytes(workload)
+            num_vectors = float(sent.sum())
+            loads.move_and_add(num_vectors, num_vectors * dim * FLOAT_BYTES)
+        _exchange_vectors(loads, table, workload, sent * dim)
         return
-    loads.scattered += num * batch.vectors * table.work.dim * table.forward_bytes(workload)
-    loads.gathered += batch.vectors * table.work.dim * table.backward_bytes(workload)
+    loads.scattered += num * batch.vectors * dim * table.forward_bytes(workload)
+    loads.gathered += batch.vectors * dim * table.backward_bytes(workload)
 
 
-def _host_wise(
-    loads: Loads, table: Placed, workload: Workload, batch: TableBatch, span: Span
-) -> None:
-    """Rows are dealt to the ranks of a host, which add up inside it what they send across."""
+def _host_wise(loads: Loads, table: Placed, workload: Workload, batch: _Batch, span: Span) -> None:
+    """Rows are dealt to a host's ranks, which sum inside it before they send across."""
     num_shards, columns = _on_ranks(loads, table)
     hosts = np.arange(loads.num_ranks) // span.ranks_per_host
     owners = np.maximum(1, np.bincount(hosts, num_shards > 0)[hosts])
@@ -132,17 +134,16 @@ def _host_wise(
     loads.host_scattered += loads.num_ranks * numbers * table.forward_bytes(workload)
     loads.across_from += numbers * table.forward_bytes(workload)
     loads.across_to += numbers * table.backward_bytes(workload)
-    # Of its part of the host's vectors.
+    # Each rank gathers its part of the host's vectors.
     loads.host_gathered += span.num_hosts * numbers * table.backward_bytes(workload)
 
 
 def _data_parallel(
-    loads: Loads, table: Placed, workload: Workload, batch: TableBatch, span: Span
+    loads: Loads, table: Placed, workload: Workload, batch: _Batch, span: Span
 ) -> None:
-    """Every rank has the table; the dense gradient of all of it is all-reduced."""
+    """Every rank has the table; the whole dense gradient is all-reduced."""
     table_bytes = table.work.num_rows * table.row_bytes
-    look_up(
-        loads,
+    loads.look_up(
         batch.ids,
         table.row_bytes,
         distinct=table.work.expected_distinct(_lookups(table, workload, 1)),
@@ -152,7 +153,7 @@ def _data_parallel(
     loads.all_reduced_bytes += table_bytes
 
 
-_Add = Callable[[Loads, Placed, Workload, TableBatch, Span], None]
+_Add = Callable[[Loads, Placed, Workload, _Batch, Span], None]
 _BY_KIND: dict[ShardingType, _Add] = {
     ShardingType.TABLE_WISE: _table_or_column_wise,
     ShardingType.COLUMN_WISE: _table_or_column_wise,
@@ -165,18 +166,17 @@ _BY_KIND: dict[ShardingType, _Add] = {
 
 
 def _look_up_shards(
-    loads: Loads, table: Placed, workload: Workload, batch: TableBatch, owners: float | Ranks = 1.0
+    loads: Loads, table: Placed, workload: Workload, batch: _Batch, owners: float | Ranks = 1.0
 ) -> None:
-    """Add all ranks' lookups in shards of some columns, and one ``owners``-th of the rows."""
+    """Add all ranks' lookups in shards with some columns, and one ``owners``-th of the rows."""
     num = loads.num_ranks
     num_shards, columns = _on_ranks(loads, table)
     lookups = _lookups(table, workload, num)
     distinct = table.work.expected_distinct(lookups, num_hot=table.num_hot)
     vectors = batch.vectors / owners if table.work.is_sequence else batch.vectors
-    # Bytes are of the columns of all shards of a rank, ids of each shard.
+    # Bytes are for the columns of all shards on a rank, ids for each shard.
     width = columns / np.maximum(1, num_shards)
-    look_up(
-        loads,
+    loads.look_up(
         num * batch.ids / owners * num_shards,
         width * table.work.element_bytes,
         distinct=distinct / owners * num_shards,
@@ -184,13 +184,33 @@ def _look_up_shards(
     )
 
 
+def _exchange_vectors(
+    loads: Loads, table: Placed, workload: Workload, numbers: float | Ranks
+) -> None:
+    """Add the numbers that a rank sends to each other one, and the gradients that come back."""
+    if table.exchange is Exchange.NONEMPTY:
+        sent, received = loads.rows_from, loads.rows_to
+    else:
+        sent, received = loads.pooled_from, loads.pooled_to
+    sent += numbers * table.forward_bytes(workload)
+    received += numbers * table.backward_bytes(workload)
+
+
+def _encode_and_decode(loads: Loads, table: Placed, numbers: float | Ranks) -> None:
+    """Add encoding and decoding the numbers that a rank gets, and their gradients."""
+    cost = loads.codecs.get(table.transport)
+    if cost is not None:
+        of_ranks = np.asarray(numbers, dtype=np.float64)
+        loads.encoding_s += 2 * cost.seconds(of_ranks / table.work.dim, of_ranks * FLOAT_BYTES)
+
+
 def _lookups(table: Placed, workload: Workload, num_ranks: int) -> float:
-    """Lookups of so many ranks' batches, of hot rows as well."""
+    """Return the lookups in so many ranks' batches, hot rows included."""
     return num_ranks * workload.batch_size * table.work.ids_per_sample
 
 
 def _on_ranks(loads: Loads, table: Placed) -> tuple[Ranks, Ranks]:
-    """How many shards each rank has, and of how many columns together."""
+    """Return the number of shards on each rank, and their columns together."""
     ranks, _, columns = table.shards
     num_shards, sums = np.zeros(loads.num_ranks), np.zeros(loads.num_ranks)
     np.add.at(num_shards, ranks, 1.0)
@@ -198,14 +218,165 @@ def _on_ranks(loads: Loads, table: Placed) -> tuple[Ranks, Ranks]:
     return num_shards, sums
 
 
-def _output(loads: Loads, table: Placed) -> tuple[Ranks, Ranks]:
-    """The loads in which the vectors count that a rank sends, and gets back."""
-    if table.exchange is Exchange.NONEMPTY:
-        return loads.rows_from, loads.rows_to
-    return loads.pooled_from, loads.pooled_to
+def _row_exchange(
+    loads: Loads, table: Placed, workload: Workload, batch: _Batch, span: Span
+) -> None:
+    """Each distinct row in a batch comes from its owner, and its gradient goes back.
+
+    With requests per host, a host's ranks have one batch together, and each of them collects for
+    one owner on every host.
+    """
+    lookups = workload.batch_size * table.work.ids_per_sample
+    dim = table.work.dim
+    of_rank = table.distinct_by_owner(lookups, loads.num_ranks)
+    loads.found_ids += batch.ids
+    loads.ids_to += of_rank * KEY_BYTES
+    loads.move_and_add(batch.ids, batch.ids * dim * FLOAT_BYTES)
+    owned_rows = of_rank * loads.num_ranks
+    if table.exchange is Exchange.ROW_PER_HOST and span.crosses_hosts and span.ranks_per_host > 1:
+        of_host = table.distinct_by_owner(span.ranks_per_host * lookups, loads.num_ranks)
+        owned_rows = of_host * span.num_hosts
+        handed_on = of_rank.sum() / span.ranks_per_host
+        loads.found_ids += of_rank.sum()
+        loads.move_and_add(of_rank.sum(), of_rank.sum() * dim * FLOAT_BYTES)
+        loads.host_rows_from += handed_on * dim * FLOAT_BYTES
+        loads.host_rows_to += handed_on * dim * FLOAT_BYTES
+        loads.across_from += of_host * dim * table.forward_bytes(workload)
+        loads.across_to += of_host * dim * table.backward_bytes(workload)
+        _travel_beside(loads, table, workload, span.ranks_per_host * lookups)
+    else:
+        loads.rows_from += of_rank * dim * table.forward_bytes(workload)
+        loads.rows_to += of_rank * dim * table.backward_bytes(workload)
+        _travel_beside(loads, table, workload, lookups)
+    _encode_and_decode(loads, table, owned_rows * dim)
+    loads.owned_ids += owned_rows
+    loads.owned_bytes += owned_rows * table.row_bytes
 
 
-def _sent_vectors(table: Placed, batch: TableBatch) -> float:
-    if table.work.is_sequence or table.exchange is not Exchange.NONEMPTY:
-        return batch.vectors
-    return float(batch.bags_with(np.ones(1))[0])
+def _travel_beside(loads: Loads, table: Placed, workload: Workload, lookups: float) -> None:
+    """Add the rows and gradients that may travel beside computing.
+
+    These are rows that neither the batch before nor the lagging gradients of the one before that
+    change, and gradients of rows that the next batch doesn't need.
+    """
+    if not workload.prefetches_rows:
+        return
+    of_all = loads.num_ranks * workload.batch_size * table.work.ids_per_sample
+
+    def not_in(num_batches: int) -> Ranks:
+        """Count the distinct rows that aren't in so many other batches of all ranks."""
+        others = num_batches * of_all
+        with_others = table.distinct_by_owner(lookups + others, loads.num_ranks)
+        return with_others - table.distinct_by_owner(others, loads.num_ranks)
+
+    loads.early_from += not_in(2) * table.work.dim * table.forward_bytes(workload)
+    loads.lagging_to += not_in(1) * table.work.dim * table.backward_bytes(workload)
+
+
+def add_hot_rows(loads: Loads, table: Placed, workload: Workload, world: Span) -> None:
+    """Add lookups of a table's hot rows, and the gradients that the world merges, in place."""
+    if not table.num_hot:
+        return
+    work = table.work
+    row_bytes = work.dim * FLOAT_BYTES
+    lookups = workload.batch_size * work.ids_per_sample
+
+    def touched(num_ranks: int) -> float:
+        every = work.expected_distinct(num_ranks * lookups)
+        return every - work.expected_distinct(num_ranks * lookups, num_hot=table.num_hot)
+
+    ids = lookups * work.hot_share(table.num_hot)
+    bags = 0.0 if work.is_sequence else float(workload.batch_size * work.num_features)
+    # All ids are looked for in the hot set; vectors of hot and cold rows are added up; gradients of
+    # hot ids are taken out.
+    loads.found_ids += lookups
+    loads.added_rows += bags
+    loads.added_bytes += bags * row_bytes
+    loads.moved_rows += ids
+    loads.moved_bytes += ids * row_bytes
+    loads.hot_ids += ids
+    loads.hot_id_bytes += ids * row_bytes
+    loads.hot_rows += touched(world.num_ranks)
+    loads.hot_bytes_of_rank += touched(1) * (row_bytes + KEY_BYTES)
+    loads.hot_bytes_of_host += touched(world.ranks_per_host) * (row_bytes + KEY_BYTES)
+    loads.hot_bytes_of_all += touched(world.num_ranks) * (row_bytes + KEY_BYTES)
+
+
+def add_synced_rows(
+    loads: Loads, table: Placed, workload: Workload, peers: Span, sync: SyncConfig
+) -> None:
+    """Add the cold rows that replica peers exchange, in place."""
+    if peers.num_ranks == 1 or not len(table.shards.ranks):
+        return
+    shards = _Shards(loads, table, workload)
+    if isinstance(sync, GradientSync):
+        wire = _bytes_per_number(sync.transport, table.work.dim)
+        loads.peer_rows += shards.touched(peers.num_ranks)
+        loads.peer_row_bytes += shards.touched_bytes(peers.num_ranks, FLOAT_BYTES)
+        loads.peer_bytes_of_rank += shards.touched_bytes(1, wire)
+        loads.peer_bytes_of_host += shards.touched_bytes(peers.ranks_per_host, wire)
+        loads.peer_bytes_of_all += shards.touched_bytes(peers.num_ranks, wire)
+        return
+    _add_average(shards, sync, weights=True, moments=sync.moments_policy is None)
+    if sync.moments_policy is not None:
+        of_moments = replace(sync, policy=sync.moments_policy)
+        _add_average(shards, of_moments, weights=False, moments=True)
+
+
+def _add_average(shards: "_Shards", sync: WeightSync, *, weights: bool, moments: bool) -> None:
+    num_steps = sync.policy.steps_per_sync
+    if math.isinf(num_steps):
+        return
+    work = shards.table.work
+    wire = _bytes_per_number(sync.transport, work.dim)
+    state_columns = work.state_bytes_per_row / FLOAT_BYTES / work.dim
+    # Rows have moments: a shard with a part of the columns has its part of them.
+    of_state = _bytes_per_number(sync.transport, 1) if state_columns < 1 else wire
+    of_column = wire * weights + of_state * moments * state_columns
+    loads = shards.loads
+    rows, num_bytes, whole = (
+        (loads.averaged_rows, loads.averaged_bytes, loads.averaged_whole_bytes)
+        if weights
+        else (loads.moment_rows, loads.moment_bytes, loads.moment_whole_bytes)
+    )
+    if sync.rows is SyncedRows.TOUCHED:
+        rows += shards.touched(num_steps)
+        num_bytes += shards.touched_bytes(num_steps, of_column)
+    whole += shards.whole_bytes(of_column)
+
+
+def _bytes_per_number(transport: Transport, dim: int) -> float:
+    """Return the bytes that a number takes in a row, its share of the scale included."""
+    return transport.codec_for(dim).num_bytes(dim) / dim
+
+
+class _Shards:
+    """A table's shards, and the part of its rows that their ranks touch."""
+
+    def __init__(self, loads: Loads, table: Placed, workload: Workload) -> None:
+        self.loads = loads
+        self.table = table
+        self._lookups = _lookups(table, workload, loads.num_ranks)
+        ranks, rows, columns = table.shards
+        parts = rows / max(1, table.work.num_rows)
+        # Each rank's part of the table's rows, once for each shard, and its part of the columns.
+        self._parts, self._columns = np.zeros(loads.num_ranks), np.zeros(loads.num_ranks)
+        np.add.at(self._parts, ranks, parts)
+        np.add.at(self._columns, ranks, parts * columns)
+
+    def whole_bytes(self, of_column: float) -> Ranks:
+        """Return the bytes of all rows in the shards."""
+        return self.table.work.num_rows * of_column * self._columns
+
+    def touched(self, num_batches: float) -> Ranks:
+        """Return the rows that so many batches of a group touch."""
+        return self._rows(num_batches) * self._parts
+
+    def touched_bytes(self, num_batches: float, of_column: float) -> Ranks:
+        """Return the bytes of the touched rows, with their numbers."""
+        return self._rows(num_batches) * (of_column * self._columns + KEY_BYTES * self._parts)
+
+    def _rows(self, num_batches: float) -> float:
+        return self.table.work.expected_distinct(
+            num_batches * self._lookups, num_hot=self.table.num_hot
+        )

@@ -1,12 +1,17 @@
-"""`Workload`: what a step has to do, whatever the plan."""
+"""`Workload`: a step's work, whatever the plan; and the optimizer state of each row."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
+import torch
+import torchrec.optim
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from numpy.typing import NDArray
 from torch import nn
+from torch.optim import Optimizer
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
 from torchrec.modules.embedding_modules import (
@@ -14,14 +19,41 @@ from torchrec.modules.embedding_modules import (
     EmbeddingCollectionInterface,
 )
 
+from torchrec_2dsp._compat.torchrec import in_backward_optimizers
 from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.access.table_access import TableAccess
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.optim import MomentScaledRowWiseAdaGradOptimizer
+
+STATE_BYTES = 4
+"""Bytes of a number in the optimizer state, which is fp32."""
+
+_STATELESS = (
+    EmbOptimType.SGD,
+    EmbOptimType.EXACT_SGD,
+    EmbOptimType.NONE,
+    torch.optim.SGD,
+    torchrec.optim.SGD,
+)
+_ONE_PER_ROW = (
+    EmbOptimType.ROWWISE_ADAGRAD,
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD,
+    torchrec.optim.RowWiseAdagrad,
+    MomentScaledRowWiseAdaGradOptimizer,
+)
+_TWO_PER_ELEMENT = (
+    EmbOptimType.ADAM,
+    EmbOptimType.LAMB,
+    torch.optim.Adam,
+    torchrec.optim.Adam,
+    torchrec.optim.LAMB,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableWork:
-    """The work of a step with one table.
+    """A step's work with one table.
 
     Example:
         >>> from torchrec_2dsp.cost.workload import TableWork
@@ -31,16 +63,11 @@ class TableWork:
     """
 
     name: str
-    """The table's name in the model."""
-
     num_rows: int
-    """How many rows the table has."""
-
     dim: int
-    """How many numbers a row has."""
 
     ids_per_sample: float
-    """Lookups for each sample, of all the table's features."""
+    """Lookups for each sample, over all features of the table."""
 
     num_features: int = 1
     """Bags for each sample, or sequences."""
@@ -49,17 +76,17 @@ class TableWork:
     """Bytes of a number in the table."""
 
     state_bytes_per_row: float = 4.0
-    """Bytes of the optimizer state for each row; 4 is row-wise AdaGrad's."""
+    """Bytes of optimizer state for each row; 4 is row-wise AdaGrad's."""
 
     is_sequence: bool = False
     """Whether each id gets its row, or each bag its rows' sum."""
 
     access: TableAccess | None = None
-    """How often which rows are used. Without it, all count as used alike: what can be saved by
-    sending distinct rows is then estimated too low, and what syncs cost too high."""
+    """Row frequencies. Without them, all rows count as used alike: savings by sending distinct rows
+    are then estimated too low, and sync costs too high."""
 
     def expected_distinct(self, num_lookups: float, *, num_hot: int = 0) -> float:
-        """How many different rows so many lookups touch, the ``num_hot`` hottest left out."""
+        """Return the distinct rows that so many lookups touch, without the ``num_hot`` hottest."""
         if self.access is not None and self.access.num_lookups:
             distinct = self.access.expected_distinct(num_lookups, num_hot=num_hot)
             return min(distinct, float(max(0, self.num_rows - num_hot)))
@@ -71,7 +98,7 @@ class TableWork:
     def distinct_by_block(
         self, num_lookups: float, num_blocks: int, *, num_hot: int = 0
     ) -> NDArray[np.float64]:
-        """How many different rows of each block of consecutive rows so many lookups touch."""
+        """Return the distinct rows that lookups touch in each block of consecutive rows."""
         if self.access is not None and self.access.num_lookups:
             cold = self.access.without(num_hot) if num_hot else self.access
             cold_lookups = num_lookups * (1 - self.hot_share(num_hot))
@@ -81,7 +108,7 @@ class TableWork:
         )
 
     def hot_share(self, num_hot: int) -> float:
-        """The share of lookups that the ``num_hot`` hottest rows take."""
+        """Return the share of lookups that the ``num_hot`` hottest rows take."""
         if not num_hot:
             return 0.0
         if self.access is not None and self.access.num_lookups:
@@ -91,7 +118,7 @@ class TableWork:
 
 @dataclass(frozen=True, kw_only=True)
 class DenseWork:
-    """The work of a step beside its tables."""
+    """A step's work beside its tables."""
 
     forward_s: float = 0.0
     """Seconds of the forward on a rank, while its neighbours do the same."""
@@ -114,7 +141,6 @@ class Workload:
     """The work with each table, by name."""
 
     dense: DenseWork = field(default_factory=DenseWork)
-    """The rest of the model."""
 
     is_pipelined: bool = True
     """Whether ids travel while the step before computes, as in ``TrainPipelineSparseDist``."""
@@ -129,7 +155,7 @@ class Workload:
     """Bytes of a number in the output exchange; 2 with fp16 in ``QCommsConfig``."""
 
     backward_wire_bytes: float = 4
-    """Bytes of a number of the output exchange's gradients."""
+    """Bytes of a number in the gradients of the output exchange."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -144,14 +170,13 @@ class Workload:
         constraints: Mapping[str, ParameterConstraints] | None = None,
         access: AccessStats | None = None,
     ) -> "Workload":
-        """The tables of an unsharded model.
+        """Return the work with an unsharded model's tables.
 
         Args:
             module: has `EmbeddingBagCollection` or `EmbeddingCollection` modules somewhere.
             batch_size: samples per rank and step.
-            constraints: whose pooling factors say how many ids a bag has: 1 without.
-            access: which rows are used how often; also says how many ids a sample has, of tables
-                that have no pooling factors.
+            constraints: whose pooling factors are the ids per bag: 1 without.
+            access: row frequencies; also the ids per sample for tables without pooling factors.
         """
         tables: dict[str, TableWork] = {}
         for part in module.modules():
@@ -174,11 +199,7 @@ class Workload:
         return cls(batch_size=batch_size, tables=tables)
 
     def table(self, name: str) -> TableWork:
-        """One of the tables.
-
-        Raises:
-            ConfigError: the model has no such table.
-        """
+        """Return the work with a table; `ConfigError` if the model has no such table."""
         if name not in self.tables:
             raise ConfigError(
                 f"the workload has no table {name!r}; it has {', '.join(self.tables) or 'none'}"
@@ -187,7 +208,7 @@ class Workload:
 
     @cached_property
     def num_without_access(self) -> int:
-        """How many tables nothing was counted for."""
+        """The number of tables without statistics."""
         return sum(table.access is None for table in self.tables.values())
 
 
@@ -215,12 +236,44 @@ def _table_work(
     )
 
 
-def _per_feature(config: BaseEmbeddingConfig, what: str, values: list[float]) -> list[float]:
-    """A number for each feature of a table; one stands for all."""
+def _per_feature(config: BaseEmbeddingConfig, argument: str, values: list[float]) -> list[float]:
+    """Return a number for each feature of a table; a single one stands for all."""
     num_features = len(config.feature_names)
     if len(values) not in (1, num_features):
         raise ConfigError(
-            f"constraints of table {config.name!r}: {what} has {len(values)} numbers, and the "
+            f"constraints of table {config.name!r}: {argument} has {len(values)} numbers, and the "
             f"table {num_features} features; give one for each, or one for all"
         )
     return values * num_features if len(values) == 1 else values
+
+
+def optimizer_of(weight: Any, fused_params: Mapping[str, Any]) -> EmbOptimType | type[Optimizer]:
+    """Return the optimizer that a table's fused kernel will run: plain SGD by default.
+
+    Args:
+        weight: the unsharded table, which may have one by ``apply_optimizer_in_backward``.
+        fused_params: the sharder's.
+    """
+    applied = in_backward_optimizers(weight)
+    return applied.classes[0] if applied else fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
+
+
+def state_bytes_per_row(optimizer: EmbOptimType | type[Optimizer], dim: int) -> int:
+    """Return the bytes of optimizer state for one row in a shard with ``dim`` columns.
+
+    ``optimizer`` is the fused kernel's name for it, or the class that was applied. An unknown one
+    counts as one number per element.
+
+    Example:
+        >>> from fbgemm_gpu.split_embedding_configs import EmbOptimType
+        >>> from torchrec_2dsp.cost.workload import state_bytes_per_row
+        >>> state_bytes_per_row(EmbOptimType.EXACT_ROWWISE_ADAGRAD, dim=64)
+        4
+        >>> state_bytes_per_row(EmbOptimType.EXACT_ADAGRAD, dim=64)
+        256
+    """
+    if optimizer in _STATELESS:
+        return 0
+    if optimizer in _ONE_PER_ROW:
+        return STATE_BYTES
+    return (2 if optimizer in _TWO_PER_ELEMENT else 1) * dim * STATE_BYTES

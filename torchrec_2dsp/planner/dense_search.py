@@ -1,4 +1,4 @@
-"""`search_dense`: how the dense part of a model would be run best, by predicted cost. Pure."""
+"""`search_dense`: search the fastest way to run a model's dense part, by predicted cost. Pure."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -6,41 +6,37 @@ from itertools import product
 from math import inf
 
 from torchrec_2dsp.cost.calibration import Calibration
-from torchrec_2dsp.cost.dense.dense_cost import DenseCost
-from torchrec_2dsp.cost.dense.dense_model import DenseCostModel
-from torchrec_2dsp.cost.dense.layers import DenseLayers
+from torchrec_2dsp.cost.dense import DenseCost, DenseCostModel, DenseLayers
 from torchrec_2dsp.errors import PlanError
 from torchrec_2dsp.mesh import DenseMesh, RankLayout
 from torchrec_2dsp.plan.dense_plan import DenseKind, DensePlan, cut_layers
 from torchrec_2dsp.report.table import Table
 
 _MICRO_BATCHES_PER_RANK = (1, 2, 4)
-"""Into how many parts the batch of each rank of a pipeline may be cut."""
+"""The parts into which each rank's batch may be cut in a pipeline."""
 _SHOWN = 12
 _GB, _MS = 1e9, 1e3
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseCandidate:
-    """A way to run the dense part, and what it is predicted to take."""
+    """A way to run the dense part, and its predicted cost."""
 
     plan: DensePlan
-    """The way."""
 
     cost: DenseCost
-    """The seconds of a step."""
 
     memory_bytes: float
-    """The bytes that the fullest rank takes."""
+    """Bytes on the fullest rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseChoices:
-    """All ways that were looked at; printed, the best of them and what each would take.
+    """All ways that were searched; printed, the best of them with their costs.
 
     Example:
         >>> import torchrec_2dsp as tdsp
-        >>> from torchrec_2dsp.cost.dense.layers import DenseLayers, LayerWork
+        >>> from torchrec_2dsp.cost.dense import DenseLayers, LayerWork
         >>> from torchrec_2dsp.planner.dense_search import search_dense
         >>> block = LayerWork(name="block", forward_s=1e-5, backward_s=2e-5, parameter_bytes=4e7)
         >>> work = DenseLayers(layers=(block,) * 4, input_bytes=256, target_bytes=4)
@@ -59,18 +55,18 @@ class DenseChoices:
     """The ways that fit, the fastest first."""
 
     num_too_large: int
-    """How many ways take more memory than there is."""
+    """Ways that take more memory than there is."""
 
     batch_size: int
     """Samples per rank."""
 
     @property
     def best(self) -> DenseCandidate:
-        """The fastest."""
+        """The fastest way."""
         return self.candidates[0]
 
     def table(self) -> Table:
-        """A row for each way, the fastest first: the fastest ones of all, and of each kind."""
+        """Return a row for each way, the fastest first: the fastest of all, and of each kind."""
         shown = list(self.candidates[:_SHOWN])
         kinds = {candidate.plan.kind for candidate in shown}
         for candidate in self.candidates[_SHOWN:]:
@@ -94,7 +90,7 @@ class DenseChoices:
         )
 
     def __str__(self) -> str:
-        """The table, and what was left out."""
+        """Return the table, and the number of ways left out."""
         rest = len(self.candidates) - len(self.table().rows)
         lines = [self.table().text(120)]
         if rest > 0:
@@ -118,11 +114,11 @@ def search_dense(
 
     Args:
         work: the layers, measured or computed.
-        calibration: the constants of the machines.
-        world_size: how many ranks there are.
-        local_world_size: how many of them a host has; layers are split inside hosts alone.
+        calibration: the machines' constants.
+        world_size: the number of ranks.
+        local_world_size: ranks per host; layers are split inside hosts alone.
         batch_size: samples per rank.
-        memory_bytes: what a rank has for the dense part.
+        memory_bytes: a rank's memory for the dense part.
         kinds: the wrappers to choose from.
 
     Raises:
@@ -161,7 +157,7 @@ def _plans(
     local_world_size: int,
     batch_size: int,
 ) -> Iterator[DensePlan]:
-    """All plans of a world, each once."""
+    """Yield all plans for a world, each once."""
     whole = DenseMesh.for_world(world_size)
     yield DensePlan(kind=DenseKind.DDP, mesh=whole)
     for num_copies in _divisors(world_size):
@@ -192,7 +188,7 @@ def _plans(
 def _pipelined(
     work: DenseLayers, mesh: DenseMesh, batch_size: int, per_rank: int, s_per_byte: float
 ) -> DensePlan:
-    """A pipeline whose stages take alike long, with so many micro-batches for each rank."""
+    """Plan a pipeline with equally long stages, and ``per_rank`` micro-batches for each rank."""
     samples = batch_size / per_rank
     return DensePlan(
         kind=DenseKind.PIPELINED,

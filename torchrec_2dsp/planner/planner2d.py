@@ -1,12 +1,16 @@
-"""`Planner2D`: TorchRec's planner, for tables that are sharded in groups of ranks."""
+"""`Planner2D`: a drop-in for TorchRec's planner that plans for sharding groups."""
 
 import logging
+import pickle
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner.constants import BATCH_SIZE
+from torchrec.distributed.planner.stats import EmbeddingStats
 from torchrec.distributed.planner.types import (
     Enumerator,
     ParameterConstraints,
@@ -28,44 +32,99 @@ from torchrec_2dsp.access.stats import AccessStats
 from torchrec_2dsp.codecs.rows import Transport
 from torchrec_2dsp.cost.calibration import Calibration
 from torchrec_2dsp.cost.workload import Workload
-from torchrec_2dsp.errors import ConfigError, PlanError, TwoDError
+from torchrec_2dsp.errors import ConfigError, MeshError, PlanError, TwoDError
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.checks.fits_module import check_tables
 from torchrec_2dsp.plan.checks.models import check_model
+from torchrec_2dsp.plan.parameter_sharding import Exchange
 from torchrec_2dsp.plan.plan2d import Plan2D, with_transport
 from torchrec_2dsp.plan.sync import EXACT_SYNC, SyncConfig
-from torchrec_2dsp.planner.arguments import (
-    NOT_MEASURED,
-    checked_batch_size,
-    checked_transports,
-    refuse_parts_by_cost,
-    refuse_stock_parts,
-    stats_2d,
-    whole_world,
-)
-from torchrec_2dsp.planner.collective import group_or_world, plan_on_rank_0
-from torchrec_2dsp.planner.explanation.explain import explain
-from torchrec_2dsp.planner.explanation.explanation import Explanation
-from torchrec_2dsp.planner.infeasible import Shortfall, failure_text, shortfall
+from torchrec_2dsp.planner.explanation import Explanation, explain
 from torchrec_2dsp.planner.search.cost_search import CostSearch
-from torchrec_2dsp.planner.search.result import SearchResult
-from torchrec_2dsp.planner.topology import group_topology, world_topology
+from torchrec_2dsp.planner.search.placement import SearchResult
+from torchrec_2dsp.planner.topology import (
+    Shortfall,
+    failure_text,
+    group_topology,
+    shortfall,
+    world_topology,
+)
+from torchrec_2dsp.planner.torchrec.adapters import Partitioner2D, Stats2D, base_constraints
 from torchrec_2dsp.planner.torchrec.enumerator import Enumerator2D
-from torchrec_2dsp.planner.torchrec.partitioner import Partitioner2D
-from torchrec_2dsp.planner.torchrec.planned_options import PlannedOptions
-from torchrec_2dsp.planner.torchrec.sharding_types import base_constraints
+from torchrec_2dsp.planner.torchrec.options import PlannedOptions
 
 logger = logging.getLogger(__name__)
 
+_Member = TypeVar("_Member", Exchange, Transport)
+
+NOT_MEASURED = (
+    "planning without a calibration: bandwidths are the topology's, and latency and compute cost "
+    "nothing, so the plan may be slower than TorchRec's; measure this cluster by the calibrate "
+    "command and give Planner2D(calibration=...), or a mesh for TorchRec's own search"
+)
+
+
+def _members(
+    kind: type[_Member], name: str, values: "Sequence[_Member | str] | _Member | str | None"
+) -> list[_Member] | None:
+    """Return the enum members that a user names in argument ``name``; `None` stays `None`."""
+    if values is None:
+        return None
+    named = [values] if isinstance(values, kind | str) else values
+    try:
+        return [kind(value) for value in named]
+    except ValueError as error:
+        choices = ", ".join(repr(member.value) for member in kind)
+        raise ConfigError(f"{name}={values!r}: use some of {choices}") from error
+
+
+@dataclass
+class ParameterConstraints2D(ParameterConstraints):
+    """A `ParameterConstraints` that also constrains exchange, transport, hot rows and copies.
+
+    Example:
+        >>> import torchrec_2dsp as tdsp
+        >>> constraint = tdsp.ParameterConstraints2D(
+        ...     sharding_types=["row_wise"], exchange=["row", "row_per_host"], hot_rows=0
+        ... )
+        >>> constraint.exchange
+        [<Exchange.ROW: 'row'>, <Exchange.ROW_PER_HOST: 'row_per_host'>]
+    """
+
+    exchange: Sequence[Exchange | str] | None = None
+    """The exchanges allowed for the table; `None` for all that its sharding types have."""
+
+    transport: Sequence[Transport | str] | None = None
+    """The wire formats allowed for its rows or vectors; `None` for those of the planner."""
+
+    hot_rows: int | None = None
+    """The number of its hottest rows on every rank; `None` for as many as pay."""
+
+    num_groups: int | Literal["each"] | None = None
+    """The number of copies: 1 copy whose shards lie on all ranks of the world, or one in each of so
+    many groups, which the mesh then has; "each" for one in each group of any mesh, `None` for as
+    many as are best."""
+
+    def __post_init__(self) -> None:
+        self.exchange = _members(Exchange, "exchange", self.exchange)
+        self.transport = _members(Transport, "transport", self.transport)
+        is_count = isinstance(self.num_groups, int) and self.num_groups >= 1
+        if not is_count and self.num_groups not in (None, "each"):
+            raise ConfigError(
+                f"num_groups={self.num_groups!r} is no number of copies; use 1 or more, or 'each'"
+            )
+        if self.hot_rows is not None and self.hot_rows < 0:
+            raise ConfigError(f"hot_rows={self.hot_rows} is no number of rows; use 0 or more")
+
 
 class Planner2D(OpenPlanner):
-    """Searches the plan that every sharding group runs, and how large the groups are.
+    """Searches the plan that every sharding group runs, and the group size.
 
-    With a ``calibration`` it predicts steps, and chooses for each table how it is sharded and how
-    its rows travel, and for all of them the mesh, unless one is given.
+    With a ``calibration`` it predicts steps, and chooses a sharding type and an exchange for each
+    table, and the mesh unless one is given.
 
-    With a ``mesh`` and no calibration it is TorchRec's search with four parts exchanged: the
-    topology is that of one group, the enumerator gives 2D sharding types whose time includes their
+    With a ``mesh`` and no calibration it runs TorchRec's search with four parts exchanged: the
+    topology is one group's, the enumerator lists 2D sharding types whose time includes their
     replica sync, and partitioner and stats know those types. Every rank holds one group's shards
     and no more, so the memory that the search counts is what a rank of the world needs.
 
@@ -122,75 +181,77 @@ class Planner2D(OpenPlanner):
         workload: Workload | None = None,
         transports: Sequence[Transport | str] = (Transport.FP32,),
     ) -> None:
-        """Takes the arguments of TorchRec's planner, a mesh, and what is known of network and log.
+        """Take the arguments of TorchRec's planner, and what is known of mesh, network and log.
+
+        Arguments that aren't listed mean what they mean in TorchRec; partitioners and
+        `EmbeddingStats` see TorchRec's own type names. A search by cost takes no enumerator,
+        proposer, partitioner, performance model, callbacks or plan loader.
 
         Args:
-            topology: of the whole world; TorchRec's defaults without one.
-            batch_size: samples per rank and step, as in TorchRec.
+            topology: the whole world's; TorchRec's defaults without one.
+            batch_size: samples per rank and step.
             enumerator: `Enumerator2D` by default. Another one must be made for one sharding
                 group, and its estimates are taken as they are, without the replica sync.
-            storage_reservation: as in TorchRec.
-            proposer: as in TorchRec.
-            partitioner: as in TorchRec; it sees TorchRec's own type names.
-            performance_model: as in TorchRec.
-            stats: as in TorchRec; `EmbeddingStats` see TorchRec's own type names.
-            constraints: per table; types by TorchRec's name or by their 2D form. Those of
+            constraints: per table; types by TorchRec's name or by their 2D form. The fields of
                 `ParameterConstraints2D` are for the search by cost.
-            debug: as in TorchRec.
-            callbacks: as in TorchRec.
-            timeout_seconds: as in TorchRec.
-            plan_loader: as in TorchRec.
-            mesh: which ranks repeat the plan; the best one by cost without it.
-            sync: how the replicas stay equal: its cost is part of the search, and the plan
-                carries it to the sharders.
-            calibration: what the network and the machines take; without it, and without a mesh,
-                it is made of the topology's figures.
-            access: which rows are used how often, for the search by cost.
-            workload: what a step does, in place of what model, constraints and ``access`` say.
-            transports: how rows or pooled vectors, and their gradients, may travel; a search by
+            mesh: the ranks that repeat the plan; the best mesh by cost without it.
+            sync: keeps replicas equal: its cost is part of the search, and the plan carries it to
+                the sharders.
+            calibration: the constants of network and machines; without it, and without a mesh,
+                it is made from the topology's figures.
+            access: row frequencies, for the search by cost.
+            workload: a step's work, in place of what model, constraints and ``access`` say.
+            transports: wire formats for rows or pooled vectors, and their gradients; a search by
                 cost chooses for each table, other searches take a single one for all tables. In
                 fewer bits than fp32 training is no longer exact.
         """
         self.mesh = mesh
         """The mesh that repeats the plan; `None` where meshes are searched."""
         self.sync: SyncConfig = sync
-        """How the replicas stay equal."""
-        self._transports = checked_transports(transports)
-        batch_size = BATCH_SIZE if batch_size is None else checked_batch_size(batch_size)
+        """Keeps replicas equal."""
+        self._transports = _checked_transports(transports)
+        batch_size = BATCH_SIZE if batch_size is None else batch_size
+        if batch_size < 1:
+            raise ConfigError(f"batch_size={batch_size} leaves nothing to do; use 1 or more")
+        stock: dict[str, Any] = {
+            "enumerator": enumerator,
+            "proposer": proposer,
+            "partitioner": partitioner,
+            "performance_model": performance_model,
+            "callbacks": callbacks,
+            "plan_loader": plan_loader,
+        }
         if calibration is None and mesh is not None:
-            refuse_parts_by_cost(access, workload, constraints, self._transports)
+            _refuse_parts_by_cost(access, workload, constraints, self._transports)
             topology = topology or world_topology(mesh)
-            enumerator = enumerator or Enumerator2D(
+            stock["enumerator"] = enumerator or Enumerator2D(
                 topology, batch_size, constraints, mesh=mesh, sync=sync
             )
         else:
-            refuse_stock_parts(
-                enumerator, proposer, partitioner, performance_model, callbacks, plan_loader
+            _refuse(
+                "a search by cost takes no {}: leave it out, or give a mesh and no calibration",
+                **stock,
             )
-            topology = topology or world_topology(mesh or whole_world())
+            topology = topology or world_topology(mesh or _whole_world())
             costs = calibration or Calibration.of_topology(topology)
             self._is_measured = calibration is not None
             of_user = (constraints, access, workload, self._transports)
             self._search = CostSearch(costs, mesh, sync, batch_size, *of_user)
             mesh = Mesh2D(1, topology.world_size)  # The memory is that of every rank.
+        stock["partitioner"] = Partitioner2D(partitioner)
         super().__init__(
             topology=group_topology(topology, mesh),
             batch_size=batch_size,
-            enumerator=enumerator,
             storage_reservation=storage_reservation,
-            proposer=proposer,
-            partitioner=Partitioner2D(partitioner),
-            performance_model=performance_model,
-            stats=stats_2d(stats, mesh, sync),
+            stats=_stats_2d(stats, mesh, sync),
             constraints=base_constraints(constraints),
             debug=debug,
-            callbacks=callbacks,
             timeout_seconds=timeout_seconds,
-            plan_loader=plan_loader,
+            **stock,
         )
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> Plan2D:
-        """The plan of ``module``, made by this process alone.
+        """Plan ``module`` in this process alone.
 
         Raises:
             PlanError: nothing fits, or the search failed; TorchRec's error is its cause.
@@ -225,7 +286,7 @@ class Planner2D(OpenPlanner):
                 self._search_space = getattr(self.enumerator, "last_stored_search_space", None)
 
     def search(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> SearchResult:
-        """The placements that a search by cost finds, and all that it has tried.
+        """Search by cost, and return the placements and all attempts.
 
         Raises:
             PlanError: nothing fits.
@@ -244,22 +305,22 @@ class Planner2D(OpenPlanner):
         return result
 
     def get_selected_options(self) -> list[ShardingOption]:
-        """The options that became the last plan, in the process that made it; else none.
+        """Return the options that became the last plan, in the process that made it; else none.
 
-        TorchRec's `PlannerExecutor` (since 1.9) reads them. Those of a search by cost have their
-        mesh, exchange and hot rows in the sharding type.
+        TorchRec's `PlannerExecutor` (since 1.9) reads them. After a search by cost the sharding
+        type carries mesh, exchange and hot rows.
         """
         return self._by_cost.selected() if self._by_cost else self.best_options
 
     def get_search_space(self) -> list[ShardingOption] | None:
-        """All options that the last plan was chosen from; `None` where no plan was made.
+        """Return all options for the last plan; `None` where no plan was made.
 
-        Those of a search by cost are the ones of its mesh.
+        After a search by cost these are the options on its mesh.
         """
         return self._by_cost.search_space() if self._by_cost else self._search_space
 
     def explain(self) -> Explanation:
-        """Why the last plan is as it is, on the rank that made it: ``print(planner.explain())``."""
+        """Explain the last plan, on the rank that made it: ``print(planner.explain())``."""
         if self._result is None:
             raise ConfigError(
                 "there is nothing to explain here: make a plan by cost first; collective_plan "
@@ -273,12 +334,17 @@ class Planner2D(OpenPlanner):
         sharders: list[ModuleSharder[nn.Module]] | None = None,
         pg: dist.ProcessGroup | None = None,
     ) -> Plan2D:
-        """`plan` on rank 0 of ``pg``; every rank gets the plan, or raises the same error.
+        """Run `plan` on rank 0 of ``pg``; every rank gets the plan, or raises the same error.
 
         Collectives:
             One broadcast of a pickled object from rank 0 of ``pg``, the world by default.
         """
-        pg = group_or_world(pg)
+        pg = dist.group.WORLD if pg is None else pg
+        if pg is None:
+            raise MeshError(
+                "torch.distributed is not initialised; call "
+                "torch.distributed.init_process_group(...) first, or use plan(...)"
+            )
         if self.mesh is not None:
             self.mesh.check_world(dist.get_world_size(pg))
         known_sharders = get_default_sharders() if sharders is None else sharders
@@ -287,11 +353,104 @@ class Planner2D(OpenPlanner):
     def _shortfall(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
     ) -> Shortfall | None:
-        """The memory that was missing, `None` where TorchRec can't compare sizes."""
+        """Compute the missing memory; `None` where TorchRec can't compare sizes."""
         try:
             available = self.unreserved(module, sharders)
             options = self.enumerator.enumerate(module, sharders)
         except PlannerError:
-            # No memory is left for tables, which the error that stopped the search says.
-            return None
+            return None  # No memory is left for tables, as the error that ended the search says.
         return shortfall(options, [device.storage for device in available.devices])
+
+
+def plan_on_rank_0(make_plan: Callable[[], Plan2D], pg: dist.ProcessGroup) -> Plan2D:
+    """Return the plan of ``make_plan`` on rank 0 of ``pg``, or raise its error, on every rank.
+
+    An error from elsewhere becomes a `PlanError` that names its type. The other ranks raise an
+    error with the same type and text.
+
+    Collectives:
+        One broadcast of a pickled object from rank 0 of ``pg``.
+    """
+    plan: Plan2D | None = None
+    raised: TwoDError | None = None
+    message: list[Any] = [None]
+    if dist.get_rank(pg) == 0:
+        try:
+            plan = make_plan()
+            message = [pickle.dumps(plan)]
+        except TwoDError as error:
+            raised = error
+        except Exception as error:
+            raised = PlanError(f"planning failed on rank 0: {type(error).__name__}: {error}")
+            raised.__cause__ = error
+        if raised is not None:
+            message = [(type(raised), str(raised))]
+    dist.broadcast_object_list(message, group=pg, group_src=0)
+    if raised is not None:
+        raise raised
+    if plan is not None:
+        return plan
+    if isinstance(message[0], tuple):
+        kind, text = message[0]
+        raise kind(text)
+    return pickle.loads(message[0])
+
+
+def _checked_transports(transports: Sequence[Transport | str] | str) -> tuple[Transport, ...]:
+    allowed = _members(Transport, "transports", transports)
+    if not allowed:
+        raise ConfigError(f"transports={transports!r} allows nothing; use ['fp32'] for no rounding")
+    return tuple(dict.fromkeys(allowed))
+
+
+def _refuse(text: str, **parts: Any) -> None:
+    """Raise `ConfigError` for the first given part, which ``text`` has a place for."""
+    given = [name for name, part in parts.items() if part is not None]
+    if given:
+        raise ConfigError(text.format(given[0]))
+
+
+def _refuse_parts_by_cost(
+    access: Any,
+    workload: Any,
+    constraints: Mapping[str, ParameterConstraints] | None,
+    transports: Sequence[Transport],
+) -> None:
+    """Raise `ConfigError` for arguments that only a search by cost can use or fulfil."""
+    text = "{} is for a search by cost: give a calibration"
+    _refuse(text, access=access, workload=workload)
+    if len(transports) > 1:
+        allowed = [transport.value for transport in transports]
+        raise ConfigError(text.format(f"transports={allowed}") + ", or allow a single one")
+    for table, constraint in (constraints or {}).items():
+        if isinstance(constraint, ParameterConstraints2D):
+            demands = {
+                "exchange": constraint.exchange,
+                "transport": constraint.transport,
+                "hot_rows": constraint.hot_rows or None,
+                "num_groups": None if constraint.num_groups == "each" else constraint.num_groups,
+            }
+            _refuse(
+                text,
+                **{f"{name}={value} for table {table!r}": value for name, value in demands.items()},
+            )
+
+
+def _whole_world() -> Mesh2D:
+    """Return all ranks as one group; `ConfigError` before process groups exist."""
+    if not dist.is_initialized():
+        raise ConfigError(
+            "nothing says how many ranks there are: give a topology or a mesh, or call "
+            "torch.distributed.init_process_group(...) first"
+        )
+    return Mesh2D(1, dist.get_world_size())
+
+
+def _stats_2d(stats: Stats | list[Stats] | None, mesh: Mesh2D, sync: SyncConfig) -> list[Stats]:
+    """Wrap TorchRec's stats, which stop at unknown type names."""
+    if stats is None:
+        return [Stats2D(mesh=mesh, sync=sync)]
+    return [
+        Stats2D(part, mesh=mesh, sync=sync) if isinstance(part, EmbeddingStats) else part
+        for part in (stats if isinstance(stats, list) else [stats])
+    ]

@@ -1,10 +1,14 @@
-"""The topologies of one sharding group and of its replica peers, from that of the world."""
+"""The topologies of a sharding group and its replica peers, and the memory missing from one."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from torchrec.distributed.planner.types import (
     HardwareConfig,
     KernelConfig,
+    PlannerError,
+    PlannerErrorType,
+    ShardingOption,
     Storage,
     Topology,
     TopologyFactory,
@@ -16,14 +20,21 @@ from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.errors import ConfigError, UnsupportedError
 from torchrec_2dsp.mesh import Mesh2D
 
+REMEDY = (
+    "use a larger group_size, reserve a smaller share of the memory (storage_reservation), or "
+    "allow more sharding types and kernels (constraints)"
+)
+
+_MEMORY_KINDS = ("hbm", "ddr", "ssd")
+_NOTHING_FITS = (
+    PlannerErrorType.INSUFFICIENT_STORAGE,
+    PlannerErrorType.STRICT_CONSTRAINTS,
+    PlannerErrorType.PARTITION,
+)
+
 
 def world_topology(mesh: Mesh2D, device_type: str | None = None) -> Topology:
-    """The topology that TorchRec assumes of the world when it is given none.
-
-    Args:
-        mesh: of all its ranks.
-        device_type: where tables lie; by default on GPUs if there are some.
-    """
+    """Return the topology that TorchRec assumes of a mesh's world, by default on GPUs if any."""
     return TopologyFactory.create_topology(
         TrainerConfig(world_size=mesh.world_size, local_world_size=get_local_size(mesh.world_size)),
         kernel_config=KernelConfig(compute_device=device_type or get_device_type()),
@@ -31,16 +42,16 @@ def world_topology(mesh: Mesh2D, device_type: str | None = None) -> Topology:
 
 
 def group_topology(topology: Topology, mesh: Mesh2D) -> Topology:
-    """The topology that a planner of one sharding group needs.
+    """Return the topology that a planner for one sharding group needs.
 
     Bandwidths stay those of ``topology``; which of them a collective of the group gets follows
     from how many of the group's ranks share a host. A shard is held by one rank of every group,
     so a rank of the group has the memory of the smallest of its replica peers.
 
     Args:
-        topology: of the whole world, left as it is; or already of one sharding group, which is
-            given back.
-        mesh: the mesh that deals the world's ranks to sharding groups.
+        topology: the whole world's, left as it is; or already one sharding group's, which is given
+            back.
+        mesh: deals the world's ranks to sharding groups.
 
     Example:
         >>> from torchrec.distributed.planner import Topology
@@ -54,7 +65,7 @@ def group_topology(topology: Topology, mesh: Mesh2D) -> Topology:
     if not _is_of_world(topology, mesh):
         return topology
     smallest = [
-        _smallest(topology.devices[rank].storage for rank in mesh.replica_peers(first))
+        _smallest([topology.devices[rank].storage for rank in mesh.replica_peers(first)])
         for first in mesh.sharding_group(0)
     ]
     group = TopologyFactory.create_topology(
@@ -87,12 +98,12 @@ def group_topology(topology: Topology, mesh: Mesh2D) -> Topology:
 
 
 def peer_bandwidth_bytes_per_ms(topology: Topology, mesh: Mesh2D) -> float:
-    """The network's share for the replica sync: the bandwidth between replica peers.
+    """Return the bandwidth between replica peers, over which they sync.
 
     Args:
-        topology: of the whole world. One of a sharding group will do where only one host size
-            explains it.
-        mesh: the mesh that deals the world's ranks to sharding groups.
+        topology: the whole world's. One sharding group's will do where only one host size explains
+            it.
+        mesh: deals the world's ranks to sharding groups.
 
     Example:
         >>> from torchrec.distributed.planner import Topology
@@ -149,10 +160,118 @@ def _peers_share_hosts(mesh: Mesh2D, local_world_size: int) -> bool:
     )
 
 
-def _smallest(storages: Iterable[Storage]) -> Storage:
-    storage_list = list(storages)
+def _smallest(storages: Sequence[Storage]) -> Storage:
     return Storage(
-        hbm=min(storage.hbm for storage in storage_list),
-        ddr=min(storage.ddr for storage in storage_list),
-        ssd=min(storage.ssd for storage in storage_list),
+        **{kind: min(getattr(storage, kind) for storage in storages) for kind in _MEMORY_KINDS}
     )
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """The memory that tables need at the least, and the memory that there is."""
+
+    table: str
+    """The table that needs the most on one rank."""
+
+    table_bytes: int
+    """Bytes that the table needs on one rank, with the option that needs least there."""
+
+    rank_bytes: int
+    """Bytes for tables on the group's rank with most of them."""
+
+    all_tables_bytes: int
+    """Bytes that all tables need on a group's ranks, each with its smallest option."""
+
+    group_bytes: int
+    """Bytes for tables on all ranks of the group together."""
+
+    buffer_bytes: int = 0
+    """Bytes of batches and vectors for all tables on a group, each with its smallest option."""
+
+    def sentence(self) -> str:
+        """Return the shortfall in words, empty if the sums alone don't explain it.
+
+        Example:
+            >>> from torchrec_2dsp.planner.topology import Shortfall
+            >>> Shortfall("t", 1_500, 1_000, 2_000, 4_000).sentence()
+            "table 't' needs 1,500 bytes on one rank, 500 more than the 1,000 there are"
+        """
+        largest = f"table {self.table!r} needs {self.table_bytes:,} bytes on one rank"
+        if self.table_bytes > self.rank_bytes:
+            return (
+                f"{largest}, {self.table_bytes - self.rank_bytes:,} more than the "
+                f"{self.rank_bytes:,} there are"
+            )
+        if self.all_tables_bytes > self.group_bytes:
+            return (
+                f"the tables need {self.all_tables_bytes:,} bytes on a group, "
+                f"{self.all_tables_bytes - self.group_bytes:,} more than the "
+                f"{self.group_bytes:,} there are; {largest}, the most of all tables"
+            )
+        missing = self.all_tables_bytes + self.buffer_bytes - self.group_bytes
+        if self.buffer_bytes and missing > 0:
+            return (
+                f"the tables need {self.all_tables_bytes:,} bytes on a group, and a step's batches "
+                f"and vectors {self.buffer_bytes:,}, {missing:,} more than the "
+                f"{self.group_bytes:,} there are, which a smaller batch_size changes"
+            )
+        return ""
+
+
+def shortfall(options: Iterable[ShardingOption], ranks: Sequence[Storage]) -> Shortfall | None:
+    """Compare the least memory that a search space needs with the memory left on each rank.
+
+    Returns:
+        The figures for the scarcer kind of memory, `None` without any option.
+    """
+    by_table: dict[str, list[ShardingOption]] = {}
+    for option in options:
+        by_table.setdefault(option.fqn, []).append(option)
+    if not by_table:
+        return None
+    return max(
+        (_shortfall_of(kind, by_table, ranks) for kind in ("hbm", "ddr")),
+        key=lambda candidate: max(
+            candidate.table_bytes - candidate.rank_bytes,
+            candidate.all_tables_bytes - candidate.group_bytes,
+        ),
+    )
+
+
+def failure_text(
+    mesh: Mesh2D | str, error: Exception, missing: Callable[[], Shortfall | None]
+) -> str:
+    """Describe the error that ended a stock search; ask for ``missing`` where that was why."""
+    if isinstance(error, PlannerError) and error.error_type in _NOTHING_FITS:
+        return no_plan_text(mesh, missing(), str(error))
+    return f"planning for {mesh} failed: {type(error).__name__}: {error}"
+
+
+def no_plan_text(mesh: Mesh2D | str, missing: Shortfall | None, stock_text: str) -> str:
+    """Describe a search that found nothing, with TorchRec's own text below."""
+    sentence = missing.sentence() if missing is not None else ""
+    reason = f": {sentence}" if sentence else ""
+    below = f"\n{stock_text}" if stock_text else ""
+    return f"no plan fits a sharding group of {mesh}{reason}; {REMEDY}.{below}"
+
+
+def _shortfall_of(
+    kind: str, by_table: dict[str, list[ShardingOption]], ranks: Sequence[Storage]
+) -> Shortfall:
+    needs = {
+        fqn: [_shard_bytes(kind, option) for option in options] for fqn, options in by_table.items()
+    }
+    on_one_rank = {fqn: min(map(max, of_options)) for fqn, of_options in needs.items()}
+    table = max(on_one_rank, key=lambda fqn: on_one_rank[fqn])
+    available = [getattr(storage, kind) for storage in ranks]
+    return Shortfall(
+        table=by_table[table][0].name,
+        table_bytes=on_one_rank[table],
+        rank_bytes=max(available),
+        all_tables_bytes=sum(min(map(sum, of_options)) for of_options in needs.values()),
+        group_bytes=sum(available),
+    )
+
+
+def _shard_bytes(kind: str, option: ShardingOption) -> list[int]:
+    return [0 if shard.storage is None else getattr(shard.storage, kind) for shard in option.shards]

@@ -13,11 +13,9 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 from torchrec.distributed.types import ModuleSharder
 
 from torchrec_2dsp.access.stats import AccessStats
-from torchrec_2dsp.cost.calibration import Calibration
-from torchrec_2dsp.cost.coefficients import CollectiveCost, KernelCost
-from torchrec_2dsp.cost.dense.layers import DenseLayers
-from torchrec_2dsp.cost.dense.transformer import Transformer
-from torchrec_2dsp.cost.kernels import Kernels
+from torchrec_2dsp.cost.calibration import Calibration, KernelCost, Kernels
+from torchrec_2dsp.cost.collectives import CollectiveCost
+from torchrec_2dsp.cost.dense import DenseLayers, Transformer
 from torchrec_2dsp.cost.model import CostModel, CostSetting
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.workload import DenseWork, Workload
@@ -25,10 +23,9 @@ from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D, RankLayout
 from torchrec_2dsp.optim import MomentScaledRowWiseAdaGrad
 from torchrec_2dsp.plan.plan2d import Plan2D
-from torchrec_2dsp.planner.constraints import ParameterConstraints2D
 from torchrec_2dsp.planner.dense_search import DenseChoices, search_dense
-from torchrec_2dsp.planner.explanation.explanation import Explanation
-from torchrec_2dsp.planner.planner2d import Planner2D
+from torchrec_2dsp.planner.explanation import Explanation
+from torchrec_2dsp.planner.planner2d import ParameterConstraints2D, Planner2D
 from torchrec_2dsp.programs.config.config_file import CalibrationPath, PathBesideConfig
 from torchrec_2dsp.programs.config.section import Section
 from torchrec_2dsp.programs.config.sections import ModelConfig, ReplicationConfig

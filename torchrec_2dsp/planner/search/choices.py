@@ -1,27 +1,59 @@
-"""`Choice` and `Candidate`: the ways to shard a table from which the search chooses."""
+"""`Choice` and `Candidate`: the ways to shard each table, from which the search chooses."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
-from torchrec.distributed.planner.types import ParameterConstraints
+from torch import nn
+from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
 from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
-from torchrec.distributed.types import ShardingType
+from torchrec.distributed.types import ModuleSharder, ShardingType
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollectionInterface,
+)
 
+from torchrec_2dsp._compat.torchrec import EmbeddingComputeKernel
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.codecs.rows import Transport
-from torchrec_2dsp.cost.placed import Placed, Shards
-from torchrec_2dsp.cost.span import Span
+from torchrec_2dsp.cost.collectives import Span
+from torchrec_2dsp.cost.loads import Placed, Shards
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import message_type
-from torchrec_2dsp.cost.workload import TableWork
-from torchrec_2dsp.plan.parameter_sharding import ROW_EXCHANGES, Exchange, RowOwners
+from torchrec_2dsp.cost.workload import TableWork, Workload, optimizer_of, state_bytes_per_row
+from torchrec_2dsp.errors import PlanError
+from torchrec_2dsp.plan.parameter_sharding import (
+    ROW_EXCHANGES,
+    Exchange,
+    RowOwners,
+    base_type,
+    kinds_of,
+)
 
 Family = tuple[ShardingType, Exchange, Transport]
-"""Tables of one family share lookups and messages, so the first one costs more than the others."""
+"""Tables in one family share lookups and messages, so the first costs more than the others."""
+
+_BY_DEFAULT = (
+    ShardingType.DATA_PARALLEL,
+    ShardingType.TABLE_WISE,
+    ShardingType.ROW_WISE,
+    ShardingType.TABLE_ROW_WISE,
+)
+"""Types that train as the unsharded model does. Column-wise shards keep a moment for each part of a
+row, so users must ask for them."""
+_KNOWN = (*_BY_DEFAULT, ShardingType.COLUMN_WISE)
+_WHOLE_ROWS = (ShardingType.TABLE_WISE, ShardingType.COLUMN_WISE)
+_MIN_COLUMNS = 32
+"""The fewest columns in a column-wise shard, as in TorchRec."""
+_DOUBT = 0.07
+"""Each further message type must shorten the step by this share of its table time. Messages of
+several types in a row take longer than predicted, and a few percent can't be told from nothing."""
+_EVEN_ENOUGH = 1.05
+"""The most accesses that the busiest block of rows may have, relative to the mean block."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +62,10 @@ class Choice:
 
     kind: ShardingType
     exchange: Exchange = Exchange.POOLED
-
     column_shards: int = 1
-    """Into how many parts its columns are split."""
-
     num_hot: int = 0
-    """How many of its hottest rows are on every rank besides."""
-
+    """The number of its hottest rows that every rank also holds."""
     transport: Transport = Transport.FP32
-    """How its rows or vectors look on the wire."""
 
     @property
     def family(self) -> Family:
@@ -52,46 +79,36 @@ class Choice:
 
     @property
     def is_free(self) -> bool:
-        """Whether ranks must be found for its shards."""
+        """Whether the search picks ranks for its shards."""
         return self.kind not in (ShardingType.DATA_PARALLEL, ShardingType.ROW_WISE)
 
     @property
     def is_on_host(self) -> bool:
-        """Whether these ranks are all those of a host."""
+        """Whether these ranks are all ranks of one host."""
         return self.kind is ShardingType.TABLE_ROW_WISE
 
     def suits(self, group: Span, *, is_even: bool) -> bool:
-        """Whether groups can have it, and it is another one than the others there.
+        """Tell whether groups can run it, and it differs there from the other choices.
 
         Args:
-            group: of the sharding groups.
-            is_even: whether a group has as many ranks on each of its hosts.
+            group: the sharding groups.
+            is_even: whether a group has equally many ranks on each of its hosts.
         """
-        two_levels = group.crosses_hosts and group.ranks_per_host > 1
-        if self.exchange is Exchange.ROW_PER_HOST or self.kind is ShardingType.TABLE_ROW_WISE:
-            return two_levels and is_even
+        if self.exchange is Exchange.ROW_PER_HOST or self.is_on_host:
+            return group.crosses_hosts and group.ranks_per_host > 1 and is_even
         if self.kind is ShardingType.TABLE_WISE and self.exchange is Exchange.POOLED:
             return True
         return self.kind is ShardingType.DATA_PARALLEL or group.num_ranks > 1
 
     def works(self, *, is_even: bool) -> bool:
-        """Whether groups can have it at all."""
+        """Tell whether groups can run it at all."""
         return is_even or not self.is_on_host
 
 
-_DOUBT = 0.07
-"""The share of the tables' time by which each further type of messages must shorten a step. That
-messages of several types follow one another takes longer than is predicted, and a few percent
-can't be told from nothing."""
-
-
 def rated(cost: StepCost, types: Collection[str]) -> float:
-    """Seconds by which the search compares steps, with more of them for each further type.
+    """Return the seconds by which the search compares steps: more for each further message type.
 
-    Args:
-        cost: of a step.
-        types: of its messages; the empty one is that of data-parallel tables, whose gradients are
-            reduced.
+    The empty type stands for data-parallel tables, whose gradients are reduced.
 
     Example:
         >>> from torchrec_2dsp.cost.step_cost import StepCost
@@ -104,25 +121,19 @@ def rated(cost: StepCost, types: Collection[str]) -> float:
 
 
 def rated_beside(cost: StepCost, types: Collection[str], in_world: Collection[str]) -> float:
-    """Seconds by which steps are compared if some tables, whose messages go apart, have one copy.
-
-    Args:
-        cost: of a step with all tables.
-        types: of the messages of tables in every group.
-        in_world: of the messages of tables in the world.
-    """
+    """Rate a step in which tables with one copy in the world send messages of their own."""
     return rated(cost, {*types, *(f"{message_type}, in the world" for message_type in in_world)})
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A table that is to be sharded, and the ways that are allowed."""
+    """A table to shard, and the ways that are allowed."""
 
     path: str
     """The path of the table's module in the model."""
 
     weight: torch.Tensor
-    """The table's parameter, for its shape and type; its numbers aren't read."""
+    """The table's parameter, read for its shape and type only."""
 
     work: TableWork
     choices: Sequence[Choice]
@@ -131,13 +142,13 @@ class Candidate:
     """The kernel that runs each type."""
 
     constraint: ParameterConstraints | None = None
-    """The user's demands; what isn't about the search goes into the plan."""
+    """The user's constraint; the parts that aren't about the search go into the plan."""
 
     can_be_hot: bool = True
-    """Whether its rows may have replicas, and the user doesn't say how many."""
+    """Whether rows may have replicas, and the user leaves their number open."""
 
     _busiest: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
-    """The share of the busiest block of rows, times as many blocks as there are."""
+    """The busiest block's accesses relative to the mean block, by the number of blocks."""
 
     @property
     def name(self) -> str:
@@ -146,18 +157,17 @@ class Candidate:
 
     @property
     def num_groups(self) -> int | Literal["each"] | None:
-        """How many copies the user demands, one in each group or a number of them; `None` without
-        a demand."""
+        """The demanded number of copies, as `ParameterConstraints2D` has it."""
         return getattr(self.constraint, "num_groups", None)
 
     def placed(self, choice: Choice, ranks: Sequence[int], group: Span) -> Placed:
-        """The table as a choice shards it.
+        """Return the table as a choice shards it.
 
         Args:
-            choice: how.
-            ranks: of its shards, where the choice leaves them free: of table- and column-wise
-                shards one each, of a table-row-wise table those of its host.
-            group: of the sharding groups.
+            choice: the way to shard it.
+            ranks: where the choice leaves them free: one for each table- or column-wise shard, all
+                ranks of its host for a table-row-wise table.
+            group: the sharding groups.
         """
         if choice.kind is ShardingType.ROW_WISE:
             ranks = range(group.num_ranks)
@@ -179,17 +189,20 @@ class Candidate:
         columns = np.full(len(ranks), self.work.dim / choice.column_shards)
         return Shards(np.array(ranks), rows, columns)
 
+    def somewhere(self, choice: Choice, group: Span) -> Placed:
+        """Return the table on a group's first ranks, where the choice leaves ranks free."""
+        if choice.is_on_host:
+            return self.placed(choice, range(group.ranks_per_host), group)
+        ranks = [part % group.num_ranks for part in range(choice.column_shards)]
+        return self.placed(choice, ranks, group)
+
     def may_be_hot(self, choice: Choice) -> bool:
-        """Whether replicas of rows would save anything: a stock exchange ships every bag."""
+        """Tell whether row replicas would save anything: a stock exchange ships every bag."""
         ships_all = choice.exchange is Exchange.POOLED and not self.work.is_sequence
         return self.can_be_hot and choice.kind is not ShardingType.DATA_PARALLEL and not ships_all
 
-    def somewhere(self, choice: Choice, group: Span) -> Placed:
-        """The table on the first ranks of a group, where the choice leaves ranks free."""
-        return self.placed(choice, first_ranks(choice, group), group)
-
     def shapes(self, choice: Choice, group: Span) -> tuple[list[list[int]], list[list[int]]]:
-        """Sizes and offsets of its shards, as TorchRec deals them."""
+        """Return shard sizes and offsets as TorchRec deals them."""
         num_shards = choice.column_shards
         if choice.is_on_host:
             num_shards = group.ranks_per_host
@@ -204,7 +217,7 @@ class Candidate:
         )
 
     def hot_set(self, choice: Choice) -> HotSet | None:
-        """The hottest rows; the first ones without statistics, as in tables sorted by use."""
+        """Return the hottest rows: without statistics the first, as in tables sorted by use."""
         if not choice.num_hot:
             return None
         access = self.work.access
@@ -212,7 +225,7 @@ class Candidate:
         return HotSet.of(hottest[: choice.num_hot])
 
     def owners(self, choice: Choice, group: Span) -> RowOwners:
-        """Hashed where blocks of rows are used unevenly."""
+        """Return the row owners: hashed where blocks of rows are used unevenly."""
         access = self.work.access
         if choice.exchange not in ROW_EXCHANGES or access is None or not access.num_lookups:
             return RowOwners.BLOCK
@@ -223,20 +236,230 @@ class Candidate:
         return RowOwners.BLOCK if is_even else RowOwners.HASH
 
 
-_WHOLE_ROWS = (ShardingType.TABLE_WISE, ShardingType.COLUMN_WISE)
-_EVEN_ENOUGH = 1.05
-"""How much more than the mean one the busiest block of rows may be used."""
-
-
-def first_ranks(choice: Choice, group: Span) -> Sequence[int]:
-    """The first ranks of a group, as many as a choice needs."""
-    if choice.kind is ShardingType.TABLE_ROW_WISE:
-        return range(group.ranks_per_host)
-    return [part % group.num_ranks for part in range(choice.column_shards)]
-
-
 def _blocks(num_rows: int, num_parts: int) -> np.ndarray:
-    """Rows of each part: as many as fit, and the rest in the last ones, as TorchRec deals them."""
+    """Deal rows as TorchRec does: as many as fit to each part, the rest to the last."""
     size = -(-num_rows // num_parts)
     remaining = num_rows - np.arange(num_parts, dtype=np.float64) * size
     return np.minimum(np.maximum(remaining, 0.0), size)
+
+
+def candidates_of(
+    module: nn.Module,
+    sharders: Sequence[ModuleSharder[nn.Module]],
+    constraints: Mapping[str, ParameterConstraints] | None,
+    workload: Workload,
+    device: str,
+    transports: Sequence[Transport] = (Transport.FP32,),
+) -> list[Candidate]:
+    """Return a candidate for every table in every module that has a sharder.
+
+    ``transports`` are allowed where the constraints don't name any.
+
+    Raises:
+        PlanError: nothing is allowed for a table, or two tables share a name.
+    """
+    sharder_of = {sharder.module_type: sharder for sharder in sharders}
+    tables = _Tables(constraints or {}, workload, device, transports)
+    for path, part, sharder in _sharded_parts(module, sharder_of):
+        params = cast(Any, sharder).fused_params or {}
+        available = {
+            (kind, kernel)
+            for kind in sharder.sharding_types(device)
+            for kernel in sharder.compute_kernels(kind, device)
+        }
+        for name, weight in sharder.shardable_parameters(part).items():
+            tables.add(name, (path, part), weight, params, available, f"a {type(sharder).__name__}")
+    return list(tables.candidates.values())
+
+
+def candidates_of_options(
+    options: Sequence[ShardingOption],
+    fused_params: Mapping[str, Mapping[str, Any]],
+    constraints: Mapping[str, ParameterConstraints] | None,
+    workload: Workload,
+    device: str,
+) -> list[Candidate]:
+    """Return a candidate for every table for which a TorchRec enumerator lists options.
+
+    ``fused_params`` are the sharders', by TorchRec's key for a module type.
+
+    Raises:
+        PlanError: nothing known is allowed for a table, or two tables share a name.
+    """
+    by_table: dict[str, list[ShardingOption]] = {}
+    for option in options:
+        by_table.setdefault(option.fqn, []).append(option)
+    tables = _Tables(constraints or {}, workload, device)
+    for first, *others in by_table.values():
+        available = {
+            (base_type(option.sharding_type), option.compute_kernel) for option in (first, *others)
+        }
+        params = fused_params.get(first.module_type_key, {})
+        tables.add(first.name, first.module, first.tensor, params, available, "what was enumerated")
+    return list(tables.candidates.values())
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """Candidates so far, and the ingredients for more."""
+
+    constraints: Mapping[str, ParameterConstraints]
+    workload: Workload
+    device: str
+    transports: Sequence[Transport] = (Transport.FP32,)
+    candidates: dict[str, Candidate] = field(default_factory=dict)
+    _cold: dict[int, set[str]] = field(default_factory=dict)
+    """The tables that can't have hot rows, by their module's id."""
+
+    def add(
+        self,
+        name: str,
+        module: tuple[str, nn.Module],
+        weight: Any,
+        fused_params: Mapping[str, Any],
+        available: Set[tuple[str, str]],
+        sharded_by: str,
+    ) -> None:
+        """Add a table that may have the ``available`` pairs of type and kernel."""
+        path, part = module
+        if name in self.candidates:
+            raise PlanError(
+                f"modules {self.candidates[name].path!r} and {path!r} both have a table {name!r}; "
+                "the search tells tables apart by their names: rename one"
+            )
+        constraint = self.constraints.get(name)
+        state = state_bytes_per_row(optimizer_of(weight, fused_params), weight.shape[1])
+        work = replace(self.workload.table(name), state_bytes_per_row=float(state))
+        kernels = {
+            kind: kernel
+            for kind, kernel in _allowed_kernels(constraint, work, self.device).items()
+            if (kind.value, kernel) in available
+        }
+        choices = _choices_of(kernels, constraint, work, self.transports)
+        if not choices:
+            raise PlanError(_nothing_text(name, constraint, sharded_by, self.device))
+        if id(part) not in self._cold:
+            self._cold[id(part)] = _always_cold(part)
+        can_be_hot = (
+            getattr(constraint, "hot_rows", None) is None and name not in self._cold[id(part)]
+        )
+        self.candidates[name] = Candidate(
+            path, weight, work, choices, kernels, constraint, can_be_hot
+        )
+
+
+def _sharded_parts(
+    module: nn.Module, sharders: Mapping[type, ModuleSharder[nn.Module]], path: str = ""
+) -> Iterator[tuple[str, nn.Module, ModuleSharder[nn.Module]]]:
+    """Yield modules with a sharder, which takes all that is below them."""
+    sharder = sharders.get(type(module))
+    if sharder is not None:
+        yield path, module, sharder
+        return
+    for name, child in module.named_children():
+        yield from _sharded_parts(child, sharders, f"{path}.{name}" if path else name)
+
+
+def _always_cold(part: nn.Module) -> set[str]:
+    """Return the tables for which `shard` refuses hot rows: those that share a feature."""
+    if isinstance(part, EmbeddingBagCollectionInterface):
+        configs = part.embedding_bag_configs()
+    elif isinstance(part, EmbeddingCollectionInterface):
+        configs = part.embedding_configs()
+    else:
+        return set()
+    users = Counter(feature for config in configs for feature in config.feature_names)
+    return {
+        config.name
+        for config in configs
+        if any(users[feature] > 1 for feature in config.feature_names)
+    }
+
+
+def _allowed_kernels(
+    constraint: ParameterConstraints | None, work: TableWork, device: str
+) -> dict[ShardingType, str]:
+    """Return the types that may be searched, and the kernel for each."""
+    demanded = None if constraint is None else constraint.sharding_types
+    type_names = [kind.value for kind in _BY_DEFAULT] if demanded is None else demanded
+    types = {base_type(kind) for kind in type_names}
+    named = None if constraint is None else constraint.compute_kernels
+    kernels: dict[ShardingType, str] = {}
+    for kind in _KNOWN:
+        is_dense = kind is ShardingType.DATA_PARALLEL
+        if is_dense and work.is_sequence and device == "cpu":
+            continue  # TorchRec can't look it up.
+        kernel = (EmbeddingComputeKernel.DENSE if is_dense else EmbeddingComputeKernel.FUSED).value
+        if kind.value in types and (not named or kernel in named):
+            kernels[kind] = kernel
+    return kernels
+
+
+def _choices_of(
+    kinds: Iterable[ShardingType],
+    constraint: ParameterConstraints | None,
+    work: TableWork,
+    transports: Sequence[Transport],
+) -> list[Choice]:
+    """Return every allowed choice; of equal costs, the search takes what comes first."""
+    demanded = getattr(constraint, "transport", None) or transports
+    choices = [
+        replace(choice, transport=transport)
+        for kind in kinds
+        for choice in _exact_choices(kind, constraint, work)
+        for transport in ((Transport.FP32,) if kind is ShardingType.DATA_PARALLEL else demanded)
+    ]
+    exchanges, formats = list(Exchange), list(Transport)
+    return sorted(
+        choices,
+        key=lambda choice: (exchanges.index(choice.exchange), formats.index(choice.transport)),
+    )
+
+
+def _exact_choices(
+    kind: ShardingType, constraint: ParameterConstraints | None, work: TableWork
+) -> Iterator[Choice]:
+    allowed = getattr(constraint, "exchange", None)
+    num_hot = getattr(constraint, "hot_rows", None) or 0
+    if kind is ShardingType.DATA_PARALLEL:
+        if not num_hot and not allowed:
+            yield Choice(kind)
+        return
+    for exchange in Exchange:
+        is_allowed = allowed is None or exchange in allowed
+        if not is_allowed or kind.value not in kinds_of(exchange):
+            continue
+        if exchange is Exchange.NONEMPTY and work.is_sequence:
+            continue
+        for column_shards in _column_shards(kind, constraint, work):
+            yield Choice(kind, exchange, column_shards, min(num_hot, work.num_rows))
+
+
+def _column_shards(
+    kind: ShardingType, constraint: ParameterConstraints | None, work: TableWork
+) -> list[int]:
+    if kind is not ShardingType.COLUMN_WISE:
+        return [1]
+    least = (constraint.min_partition if constraint else None) or _MIN_COLUMNS
+    fitting = [
+        parts
+        for parts in range(2, work.dim // 4 + 1)
+        if work.dim % (4 * parts) == 0 and work.dim // parts >= least
+    ]
+    return fitting or [1]
+
+
+def _nothing_text(
+    name: str, constraint: ParameterConstraints | None, sharded_by: str, device: str
+) -> str:
+    kinds = ", ".join(kind.value for kind in _KNOWN)
+    demanded = [
+        f"{argument}={getattr(constraint, argument)}"
+        for argument in ("sharding_types", "compute_kernels", "exchange", "transport", "hot_rows")
+        if getattr(constraint, argument, None)
+    ]
+    return (
+        f"nothing is allowed for table {name!r}: {', '.join(demanded) or 'no constraint'}, with "
+        f"{sharded_by} on {device}. The search knows {kinds} with fused and dense kernels; loosen "
+        "the constraints"
+    )

@@ -1,31 +1,38 @@
-"""Find ranks for the shards of a selection, evenly and within memory. Pure."""
+"""Deal shards to ranks evenly and within memory: largest differencing, then exchanges. Pure.
 
-from collections.abc import Sequence
+Reference: N. Karmarkar and R. M. Karp, The differencing method of set partitioning, UC Berkeley
+report UCB/CSD 82/113, 1982.
+"""
+
+import heapq
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from torchrec_2dsp.cost.memory import table_bytes
-from torchrec_2dsp.planner.balance import Bins, Floats, Items, dealt
-from torchrec_2dsp.planner.search.choices import Choice
+from torchrec_2dsp.cost.loads import Floats
+from torchrec_2dsp.cost.model import table_bytes
 from torchrec_2dsp.planner.search.space import Selection, Space
+
+Assignment = NDArray[np.int64]
+"""The bin of each item."""
+
+_ROUNDING = 1e-12
+_MAX_EXCHANGES_PER_ITEM = 10
 
 
 def place(
     space: Space, selection: Selection, prices: Floats, room: float
 ) -> "list[Sequence[int]] | None":
-    """Ranks of each table's shards, where they are free; `None` where memory doesn't suffice.
+    """Return ranks for each table's free shards; `None` where memory doesn't suffice.
 
-    Tables that lie on a host are dealt to hosts first, then shards to ranks.
-
-    Args:
-        space: what was chosen from.
-        selection: the choices.
-        prices: of `LOADS`, which say how long a shard keeps its rank busy.
-        room: bytes that a rank has.
+    Tables that lie on a host are dealt to hosts first, then shards to ranks. ``prices`` for `LOADS`
+    say how long a shard keeps its rank busy.
     """
     choices = space.chosen(selection)
-    dealing = _Dealing(space, choices, prices, room)
+    dealing = _Dealing(space, selection, prices, room)
     for table, choice in enumerate(choices):
         if not choice.is_free:
             dealing.taken += dealing.kept(table)
@@ -43,26 +50,26 @@ class _Dealing:
     """The ranks' tables, times and memory while shards are dealt."""
 
     space: Space
-    choices: Sequence[Choice]
+    selection: Selection
     prices: Floats
     room: float
 
     def __post_init__(self) -> None:
-        self.taken = np.zeros(self.space.setting.group.num_ranks)
-        self.busy = np.zeros(self.space.setting.group.num_ranks)
+        self.choices = self.space.chosen(self.selection)
+        self.group = self.space.setting.group
+        self.taken = np.zeros(self.group.num_ranks)
+        self.busy = np.zeros(self.group.num_ranks)
         self.ranks: list[Sequence[int]] = [[] for _ in self.choices]
-        self.buffers = self.space.setting.buffer_bytes
 
     def kept(self, table: int) -> Floats:
-        """The bytes of a table on each rank, buffers included, on the first ranks if it is free."""
+        """Return a table's bytes on each rank with buffers, on the first ranks if it is free."""
         setting = self.space.setting
-        placed = self.space.candidates[table].somewhere(self.choices[table], setting.group)
-        return table_bytes(placed, setting.group.num_ranks) + (
-            self.buffers @ setting.loads([placed]).values
-        )
+        placed = self.space.candidates[table].somewhere(self.choices[table], self.group)
+        buffers = setting.buffer_bytes @ setting.loads([placed]).values
+        return table_bytes(placed, self.group.num_ranks) + buffers
 
     def needs(self, tables: Sequence[int]) -> list[float]:
-        """The bytes of a shard's ranks beyond those of all ranks, which are counted here."""
+        """Return the bytes that shards need beyond those on all ranks, which are counted here."""
         needs: list[float] = []
         for table in tables:
             by_rank, shards = self.kept(table), self.choices[table].column_shards
@@ -75,25 +82,24 @@ class _Dealing:
         return needs
 
     def to_hosts(self, tables: Sequence[int]) -> bool:
-        """Whether there is a host for each."""
+        """Deal tables to hosts; tell whether there is room."""
         if not tables:
             return True  # Hosts may be uneven then.
-        group = self.space.setting.group
+        num_hosts, per_host = self.group.num_hosts, self.group.ranks_per_host
         needs = self.needs(tables)
-        hosts = np.zeros(group.num_hosts)
-        room = (self.room - self.taken).reshape(group.num_hosts, -1).min(axis=1)
-        host_of = self._dealt(tables, np.array(needs), hosts, room)
+        room = (self.room - self.taken).reshape(num_hosts, -1).min(axis=1)
+        host_of = self._dealt(tables, np.array(needs), np.zeros(num_hosts), room)
         if host_of is None:
             return False
         for table, host, need in zip(tables, host_of, needs, strict=True):
-            first = host * group.ranks_per_host
-            self.ranks[table] = range(first, first + group.ranks_per_host)
-            self.taken[first : first + group.ranks_per_host] += need
-            self.busy[first : first + group.ranks_per_host] += self._seconds(table)
+            first = host * per_host
+            self.ranks[table] = range(first, first + per_host)
+            self.taken[first : first + per_host] += need
+            self.busy[first : first + per_host] += self._seconds(table)
         return True
 
     def to_ranks(self, tables: Sequence[int]) -> bool:
-        """Whether there is a rank for each of their shards."""
+        """Deal shards to ranks; tell whether there is room."""
         parts = [self.choices[table].column_shards for table in tables]
         shards = np.repeat(tables, parts).tolist()
         needs = np.repeat(self.needs(tables), parts).tolist()
@@ -115,8 +121,219 @@ class _Dealing:
         return None if bin_of is None else bin_of.tolist()
 
     def _seconds(self, table: int) -> float:
-        """Seconds for which a shard keeps its rank busy, or its ranks if it has a host."""
-        group, choice = self.space.setting.group, self.choices[table]
-        number = list(self.space.choices[table]).index(choice)
-        whole = float(self.space.loads[table, number] @ self.prices) * group.num_ranks
-        return whole / (group.ranks_per_host if choice.is_on_host else choice.column_shards)
+        """Return the seconds for which a shard keeps its rank busy, or all ranks on its host."""
+        choice, loads = self.choices[table], self.space.loads[table, self.selection[table]]
+        whole = float(loads @ self.prices) * self.group.num_ranks
+        return whole / (self.group.ranks_per_host if choice.is_on_host else choice.column_shards)
+
+
+@dataclass(frozen=True)
+class Items:
+    """Items to deal to bins."""
+
+    times: Floats
+    """Each item's time, which is to be balanced."""
+
+    needs: Floats
+    """Bytes that each item needs: items, kinds of memory."""
+
+
+@dataclass(frozen=True)
+class Bins:
+    """The bins to which items are dealt."""
+
+    times: Floats
+    """The time that each bin has already."""
+
+    room: Floats
+    """Bytes that each bin has room for: bins, kinds of memory."""
+
+    def loads(self, items: Items, assignment: Assignment) -> Floats:
+        """Return each bin's time."""
+        return self.times + np.bincount(assignment, items.times, minlength=len(self.times))
+
+    def left(self, items: Items, assignment: Assignment) -> Floats:
+        """Return the room left in each bin, below zero where there is too little."""
+        used = np.zeros_like(self.room)
+        np.add.at(used, assignment, items.needs)
+        return self.room - used
+
+
+def dealt(items: Items, bins: Bins, start: Assignment | None = None) -> Assignment | None:
+    """Return the most even assignment within memory; `None` where none is found.
+
+    ``start`` is an assignment to improve on, by default the greedy one.
+    """
+    start = greedy(items, bins) if start is None else start
+    differenced = within_memory(items, bins, largest_differencing(items.times, bins.times))
+    assignments = [
+        improved(items, bins, candidate)
+        for candidate in (start, differenced)
+        if candidate is not None
+    ]
+    return min(
+        assignments, key=lambda assignment: float(bins.loads(items, assignment).max()), default=None
+    )
+
+
+def greedy(items: Items, bins: Bins) -> Assignment | None:
+    """Deal the longest first, each to the emptiest bin with room; `None` where there is none.
+
+    Example:
+        >>> import numpy as np
+        >>> from torchrec_2dsp.planner.search.place import Bins, Items, greedy
+        >>> items = Items(np.array([2.0, 3.0, 4.0]), np.ones((3, 1)))
+        >>> greedy(items, Bins(np.zeros(2), np.full((2, 1), 2.0))).tolist()
+        [1, 1, 0]
+    """
+    bin_of = np.zeros(len(items.times), dtype=np.int64)
+    loads, room = bins.times.astype(np.float64), bins.room.astype(np.float64)
+    for item in np.lexsort((-items.needs.sum(axis=1), -items.times)).tolist():
+        fits = (room >= items.needs[item]).all(axis=1)
+        if not fits.any():
+            return None
+        target = int(np.where(fits, loads, np.inf).argmin())
+        bin_of[item] = target
+        loads[target] += items.times[item]
+        room[target] -= items.needs[item]
+    return bin_of
+
+
+def largest_differencing(times: Floats, base: Floats) -> Assignment:
+    """Partition by Karmarkar and Karp's method for any number of bins, without regard to memory.
+
+    It begins with a partition for each item, in which one bin has it and the others have nothing,
+    and joins the two partitions whose bins differ most, the fullest bin of one with the emptiest of
+    the other, until there is one. ``base`` is the time that each bin has already.
+
+    Example:
+        >>> import numpy as np
+        >>> from torchrec_2dsp.planner.search.place import largest_differencing
+        >>> times = np.array([8.0, 7.0, 6.0, 5.0, 4.0])
+        >>> bins = largest_differencing(times, np.zeros(2))
+        >>> sorted(np.bincount(bins, times).tolist())
+        [14.0, 16.0]
+    """
+    num_bins = len(base)
+    order = np.argsort(-base, kind="stable")
+    # A partition has sums, largest first, and each bin's contents, as a tree. The number in
+    # between decides ties, the same way everywhere.
+    heap: list[tuple[float, int, Floats, list[Any]]] = [
+        (-float(base.max() - base.min()), -1, base[order], [(int(place),) for place in order])
+    ]
+    for number, time in enumerate(times.tolist()):
+        sums = np.zeros(num_bins)
+        sums[0] = time
+        spread = time if num_bins > 1 else 0.0
+        heap.append((-spread, number, sums, [number] + [None] * (num_bins - 1)))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, _, more, more_bins = heapq.heappop(heap)
+        _, number, less, less_bins = heapq.heappop(heap)
+        sums = more + less[::-1]
+        order = np.argsort(-sums, kind="stable")
+        joined = [[more_bins[place], less_bins[num_bins - 1 - place]] for place in order]
+        sums = sums[order]
+        heapq.heappush(heap, (float(sums[-1] - sums[0]), number, sums, joined))
+    bin_of = np.zeros(len(times), dtype=np.int64)
+    for contents in heap[0][3]:
+        parts = list(_leaves(contents))
+        (target,) = [part[0] for part in parts if isinstance(part, tuple)]
+        bin_of[[part for part in parts if isinstance(part, int)]] = target
+    return bin_of
+
+
+def within_memory(items: Items, bins: Bins, assignment: Assignment) -> Assignment | None:
+    """Move items out of bins that lack room, the neediest first; `None` where that fails."""
+    moved = assignment.copy()
+    room, loads = bins.left(items, moved), bins.loads(items, moved)
+    while (room < 0).any():
+        full, kind = np.unravel_index(room.argmin(), room.shape)
+        there = np.flatnonzero(moved == full)
+        neediest = int(there[items.needs[there, kind].argmax()]) if len(there) else -1
+        fits = (room >= items.needs[neediest]).all(axis=1)
+        if neediest < 0 or not fits.any() or not items.needs[neediest, kind]:
+            return None
+        target = int(np.where(fits, loads, np.inf).argmin())
+        _move(items, neediest, int(full), target, moved, room, loads)
+    return moved
+
+
+def improved(items: Items, bins: Bins, assignment: Assignment) -> Assignment:
+    """Move an item out of the fullest bin, or exchange it for a smaller one, while that helps."""
+    bin_of = assignment.copy()
+    room, loads = bins.left(items, bin_of), bins.loads(items, bin_of)
+    for _ in range(_MAX_EXCHANGES_PER_ITEM * len(bin_of)):
+        fullest = int(loads.argmax())
+        best = min(
+            _exchanges(items, room, loads, bin_of, fullest),
+            default=None,
+            key=lambda exchange: exchange[0],
+        )
+        if best is None or best[0] >= loads[fullest] * (1 - _ROUNDING):
+            break
+        _, given, returned, target = best
+        _move(items, given, fullest, target, bin_of, room, loads)
+        if returned >= 0:
+            _move(items, returned, target, fullest, bin_of, room, loads)
+    return bin_of
+
+
+def _move(
+    items: Items,
+    item: int,
+    source: int,
+    target: int,
+    bin_of: Assignment,
+    room: Floats,
+    loads: Floats,
+) -> None:
+    """Move an item between bins, in place."""
+    bin_of[item] = target
+    room[source] += items.needs[item]
+    room[target] -= items.needs[item]
+    loads[source] -= items.times[item]
+    loads[target] += items.times[item]
+
+
+def _exchanges(
+    items: Items, room: Floats, loads: Floats, assignment: Assignment, fullest: int
+) -> Iterator[tuple[float, int, int, int]]:
+    """Yield the best exchange with each other bin.
+
+    Each is the higher of both loads afterwards, the item that goes there, the item that comes back
+    (-1 for nothing), and the bin.
+    """
+    movable = np.flatnonzero(assignment == fullest)
+    for target in np.argsort(loads, kind="stable").tolist():
+        gap = loads[fullest] - loads[target]
+        if target == fullest or gap <= 0:
+            continue
+        theirs = np.append(np.flatnonzero(assignment == target), -1)
+        times = np.append(items.times, 0.0)[theirs]
+        needs = np.vstack([items.needs, np.zeros(items.needs.shape[1])])[theirs]
+        change = items.times[movable][:, None] - times[None, :]
+        more = items.needs[movable][:, None, :] - needs[None, :, :]
+        fits = ((room[target] >= more) & (room[fullest] >= -more)).all(axis=2)
+        # The nearer to half of the gap, the more even.
+        height = np.where(fits & (change > 0), np.maximum(gap - change, change), np.inf)
+        if height.size == 0 or not np.isfinite(height.min()):
+            continue
+        given, returned = np.unravel_index(height.argmin(), height.shape)
+        yield (
+            float(loads[target] + height[given, returned]),
+            int(movable[given]),
+            int(theirs[returned]),
+            target,
+        )
+
+
+def _leaves(contents: Any) -> Iterator[Any]:
+    """Yield items, and the bin's number, which is in a tuple."""
+    waiting = [contents]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, list):
+            waiting.extend(part)
+        elif part is not None:
+            yield part

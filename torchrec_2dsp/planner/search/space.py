@@ -1,29 +1,60 @@
-"""`Space`: what every choice of every table adds to a step, as one array."""
+"""`Space`: the loads of every choice on a mesh, and good selections if shards were dealt evenly."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_2dsp.codecs.rows import Transport
-from torchrec_2dsp.cost.loads import LOADS, Loads
-from torchrec_2dsp.cost.memory import table_bytes
-from torchrec_2dsp.cost.model import CostSetting
+from torchrec_2dsp.cost.loads import LOADS, Floats, Loads
+from torchrec_2dsp.cost.model import CostSetting, table_bytes
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.cost.table_loads import message_type
 from torchrec_2dsp.plan.parameter_sharding import Exchange
-from torchrec_2dsp.planner.balance import Floats
-from torchrec_2dsp.planner.search.choices import Candidate, Choice, Family
+from torchrec_2dsp.planner.search.choices import Candidate, Choice, Family, rated
 
 Selection = NDArray[np.int64]
 """The number of a choice, for each table."""
 
+_Mask = NDArray[np.bool_]
+
+_STEP = 0.01
+"""The share of a load by which it is raised to find its price."""
+_REPRICINGS = 2
+_BISECTIONS = 40
+_LEAST_PRICE, _HIGHEST_PRICE = 1e-20, 1.0
+"""Seconds for a byte of memory."""
+_DIGITS = 9
+"""The decimals of seconds in which choices must differ."""
+_MAX_WEIGHED = 300
+"""With more tables than these, a sample decides which meshes are searched closely."""
+_SAMPLE = 100
+"""The sample's approximate size, in tables."""
+
+
+class Effort(NamedTuple):
+    """Limits on how much a search tries."""
+
+    meshes: int
+    """Meshes that are placed."""
+    selections: int
+    """Selections that are placed on each mesh."""
+    tries: int
+    """Changes of single tables, on each mesh."""
+
+
+_FEW_TABLES = Effort(meshes=3, selections=12, tries=2_000)
+_MANY_TABLES = Effort(meshes=2, selections=1, tries=500)
+"""Single tables change little there."""
+
 
 @dataclass(frozen=True)
 class Space:
-    """Choices of all tables on one mesh, as if all ranks had an equal part of each.
+    """Choices for all tables on one mesh, as if all ranks had an equal part of each.
 
     Tables come first in all arrays and choices second; where a table has fewer choices than
     another one, the rest is `numpy.inf` in ``bytes_of_rank``.
@@ -31,23 +62,24 @@ class Space:
 
     setting: CostSetting
     candidates: Sequence[Candidate]
+
     choices: Sequence[Sequence[Choice]]
-    """The choices of each table that the mesh has a use for."""
+    """The choices for each table that suit the mesh."""
 
     families: Sequence[Family]
-    """All that there are, TorchRec's own exchange before the others."""
+    """All families, TorchRec's own exchange before the others."""
 
     family_of: NDArray[np.int64]
     """The number of each choice's family."""
 
     loads: Floats
-    """A rank's share of each of `LOADS`: tables, choices, loads."""
+    """A rank's share of each load: tables, choices, `LOADS`."""
 
     bytes_of_rank: Floats
-    """Bytes that a rank keeps in the mean, buffers included."""
+    """Bytes on the mean rank, buffers included."""
 
     bytes_of_shard: Floats
-    """Bytes of the rank that keeps most."""
+    """Bytes on the fullest rank."""
 
     _prices: dict[bytes, Floats] = field(default_factory=dict, repr=False, compare=False)
     """Prices by the loads they are for: many sets of families come to the same choices."""
@@ -56,13 +88,7 @@ class Space:
     def of(
         cls, candidates: Sequence[Candidate], setting: CostSetting, stand_for: float = 1.0
     ) -> "Space":
-        """The space of tables that are to be sharded.
-
-        Args:
-            candidates: the tables.
-            setting: the mesh, and all else that costs depend on.
-            stand_for: for how many tables each of them stands.
-        """
+        """Compute the space of some tables, each of which stands for so many."""
         group = setting.group
         node_size = setting.mesh.node_group_size(setting.local_world_size)
         is_even = node_size == group.ranks_per_host
@@ -99,28 +125,24 @@ class Space:
         )
 
     def chosen(self, selection: Selection) -> list[Choice]:
-        """The choice of each table."""
+        """Return each table's choice."""
         return [of_table[number] for of_table, number in zip(self.choices, selection, strict=True)]
 
     def sum_of(self, selection: Selection) -> Floats:
-        """A rank's share of each of `LOADS`."""
+        """Return a rank's share of each of `LOADS`."""
         return np.asarray(self.loads[np.arange(len(selection)), selection].sum(axis=0), np.float64)
 
     def bytes_of(self, selection: Selection) -> float:
-        """Bytes that a rank keeps in the mean."""
+        """Return the bytes on the mean rank."""
         return float(self.bytes_of_rank[np.arange(len(selection)), selection].sum())
 
-    def cost_of(self, selection: Selection) -> StepCost:
-        """The cost of a step, if all ranks had the same to do."""
-        return self._step_cost(self.sum_of(selection), self.types_of(selection))
-
     def types_of(self, selection: Selection) -> set[str]:
-        """The types of the messages that a selection sends."""
+        """Return the message types that a selection sends."""
         numbers = np.unique(self.family_of[np.arange(len(selection)), selection])
         return {message_type(*self.families[number]) for number in numbers.tolist()}
 
     def in_words(self, selection: Selection) -> str:
-        """How many tables a selection shards in which way."""
+        """Count the tables in each family, in words."""
         chosen = self.family_of[np.arange(len(selection)), selection]
         numbers, counts = np.unique(chosen, return_counts=True)
         ways = []
@@ -131,58 +153,209 @@ class Space:
             ways.append(f"{count:,} {kind.value.replace('_', '-')}{rows}{short}")
         return "; ".join(ways)
 
-    def step_cost(self, of_rank: Floats, choices: Iterable[Choice]) -> StepCost:
-        """The cost of a step if all ranks had ``of_rank`` to do.
-
-        Args:
-            of_rank: of each of `LOADS`.
-            choices: of all tables.
-        """
-        return self._step_cost(of_rank, {choice.message_type for choice in choices})
+    def step_cost(self, of_rank: Floats, types: set[str]) -> StepCost:
+        """Predict the step if every rank had these `LOADS`, in messages of some types."""
+        loads = Loads.even(self.setting.group.num_ranks, of_rank, types - {""})
+        return self.setting.step_cost(loads)
 
     def prices(self, of_rank: Floats) -> Floats:
-        """Seconds that one unit more of each of `LOADS` takes, for ranks with ``of_rank`` to do.
+        """Return the seconds for one unit more of each of `LOADS`, for ranks with these loads.
 
-        What is paid once, for the first unit of its kind, isn't in them.
+        Costs that are paid once, for the first unit of a kind, aren't in them.
         """
         return np.maximum(self.prices_by_part(of_rank).sum(axis=1), 0.0)
 
     def prices_by_part(self, of_rank: Floats) -> Floats:
-        """The prices of all loads, apart for each part of `StepCost`: loads, parts."""
+        """Return the prices apart for each part of `StepCost`: loads, parts."""
         prices = self._prices.get(of_rank.tobytes())
         if prices is None:
-            prices = self._prices[of_rank.tobytes()] = self._found_prices(of_rank)
+            prices = self._prices[of_rank.tobytes()] = self._raise_each(of_rank)
             prices.setflags(write=False)
         return prices
 
-    def _found_prices(self, of_rank: Floats) -> Floats:
-        steps = np.where(of_rank > 0, of_rank, self._typical()) * _STEP
+    def _raise_each(self, of_rank: Floats) -> Floats:
+        typical = np.asarray(self.loads.max(axis=(0, 1), initial=0.0), np.float64)
+        steps = np.where(of_rank > 0, of_rank, typical) * _STEP
         start = np.maximum(of_rank, steps)
         types = {message_type(*family) for family in self.families}
-        base = _parts_of(self._step_cost(start, types))
+        base = self._parts(start, types)
         prices = np.zeros((len(LOADS), len(base)))
         for number in np.flatnonzero(steps):
             more = start.copy()
             more[number] += steps[number]
-            prices[number] = (_parts_of(self._step_cost(more, types)) - base) / steps[number]
+            prices[number] = (self._parts(more, types) - base) / steps[number]
         return prices
+
+    def _parts(self, of_rank: Floats, types: set[str]) -> Floats:
+        return np.array([seconds for _, seconds in self.step_cost(of_rank, types).parts()])
 
     @cached_property
     def first_prices(self) -> Floats:
-        """The prices for ranks that have nothing to do yet."""
+        """The prices for ranks without any load."""
         return self.prices(np.zeros(len(LOADS)))
 
-    def _step_cost(self, of_rank: Floats, types: set[str]) -> StepCost:
-        loads = Loads.even(self.setting.group.num_ranks, of_rank, types - {""})
-        return self.setting.step_cost(loads)
 
-    def _typical(self) -> Floats:
-        return np.asarray(self.loads.max(axis=(0, 1), initial=0.0), np.float64)
+@dataclass(frozen=True)
+class Selected:
+    """A choice for each table, with its step and rating if all ranks had the same to do."""
+
+    selection: Selection
+    cost: StepCost
+    rated_s: float
+
+    @classmethod
+    def of(cls, space: Space, selection: Selection) -> "Selected":
+        """Predict and rate a selection's step."""
+        types = space.types_of(selection)
+        cost = space.step_cost(space.sum_of(selection), types)
+        return cls(selection, cost, rated(cost, types))
 
 
-_STEP = 0.01
-"""The share of a load by which it is raised to find its price."""
+def chosen_on_each(
+    candidates: Sequence[Candidate], settings: Sequence[CostSetting], room: float
+) -> list[tuple[Space, list[Selected]]]:
+    """Choose on each mesh; return meshes and choices that fit, the best first.
+
+    With many tables, a sample decides which meshes are searched closely.
+    """
+    if not is_searched_closely(candidates):
+        settings = _best_settings(candidates, settings, room)
+    spaces = [Space.of(candidates, setting) for setting in settings]
+    chosen = [(space, selections(space, room)) for space in spaces]
+    return sorted((pair for pair in chosen if pair[1]), key=lambda pair: pair[1][0].rated_s)
 
 
-def _parts_of(cost: StepCost) -> Floats:
-    return np.array([seconds for _, seconds in cost.parts()])
+def is_searched_closely(candidates: Sequence[Candidate]) -> bool:
+    """Tell whether tables are few enough to search every mesh."""
+    return len(candidates) <= _MAX_WEIGHED
+
+
+def effort_for(candidates: Sequence[Candidate]) -> Effort:
+    """Return the effort for so many tables."""
+    return _FEW_TABLES if is_searched_closely(candidates) else _MANY_TABLES
+
+
+def _best_settings(
+    candidates: Sequence[Candidate], settings: Sequence[CostSetting], room: float
+) -> list[CostSetting]:
+    """Return the best meshes for a sample with small and large tables."""
+    by_size = sorted(candidates, key=lambda candidate: candidate.work.num_rows * candidate.work.dim)
+    stride = len(by_size) // _SAMPLE
+    sample = by_size[stride // 2 :: stride]
+    weighed: list[tuple[float, int]] = []
+    for number, setting in enumerate(settings):
+        selected = selections(Space.of(sample, setting, len(by_size) / len(sample)), room)
+        weighed += [(selected[0].rated_s, number)] if selected else []
+    best = sorted(weighed)[: _MANY_TABLES.meshes]
+    # The sample may have seemed to fit where the whole doesn't.
+    largest = max(settings, key=lambda setting: setting.mesh.group_size)
+    best_settings = [settings[number] for _, number in best]
+    return best_settings if largest in best_settings else [*best_settings, largest]
+
+
+def selections(space: Space, room: float) -> list[Selected]:
+    """Return good choices for all tables within ``room`` bytes per rank, the best first.
+
+    A step's cost is nearly a sum over tables, so each takes what is cheapest for it; but the first
+    table in a family pays for messages and kernels that the others share. So sets of families are
+    tried: all pairs, and then sets that grow from the best one while that helps.
+    """
+    tried: dict[frozenset[int], Selected] = {}
+    # If all families together don't fit, none do.
+    _try(space, room, frozenset(range(len(space.families))), tried)
+    if not tried:
+        return []
+    for families in _small_sets(len(space.families)):
+        _try(space, room, families, tried)
+    while True:
+        best = min(tried, key=lambda families: tried[families].rated_s)
+        before = tried[best].rated_s
+        for family in range(len(space.families)):
+            _try(space, room, best | {family}, tried)
+        if min(selected.rated_s for selected in tried.values()) >= before:
+            break
+    # Ratings that differ by rounding alone stay in their order.
+    ordered = sorted(tried.values(), key=lambda selected: round(selected.rated_s, _DIGITS))
+    return list({selected.selection.tobytes(): selected for selected in ordered}.values())
+
+
+def smallest(space: Space) -> Selected:
+    """Return the last resort, where nothing better finds ranks: the smallest shards."""
+    return Selected.of(space, _argmin(space.bytes_of_shard + space.bytes_of_rank))
+
+
+def _small_sets(num_families: int) -> Iterator[frozenset[int]]:
+    for size in (1, 2):
+        yield from map(frozenset, combinations(range(num_families), size))
+
+
+def _try(
+    space: Space,
+    room: float,
+    families: frozenset[int],
+    tried: dict[frozenset[int], Selected],
+) -> None:
+    if families in tried:
+        return
+    allowed = _allowed(space, families, room)
+    prices = space.first_prices
+    best: Selected | None = None
+    for _ in range(_REPRICINGS):
+        if best is not None:
+            # Overlapped loads cost less, which shows where the loads beside them are known.
+            prices = space.prices(space.sum_of(best.selection))
+        selection = _cheapest_within(space, space.loads @ prices, allowed, room)
+        if selection is None:
+            break
+        selected = Selected.of(space, selection)
+        if best is not None and selected.rated_s >= best.rated_s:
+            break
+        best = selected
+    if best is not None:
+        tried[families] = best
+
+
+def _allowed(space: Space, families: Iterable[int], room: float) -> _Mask:
+    """Mask the choices in some families that fit; all that fit for tables without any."""
+    fits = np.isfinite(space.bytes_of_rank) & (space.bytes_of_shard <= room)
+    of_families = fits & np.isin(space.family_of, list(families))
+    return np.where(of_families.any(axis=1, keepdims=True), of_families, fits)
+
+
+def _cheapest_within(
+    space: Space, seconds: Floats, allowed: _Mask, room: float
+) -> Selection | None:
+    """Return the cheapest choices that fit together; `None` where nothing does.
+
+    Bisection finds the lowest price for a byte of memory at which all fit.
+    """
+    if not allowed.any(axis=1).all():
+        return None
+    num_bytes = np.where(np.isfinite(space.bytes_of_rank), space.bytes_of_rank, 0.0)
+
+    def at_price(price: float) -> Selection:
+        return _argmin(np.where(allowed, seconds + price * num_bytes, np.inf))
+
+    def fits(selection: Selection) -> bool:
+        return bool(num_bytes[np.arange(len(selection)), selection].sum() <= room)
+
+    selection = at_price(0.0)
+    if fits(selection):
+        return selection
+    least = _argmin(np.where(allowed, num_bytes, np.inf))
+    if not fits(least):
+        return None
+    low, high = _LEAST_PRICE, _HIGHEST_PRICE
+    for _ in range(_BISECTIONS):
+        # Prices differ by orders of magnitude.
+        price = (low * high) ** 0.5
+        if fits(at_price(price)):
+            high = price
+        else:
+            low = price
+    selection = at_price(high)
+    return selection if fits(selection) else least
+
+
+def _argmin(values: Floats) -> Selection:
+    return np.asarray(values.argmin(axis=1), np.int64)

@@ -1,43 +1,60 @@
-"""`Enumerator2D`: the 2D sharding types as options of TorchRec's planner."""
+"""`Enumerator2D`: 2D sharding types as options for TorchRec's planner, priced with their sync.
 
+The sync has a deliberately simple price: bytes over bandwidth, no latency, no overlap with other
+work, rows hit evenly. It ranks sharding types against each other; it doesn't predict a step's time.
+"""
+
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import nn
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.shard_estimators import get_num_poolings
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
+    Shard,
+    SharderDataMap,
     ShardEstimator,
     ShardingOption,
     Topology,
 )
-from torchrec.distributed.types import ModuleSharder
+from torchrec.distributed.types import ModuleSharder, ShardingType
 
 from torchrec_2dsp._compat.torchrec import sharder_data_of
+from torchrec_2dsp.cost.workload import optimizer_of, state_bytes_per_row
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import base_type
-from torchrec_2dsp.plan.sync import EXACT_SYNC, SyncConfig
-from torchrec_2dsp.planner.topology import group_topology
-from torchrec_2dsp.planner.torchrec.estimators import ReplicaSyncEstimator
-from torchrec_2dsp.planner.torchrec.sharding_types import (
+from torchrec_2dsp.plan.sync import (
+    EXACT_SYNC,
+    GradientSync,
+    SyncConfig,
+    SyncedRows,
+    WeightSync,
+)
+from torchrec_2dsp.planner.topology import group_topology, peer_bandwidth_bytes_per_ms
+from torchrec_2dsp.planner.torchrec.adapters import (
     TYPE_ORDER,
     base_constraints,
     base_types,
     searched_type,
 )
 
+_KEY_BYTES = 4
+"""Row numbers travel as int32."""
+
 
 class Enumerator2D(EmbeddingEnumerator):
-    """Every option is the 2D form of a type that the sharder allows, priced with its sync.
+    """Lists the 2D form of each type that the sharder allows, priced with its sync.
 
-    Any estimator runs on TorchRec's own type names; what replicas cost is added last. Options
+    Any estimator runs on TorchRec's own type names; the replicas' cost is added last. Options
     come in one order in every process, so that equal ratings give equal plans.
 
     Example:
         >>> from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
         >>> from torchrec_2dsp import Mesh2D
+        >>> from torchrec_2dsp.planner.torchrec.adapters import Partitioner2D, Stats2D
         >>> from torchrec_2dsp.planner.torchrec.enumerator import Enumerator2D
-        >>> from torchrec_2dsp.planner.torchrec.partitioner import Partitioner2D
-        >>> from torchrec_2dsp.planner.torchrec.stats import Stats2D
         >>> from torchrec_2dsp.planner.topology import group_topology
         >>> world = Topology(world_size=4, local_world_size=4, compute_device="cuda")
         >>> mesh = Mesh2D(num_groups=2, group_size=2)
@@ -60,16 +77,16 @@ class Enumerator2D(EmbeddingEnumerator):
         mesh: Mesh2D,
         sync: SyncConfig = EXACT_SYNC,
     ) -> None:
-        """Options for one sharding group.
+        """List options for one sharding group.
 
         Args:
-            topology: of the whole world, or of one sharding group where that is enough.
+            topology: the whole world's, or one sharding group's where that is enough.
             batch_size: samples per rank and step.
             constraints: per table; types by TorchRec's name or by their 2D form.
             estimator: TorchRec's own by default.
             use_exact_enumerate_order: as in TorchRec.
-            mesh: which ranks repeat the plan.
-            sync: how the replicas stay equal.
+            mesh: the ranks that repeat the plan.
+            sync: keeps replicas equal.
         """
         stock_constraints = base_constraints(constraints)
         super().__init__(
@@ -86,17 +103,17 @@ class Enumerator2D(EmbeddingEnumerator):
     def enumerate(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
     ) -> list[ShardingOption]:
-        """All options of all tables, under the names of their 2D forms."""
+        """Return all options for all tables, under their 2D names."""
         return _named_and_ordered(super().enumerate(module, sharders))
 
     @property
     def last_stored_search_space(self) -> list[ShardingOption] | None:
-        """The options that `enumerate` last gave, with which TorchRec compares a loaded plan."""
+        """The last options from `enumerate`, with which TorchRec compares a loaded plan."""
         stored = super().last_stored_search_space
         return None if stored is None else _named_and_ordered(stored)
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
-        """Storage and time of each shard, its replica sync included, in place."""
+        """Estimate each shard's storage and time, its replica sync included, in place."""
         with base_types(sharding_options):
             super().populate_estimates(sharding_options)
             self._sync_estimator.estimate(sharding_options, sharder_data_of(self))
@@ -115,3 +132,179 @@ def _named_and_ordered(options: list[ShardingOption]) -> list[ShardingOption]:
         )
     )
     return options
+
+
+class ReplicaSyncEstimator(ShardEstimator):
+    """Adds the replica sync of one step to ``bwd_comms`` of shards that have an estimate.
+
+    It runs after a performance estimator, so that TorchRec's performance models, partitioners
+    and stats sum the sync like any other communication. With one sharding group it adds 0.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        *,
+        mesh: Mesh2D,
+        sync: SyncConfig,
+    ) -> None:
+        """Take the whole world's ``topology`` (see `peer_bandwidth_bytes_per_ms`)."""
+        self._constraints = None if constraints is None else dict(constraints)
+        self._mesh = mesh
+        self._sync = sync
+        self._bandwidth = peer_bandwidth_bytes_per_ms(topology, mesh)
+
+    def estimate(
+        self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap
+    ) -> None:
+        """Add the cost to every shard, in place."""
+        for option in sharding_options:
+            for shard in option.shards:
+                if shard.perf is None:
+                    continue
+                sync_ms = self._sync_ms(option, shard, sharder_data_map)
+                shard.perf = replace(shard.perf, bwd_comms=shard.perf.bwd_comms + sync_ms)
+
+    def _sync_ms(
+        self, option: ShardingOption, shard: Shard, sharder_data_map: SharderDataMap
+    ) -> float:
+        rows, dim = shard.size
+        row_bytes = dim * option.tensor.element_size()
+        if base_type(option.sharding_type) == ShardingType.DATA_PARALLEL.value:
+            return data_parallel_ms(
+                num_groups=self._mesh.num_groups,
+                group_size=self._mesh.group_size,
+                table_bytes=rows * row_bytes,
+                bandwidth_bytes_per_ms=self._bandwidth,
+            )
+        if isinstance(self._sync, GradientSync):
+            return self._row_sync_ms(option, rows, 1, self._sync.transport.codec.num_bytes(dim))
+        data = sharder_data_map.get(option.module_type_key)
+        optimizer = optimizer_of(option.tensor, {} if data is None else data.fused_params)
+        state_bytes = state_bytes_per_row(optimizer, dim)
+        if self._sync.moments_policy is None:
+            return self._average_ms(option, rows, row_bytes + state_bytes, self._sync)
+        moments = replace(self._sync, policy=self._sync.moments_policy)
+        return self._average_ms(option, rows, row_bytes, self._sync) + self._average_ms(
+            option, rows, state_bytes, moments
+        )
+
+    def _average_ms(
+        self, option: ShardingOption, rows: int, row_bytes: int, sync: WeightSync
+    ) -> float:
+        """Price averaging ``row_bytes`` of each row in a shard, per step."""
+        num_steps = sync.policy.steps_per_sync
+        if math.isinf(num_steps) or not row_bytes:
+            return 0.0
+        whole_ms = weight_sync_ms(
+            num_groups=self._mesh.num_groups,
+            shard_bytes=rows * row_bytes,
+            bandwidth_bytes_per_ms=self._bandwidth,
+        )
+        if sync.rows is SyncedRows.ALL:
+            return whole_ms / num_steps
+        wire_bytes = sync.transport.codec.num_bytes(row_bytes // 4)
+        return min(whole_ms, self._row_sync_ms(option, rows, num_steps, wire_bytes)) / num_steps
+
+    def _row_sync_ms(
+        self, option: ShardingOption, rows: int, num_steps: float, row_bytes: int
+    ) -> float:
+        touched_rows = expected_touched_rows(
+            shard_rows=rows,
+            table_rows=option.tensor.shape[0],
+            lookups_per_rank=num_steps * self._lookups_per_rank(option),
+            group_size=self._mesh.group_size,
+        )
+        return row_sync_ms(
+            num_groups=self._mesh.num_groups,
+            touched_rows=touched_rows,
+            row_bytes=row_bytes,
+            bandwidth_bytes_per_ms=self._bandwidth,
+        )
+
+    def _lookups_per_rank(self, option: ShardingOption) -> float:
+        """Return the ids per step and rank, over all features of the table."""
+        constraint = (self._constraints or {}).get(option.name)
+        batch_sizes = (constraint.batch_sizes if constraint else None) or [
+            option.batch_size
+        ] * option.num_inputs
+        num_poolings = get_num_poolings(self._constraints, option)
+        return sum(
+            batch_size * poolings * ids_per_bag
+            for batch_size, poolings, ids_per_bag in zip(
+                batch_sizes, num_poolings, option.input_lengths, strict=True
+            )
+        )
+
+
+def row_sync_ms(
+    *, num_groups: int, touched_rows: float, row_bytes: int, bandwidth_bytes_per_ms: float
+) -> float:
+    """Price sending touched rows to each peer: gradients, or weights and state, and row numbers.
+
+    ``touched_rows * (row_bytes + 4) * (num_groups - 1) / bandwidth``
+
+    Example:
+        >>> from torchrec_2dsp.planner.torchrec.enumerator import row_sync_ms
+        >>> row_sync_ms(num_groups=3, touched_rows=10, row_bytes=12, bandwidth_bytes_per_ms=320.0)
+        1.0
+    """
+    sent_bytes = touched_rows * (row_bytes + _KEY_BYTES) * (num_groups - 1)
+    return sent_bytes / bandwidth_bytes_per_ms
+
+
+def weight_sync_ms(*, num_groups: int, shard_bytes: float, bandwidth_bytes_per_ms: float) -> float:
+    """Price a `WeightSync` of all rows: an all-reduce of the shard's weights and optimizer state.
+
+    ``2 * (num_groups - 1) / num_groups * shard_bytes / bandwidth``
+
+    Example:
+        >>> from torchrec_2dsp.planner.torchrec.enumerator import weight_sync_ms
+        >>> weight_sync_ms(num_groups=2, shard_bytes=640, bandwidth_bytes_per_ms=320.0)
+        2.0
+    """
+    return 2 * (num_groups - 1) / num_groups * shard_bytes / bandwidth_bytes_per_ms
+
+
+def data_parallel_ms(
+    *, num_groups: int, group_size: int, table_bytes: float, bandwidth_bytes_per_ms: float
+) -> float:
+    """Price a data-parallel table's gradient beyond the all-reduce inside one group.
+
+    An all-reduce over the world is one inside each group and one between replica peers, in
+    which a rank takes part with its ``1 / group_size`` of the table:
+    ``2 * (num_groups - 1) / num_groups * table_bytes / group_size / bandwidth``
+
+    Example:
+        >>> from torchrec_2dsp.planner.torchrec.enumerator import data_parallel_ms
+        >>> data_parallel_ms(
+        ...     num_groups=2, group_size=4, table_bytes=640, bandwidth_bytes_per_ms=320.0
+        ... )
+        0.5
+    """
+    return weight_sync_ms(
+        num_groups=num_groups,
+        shard_bytes=table_bytes / group_size,
+        bandwidth_bytes_per_ms=bandwidth_bytes_per_ms,
+    )
+
+
+def expected_touched_rows(
+    *, shard_rows: int, table_rows: int, lookups_per_rank: float, group_size: int
+) -> float:
+    """Return the distinct shard rows that one group's batch touches: at most all of them.
+
+    ``min(shard_rows, lookups_per_rank * group_size * shard_rows / table_rows)``: a shard gets
+    the lookups for its rows, all of them unless the table is sharded by rows.
+
+    Example:
+        >>> from torchrec_2dsp.planner.torchrec.enumerator import expected_touched_rows
+        >>> expected_touched_rows(
+        ...     shard_rows=500, table_rows=1_000, lookups_per_rank=64.0, group_size=2
+        ... )
+        64.0
+    """
+    if not table_rows:
+        return 0
+    return min(shard_rows, lookups_per_rank * group_size * shard_rows / table_rows)

@@ -25,13 +25,11 @@ from torchrec_2dsp.cost.workload import Workload
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.sync import EXACT_SYNC, SyncConfig
-from torchrec_2dsp.planner.search.candidates import candidates_of_options
-from torchrec_2dsp.planner.search.choices import Candidate
-from torchrec_2dsp.planner.search.cost_search import CostSearch, room_of
-from torchrec_2dsp.planner.search.descent import Descent
-from torchrec_2dsp.planner.search.hot_rows import with_hot_rows
-from torchrec_2dsp.planner.search.meshes import chosen_on_each, effort_for, placements
-from torchrec_2dsp.planner.torchrec.proposals import Draft, KnownOptions, known_options
+from torchrec_2dsp.planner.search.choices import Candidate, candidates_of_options
+from torchrec_2dsp.planner.search.cost_search import CostSearch, placements, room_of
+from torchrec_2dsp.planner.search.placement import Descent, with_hot_rows
+from torchrec_2dsp.planner.search.space import chosen_on_each, effort_for
+from torchrec_2dsp.planner.torchrec.options import Draft, KnownOptions, known_options
 
 _UNLIMITED = float("inf")
 _MAX_PROPOSALS = 36
@@ -46,45 +44,39 @@ class Loaded(NamedTuple):
 
 
 class CostProposer(Proposer):
-    """The common part of this package's proposers: they draft plans, and learn how much fits.
+    """Drafts plans by predicted cost, and learns from feedback how much memory there is.
 
-    Each draft is rated with the step that the cost model predicts for it, so the planner compares
-    them rightly with each other; but not with proposals of TorchRec's proposers, whose ratings are
-    the enumerator's.
+    Each draft is rated with its predicted step, so the planner compares drafts rightly with each
+    other, but not with stock proposals, which the enumerator rates.
     """
 
     def __init__(self, topology: Topology, max_proposals: int = _MAX_PROPOSALS) -> None:
         self.topology = topology
-        """The topology of the whole world."""
+        """The whole world's topology."""
         self.max_proposals = max_proposals
-        """How many drafts there are at most."""
+        """The most drafts that are proposed."""
         self._loaded: Loaded | None = None
         self._is_room_known = False
         self._drafts: Iterator[Draft] = iter(())
 
     @abstractmethod
     def loaded(self, search_space: list[ShardingOption], enumerator: Enumerator | None) -> Loaded:
-        """The enumerated tables, meshes and options, in the search's words."""
+        """Translate the enumerated tables, meshes and options into the search's words."""
 
     @abstractmethod
     def drafts(self, loaded: Loaded, room: float) -> Iterator[Draft]:
-        """Plans that fit, the most promising first, each when it is asked for.
-
-        Args:
-            loaded: tables and meshes.
-            room: bytes that a rank has for tables and buffers.
-        """
+        """Yield plans within ``room`` bytes per rank, the most promising first."""
 
     def load(
         self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
     ) -> None:
-        """Look at the tables; the enumerator knows their optimizers."""
+        """Load the search space; the enumerator knows the optimizers."""
         self._loaded = self.loaded(search_space, enumerator)
         self._is_room_known = False
         self._draft(_UNLIMITED)
 
     def propose(self) -> list[ShardingOption] | None:
-        """The next plan, without ranks; `None` if there is no other."""
+        """Return the next plan, without ranks; `None` if there is no other."""
         draft = next(self._drafts, None)
         if draft is None or self._loaded is None:
             return None
@@ -97,7 +89,7 @@ class CostProposer(Proposer):
         perf_rating: float | None = None,
         storage_constraint: Topology | None = None,
     ) -> None:
-        """The first feedback says how much memory tables have: all is drafted again for it."""
+        """Draft again for the memory that the first feedback reports."""
         if storage_constraint is not None and not self._is_room_known:
             self._is_room_known = True
             self._draft(room_of(storage_constraint))
@@ -108,12 +100,12 @@ class CostProposer(Proposer):
 
 
 class ExchangeProposer(CostProposer):
-    """Proposes how each table is sharded and how its rows travel, on one mesh.
+    """Proposes a sharding type and an exchange for each table, on one mesh.
 
     Example:
         >>> from torchrec.distributed.planner import EmbeddingShardingPlanner
         >>> import torchrec_2dsp as tdsp
-        >>> from torchrec_2dsp.planner.torchrec.stats import Stats2D
+        >>> from torchrec_2dsp.planner.torchrec.adapters import Stats2D
         >>> calibration = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
         >>> topology = calibration.topology(world_size=4, local_world_size=2)
         >>> planner = EmbeddingShardingPlanner(
@@ -136,16 +128,17 @@ class ExchangeProposer(CostProposer):
         workload: Workload | None = None,
         max_proposals: int = _MAX_PROPOSALS,
     ) -> None:
-        """
+        """Draft for one mesh.
+
         Args:
-            topology: of the whole world.
-            calibration: what the network and the machines take; the topology's figures without it.
-            mesh: which ranks repeat the plan; all ranks are one group without it.
-            sync: how replicas stay equal.
+            topology: the whole world's.
+            calibration: constants of network and machines; the topology's figures without it.
+            mesh: the ranks that repeat the plan; all ranks are one group without it.
+            sync: keeps replicas equal.
             constraints: per table, as the planner has them.
-            access: which rows are used how often.
-            workload: what a step does, in place of what options, constraints and ``access`` say.
-            max_proposals: how many plans are drafted at most.
+            access: row frequencies.
+            workload: a step's work, in place of what options, constraints and ``access`` say.
+            max_proposals: the most plans that are drafted.
         """
         super().__init__(topology, max_proposals)
         mesh = mesh or Mesh2D(1, topology.world_size)
@@ -162,11 +155,11 @@ class ExchangeProposer(CostProposer):
 
     @property
     def has_access(self) -> bool:
-        """Whether it knows which rows are used how often."""
+        """Whether it knows row frequencies."""
         return self._search.access is not None or self._search.workload is not None
 
     def loaded(self, search_space: list[ShardingOption], enumerator: Enumerator | None) -> Loaded:
-        """Tables, and the meshes that are tried."""
+        """Translate the enumerated tables and the meshes to try."""
         if not search_space:
             raise ConfigError("there is nothing to propose for: the search space is empty")
         sharders = sharder_data_of(enumerator)
@@ -189,7 +182,7 @@ class ExchangeProposer(CostProposer):
         return Loaded(candidates, settings, known_options(search_space))
 
     def drafts(self, loaded: Loaded, room: float) -> Iterator[Draft]:
-        """A draft of each mesh, the most promising mesh first."""
+        """Yield drafts for each mesh, the most promising mesh first."""
         effort = effort_for(loaded.candidates)
         for space, selected in chosen_on_each(loaded.candidates, loaded.settings, room):
             for placement, _ in placements(space, selected, room, effort):
@@ -197,7 +190,7 @@ class ExchangeProposer(CostProposer):
 
 
 class GroupSizeProposer(ExchangeProposer):
-    """Proposes the same on every mesh that the world allows, with groups of up to 128 ranks.
+    """Proposes what `ExchangeProposer` does, on every mesh with groups up to 128 ranks.
 
     The plan has ranks of one sharding group; `Plan2D.from_stock`, and this package's sharders,
     know its mesh.
@@ -220,7 +213,7 @@ class GroupSizeProposer(ExchangeProposer):
         workload: Workload | None = None,
         max_proposals: int = _MAX_PROPOSALS,
     ) -> None:
-        """Takes what `ExchangeProposer` takes, but for the mesh."""
+        """Take the arguments of `ExchangeProposer`, but for the mesh."""
         super().__init__(
             topology,
             calibration,
@@ -234,7 +227,7 @@ class GroupSizeProposer(ExchangeProposer):
 
 
 class HotRowProposer(CostProposer):
-    """Proposes the plans of another proposer, with the hot rows that pay.
+    """Adds the hot rows that pay to another proposer's plans.
 
     Example:
         >>> import torchrec_2dsp as tdsp
@@ -245,7 +238,7 @@ class HotRowProposer(CostProposer):
     """
 
     def __init__(self, inner: ExchangeProposer) -> None:
-        """``inner`` chooses all else; it must know which rows are used how often."""
+        """Leave all else to ``inner``, which must know row frequencies."""
         if not inner.has_access:
             raise ConfigError(
                 "nothing says which rows are hot: give the inner proposer access=AccessStats(...)"
@@ -255,23 +248,19 @@ class HotRowProposer(CostProposer):
         """The proposer behind this one."""
 
     def loaded(self, search_space: list[ShardingOption], enumerator: Enumerator | None) -> Loaded:
-        """The enumerated tables, as the inner proposer reads them."""
+        """Translate the enumerated tables as the inner proposer does."""
         return self.inner.loaded(search_space, enumerator)
 
     def drafts(self, loaded: Loaded, room: float) -> Iterator[Draft]:
-        """The drafts of the inner proposer, with hot rows where they pay."""
+        """Yield the inner proposer's drafts, with hot rows where they pay."""
         for draft in self.inner.drafts(loaded, room):
-            yield _with_hot_rows(draft, room)
-
-
-def _with_hot_rows(draft: Draft, room: float) -> Draft:
-    space = draft.space
-    descent = Descent(space, space.prices(draft.loads.sum(axis=0)), room)
-    return Draft(space, with_hot_rows(space, draft.placement, descent, room))
+            space = draft.space
+            descent = Descent(space, space.prices(draft.loads.sum(axis=0)), room)
+            yield Draft(space, with_hot_rows(space, draft.placement, descent, room))
 
 
 def _enumerated_wire_bytes(sharders: SharderDataMap) -> tuple[float, float]:
-    """Bytes of a number that travels, with the sharders' quantised communication."""
+    """Return the bytes per number on the wire, with the sharders' quantised communication."""
     for data in sharders.values():
         sizes = data.qcomm_dtype_sizes.get(CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name)
         if sizes is not None:

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torchrec_2dsp.comms.alarm import agree
-from torchrec_2dsp.cost.calibration import Calibration, CollectiveTimes, Hardware
-from torchrec_2dsp.cost.kernels import Kernels
+from torchrec_2dsp.cost.calibration import Calibration, CollectiveTimes, Hardware, Kernels
 from torchrec_2dsp.errors import CalibrationError
 from torchrec_2dsp.programs.calibrate.collectives import (
     group_device,

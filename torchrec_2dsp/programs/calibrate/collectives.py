@@ -13,9 +13,14 @@ import torch.distributed as dist
 
 from torchrec_2dsp.comms.alarm import agree
 from torchrec_2dsp.comms.full_duplex import full_duplex_backend
-from torchrec_2dsp.cost import traffic
-from torchrec_2dsp.cost.span import Span
-from torchrec_2dsp.cost.traffic import Traffic
+from torchrec_2dsp.cost.collectives import (
+    Span,
+    Traffic,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    reduce_scatter,
+)
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.calibrate.fit import CollectiveSample, Timed
 
@@ -148,19 +153,19 @@ def _reduce_scatter(sent: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _even(span: Span, num_bytes: float) -> Traffic:
-    return traffic.all_to_all(span, num_bytes / span.num_ranks)
+    return all_to_all(span, num_bytes / span.num_ranks)
 
 
 COLLECTIVES = {
     "all_to_all": TimedCollective(_all_to_all, _even),
     "full_duplex_all_to_all": TimedCollective(_all_to_all, _even, is_full_duplex=True),
     "all_reduce": TimedCollective(
-        lambda sent, group: dist.all_reduce(sent, group=group), traffic.all_reduce
+        lambda sent, group: dist.all_reduce(sent, group=group), all_reduce
     ),
     "all_gather": TimedCollective(
-        _all_gather, lambda span, num_bytes: traffic.all_gather(span, num_bytes / span.num_ranks)
+        _all_gather, lambda span, num_bytes: all_gather(span, num_bytes / span.num_ranks)
     ),
-    "reduce_scatter": TimedCollective(_reduce_scatter, traffic.reduce_scatter),
+    "reduce_scatter": TimedCollective(_reduce_scatter, reduce_scatter),
 }
 """The collectives by the names that a calibration has for them."""
 

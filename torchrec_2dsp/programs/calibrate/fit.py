@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from torchrec_2dsp.cost.coefficients import BagCost, CollectiveCost, KernelCost
-from torchrec_2dsp.cost.span import Span
-from torchrec_2dsp.cost.traffic import Traffic
+from torchrec_2dsp.cost.calibration import BagCost, KernelCost
+from torchrec_2dsp.cost.collectives import CollectiveCost, Span, Traffic
 from torchrec_2dsp.errors import CalibrationError
 
 MAX_MEDIAN_ERROR = 0.4
@@ -72,8 +71,8 @@ def fit_collective(name: str, samples: Sequence[CollectiveSample]) -> Collective
 
     Example:
         >>> from torchrec_2dsp.programs.calibrate.fit import CollectiveSample, Timed, fit_collective
-        >>> from torchrec_2dsp.cost.span import Span
-        >>> from torchrec_2dsp.cost.traffic import Traffic
+        >>> from torchrec_2dsp.cost.collectives import Span
+        >>> from torchrec_2dsp.cost.collectives import Traffic
         >>> samples = [
         ...     CollectiveSample(
         ...         Span(2, 2, 1), Traffic(num_bytes, 0.0), Timed(0.002 + num_bytes * 1e-9)

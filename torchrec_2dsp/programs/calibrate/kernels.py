@@ -17,7 +17,7 @@ from torchrec_2dsp._compat.fbgemm import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torchrec_2dsp.codecs.rows import RowCodec, Transport
-from torchrec_2dsp.cost.kernels import encoding
+from torchrec_2dsp.cost.calibration import encoding
 from torchrec_2dsp.programs.calibrate.collectives import group_device, repeated_seconds
 from torchrec_2dsp.programs.calibrate.fit import KernelSample, Timed
 from torchrec_2dsp.rows.gradients import RowSum

@@ -12,8 +12,8 @@ from rich.text import Text
 from torchrec_2dsp.programs.cli.console import check_writable, shown_errors
 
 if TYPE_CHECKING:
-    from torchrec_2dsp.cost.calibration import Calibration
-    from torchrec_2dsp.cost.coefficients import CollectiveCost, KernelCost
+    from torchrec_2dsp.cost.calibration import Calibration, KernelCost
+    from torchrec_2dsp.cost.collectives import CollectiveCost
 
 
 def calibrate(

@@ -12,7 +12,7 @@ from torchrec_2dsp.programs.cli.console import check_writable, shown_errors
 
 if TYPE_CHECKING:
     from torchrec_2dsp.planner.dense_search import DenseChoices
-    from torchrec_2dsp.planner.explanation.explanation import Explanation
+    from torchrec_2dsp.planner.explanation import Explanation
 
 _Config = Annotated[
     str,

@@ -16,7 +16,7 @@ from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.cost.calibration import Calibration
-from torchrec_2dsp.cost.dense.layers import DenseLayers, LayerWork
+from torchrec_2dsp.cost.dense import DenseLayers, LayerWork
 from torchrec_2dsp.dense.delayed_dense import DelayedDense
 from torchrec_2dsp.dense.gradient_sums import GradientReport
 from torchrec_2dsp.dense.hooked_data_parallel import HookedDataParallel

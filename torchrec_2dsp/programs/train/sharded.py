@@ -35,8 +35,7 @@ from torchrec_2dsp.parallel.loop import failing_together
 from torchrec_2dsp.parallel.model_parallel2d import ModelParallel2D
 from torchrec_2dsp.plan import serialize
 from torchrec_2dsp.plan.plan2d import Plan2D, plan_for_rank
-from torchrec_2dsp.planner.collective import plan_on_rank_0
-from torchrec_2dsp.planner.planner2d import Planner2D
+from torchrec_2dsp.planner.planner2d import Planner2D, plan_on_rank_0
 from torchrec_2dsp.programs.config.sections import OptimizerConfig
 from torchrec_2dsp.programs.data.dataset import BatchShape, Dataset
 from torchrec_2dsp.programs.models.balance import check_lengths, weigh_losses_

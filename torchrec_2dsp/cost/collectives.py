@@ -1,0 +1,324 @@
+"""The price of collectives: ranks on hosts, the bytes that move, and the seconds. Pure.
+
+Inside a host, ranks send at the same time; over a host's link, their bytes add up. Both ways are
+free at once, so the busier direction counts::
+
+    Span                 ranks of a group on hosts, and groups that share a host's link
+    all_to_all(span, n)  -> Traffic(local_bytes, link_bytes), by the algorithm that moves them
+    CollectiveCost.seconds(span, traffic)
+                         = call + peers + max(local_bytes at its rate, link_bytes at its rate)
+    merge_seconds        the all-to-alls that bring row gradients together
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+from torchrec_2dsp.errors import CalibrationError
+from torchrec_2dsp.mesh import Mesh2D
+
+Call = Annotated[float, Field(ge=0, le=3_600)]
+"""Seconds for a call: an hour at most, as more is a mistake."""
+Unit = Annotated[float, Field(ge=0, le=1)]
+"""Seconds for each byte, id or row: one at most."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Process groups of one kind, all alike and all busy at the same time.
+
+    Example:
+        Four groups of two ranks, each over two hosts of four ranks.
+
+        >>> from torchrec_2dsp import Mesh2D
+        >>> from torchrec_2dsp.cost.collectives import Span
+        >>> Span.of_sharding_groups(Mesh2D(num_groups=4, group_size=2), local_world_size=4)
+        Span(num_ranks=2, ranks_per_host=1, groups_per_host=4)
+    """
+
+    num_ranks: int
+    """Ranks in one group."""
+
+    ranks_per_host: int
+    """Ranks that one group has on the host with most of them."""
+
+    groups_per_host: int
+    """Groups with ranks on one host."""
+
+    @classmethod
+    def of(cls, groups: Sequence[Sequence[int]], local_world_size: int) -> "Span":
+        """Return the span of groups of world ranks, on hosts with ``local_world_size`` each."""
+        on_hosts = [Counter(rank // local_world_size for rank in group) for group in groups]
+        by_host = Counter(host for num_on_host in on_hosts for host in num_on_host)
+        return cls(
+            num_ranks=max(len(group) for group in groups),
+            ranks_per_host=max(max(num_on_host.values()) for num_on_host in on_hosts),
+            groups_per_host=max(by_host.values()),
+        )
+
+    @classmethod
+    def of_world(cls, world_size: int, local_world_size: int) -> "Span":
+        """Return all ranks as one group."""
+        return cls(world_size, min(world_size, local_world_size), 1)
+
+    @classmethod
+    def of_sharding_groups(cls, mesh: Mesh2D, local_world_size: int) -> "Span":
+        """Return a mesh's sharding groups."""
+        return cls.of(mesh.rank_matrix(), local_world_size)
+
+    @classmethod
+    def of_replica_peers(cls, mesh: Mesh2D, local_world_size: int) -> "Span":
+        """Return a mesh's replica peers."""
+        return cls.of(list(zip(*mesh.rank_matrix(), strict=True)), local_world_size)
+
+    @property
+    def crosses_hosts(self) -> bool:
+        """Whether a group has ranks on several hosts."""
+        return self.num_ranks > self.ranks_per_host
+
+    @property
+    def num_hosts(self) -> int:
+        """The number of hosts on which a group lies."""
+        return -(-self.num_ranks // self.ranks_per_host)
+
+    def inside_hosts(self) -> "Span":
+        """Return each group's ranks on one host, as groups of their own."""
+        return Span(self.ranks_per_host, self.ranks_per_host, self.groups_per_host)
+
+    def across_hosts(self) -> "Span":
+        """Return the ranks with the same place on their hosts, as groups of their own."""
+        return Span(self.num_hosts, 1, self.groups_per_host * self.ranks_per_host)
+
+
+class Traffic(NamedTuple):
+    """The bytes that the busiest rank and the busiest host have to move."""
+
+    local_bytes: float
+    """The busiest rank's bytes inside its host."""
+
+    link_bytes: float
+    """The busiest host's bytes to or from other hosts, for all its ranks and groups together."""
+
+
+NOTHING_MOVED = Traffic(0.0, 0.0)
+
+
+def all_to_all(span: Span, to_each: float) -> Traffic:
+    """Every rank sends ``to_each`` bytes to every rank.
+
+    Example:
+        >>> from torchrec_2dsp.cost.collectives import Span, all_to_all
+        >>> all_to_all(Span.of_world(4, 2), to_each=100.0)
+        Traffic(local_bytes=100.0, link_bytes=400.0)
+    """
+    elsewhere = span.num_ranks - span.ranks_per_host
+    return Traffic(
+        (span.ranks_per_host - 1) * to_each,
+        span.groups_per_host * span.ranks_per_host * elsewhere * to_each,
+    )
+
+
+def all_to_all_from(span: Span, to_each: ArrayLike) -> Traffic:
+    """Rank p of a group sends ``to_each[p]`` bytes to every rank of it.
+
+    The other way round it is the same: every rank sends ``to_each[p]`` bytes to rank p.
+
+    Example:
+        One of four ranks sends. The one on its host and those on the other get 100 bytes each.
+
+        >>> from torchrec_2dsp.cost.collectives import Span, all_to_all_from
+        >>> all_to_all_from(Span.of_world(4, 2), [100.0, 0.0, 0.0, 0.0])
+        Traffic(local_bytes=100.0, link_bytes=200.0)
+    """
+    sent = np.asarray(to_each, dtype=np.float64)
+    firsts = _first_ranks(span)
+    by_host = np.add.reduceat(sent, firsts)
+    local_bytes = 0.0
+    if span.ranks_per_host > 1:
+        # The rank that sends least to the others on its host gets most from them.
+        received = (by_host - np.minimum.reduceat(sent, firsts)).max()
+        local_bytes = max((span.ranks_per_host - 1) * sent.max(), received)
+    elsewhere = span.num_ranks - span.ranks_per_host
+    link_bytes = 0.0
+    if elsewhere:
+        received = (by_host.sum() - by_host.min()) * span.ranks_per_host
+        link_bytes = span.groups_per_host * max(by_host.max() * elsewhere, received)
+    return Traffic(float(local_bytes), float(link_bytes))
+
+
+def places_to_all(span: Span, to_each: ArrayLike) -> Traffic:
+    """Rank p of a group sends ``to_each[p]`` bytes to the rank with its place on each other host.
+
+    Example:
+        >>> from torchrec_2dsp.cost.collectives import Span, places_to_all
+        >>> places_to_all(Span.of_world(4, 2), [100.0, 50.0, 0.0, 0.0])
+        Traffic(local_bytes=0.0, link_bytes=150.0)
+    """
+    by_host = np.add.reduceat(np.asarray(to_each, dtype=np.float64), _first_ranks(span))
+    out = by_host * (span.num_hosts - 1)
+    received = by_host.sum() - by_host
+    return Traffic(0.0, float(span.groups_per_host * np.maximum(out, received).max()))
+
+
+def all_reduce(span: Span, num_bytes: float) -> Traffic:
+    """Reduce in a ring through the ranks in order: host links carry everything twice.
+
+    Example:
+        >>> from torchrec_2dsp.cost.collectives import Span, all_reduce
+        >>> all_reduce(Span.of_world(4, 2), num_bytes=100.0)
+        Traffic(local_bytes=150.0, link_bytes=150.0)
+    """
+    return _ring(span, 2 * (span.num_ranks - 1) / span.num_ranks * num_bytes)
+
+
+def reduce_scatter(span: Span, num_bytes: float) -> Traffic:
+    """Give every rank its part of the sum of ``num_bytes`` from each: half an all-reduce."""
+    return _ring(span, (span.num_ranks - 1) / span.num_ranks * num_bytes)
+
+
+def all_gather(span: Span, num_bytes: float) -> Traffic:
+    """Give every rank's ``num_bytes`` to every other one, by a ring."""
+    return _ring(span, (span.num_ranks - 1) * num_bytes)
+
+
+def _ring(span: Span, per_rank: float) -> Traffic:
+    return Traffic(
+        per_rank if span.ranks_per_host > 1 else 0.0,
+        span.groups_per_host * per_rank if span.crosses_hosts else 0.0,
+    )
+
+
+def _first_ranks(span: Span) -> NDArray[np.int64]:
+    """Return each host's first rank; the last host may have fewer ranks than the others."""
+    return np.arange(0, span.num_ranks, span.ranks_per_host)
+
+
+class CalibrationPart(BaseModel):
+    """A part of a calibration, as strict as its file has to be."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+
+class Coefficients(CalibrationPart):
+    """Seconds for each unit of some kinds of work, none below zero, all finite."""
+
+    base_s: Call
+    """Seconds for a call, whatever the work."""
+
+    median_error: float = Field(default=0.0, ge=0)
+    """The median deviation of the longer half of the measurements from these constants."""
+
+    max_error: float = Field(default=0.0, ge=0)
+    """The largest deviation of a measurement from these constants."""
+
+
+class CollectiveCost(Coefficients):
+    """Seconds of a collective, whose bytes travel inside hosts and across them at the same time.
+
+    Example:
+        >>> from torchrec_2dsp.cost.collectives import CollectiveCost, Span, all_to_all
+        >>> cost = CollectiveCost(
+        ...     base_s=0.001, per_peer_s=0, local_s_per_byte=0, link_s_per_byte=1e-9
+        ... )
+        >>> span = Span.of_world(4, 2)
+        >>> cost.seconds(span, all_to_all(span, to_each=1e6))
+        0.005
+    """
+
+    per_peer_s: Call
+    """Seconds for each other rank of the group."""
+
+    local_s_per_byte: Unit | None = None
+    """Seconds for each byte that a rank sends inside its host; ``None`` with one rank per host."""
+
+    link_s_per_byte: Unit | None = None
+    """Seconds for each byte that a host sends to others; ``None`` where there was one host."""
+
+    def seconds(self, span: Span, traffic: Traffic) -> float:
+        """Return the seconds that each group of ``span`` takes."""
+        if span.num_ranks == 1:
+            return 0.0
+        moved_s = max(
+            traffic.local_bytes * _known(self.local_s_per_byte, traffic.local_bytes, "in a host"),
+            traffic.link_bytes * _known(self.link_s_per_byte, traffic.link_bytes, "across hosts"),
+        )
+        return self.base_s + (span.num_ranks - 1) * self.per_peer_s + moved_s
+
+
+def _known(value: float | None, num_bytes: float, where: str) -> float:
+    if value is None and num_bytes:
+        raise CalibrationError(
+            f"the calibration was made where nothing travels {where}, so it can't say what that "
+            "takes; calibrate on hosts like those that the plan is for"
+        )
+    return value or 0.0
+
+
+class RowBytes(NamedTuple):
+    """Bytes of distinct rows with their numbers; a row that several ranks have counts once."""
+
+    of_rank: float
+    """The rows that one rank has."""
+
+    of_host: float
+    """The rows that a host's ranks have together."""
+
+    of_all: float
+    """The rows that all ranks have together."""
+
+
+def merge_seconds(rows: RowBytes, span: Span, cost: CollectiveCost) -> float:
+    """Price the exchanges that give all ranks the sums of all rows.
+
+    They follow the routes of `replicas`: inside hosts first, and the shorter one between them.
+    ``cost`` is that of an all-to-all.
+
+    Example:
+        Of four ranks that have the same 1,000 bytes each, a host sends 500 for each of its two.
+
+        >>> from torchrec_2dsp.cost.collectives import CollectiveCost, RowBytes, Span, merge_seconds
+        >>> cost = CollectiveCost(base_s=0, per_peer_s=0, local_s_per_byte=0, link_s_per_byte=1e-6)
+        >>> merge_seconds(RowBytes(1_000.0, 1_000.0, 1_000.0), Span.of_world(4, 2), cost)
+        0.001
+    """
+    if span.num_ranks == 1 or not rows.of_all:
+        return 0.0
+    if not (span.crosses_hosts and span.ranks_per_host > 1):
+        return _shorter_route(cost, span, rows.of_rank, rows.of_all)
+    inside, across = span.inside_hosts(), span.across_hosts()
+    return (
+        _rows_s(cost, inside, rows.of_rank / inside.num_ranks)
+        + _shorter_route(
+            cost, across, rows.of_host / inside.num_ranks, rows.of_all / inside.num_ranks
+        )
+        + _rows_s(cost, inside, rows.of_all / inside.num_ranks)
+    )
+
+
+def gather_seconds(num_bytes: float, span: Span, cost: CollectiveCost) -> float:
+    """Price an exchange of all rows of every rank with every other one."""
+    return 0.0 if span.num_ranks == 1 or not num_bytes else _rows_s(cost, span, num_bytes)
+
+
+def _shorter_route(cost: CollectiveCost, span: Span, of_rank: float, of_all: float) -> float:
+    """Price sending all rows to all; or rows to owners and sums to all, where that moves less."""
+    owned = of_rank / span.num_ranks, of_all / span.num_ranks
+    if span.num_ranks == 2 or sum(owned) >= of_rank:
+        return _rows_s(cost, span, of_rank)
+    return sum(_rows_s(cost, span, to_each) for to_each in owned)
+
+
+def _rows_s(cost: CollectiveCost, span: Span, to_each: float) -> float:
+    """Price two messages: row numbers and values."""
+    return cost.seconds(span, NOTHING_MOVED) + cost.seconds(span, all_to_all(span, to_each))

@@ -1,0 +1,423 @@
+"""`DenseCostModel`: predict a dense part's step, layer by layer, in each way to run it. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torchrec_2dsp.cost.calibration import Calibration, Kernels
+from torchrec_2dsp.cost.collectives import Span, Traffic, all_gather, all_reduce, reduce_scatter
+from torchrec_2dsp.cost.step_cost import NamedParts
+from torchrec_2dsp.errors import CalibrationError, ConfigError
+from torchrec_2dsp.plan.dense_plan import DenseKind, DensePlan
+
+_DDP_BUCKET_BYTES = 25 * 2**20
+"""The size of a gradient bucket in torch's `DistributedDataParallel`."""
+_FLOAT_BYTES = 4
+_CALLS = 6
+"""Matrix products in a block's forward: keys, queries and values together, attention, its output,
+and two in the feed-forward part."""
+_BACKWARD = 2
+"""Products in the backward of a product."""
+_KEPT_VECTORS = 8
+"""Vectors of a block's width that are kept of each item for the backward, beside those of the
+feed-forward part and of attention."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWork:
+    """A step's work with one layer, on one rank.
+
+    Example:
+        >>> from torchrec_2dsp.cost.dense import LayerWork
+        >>> layer = LayerWork(name="block", forward_s=1e-5, backward_s=2e-5, call_s=1e-4)
+        >>> round(layer.seconds(100), 6)
+        0.0031
+    """
+
+    name: str
+
+    forward_s: float
+    """Seconds of the forward for each sample."""
+
+    backward_s: float
+    """Seconds of the backward for each sample, with all but the optimizer."""
+
+    call_s: float = 0.0
+    """Seconds of a forward and a backward beyond those for their samples."""
+
+    parameter_bytes: float = 0.0
+
+    output_bytes: float = 0.0
+    """Bytes that come out, for each sample."""
+
+    kept_bytes: float = 0.0
+    """Bytes that are kept for the backward, for each sample."""
+
+    sums: int = 0
+    """Sums of its output over the ranks that compute it together, in a forward and again in a
+    backward; 0 for a layer that can't be split."""
+
+    def seconds(self, num_samples: float, *, tp: int = 1) -> float:
+        """Return the seconds of a forward and a backward, if ``tp`` ranks share the layer."""
+        shared_by = tp if self.sums else 1
+        return self.call_s + num_samples * (self.forward_s + self.backward_s) / shared_by
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseLayers:
+    """The layers of a dense part in their order, and the bytes that go in at both ends."""
+
+    layers: tuple[LayerWork, ...]
+    """The layers; the loss belongs to the last."""
+
+    input_bytes: float
+    """Bytes that the first layer is given, for each sample."""
+
+    target_bytes: float
+    """Bytes that the loss is given besides, for each sample."""
+
+    state_per_weight: float = 2.0
+    """Numbers of optimizer state for each weight: 2 with Adam, 1 with AdaGrad, 0 with SGD."""
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ConfigError("a dense part without layers takes no time; name at least one")
+
+    @property
+    def parameter_bytes(self) -> float:
+        """Bytes of all parameters."""
+        return sum(layer.parameter_bytes for layer in self.layers)
+
+    @property
+    def can_be_split(self) -> bool:
+        """Whether ranks can compute a layer together."""
+        return any(layer.sums for layer in self.layers)
+
+    def stages(self, cuts: Sequence[int]) -> list[tuple[LayerWork, ...]]:
+        """Return each stage's layers; ``cuts`` are the first layers of all stages but the first."""
+        ends = [*cuts, len(self.layers)]
+        return [self.layers[start:end] for start, end in zip([0, *cuts], ends, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transformer:
+    """A pre-norm transformer over sequences of items that nobody has built or measured yet.
+
+    Example:
+        >>> import torchrec_2dsp as tdsp
+        >>> from torchrec_2dsp.cost.calibration import KernelCost
+        >>> from torchrec_2dsp.cost.dense import Transformer
+        >>> calibration = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
+        >>> matmul = KernelCost(base_s=1e-5, per_item_s=1e-11, per_byte_s=0.0)
+        >>> kernels = calibration.kernels.model_copy(update={"matmul": matmul})
+        >>> layers = Transformer(num_blocks=12, dim=512, length=256).layers(kernels)
+        >>> len(layers.layers), f"{layers.parameter_bytes / 4e6:.0f} million parameters"
+        (12, '38 million parameters')
+    """
+
+    num_blocks: int
+
+    dim: int
+    """Numbers that an item has between blocks."""
+
+    length: int
+    """Items in a sample."""
+
+    expansion: int = 4
+    """The width inside the feed-forward part, relative to ``dim``."""
+
+    num_targets: int = 1
+    """Vectors that the loss is given for each item: the next one, and those that aren't."""
+
+    state_per_weight: float = 2.0
+    """Numbers of optimizer state for each weight: 2 with Adam."""
+
+    def layers(self, kernels: Kernels) -> DenseLayers:
+        """Predict the blocks' work from the time of matrix products.
+
+        Raises:
+            CalibrationError: that wasn't measured.
+        """
+        if kernels.matmul is None:
+            raise CalibrationError(
+                "the calibration is from before products of matrices were measured, so it can't "
+                "say what a dense part takes; make one with the calibrate command"
+            )
+        weights = (4 + 2 * self.expansion) * self.dim**2
+        attention = 4 * self.length * self.dim
+        operations = self.length * (2 * weights + attention)
+        inside = _KEPT_VECTORS + self.expansion
+        item_bytes = float(_FLOAT_BYTES * self.length * self.dim)
+        moved_bytes = item_bytes * inside
+        forward_s = kernels.matmul.seconds(float(operations), moved_bytes)
+        block = LayerWork(
+            name="block",
+            forward_s=forward_s,
+            backward_s=_BACKWARD * forward_s,
+            call_s=(1 + _BACKWARD) * _CALLS * kernels.matmul.base_s,
+            parameter_bytes=float(_FLOAT_BYTES * weights),
+            output_bytes=item_bytes,
+            kept_bytes=moved_bytes,
+            # Attention's output, and the feed-forward part's.
+            sums=2,
+        )
+        return DenseLayers(
+            layers=(block,) * self.num_blocks,
+            input_bytes=item_bytes,
+            target_bytes=self.num_targets * item_bytes,
+            state_per_weight=self.state_per_weight,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseCost(NamedParts):
+    """Seconds of a step's dense part.
+
+    Example:
+        >>> from torchrec_2dsp.cost.dense import DenseCost
+        >>> cost = DenseCost(compute_s=0.030, waiting_s=0.010)
+        >>> round(cost.total_s, 6), cost.busy_share
+        (0.04, 0.75)
+    """
+
+    unit: ClassVar[str] = "s"
+
+    compute_s: float = 0.0
+    """Forward and backward of the mean rank."""
+
+    waiting_s: float = 0.0
+    """The time in which a pipeline's mean rank has nothing to do: its start and its end, and
+    stages that are faster than the slowest."""
+
+    gather_s: float = 0.0
+    """Parameters that come together before their layers run."""
+
+    gradients_s: float = 0.0
+    """Gradients that are added up over ranks."""
+
+    activations_s: float = 0.0
+    """Activations that ranks which compute layers together exchange."""
+
+    hand_off_s: float = 0.0
+    """Inputs, targets and activations on their way from stage to stage, and their gradients."""
+
+    update_s: float = 0.0
+    """The optimizer's pass over the weights that a rank keeps."""
+
+    hidden_s: float = 0.0
+    """The time that is hidden behind computing; not above zero."""
+
+    @property
+    def total_s(self) -> float:
+        """The sum of all parts."""
+        return sum(seconds for _, seconds in self.parts())
+
+    @property
+    def busy_share(self) -> float:
+        """The share of the time in which the mean rank computes."""
+        return self.compute_s / self.total_s if self.total_s else 1.0
+
+
+@dataclass(frozen=True)
+class DenseCostModel:
+    """Predicts the dense part of a step from layers that were measured.
+
+    Example:
+        >>> import torchrec_2dsp as tdsp
+        >>> from torchrec_2dsp.cost.dense import DenseCostModel, DenseLayers, LayerWork
+        >>> from torchrec_2dsp.mesh import DenseMesh
+        >>> from torchrec_2dsp.plan.dense_plan import DenseKind, DensePlan
+        >>> block = LayerWork(name="block", forward_s=1e-5, backward_s=2e-5, parameter_bytes=1e6)
+        >>> work = DenseLayers(layers=(block,) * 4, input_bytes=256, target_bytes=4)
+        >>> calibration = tdsp.Calibration.load("configs/hardware/emulated_1gbit.toml")
+        >>> model = DenseCostModel(calibration, local_world_size=2)
+        >>> ddp = DensePlan(kind=DenseKind.DDP, mesh=DenseMesh.for_world(4))
+        >>> cost = model.step_cost(work, ddp, batch_size=100)
+        >>> round(cost.compute_s, 6), cost.gradients_s > 0
+        (0.012, True)
+    """
+
+    calibration: Calibration
+
+    local_world_size: int
+    """The number of ranks on a host."""
+
+    def step_cost(self, work: DenseLayers, plan: DensePlan, batch_size: int) -> DenseCost:
+        """Predict the step if ranks run these layers by a plan, with so many samples each."""
+        if plan.kind is DenseKind.DDP:
+            return self._ddp(work, plan, batch_size)
+        if plan.kind is DenseKind.FULLY_SHARDED:
+            shares = self._shares_cost(work.layers, plan, work.parameter_bytes)
+            return replace(shares, compute_s=_compute_s(work.layers, batch_size))
+        if plan.kind is DenseKind.TENSOR_PARALLEL:
+            return self._tensor_parallel(work, plan, batch_size)
+        return self._pipelined(work, plan, batch_size)
+
+    def memory_bytes(self, work: DenseLayers, plan: DensePlan, batch_size: int) -> float:
+        """Predict the fullest rank's bytes: weights, gradients, optimizer state, activations."""
+        per_weight = 2 + work.state_per_weight
+        mesh = plan.mesh
+        if plan.kind is DenseKind.PIPELINED:
+            samples = mesh.pipeline_size * batch_size / plan.num_micro_batches
+            # Shares are joined by whole weights and gradients while a batch is in the schedule.
+            per_held = per_weight / mesh.dp + 2 if plan.fully_shard else per_weight
+            # The last stage has one micro-batch in flight, the first as many as stages.
+            return max(
+                per_held * _held_bytes(layers, mesh.tp)
+                + min(plan.num_micro_batches, mesh.pp - stage)
+                * samples
+                * _kept_bytes(layers, mesh.tp)
+                for stage, layers in enumerate(work.stages(plan.cuts))
+            )
+        shards = {
+            DenseKind.DDP: 1,
+            DenseKind.FULLY_SHARDED: mesh.world_size // plan.num_copies,
+            DenseKind.TENSOR_PARALLEL: mesh.dp // plan.num_copies,
+        }[plan.kind]
+        largest = max(layer.parameter_bytes for layer in work.layers) if shards > 1 else 0.0
+        return (
+            per_weight * _held_bytes(work.layers, mesh.tp) / shards
+            + largest
+            + mesh.tp * batch_size * _kept_bytes(work.layers, mesh.tp)
+        )
+
+    def _ddp(self, work: DenseLayers, plan: DensePlan, batch_size: int) -> DenseCost:
+        span = Span.of_world(plan.mesh.world_size, self.local_world_size)
+        gradients_s = self._all_reduce_s(span, work.parameter_bytes)
+        backward_s = sum(batch_size * layer.backward_s for layer in work.layers)
+        num_buckets = 1 + work.parameter_bytes // _DDP_BUCKET_BYTES
+        return DenseCost(
+            compute_s=_compute_s(work.layers, batch_size),
+            gradients_s=gradients_s,
+            update_s=self._update_s(work.parameter_bytes),
+            hidden_s=self._hidden_s(gradients_s * (1 - 1 / num_buckets), backward_s),
+        )
+
+    def _tensor_parallel(self, work: DenseLayers, plan: DensePlan, batch_size: int) -> DenseCost:
+        mesh = plan.mesh
+        joint, together = mesh.tp * batch_size, self._span(mesh.groups())
+        both_ends = batch_size * (work.input_bytes + work.target_bytes)
+        ends_s = self.calibration.collectives.all_gather.seconds(
+            together, all_gather(together, both_ends)
+        )
+        return replace(
+            self._shares_cost(work.layers, plan, _held_bytes(work.layers, mesh.tp)),
+            compute_s=_compute_s(work.layers, joint, mesh.tp),
+            activations_s=ends_s + self._sums_s(together, work.layers, joint),
+        )
+
+    def _shares_cost(
+        self, layers: Sequence[LayerWork], plan: DensePlan, held_bytes: float
+    ) -> DenseCost:
+        """Price sharded parameters: messages inside copies and between them, and the optimizer."""
+        world, tp = plan.mesh.world_size, plan.mesh.tp
+        size = world // plan.num_copies
+        shares = self._span(
+            [
+                range(start + place, start + size, tp)
+                for start in range(0, world, size)
+                for place in range(tp)
+            ]
+        )
+        copies = self._span([range(place, world, size) for place in range(size)])
+        # A message for each layer: parameters come together twice, gradients are scattered.
+        collectives = self.calibration.collectives
+        share = held_bytes / len(layers)
+        gathered = all_gather(shares, share / shares.num_ranks)
+        scattered = reduce_scatter(shares, share)
+        scatter_s = len(layers) * collectives.reduce_scatter.seconds(shares, scattered)
+        kept_bytes = held_bytes * tp / size
+        return DenseCost(
+            gather_s=2 * len(layers) * collectives.all_gather.seconds(shares, gathered),
+            gradients_s=scatter_s + self._all_reduce_s(copies, kept_bytes),
+            update_s=self._update_s(kept_bytes),
+        )
+
+    def _pipelined(self, work: DenseLayers, plan: DensePlan, batch_size: int) -> DenseCost:
+        mesh, num_parts = plan.mesh, plan.num_micro_batches
+        all_samples = mesh.pipeline_size * batch_size
+        samples = all_samples / num_parts
+        stages = work.stages(plan.cuts)
+        by_stage = [_compute_s(layers, samples, mesh.tp) for layers in stages]
+        together = self._span(mesh.groups())
+        summed = [self._sums_s(together, layers, samples) for layers in stages]
+        compute_s = num_parts * sum(by_stage) / mesh.pp
+        slots = [compute + sums for compute, sums in zip(by_stage, summed, strict=True)]
+        activations_s = num_parts * sum(summed) / mesh.pp
+        through_s = sum(slots) + (num_parts - 1) * max(slots)
+        # The widest place between two stages says how long a hand-off takes.
+        widest = max(layers[-1].output_bytes for layers in stages[:-1])
+        line = self._span(mesh.pipelines())
+        once_s = 2 * self._handed_s(line, samples * widest)
+        ends_s = 2 * self._handed_s(
+            line, all_samples * (work.input_bytes + work.target_bytes), num_messages=2
+        )
+        held_bytes = max(_held_bytes(layers, mesh.tp) for layers in stages)
+        return replace(
+            self._copies_cost(plan, held_bytes),
+            compute_s=compute_s,
+            waiting_s=through_s - compute_s - activations_s,
+            activations_s=activations_s,
+            hand_off_s=ends_s + (num_parts + mesh.pp - 2) * once_s,
+            hidden_s=self._hidden_s((num_parts - 1) * once_s, compute_s),
+        )
+
+    def _copies_cost(self, plan: DensePlan, held_bytes: float) -> DenseCost:
+        """Price the messages of pipelines that hold the same layers, and the optimizer."""
+        span = self._span(plan.mesh.copies())
+        if not plan.fully_shard:
+            return DenseCost(
+                gradients_s=self._all_reduce_s(span, held_bytes),
+                update_s=self._update_s(held_bytes),
+            )
+        collectives = self.calibration.collectives
+        gathered = all_gather(span, held_bytes / span.num_ranks)
+        return DenseCost(
+            gather_s=collectives.all_gather.seconds(span, gathered),
+            gradients_s=collectives.reduce_scatter.seconds(span, reduce_scatter(span, held_bytes)),
+            update_s=self._update_s(held_bytes / span.num_ranks),
+        )
+
+    def _span(self, groups: Sequence[Sequence[int]]) -> Span:
+        return Span.of(groups, self.local_world_size)
+
+    def _hidden_s(self, message_s: float, compute_s: float) -> float:
+        return -self.calibration.hidden_share * min(message_s, compute_s)
+
+    def _update_s(self, num_bytes: float) -> float:
+        return self.calibration.kernels.dense_update.seconds(0.0, num_bytes)
+
+    def _all_reduce_s(self, span: Span, num_bytes: float) -> float:
+        return self.calibration.collectives.all_reduce.seconds(span, all_reduce(span, num_bytes))
+
+    def _sums_s(self, span: Span, layers: Sequence[LayerWork], num_samples: float) -> float:
+        """Price the output sums of layers that ranks compute together, forward and backward."""
+        return sum(
+            2 * layer.sums * self._all_reduce_s(span, num_samples * layer.output_bytes)
+            for layer in layers
+        )
+
+    def _handed_s(self, line: Span, num_bytes: float, *, num_messages: int = 1) -> float:
+        """Price bytes that go from one rank of a pipeline to another."""
+        cost = self.calibration.collectives.all_to_all
+        # As many stages send over a link at once as pipelines cross it.
+        moved = Traffic(
+            local_bytes=0.0 if line.crosses_hosts else num_bytes,
+            link_bytes=line.groups_per_host * num_bytes if line.crosses_hosts else 0.0,
+        )
+        pair = Span(2, 1 if line.crosses_hosts else 2, line.groups_per_host)
+        return cost.seconds(pair, moved) + (num_messages - 1) * (cost.base_s + cost.per_peer_s)
+
+
+def _compute_s(layers: Sequence[LayerWork], num_samples: float, tp: int = 1) -> float:
+    return sum(layer.seconds(num_samples, tp=tp) for layer in layers)
+
+
+def _held_bytes(layers: Sequence[LayerWork], tp: int) -> float:
+    """Return the parameter bytes on each of the ranks that compute layers together."""
+    return sum(layer.parameter_bytes / (tp if layer.sums else 1) for layer in layers)
+
+
+def _kept_bytes(layers: Sequence[LayerWork], tp: int) -> float:
+    """Return the bytes that are kept for a sample's backward."""
+    return sum(layer.kept_bytes / (tp if layer.sums else 1) for layer in layers)

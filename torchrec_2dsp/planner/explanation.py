@@ -1,0 +1,458 @@
+"""`Explanation`: the reasons for a plan, by table and by rank; printed, it is a report."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from textwrap import fill
+
+import numpy as np
+
+from torchrec_2dsp.codecs.rows import Transport
+from torchrec_2dsp.cost.loads import Ranks
+from torchrec_2dsp.cost.model import CostSetting, MemoryCost
+from torchrec_2dsp.cost.step_cost import NamedParts, StepCost
+from torchrec_2dsp.planner.search.choices import Choice
+from torchrec_2dsp.planner.search.placement import Descent, Found, SearchResult, Tried
+from torchrec_2dsp.planner.search.space import Space
+from torchrec_2dsp.report.charts import PALETTE, Axis, BarChart, Bars, Line, LineChart
+from torchrec_2dsp.report.page import Page
+from torchrec_2dsp.report.table import Table
+
+_HEADINGS = (
+    *("table", "rows", "dim", "sharded", "exchange"),
+    *("hot rows", "MB", "ms", "instead", "+ ms"),
+)
+_WORDS = (
+    *("table", "sharded", "exchange", "instead"),
+    *("part of a step", "kept by the fullest rank", "what else was found", ""),
+)
+"""Headings of columns without numbers."""
+_WIDTH = 100
+_BAR = 30
+_MAX_TABLES = 60
+_MAX_BARS = 50
+_MAX_RANKS = 16
+_MAX_COMPARED = 500
+"""The longest tables, which are compared with their other choices."""
+_WORTH_SAYING = 0.9
+"""Advice must cut a step to this share of its time: sending beside computing takes processor time,
+too, which isn't predicted."""
+
+
+@dataclass(frozen=True)
+class TableLine:
+    """One table of a plan."""
+
+    name: str
+    num_rows: int
+    dim: int
+    choice: Choice
+
+    hot_share: float
+    """The share of lookups that go to hot rows."""
+
+    sent_bytes: float
+    """Bytes that a rank sends in a step."""
+
+    seconds: float
+    """Seconds that the table alone adds to a step, without shared and hidden ones."""
+
+    runner_up: Choice | None = None
+    """The second best choice; `None` without any other, or where none was rated."""
+
+    lost_by_s: float = 0.0
+    """Seconds that the second best choice would add to the step, as the search rates steps."""
+
+    is_once: bool = False
+    """Whether it has one copy in the world, beside tables with one in each group."""
+
+    @property
+    def way(self) -> str:
+        """Sharding type and exchange, in words."""
+        kind = self._kind
+        return f"{kind}, {_exchange(self.choice)} exchange" if self.choice.message_type else kind
+
+    @property
+    def _kind(self) -> str:
+        return _kind(self.choice) + (", one copy" if self.is_once else "")
+
+    def cells(self) -> Sequence[str]:
+        """Return the line in words."""
+        choice, other = self.choice, self.runner_up
+        return (
+            self.name,
+            f"{self.num_rows:,}",
+            str(self.dim),
+            self._kind,
+            _exchange(choice) if choice.message_type else "-",
+            f"{choice.num_hot:,} ({self.hot_share:.0%})" if choice.num_hot else "-",
+            f"{self.sent_bytes / 1e6:.3f}",
+            milliseconds(self.seconds),
+            "-" if other is None else _difference(choice, other),
+            "-" if other is None else milliseconds(self.lost_by_s),
+        )
+
+
+def milliseconds(seconds: float) -> str:
+    """Format seconds in milliseconds, as reports show them."""
+    return f"{1e3 * seconds:,.2f}"
+
+
+def _exchange(choice: Choice) -> str:
+    is_exact = choice.transport is Transport.FP32
+    return choice.exchange.value + ("" if is_exact else f" {choice.transport.value}")
+
+
+def _kind(choice: Choice) -> str:
+    parts = f" / {choice.column_shards}" if choice.column_shards > 1 else ""
+    return choice.kind.value.replace("_", " ") + parts
+
+
+def _difference(chosen: Choice, other: Choice) -> str:
+    exchange = _exchange(other)
+    if other.kind is chosen.kind:
+        return exchange
+    return _kind(other) + ("" if exchange == "pooled" else f", {exchange}")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The reasons for a plan; see `Planner2D.explain`."""
+
+    setting: CostSetting
+    """The mesh, and all else that its cost depends on."""
+
+    where: str
+    """The mesh, and the number of tables that have one copy beside it."""
+
+    cost: StepCost
+    """The step's cost, part by part."""
+
+    memory: MemoryCost
+    """The fullest rank's memory."""
+
+    prefetching: StepCost | None
+    """A step in which rows travel beside computing; none if they do already or can't."""
+
+    tables: Sequence[TableLine]
+    """A line for each table, the longest first."""
+
+    busy_by_rank: Ranks
+    """Seconds for which tables keep each rank of a group busy in a step."""
+
+    bytes_by_rank: Ranks
+    """Bytes on each rank."""
+
+    room: float
+    """Bytes that a rank has for tables and buffers."""
+
+    meshes: Sequence[tuple[str, float]]
+    """The meshes on which tables were placed, and their steps; the first is the plan."""
+
+    front: Sequence[Tried]
+    """The attempts that no other beats both in time and in memory."""
+
+    torchrec_s: float | None = None
+    """A step of the plan that TorchRec's planner makes, predicted alike; none if nobody asked."""
+
+    def __str__(self) -> str:
+        """Return the report, which fits 100 columns."""
+        return "\n\n".join(
+            part.text(_WIDTH) if isinstance(part, Table) else fill(part, _WIDTH)
+            for part in self._parts()
+        )
+
+    @property
+    def headline(self) -> str:
+        """The plan in a sentence."""
+        setting = self.setting
+        return (
+            f"{self.where} on {setting.calibration.hardware.name}, {setting.sync}, batch "
+            f"{setting.workload.batch_size} per rank: {milliseconds(self.cost.total_s)} ms per step"
+        )
+
+    @property
+    def verdict(self) -> str:
+        """The comparison with TorchRec's plan; empty if nobody asked."""
+        if self.torchrec_s is None:
+            return ""
+        sentence = (
+            "TorchRec's planner, told the same bandwidths, makes a plan for one group that is "
+            f"predicted to take {milliseconds(self.torchrec_s)} ms per step"
+        )
+        if not self.cost.total_s:
+            return f"{sentence}."
+        return f"{sentence}: this plan is {self.torchrec_s / self.cost.total_s:.2f} times as fast."
+
+    @property
+    def caveat(self) -> str:
+        """The gaps in the numbers, as a sentence; empty without any."""
+        unknown = self.setting.workload.num_without_access
+        if not unknown:
+            return ""
+        return (
+            f"Nothing was counted for {unknown:,} of {len(self.tables):,} tables: all their "
+            "rows count as used alike, which makes row exchange dearer than it is."
+        )
+
+    @property
+    def advice(self) -> str:
+        """A way to shorten a step of the same plan, as a sentence; empty if none is known."""
+        if self.prefetching is None:
+            return ""
+        now_s, then_s = self.cost.total_s, self.prefetching.total_s
+        if then_s > _WORTH_SAYING * now_s:
+            return ""
+        return (
+            f"Trained by TrainPipelineRowPrefetch (`prefetch_rows = true` of a run), whose rows "
+            f"travel beside computing, a step of this plan should take {milliseconds(then_s)} ms "
+            f"instead of {milliseconds(now_s)}."
+        )
+
+    def table_rows(self) -> Table:
+        """Return a row for each table: its choice, its time, and the second best choice."""
+        return Table(_HEADINGS, [line.cells() for line in self.tables], _WORDS)
+
+    def phase_rows(self) -> Table:
+        """Return the parts of a step."""
+        return _parts_table(("part of a step", "ms"), self.cost, self.cost.total_s, milliseconds)
+
+    def memory_rows(self) -> Table:
+        """Return the parts of the fullest rank's memory."""
+        headings = ("kept by the fullest rank", "GB")
+        return _parts_table(headings, self.memory, self.memory.total_bytes, _gigabytes)
+
+    def rank_rows(self) -> Table:
+        """Return the time and memory of each rank of a group."""
+        longest = float(self.busy_by_rank.max(initial=0.0)) or 1.0
+        rows = [
+            (
+                str(rank),
+                milliseconds(busy),
+                "#" * round(_BAR * busy / longest),
+                _gigabytes(num_bytes),
+                f"{num_bytes / self.room:.0%}",
+            )
+            for rank, (busy, num_bytes) in enumerate(
+                zip(self.busy_by_rank.tolist(), self.bytes_by_rank.tolist(), strict=True)
+            )
+        ]
+        return Table(("rank of a group", "busy ms", "", "GB", "of the room"), rows, _WORDS)
+
+    def other_rows(self) -> Table:
+        """Return a row for each placement, and for each attempt on the front."""
+        placed = [(f"{mesh}, placed", milliseconds(seconds), "") for mesh, seconds in self.meshes]
+        front = [
+            (
+                f"{point.mesh}, {point.ways or 'dealt evenly'}",
+                milliseconds(point.seconds),
+                _gigabytes(point.bytes_of_rank),
+            )
+            for point in self.front
+        ]
+        return Table(("what else was found", "ms", "GB per rank"), [*placed, *front], _WORDS)
+
+    def write_html(self, path: str | Path, title: str = "Why this plan") -> None:
+        """Write the report as one page with plots, which needs nothing else to be read.
+
+        Raises:
+            ConfigError: plotly is missing.
+        """
+        self.page(title).write(path)
+
+    def page(self, title: str) -> Page:
+        """Lay the report out as a page that isn't written yet."""
+        page = Page(title)
+        page.add_text(self.headline)
+        for sentence in filter(None, (self.verdict, self.caveat, self.advice)):
+            page.add_text(sentence)
+        page.add_bars("Parts of a step", parts_chart(self.cost))
+        longest = self.tables[:_MAX_BARS]
+        page.add_bars(f"The {len(longest)} tables that take longest", _tables_chart(longest))
+        page.add_table("All tables", self.table_rows())
+        busy = _ranks_chart(1e3 * self.busy_by_rank, "ms")
+        page.add_bars("How busy the ranks of a group are", busy, upright=True)
+        full = _ranks_chart(self.bytes_by_rank / 1e9, "GB")
+        page.add_bars("How full the ranks of a group are", full, upright=True)
+        plan = self.cost.total_s, float(self.bytes_by_rank.max(initial=0.0))
+        page.add_lines("Time and memory of what else was found", _front_chart(self.front, plan))
+        page.add_table("Memory of the fullest rank", self.memory_rows())
+        page.add_table("What else was found", self.other_rows())
+        return page
+
+    def _parts(self) -> Iterator[Table | str]:
+        yield self.headline
+        tables, ranks = self.table_rows(), self.rank_rows()
+        yield replace(tables, rows=tables.rows[:_MAX_TABLES])
+        hidden = len(self.tables) - _MAX_TABLES
+        if hidden > 0:
+            rest = sum(line.seconds for line in self.tables[_MAX_TABLES:])
+            yield f"and {hidden:,} more tables, which add {milliseconds(rest)} ms"
+        yield from filter(None, (self.verdict, self.caveat, self.advice))
+        yield self.phase_rows()
+        yield self.memory_rows()
+        # The busiest ones, where there are many.
+        order = sorted(range(len(ranks.rows)), key=lambda rank: -self.busy_by_rank[rank])
+        yield replace(ranks, rows=[ranks.rows[rank] for rank in sorted(order[:_MAX_RANKS])])
+        yield self.other_rows()
+
+
+def _gigabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.3f}"
+
+
+def _parts_table(
+    headings: tuple[str, str], parts: NamedParts, total: float, shown: Callable[[float], str]
+) -> Table:
+    rows = [(name.replace("_", " "), shown(part)) for name, part in parts.parts() if part]
+    return Table(headings, [*rows, ("all", shown(total))], _WORDS)
+
+
+def parts_chart(cost: StepCost) -> BarChart:
+    """Draw bars that each begin where the one before it ends; hidden parts go back."""
+    parts = {name.replace("_", " "): 1e3 * seconds for name, seconds in cost.parts() if seconds}
+    starts = dict(zip(parts, accumulate(parts.values(), initial=0.0), strict=False))
+    total = {"all": 1e3 * cost.total_s}
+    added = {name: part_ms for name, part_ms in parts.items() if part_ms > 0}
+    hidden = {name: part_ms for name, part_ms in parts.items() if part_ms < 0}
+    kinds = (
+        ("adds time", added, PALETTE[0]),
+        ("is hidden behind other parts", hidden, PALETTE[2]),
+        ("the step", total, PALETTE[3]),
+    )
+    bars = [
+        Bars(
+            name=name,
+            values=values,
+            starts={place: starts.get(place, 0.0) for place in values},
+            colour=colour,
+            hover={place: f"{place}: {value:.2f} ms" for place, value in values.items()},
+        )
+        for name, values, colour in kinds
+        if values
+    ]
+    return BarChart(bars, places=[*parts, *total], title="ms")
+
+
+def _tables_chart(tables: Sequence[TableLine]) -> BarChart:
+    """Draw a bar for each table, in a colour for each way to shard them."""
+    bars = []
+    for way in dict.fromkeys(line.way for line in tables):
+        lines = [line for line in tables if line.way == way]
+        hover = {
+            line.name: f"{line.name}, {line.num_rows:,} rows of {line.dim}: "
+            f"{1e3 * line.seconds:.3f} ms, {line.sent_bytes / 1e6:.3f} MB sent"
+            for line in lines
+        }
+        lengths = {line.name: 1e3 * line.seconds for line in lines}
+        bars.append(Bars(name=way, values=lengths, hover=hover))
+    places = [line.name for line in tables]
+    return BarChart(bars, places=places, title="ms that a table adds to a step")
+
+
+def _ranks_chart(numbers: Ranks, unit: str) -> BarChart:
+    values = {str(rank): float(number) for rank, number in enumerate(numbers)}
+    hover = {rank: f"rank {rank}: {number:.3f} {unit}" for rank, number in values.items()}
+    return BarChart([Bars(name=unit, values=values, hover=hover)], places=[*values], title=unit)
+
+
+def _front_chart(front: Sequence[Tried], plan: tuple[float, float]) -> LineChart:
+    """Draw the front; a star marks the plan's seconds and the bytes on its fullest rank."""
+    attempts = Line(
+        name="dealt evenly",
+        x=[point.bytes_of_rank / 1e9 for point in front],
+        y=[1e3 * point.seconds for point in front],
+        way="steps",
+        marker="o",
+        hover=[
+            f"{point.mesh}: {1e3 * point.seconds:.2f} ms, {point.bytes_of_rank / 1e9:.3f} GB"
+            for point in front
+        ],
+    )
+    star = Line(name="the plan", x=[plan[1] / 1e9], y=[1e3 * plan[0]], way="points", marker="*")
+    return LineChart([attempts, star], x=Axis(title="GB per rank"), y=Axis(title="ms per step"))
+
+
+def explain(result: SearchResult) -> Explanation:
+    """Explain why the search's best placement is best."""
+    best = result.found[0]
+    tables, busy = _explained(best, result.room)
+    if best.once is not None:
+        in_world, busy_in_world = _explained(best.once, result.room)
+        tables += [replace(line, is_once=True) for line in in_world]
+        # A position in a group stands for a rank in each group.
+        busy = busy + busy_in_world.mean()
+    return Explanation(
+        setting=best.setting,
+        where=best.where,
+        cost=best.cost,
+        memory=best.memory,
+        prefetching=best.prefetching(result.room),
+        tables=sorted(tables, key=lambda line: -line.seconds),
+        busy_by_rank=busy,
+        bytes_by_rank=best.bytes_by_rank,
+        room=result.room,
+        meshes=[(placed.where, placed.cost.total_s) for placed in result.found],
+        front=pareto_front(result.tried),
+    )
+
+
+def _explained(best: Found, room: float) -> tuple[list[TableLine], Ranks]:
+    """Return a line for each table, and the seconds for which they keep each rank busy."""
+    space = Space.of(best.candidates, best.setting)
+    rough = Descent(space, np.zeros(0), room).sums(best.placement)
+    prices = space.prices(rough.loads.mean(axis=1))
+    descent = Descent(space, prices, room)
+    rated_s = descent.rated_s(best.placement)
+    lines = sorted(enumerate(_lines(best, descent)), key=lambda numbered: -numbered[1].seconds)
+    compared = [
+        _compared(line, best, descent, table, rated_s) if place < _MAX_COMPARED else line
+        for place, (table, line) in enumerate(lines)
+    ]
+    return compared, np.asarray(prices @ rough.loads, np.float64)
+
+
+def pareto_front(tried: Sequence[Tried]) -> list[Tried]:
+    """Return the attempts that no other beats both in time and in memory, the shortest step first.
+
+    Example:
+        >>> from torchrec_2dsp import Mesh2D
+        >>> from torchrec_2dsp.planner.explanation import pareto_front
+        >>> from torchrec_2dsp.planner.search.placement import Tried
+        >>> tried = [Tried(Mesh2D(1, 4), *pair) for pair in ((2.0, 5.0), (3.0, 4.0), (3.5, 6.0))]
+        >>> [(point.seconds, point.bytes_of_rank) for point in pareto_front(tried)]
+        [(2.0, 5.0), (3.0, 4.0)]
+    """
+    front: list[Tried] = []
+    for point in sorted(tried, key=lambda point: (point.seconds, point.bytes_of_rank)):
+        if not front or point.bytes_of_rank < front[-1].bytes_of_rank:
+            front.append(point)
+    return front
+
+
+def _lines(best: Found, descent: Descent) -> Iterator[TableLine]:
+    sent = best.setting.sent_bytes()
+    for table, (candidate, choice) in enumerate(
+        zip(best.candidates, best.placement.choices, strict=True)
+    ):
+        loads = descent.sums_of(best.placement, table).loads.mean(axis=1)
+        yield TableLine(
+            name=candidate.name,
+            num_rows=candidate.work.num_rows,
+            dim=candidate.work.dim,
+            choice=choice,
+            hot_share=candidate.work.hot_share(choice.num_hot),
+            sent_bytes=float(sent @ loads),
+            seconds=float(descent.prices @ loads),
+        )
+
+
+def _compared(
+    line: TableLine, best: Found, descent: Descent, table: int, rated_s: float
+) -> TableLine:
+    others = descent.alternatives(best.placement, table)
+    if not others:
+        return line
+    choice, seconds = min(others, key=lambda other: other[1])
+    return replace(line, runner_up=choice, lost_by_s=seconds - rated_s)

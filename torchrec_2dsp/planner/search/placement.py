@@ -1,0 +1,484 @@
+"""`Placement`: a choice and ranks for each table; improved, with hot rows, and as a plan. Pure."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import cycle
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.sharding_plan import placement
+from torchrec.distributed.types import ShardingType
+
+from torchrec_2dsp.cost.loads import Floats, Loads, Placed, Ranks
+from torchrec_2dsp.cost.model import CostSetting, MemoryCost, table_bytes
+from torchrec_2dsp.cost.step_cost import StepCost
+from torchrec_2dsp.cost.table_loads import exchanges_rows
+from torchrec_2dsp.cost.workload import TableWork
+from torchrec_2dsp.mesh import Mesh2D
+from torchrec_2dsp.plan.parameter_sharding import ParameterSharding2D, type_2d
+from torchrec_2dsp.plan.plan2d import Plan2D
+from torchrec_2dsp.planner.search.choices import Candidate, Choice, rated, rated_beside
+from torchrec_2dsp.planner.search.space import Space
+
+_LEAST_GAIN = 1e-6
+"""The share by which a change must shorten the step, so that rounding changes nothing."""
+_MAX_REMEMBERED = 20_000
+"""The most tables times ranks for which the sums of single tables are remembered."""
+_FIRST_RUN = 16
+_RUN_GROWTH = 4
+_MIN_GAIN = 0.2
+"""The share of table time that hot rows must save: their own part is predicted too short."""
+
+RanksOf = tuple[int, ...]
+"""The ranks of a table's shards, where the choice leaves them free."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Loads and memory that some tables put on a group's ranks."""
+
+    loads: Floats
+    """A row for each of `LOADS`, a column for each rank."""
+
+    table_bytes: Floats
+    """Bytes of tables on each rank, without buffers."""
+
+    def __add__(self, other: "Sums") -> "Sums":
+        return Sums(self.loads + other.loads, self.table_bytes + other.table_bytes)
+
+    def __sub__(self, other: "Sums") -> "Sums":
+        return Sums(self.loads - other.loads, self.table_bytes - other.table_bytes)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A choice for each table, and ranks for its shards."""
+
+    choices: tuple[Choice, ...]
+    ranks: tuple[RanksOf, ...]
+
+    def replaced(self, table: int, choice: Choice, ranks: RanksOf = ()) -> "Placement":
+        """Return the placement with another choice for a table."""
+        return Placement(
+            (*self.choices[:table], choice, *self.choices[table + 1 :]),
+            (*self.ranks[:table], ranks, *self.ranks[table + 1 :]),
+        )
+
+
+class Descent:
+    """Shortens a placement's step by changing tables; caches the sums of single tables."""
+
+    def __init__(self, space: Space, prices: Floats, room: float) -> None:
+        setting = space.setting
+        self._space = space
+        self.prices = prices
+        """Seconds for one unit more of each of `LOADS`."""
+        self._room = room
+        self._group = setting.group
+        self._buffers = setting.buffer_bytes
+        self._known: dict[tuple[int, Choice, RanksOf], Sums] = {}
+        self._last: tuple[Placement, Sums] | None = None
+
+    def sums(self, placement: Placement) -> Sums:
+        """Sum loads and memory over all tables."""
+        if self._last is not None and self._last[0] is placement:
+            return self._last[1]
+        sums = Sums(
+            np.zeros((len(self._buffers), self._group.num_ranks)), np.zeros(self._group.num_ranks)
+        )
+        for table in range(len(placement.choices)):
+            sums += self.sums_of(placement, table)
+        self._last = placement, sums
+        return sums
+
+    def sums_of(self, placement: Placement, table: int) -> Sums:
+        """Return one table's loads and memory."""
+        return self._of(table, placement.choices[table], placement.ranks[table])
+
+    def step_cost(self, placement: Placement) -> StepCost:
+        """Predict a placement's step, imbalance included."""
+        return self._step_cost(self.sums(placement), placement.choices)
+
+    def rated_s(self, placement: Placement) -> float:
+        """Rate a placement; infinite where memory doesn't suffice."""
+        return self._rated_s(self.sums(placement), placement.choices)
+
+    def bytes_by_rank(self, placement: Placement) -> Floats:
+        """Return the bytes on each rank, buffers included."""
+        return self._bytes(self.sums(placement))
+
+    def improved(self, start: Placement, max_tries: int) -> tuple[Placement, int]:
+        """Improve the start until nothing helps or ``max_tries`` are used; return the tries left.
+
+        A start that doesn't fit, because its buffers aren't even, is replaced by whatever does.
+        """
+        spread, max_tries = self._spread(start, max_tries)
+        return self._singly(spread, max_tries)
+
+    def _spread(self, start: Placement, max_tries: int) -> tuple[Placement, int]:
+        """Spread the busiest tables together over all ranks, where that helps.
+
+        Single changes don't find this: of two large tables on two ranks, moving one leaves the
+        other rank as busy as it was.
+        """
+        best, placement = self.rated_s(start), start
+        # Half of the tries are for single tables, of which there may be thousands.
+        max_together = max_tries // (2 * len(self._space.families))
+        free = (table for table, choice in enumerate(start.choices) if choice.is_free)
+        busiest_first = sorted(free, key=lambda table: -self._busy_s(start, table))
+        for family in self._space.families:
+            changed, sums = start, self.sums(start)
+            for table in busiest_first[:max_together]:
+                choices = [
+                    choice for choice in self._space.choices[table] if choice.family == family
+                ]
+                if not choices or choices[0].is_free:
+                    continue
+                sums = sums - self.sums_of(changed, table) + self._of(table, choices[0], ())
+                changed = changed.replaced(table, choices[0])
+                seconds = self._rated_s(sums, changed.choices)
+                max_tries -= 1
+                if seconds < best * (1 - _LEAST_GAIN):
+                    best, placement = seconds, changed
+        return placement, max_tries
+
+    def _singly(self, start: Placement, max_tries: int) -> tuple[Placement, int]:
+        """Change single tables, one after the other, where that helps."""
+        placement, sums = start, self.sums(start)
+        best = self._rated_s(sums, start.choices)
+        since_gain = 0
+        for table in cycle(range(len(start.choices))):
+            since_gain += 1
+            if since_gain > len(start.choices) or max_tries <= 0:
+                break
+            others = sums - self.sums_of(placement, table)
+            for choice, ranks in self._tries(table, others):
+                max_tries -= 1
+                changed = placement.replaced(table, choice, ranks)
+                tried = others + self._of(table, choice, ranks)
+                seconds = self._rated_s(tried, changed.choices)
+                if seconds < best * (1 - _LEAST_GAIN):
+                    placement, sums, best, since_gain = changed, tried, seconds, 0
+        self._last = placement, sums
+        return placement, max_tries
+
+    def alternatives(self, placement: Placement, table: int) -> list[tuple[Choice, float]]:
+        """Return a table's other choices that fit, each with the step's rating."""
+        others = self.sums(placement) - self.sums_of(placement, table)
+        seconds_of: dict[Choice, float] = {}
+        for choice, ranks in self._tries(table, others):
+            if choice.family == placement.choices[table].family:
+                continue
+            changed = placement.replaced(table, choice, ranks)
+            seconds = self._rated_s(others + self._of(table, choice, ranks), changed.choices)
+            if np.isfinite(seconds):
+                seconds_of[choice] = min(seconds, seconds_of.get(choice, np.inf))
+        return list(seconds_of.items())
+
+    def _busy_s(self, placement: Placement, table: int) -> float:
+        return float((self.prices @ self.sums_of(placement, table).loads).max())
+
+    def _of(self, table: int, choice: Choice, ranks: RanksOf) -> Sums:
+        key = table, choice, ranks
+        if key in self._known:
+            return self._known[key]
+        placed = self._space.candidates[table].placed(choice, ranks, self._group)
+        sums = Sums(
+            self._space.setting.loads([placed]).values, table_bytes(placed, self._group.num_ranks)
+        )
+        if len(self._space.candidates) * self._group.num_ranks <= _MAX_REMEMBERED:
+            self._known[key] = sums
+        return sums
+
+    def _bytes(self, sums: Sums) -> Floats:
+        return np.asarray(sums.table_bytes + self._buffers @ sums.loads, np.float64)
+
+    def _rated_s(self, sums: Sums, choices: Sequence[Choice]) -> float:
+        if (self._bytes(sums) > self._room).any():
+            return float("inf")
+        return rated(self._step_cost(sums, choices), {choice.message_type for choice in choices})
+
+    def _step_cost(self, sums: Sums, choices: Sequence[Choice]) -> StepCost:
+        types = {choice.message_type for choice in choices} - {""}
+        loads = Loads(self._group.num_ranks, types=types)
+        loads.values += np.maximum(sums.loads, 0.0)
+        return self._space.setting.step_cost(loads)
+
+    def _tries(self, table: int, others: Sums) -> Iterator[tuple[Choice, RanksOf]]:
+        """Yield all choices, on the ranks or hosts with least to do beside a table."""
+        busy = self.prices @ others.loads
+        hosts = np.arange(len(busy)) // self._group.ranks_per_host
+        busy_hosts = np.bincount(hosts, busy)
+        by_rank = np.argsort(busy, kind="stable")
+        # Ranks of a host share its link.
+        by_host = np.lexsort((busy, busy_hosts[hosts]))
+        first = int(busy_hosts.argmin()) * self._group.ranks_per_host
+        for choice in self._space.choices[table]:
+            if not choice.is_free:
+                yield choice, ()
+            elif choice.is_on_host:
+                yield choice, tuple(range(first, first + self._group.ranks_per_host))
+            else:
+                parts = np.arange(choice.column_shards) % len(busy)
+                orders = (tuple(order[parts].tolist()) for order in (by_rank, by_host))
+                yield from ((choice, ranks) for ranks in dict.fromkeys(orders))
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs of equally hot rows, with a number for each run."""
+
+    tables: NDArray[np.int64]
+    num_rows: Floats
+
+    benefits: Floats
+    """Seconds that each row saves; below zero where it costs more than it saves."""
+
+    num_bytes: Floats
+    """Bytes that each row takes on every rank."""
+
+
+def rows_by_byte(runs: Runs, room: float) -> Floats:
+    """Return the rows to take from each run: the best for their bytes first, while there is room.
+
+    That saves the most, but for part of one row's benefit.
+
+    Example:
+        >>> import numpy as np
+        >>> from torchrec_2dsp.planner.search.placement import Runs, rows_by_byte
+        >>> runs = Runs(
+        ...     tables=np.array([0, 0, 1]),
+        ...     num_rows=np.array([2.0, 8.0, 5.0]),
+        ...     benefits=np.array([9.0, 1.0, 4.0]),
+        ...     num_bytes=np.array([1.0, 1.0, 2.0]),
+        ... )
+        >>> rows_by_byte(runs, room=9.0).tolist()
+        [2.0, 1.0, 3.0]
+    """
+    num_taken = np.zeros(len(runs.num_rows))
+    order = np.argsort(-runs.benefits / runs.num_bytes, kind="stable")
+    for run in order.tolist():
+        if runs.benefits[run] <= 0:
+            break
+        num_taken[run] = min(float(runs.num_rows[run]), room // float(runs.num_bytes[run]))
+        room -= float(num_taken[run] * runs.num_bytes[run])
+    return num_taken
+
+
+def with_hot_rows(space: Space, placement: Placement, descent: Descent, room: float) -> Placement:
+    """Return the placement with the hot rows that pay, or itself where none do.
+
+    Reference: P2RES, whose performance model this follows; see docs/guides/planner.md.
+    """
+    free_bytes = room - float(descent.bytes_by_rank(placement).max())
+    runs = _runs(space, placement)
+    while runs is not None and free_bytes > 0:
+        num_taken = rows_by_byte(runs, free_bytes)
+        by_table = np.bincount(runs.tables, num_taken, minlength=len(placement.choices))
+        choices = [
+            replace(choice, num_hot=int(num_hot)) if num_hot else choice
+            for choice, num_hot in zip(placement.choices, by_table, strict=True)
+        ]
+        hotter = Placement(tuple(choices), placement.ranks)
+        missing = float(descent.bytes_by_rank(hotter).max()) - room
+        if missing <= 0:
+            before = descent.step_cost(placement).tables_s
+            after = descent.step_cost(hotter).tables_s
+            return hotter if after < before * (1 - _MIN_GAIN) else placement
+        # Buffers for hot rows need room as well.
+        free_bytes -= missing
+    return placement
+
+
+def _runs(space: Space, placement: Placement) -> Runs | None:
+    """Return the runs in all tables that may have hot rows; `None` without any."""
+    loads = {
+        table: _loads_by_size(space, table, choice, ranks)
+        for table, (choice, ranks) in enumerate(
+            zip(placement.choices, placement.ranks, strict=True)
+        )
+        if space.candidates[table].may_be_hot(choice)
+    }
+    if not any(len(of_sizes) > 1 for of_sizes in loads.values()):
+        return None
+    # Loads that only hot rows have get prices where there are some.
+    prices = space.prices(
+        np.sum([of_sizes[len(of_sizes) // 2] for of_sizes in loads.values()], axis=0)
+    )
+    runs: list[tuple[int, float, float, float]] = []
+    for table, by_size in loads.items():
+        work = space.candidates[table].work
+        sizes = np.array(_hot_set_sizes(work), dtype=np.float64)
+        row_bytes = work.dim * work.element_bytes + work.state_bytes_per_row
+        runs += [(table, *run, row_bytes) for run in concave_runs(sizes, by_size @ prices)]
+    tables, *numbers = (np.array(column) for column in zip(*runs, strict=True))
+    return Runs(tables, *numbers)
+
+
+def _loads_by_size(space: Space, table: int, choice: Choice, ranks: RanksOf) -> Floats:
+    """Return a mean rank's loads for hot sets of several sizes."""
+    setting, candidate = space.setting, space.candidates[table]
+    placed = (
+        candidate.placed(replace(choice, num_hot=size), ranks, setting.group)
+        for size in _hot_set_sizes(candidate.work)
+    )
+    return np.array([setting.loads([table]).values.mean(axis=1) for table in placed])
+
+
+def _hot_set_sizes(work: TableWork) -> list[int]:
+    """Return sizes in growing steps, from no rows to all known ones."""
+    num_known = 0 if work.access is None else min(work.num_rows, len(work.access.rows))
+    sizes, size = [0], _FIRST_RUN
+    while size < num_known:
+        sizes.append(size)
+        size *= _RUN_GROWTH
+    return [*sizes, num_known] if num_known else sizes
+
+
+def concave_runs(sizes: Floats, costs: Floats) -> Iterator[tuple[float, float]]:
+    """Yield runs with falling benefit: their rows, and the seconds that each row saves.
+
+    A run that would save more than the one before it is joined to it, as its rows come later.
+    """
+    runs: list[tuple[float, float]] = []
+    for num_rows, saved in zip(np.diff(sizes), -np.diff(costs), strict=True):
+        runs.append((float(num_rows), float(saved)))
+        while len(runs) > 1 and runs[-1][1] / runs[-1][0] > runs[-2][1] / runs[-2][0]:
+            last = runs.pop()
+            runs[-1] = runs[-1][0] + last[0], runs[-1][1] + last[1]
+    for num_rows, saved in runs:
+        yield num_rows, saved / num_rows
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best placement on a mesh, ready to become a plan."""
+
+    setting: CostSetting
+    candidates: Sequence[Candidate]
+    placement: Placement
+    cost: StepCost
+
+    bytes_by_rank: Ranks
+    """Bytes on each rank of a group."""
+
+    once: "Found | None" = None
+    """Tables with one copy in the world beside those; cost and memory count them."""
+
+    @property
+    def where(self) -> str:
+        """The mesh, and the number of tables that have one copy beside it."""
+        mesh = str(self.setting.mesh)
+        return mesh if self.once is None else f"{mesh}, {len(self.once.candidates)} in the world"
+
+    @cached_property
+    def memory(self) -> MemoryCost:
+        """The fullest rank's memory."""
+        cost = self.setting.memory_cost(self._placed)
+        return cost if self.once is None else cost + self.once.memory
+
+    def prefetching(self, room: float) -> StepCost | None:
+        """Predict a step that prefetches rows; `None` if it does already, or can't in ``room``."""
+        setting = self.setting
+        exchanges = any(exchanges_rows(message_type) for message_type in self._types())
+        if setting.workload.prefetches_rows or setting.mesh.num_groups > 1 or not exchanges:
+            return None
+        workload = replace(setting.workload, prefetches_rows=True, is_pipelined=True)
+        setting = replace(setting, workload=workload)
+        if setting.memory_cost(self._placed).total_bytes > room:
+            return None
+        return setting.step_cost(setting.loads(self._placed))
+
+    @cached_property
+    def _placed(self) -> list[Placed]:
+        return [
+            candidate.placed(choice, ranks, self.setting.group)
+            for candidate, choice, ranks in self._tables()
+        ]
+
+    @property
+    def rated_s(self) -> float:
+        """The rating by which it is compared with others."""
+        in_world = set() if self.once is None else self.once._types()
+        return rated_beside(self.cost, self._types(), in_world)
+
+    def _types(self) -> set[str]:
+        return {choice.message_type for choice in self.placement.choices}
+
+    def _tables(self) -> Iterator[tuple[Candidate, Choice, RanksOf]]:
+        chosen = self.placement
+        return zip(self.candidates, chosen.choices, chosen.ranks, strict=True)
+
+    def plan(self, device: str) -> Plan2D:
+        """Build the plan, with TorchRec's objects for each shard on "cpu" or "cuda"."""
+        tables: dict[str, dict[str, ParameterSharding2D]] = {}
+        for found in (self, self.once) if self.once is not None else (self,):
+            for candidate, choice, ranks in found._tables():
+                sharding = found._sharding(candidate, choice, ranks, device)
+                if found is not self:
+                    sharding = replace(sharding, num_groups=1)
+                tables.setdefault(candidate.path, {})[candidate.name] = sharding
+        return Plan2D.of_tables(tables, mesh=self.setting.mesh, sync=self.setting.sync)
+
+    def _sharding(
+        self, candidate: Candidate, choice: Choice, ranks: RanksOf, device: str
+    ) -> ParameterSharding2D:
+        group = self.setting.group
+        if not choice.is_free:
+            ranks = tuple(range(group.num_ranks))
+        spec = None
+        if choice.kind is not ShardingType.DATA_PARALLEL:
+            shapes = zip(*candidate.shapes(choice, group), ranks, strict=True)
+            spec = EnumerableShardingSpec(
+                [
+                    ShardMetadata(
+                        shard_sizes=size,
+                        shard_offsets=offset,
+                        placement=placement(device, rank, group.ranks_per_host),
+                    )
+                    for size, offset, rank in shapes
+                ]
+            )
+        constraint = candidate.constraint or ParameterConstraints()
+        return ParameterSharding2D(
+            sharding_type=type_2d(choice.kind.value),
+            compute_kernel=candidate.kernels[choice.kind],
+            ranks=list(ranks),
+            sharding_spec=spec,
+            cache_params=constraint.cache_params,
+            enforce_hbm=constraint.enforce_hbm,
+            stochastic_rounding=constraint.stochastic_rounding,
+            bounds_check_mode=constraint.bounds_check_mode,
+            output_dtype=constraint.output_dtype,
+            key_value_params=constraint.key_value_params,
+            exchange=choice.exchange,
+            owners=candidate.owners(choice, group),
+            hot_set=candidate.hot_set(choice),
+            transport=choice.transport,
+        )
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A choice for all tables on a mesh, as if their shards were dealt evenly."""
+
+    mesh: Mesh2D
+    seconds: float
+    bytes_of_rank: float
+    """Bytes on a rank, buffers included."""
+    ways: str = ""
+    """The number of tables for each way to shard them, in words."""
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """Placements, the best first and none if nothing fits, and all attempts that fit."""
+
+    found: Sequence[Found]
+    tried: Sequence[Tried]
+    room: float
+    """Bytes that a rank has for tables and buffers."""

@@ -55,6 +55,8 @@ from torchrec_2dsp.planner.torchrec.options import PlannedOptions
 
 logger = logging.getLogger(__name__)
 
+_NOT_BY_COST = "a search by cost takes no {}: leave it out, or give a mesh and no calibration"
+
 _Member = TypeVar("_Member", Exchange, Transport)
 
 NOT_MEASURED = (
@@ -208,11 +210,8 @@ class Planner2D(OpenPlanner):
         self.mesh = mesh
         """The mesh that repeats the plan; `None` where meshes are searched."""
         self.sync: SyncConfig = sync
-        """Keeps replicas equal."""
         self._transports = _checked_transports(transports)
-        batch_size = BATCH_SIZE if batch_size is None else batch_size
-        if batch_size < 1:
-            raise ConfigError(f"batch_size={batch_size} leaves nothing to do; use 1 or more")
+        batch_size = _checked_batch_size(batch_size)
         stock: dict[str, Any] = {
             "enumerator": enumerator,
             "proposer": proposer,
@@ -228,17 +227,13 @@ class Planner2D(OpenPlanner):
                 topology, batch_size, constraints, mesh=mesh, sync=sync
             )
         else:
-            _refuse(
-                "a search by cost takes no {}: leave it out, or give a mesh and no calibration",
-                **stock,
-            )
+            _refuse(_NOT_BY_COST, **stock)
             topology = topology or world_topology(mesh or _whole_world())
-            costs = calibration or Calibration.of_topology(topology)
             self._is_measured = calibration is not None
+            calibration = calibration or Calibration.of_topology(topology)
             of_user = (constraints, access, workload, self._transports)
-            self._search = CostSearch(costs, mesh, sync, batch_size, *of_user)
+            self._search = CostSearch(calibration, mesh, sync, batch_size, *of_user)
             mesh = Mesh2D(1, topology.world_size)  # The memory is that of every rank.
-        stock["partitioner"] = Partitioner2D(partitioner)
         super().__init__(
             topology=group_topology(topology, mesh),
             batch_size=batch_size,
@@ -247,7 +242,7 @@ class Planner2D(OpenPlanner):
             constraints=base_constraints(constraints),
             debug=debug,
             timeout_seconds=timeout_seconds,
-            **stock,
+            **stock | {"partitioner": Partitioner2D(partitioner)},
         )
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> Plan2D:
@@ -394,6 +389,13 @@ def plan_on_rank_0(make_plan: Callable[[], Plan2D], pg: dist.ProcessGroup) -> Pl
         kind, text = message[0]
         raise kind(text)
     return pickle.loads(message[0])
+
+
+def _checked_batch_size(batch_size: int | None) -> int:
+    batch_size = BATCH_SIZE if batch_size is None else batch_size
+    if batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size} leaves nothing to do; use 1 or more")
+    return batch_size
 
 
 def _checked_transports(transports: Sequence[Transport | str] | str) -> tuple[Transport, ...]:

@@ -416,10 +416,10 @@ class Found:
     def plan(self, device: str) -> Plan2D:
         """Build the plan, with TorchRec's objects for each shard on "cpu" or "cuda"."""
         tables: dict[str, dict[str, ParameterSharding2D]] = {}
-        for found in (self, self.once) if self.once is not None else (self,):
-            for candidate, choice, ranks in found._tables():
-                sharding = found._sharding(candidate, choice, ranks, device)
-                if found is not self:
+        for part in (self, self.once) if self.once is not None else (self,):
+            for candidate, choice, ranks in part._tables():
+                sharding = part._sharding(candidate, choice, ranks, device)
+                if part is not self:
                     sharding = replace(sharding, num_groups=1)
                 tables.setdefault(candidate.path, {})[candidate.name] = sharding
         return Plan2D.of_tables(tables, mesh=self.setting.mesh, sync=self.setting.sync)

@@ -64,7 +64,7 @@ class Draft:
         types = {choice.message_type for choice in self.placement.choices}
         return rated(self.space.step_cost(self.loads.sum(axis=0), types), types)
 
-    def options(self, known: KnownOptions, device: str) -> list[ShardingOption]:
+    def options(self, stock_options: KnownOptions, device: str) -> list[ShardingOption]:
         """Return an option for each table, rated so that they add up to the step.
 
         The dense part isn't in them. A shard that may lie anywhere is rated with an equal part of
@@ -73,15 +73,15 @@ class Draft:
         """
         prices = self._prices()
         return [
-            self._option(known, candidate, choice, prices, device)
+            self._option(stock_options, candidate, choice, prices, device)
             for candidate, choice in self._tables()
         ]
 
-    def all_options(self, known: KnownOptions, device: str) -> list[ShardingOption]:
+    def all_options(self, stock_options: KnownOptions, device: str) -> list[ShardingOption]:
         """Return an option for each choice, rated as if all other tables stayed as they are."""
         prices = self._prices()
         return [
-            self._option(known, candidate, choice, prices, device)
+            self._option(stock_options, candidate, choice, prices, device)
             for candidate, choices in zip(self.space.candidates, self.space.choices, strict=True)
             for choice in choices
         ]
@@ -113,7 +113,7 @@ class Draft:
 
     def _option(
         self,
-        known: KnownOptions,
+        stock_options: KnownOptions,
         candidate: Candidate,
         choice: Choice,
         prices: Floats,
@@ -121,7 +121,7 @@ class Draft:
     ) -> ShardingOption:
         setting = self.space.setting
         group, kernel = setting.group, candidate.kernels[choice.kind]
-        option = copy.copy(known[candidate.name, choice.kind, kernel])
+        option = copy.copy(stock_options[candidate.name, choice.kind, kernel])
         option.sharding_type = ProposedType.of(
             choice.kind,
             setting.mesh,

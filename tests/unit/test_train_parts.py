@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from tests.support.click_configs import click_data
 from tests.support.train_runs import config_with, plain_metrics
-from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.errors import CheckpointError, ConfigError
+from torchrec_2dsp.parallel.train_state.values import check_states
 from torchrec_2dsp.programs.cli.app import app
 from torchrec_2dsp.programs.cli.train_display import TrainDisplay
 from torchrec_2dsp.programs.config.config_file import make_config
@@ -114,6 +115,13 @@ def test_settings_name_the_key_that_has_changed() -> None:
     ):
         with pytest.raises(ConfigError, match=key):
             RunSettings(config_with(**sections)).check_state_dict(first)
+
+
+def test_a_member_that_refuses_its_state_is_named() -> None:
+    settings = RunSettings(config_with(loop={"accumulate": 2}))
+    state = RunSettings(config_with()).state_dict()
+    with pytest.raises(CheckpointError, match=r"^'settings' in the train state can't be loaded: "):
+        check_states("settings", settings, [state])
 
 
 def test_an_empty_history_comes_back() -> None:

@@ -1,4 +1,4 @@
-"""The programs behind `plan` and `simulate`: plans for machines that needn't exist."""
+"""Plan a model for machines; neither has to be there."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ from torchrec_2dsp.shard.sharders import EmbeddingBagCollectionSharder2D
 
 
 class Slower(BaseModel):
-    """How many times as long things take as in a calibration; below 1 they are quicker.
+    """Factors by which things take longer than in a calibration; below 1 they are quicker.
 
     Example:
         >>> import torchrec_2dsp as tdsp
@@ -58,13 +58,13 @@ class Slower(BaseModel):
     """The factor of a byte on its way inside a host."""
 
     latency: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """The factor of what takes time whatever the bytes: starts, other ranks, and turns."""
+    """The factor of times without bytes: starts, other ranks, and turns."""
 
     kernels: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """The factor of a row that is looked up, sorted, copied, added or updated."""
 
     def than(self, calibration: Calibration) -> Calibration:
-        """A calibration of such machines, whose name says so."""
+        """Return the calibration of such machines, whose name says so."""
         factors = {name: value for name, value in self.model_dump().items() if value != 1.0}
         if not factors:
             return calibration
@@ -109,22 +109,22 @@ class TransformerConfig(Section):
     """A transformer over sequences of items, whose layers ranks may share."""
 
     num_blocks: int = Field(ge=1)
-    """How many blocks there are."""
+    """The number of blocks."""
 
     dim: int = Field(ge=1)
-    """How many numbers an item has between blocks."""
+    """The width of an item between blocks."""
 
     length: int = Field(ge=1)
     """Items of a sample."""
 
     expansion: int = Field(default=4, ge=1)
-    """How many times as wide the feed-forward part is inside."""
+    """The factor by which the feed-forward part is wider inside."""
 
     num_targets: int = Field(default=1, ge=0)
     """Vectors that the loss is given for each item."""
 
     def layers(self, kernels: Kernels) -> DenseLayers:
-        """The blocks, by what products of matrices take."""
+        """Return the blocks, timed by the calibrated matrix products."""
         return Transformer(**self.model_dump()).layers(kernels)
 
 
@@ -137,7 +137,7 @@ class DenseConfig(Section):
     """Megabytes that are all-reduced over the world in each step."""
 
     transformer: TransformerConfig | None = None
-    """The layers of the rest of the model, in place of the numbers above: then ways to run them are
+    """The layers of the rest of the model, in place of the numbers above; then ways to run them are
     compared, too."""
 
     @model_validator(mode="after")
@@ -150,7 +150,7 @@ class DenseConfig(Section):
         return self
 
     def work(self, kernels: Kernels, batch_size: int) -> DenseWork:
-        """The work of a rank, which a search of the tables' plan takes as it is."""
+        """Return a rank's dense work, which a search of the tables' plan takes as it is."""
         if self.transformer is None:
             return DenseWork(
                 forward_s=self.forward_ms / 1e3,
@@ -170,17 +170,7 @@ def torchrec_cost(
     topology: Topology,
     constraints: Mapping[str, ParameterConstraints],
 ) -> StepCost | None:
-    """A step of TorchRec's plan for one group, predicted as in ``setting``.
-
-    Args:
-        setting: calibration, workload and ranks per host count.
-        model: the unsharded model.
-        topology: what its planner is told of the machines.
-        constraints: of which its planner is told the pooling factors.
-
-    Returns:
-        None if its planner finds no plan that fits.
-    """
+    """Predict a step of the plan that TorchRec finds for one group; `None` if it finds none."""
     pooling_constraints = {
         name: ParameterConstraints(pooling_factors=constraint.pooling_factors)
         for name, constraint in constraints.items()
@@ -211,23 +201,23 @@ class MachinesConfig(Section):
     """The machines that a model would be trained on."""
 
     calibration: CalibrationPath
-    """A file of the calibrate command, relative to the config file if that names it; or the name of
-    one that ships, such as `emulated_1gbit`."""
+    """A file of the calibrate command, relative to the config file, or the name of one that ships,
+    such as `emulated_1gbit`."""
 
     slower: Slower = Slower()
-    """How many times as long things take as there."""
+    """The factors by which things take longer than there."""
 
     num_ranks: int = Field(default=4, ge=1)
-    """How many ranks the world has."""
+    """The number of ranks in the world."""
 
     ranks_per_host: int = Field(default=2, ge=1)
-    """How many ranks share a host's link."""
+    """The number of ranks that share a host's link."""
 
     memory_gib: float = Field(default=0.0, ge=0)
     """Memory of a rank in GiB; 0 takes the calibration's."""
 
     reserved: float = Field(default=0.15, ge=0, lt=1)
-    """The share of the memory that isn't for tables and what they exchange."""
+    """The share of memory that tables and their exchanges don't get."""
 
     @model_validator(mode="after")
     def _check_hosts(self) -> Self:
@@ -246,16 +236,16 @@ class PlanConfig(Section):
     """The config of the plan and simulate commands."""
 
     data: SyntheticConfig
-    """The data, with one table for each of its features."""
+    """The data, with one table for each feature."""
 
     model: ModelConfig = ModelConfig()
-    """The sizes of the model."""
+    """The model's sizes."""
 
     machines: MachinesConfig
     """The machines that it would be trained on."""
 
     replicas: ReplicationConfig = ReplicationConfig()
-    """How copies of the tables would be kept equal."""
+    """The way to keep copies of the tables equal."""
 
     dense: DenseConfig = DenseConfig()
     """The rest of the model."""
@@ -267,7 +257,7 @@ class PlanConfig(Section):
     """Ranks of a sharding group; 0 for what is best."""
 
     layout: RankLayout = RankLayout.CONTIGUOUS
-    """How ranks are dealt to groups, if their size is given."""
+    """The placement of groups, if their size is given."""
 
     sharding_types: tuple[str, ...] = ()
     """The sharding types that tables may have; empty for all that train alike."""
@@ -282,10 +272,10 @@ class PlanConfig(Section):
     """A file of access statistics; empty for what the data's own probabilities say."""
 
     full_duplex: bool = False
-    """Whether all-to-alls receive and send at once (gloo alone)."""
+    """Receive and send at once in all-to-alls (gloo alone)."""
 
     prefetch_rows: bool = False
-    """Whether rows travel beside computing, by `TrainPipelineRowPrefetch`."""
+    """Let rows travel beside computing, by `TrainPipelineRowPrefetch`."""
 
     @model_validator(mode="after")
     def _check_features(self) -> Self:
@@ -308,12 +298,12 @@ class Planning:
     topology: Topology
     """The machines as the planner knows them."""
     constraints: Mapping[str, ParameterConstraints2D]
-    """The demands of the config on each table."""
+    """The config's demands on each table."""
     dense: DenseChoices | None
     """The ways to run the dense part, if the config says what layers it has."""
 
     def explained(self) -> Explanation:
-        """Why the plan is as it is, and how it compares with TorchRec's where that is quick."""
+        """Explain the plan, and compare it with TorchRec's where that is quick."""
         explanation = self.planner.explain()
         if self.topology.world_size * len(explanation.tables) > _MOST_COMPARED:
             return explanation
@@ -322,7 +312,7 @@ class Planning:
 
 
 def planning(config: PlanConfig) -> Planning:
-    """The planner of a config, and what it plans; no process group is needed."""
+    """Build a config's planner, and what it plans; no process group is needed."""
     machines = config.machines
     calibration = machines.slower.than(Calibration.load(machines.calibration))
     calibration.check_covers(
@@ -361,7 +351,7 @@ def planning(config: PlanConfig) -> Planning:
 
 
 def _dense_choices(config: PlanConfig, calibration: Calibration) -> DenseChoices | None:
-    """The ways to run the dense part, in what the tables leave of the memory."""
+    """Search ways to run the dense part in the memory that the tables leave."""
     if config.dense.transformer is None:
         return None
     machines = config.machines

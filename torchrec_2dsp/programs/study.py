@@ -1,4 +1,7 @@
-"""The program behind `torchrec-2dsp train-study`: runs with several seeds, compared."""
+"""Compare training runs with several seeds, as a page and a plot.
+
+Gaps are between runs with the same seed.
+"""
 
 import statistics
 from collections.abc import Sequence

@@ -238,7 +238,9 @@ def check_states(name: str, member: Member, states: Sequence[Mapping[str, Any]])
             try:
                 check(state)
             except ConfigError as error:
-                raise CheckpointError(f"{name} doesn't fit: {error}") from error
+                raise CheckpointError(
+                    f"{name!r} in the train state can't be loaded: {error}"
+                ) from error
 
 
 def check_left_out(states: Sequence[Mapping[str, Any]]) -> None:

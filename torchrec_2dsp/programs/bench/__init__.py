@@ -1,1 +1,26 @@
-"""The programs behind `torchrec-2dsp bench`: several ways to train one model, side by side."""
+"""Benchmarks: train one model in several ways, in turns, and compare their speed.
+
+A *contestant* is a way to train: TorchRec's, this package's, or a *ceiling*, which repeats another
+one with collectives that cost nothing. Each has a process of its own on every rank, so that one
+that crashes or hangs takes no other with it. Only one computes at a time:
+
+```text
+             torchrun's ranks: rank 0        rank 1   ...        agree over the store (process)
+                                 |              |
+   contestant "stock":      Worker ------- Worker                its own process groups
+   contestant "exact_2d":   (stopped)      (stopped)
+   ...
+   round 1: stock, ceiling, exact_2d     one block of steps each, in a random order
+   round 2: exact_2d, stock, ceiling     ...
+   then each is traced once, and judged by its losses
+```
+
+In the order of the data: ``config`` names contestants, ``program`` runs them, ``process`` holds
+their processes, ``worker`` is one contestant on one rank, ``contestants`` builds its model,
+``replay`` is a ceiling's backend, ``machine`` reads the operating system, ``tracing`` profiles
+steps, ``judge`` holds losses against the reference, ``results`` is the JSON. From that,
+``statistics`` computes figures, ``tables`` and ``labels`` show them, and ``page`` and ``plots``
+write files. ``syncs`` is `bench-sync`, which times syncs without a model around them.
+
+Traces are read by ``programs/traces``; training itself is in ``programs/train``, not here.
+"""

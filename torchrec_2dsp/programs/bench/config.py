@@ -1,4 +1,4 @@
-"""The data and the models that a benchmark can train."""
+"""The config of a benchmark: contestants, their workload, and how carefully they are compared."""
 
 from typing import Annotated, Literal, Self, get_args
 
@@ -55,12 +55,12 @@ def check_pair(data: BenchData, model: BenchModel) -> None:
 
 
 def shape_of(data: BenchData) -> BatchShape:
-    """The features of a benchmark; synthetic clicks know which rows are used most as well."""
+    """Return a benchmark's features; synthetic clicks know their most used rows as well."""
     return data if isinstance(data, SyntheticData) else data.dataset()
 
 
 class ScheduleConfig(Section):
-    """How much is trained, and when something counts as stuck."""
+    """The amount of training, and the time after which something counts as stuck."""
 
     batch_size: int = Field(default=1024, ge=1)
     """Samples per rank and step."""
@@ -69,10 +69,10 @@ class ScheduleConfig(Section):
     """Blocks of each contestant. In a round each contestant trains one, in a random order."""
 
     block_s: float = Field(default=2.0, gt=0)
-    """About how long a block takes."""
+    """The approximate length of a block."""
 
     max_block_steps: int = Field(default=40, ge=1)
-    """The most steps of a block."""
+    """The largest number of steps in a block."""
 
     warmup_steps: int = Field(default=4, ge=3)
     """Steps before the first block: allocations, connections, DDP's choice of buckets."""
@@ -84,7 +84,7 @@ class ScheduleConfig(Section):
     """After so long without an answer to "build", "trace" or a block, a contestant is out."""
 
     seed: int = Field(default=0, ge=0)
-    """The seed of the order of the contestants and of the bootstrap."""
+    """The seed of the bootstrap and of the order of contestants."""
 
     device: Literal["cpu", "cuda"] = "cpu"
     """The device on which each rank computes."""
@@ -94,53 +94,53 @@ class NetworkConfig(Section):
     """The network between the ranks."""
 
     interface: str = ""
-    """Count bytes on this network interface, such as eth0; empty: count the payload of each
-    collective instead. An interface's counters include what others send."""
+    """Count bytes on this network interface, such as eth0, with what others send; empty: count each
+    collective's payload instead."""
 
     description: str = ""
     """The network as the report describes it."""
 
 
 class LossConfig(Section):
-    """Which contestants must train the same, and how closely.
+    """Bounds of losses: which contestants must train the same, and how closely.
 
-    Bounds of NE are relative differences of the normalized entropy of all trained steps, which are
-    those of mean losses, because all contestants train on the same batches.
+    NE bounds are relative differences of the normalized entropy over all trained steps. All
+    contestants train on the same batches, so these are relative differences of mean losses.
     """
 
     num_steps: int = Field(default=10, ge=1)
-    """So many first losses are compared step by step. Rounding differences grow with the steps, and
-    later losses say nothing one by one."""
+    """The number of first losses that are compared step by step; rounding differences grow later.
+    """
 
     exact_bound: float = Field(default=1e-4, gt=0)
-    """The largest difference of a first step's loss, for contestants whose arithmetic is that of
-    one table on the global batch. Others aren't compared step by step."""
+    """The largest difference of a first step's loss, for contestants with the arithmetic of one
+    table on the global batch. Others aren't compared step by step."""
 
     exact_ne_bound: float = Field(default=1e-3, gt=0)
-    """The bound of NE for contestants whose arithmetic is that of one table."""
+    """The NE bound for contestants with the arithmetic of one table."""
 
     fp16_ne_bound: float = Field(default=2e-3, gt=0)
-    """The bound of NE for communication in fp16, which keeps 11 bits of each number."""
+    """The NE bound for fp16 communication, which keeps 11 bits of each number."""
 
     bf16_ne_bound: float = Field(default=3e-3, gt=0)
-    """The bound of NE for communication in bf16, which keeps 8 bits of each number."""
+    """The NE bound for bf16 communication, which keeps 8 bits of each number."""
 
     int8_ne_bound: float = Field(default=3e-3, gt=0)
-    """The bound of NE for communication in int8: 8 bits, scaled by the largest number of a row."""
+    """The NE bound for int8 communication: 8 bits, scaled by a row's largest number."""
 
     int4_ne_bound: float = Field(default=1e-2, gt=0)
-    """The bound of NE for communication in int4: 4 bits, scaled by the largest number of a row."""
+    """The NE bound for int4 communication: 4 bits, scaled by a row's largest number."""
 
     nearly_ne_bound: float = Field(default=5e-2, gt=0)
-    """The bound of NE for another algorithm: averaged replicas, late updates, and optimizer state
-    by column shard."""
+    """The NE bound for another algorithm: averaged replicas, late updates, and optimizer state by
+    column shard."""
 
     spread_factor: float = Field(default=3.0, ge=0)
-    """So many times the largest NE difference among TorchRec's own exact contestants is allowed to
-    everyone, where that is more than the bound; 0 for never."""
+    """Everyone's NE may differ by this factor of the largest difference among TorchRec's own exact
+    contestants, where that is more than the bound; 0 for never."""
 
     def ne_bound_of(self, arithmetic: str) -> float:
-        """The bound of NE for communication in a transport; ``fp32`` is exact."""
+        """Return the NE bound for communication in a transport; ``fp32`` is exact."""
         bounds = {
             "fp32": self.exact_ne_bound,
             "fp16": self.fp16_ne_bound,
@@ -153,10 +153,8 @@ class LossConfig(Section):
 
 class _Contestant(Section):
     ne_bound: float | Literal["by_kind"] = "by_kind"
-    """How far its normalized entropy over all trained steps may be from the reference's, relative
-    to that, before the contestant is disqualified; then its losses aren't compared step by step.
-    "by_kind": the bounds of `LossConfig` for what must train the same, for what rounds, and for
-    other algorithms."""
+    """The largest relative NE difference to the reference; losses aren't compared step by step
+    then. "by_kind": the bounds of `LossConfig`."""
 
 
 class _Planned(SamplesConfig, _Contestant):
@@ -167,10 +165,10 @@ class _Planned(SamplesConfig, _Contestant):
     """The bandwidths that the planner is told: its own defaults, or those measured here."""
 
     full_duplex: bool = False
-    """Whether all-to-alls receive and send at once (gloo alone; see `FullDuplexGroup`)."""
+    """Receive and send at once in all-to-alls (gloo alone; see `FullDuplexGroup`)."""
 
     dense: DensePartConfig = DDPConfig()
-    """How ranks add up the gradients of what isn't sharded."""
+    """The way to reduce dense gradients over ranks."""
 
     @field_validator("sharding_types")
     @classmethod
@@ -193,30 +191,32 @@ class StockContestant(_Planned):
     kind: Literal["stock"] = "stock"
 
     qcomms: Literal["fp32", "fp16", "bf16", "int8"] = "fp32"
-    """How TorchRec's quantised communication sends pooled embeddings and their gradients."""
+    """The format in which TorchRec's quantised communication sends pooled embeddings and their
+    gradients."""
 
     def describe(self) -> str:
-        """The contestant in words."""
+        """Describe the contestant in words."""
         qcomms = "" if self.qcomms == "fp32" else f", {self.qcomms} communication"
         return f"TorchRec, {self._choice()}{qcomms}{self._others()}"
 
 
 class TwoDContestant(_Planned, ReplicationConfig, ExchangeConfig):
-    """A contestant by this package's planner, sharder and `ModelParallel2D`."""
+    """A contestant with this package's planner, sharder and `ModelParallel2D`."""
 
     kind: Literal["two_d"]
 
     num_groups: int | Literal["hosts", "ranks_per_host", "any"] = "hosts"
-    """How many copies of the tables there are; "any" for what the planner finds."""
+    """The number of table copies; "any" for what the planner finds."""
 
     by_cost: bool = False
-    """Whether the planner predicts steps, by the calibration, and chooses exchanges as well."""
+    """Let the planner predict steps, by the calibration, and choose exchanges as well."""
 
     layout: RankLayout = RankLayout.CONTIGUOUS
-    """How ranks are dealt to groups."""
+    """The placement of groups."""
 
     qcomms: Literal["fp32", "fp16", "bf16"] = "fp32"
-    """How TorchRec's quantised communication sends embeddings and their gradients."""
+    """The format in which TorchRec's quantised communication sends embeddings and their gradients.
+    """
 
     @model_validator(mode="after")
     def _check_search(self) -> Self:
@@ -227,7 +227,7 @@ class TwoDContestant(_Planned, ReplicationConfig, ExchangeConfig):
         return self
 
     def describe(self) -> str:
-        """The contestant in words."""
+        """Describe the contestant in words."""
         rows = f", {self.exchange_text}" if self.exchange_text else ""
         rows += ", rows prefetched" if self.prefetch_rows else ""
         rows += "" if self.qcomms == "fp32" else f", {self.qcomms} communication"
@@ -238,9 +238,9 @@ class TwoDContestant(_Planned, ReplicationConfig, ExchangeConfig):
 
 
 class CeilingContestant(_Contestant):
-    """Another contestant whose collectives cost nothing: they give what was recorded once.
+    """Another contestant whose collectives cost nothing: they return what was recorded once.
 
-    The same compute on the same values: the least step that any way of communicating could reach.
+    The same compute on the same values takes the least step that any communication could reach.
     """
 
     kind: Literal["ceiling"]
@@ -249,7 +249,7 @@ class CeilingContestant(_Contestant):
     """The contestant that it repeats."""
 
     def describe(self) -> str:
-        """The contestant in words."""
+        """Describe the contestant in words."""
         return f"{self.of} with collectives that cost nothing"
 
 
@@ -278,30 +278,30 @@ class BenchConfig(Section):
     """
 
     title: str = "benchmark"
-    """The title of the report."""
+    """The report's title."""
 
     data: BenchData
-    """The data: synthetic clicks, with features, their cardinalities and their skew, if it doesn't
-    say another kind; or synthetic sequences."""
+    """Synthetic clicks, by default, with features, their cardinalities and their skew; or synthetic
+    sequences."""
 
     model: BenchModel = ModelConfig()
-    """The model to train: of clicks, or of sequences."""
+    """The model to train, for clicks or for sequences."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
     """The rules by which weights are updated."""
 
     schedule: ScheduleConfig = ScheduleConfig()
-    """How much is trained."""
+    """The amount of training."""
 
     network: NetworkConfig = NetworkConfig()
     """The network between the ranks."""
 
     loss: LossConfig = LossConfig()
-    """Which contestants must train the same, and how closely."""
+    """The bounds of losses."""
 
     calibration: CalibrationPath = ""
-    """A calibration file: with it, every contestant's step is predicted, too. In a config file,
-    relative to that; or the name of one that ships, such as `emulated_1gbit`."""
+    """A calibration file, by which steps are predicted, too: relative to the config file, or the
+    name of one that ships, such as `emulated_1gbit`."""
 
     contestants: dict[str, Contestant]
     """The contestants by name. The first stock one with fp32 on the wire is the reference."""
@@ -358,7 +358,7 @@ class BenchConfig(Section):
         )
 
     def mesh(self, name: str, world_size: int, local_world_size: int) -> Mesh2D:
-        """The mesh that a contestant runs on."""
+        """Return a contestant's mesh."""
         contestant = self.contestants[name]
         if isinstance(contestant, CeilingContestant):
             return self.mesh(contestant.of, world_size, local_world_size)
@@ -383,7 +383,7 @@ class BenchConfig(Section):
             check_speeds_fit(f"contestants.{name}", contestant.balance, world_size)
 
     def only(self, names: "list[str]") -> "BenchConfig":
-        """The config with these contestants, the reference, and all for no name."""
+        """Return the config with these contestants and the reference; all of them for no name."""
         unknown = [name for name in names if name not in self.contestants]
         if unknown:
             raise ConfigError(
@@ -404,7 +404,7 @@ class BenchConfig(Section):
 
 
 def is_reference(contestant: object) -> bool:
-    """Whether a contestant trains as TorchRec does when nothing is changed."""
+    """Return whether a contestant trains as TorchRec does with nothing changed."""
     return (
         isinstance(contestant, StockContestant)
         and contestant.qcomms == "fp32"
@@ -415,7 +415,7 @@ def is_reference(contestant: object) -> bool:
 
 
 def is_stock(contestant: object) -> bool:
-    """Whether TorchRec and torch have all that a contestant uses, but for the full duplex."""
+    """Return whether TorchRec and torch have all that a contestant uses, but for the full duplex."""
     if not isinstance(contestant, StockContestant):
         return False
     return contestant.dense.is_stock and contestant.balance is None

@@ -1,6 +1,8 @@
-"""Initial weights as a function of the row, so that every sharding starts from the same tables.
+"""Build contestants: model, initial tables, plan, optimizer and TorchRec's pipeline.
 
-TorchRec draws them shard by shard, and a whole table fits on no rank where it matters.
+Their work for the cost model is here, too. Initial weights are a function of the row, so that every
+sharding starts from the same tables. TorchRec draws them shard by shard, and a whole table fits on
+no rank where it matters.
 """
 
 import math
@@ -96,14 +98,9 @@ def fill_tables_(model: nn.Module, features: Sequence[DatasetFeature], dim: int,
 def initial_rows(
     start: int, end: int, dim: int, num_rows: int, seed: tuple[int, int]
 ) -> torch.Tensor:
-    """Rows of a table: uniform within one over the root of its rows, as TorchRec draws them.
+    """Draw rows uniformly within one over the root of the table's rows, as TorchRec does.
 
-    Args:
-        start: the first row.
-        end: the one after the last.
-        dim: of the table.
-        num_rows: of the table.
-        seed: of the model, and the number of the table.
+    The seed is that of the model, and the table's number.
     """
     parts = []
     for block in range(start // _BLOCK_ROWS, (end - 1) // _BLOCK_ROWS + 1):
@@ -116,7 +113,7 @@ def initial_rows(
 
 
 def tables_work(config: BenchConfig) -> Workload:
-    """The work of a step with the tables, whoever trains them."""
+    """Return the work of a step with the tables, whoever trains them."""
     shape = shape_of(config.data)
     model = build_any_model(shape, config.model, tables_device="meta")
     access = true_access(shape) if isinstance(shape, SyntheticData) else None
@@ -126,14 +123,7 @@ def tables_work(config: BenchConfig) -> Workload:
 def workload_of(
     contestant: PlannedContestant, tables: Workload, dim: int, dense: DenseWork | None
 ) -> Workload:
-    """The work of a contestant's step.
-
-    Args:
-        contestant: how it communicates.
-        tables: what `tables_work` gave.
-        dim: of the tables.
-        dense: what the model does beside them, if that is known.
-    """
+    """Return the work of a contestant's step with its own communication."""
     wire = _bytes_per_number(contestant.qcomms, dim)
     return replace(
         tables,
@@ -146,7 +136,7 @@ def workload_of(
 
 
 def measure_dense(config: BenchConfig, world: dist.ProcessGroup) -> DenseWork:
-    """Time a model of clicks without its tables, on all ranks at once.
+    """Time a click model without its tables, on all ranks at once.
 
     Collectives:
         Those of `repeated_seconds`.
@@ -182,7 +172,7 @@ def measure_dense(config: BenchConfig, world: dist.ProcessGroup) -> DenseWork:
 
 
 def _bytes_per_number(qcomms: str, dim: int) -> float:
-    """Bytes of a number that travels; INT8 has a scale and an offset for each row."""
+    """Return the bytes of a number that travels; INT8 has a scale and an offset for each row."""
     return {"fp32": 4.0, "fp16": 2.0, "int8": 1 + 8 / dim}[qcomms]
 
 
@@ -197,16 +187,16 @@ class Trainer:
     """TorchRec's or derived from it: it calls the model's `sync` by itself."""
 
     optimizer: CombinedOptimizer
-    """The optimizer of all parameters."""
+    """The optimizer for all parameters."""
 
     plan: ShardingPlan
     """The plan that the model is sharded by."""
 
     dense_plan: str = ""
-    """What was predicted to be the fastest dense part; empty if none was planned."""
+    """The dense part that was predicted to be fastest; empty if none was planned."""
 
     def stop_learning(self) -> None:
-        """Let steps do their work and change no weight from now on."""
+        """Change no weight from now on."""
         for group in cast(list[dict[str, Any]], self.optimizer.param_groups):
             group["lr"] = 0.0
 
@@ -218,7 +208,7 @@ def build_trainer(
     speeds: LinkSpeeds,
     dense: DenseWork | None = None,
 ) -> Trainer:
-    """A contestant's sharded model; initial weights are equal for all contestants.
+    """Shard a contestant's model; all contestants have equal initial weights.
 
     Collectives:
         Those of planning and sharding.
@@ -279,7 +269,7 @@ def _stock(
 
 
 class _AnyTypeSharder(EmbeddingBagCollectionSharder):
-    """Offers what is asked for; on CPU, TorchRec's own leaves out the row-wise types."""
+    """A sharder that also offers the row-wise types, which TorchRec's own leaves out on CPU."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         return [kind.value for kind in ShardingType]
@@ -336,7 +326,6 @@ def _two_d(
 
 
 def _dense_part(config: BenchConfig, contestant: PlannedContestant, model: nn.Module) -> DensePart:
-    """What runs the dense part of a contestant; of a planned one, what is predicted to be best."""
     return dense_part(
         contestant.dense,
         layered_of(model),
@@ -349,7 +338,7 @@ def _dense_part(config: BenchConfig, contestant: PlannedContestant, model: nn.Mo
 def _planner_arguments(
     config: BenchConfig, contestant: PlannedContestant, speeds: LinkSpeeds
 ) -> dict[str, Any]:
-    """The arguments that TorchRec's planner and ours are given alike."""
+    """Return the arguments that TorchRec's planner and ours share."""
     topology = planner_topology(config, contestant.bandwidths, speeds)
     arguments = planner_arguments(
         shape_of(config.data), contestant.sharding_types, topology, config.schedule.batch_size
@@ -358,7 +347,7 @@ def _planner_arguments(
 
 
 def planner_topology(config: BenchConfig, bandwidths: str, speeds: LinkSpeeds) -> Topology:
-    """The network as the planner knows it; a level that this world lacks keeps its default."""
+    """Return the network as the planner knows it; a level that isn't there keeps its default."""
     world_size = dist.get_world_size()
     hardware = HardwareConfig()
     if bandwidths == "measured":
@@ -390,7 +379,7 @@ def _codecs(qcomms: str, device: torch.device) -> Any:
 def _optimizer(
     config: BenchConfig, dense_config: DenseKinds, model: DistributedModelParallel
 ) -> CombinedOptimizer:
-    """The fused optimizers, their rule again for data-parallel tables, another for the rest."""
+    """Join the fused optimizers, their rule for data-parallel tables, and one for the rest."""
     tables = {f"{table_name(feature.name)}.weight" for feature in shape_of(config.data).features}
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     is_table = {name: ".".join(name.split(".")[-2:]) in tables for name in dense}
@@ -410,7 +399,7 @@ def _optimizer(
 
 
 def sharding_of(plan: ShardingPlan) -> dict[str, int]:
-    """How many tables have which sharding type."""
+    """Count the tables with each sharding type."""
     types = [
         table.sharding_type
         for module in plan.plan.values()

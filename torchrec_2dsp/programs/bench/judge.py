@@ -1,13 +1,9 @@
-"""The judgement of who trained what the reference trained.
+"""Judge which contestants trained what the reference trained.
 
-All contestants train on the same batches, so that two means of losses over the same steps can be
-compared without the noise of the data: their relative difference is that of normalized entropies.
-Two gaps are held against bounds:
-
-    loss gap   the first steps, step by step: of contestants with exact arithmetic, whose losses
-               differ by rounding alone, which has had no time to grow
-    NE gap     all steps, on average: of everyone; it tells drift from rounding, however far the
-               losses of single steps are apart
+All contestants train on the same batches, so two mean losses over the same steps can be compared
+without the data's noise: their relative difference is that of normalized entropies. Exact
+contestants are also compared step by step over the first steps, where rounding has had no time to
+grow. The NE gap over all steps tells drift from rounding.
 """
 
 import math
@@ -25,28 +21,28 @@ from torchrec_2dsp.programs.bench.results import BenchResult, ContestantResult, 
 
 
 class LossBounds(NamedTuple):
-    """The gaps that a contestant may have."""
+    """A contestant's largest permitted gaps."""
 
     loss: float | None
-    """The largest difference of a first step's loss; None of those whose arithmetic differs."""
+    """The largest difference of a first step's loss; None where the arithmetic differs."""
     ne: float
-    """The largest relative difference of the normalized entropy, in either direction."""
+    """The largest relative NE difference, in either direction."""
 
 
 class LossGaps(NamedTuple):
-    """The gaps that a contestant has."""
+    """A contestant's gaps."""
 
     loss: float
     """The largest difference of a first step's loss; infinite where a loss is no number."""
     ne: float
-    """The normalized entropy of all steps relative to the reference's, minus 1: above 0 is worse.
-    Infinite where a loss is no number."""
+    """The NE over all steps relative to the reference's, minus 1: above 0 is worse. Infinite where
+    a loss is no number."""
     num_steps: int
-    """How many steps both have trained."""
+    """The number of steps that both have trained."""
 
 
 def judged(result: BenchResult, config: BenchConfig) -> BenchResult:
-    """The result with the gaps of all contestants; those with too large a gap are disqualified.
+    """Return the result with all gaps; contestants with too large a gap are disqualified.
 
     Raises:
         ConfigError: no contestant is left to hold the others against.
@@ -75,7 +71,7 @@ def judged(result: BenchResult, config: BenchConfig) -> BenchResult:
 def gaps_between(
     losses: tuple[float, ...], reference_losses: tuple[float, ...], num_first_steps: int
 ) -> LossGaps:
-    """The gaps of a contestant whose reference's losses are finite, over the steps of both.
+    """Compute the gaps to a reference with finite losses, over the steps of both.
 
     Example:
         The second step is 0.01 apart, and the mean of both is 1 % higher.
@@ -100,13 +96,7 @@ def gaps_between(
 def loss_bounds(
     contestant: PlannedContestant, sharding: Mapping[str, int], config: BenchConfig
 ) -> LossBounds:
-    """The bounds of a contestant that the config states.
-
-    Args:
-        contestant: what is trained.
-        sharding: its sharding types.
-        config: where the bounds are.
-    """
+    """Return the bounds that the config states for a contestant."""
     if contestant.ne_bound != "by_kind":
         return LossBounds(None, contestant.ne_bound)
     rounded = {contestant.qcomms, "fp16" if contestant.dense.kind == "fp16" else "fp32"}
@@ -123,7 +113,7 @@ def loss_bounds(
 
 
 def _reference(result: BenchResult, config: BenchConfig) -> ContestantResult:
-    """The contestant that the others are held against."""
+    """Return the contestant that the others are held against."""
     candidates = [
         measured
         for measured in result.measured()
@@ -145,7 +135,7 @@ def _reference(result: BenchResult, config: BenchConfig) -> ContestantResult:
 
 
 def _has_moments_by_column(sharding: Mapping[str, int]) -> bool:
-    """Whether rows have a row-wise moment for each of their column shards, as TorchRec keeps it."""
+    """Return whether rows have a moment for each column shard, as TorchRec keeps them."""
     return any("column" in name or "grid" in name for name in sharding)
 
 
@@ -155,10 +145,10 @@ def _widened(
     reference: str,
     config: BenchConfig,
 ) -> dict[str, LossBounds]:
-    """The bounds, where TorchRec's own exact contestants are farther apart than the config says.
+    """Widen bounds where TorchRec's own exact contestants are farther apart than the config says.
 
-    Each of these is judged by the others alone, and counts for everyone else only if it passed:
-    so none of them excuses itself. What a contestant's own `ne_bound` says is left as it is.
+    Each of these is judged by the others alone, and counts for everyone else only if it passed: so
+    none of them excuses itself. A contestant's own `ne_bound` stays.
     """
     repeats = [
         name
@@ -209,7 +199,7 @@ def _reason(
     bounds: LossBounds,
     num_first_steps: int,
 ) -> str:
-    """The reason why a contestant is disqualified; empty if it isn't."""
+    """Return the reason to disqualify a contestant; empty if there is none."""
     if math.isinf(gaps.ne):
         step = _first_without_number(measured.losses)
         return (
@@ -234,5 +224,4 @@ def _reason(
 
 
 def _first_without_number(losses: tuple[float, ...]) -> int:
-    """The place of the first loss that isn't finite."""
     return next(step for step, loss in enumerate(losses) if not math.isfinite(loss))

@@ -1,4 +1,4 @@
-"""Facts of the operating system: load, bytes on interfaces, memory, and what this machine is."""
+"""Read facts from the operating system: load, bytes on interfaces, memory, versions."""
 
 import ctypes
 import gc
@@ -26,7 +26,7 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True)
 class MachineLoad:
-    """Processor time so far, in seconds."""
+    """Processor seconds so far."""
 
     machine: str
     """Equal for ranks on one machine, also in containers and namespaces."""
@@ -39,11 +39,7 @@ class MachineLoad:
 
 
 def load(pids: Sequence[int]) -> MachineLoad:
-    """Now; zeros where the system doesn't tell.
-
-    Args:
-        pids: the processes that count as our own.
-    """
+    """Read the load now; zeros where the system doesn't tell. ``pids`` are our own processes."""
     try:
         ticks = [int(ticks) for ticks in (_PROC / "stat").read_text().splitlines()[0].split()[1:]]
         own = sum(_process_ticks(pid) for pid in pids)
@@ -58,12 +54,9 @@ def load(pids: Sequence[int]) -> MachineLoad:
 def foreign_load(
     before: Sequence[MachineLoad], after: Sequence[MachineLoad], seconds: float
 ) -> float:
-    """Cores that others kept busy, on the machine where they kept most.
+    """Return the cores that others kept busy, on the machine where they kept most.
 
-    Args:
-        before: of every rank, at the start.
-        after: of every rank, at the end.
-        seconds: between the two.
+    The loads are those of every rank, ``seconds`` apart.
     """
     loads = {}
     for machine in {load.machine for load in before}:
@@ -92,7 +85,7 @@ class Sent:
 
 
 def sent(interface: str) -> Sent:
-    """The bytes that this network namespace has sent."""
+    """Read the bytes that this network namespace has sent."""
     counters = {}
     for line in (_PROC / "net/dev").read_text().splitlines()[2:]:
         name, _, numbers = line.partition(":")
@@ -101,18 +94,18 @@ def sent(interface: str) -> Sent:
 
 
 def interfaces() -> list[str]:
-    """The names that `sent` knows."""
+    """List the names that `sent` knows."""
     lines = (_PROC / "net/dev").read_text().splitlines()[2:]
     return [line.partition(":")[0].strip() for line in lines]
 
 
 def resident_bytes() -> int | None:
-    """The memory that this process has now."""
+    """Read this process's memory."""
     return _status_bytes("VmRSS")
 
 
 def give_back_memory() -> None:
-    """Return what this process has allocated and freed to the system."""
+    """Return freed memory to the system."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
     if trim is not None:
@@ -120,7 +113,7 @@ def give_back_memory() -> None:
 
 
 def peak_bytes() -> int | None:
-    """The most memory that this process ever had."""
+    """Read this process's peak memory."""
     return _status_bytes("VmHWM")
 
 
@@ -134,10 +127,10 @@ def _status_bytes(key: str) -> int | None:
 
 
 def keep_libraries_in_memory() -> bool:
-    """Pin the code of loaded libraries, for all processes that share it; whether that worked.
+    """Pin the code of loaded libraries for all processes; return whether that worked.
 
-    Some kernels take back what wasn't used for a while, and the first steps of a contestant that
-    has waited would read its code from disk. Needs the permission to lock memory.
+    Some kernels drop pages that weren't used for a while, and a contestant that has waited would
+    read its code from disk. Needs the permission to lock memory.
     """
     try:
         mappings = (_PROC / "self/maps").read_text().splitlines()
@@ -156,7 +149,7 @@ def keep_libraries_in_memory() -> bool:
 
 
 def describe_machine() -> dict[str, str]:
-    """Processor, cores, memory and kernel."""
+    """Return processor, cores, memory and kernel."""
     model = platform.processor() or platform.machine()
     try:
         for line in (_PROC / "cpuinfo").read_text().splitlines():
@@ -175,7 +168,7 @@ def describe_machine() -> dict[str, str]:
 
 
 def describe_versions() -> dict[str, str]:
-    """The versions of Python and of the packages that matter."""
+    """Return the versions of Python and of the packages that matter."""
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -192,11 +185,11 @@ _NUM_PASSES = 20
 
 
 class ComputeProbe:
-    """Looks rows up, adds them and sorts their ids, as training does, in one thread.
+    """Looks rows up, adds them and sorts their ids in one thread, as training does.
 
-    The speed of a virtual machine changes with its neighbours, and that of a laptop with its
-    temperature, without any load that the operating system could see. So what counts is the time
-    that the thread had a core, not the time that it waited for one, which is somebody's load.
+    The speed of a virtual machine changes with its neighbours, and a laptop's with its temperature,
+    without any load that the operating system sees. Only time on a core counts: waiting for one is
+    somebody's load.
 
     Example:
         >>> from torchrec_2dsp.programs.bench.machine import ComputeProbe
@@ -211,7 +204,7 @@ class ComputeProbe:
         self._found = np.empty((_NUM_LOOKUPS, _DIM), dtype=np.float32)
 
     def run(self) -> float:
-        """The processor time of a pass: the mean of several, after one that warms the caches."""
+        """Return the mean processor time of a pass, after one that warms the caches."""
         self._pass()
         start = time.thread_time()
         for _ in range(_NUM_PASSES):
@@ -234,16 +227,7 @@ def describe_setting(
     speeds: LinkSpeeds,
     started: datetime,
 ) -> BenchSetting:
-    """The place and the circumstances of a benchmark.
-
-    Args:
-        config: all of it.
-        title: of the benchmark.
-        network: in words, if any.
-        place: which rank this is.
-        speeds: of the links.
-        started: when.
-    """
+    """Describe the place and the circumstances of a benchmark."""
     return BenchSetting(
         title=title,
         when=started.strftime("%Y-%m-%d %H:%M"),

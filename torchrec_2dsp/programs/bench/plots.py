@@ -63,8 +63,8 @@ def draw_plots(results: Sequence[BenchResult], page: Path) -> dict[str, Path]:
 def scaling_plot(results: Sequence[BenchResult], path: str | Path) -> None:
     """Write an SVG of step times by number of ranks, with a panel for each network.
 
-    Bars reach from the fastest block to the slowest. Ceilings are grey. A cross above all steps is
-    a contestant that failed.
+    Bars reach from the fastest block to the slowest, ceilings are grey, and a cross above all steps
+    is a contestant that failed.
 
     Raises:
         ConfigError: matplotlib is missing, or nothing was measured.
@@ -73,9 +73,7 @@ def scaling_plot(results: Sequence[BenchResult], path: str | Path) -> None:
 
 
 def phase_plot(result: BenchResult, path: str | Path) -> None:
-    """Write an SVG of the traced step of each contestant, part by part.
-
-    First what computes; time in which ranks wait for a collective follows, hatched.
+    """Write an SVG of each contestant's traced step: first computing, then waiting, hatched.
 
     Raises:
         ConfigError: matplotlib is missing, or nothing was traced.
@@ -136,13 +134,9 @@ def _lines(
     *,
     above: float,
 ) -> list[Line]:
-    """The line of a contestant in one panel, and the crosses where it failed.
+    """Return a contestant's line in one panel, and the crosses where it failed.
 
-    Args:
-        name: the contestant's.
-        trials: where each shape is drawn, and the results of that shape.
-        look: how the contestant is drawn.
-        above: where crosses are.
+    ``trials`` are the places of shapes with their results.
     """
     points = [(x, steps) for x, of_shape in trials if (steps := _steps_ms(of_shape, name))]
     failed = [
@@ -206,7 +200,7 @@ def _phase_chart(result: BenchResult) -> BarChart:
 
 
 def _looks(results: Sequence[BenchResult], names: Sequence[str]) -> dict[str, _Look]:
-    """How each contestant is drawn."""
+    """Choose each contestant's colour, dash and marker."""
     kinds = {
         contestant.name: contestant.kind for result in results for contestant in result.contestants
     }
@@ -229,7 +223,7 @@ def _shape(result: BenchResult) -> tuple[int, int]:
 
 
 def _steps_ms(results: Sequence[BenchResult], name: str) -> list[float]:
-    """Step times of the blocks that count; those of repeated runs together."""
+    """Return the step times of all blocks that count; repeated runs are taken together."""
     return [
         block.step_s * 1e3
         for result in results
@@ -240,7 +234,7 @@ def _steps_ms(results: Sequence[BenchResult], name: str) -> list[float]:
 
 
 def _median_ms(results: Sequence[BenchResult], name: str) -> float:
-    """Over all results; 0 for what was measured in none."""
+    """Return the median over all results; 0 without any."""
     steps = _steps_ms(results, name)
     return float(np.median(steps)) if steps else 0.0
 

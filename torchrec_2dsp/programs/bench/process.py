@@ -1,4 +1,7 @@
-"""The launched ranks, as far as they must agree on what happens next."""
+"""Processes of contestants, and what the launched ranks agree on.
+
+A contestant's process can be killed without harm to the benchmark, whatever it hangs in.
+"""
 
 import ctypes
 import enum
@@ -26,31 +29,28 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Place:
-    """The place of this rank in the world."""
+    """This rank's place in the world."""
 
     rank: int
-    """The number of the rank in the world."""
+    """The rank's number in the world."""
     world_size: int
-    """How many ranks there are in all."""
+    """The number of ranks in the world."""
     local_world_size: int
-    """How many ranks this host has."""
+    """The number of ranks on this host."""
 
 
 class Control:
-    """Talks over torchrun's store, which outlives every contestant and its process groups."""
+    """Agreement over torchrun's store, which outlives every contestant and its process groups."""
 
     def __init__(self, timeout_s: float) -> None:
-        """
-        Args:
-            timeout_s: how long ranks may be apart; more than a contestant's deadline.
-        """
+        """Join all ranks, which may be ``timeout_s`` apart: more than a contestant's deadline."""
         store, self.rank, self.world_size = next(rendezvous("env://"))
         self._store: dist.Store = dist.PrefixStore("torchrec_2dsp_bench", store)
         self._timeout = timedelta(seconds=timeout_s)
         self._exchanges = 0
 
     def exchange(self, value: Value) -> list[Value]:
-        """Every rank's value; also a barrier. All ranks call it equally often."""
+        """Return every rank's value; also a barrier. All ranks call it equally often."""
         self._exchanges += 1
         name = f"exchange/{self._exchanges}"
         self._store.set(f"{name}/{self.rank}", pickle.dumps(value))  # type: ignore[arg-type]
@@ -59,19 +59,16 @@ class Control:
         return [pickle.loads(value) for value in self._store.multi_get(keys)]
 
     def raise_flag(self, name: str) -> None:
-        """Let every rank know something, now."""
+        """Tell every rank something, now."""
         self._store.set(f"flag/{name}", "raised")
 
     def flag(self, name: str) -> bool:
-        """Whether a rank has raised this flag."""
+        """Return whether a rank has raised this flag."""
         return self._store.check([f"flag/{name}"])
 
 
 def contestant_store(number: int, timeout_s: float) -> dist.Store:
-    """A store for the process groups of a contestant, which needs a connection of its own.
-
-    Called in the contestant's process.
-    """
+    """Connect a contestant's own process to a store for its process groups."""
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
@@ -87,7 +84,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class How(enum.Enum):
-    """The ways in which a question ends."""
+    """The end of a question."""
 
     ANSWERED = "answered"
     RAISED = "raised"
@@ -98,10 +95,10 @@ class How(enum.Enum):
 
 @dataclass(frozen=True)
 class Answer:
-    """The end of a question to a process."""
+    """The answer to a question, or its failure."""
 
     how: How
-    """Whether `value` is an answer."""
+    """The end of the question."""
     value: Any = None
     """The value that the method returned."""
     report: str = ""
@@ -109,10 +106,10 @@ class Answer:
 
 
 class ContestantProcess:
-    """A forked process with one object in it, whose methods are called one at a time.
+    """A forked process with one object, whose methods are called one at a time.
 
-    Forked, because importing torch and TorchRec again for every contestant would take longer
-    than the benchmark. So the parent must not have threads that hold locks: it computes nothing.
+    Importing torch and TorchRec again for every contestant would take longer than the benchmark.
+    The parent must not have threads that hold locks, so it computes nothing.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -141,7 +138,7 @@ class ContestantProcess:
         deadline_s: float,
         give_up: Callable[[], bool] = lambda: False,
     ) -> Answer:
-        """Call a method over there and wait for what it returns; ends a pause.
+        """Call a method there and wait for what it returns; ends a pause.
 
         Args:
             method: the object's method.
@@ -167,15 +164,14 @@ class ContestantProcess:
         return Answer(How.RAISED, report=value) if raised else Answer(How.ANSWERED, value)
 
     def pause(self) -> None:
-        """Let it do nothing at all until it is asked again.
+        """Stop the process until it is asked again.
 
-        Each process group of gloo's has a thread that wakes about 85 times a second, whether there
-        is something to do or not.
+        Each gloo process group has a thread that wakes about 85 times a second, even when idle.
         """
         os.kill(self.pid, signal.SIGSTOP)
 
     def kill(self) -> None:
-        """End it, whatever it does; once more does nothing."""
+        """Kill the process; a second call does nothing."""
         if self._connection.closed:
             return
         self._process.kill()
@@ -185,7 +181,7 @@ class ContestantProcess:
         self._folder.cleanup()
 
     def _where(self) -> str:
-        """The stacks of its threads."""
+        """Return the stacks of its threads."""
         if not self._process.is_alive():
             return "(it has died)"
         os.kill(self.pid, signal.SIGUSR1)
@@ -194,7 +190,7 @@ class ContestantProcess:
 
 
 def failure_line(method: str, answers: Sequence[Answer]) -> str:
-    """The last words of every rank that failed."""
+    """Return the last words of every rank that failed."""
     return f"in {method}: " + "; ".join(
         f"rank {rank}: {report.splitlines()[0 if how is How.LATE else -1]}"
         for rank, how, report in _failed(answers)
@@ -202,7 +198,7 @@ def failure_line(method: str, answers: Sequence[Answer]) -> str:
 
 
 def failure_report(method: str, answers: Sequence[Answer]) -> str:
-    """All that the ranks said, what several said only once."""
+    """Return the reports of all ranks that failed; equal ones are given once."""
     ranks: dict[str, list[str]] = {}
     for rank, _, report in _failed(answers):
         ranks.setdefault(report, []).append(str(rank))
@@ -237,7 +233,7 @@ def _serve(make: Callable[[], Any], connection: Connection, stacks: Path, parent
 
 
 def _die_with(parent: int) -> None:
-    """Leave nothing behind if the parent is killed, not even while paused."""
+    """Make the kernel kill this process if the parent dies, even while paused."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""`BenchWatcher`: who is told how a benchmark goes on."""
+"""Run a benchmark: contestants in processes of their own, one at a time, block by block."""
 
 import os
 import random
@@ -61,27 +61,27 @@ from torchrec_2dsp.programs.launch import keep_freed_memory
 
 
 class BenchWatcher(Protocol):
-    """Someone who is told what happens, usually on rank 0."""
+    """An observer of a benchmark's progress, usually on rank 0."""
 
     def speeds_measured(self, speeds: LinkSpeeds) -> None:
-        """The speeds of the network were measured."""
+        """Take the measured speeds of the network."""
         ...
 
     def contestant_built(self, name: str, sharding: dict[str, int], dense_plan: str) -> None:
-        """A contestant has trained its first steps, by a planned dense part if it asked for one."""
+        """Note that a contestant has trained its first steps, by a planned dense part if any."""
         ...
 
     def block_measured(self, name: str, block: ContestantBlock) -> None:
-        """A block of a contestant was measured."""
+        """Take a measured block."""
         ...
 
     def contestant_out(self, name: str, outcome: Outcome, reason: str) -> None:
-        """A contestant is not going on."""
+        """Note that a contestant is not going on."""
         ...
 
 
 def measured_place(config: BenchConfig, place: Place, control: Control) -> MeasuredPlace:
-    """The speeds of links and of the model, measured in a process that ends with it."""
+    """Measure links, and the model without tables, in a process that ends with it."""
     process = ContestantProcess(lambda: _Measurer(config, place))
     try:
         answer = process.ask("measure", deadline_s=config.schedule.deadline_s)
@@ -99,7 +99,6 @@ class _Measurer:
         self._place = place
 
     def measure(self) -> MeasuredPlace:
-        """Collectives: those of `measure_link_speeds` and `measure_dense`."""
         torch.set_num_threads(1)
         schedule = self._config.schedule
         if schedule.device == "cuda":
@@ -124,8 +123,8 @@ class Predicted(NamedTuple):
     steps: dict[str, dict[str, float]]
     """Seconds by part, of the step of each contestant."""
     dense_from: tuple[str, ...]
-    """The ceilings that say what a step takes beside its tables; without any, the model without its
-    tables was timed."""
+    """The ceilings that tell what a step takes beside its tables; without any, the model without
+    its tables was timed."""
 
 
 def predicted_steps(
@@ -135,15 +134,7 @@ def predicted_steps(
     place: Place,
     ceilings: Mapping[str, float],
 ) -> Predicted:
-    """The predicted steps of contestants that train; nothing without a calibration.
-
-    Args:
-        config: names the calibration, and the workload.
-        plans: what each contestant trains by.
-        dense: what the model does beside its tables, when it does nothing else.
-        place: how many ranks there are, and on how many hosts.
-        ceilings: seconds of the steps of those that were measured.
-    """
+    """Predict the steps of contestants that train; nothing without a calibration."""
     if dense is None:
         return Predicted({}, ())
     tables = tables_work(config)
@@ -178,13 +169,13 @@ def predicted_steps(
 
 
 def _as_long_as(dense: DenseWork, seconds: float) -> DenseWork:
-    """Divided into forward and backward as before."""
+    """Scale the dense work to some seconds, divided into forward and backward as before."""
     scale = seconds / (dense.forward_s + dense.backward_s)
     return replace(dense, forward_s=scale * dense.forward_s, backward_s=scale * dense.backward_s)
 
 
 def calibration_warning(config: BenchConfig, local_world_size: int) -> str:
-    """The differences to the machines that the calibration was made on; empty if there are none."""
+    """Name what differs from the calibrated machines; empty if nothing does."""
     if not config.calibration:
         return ""
     differences = Calibration.load(config.calibration).differences(
@@ -204,7 +195,7 @@ _PATIENCE = 3.0
 def run_bench(config: BenchConfig, watchers: Sequence[BenchWatcher] = ()) -> BenchResult:
     """Measure all contestants of a config on the ranks that torchrun started.
 
-    This process must not have initialised `torch.distributed`, nor a GPU: it forks.
+    This process forks, so it must not have initialised `torch.distributed` or a GPU.
 
     Args:
         config: equal on all ranks.
@@ -234,7 +225,7 @@ def run_bench(config: BenchConfig, watchers: Sequence[BenchWatcher] = ()) -> Ben
 
 
 class _Runner:
-    """A contestant's process on this rank, and what is known of it on all ranks."""
+    """A contestant's process on this rank, and its state, equal on all ranks."""
 
     def __init__(self, name: str, process: ContestantProcess) -> None:
         self.name = name
@@ -363,7 +354,7 @@ class _Bench:
     def _bytes_per_step(
         self, before: Sequence[Any], after: Sequence[Any], num_steps: int
     ) -> tuple[float | None, float | None]:
-        """The bytes that all hosts sent, per rank and step."""
+        """Sum what all hosts sent, per rank and step."""
         pairs = [(a[1], b[1]) for a, b in zip(before, after, strict=True) if a[1] and b[1]]
         if not pairs:
             return None, None
@@ -381,7 +372,7 @@ class _Bench:
         runner.found |= {"losses": losses[0], **traced_figures(traced)}
 
     def _ask(self, runner: _Runner, method: str, *arguments: Any) -> list[Any] | None:
-        """Every rank's answer; none if the contestant is out, on all ranks alike."""
+        """Return every rank's answer; none if the contestant is out, on all ranks alike."""
         flag = f"{runner.name}_failed"
         answer = runner.process.ask(
             method,
@@ -407,7 +398,7 @@ class _Bench:
         return None
 
     def _predict(self, place: MeasuredPlace) -> Predicted:
-        """When all are measured, as it takes memory that processes would copy."""
+        """Predict steps after measuring: it takes memory that processes would copy."""
         plans = {runner.name: runner.plan for runner in self._alive() if runner.plan is not None}
         ceilings = {
             runner.name: statistics.median(block.step_s for block in runner.blocks)

@@ -1,7 +1,7 @@
-"""Collectives that cost nothing: what they gave once, they give again.
+"""Collectives that cost nothing: they return what was recorded once.
 
-The model computes on the recorded values, so its kernels do the work that they did, on the rows
-that they touched, and no rank waits for another.
+The model computes on the recorded values, so its kernels do the same work on the same rows, and no
+rank waits for another.
 """
 
 import enum
@@ -19,7 +19,7 @@ _NAME = "gloo_replay"
 
 
 class Mode(enum.Enum):
-    """The modes of this process's groups."""
+    """The mode of this process's groups."""
 
     LIVE = "communicate"
     RECORD = "communicate, and keep what came out"
@@ -27,9 +27,9 @@ class Mode(enum.Enum):
 
 
 class Tape:
-    """The mode of this process's groups, and what each has recorded.
+    """The mode of this process's groups.
 
-    Steps that are replayed must issue the collectives of the recorded ones, in their order.
+    Replayed steps must issue the collectives of the recorded ones, in the same order.
     """
 
     def __init__(self) -> None:
@@ -50,11 +50,11 @@ class ReplayGroup(GlooGroup):
         self._next = 0
 
     def getBackendName(self) -> str:
-        """The name in logs and profiles."""
+        """Return the name in logs and profiles."""
         return _NAME
 
     def run(self, name: str, outputs: Any, *inputs: Any) -> dist.Work:
-        """One collective, as the tape says; ``outputs`` may be nested lists of tensors."""
+        """Run one collective in the tape's mode; ``outputs`` may be nested lists of tensors."""
         issue = getattr(self._gloo, name)
         if TAPE.mode is Mode.LIVE:
             return issue(outputs, *inputs)
@@ -119,7 +119,7 @@ def _make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Replay
 
 
 def replay_backend() -> str:
-    """What `new_group` takes as the backend, registered when it is asked for."""
+    """Return the backend's name for `new_group`, registered at the first call."""
     if _NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(_NAME, _make, devices=["cpu"])
     return _NAME

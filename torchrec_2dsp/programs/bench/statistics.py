@@ -1,7 +1,7 @@
-"""The figures of a benchmark's blocks: step times, ratios and how sure they are.
+"""Compute figures from a benchmark's blocks: step times, ratios and their intervals; compare runs.
 
 Nothing is averaged over contestants and no block is dropped: medians over blocks, and intervals
-from resampling whole blocks, since the steps of a block share what disturbed it.
+from resampling whole blocks, since a block's steps share what disturbed it.
 """
 
 import math
@@ -18,10 +18,10 @@ from torchrec_2dsp.programs.bench.results import BenchResult, ContestantResult
 from torchrec_2dsp.programs.config.config_file import make_config
 
 NUM_RESAMPLES = 10_000
-"""How often the bootstrap draws."""
+"""The number of bootstrap draws."""
 
 CONFIDENCE = 0.95
-"""The share of the resampled medians that an interval holds."""
+"""The share of resampled medians in an interval."""
 
 FOREIGN_LOAD_LIMIT_CORES = 0.25
 """A block during which others kept more cores busy is pointed out."""
@@ -29,16 +29,16 @@ FOREIGN_LOAD_LIMIT_CORES = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """How long a contestant's steps took, over its blocks."""
+    """A contestant's step time over its blocks."""
 
     min_s: float
-    """The step time of the fastest block."""
+    """The fastest block's step time."""
 
     median_s: float
-    """The step time of the middle block."""
+    """The median block's step time."""
 
     max_s: float
-    """The step time of the slowest block."""
+    """The slowest block's step time."""
 
     low_s: float
     """The start of the median's interval."""
@@ -48,13 +48,13 @@ class StepTime:
 
     @property
     def spread(self) -> float:
-        """How far the blocks are apart, relative to their median."""
+        """The distance between the blocks, relative to their median."""
         return (self.max_s - self.min_s) / self.median_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speedup:
-    """How many times as fast as another contestant one is."""
+    """The ratio of another contestant's step times to this one's."""
 
     base: str
     """The other contestant."""
@@ -74,13 +74,13 @@ class Speedup:
 
 @dataclass(frozen=True, kw_only=True)
 class ContestantSummary:
-    """One measured contestant in figures."""
+    """The figures of a measured contestant."""
 
     result: ContestantResult
     """The result that the figures were computed from."""
 
     step: StepTime
-    """How long its steps took."""
+    """Its step time."""
 
     samples_per_s: float
     """Samples of all ranks per second, at the median step time."""
@@ -92,8 +92,8 @@ class ContestantSummary:
     """Against the best stock contestant that has gloo's own all-to-all."""
 
     share_of_ceiling: float | None
-    """The lowest ceiling's step time, relative to this one's. With the ceiling's plan, no way to
-    communicate gets above 1; a plan that computes less can."""
+    """The lowest ceiling's step time, relative to this one's. With the ceiling's plan no
+    communication gets above 1; a plan that computes less can."""
 
     link_bytes: float | None
     """Median over blocks of what a rank sent per step; None if nothing was counted."""
@@ -102,7 +102,7 @@ class ContestantSummary:
     """Bytes that the traced collectives ideally send, per rank and step."""
 
     foreign_load_cores: float
-    """The load of other processes in cores, the median over blocks."""
+    """The cores that other processes took, median over blocks."""
 
     loaded_rounds: tuple[int, ...]
     """Rounds whose foreign load was above `FOREIGN_LOAD_LIMIT_CORES`."""
@@ -118,29 +118,29 @@ class Summary:
     """The figures of a benchmark."""
 
     contestants: tuple[ContestantSummary, ...]
-    """The measured ones, in the order of the config."""
+    """The measured contestants, in the order of the config."""
 
     best_stock: str | None
-    """The fastest of TorchRec's own, whatever it was given."""
+    """The fastest stock contestant, whatever it was given."""
 
     best_plain_stock: str | None
-    """The fastest of those that have gloo's own all-to-all."""
+    """The fastest stock contestant with gloo's own all-to-all."""
 
     ceiling: str | None
-    """The name of the fastest ceiling."""
+    """The fastest ceiling's name."""
 
     probe_s: float | None = None
-    """The time of a fixed piece of work, median over all blocks; None if it wasn't timed."""
+    """The median time of the fixed piece of work; None if it wasn't timed."""
 
     def find(self, name: str) -> ContestantSummary | None:
-        """The contestant of this name, None if it was not measured."""
+        """Return the contestant with this name, None if it was not measured."""
         return next(
             (contestant for contestant in self.contestants if contestant.name == name), None
         )
 
 
 def median_interval(values: Sequence[float], *, seed: int = 0) -> tuple[float, float]:
-    """A percentile-bootstrap interval of the median.
+    """Compute a percentile-bootstrap interval of the median.
 
     With a handful of values it is somewhat too narrow; `interval_coverage` says how much.
 
@@ -158,10 +158,10 @@ def median_interval(values: Sequence[float], *, seed: int = 0) -> tuple[float, f
 
 
 def interval_coverage(num_values: int) -> float:
-    """How often `median_interval` holds the true median, at least, whatever is measured.
+    """Return how often `median_interval` holds the true median, at least.
 
-    The ends of the interval are values by rank, and each value is below the true median in half
-    of all cases.
+    The interval's ends are values by rank, and each value is below the true median in half of all
+    cases.
 
     Example:
         >>> from torchrec_2dsp.programs.bench.statistics import interval_coverage
@@ -174,7 +174,7 @@ def interval_coverage(num_values: int) -> float:
 
 
 def step_time(contestant: ContestantResult, *, seed: int = 0) -> StepTime:
-    """How long its steps took.
+    """Compute a contestant's step time.
 
     Raises:
         ConfigError: it has no blocks.
@@ -198,10 +198,10 @@ def step_time(contestant: ContestantResult, *, seed: int = 0) -> StepTime:
 def speedup(
     contestant: ContestantResult, base: ContestantResult, *, seed: int = 0
 ) -> Speedup | None:
-    """How many times as fast as ``base`` it is, None without a common round.
+    """Compare two contestants round by round; None without a common round.
 
-    Blocks of one round were trained shortly after one another, so they are compared as pairs:
-    what slows a whole round cancels out.
+    Blocks of one round were trained shortly after one another, so what slows a whole round cancels
+    out.
     """
     base_s = {block.round: block.step_s for block in base.blocks}
     factors = [
@@ -220,14 +220,14 @@ def speedup(
 
 
 def config_of(result: BenchResult) -> BenchConfig:
-    """The config that it was run with."""
+    """Return the config that a result was measured with."""
     return make_config(
         BenchConfig, result.setting.config, source=f"the config in {result.setting.title!r}"
     )
 
 
 def summarize(result: BenchResult) -> Summary:
-    """All figures of the contestants that were measured.
+    """Compute all figures of the contestants that were measured.
 
     Raises:
         ConfigError: a measured contestant has no blocks, or the config can't be read.
@@ -286,7 +286,7 @@ def summarize(result: BenchResult) -> Summary:
 
 
 def _fastest(contestants: Iterable[ContestantResult]) -> ContestantResult | None:
-    """The one with the lowest median, the first of equals."""
+    """Return the contestant with the lowest median, the first of equals."""
     return min(contestants, key=_median_s, default=None)
 
 
@@ -310,7 +310,7 @@ class ContestantAgreement:
 
     @property
     def difference(self) -> float:
-        """How much the slowest run's median is above the fastest's, relative to that."""
+        """The distance of the slowest run's median from the fastest's, relative to that."""
         measured = [median for median in self.medians_s if median is not None]
         return max(measured) / min(measured) - 1 if measured else 0.0
 
@@ -322,7 +322,7 @@ class ContestantAgreement:
 
 @dataclass(frozen=True, kw_only=True)
 class SwappedPair:
-    """Two contestants whose order is beyond doubt in two runs, and not the same."""
+    """Two contestants whose order is beyond doubt in two runs, and differs."""
 
     first: str
     """The contestant that is faster in `run`."""
@@ -331,10 +331,10 @@ class SwappedPair:
     """The contestant that is faster in `other_run`."""
 
     run: int
-    """The number of a run, from 0."""
+    """A run's number, from 0."""
 
     other_run: int
-    """The number of the other run, from 0."""
+    """The other run's number, from 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,11 +348,11 @@ class Agreement:
     """Contradictions between runs, one for each pair of contestants."""
 
     tolerance: float
-    """How far medians may be apart."""
+    """The largest relative distance of medians that agree."""
 
     probes_s: tuple[float | None, ...] = ()
-    """Seconds of a fixed piece of work, median over a run's blocks; None where it wasn't timed.
-    Where it differs, the machine was not equally fast, whatever ran on it."""
+    """Each run's median seconds for a fixed piece of work; None where it wasn't timed. Where they
+    differ, the machine was not equally fast."""
 
     @property
     def all_probes_s(self) -> tuple[float, ...]:
@@ -376,11 +376,7 @@ class Agreement:
 
 
 def compare_runs(results: Sequence[BenchResult], *, tolerance: float = 0.1) -> Agreement:
-    """How well several runs of the same command agree.
-
-    Args:
-        results: one for each run.
-        tolerance: how far the medians of a contestant may be apart, relative to the lowest.
+    """Compare several runs of the same command.
 
     Raises:
         ConfigError: there are fewer than two runs, or they are not runs of the same; it says
@@ -431,7 +427,6 @@ def _swapped(
 
 
 def _is_faster(step: StepTime | None, other: StepTime | None) -> bool:
-    """Whether its interval is wholly below the other's."""
     return step is not None and other is not None and step.high_s < other.low_s
 
 
@@ -441,7 +436,7 @@ def _step(summary: Summary, name: str) -> StepTime | None:
 
 
 def _identity(result: BenchResult) -> dict[str, Any]:
-    """The parts of a result that two runs of the same benchmark have in common."""
+    """Return the parts of a result that all runs of a benchmark share."""
     setting = result.setting
     return {
         **setting.model_dump(exclude={"when", "command", "link_speeds"}),
@@ -450,7 +445,7 @@ def _identity(result: BenchResult) -> dict[str, Any]:
 
 
 def _differences(first: Any, other: Any, where: str = "") -> Iterator[str]:
-    """The leaves in which two trees differ, by path."""
+    """Yield the leaves in which two trees differ, by path."""
     if isinstance(first, dict) and isinstance(other, dict):
         for key in dict.fromkeys([*first, *other]):
             path = f"{where}.{key}" if where else str(key)

@@ -53,7 +53,7 @@ class SyncBenchConfig(Section):
     """The config of `bench-sync`."""
 
     title: str = "Sync"
-    """The title of the report."""
+    """The report's title."""
 
     network: str = ""
     """The network as the report describes it."""
@@ -62,7 +62,7 @@ class SyncBenchConfig(Section):
     """Numbers of copies; each must divide the number of ranks."""
 
     layout: RankLayout = RankLayout.CONTIGUOUS
-    """The place of the copies: "contiguous" has them on different hosts, "strided" in one."""
+    """The copies' placement: "contiguous" has them on different hosts, "strided" in one."""
 
     shard_mib: tuple[float, ...] = (64.0,)
     """Sizes of the weights of a rank's shard."""
@@ -71,13 +71,13 @@ class SyncBenchConfig(Section):
     """The table's columns."""
 
     touched_shares: tuple[float, ...] = (0.001, 0.01, 0.1, 1.0)
-    """The shares of the rows that each copy has changed, drawn for each by itself."""
+    """Shares of rows that each copy changes, drawn for each copy by itself."""
 
     repeats: int = Field(default=5, ge=1)
     """The number of timed runs of each sync."""
 
     seed: int = Field(default=0, ge=0)
-    """The seed of the rows that change, and of the order of the syncs."""
+    """The seed of the changed rows and of the order of syncs."""
 
     syncs: dict[str, ReplicationConfig] = Field(min_length=1)
     """The syncs that are compared, by name."""
@@ -122,7 +122,7 @@ class SyncTimes(Section):
     """The share of the rows that each copy has changed."""
 
     sync: str
-    """The name of the sync."""
+    """The sync's name."""
 
     seconds: tuple[float, ...]
     """Seconds of the slowest rank, repeat by repeat."""
@@ -150,7 +150,7 @@ class SyncBenchResult(JsonFile):
     what_it_is: ClassVar[str] = "the JSON of bench-sync"
 
     format: int = SYNC_BENCH_FORMAT
-    """The format of this file."""
+    """The file's format."""
 
     setting: BenchSetting
     """The place and the circumstances of the benchmark."""
@@ -162,12 +162,12 @@ class SyncBenchResult(JsonFile):
     """Case by case, then in the order of the config."""
 
     def find(self, case: tuple[int, float, float], sync: str) -> SyncTimes:
-        """One contestant in one case."""
+        """Return the times of one sync in one case."""
         return next(times for times in self.times if (times.case, times.sync) == (case, sync))
 
 
 class TimedSync(NamedTuple):
-    """One sync on this rank."""
+    """The timing of one sync on this rank."""
 
     seconds: float
     """Seconds from a barrier to the end of the sync."""
@@ -196,8 +196,7 @@ class Copies:
             tensor.zero_()
 
     def timed_sync(self, sync: SyncConfig, rows: torch.Tensor, seed: int) -> TimedSync:
-        """Change ``rows`` and make the copies equal; the changes count for a `GradientSync` only,
-        whose update is its own.
+        """Change ``rows`` and make the copies equal; a `GradientSync` makes its own changes.
 
         Collectives:
             A barrier, and those of the sync.
@@ -207,7 +206,7 @@ class Copies:
         return self._average(sync, rows, seed)
 
     def check_equal(self) -> None:
-        """Raise `SyncError` where the copies differ, in a sample of rows.
+        """Raise `SyncError` if the copies differ in a sample of rows.
 
         Collectives:
             One all-gather over the replica peers.
@@ -240,7 +239,7 @@ class Copies:
         return TimedSync(time.perf_counter() - start, tracking_s, report.num_bytes)
 
     def _merge(self, sync: GradientSync, rows: torch.Tensor, seed: int) -> TimedSync:
-        """The lookup comes before; the sums of the backward and the update are part of the time."""
+        """Time the backward's sums and the update, but not the lookup before."""
         peers = self._groups.replica_rows
         capture = RowCapture(self._tbe, ["table"], peers=peers, codec=sync.transport.codec)
         action = GradientSyncAction([capture], self._groups.alarm, is_layered=peers.is_layered)
@@ -267,10 +266,6 @@ def run_sync_bench(
     config: SyncBenchConfig, progress: Callable[[str], object] = lambda line: None
 ) -> SyncBenchResult:
     """Measure all cases; call it on every rank, and each gets the same result.
-
-    Args:
-        config: equal on all ranks.
-        progress: called with a line on each case before it is measured.
 
     Collectives:
         Those of the syncs, barriers, and all-reduces of the times on the world.
@@ -326,7 +321,7 @@ def _build(config: SyncBenchConfig, num_groups: int, shard_mib: float) -> Copies
 
 
 def _measure(config: SyncBenchConfig, case: Case, copies: Copies) -> list[SyncTimes]:
-    """All syncs of a case: one round to warm up, then the repeats, each in another order."""
+    """Time all syncs of a case: one warm-up round, then the repeats, each in another order."""
     timed: dict[str, list[TimedSync]] = {name: [] for name in config.syncs}
     for repeat in range(-1, config.repeats):
         order = list(config.syncs)
@@ -369,13 +364,7 @@ _HEADINGS = (
 
 
 def sync_report(result: SyncBenchResult, *, plot: str = "", data: str = "") -> str:
-    """A page on one result.
-
-    Args:
-        result: the numbers.
-        plot: where the page finds its plot, if there is one.
-        data: where it finds the JSON.
-    """
+    """Write a page on one result, which finds its plot and its JSON at these paths."""
     setting = result.setting
     speeds = [
         f"{rate * 8e-9:.2f} Gbit/s {where}" for where, rate in setting.link_speeds.items() if rate
@@ -412,12 +401,12 @@ _HOW_TO_READ = (
 
 
 def shards_of(result: SyncBenchResult) -> list[tuple[int, float]]:
-    """Numbers of copies and sizes, in order."""
+    """List numbers of copies and sizes, in order."""
     return list(dict.fromkeys(times.case[:2] for times in result.times))
 
 
 def table_of_shard(result: SyncBenchResult, num_groups: int, shard_mib: float) -> Table:
-    """What each sync of one shard took, by how many of its rows had changed."""
+    """Compare the syncs of one shard, by the share of its rows that had changed."""
     rows = []
     for times in result.times:
         if times.case[:2] != (num_groups, shard_mib):
@@ -464,7 +453,7 @@ def sync_plot(result: SyncBenchResult, path: str | Path) -> None:
 
 
 def _line(name: str, marker: str, times_of_shard: Sequence[SyncTimes]) -> Line:
-    """The line of one sync, from the fastest to the slowest time of each share."""
+    """Draw one sync, from the fastest to the slowest time of each share."""
     times_of_sync = [times for times in times_of_shard if times.sync == name]
     return Line(
         name=name,

@@ -1,4 +1,4 @@
-"""`Feed`: the batches of a contestant on one rank."""
+"""Run one contestant on one rank, in its own process."""
 
 import time
 from collections import deque
@@ -46,23 +46,17 @@ from torchrec_2dsp.samples.balanced_batches import BalancedBatches
 from torchrec_2dsp.samples.dealer import BalanceReport
 
 _AHEAD = 4
-"""So many batches are taken ahead of a step: by the pipeline, and by whoever deals samples."""
+"""The number of batches that the pipeline and whoever deals samples take ahead of a step."""
 
 
 class Feed(Iterator[Batch]):
-    """Batches made ahead of time, so that making them takes none of the steps'.
+    """Batches made ahead of time, outside the timed steps.
 
-    Dealing their samples to the ranks does: it is work of the contestant that asks for it.
+    Dealing samples to ranks is timed: it is work of the contestant that asks for it.
     """
 
     def __init__(self, config: BenchConfig, *, rank: int, world_size: int, cycle: int) -> None:
-        """
-        Args:
-            config: the data and the batch size.
-            rank: whose part of each batch it is.
-            world_size: how many parts a batch has.
-            cycle: after so many batches the first one comes again; 0 for never.
-        """
+        """Make the rank's part of each batch; after ``cycle`` batches the first one comes again."""
         self.cycle = cycle
         """The number of different batches; 0 if all are."""
         self._model = config.model
@@ -84,12 +78,9 @@ class Feed(Iterator[Batch]):
         self._dealt: BalancedBatches[Batch] | None = None
 
     def deal(self, balance: BalanceConfig) -> None:
-        """Give each rank samples by their cost from now on.
+        """Deal samples to ranks by their cost from now on.
 
-        Where batches come again they are dealt here, so that later steps need no other rank.
-
-        Args:
-            balance: how samples are dealt.
+        Batches that come again are dealt here, so that later steps need no other rank.
 
         Collectives:
             Those of `deal_batches`.
@@ -102,16 +93,16 @@ class Feed(Iterator[Batch]):
 
     @property
     def report(self) -> BalanceReport | None:
-        """What became of the samples of all batches so far; `None` if they aren't dealt."""
+        """The report on all batches so far; `None` if their samples aren't dealt."""
         return None if self._dealt is None else self._dealt.report
 
     def note_seconds(self, seconds: float) -> None:
-        """Tell how much processor time the last step took, for speeds that are measured."""
+        """Tell the dealer the last step's processor time, for speeds that are measured."""
         if self._dealt is not None:
             self._dealt.note_seconds(seconds)
 
     def prepare(self, num_steps: int) -> None:
-        """Have enough for some steps, and for what is taken ahead."""
+        """Make enough batches for some steps, and for what is taken ahead."""
         while len(self._ready) < num_steps + _AHEAD:
             self._ready.append(next(self._batches))
 
@@ -119,7 +110,7 @@ class Feed(Iterator[Batch]):
         return next(self._given)
 
     def _read(self) -> Iterator[Batch]:
-        """The batches as this rank reads them, without an end."""
+        """Yield the batches as this rank reads them, without an end."""
         while True:
             yield self._ready.popleft() if self._ready else next(self._batches)
 
@@ -139,7 +130,7 @@ class MeasuredPlace(NamedTuple):
     """The measurements before the first contestant."""
 
     speeds: LinkSpeeds
-    """The speeds of the network."""
+    """The network's speeds."""
     dense: DenseWork | None
     """The work of the model without its tables, if steps are to be predicted."""
 
@@ -148,15 +139,15 @@ class Built(NamedTuple):
     """A contestant that is ready to train."""
 
     sharding: dict[str, int]
-    """How many tables have which sharding type."""
+    """The number of tables with each sharding type."""
     plan: ShardingPlan
     """The plan that the contestant trains by."""
     dense_plan: str
-    """What was predicted to be the fastest dense part; empty if none was planned."""
+    """The dense part that was predicted to be fastest; empty if none was planned."""
 
 
 class Worker:
-    """Answers the benchmark's questions; all ranks of a contestant get the same ones, in order."""
+    """Answers the benchmark's questions, which all ranks get in the same order."""
 
     def __init__(
         self, config: BenchConfig, name: str, place: Place, measured: MeasuredPlace
@@ -213,7 +204,7 @@ class Worker:
         return Built(sharding_of(plan), plan, self._trainer.dense_plan)
 
     def warm_up(self) -> float:
-        """Train the first steps; seconds of the last one.
+        """Train the first steps; return the last one's seconds.
 
         Collectives:
             Those of the steps and barriers.
@@ -234,7 +225,7 @@ class Worker:
         return step_s
 
     def block(self, num_steps: int) -> float:
-        """Train `LEAD_IN_STEPS` and then some steps; the seconds of one of the latter.
+        """Train `LEAD_IN_STEPS`, then some timed steps; return the seconds of one of these.
 
         Collectives:
             Barriers, and those of the steps.
@@ -294,7 +285,7 @@ class Worker:
         return Traced(phases, traffic, encoded, dense, travel, balance, compute_s, grown)
 
     def _settle(self) -> None:
-        """Wait for all collectives that steps have left under way."""
+        """Wait for all collectives that steps have left in flight."""
         assert self._trainer is not None
         model = self._trainer.model
         if isinstance(model, ModelParallel2D):
@@ -303,7 +294,7 @@ class Worker:
         dist.barrier(world_group())
 
     def _sync_total(self) -> SyncReport:
-        """The reports of all syncs since the start; an empty one without replicas."""
+        """Return the sum of all sync reports; an empty one without replicas."""
         assert self._trainer is not None
         model = self._trainer.model
         return model.sync_total if isinstance(model, ModelParallel2D) else SyncReport()
@@ -323,7 +314,7 @@ class Worker:
         )
 
     def losses(self) -> tuple[float, ...]:
-        """The loss of the global batch, for each step so far; none of a ceiling.
+        """Return the global batch's loss for each step so far; none for a ceiling.
 
         Collectives:
             One all-reduce of a number per step.

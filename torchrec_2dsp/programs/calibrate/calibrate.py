@@ -1,4 +1,4 @@
-"""Time collectives and computing together: one after the other, and at the same time."""
+"""Measure a network and its machines, and fit the constants behind the times."""
 
 import os
 import platform
@@ -27,23 +27,19 @@ _COMPUTED_S = 0.01
 _SIZES = {"cpu": 384, "cuda": 4096}
 _REPEATS = 9
 _SMALLEST = 2**14
-"""The elements for each rank of the smallest message."""
+"""The smallest message's elements for each rank."""
 _LARGEST = 2**26
 """Elements for all ranks together."""
 
 
 class Beside:
-    """The time of collectives where ranks compute as well; the same on all ranks.
+    """Times collectives beside computing; the same on all ranks.
 
     Collectives:
         All-to-alls, in all that it does, and those of `slowest_rank_seconds`.
     """
 
     def __init__(self, world: dist.ProcessGroup) -> None:
-        """
-        Args:
-            world: all ranks.
-        """
         self._world = world
         self._device = group_device(world)
         size = _SIZES[self._device.type]
@@ -51,13 +47,13 @@ class Beside:
         self._product_s = statistics.median(repeated_seconds(self._multiply, world))
 
     def turn_s(self) -> float:
-        """Seconds that a short all-to-all takes more between two computations than by itself."""
+        """Return the extra seconds of a short all-to-all between two computations."""
         compute, exchange = self._computing(_COMPUTED_S), self._exchanging(1)
         alone = self._seconds(compute) + self._seconds(exchange)
         return max(0.0, self._seconds(compute, exchange) - alone)
 
     def hidden_share(self) -> float:
-        """The share of a long all-to-all that takes no time if ranks compute meanwhile."""
+        """Return the share of a long all-to-all that computing hides."""
         num_elements = _SMALLEST
         exchange = self._exchanging(num_elements)
         most = _LARGEST // self._world.size()
@@ -113,20 +109,13 @@ def calibrate(
     name: str,
     progress: Callable[[str], object] = lambda what: None,
 ) -> Calibration:
-    """Measure on all ranks of the world; equal on all of them.
+    """Measure on all ranks of the world; the result is equal on all of them.
 
-    Args:
-        world: all ranks, host by host, at least two.
-        local_world_size: ranks per host.
-        name: what people call this hardware.
-        progress: called with what is being measured.
+    ``world`` has at least two ranks, host by host, ``name`` is the hardware's, and ``progress`` is
+    called with what is being measured.
 
-    Raises:
-        CalibrationError: one rank is no network, hosts have different numbers of ranks, or no
-            constants explain what was measured.
-
-    CollectiveTimes:
-        Those that are measured, process groups for them, and one all-gather of objects.
+    Raises `CalibrationError` where one rank is no network, hosts have different numbers of ranks,
+    or no constants explain the times.
     """
     world_size = dist.get_world_size(world)
     agree(

@@ -1,4 +1,7 @@
-"""Time work that all ranks do at once."""
+"""Time collectives: those that training uses, for a calibration, and the speed of links.
+
+All ranks of the world measure together, in groups inside hosts, across them, and over all ranks.
+"""
 
 import functools
 import math
@@ -26,7 +29,7 @@ from torchrec_2dsp.programs.calibrate.fit import CollectiveSample, Timed
 
 
 def group_device(group: dist.ProcessGroup) -> torch.device:
-    """The device of the tensors that a group's collectives take."""
+    """Return the device of a group's tensors."""
     if "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -37,7 +40,7 @@ _MIN_REPEATS, _MAX_REPEATS = 4, 30
 
 
 def repeated_seconds(run: Callable[[], object], world: dist.ProcessGroup) -> list[float]:
-    """`slowest_rank_seconds` of as many repeats as tell something: the more, the shorter.
+    """Time as many repeats as tell something: the more, the shorter.
 
     Collectives:
         Those of `slowest_rank_seconds`.
@@ -51,7 +54,7 @@ def repeated_seconds(run: Callable[[], object], world: dist.ProcessGroup) -> lis
 def slowest_rank_seconds(
     run: Callable[[], object], world: dist.ProcessGroup, repeats: int
 ) -> list[float]:
-    """How long the slowest rank takes, for each repeat; equal on all ranks.
+    """Time the slowest rank, for each repeat; equal on all ranks.
 
     Args:
         run: what every rank does, beginning together.
@@ -85,7 +88,7 @@ Groups = list[list[int]]
 
 
 def ranks_by_host(world_size: int, local_world_size: int) -> Groups:
-    """The ranks of each host."""
+    """Group the ranks by host."""
     return [
         list(range(first, first + local_world_size))
         for first in range(0, world_size, local_world_size)
@@ -93,7 +96,7 @@ def ranks_by_host(world_size: int, local_world_size: int) -> Groups:
 
 
 def ranks_by_place(world_size: int, local_world_size: int) -> Groups:
-    """The ranks that have the same place on their hosts."""
+    """Group the ranks with the same place on their hosts."""
     hosts = ranks_by_host(world_size, local_world_size)
     return [list(ranks) for ranks in zip(*hosts, strict=True)]
 
@@ -102,7 +105,7 @@ def ranks_by_place(world_size: int, local_world_size: int) -> Groups:
 def subgroup(
     groups: Sequence[Sequence[int]], *, is_full_duplex: bool
 ) -> Iterator[dist.ProcessGroup]:
-    """This rank's group among groups that are all made, and are destroyed at the end.
+    """Make all these groups, yield this rank's, and destroy them at the end.
 
     Collectives:
         Makes the process groups.
@@ -130,7 +133,7 @@ _LONG_S = 0.1
 
 @dataclass(frozen=True)
 class TimedCollective:
-    """A collective of torch, and what it moves if a rank's larger buffer has so many bytes."""
+    """A torch collective, and its traffic if a rank's larger buffer has so many bytes."""
 
     run: Callable[[torch.Tensor, dist.ProcessGroup], object]
     traffic: Callable[[Span, float], Traffic]
@@ -176,12 +179,7 @@ def measure_collectives(
     local_world_size: int,
     progress: Callable[[str], object],
 ) -> dict[str, list[CollectiveSample]]:
-    """Samples of every collective, on gloo also of the full-duplex one; equal on all ranks.
-
-    Args:
-        world: all ranks, host by host.
-        local_world_size: ranks per host.
-        progress: called with what is being measured.
+    """Time every collective, on gloo also the full-duplex one; equal on all ranks.
 
     Collectives:
         Those that are measured; and the creation of process groups, which are destroyed at the
@@ -203,7 +201,7 @@ def measure_collectives(
 
 
 def _places(world_size: int, local_world_size: int) -> list[Groups]:
-    """The ranks of each host; those with one place on their hosts; all."""
+    """Return the groups by host, by place on the hosts, and all ranks."""
     places = [
         ranks_by_host(world_size, local_world_size),
         ranks_by_place(world_size, local_world_size),
@@ -222,7 +220,7 @@ def _where(span: Span) -> str:
 def _timed(
     collective: TimedCollective, span: Span, world: dist.ProcessGroup, group: dist.ProcessGroup
 ) -> Iterator[CollectiveSample]:
-    """Messages eight times as long as the last one, until they take long or are long."""
+    """Time messages, each eight times as long as the last, until they take long or are long."""
     num_bytes = _SMALLEST
     while num_bytes <= _LARGEST:
         num_elements = math.ceil(num_bytes / (_ELEMENT_BYTES * span.num_ranks)) * span.num_ranks
@@ -240,7 +238,7 @@ MAX_BYTES = 64 * 2**20
 """No payload is larger than this by default."""
 
 SECONDS_PER_REPEAT = 0.2
-"""About how many seconds a repeat takes, where the link is slow enough."""
+"""The approximate length of a repeat, where the link is slow enough."""
 
 _PROBE_BYTES = 2**20
 
@@ -249,9 +247,9 @@ _PROBE_BYTES = 2**20
 class LinkSpeeds:
     """Bytes that one rank sends per second while all others do the same.
 
-    The bytes are those on the wire: of N ranks, each sends (N-1)/N of its payload in an
-    all-to-all and 2 (N-1)/N in a ring all-reduce. ``None`` says that there is no such link: one
-    rank per host has no neighbours, and one host no other hosts.
+    The bytes are those on the wire: of N ranks, each sends (N-1)/N of its payload in an all-to-all
+    and 2 (N-1)/N in a ring all-reduce. ``None`` means no such link: one rank per host has no
+    neighbours, and one host no other hosts.
 
     Example:
         >>> from torchrec_2dsp.programs.calibrate.collectives import LinkSpeeds
@@ -283,12 +281,12 @@ class LinkSpeeds:
 
     @property
     def host_all_to_all_bytes_per_s(self) -> float | None:
-        """The speed of a host's link: from all its ranks to other hosts, in an all-to-all."""
+        """The speed of a host's link, for all its ranks together, in an all-to-all."""
         return _times(self.local_world_size, self.cross_host_all_to_all_bytes_per_s)
 
     @property
     def host_all_reduce_bytes_per_s(self) -> float | None:
-        """The speed from all ranks of one host to other hosts, in an all-reduce."""
+        """The same in an all-reduce."""
         return _times(self.local_world_size, self.cross_host_all_reduce_bytes_per_s)
 
 
@@ -339,13 +337,7 @@ def measure_link_speeds(
 def bytes_per_s(
     seconds: Sequence[float], *, num_bytes: int, num_ranks: int, num_passes: int
 ) -> float:
-    """Bytes that one of ``num_ranks`` ranks sends per second, if a payload takes the median time.
-
-    Args:
-        seconds: one time per repeat.
-        num_bytes: the payload of one rank.
-        num_ranks: the size of its group.
-        num_passes: how often the payload goes round: once in an all-to-all, twice in an all-reduce.
+    """Return the bytes that each rank sends per second, if a payload takes the median time.
 
     Example:
         >>> from torchrec_2dsp.programs.calibrate.collectives import bytes_per_s
@@ -356,7 +348,7 @@ def bytes_per_s(
 
 
 def payload_bytes(probe_bytes: int, probe_seconds: float, max_bytes: int) -> int:
-    """The payload that takes about 0.2 seconds, if ``probe_bytes`` took ``probe_seconds``.
+    """Return the payload that takes about 0.2 seconds, if ``probe_bytes`` took ``probe_seconds``.
 
     Example:
         >>> from torchrec_2dsp.programs.calibrate.collectives import payload_bytes
@@ -369,7 +361,7 @@ def payload_bytes(probe_bytes: int, probe_seconds: float, max_bytes: int) -> int
 def _measure(
     world: dist.ProcessGroup, ranks_of_groups: Groups, num_bytes: int, repeats: int
 ) -> dict[str, float | None]:
-    """Bytes per second of each collective, run in all the groups at once."""
+    """Measure the bytes per second of each collective, in all the groups at once."""
     if len(ranks_of_groups[0]) == 1:
         return dict.fromkeys(_COLLECTIVES)
     # Gloo's own all-to-all may take twice the time that the link needs.
@@ -403,7 +395,7 @@ class _Collective:
     def _time(
         self, world: dist.ProcessGroup, group: dist.ProcessGroup, num_bytes: int, repeats: int
     ) -> tuple[int, list[float]]:
-        """The payload, rounded up to whole elements, and the slowest rank's time per repeat."""
+        """Return the payload, in whole elements, and the slowest rank's time per repeat."""
         device = group_device(world)
         num_elements = math.ceil(num_bytes / (_ELEMENT_BYTES * group.size())) * group.size()
         sent = torch.ones(num_elements, device=device)

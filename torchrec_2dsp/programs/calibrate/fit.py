@@ -29,21 +29,21 @@ class Timed:
     """The repeats of one measurement."""
 
     seconds: float
-    """The median time of the repeats."""
+    """The median repeat."""
 
     scatter_s: float = 0.0
-    """How far half of them are from it, at least."""
+    """The median distance from it."""
 
     @classmethod
     def of(cls, repeats: Sequence[float]) -> "Timed":
-        """The median of the repeats' times, and how far they scatter."""
+        """Take the median of the repeats, and how far they scatter."""
         middle = statistics.median(repeats)
         return cls(middle, statistics.median(abs(repeat - middle) for repeat in repeats))
 
 
 @dataclass(frozen=True)
 class CollectiveSample:
-    """A collective that was timed."""
+    """A timed collective."""
 
     span: Span
     traffic: Traffic
@@ -52,7 +52,7 @@ class CollectiveSample:
 
 @dataclass(frozen=True)
 class KernelSample:
-    """Work on rows that was timed."""
+    """Timed work on rows."""
 
     items: float
     num_bytes: float
@@ -64,7 +64,7 @@ class KernelSample:
 
 
 def fit_collective(name: str, samples: Sequence[CollectiveSample]) -> CollectiveCost:
-    """The coefficients of a collective; those that no sample tells of stay unknown.
+    """Fit a collective's coefficients; those that no sample tells of stay unknown.
 
     Raises:
         CalibrationError: no coefficients explain the samples.
@@ -106,7 +106,7 @@ def fit_collective(name: str, samples: Sequence[CollectiveSample]) -> Collective
 
 
 def fit_kernel(name: str, samples: Sequence[KernelSample]) -> KernelCost:
-    """The coefficients of work on rows, or on bags if the samples are of bags.
+    """Fit the coefficients of work on rows, or on bags if the samples are of bags.
 
     Raises:
         CalibrationError: no coefficients explain the samples.
@@ -135,10 +135,10 @@ def _ways(
 def _fitted(
     work: NDArray[np.float64], timed: Sequence[Timed]
 ) -> tuple[list[float], dict[str, float]]:
-    """Seconds per unit of each column, none negative: weighted least squares.
+    """Fit non-negative seconds per unit of each column: weighted least squares.
 
-    What is long counts more than by its relative error, since its seconds make a step; and less
-    than by its absolute one, since every message has a shortest time.
+    Long work counts more than by its relative error, since its seconds make a step; and less than
+    by its absolute one, since every message has a shortest time.
     """
     seconds = np.array([measurement.seconds for measurement in timed])
     scatter = np.array([measurement.scatter_s for measurement in timed])

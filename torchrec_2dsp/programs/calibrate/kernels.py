@@ -33,7 +33,7 @@ _NUM_IDS = (2**11, 2**13, 2**15)
 """More would be tensors that get their memory page by page, each time anew."""
 _BAG_SIZES = (1, 16)
 _ROWS_OF_A_TABLE = (64, _NUM_ROWS // _NUM_TABLES)
-"""The numbers of rows that ids are drawn from: so few that all repeat, in caches, or any."""
+"""Numbers of rows that ids are drawn from: few, which all repeat in caches, or many."""
 _TOKENS = (2**8, 2**10, 2**12)
 _WIDTHS = (64, 256, 1024)
 _TABLE_BYTES = (2**24, 2**25, 2**26)
@@ -41,7 +41,7 @@ _TABLE_BYTES = (2**24, 2**25, 2**26)
 
 
 class _Piece(NamedTuple):
-    """Some work that can be done again and again."""
+    """Work that can be repeated."""
 
     name: str
     items: float
@@ -54,11 +54,7 @@ class _Piece(NamedTuple):
 def measure_kernels(
     world: dist.ProcessGroup, *, progress: Callable[[str], object]
 ) -> dict[str, list[KernelSample]]:
-    """Samples of each kind of work, by the name that a calibration has for it; on all ranks alike.
-
-    Args:
-        world: the ranks that work at the same time.
-        progress: called with what is being measured.
+    """Time each kind of work, by its name in a calibration; equal on all ranks.
 
     Collectives:
         Those of `repeated_seconds`.
@@ -89,7 +85,7 @@ def measure_kernels(
 
 
 def _bags(device: torch.device) -> Iterator[_Piece]:
-    """FBGEMM's kernel, with short and long bags, of few rows and of many."""
+    """Yield FBGEMM's kernel, with short and long bags, of few rows and of many."""
     for dim in _DIMS:
         tbe = _tables(dim, PoolingMode.SUM, device)
         for num_ids, size, num_rows in product(_NUM_IDS, _BAG_SIZES, _ROWS_OF_A_TABLE):
@@ -107,7 +103,7 @@ def _bags(device: torch.device) -> Iterator[_Piece]:
 
 
 def _owned_rows(device: torch.device) -> Iterator[_Piece]:
-    """The work of row exchange for other ranks, whose rows come in their order."""
+    """Yield row exchange's work for other ranks, whose rows come in their order."""
     for dim in _DIMS:
         tbe = _tables(dim, PoolingMode.NONE, device)
         rule = rule_for(tbe)
@@ -161,14 +157,14 @@ def _tables(
 
 
 def _needed_rows(device: torch.device) -> Iterator[_Piece]:
-    """The search for the rows that a batch needs, and for where each id finds its own."""
+    """Yield the search for a batch's distinct rows, and for each id's place among them."""
     for num_ids in _NUM_IDS:
         keys = torch.randint(0, num_ids, (num_ids,), device=device, dtype=torch.int32)
         yield _Piece("find", num_ids, 0.0, lambda keys=keys: RowSum(keys).places())
 
 
 def _moves(device: torch.device) -> Iterator[_Piece]:
-    """Rows to where they are wanted, and gradients to the rows that they belong to."""
+    """Yield moving rows to where they are wanted, and summing gradients by row."""
     for dim in _DIMS:
         for num_ids in _NUM_IDS:
             rows = torch.rand(num_ids, dim, device=device)
@@ -186,14 +182,14 @@ def _moves(device: torch.device) -> Iterator[_Piece]:
 
 
 def _passes(device: torch.device) -> Iterator[_Piece]:
-    """The passes over whole tables."""
+    """Yield passes over whole tables."""
     for num_bytes in _TABLE_BYTES:
         table = torch.zeros(num_bytes // _FLOAT_BYTES, device=device)
         yield _Piece("dense_update", 0.0, num_bytes, lambda t=table: t.add_(t, alpha=-0.1))
 
 
 def _matmuls(device: torch.device) -> Iterator[_Piece]:
-    """Layers of a dense part, narrow and wide, over few samples and over many."""
+    """Yield layers of a dense part, narrow and wide, over few samples and over many."""
     for num_rows, width in product(_TOKENS, _WIDTHS):
         rows = torch.rand(num_rows, width, device=device)
         weight = torch.rand(width, width, device=device)
@@ -203,7 +199,7 @@ def _matmuls(device: torch.device) -> Iterator[_Piece]:
 
 
 def _encodings(device: torch.device) -> Iterator[_Piece]:
-    """Rows to what travels, and back."""
+    """Yield encoding rows and decoding them."""
     for transport, dim, num_rows in product(Transport, _DIMS, _NUM_IDS):
         if transport.codec.is_exact:
             continue

@@ -76,7 +76,7 @@ def _calibrate(out: Path, name: str, device: str) -> None:
 
 
 def show_calibration(calibration: "Calibration", console: Console) -> None:
-    """Print the constants as what people know: times of one message, and bytes per second."""
+    """Print the constants as times of one message, and bytes per second."""
     hardware = calibration.hardware
     console.print(
         f"{hardware.name}: {hardware.num_hosts} x {hardware.ranks_per_host} ranks (hosts x ranks "

@@ -67,7 +67,7 @@ def _export(path: Path, output: Path, config: str, only: str, max_loss: float) -
 
 
 def show_export(record: "ExportRecord", console: Console) -> None:
-    """Print the metrics of both models, and how far their scores are apart."""
+    """Print both models' metrics, and the largest distance of their scores."""
     table = Table("metric", box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False)
     table.add_column("as trained", justify="right")
     table.add_column("as served", justify="right")

@@ -115,7 +115,7 @@ def _simulate(name: str, ranks: str, overrides: list[str]) -> None:
 def show_simulated(
     simulated: "list[tuple[int, Explanation, DenseChoices | None]]", console: Console
 ) -> None:
-    """Print step, efficiency, memory and mesh of each world, and how to run its dense part."""
+    """Print each world's step, efficiency, memory, mesh, and best way to run its dense part."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("ranks", "step ms", "samples/s", "efficiency", "GB per rank", "mesh"):
         table.add_column(heading, justify="left" if heading == "mesh" else "right")
@@ -144,7 +144,7 @@ def show_simulated(
 def _show_dense(
     simulated: "list[tuple[int, Explanation, DenseChoices | None]]", console: Console
 ) -> None:
-    """Print the best way to run the dense part of each world."""
+    """Print the best way to run each world's dense part."""
     console.print(
         "The steps above have the computing of the dense part, but not what it sends. By itself it "
         "is run best so:"

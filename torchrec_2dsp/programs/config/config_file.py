@@ -69,6 +69,8 @@ def find_config(name: str | Path, folder: str = _RUNS, *, beside: str | Path = "
 
 
 Config = TypeVar("Config", bound=BaseModel)
+_COMMANDS = {"runs": "train", "contestants": "bench", "machines": "plan", "syncs": "bench-sync"}
+"""The commands that take configs, by the section that no other command's config has."""
 _BESIDE_CONFIG, _MAY_BE_SHIPPED = object(), object()
 PathBesideConfig = Annotated[str, _BESIDE_CONFIG, AfterValidator(os.path.expanduser)]
 """A path that a config file gives relative to itself; on the command line it is relative to the
@@ -124,9 +126,22 @@ def load_config(
         included = find_config(str(named), _WORKLOADS, beside=file.parent)
     if included is not None:
         tree = _merged(_with_paths(kind, _read(included), included.parent), tree)
+    _check_command(kind, tree, str(path))
     for override in overrides:
         tree = overridden(tree, override)
     return make_config(kind, tree, source=str(path))
+
+
+def _check_command(kind: type[BaseModel], tree: Mapping[str, Any], source: str) -> None:
+    """Raise `ConfigError` if a config is for another command."""
+    for section, command in _COMMANDS.items():
+        for wanted in _COMMANDS:
+            is_other = section in tree and section not in kind.model_fields
+            if is_other and wanted in kind.model_fields and wanted not in tree:
+                raise ConfigError(
+                    f"{source} is a config for {command}, with [{section}]; give one for "
+                    f"{_COMMANDS[wanted]}, with [{wanted}]"
+                )
 
 
 def _read(path: Path) -> dict[str, Any]:

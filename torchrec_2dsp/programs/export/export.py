@@ -1,4 +1,4 @@
-"""`export_model`: a trained model, written to a folder that serves without this package."""
+"""Write a trained model to a folder that serves without this package."""
 
 import os
 import shutil
@@ -43,7 +43,7 @@ from torchrec_2dsp.programs.models.own_model import OwnModelConfig
 from torchrec_2dsp.programs.train.results import environment
 
 DEFAULT_MAX_LOSS = 0.001
-"""How much worse a metric of the served model may be, unless a user says something else."""
+"""The default bound of how much worse a served model's metric may be."""
 
 
 def export_model(
@@ -51,7 +51,7 @@ def export_model(
 ) -> ExportRecord:
     """Export a trained model; `torch.distributed` must be initialised, with a single rank.
 
-    The folder appears as a whole, when the file has been read again, scores as it should, and is
+    The folder appears as a whole, after the file has been read again, scores as it should, and is
     good enough.
 
     Args:
@@ -96,7 +96,7 @@ def check_output(output: Path) -> None:
 def _written(
     source: ExportSource, dataset: Dataset, model: nn.Module, folder: Path, max_loss: float
 ) -> ExportRecord:
-    """Write all files, and read the model's again to compare it with the trained one."""
+    """Write all files; read the model's again and compare it with the trained one."""
     config, group = source.config, world_group()
     served = served_model(model, config.model, dataset)
     batches = HeldOutBatches(config, dataset_for(config.model, dataset))
@@ -118,7 +118,7 @@ def _written(
 def _checked_outputs(
     path: Path, served: ServedModel, quantized: ServedQuality, batches: HeldOutBatches
 ) -> tuple[str, ...]:
-    """The names of what a file gives, which is read again and must score as the quantised model."""
+    """Read a file again, check that it scores as the quantised model, and name its outputs."""
     script = load_script(path)
     check_script(scores_of(served, script, batches), quantized.scores)
     request = first_request(served, batches)

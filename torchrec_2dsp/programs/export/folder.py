@@ -1,4 +1,4 @@
-"""`ServingInputs` and `ExportRecord`: what lies beside an exported model."""
+"""The records that lie beside an exported model."""
 
 from typing import Any, ClassVar, Literal
 
@@ -13,83 +13,83 @@ MODEL_FILE, FEATURES_FILE, EXPORT_FILE = "model.pt", "features.json", "export.js
 
 
 class ServingInputs(JsonFile):
-    """What an exported model takes, and what it gives."""
+    """An exported model's inputs and outputs."""
 
     what_it_is: ClassVar[str] = "the features.json of an exported model"
 
     format: Literal[1] = 1
-    """The format of this file."""
+    """The file's format."""
 
     kind: str
-    """The kind of model."""
+    """The model's kind."""
 
     num_dense: int
-    """How many dense features a sample has."""
+    """The number of dense features."""
 
     dense: tuple[str, ...]
-    """The columns of a log that they are, in their order; empty for data without columns."""
+    """Their columns in a log, in order; empty for data without columns."""
 
     features: tuple[ServedFeature, ...]
     """The sparse features, in the order in which a request gives their ids."""
 
     outputs: tuple[str, ...]
-    """The names of the tensors that the model gives."""
+    """The names of the model's output tensors."""
 
     functions: tuple[str, ...] = ()
-    """The names of what the model can do beside answering a call."""
+    """The names of the model's functions beside the call."""
 
 
 class ExportRecord(JsonFile):
-    """How an exported model compares with the one that was trained."""
+    """The comparison of an exported model with the trained one."""
 
     what_it_is: ClassVar[str] = "the export.json of an exported model"
     # A model that diverged has figures for which JSON has no numbers.
     model_config = ConfigDict(ser_json_inf_nan="strings")
 
     format: Literal[1] = 1
-    """The format of this file."""
+    """The file's format."""
 
     run: str
     """The run's name in its config."""
 
     checkpoint: str
-    """The folder of the checkpoint."""
+    """The checkpoint's folder."""
 
     num_samples: int
     """On how many held-out samples the models were compared."""
 
     largest_difference: float
-    """The largest difference between two scores of a sample."""
+    """The largest difference between a sample's two scores."""
 
     trained: dict[str, float]
-    """The metrics of the model as it was trained."""
+    """The trained model's metrics."""
 
     served: dict[str, float]
-    """The metrics of the model as it serves."""
+    """The served model's metrics."""
 
     metric: str
     """The metric that was bounded."""
 
     worse_by: float
-    """How much worse the served model is by this metric; negative if it is better."""
+    """The served model's loss by this metric; negative if it is better."""
 
     max_loss: float
-    """How much worse it was allowed to be."""
+    """The largest loss that was allowed."""
 
     table_bytes: int
-    """The bytes of the tables as they were trained."""
+    """The trained tables' bytes."""
 
     served_table_bytes: int
-    """The bytes of the tables as they serve."""
+    """The served tables' bytes."""
 
     environment: dict[str, str]
-    """The versions of the packages that made the file."""
+    """The versions of the packages that wrote the file."""
 
 
 def serving_inputs(
     config: TrainConfig, served: ServedModel, outputs: tuple[str, ...]
 ) -> ServingInputs:
-    """The content of features.json."""
+    """Describe a served model's inputs and outputs."""
     columns: Any = getattr(config.data, "dense", ())
     return ServingInputs(
         kind=config.model.kind,

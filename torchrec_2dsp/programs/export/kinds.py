@@ -1,4 +1,8 @@
-"""`ServedScores`: models that give each sample of a request one score."""
+"""Serve each kind of model: scores, and next items for sequences.
+
+A sequence model answers a history with a vector for what comes next, whose dot products with the
+vectors of all items, a chunk at a time, rank the items.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +25,7 @@ from torchrec_2dsp.programs.export.served import (
     RequestCheck,
     ServedFeature,
     ServedModel,
+    is_integer,
     request_of,
     script_of,
     traced_script,
@@ -41,31 +46,26 @@ class ServedScores:
     def __init__(
         self, answers: nn.Module, features: Sequence[ServedFeature], num_dense: int
     ) -> None:
-        """
-        Args:
-            answers: gives ``scores`` for dense features and a `KeyedJaggedTensor`.
-            features: those of a request, in its order.
-            num_dense: how many dense features a sample has.
-        """
+        """Take ``answers``, which maps dense features and a `KeyedJaggedTensor` to ``scores``."""
         self.features, self.num_dense = tuple(features), num_dense
         self._names = [feature.name for feature in features]
         self._answers = _Answers(answers, self._names).eval()
 
     def module(self) -> nn.Module:
-        """A module that answers requests, by the tables as they are now."""
+        """Return a module that answers requests by the tables as they are now."""
         return self._answers
 
     def script(self) -> torch.jit.ScriptModule:
-        """The module as a script, which also checks requests."""
+        """Script the module, with a check of requests."""
         check = RequestCheck(self.features, self.num_dense)
         return script_of(CheckedRequests(check, traced_script(self._answers)))
 
     def request(self, batch: Batch) -> Request:
-        """The request for a batch of held-out samples."""
+        """Return the request for held-out samples."""
         return request_of(batch.dense_features, batch.sparse_features, self._names)
 
     def scores(self, answers: Callable[..., Answer], batch: Batch) -> torch.Tensor:
-        """The scores of a batch's samples.
+        """Score a batch's samples.
 
         Raises:
             UnsupportedError: the model gives another number of scores than there are samples.
@@ -80,7 +80,7 @@ class ServedScores:
 
 
 def served_clicks(model: DLRMTrain) -> ServedScores:
-    """A DLRM or a DCN, which gives logits and probabilities of clicks."""
+    """Serve a DLRM or a DCN, which gives logits and probabilities of clicks."""
     dlrm: Any = model.model
     num_dense = next(
         module.in_features for module in dlrm.dense_arch.modules() if isinstance(module, nn.Linear)
@@ -89,12 +89,12 @@ def served_clicks(model: DLRMTrain) -> ServedScores:
 
 
 def served_towers(model: TwoTowerModel) -> ServedScores:
-    """Two towers, which give dot products and the vectors that are multiplied."""
+    """Serve two towers, which give dot products and the vectors that are multiplied."""
     return ServedScores(_TwoTowerScores(model), _features_of_tables(model), model.num_dense)
 
 
 def _features_of_tables(model: nn.Module) -> list[ServedFeature]:
-    """The features of a model's tables, table by table."""
+    """List the features of a model's tables, table by table."""
     return [
         ServedFeature(
             name=name, table=table.name, num_rows=table.num_embeddings, dim=table.embedding_dim
@@ -120,7 +120,7 @@ class _Answers(nn.Module):
 
 
 class _ClickScores(nn.Module):
-    """Scores of a DLRM or a DCN."""
+    """Scores clicks by a DLRM or a DCN."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class _ClickScores(nn.Module):
 
 
 class _TwoTowerScores(nn.Module):
-    """Scores of two towers, and the vectors that they are products of."""
+    """Scores pairs by two towers."""
 
     def __init__(self, model: TwoTowerModel) -> None:
         super().__init__()
@@ -151,14 +151,9 @@ _COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)
 
 
 def served_own_model(model: nn.Module, data: BatchShape, factory: str) -> ServedScores:
-    """The model that a factory made, which gives logits and probabilities of clicks.
+    """Serve a factory's model, which gives logits and probabilities of clicks.
 
     A request has all features of the data, as a batch has, since the model may use any of them.
-
-    Args:
-        model: called with a batch, it gives what the training program asks of models.
-        data: the features of a batch.
-        factory: the factory's name, for errors.
 
     Raises:
         UnsupportedError: tables aren't in the collections that TorchRec quantises.
@@ -181,9 +176,6 @@ def served_own_model(model: nn.Module, data: BatchShape, factory: str) -> Served
 @contextmanager
 def saying_what_stops(factory: str) -> Iterator[None]:
     """Raise an error that names the factory, where its model can't be quantised or scripted.
-
-    Args:
-        factory: the factory's name; empty for the models of this package, whose errors stay.
 
     Raises:
         UnsupportedError: something else than this package failed inside.
@@ -223,7 +215,7 @@ def _check_collections(model: nn.Module, factory: str) -> None:
 
 
 class _BatchScores(nn.Module):
-    """Scores of a model that takes batches and returns the logits beside its loss."""
+    """Scores by a model that takes batches and returns the logits beside its loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -247,11 +239,6 @@ class ServedNextItems:
     """There are no dense features, whatever the data has."""
 
     def __init__(self, model: NextItemModel, config: SequenceModelConfig) -> None:
-        """
-        Args:
-            model: the trained model.
-            config: its section of the config.
-        """
         self._model = model
         (table,) = tables_of(model)
         self._names, self._chunk_size = list(table.feature_names), config.ranking.chunk_size
@@ -268,20 +255,20 @@ class ServedNextItems:
         """The one feature, which holds the items."""
 
     def module(self) -> nn.Module:
-        """A module that answers requests, by the table as it is now."""
+        """Return a module that answers requests by the table as it is now."""
         return self._answers(self._lookup(), self._layers())
 
     def script(self) -> torch.jit.ScriptModule:
-        """The module as a script, which also checks requests."""
+        """Script the module, with a check of requests."""
         lookup, layers = traced_script(self._lookup()), traced_script(self._layers())
         return script_of(self._answers(lookup, layers))
 
     def request(self, batch: Batch) -> Request | None:
-        """The histories of held-out samples without their last items; none if all are empty."""
+        """Return held-out histories without their last items; none if all are empty."""
         return self._held_out(batch).request
 
     def scores(self, answers: Any, batch: Batch) -> torch.Tensor:
-        """The scores of the last items of held-out samples, where a history comes before."""
+        """Score the last items of held-out samples, where a history comes before."""
         held_out = self._held_out(batch)
         if held_out.request is None:
             return torch.empty(0)
@@ -313,17 +300,17 @@ class ServedNextItems:
 
 
 class _HeldOut(NamedTuple):
-    """Held-out samples, as a history and what comes next."""
+    """Held-out samples, as histories and what comes next."""
 
     request: Request | None
     """The histories; none if there are no samples."""
 
     targets: torch.Tensor
-    """The next item of each history."""
+    """Each history's next item."""
 
 
 class _ItemLookup(nn.Module):
-    """The vectors of items, by a collection that has a feature for negatives as well."""
+    """Looks up items in a collection that has a feature for negatives as well."""
 
     def __init__(self, embeddings: nn.Module, names: list[str]) -> None:
         super().__init__()
@@ -336,7 +323,7 @@ class _ItemLookup(nn.Module):
 
 
 class _NextItems(nn.Module):
-    """What comes next after histories, written for TorchScript."""
+    """Predicts what comes next after histories; written for TorchScript."""
 
     def __init__(
         self,
@@ -354,7 +341,7 @@ class _NextItems(nn.Module):
     def forward(
         self, dense: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """One vector for each history; an item's score is the dot product with its own."""
+        """Return a vector for each history; an item's score is the dot product with its own."""
         self.check(dense, values, lengths)
         if bool((lengths == 0).any()):
             raise ValueError(
@@ -374,7 +361,9 @@ class _NextItems(nn.Module):
 
     @torch.jit.export
     def item_vectors(self, ids: torch.Tensor) -> torch.Tensor:
-        """The vectors of some items, such as all of them for an index of nearest neighbours."""
+        """Return items' vectors, such as all of them for an index of nearest neighbours."""
+        if ids.dim() != 1 or not is_integer(ids):
+            raise ValueError("ids isn't one row of int64 or int32 numbers; give items of the table")
         if bool(((ids < 0) | (ids >= self.num_items)).any()):
             raise ValueError(f"an id is not in 0..{self.num_items - 1}, the items of the table")
         return self.lookup(ids.long(), torch.tensor([ids.numel(), 0]))
@@ -388,15 +377,10 @@ class _NextItems(nn.Module):
         count: int,
         exclude_seen: bool = False,
     ) -> dict[str, torch.Tensor]:
-        """The items with the highest scores among all of the table, the best one first.
+        """Return the ``count`` items with the highest scores for each history, the best first.
 
-        Args:
-            dense: see `forward`.
-            values: the items of the histories.
-            lengths: how many each history has.
-            count: how many items are wanted for each history.
-            exclude_seen: leaves out those of the history. Where too few others are left, the last
-                items are -1.
+        With ``exclude_seen`` a history's own items are left out; where too few others are left, the
+        last items are -1.
         """
         if count < 1 or count > self.num_items:
             raise ValueError(f"count={count} is not in 1..{self.num_items}, the number of items")
@@ -420,12 +404,7 @@ class _NextItems(nn.Module):
 
 
 def served_model(model: nn.Module, section: ModelSection, data: BatchShape) -> ServedModel:
-    """How a trained model serves, by its kind.
-
-    Args:
-        model: with the tables as they were trained.
-        section: the section of the config that it was built by.
-        data: the features of a batch.
+    """Serve a trained model by its kind.
 
     Raises:
         UnsupportedError: a user's own model has tables that can't be quantised.

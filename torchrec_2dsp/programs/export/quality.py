@@ -1,4 +1,4 @@
-"""`compare`: the served model beside the trained one, on held-out batches."""
+"""Compare the served model with the trained one, on held-out batches."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from torchrec_2dsp.programs.train.record import LESS_IS_BETTER
 from torchrec_2dsp.programs.train.steps import closing_batches
 
 _ROUNDING = 1e-5
-"""How far a script's scores may be from those of the module that it was made of, relative to the
-largest: the same arithmetic, of which the compiler may round some in another order."""
+"""The largest relative difference between scores of a script and of its module: the compiler may
+round in another order."""
 _NOTHING_HELD_OUT = "there are no held-out batches to compare on; hold some samples out"
 
 
@@ -29,11 +29,6 @@ class HeldOutBatches:
     """The held-out batches of a config, as often as they are asked for."""
 
     def __init__(self, config: TrainConfig, dataset: Dataset) -> None:
-        """
-        Args:
-            config: says how many batches there are, and how large they are.
-            dataset: the data as the model takes it.
-        """
         self._config, self._dataset = config, dataset
 
     def __iter__(self) -> Iterator[Batch]:
@@ -48,13 +43,13 @@ class HeldOutBatches:
 def scores_of(
     served: ServedModel, answers: Callable[..., Answer], batches: HeldOutBatches
 ) -> list[torch.Tensor]:
-    """The scores that a module or a script of a served model gives the samples of each batch."""
+    """Score the samples of each batch by a served model's module or script."""
     with torch.no_grad():
         return [served.scores(answers, batch) for batch in batches]
 
 
 def first_request(served: ServedModel, batches: HeldOutBatches) -> Request:
-    """The request for the first held-out batch that has one.
+    """Return the request for the first held-out batch that has one.
 
     Raises:
         ConfigError: none has.
@@ -71,10 +66,10 @@ class ServedQuality:
     """A model's answers to the held-out batches."""
 
     scores: list[torch.Tensor]
-    """The scores of each batch's samples."""
+    """Each batch's scores."""
 
     metrics: dict[str, float]
-    """The metrics by which the training program evaluates a model of this kind."""
+    """The metrics by which the training program evaluates such a model."""
 
 
 def measure(
@@ -85,13 +80,6 @@ def measure(
     group: dist.ProcessGroup,
 ) -> ServedQuality:
     """Evaluate a model that isn't sharded, with or without quantised tables.
-
-    Args:
-        model: in evaluation mode.
-        served: how this model serves.
-        batches: the held-out ones.
-        config: says which metrics there are.
-        group: of this process alone.
 
     Raises:
         UnsupportedError: scores of a request, which has no labels, aren't those of evaluations.
@@ -124,13 +112,13 @@ def _check_logits(evaluated: torch.Tensor, scores: torch.Tensor) -> None:
 
 
 def _are_equal(scores: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether scores are equal but for rounding; a number that isn't one never is."""
+    """Return whether scores are equal but for rounding; a number that isn't one never is."""
     difference = float((scores - expected).abs().max())
     return difference <= _ROUNDING * max(1.0, float(expected.abs().max()))
 
 
 def largest_difference(one_way: list[torch.Tensor], other_way: list[torch.Tensor]) -> float:
-    """How far two lists of scores are apart, at most.
+    """Return the largest difference between two lists of scores.
 
     Raises:
         ConfigError: there are no scores to compare.
@@ -145,14 +133,8 @@ def check_answers(
 ) -> tuple[str, ...]:
     """Raise unless a file that was read again answers as the module that it was made of.
 
-    Of the request, all samples and the first one alone are asked for: a file has to answer requests
-    of any size.
-
-    Args:
-        answers: the script.
-        module: the module.
-        request: with some samples.
-        num_features: how many sparse features a request has.
+    A request is asked as a whole and its first sample alone: a file has to answer requests of any
+    size.
 
     Returns:
         The names of what is in an answer.
@@ -171,11 +153,7 @@ def check_answers(
 
 
 def check_script(script_scores: list[torch.Tensor], module_scores: list[torch.Tensor]) -> None:
-    """Raise unless a file that was read again scores as the module that it was made of.
-
-    Raises:
-        ExportError: it doesn't.
-    """
+    """Raise `ExportError` unless a file that was read again scores as its module."""
     difference = largest_difference(script_scores, module_scores)
     if not _are_equal(torch.cat(script_scores), torch.cat(module_scores)):
         raise ExportError(
@@ -186,7 +164,7 @@ def check_script(script_scores: list[torch.Tensor], module_scores: list[torch.Te
 
 
 def check_loss(metric: str, trained: float, served: float, max_loss: float) -> float:
-    """How much worse the served model is by a metric; negative if it is better.
+    """Return how much worse the served model is by a metric; negative if it is better.
 
     Args:
         metric: the metric's name.

@@ -1,4 +1,8 @@
-"""`RequestEncoder`: values of a log become what an exported model takes."""
+"""Encode requests: raw values of a log become what an exported model takes.
+
+An export's folder holds the data section of the config, and the vocabularies and scales that were
+prepared for it.
+"""
 
 import shutil
 from collections.abc import Mapping, Sequence
@@ -48,12 +52,6 @@ class RequestEncoder:
     """
 
     def __init__(self, encoder: Encoder, label: str, inputs: ServingInputs) -> None:
-        """
-        Args:
-            encoder: makes samples of rows.
-            label: the column of the labels, which requests lack.
-            inputs: what the model takes.
-        """
         self._encoder, self._label = encoder, label
         self._names = [feature.name for feature in inputs.features]
         self._num_dense = inputs.num_dense
@@ -62,7 +60,7 @@ class RequestEncoder:
 
     @classmethod
     def load(cls, folder: str | Path) -> "RequestEncoder":
-        """The encoder of an export's folder, which needs nothing but the folder.
+        """Load the encoder of an export's folder, which needs nothing but the folder.
 
         Raises:
             ConfigError: the folder has no encoding, or a part of it is missing.
@@ -80,7 +78,7 @@ class RequestEncoder:
     def encode(
         self, columns: Mapping[str, Sequence[Any]]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The three arguments of the model: dense features, ids, and lengths.
+        """Return the three arguments of the model: dense features, ids, and lengths.
 
         Args:
             columns: the values of each column, one for each sample; ``None`` for what is missing. A
@@ -127,15 +125,12 @@ class HistoryEncoder:
     """
 
     def __init__(self, values: pa.BinaryArray) -> None:
-        """
-        Args:
-            values: the names of the items, in the order of their numbers.
-        """
+        """Take the items' names, in the order of their numbers."""
         self._values, self._vocabulary = values, Vocabulary(values)
 
     @classmethod
     def load(cls, folder: str | Path) -> "HistoryEncoder":
-        """The encoder of an export's folder, which needs nothing but the folder.
+        """Load the encoder of an export's folder, which needs nothing but the folder.
 
         Raises:
             ConfigError: the model wasn't trained on a log of interactions, or the items are
@@ -153,12 +148,10 @@ class HistoryEncoder:
     def encode(
         self, histories: Sequence[Sequence[str | bytes | int]]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The three arguments of the model: no dense features, the items, and how many there are.
+        """Return the three arguments: no dense features, the items, and how many there are.
 
-        Items that the log didn't have are left out, since the table has no row for them.
-
-        Args:
-            histories: the items of each sample, oldest first.
+        Items that the log didn't have are left out: the table has no row for them. Histories begin
+        with the oldest item.
         """
         lengths = torch.tensor([len(history) for history in histories], dtype=torch.int64)
         values = [_bytes_of(item) for history in histories for item in history]
@@ -169,11 +162,7 @@ class HistoryEncoder:
         return torch.empty(len(histories), 0), ids[is_known], num_known
 
     def names(self, items: torch.Tensor) -> list[list[str | None]]:
-        """The names of the items that the model answered with; none for -1.
-
-        Args:
-            items: a row of items for each sample.
-        """
+        """Return the names of the model's answers, a row for each sample; none for -1."""
         places = pa.array(items.clamp(min=0).numpy().ravel(), mask=(items < 0).numpy().ravel())
         texts: list[bytes | None] = self._values.take(places).to_pylist()
         names = [None if text is None else text.decode("utf-8", "replace") for text in texts]
@@ -201,14 +190,7 @@ class _ServedData(Section):
 
 
 def write_encoding(config: TrainConfig, dataset: Dataset, folder: Path) -> None:
-    """Write how values of a log become ids, if the data is a log: its section of the config, and
-    the vocabularies and scales that it uses.
-
-    Args:
-        config: of the training program.
-        dataset: the data of the config.
-        folder: of the export.
-    """
+    """Write the section of a log, and the vocabularies and scales that it uses."""
     data = config.data
     if not isinstance(data, LogConfig | InteractionsConfig):
         return
@@ -227,7 +209,7 @@ def write_encoding(config: TrainConfig, dataset: Dataset, folder: Path) -> None:
 
 
 def read_encoding(folder: Path) -> TableConfig | InteractionsConfig:
-    """The section of the log whose values an export's folder encodes.
+    """Read the section of the log whose values an export's folder encodes.
 
     Raises:
         ConfigError: the folder has none.
@@ -242,11 +224,7 @@ def read_encoding(folder: Path) -> TableConfig | InteractionsConfig:
 
 
 def read_items(folder: Path, feature: str) -> pa.BinaryArray:
-    """The names of the items of a log of interactions, in the order of their numbers.
-
-    Args:
-        folder: of the export.
-        feature: the feature of the items.
+    """Read the items' names of a log of interactions, in the order of their numbers.
 
     Raises:
         ConfigError: they are missing.
@@ -262,7 +240,7 @@ def _items_path(folder: Path, feature: str) -> Path:
 
 
 def _without_none(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A tree without the values for which TOML has no word."""
+    """Leave out values for which TOML has no word."""
     return {
         key: _without_none(value) if isinstance(value, Mapping) else value
         for key, value in tree.items()

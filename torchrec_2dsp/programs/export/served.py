@@ -1,4 +1,9 @@
-"""`ServedModel`: what the export of a model needs to know of it, whatever kind it is of."""
+"""Serve models: requests, their check, int8 tables, and TorchScript.
+
+TorchScript, although torch calls it deprecated, because it takes TorchRec's quantised modules whole
+and its files load with nothing but torch and FBGEMM's operators, from Python and from C++. Models
+that `torch.export` writes are bound to batches of several samples.
+"""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -21,10 +26,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_2dsp.programs.config.section import Section
 
 Request = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""What a served model is given: dense features, values and lengths."""
+"""The input of a served model: dense features, values and lengths."""
 
 Answer = dict[str, torch.Tensor]
-"""What a served model gives: tensors with a row for each sample, by name."""
+"""The output of a served model: tensors with a row for each sample, by name."""
 
 
 class ServedFeature(Section):
@@ -34,70 +39,56 @@ class ServedFeature(Section):
     """The feature's name in the data."""
 
     table: str
-    """The table that its ids are rows of; empty for a feature that no table has."""
+    """The table that its ids are rows of; empty for a feature without one."""
 
     num_rows: int
-    """How many rows the table has: ids are 0 to ``num_rows - 1``."""
+    """The table's number of rows: ids are 0 to ``num_rows - 1``."""
 
     dim: int
     """The embedding dimension; 0 without a table."""
 
 
 class ServedModel(Protocol):
-    """A trained model, and how it answers requests.
+    """A trained model that answers requests.
 
-    It holds on to the model, whose tables may be quantised in place at any time.
+    Its tables may be quantised in place at any time.
     """
 
     features: tuple[ServedFeature, ...]
     """The sparse features, in the order in which a request gives their ids."""
 
     num_dense: int
-    """How many dense features a sample of a request has."""
+    """The number of dense features in a sample of a request."""
 
     functions: tuple[str, ...]
     """The functions that the file has beside the call that answers a request."""
 
     def module(self) -> nn.Module:
-        """A module that answers requests, by the tables as they are now."""
+        """Return a module that answers requests, by the tables as they are now."""
         ...
 
     def script(self) -> torch.jit.ScriptModule:
-        """The file's content: `module` as a script, which also checks requests.
-
-        It has no copies of the weights: they are those of the model.
-        """
+        """Script `module` for the file, with a check of requests; the weights are shared."""
         ...
 
     def request(self, batch: Batch) -> Request | None:
-        """The request for a batch of held-out samples; none if no sample is one."""
+        """Return the request for held-out samples; none if no sample is one."""
         ...
 
     def scores(self, answers: Callable[..., Answer], batch: Batch) -> torch.Tensor:
-        """The scores of a batch's samples, by which two models are compared.
-
-        Args:
-            answers: a module or a script of this model.
-            batch: of held-out samples.
-        """
+        """Score a batch's samples by a module or a script of this model."""
         ...
 
 
 def request_of(dense: torch.Tensor, features: KeyedJaggedTensor, names: Sequence[str]) -> Request:
-    """The request for some samples.
-
-    Args:
-        dense: the dense features that a request has.
-        features: the ids of the samples.
-        names: the features that a request has, in its order.
-    """
+    """Return the request for some samples, with these features in this order."""
     bags = [features[name] for name in names]
     values = torch.cat([bag.values() for bag in bags])
     return dense, values, torch.cat([bag.lengths() for bag in bags])
 
 
 def first_sample(request: Request, num_features: int) -> Request:
-    """The request for the first sample of a request alone.
+    """Return the request for the first sample alone.
 
     Example:
         >>> import torch
@@ -114,6 +105,11 @@ def first_sample(request: Request, num_features: int) -> Request:
     return dense[:1], torch.cat(first_ids), by_feature[:, 0]
 
 
+def is_integer(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor may hold ids or lengths."""
+    return tensor.dtype == torch.int64 or tensor.dtype == torch.int32
+
+
 class RequestCheck(nn.Module):
     """Refuses requests that FBGEMM would answer with other rows than those that are meant.
 
@@ -121,11 +117,6 @@ class RequestCheck(nn.Module):
     """
 
     def __init__(self, features: Sequence[ServedFeature], num_dense: int) -> None:
-        """
-        Args:
-            features: those of a request, in its order.
-            num_dense: how many dense features a sample has.
-        """
         super().__init__()
         self.num_features, self.num_dense = len(features), num_dense
         self.register_buffer("num_rows", torch.tensor([feature.num_rows for feature in features]))
@@ -133,12 +124,20 @@ class RequestCheck(nn.Module):
 
     def forward(self, dense: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor) -> None:
         """Raise unless the three tensors are a request."""
-        num_samples = dense.size(0)
-        if num_samples == 0 or dense.dim() != 2 or dense.size(1) != self.num_dense:
+        if dense.dtype != torch.float32:
+            raise ValueError("dense isn't float32; convert it with dense.float()")
+        if not is_integer(values):
+            raise ValueError("values isn't int64 or int32; give ids, which are whole numbers")
+        if not is_integer(lengths):
+            raise ValueError("lengths isn't int64 or int32; give numbers of ids")
+        if dense.dim() != 2 or dense.size(0) == 0 or dense.size(1) != self.num_dense:
             raise ValueError(
                 f"dense has the shape {dense.size()}; give a row for each sample, one at least, "
                 f"and {self.num_dense} numbers in each row"
             )
+        if values.dim() != 1:
+            raise ValueError(f"values has the shape {values.size()}; give all ids in one row")
+        num_samples = dense.size(0)
         if lengths.dim() != 1 or lengths.numel() != self.num_features * num_samples:
             raise ValueError(
                 f"lengths has the shape {lengths.size()}; give {self.num_features * num_samples} "
@@ -156,21 +155,16 @@ class RequestCheck(nn.Module):
 
 
 class CheckedRequests(nn.Module):
-    """Answers requests that are right."""
+    """Answers requests that pass a check."""
 
     def __init__(self, check: RequestCheck, answers: nn.Module) -> None:
-        """
-        Args:
-            check: raises for those that aren't.
-            answers: what is given those that are.
-        """
         super().__init__()
         self.check, self.answers = check, answers
 
     def forward(
         self, dense: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """The answer to a request."""
+        """Answer a request."""
         self.check(dense, values, lengths)
         return self.answers(dense, values, lengths)
 
@@ -183,7 +177,7 @@ _NO_NEWS = (
     (UserWarning, "The TorchScript type system doesn't support instance-level annotations"),
     (UserWarning, "TorchScript will treat type annotations of Tensor dtype-specific subtypes"),
 )
-"""What torch says of every script of TorchRec's quantised modules."""
+"""Warnings that torch gives for every script of TorchRec's quantised modules."""
 
 
 @contextmanager
@@ -195,10 +189,10 @@ def _without_news() -> Iterator[None]:
 
 
 def quantize_(model: nn.Module) -> None:
-    """Replace the tables of a model by TorchRec's with one byte for each number, in place.
+    """Replace the tables of a model by TorchRec's int8 ones, in place.
 
-    Each row has a scale and an offset of its own, in half precision, so that a number is about half
-    of a 255th of its row's range away from what it was, at most.
+    Each row has a scale and an offset in half precision, so a number moves by about half of a 255th
+    of its row's range, at most.
     """
     with _without_news():
         quantize_embeddings(
@@ -212,7 +206,7 @@ def quantize_(model: nn.Module) -> None:
 
 
 def quantized_bytes(model: nn.Module) -> int:
-    """The bytes of the quantised tables of a model, with the scale and the offset of each row."""
+    """Count the bytes of a model's quantised tables, with each row's scale and offset."""
     return sum(
         buffer.nbytes
         for module in model.modules()
@@ -222,22 +216,18 @@ def quantized_bytes(model: nn.Module) -> int:
 
 
 def traced_script(module: nn.Module) -> torch.jit.ScriptModule:
-    """A module as a script of what it does, recorded without a batch, so for batches of any size.
-
-    Args:
-        module: with quantised tables, in evaluation mode.
-    """
+    """Script a module with quantised tables, recorded without a batch, so for any batch size."""
     # TorchRec's tracer knows which of its functions TorchScript has to see whole.
     return script_of(torch.fx.GraphModule(module, Tracer(leaf_modules=[]).trace(module)))
 
 
 def script_of(module: nn.Module) -> torch.jit.ScriptModule:
-    """A module as the script of its source."""
+    """Script a module's source."""
     with _without_news():
         return torch.jit.script(module.eval())
 
 
 def load_script(path: Path) -> torch.jit.ScriptModule:
-    """A script as it was saved; a process that serves calls `torch.jit.load` itself."""
+    """Load a script; a process that serves calls `torch.jit.load` itself."""
     with _without_news():
         return torch.jit.load(path)

@@ -1,4 +1,4 @@
-"""`ExportSource`: the checkpoint that is exported, and the config of the run that left it."""
+"""Find the checkpoint to export and its run's config, and rebuild the trained model."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,20 +24,20 @@ _CONFIG = "config.toml"
 
 @dataclass(frozen=True)
 class ExportSource:
-    """The checkpoint that is exported, and the config of the run that left it."""
+    """The checkpoint that is exported, and the config of its run."""
 
     config: TrainConfig
-    """The config of the training program."""
+    """The training program's config."""
 
     run: str
-    """The name of the run in the config."""
+    """The run's name in the config."""
 
     checkpoint: Path
-    """The folder of the checkpoint."""
+    """The checkpoint's folder."""
 
     @classmethod
     def find(cls, path: Path, *, config: str = "", run: str = "") -> "ExportSource":
-        """The source that a user names.
+        """Find the source that a user names.
 
         Args:
             path: the folder of a program's output, or a checkpoint.
@@ -78,7 +78,7 @@ class ExportSource:
 
 
 def _chosen_run(config: TrainConfig, run: str, likely: str) -> str:
-    """The run that is named, the only one, or a likely one."""
+    """Return the named run, the only one, or a likely one."""
     if run:
         return next(iter(config.only([run]).runs))
     if len(config.runs) == 1:
@@ -91,7 +91,7 @@ def _chosen_run(config: TrainConfig, run: str, likely: str) -> str:
 
 
 def _newest(config: TrainConfig, run: str) -> Path:
-    """The newest checkpoint of the best evaluations, or else the newest one of a run."""
+    """Return a run's newest checkpoint of the best evaluations, or else its newest one."""
     if not config.checkpoint.folder:
         raise ConfigError(
             "the run left no checkpoints, because its config has no checkpoint.folder; set it and "
@@ -108,13 +108,9 @@ def _newest(config: TrainConfig, run: str) -> Path:
 
 
 def trained_model(source: ExportSource, dataset: Dataset) -> nn.Module:
-    """The model of a run as it was trained, in evaluation mode.
+    """Build a run's model as it was trained, in evaluation mode.
 
     Splits are part of it: what they leave out in training, they leave out where the model serves.
-
-    Args:
-        source: the run and its checkpoint.
-        dataset: the data of the config.
 
     Raises:
         CheckpointError: the checkpoint didn't finish, is damaged, or is another model's.

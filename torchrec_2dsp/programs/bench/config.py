@@ -415,7 +415,7 @@ def is_reference(contestant: object) -> bool:
 
 
 def is_stock(contestant: object) -> bool:
-    """Return whether TorchRec and torch have all that a contestant uses, but for the full duplex."""
+    """Return whether TorchRec and torch have all that it uses, but for the full duplex."""
     if not isinstance(contestant, StockContestant):
         return False
     return contestant.dense.is_stock and contestant.balance is None

@@ -134,14 +134,13 @@ def load_config(
 
 def _check_command(kind: type[BaseModel], tree: Mapping[str, Any], source: str) -> None:
     """Raise `ConfigError` if a config is for another command."""
-    for section, command in _COMMANDS.items():
-        for wanted in _COMMANDS:
-            is_other = section in tree and section not in kind.model_fields
-            if is_other and wanted in kind.model_fields and wanted not in tree:
-                raise ConfigError(
-                    f"{source} is a config for {command}, with [{section}]; give one for "
-                    f"{_COMMANDS[wanted]}, with [{wanted}]"
-                )
+    own = next((section for section in _COMMANDS if section in kind.model_fields), None)
+    given = next((section for section in _COMMANDS if section in tree), None)
+    if own and given and own not in tree:
+        raise ConfigError(
+            f"{source} is a config for {_COMMANDS[given]}, with [{given}]; give one for "
+            f"{_COMMANDS[own]}, with [{own}]"
+        )
 
 
 def _read(path: Path) -> dict[str, Any]:

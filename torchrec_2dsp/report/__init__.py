@@ -1,6 +1,6 @@
 """The one place that draws: charts and tables as plain data, as files and on pages.
 
-Other rooms say what there is to see by a `LineChart`, a `BarChart` or a `Table`; `svg` writes
-charts as files, and `Page` is a report as one HTML file. matplotlib and plotly are an extra, and
-are imported when something is drawn.
+Other rooms describe a `LineChart`, a `BarChart` or a `Table`; `charts` writes charts as SVG files,
+`table` renders tables as text, Markdown and HTML, and `Page` is a report in one HTML file.
+matplotlib, plotly and rich are extras, imported when something is drawn.
 """

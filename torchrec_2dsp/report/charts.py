@@ -1,6 +1,6 @@
-"""`LineChart` and `BarChart`: what a plot shows, as plain data.
+"""`LineChart` and `BarChart`: plots as plain data, and as SVG files in the project's style.
 
-`report.svg` draws them as files, and `report.page` on pages.
+Equal numbers give equal files, byte for byte.
 """
 
 import re
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 # Okabe and Ito's palette, which colour-blind readers can tell apart. Its yellow is hard to see on
 # white, so it only fills areas.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#333333", "#CC79A7", "#56B4E9", "#D55E00")
-"""The colours of lines and marks."""
+"""Colours for lines and marks."""
 _YELLOW = "#F0E442"
 MARKERS = "osDv^<>"
-"""The markers of lines that are told apart by more than their colour."""
+"""Markers for lines that differ by more than their colour."""
 
 Dash = Literal["", "-", "--", ":", "-."]
 _DASHES: tuple[Dash, ...] = ("-", "--", ":", "-.")
@@ -34,54 +34,52 @@ _DASHES: tuple[Dash, ...] = ("-", "--", ":", "-.")
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """What one direction of a line chart means."""
+    """One axis of a line chart."""
 
     title: str
-    """What the numbers are, with their unit."""
+    """The quantity, with its unit."""
 
     is_log: bool = False
-    """Whether equal distances are equal ratios."""
-
     limits: tuple[float, float] | None = None
-    """The first and the last number; by default those of the lines, and some room."""
+    """The first and the last number; by default the lines' own, with some room."""
 
     names: Sequence[str] = ()
-    """The names of the places 0, 1, 2 and so on, which are shown instead of numbers."""
+    """Names shown instead of the numbers 0, 1, 2 and so on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """Points in their order, and how far each of them may be off."""
+    """A line's points, with optional error ranges."""
 
     x: Sequence[float]
     y: Sequence[float]
 
     name: str = ""
-    """What the legend says. A line without a name isn't in the legend, and is thinner."""
+    """The legend entry. A line without a name isn't in the legend, and is thinner."""
 
     low: Sequence[float] = ()
-    """The lower end of each point's range; without any, no range is shown."""
+    """Each point's lower bound; empty for no ranges."""
 
     high: Sequence[float] = ()
-    """The upper end of each point's range."""
+    """Each point's upper bound."""
 
     is_band: bool = False
-    """Whether the ranges are a band along the line, rather than a bar at each point."""
+    """Whether the ranges form a band, rather than a bar at each point."""
 
     way: Literal["straight", "steps", "points"] = "straight"
-    """How points are joined: not at all as ``"points"``."""
+    """The way in which points are joined; not at all as ``"points"``."""
 
     colour: str = ""
     """The colour as ``#rrggbb``; by default the palette's next one."""
 
     dash: Dash = ""
-    """The dash of the line; by default one that tells apart lines of the same colour."""
+    """The dash; by default one that tells lines with equal colours apart."""
 
     marker: str = ""
-    """A letter of `MARKERS`, ``"x"`` or ``"*"``; none by default."""
+    """A letter from `MARKERS`, ``"x"`` or ``"*"``; none by default."""
 
     hover: Sequence[str] = ()
-    """What a page says of each point under the mouse; by default its numbers."""
+    """Each point's text under the mouse, on a page; by default its numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +99,11 @@ class LineChart:
     y: Axis
 
     title: str = ""
-    """What is said above the chart."""
-
     width_inches: float = 5.2
-    """The width in a file, without the legend; a page's plots are as wide as the page."""
+    """The width in a file, without the legend; plots on a page fill it."""
 
     def styled(self) -> list[Line]:
-        """The lines, each with its colour and dash."""
+        """Return the lines with their colours and dashes."""
         styled_lines = []
         place = 0
         for line in self.lines:
@@ -125,30 +121,30 @@ class LineChart:
 
 @dataclass(frozen=True, kw_only=True)
 class Bars:
-    """A bar in each of several places of a chart."""
+    """One bar in each of several places of a chart."""
 
     name: str
-    """What the legend says."""
+    """The legend entry."""
 
     values: Mapping[str, float]
-    """The length of each bar, by place; a place that isn't there has none."""
+    """Each bar's length, by place."""
 
     starts: Mapping[str, float] = field(default_factory=dict)
-    """Where bars begin, by place; by default where the bar before ends, or at zero."""
+    """Each bar's start, by place; by default the previous bar's end, or zero."""
 
     colour: str = ""
     """The colour as ``#rrggbb``; by default the palette's next one."""
 
     is_hatched: bool = False
-    """Whether the bars are hatched. Such bars take their colours from the palette's end."""
+    """Whether the bars are hatched, with colours from the palette's end."""
 
     hover: Mapping[str, str] = field(default_factory=dict)
-    """What a page says of each bar under the mouse, by place; by default its number."""
+    """Each bar's text under the mouse, by place, on a page; by default its number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BarChart:
-    """Bars in named places, one after the other in each place.
+    """Bars in named places, stacked in each place.
 
     Example:
         >>> from torchrec_2dsp.report.charts import BarChart, Bars
@@ -162,16 +158,16 @@ class BarChart:
     bars: Sequence[Bars] = field(kw_only=False)
 
     places: Sequence[str]
-    """The names of the places, in their order."""
+    """The places' names, in order."""
 
     title: str
-    """What the lengths are, with their unit."""
+    """The quantity, with its unit."""
 
     notes: Mapping[str, str] = field(default_factory=dict)
-    """What a file says at the end of each place's bars, by place."""
+    """Texts at the end of each place's bars, in a file."""
 
     def styled(self) -> list[Bars]:
-        """The bars, each with its colour and all of its starts."""
+        """Return the bars with their colours and all starts."""
         ends: dict[str, float] = defaultdict(float)
         styled_bars = []
         for bars in self.bars:
@@ -184,7 +180,7 @@ class BarChart:
         return styled_bars
 
     def end(self, place: str) -> float:
-        """Where the bars of a place end; zero without any."""
+        """Return the end of a place's bars; zero without any."""
         return max(
             (
                 bars.starts[place] + bars.values[place]
@@ -228,7 +224,7 @@ def draw_lines(charts: Sequence[LineChart], path: str | Path) -> None:
 
 
 def draw_bars(chart: BarChart, path: str | Path) -> None:
-    """Write an SVG of bars from the left to the right, the first place at the top.
+    """Write an SVG of horizontal bars, the first place at the top.
 
     Raises:
         ConfigError: matplotlib is missing.
@@ -270,7 +266,7 @@ def _lines_figure(charts: Sequence[LineChart]) -> "Figure":
 
 
 def _draw_line(panel: "Axes", line: Line) -> Any:
-    """Draw a line and its ranges, and return what stands for it in a legend."""
+    """Draw a line with its ranges, and return its legend handle."""
     (handle,) = panel.plot(
         line.x,
         line.y,
@@ -289,7 +285,7 @@ def _draw_line(panel: "Axes", line: Line) -> Any:
 
 
 def _show_axis(panel: "Axes", letter: str, axis: Axis) -> None:
-    """Set scale, limits and ticks of a panel's axis "x" or "y", once its lines are there."""
+    """Set the scale, limits and ticks of a panel's axis "x" or "y", after its lines."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     if axis.is_log:
@@ -353,13 +349,13 @@ def _bars_figure(chart: BarChart) -> "Figure":
 
 
 def _legend_inches(names: "Sequence[str] | set[str]") -> float:
-    """How wide a column of a legend is."""
+    """Return a legend column's width."""
     return 0.6 + max(map(len, names), default=0) / _LETTERS_PER_INCH
 
 
 @contextmanager
 def _plotting() -> Iterator[None]:
-    """Plot in our style, whatever the user's is, and restore the user's afterwards."""
+    """Plot in this module's style, then restore the user's."""
     try:
         import matplotlib
     except ImportError as error:
@@ -374,7 +370,7 @@ def _plotting() -> Iterator[None]:
 
 
 def _save(figure: "Figure", path: str | Path) -> None:
-    """Write the SVG; its coordinates have two decimals, which are enough and take less room."""
+    """Write the SVG, with two decimals per coordinate."""
     # Without a date and a version, which differ between two plots of the same numbers.
     metadata: dict[str, Any] = {"Date": None, "Creator": None}
     drawn = StringIO()

@@ -1,4 +1,4 @@
-"""Charts as plotly's figures, which answer to the mouse on a page."""
+"""`Page`: a report in one HTML file, with sortable tables and interactive plots."""
 
 import math
 from html import escape
@@ -28,7 +28,7 @@ _DASHES = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
 
 
 def graph_objects() -> Any:
-    """Plotly's module ``graph_objects``.
+    """Import plotly's ``graph_objects``.
 
     Raises:
         ConfigError: plotly is missing.
@@ -44,11 +44,7 @@ def graph_objects() -> Any:
 
 
 def lines_figure(chart: LineChart) -> "Figure":
-    """The figure of a line chart.
-
-    Raises:
-        ConfigError: plotly is missing.
-    """
+    """Build a line chart's figure."""
     figure = graph_objects().Figure(layout={"title": chart.title or None})
     for line in chart.styled():
         if len(line.low) and line.is_band:
@@ -69,11 +65,7 @@ def lines_figure(chart: LineChart) -> "Figure":
 
 
 def bars_figure(chart: BarChart, *, upright: bool = False) -> "Figure":
-    """The figure of a bar chart: from the left to the right, or upright.
-
-    Raises:
-        ConfigError: plotly is missing.
-    """
+    """Build a bar chart's figure, horizontal or upright."""
     figure = graph_objects().Figure(layout={"barmode": "overlay"})
     for bars in chart.styled():
         places, lengths = list(bars.values), list(bars.values.values())
@@ -96,7 +88,6 @@ def bars_figure(chart: BarChart, *, upright: bool = False) -> "Figure":
 
 
 def _trace(line: Line) -> dict[str, Any]:
-    """What plotly is told of a line."""
     modes = [] if line.way == "points" else ["lines"]
     trace: dict[str, Any] = {
         "x": list(line.x),
@@ -126,7 +117,6 @@ def _trace(line: Line) -> dict[str, Any]:
 
 
 def _axis(axis: Axis) -> dict[str, Any]:
-    """What plotly is told of an axis."""
     layout: dict[str, Any] = {"title": axis.title, "type": "log" if axis.is_log else "linear"}
     if axis.limits is not None:
         layout["range"] = [math.log10(end) if axis.is_log else end for end in axis.limits]
@@ -163,11 +153,11 @@ for (const heading of document.querySelectorAll("th")) heading.onclick = () => {
 };
 """
 _PLOT_HEIGHT, _PLOT_MARGIN = 400, 60
-"""The height of a plot and the margin above it, in pixels."""
+"""A plot's height and the margin above it, in pixels."""
 _BARS_MARGIN, _BAR_HEIGHT = 160, 18
-"""What a plot of bars from the left to the right takes, and each of its places, in pixels."""
+"""The margins of horizontal bars, and the height per place, in pixels."""
 _NAMES_PER_LINE, _LINE_HEIGHT = 5, 20
-"""How many names a line above a plot has at least, and how high it is, in pixels."""
+"""The least names per legend line, and its height in pixels."""
 
 
 class Page:
@@ -184,9 +174,8 @@ class Page:
 
     def __init__(self, title: str) -> None:
         self.title = title
-        """The page's title, which is its first heading too."""
+        """The title, also the first heading."""
         self.figures: list[Figure] = []
-        """The figures of the page's plots, in their order."""
         self._parts: list[str] = []
 
     def add_text(self, text: str) -> None:
@@ -194,7 +183,7 @@ class Page:
         self._parts.append(f"<p>{escape(text)}</p>")
 
     def add_code(self, heading: str, text: str, *, is_folded: bool = False) -> None:
-        """Add text as it is, such as a file."""
+        """Add preformatted text, folded under its heading if wanted."""
         code = f"<pre>{escape(text)}</pre>"
         self._parts.append(
             f"<details><summary>{escape(heading)}</summary>{code}</details>"
@@ -203,11 +192,11 @@ class Page:
         )
 
     def add_table(self, heading: str, table: Table) -> None:
-        """Add a table that is sorted by a click on a column's name."""
+        """Add a table that a click on a heading sorts."""
         self._parts.append(f'<h2>{escape(heading)}</h2>\n<div class="wide">{table.html()}</div>')
 
     def add_lines(self, heading: str, chart: LineChart) -> None:
-        """Add a line chart that is as wide as the page.
+        """Add a line chart as wide as the page.
 
         Raises:
             ConfigError: plotly is missing.
@@ -215,7 +204,7 @@ class Page:
         self._add_figure(heading, lines_figure(chart), _PLOT_HEIGHT)
 
     def add_bars(self, heading: str, chart: BarChart, *, upright: bool = False) -> None:
-        """Add a bar chart that is as wide as the page, and as high as its places need.
+        """Add a bar chart as wide as the page; upright bars suit many places.
 
         Raises:
             ConfigError: plotly is missing.
@@ -224,7 +213,7 @@ class Page:
         self._add_figure(heading, bars_figure(chart, upright=upright), height)
 
     def _add_figure(self, heading: str, figure: "Figure", height: int) -> None:
-        """Add a figure of plotly's; its parts are named above it if there are several."""
+        """Add a plotly figure, with a legend if it has several parts."""
         drawn_things: Any = figure.data
         more_lines_height = _LINE_HEIGHT * ((len(drawn_things) - 1) // _NAMES_PER_LINE)
         figure.update_layout(
@@ -246,7 +235,7 @@ class Page:
         self._parts.append(f"<h2>{escape(heading)}</h2>\n{drawn}")
 
     def html(self) -> str:
-        """The page as HTML, with all that it needs."""
+        """Return the page as self-contained HTML."""
         title = escape(self.title)
         return "\n".join(
             [

@@ -1,4 +1,4 @@
-"""`BalancedBatches`: batches whose samples are dealt to the ranks by what they cost."""
+"""`BalancedBatches`: batches whose samples are dealt to the ranks by cost."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,18 +21,35 @@ T = TypeVar("T")
 
 _MEASURED = "measured"
 _MIX = 0x9E3779B1
-"""An odd number that spreads the numbers of features over 32 bits."""
+"""An odd number that spreads feature numbers over 32 bits."""
 
 
 class BalancedBatches(Iterator[T], Generic[T]):
-    """Gives each rank as many samples as the others, which cost about as much to compute.
+    """Gives all ranks equally many samples with about equal computing cost.
 
-    The samples of all ranks' batches are one global batch, of which each rank gets another part
-    than it has read. With a loss that is a mean over samples, training is that of the batches as
-    they were read, within float rounding: sums come in another order.
+    All ranks' batches form one global batch; each rank gets another part than it has read. With a
+    loss that is a mean over samples, training equals that on the batches as read, within float
+    rounding: sums come in another order.
 
-    Batches are dealt and sent one step ahead, on a thread, while ranks compute. They end on all
-    ranks together, when no rank has samples left. A loader that fails is an error on all ranks.
+    A thread deals and sends batches one step ahead, while ranks compute. Batches end on all ranks
+    together, when no rank has samples left. A failing loader is an error on all ranks.
+
+    Args:
+        batches: this rank's, on the CPU: TorchRec's `Batch`, or tensors, keyed and jagged tensors
+            in dataclasses, dicts, lists or tuples.
+        cost: a sample's cost by its length; by default its length.
+        lengths: features whose ids count as a sample's length, by default all; or a function that
+            returns each sample's length in a batch.
+        shared_ids: share by which a rank's cost may grow so that samples with equal ids come
+            together, and ranks look up fewer distinct rows; 0 leaves them apart.
+        rank_speeds: the ranks' speeds, to which their samples are proportional; or "measured", by
+            `note_seconds`. By default all ranks are equally fast.
+        smoothing: weight of the newest step in measured speeds, above 0, at most 1.
+        add_weight: puts the loss weight into a batch, for pipelines that take batches ahead.
+        group: the ranks that share their batches; by default all.
+
+    Collectives:
+        An agreement on the settings, and the creation of a process group, once.
 
     Example::
 
@@ -58,24 +75,6 @@ class BalancedBatches(Iterator[T], Generic[T]):
         add_weight: Callable[[T, float], T] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """
-        Args:
-            batches: of this rank, on the CPU: TorchRec's `Batch`, or tensors, keyed and jagged
-                tensors in dataclasses, dicts, lists or tuples.
-            cost: of a sample, by its length; without it, its length.
-            lengths: the features whose ids are a sample's length, without any all; or a function
-                that gives the length of each sample of a batch.
-            shared_ids: by which share a rank's cost may grow so that samples with the same ids come
-                together, and ranks look up fewer distinct rows; 0 leaves them apart.
-            rank_speeds: of the ranks, which get samples in proportion; or "measured", from what
-                `note_seconds` is told. Without it all ranks are equally fast.
-            smoothing: what the newest step counts for in measured speeds, above 0, at most 1.
-            add_weight: puts the loss weight into a batch, where pipelines take batches ahead.
-            group: the ranks whose batches are dealt; without it, all.
-
-        Collectives:
-            An agreement of all ranks on the settings, and the creation of a process group, once.
-        """
         parent = group if group is not None else world_group()
         num_ranks = dist.get_world_size(parent)
         with agreeing(parent) as facts:
@@ -102,17 +101,18 @@ class BalancedBatches(Iterator[T], Generic[T]):
         self._given_cost = 0.0
         self._computed = (0.0, 0.0)
         self.loss_weight = 1.0
-        """What the mean loss of the batch that was given last counts for, because this rank has
-        more or fewer samples than the mean."""
+        """The weight of the last batch's mean loss, since this rank may have more or fewer samples
+        than the mean.
+        """
         self.report = BalanceReport()
-        """What became of all batches so far."""
+        """All batches so far."""
 
     def __next__(self) -> T:
-        """The next batch.
+        """Return the next batch.
 
         Collectives:
             For the batch after it, on a thread: all-gathers of 48 bytes, of costs, and of ids if
-            they are looked at; two all-to-alls of samples.
+            they matter; two all-to-alls of samples.
         """
         if self._samples is None:
             return next(self._batches)
@@ -138,10 +138,10 @@ class BalancedBatches(Iterator[T], Generic[T]):
         return dealt.batch
 
     def note_seconds(self, seconds: float) -> None:
-        """Tell how long this rank has computed the batch that it was given last.
+        """Report this rank's computing time for the last batch.
 
-        With ``rank_speeds="measured"``; time in which the rank waits for others doesn't belong to
-        it, or all ranks look equally slow.
+        It counts with ``rank_speeds="measured"``. Leave out time spent waiting for others, or all
+        ranks look equally slow.
         """
         if not (np.isfinite(seconds) and seconds >= 0):
             raise ConfigError(f"note_seconds({seconds!r}) is no time; use seconds of 0 or more")
@@ -149,10 +149,9 @@ class BalancedBatches(Iterator[T], Generic[T]):
         self._computed = (cost + self._given_cost, before + seconds)
 
     def close(self) -> None:
-        """Give no more batches, and wait until the exchange under way is over.
+        """Stop giving batches, and wait for the exchange in flight.
 
-        What it would have given, a batch or an error, is dropped. Call it on all ranks after the
-        same batch.
+        Its batch or error is dropped. Call it on all ranks after the same batch.
         """
         self._has_ended = True
         if self._pending is not None:
@@ -173,7 +172,7 @@ class BalancedBatches(Iterator[T], Generic[T]):
             self.close()
 
     def _begin(self, samples: "SampleGroup") -> "Ahead[Dealt | None]":
-        """Take a batch of this rank, here, and let it be dealt on a thread."""
+        """Take a batch here, and deal it on a thread."""
         offer = self._offer()
         self._computed = (0.0, 0.0)
         return samples.start(lambda: self._dealer.deal(offer))
@@ -239,7 +238,7 @@ def _check_settings(
 
 
 def _ids_of(rows: SampleRows) -> SampleIds:
-    """The ids of all features, in 32 bits that tell features apart."""
+    """Return all features' ids, hashed with their feature to 32 bits."""
     ids, owners = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
     for number, part in enumerate(rows.jagged):
         if part.contents[0].is_floating_point():
@@ -279,7 +278,7 @@ class Ahead(Generic[T]):
         self._thread.join()
 
     def result(self) -> T:
-        """What the call returned, after waiting for it; an error of it is raised."""
+        """Wait for the call, and return its result or raise its error."""
         self.wait()
         if self._error is not None:
             raise self._error
@@ -287,7 +286,7 @@ class Ahead(Generic[T]):
 
 
 class SampleGroup:
-    """The process group in which samples travel, and what is under way in it.
+    """The process group in which samples travel, and the exchanges in flight.
 
     All ranks start exchanges in one order, and each waits for the one before. So several
     `BalancedBatches` may share it.
@@ -298,12 +297,12 @@ class SampleGroup:
         is_gloo = "gloo" in dist.get_backend_config(group)
         device = torch.device("cpu") if is_gloo or accelerator is None else accelerator
         self.group = own_group(group, device, "samples", backend="gloo")
-        """The ranks, over gloo, since batches are on the CPU."""
+        """Over gloo, since batches are on the CPU."""
         self._last: Ahead[Any] | None = None
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> "SampleGroup":
-        """The group of these ranks, created at its first use.
+        """Return these ranks' group, created on first use.
 
         Collectives:
             The creation of a group, once.
@@ -315,7 +314,7 @@ class SampleGroup:
         return samples
 
     def start(self, call: Callable[[], T]) -> Ahead[T]:
-        """Run a call on a thread, when those that were started before are over."""
+        """Run a call on a thread, after those that were started before."""
         ahead = Ahead(call, self._last)
         self._last = ahead
         return ahead

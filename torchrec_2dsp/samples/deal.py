@@ -1,4 +1,4 @@
-"""How many samples each rank gets, by how fast it is. Pure."""
+"""`deal_samples`: samples for ranks, by cost, speed and shared ids. Pure."""
 
 import heapq
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from torchrec_2dsp.errors import ConfigError, InputError
 
 
 def share_samples(num_samples: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """The number of samples of each rank: in proportion to speeds, at least one, in total all.
+    """Return each rank's number of samples: in proportion to speeds, at least one.
 
     Example:
         >>> from torchrec_2dsp.samples.deal import share_samples
@@ -41,16 +41,16 @@ def share_samples(num_samples: int, speeds: Sequence[float]) -> tuple[int, ...]:
 
 
 def check_speeds(speeds: Sequence[float]) -> None:
-    """Raise unless all speeds are finite and above 0."""
+    """Refuse speeds that aren't finite and above 0."""
     wrong = [speed for speed in speeds if not (np.isfinite(speed) and speed > 0)]
     if wrong:
         raise ConfigError(f"rank_speeds: {wrong[0]!r} is no speed; use finite numbers above 0")
 
 
 class RankSpeeds:
-    """The speed of each rank, from what its batches cost and how long it computed them.
+    """Each rank's speed, by its batches' costs and computing times.
 
-    All ranks are told the same numbers, so they have the same speeds.
+    All ranks get the same numbers, so they compute the same speeds.
 
     Example:
         >>> from torchrec_2dsp.samples.deal import RankSpeeds
@@ -65,14 +65,14 @@ class RankSpeeds:
         self._costs, self._seconds = [0.0] * num_ranks, [0.0] * num_ranks
 
     def update(self, costs: Sequence[float], seconds: Sequence[float]) -> None:
-        """Take in what each rank has computed; zeros of a rank say nothing."""
+        """Add each rank's cost and time; a rank's zeros are ignored."""
         for rank, (cost, time) in enumerate(zip(costs, seconds, strict=True)):
             if cost > 0 and time > 0:
                 self._costs[rank] = self._keep * self._costs[rank] + cost
                 self._seconds[rank] = self._keep * self._seconds[rank] + time
 
     def speeds(self) -> list[float]:
-        """The speeds, 1 on average; ranks that have said nothing are as fast as the average."""
+        """Return the speeds, 1 on average; unknown ranks have the average speed."""
         rates = [
             cost / time if time else 0.0
             for cost, time in zip(self._costs, self._seconds, strict=True)
@@ -83,15 +83,15 @@ class RankSpeeds:
 
 
 Lengths = torch.Tensor | npt.NDArray[np.int64] | Sequence[int]
-"""The length of each sample."""
+"""Each sample's length."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCost:
-    """A sample's cost: a part that grows with its length, and one that grows with the square.
+    """A sample's cost: a term linear in its length, and a quadratic one.
 
-    Attention over a history costs the square of its length; lookups and dense layers cost the
-    length. Only ratios count.
+    Attention over a history is quadratic in its length; lookups and dense layers are linear. Only
+    ratios count.
 
     Example:
         >>> import torchrec_2dsp as tdsp
@@ -100,10 +100,10 @@ class SampleCost:
     """
 
     linear: float = 1.0
-    """The cost of one more element."""
+    """The cost per element."""
 
     quadratic: float = 0.0
-    """The cost of one more pair of elements."""
+    """The cost per pair of elements."""
 
     def __post_init__(self) -> None:
         numbers = (self.linear, self.quadratic)
@@ -114,23 +114,22 @@ class SampleCost:
             )
 
     def of(self, lengths: Lengths) -> torch.Tensor:
-        """The cost of each sample, in float64."""
+        """Return each sample's cost, in float64."""
         exact = torch.as_tensor(lengths).double()
         return self.linear * exact + self.quadratic * exact.square()
 
     @classmethod
     def fit(cls, lengths_per_step: Sequence[Lengths], seconds: Sequence[float]) -> "SampleCost":
-        """The cost that explains measured steps best, by non-negative least squares.
+        """Fit the cost to measured steps, by non-negative least squares.
 
-        What every step takes, whatever its samples, is fitted beside it and left out.
+        The constant part of a step's time is fitted beside it and left out.
 
         Args:
-            lengths_per_step: the lengths of the samples of each step of one rank.
-            seconds: how long each step computed.
+            lengths_per_step: the lengths of the samples in each step of one rank.
+            seconds: each step's computing time.
 
         Raises:
-            ConfigError: there are fewer than three steps, or steps don't take longer with their
-                samples' lengths.
+            ConfigError: there are fewer than three steps, or time doesn't grow with lengths.
 
         Example:
             >>> import torchrec_2dsp as tdsp
@@ -166,13 +165,14 @@ class SampleCost:
 
 
 Ranks = npt.NDArray[np.int64]
-"""The rank of each sample."""
+"""Each sample's rank."""
 
 _SCALE = 2**30
 """The largest cost as a whole number. Sums of whole numbers are exact, so all ranks deal alike,
-whatever their processors."""
+whatever their processors.
+"""
 _GOOD_ENOUGH = 1e-4
-"""The slowest rank may take longer than the mean by this share; then nobody looks on."""
+"""Swapping ends when the slowest rank is within this share of the mean."""
 
 
 def deal_samples(
@@ -180,11 +180,11 @@ def deal_samples(
     num_ranks: int,
     speeds: Sequence[float] | None = None,
 ) -> Ranks:
-    """Give each sample a rank: equal numbers of samples, costs as equal as can be.
+    """Give each sample a rank: equal numbers of samples, and costs as equal as possible.
 
-    The most expensive samples are dealt first, each to the rank that has least to do and room. Then
-    samples of the slowest rank are swapped for cheaper ones of others, as long as that helps. With
-    equal speeds and numbers of samples, loads differ in the end by no more than two samples do.
+    The most expensive samples go first, each to the least loaded rank with room. Then samples of
+    the slowest rank are swapped for cheaper ones from others, as long as that helps. With equal
+    speeds and numbers of samples, final loads differ by at most as much as two samples do.
 
     Example:
         >>> from torchrec_2dsp.samples.deal import deal_samples
@@ -204,7 +204,7 @@ def deal_samples(
 
 
 def loads_of(ranks: Ranks, costs: npt.NDArray[np.float64], num_ranks: int) -> list[float]:
-    """What each rank has to compute."""
+    """Return each rank's total cost."""
     return np.bincount(ranks, weights=costs, minlength=num_ranks).tolist()
 
 
@@ -255,7 +255,7 @@ def _best_pair(
     slowest: int,
     other: int,
 ) -> tuple[int, int] | None:
-    """Two samples that make the slower of two ranks fastest if swapped; `None` if none do."""
+    """Return the swap that makes the slower of two ranks fastest, or `None`."""
     if other == slowest:
         return None
     own, theirs = np.flatnonzero(ranks == slowest), np.flatnonzero(ranks == other)
@@ -279,16 +279,16 @@ def _best_pair(
 
 @dataclass(frozen=True)
 class SampleIds:
-    """The ids of all samples, one sample after the other."""
+    """All samples' ids, one sample after the other."""
 
     ids: npt.NDArray[np.int64]
-    """All ids; equal numbers mean equal rows."""
+    """Equal numbers mean equal rows."""
 
     lengths: npt.NDArray[np.int64]
-    """How many ids each sample has."""
+    """The number of ids in each sample."""
 
     def num_distinct(self, ranks: Ranks) -> int:
-        """How many distinct ids the ranks have, added up over the ranks."""
+        """Return the number of distinct ids per rank, added up over the ranks."""
         _, numbers = np.unique(self.ids, return_inverse=True)
         num_ids = int(numbers.max(initial=-1)) + 1
         return len(np.unique(np.repeat(ranks, self.lengths) * num_ids + numbers))
@@ -301,11 +301,11 @@ def bring_together(
     num_ranks: int,
     tolerance: float,
 ) -> Ranks:
-    """Let samples of about equal cost change places, so that ranks need fewer distinct ids.
+    """Swap samples with about equal cost, so that ranks need fewer distinct ids.
 
     Samples are sorted by cost and cut into blocks in which costs differ by at most ``tolerance``.
-    Each block keeps its places on the ranks; its samples are put, one after the other, to where
-    most of their ids are already. So no rank's load grows by more than ``tolerance``.
+    Each block keeps its places on the ranks; one after the other, its samples go to the rank that
+    has most of their ids already. So no rank's load grows by more than ``tolerance``.
 
     Example:
         >>> import numpy as np
@@ -329,10 +329,9 @@ def bring_together(
 
 
 def _useful(samples: SampleIds, num_ranks: int) -> SampleIds:
-    """The ids that several samples share, numbered through, the rarest first.
+    """Keep the ids that several samples share, renumbered, the rarest first.
 
-    An id that occurs once is needed by one rank in any case, and one that occurs in very many
-    samples is needed by all.
+    One rank needs an id that occurs once anyway, and all ranks need one in very many samples.
     """
     _, numbers = np.unique(samples.ids, return_inverse=True)
     num_ids, num_samples = int(numbers.max(initial=-1)) + 1, len(samples.lengths)
@@ -348,7 +347,7 @@ def _useful(samples: SampleIds, num_ranks: int) -> SampleIds:
 
 
 def _blocks(costs: npt.NDArray[np.float64], tolerance: float) -> Iterator[npt.NDArray[np.int64]]:
-    """Samples by cost, in blocks whose costs differ by at most this share."""
+    """Sort samples by cost into blocks whose costs differ by at most a share."""
     order = np.argsort(-costs, kind="stable")
     descending = costs[order]
     start = 0
@@ -366,9 +365,9 @@ def _place_(
     counts: npt.NDArray[np.int32],
     ids_of: list[npt.NDArray[np.int64]],
 ) -> None:
-    """Put the samples of a block to where their ids are, in as many places as it has on each rank.
+    """Place a block's samples with their ids, keeping its number of places on each rank.
 
-    A rank that is nearly full counts for less, or the first rank would get whatever comes first.
+    A nearly full rank counts for less, or the first rank would get whatever comes first.
     """
     places = np.bincount(together[block], minlength=counts.shape[1])
     for sample in block:

@@ -1,4 +1,4 @@
-"""`BalanceReport`: how even the work of the ranks was, and what it took to make it so."""
+"""`Dealer`: deals one global batch after the other, and reports how even the work was."""
 
 import enum
 import hashlib
@@ -25,7 +25,7 @@ from torchrec_2dsp.samples.sample_rows import SampleRows, send_samples
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceReport:
-    """What became of the batches of all ranks, equal on all of them, but for the bytes.
+    """The balance of all ranks' batches, equal on all ranks, except for the bytes.
 
     Example:
         >>> from torchrec_2dsp.samples.dealer import BalanceReport
@@ -35,43 +35,41 @@ class BalanceReport:
     """
 
     num_batches: int = 0
-    """How many global batches were dealt."""
+    """Global batches dealt."""
 
     num_samples: int = 0
-    """How many samples they had."""
-
     num_moved: int = 0
-    """How many samples were given to another rank."""
+    """Samples given to another rank."""
 
     num_dropped: int = 0
     """Samples of last batches that had fewer of them than there are ranks."""
 
     num_bytes: int = 0
-    """The bytes of samples that this rank has sent to others."""
+    """Bytes of samples that this rank has sent to others."""
 
     mean_time: float = 0.0
-    """The cost of the batches, divided by the speeds of all ranks."""
+    """The batches' cost divided by all ranks' speeds."""
 
     time_before: float = 0.0
-    """What the slowest rank would have taken with its own samples, added up over the batches."""
+    """The slowest rank's time with its own samples, added up over the batches."""
 
     time_after: float = 0.0
-    """What the slowest rank takes with the samples that it was given."""
+    """The slowest rank's time with the samples dealt to it."""
 
     num_ids_before: int = 0
-    """The distinct ids of each rank's own samples, added up, if `shared_ids` looks at them."""
+    """Distinct ids in each rank's own samples, added up, with `shared_ids`."""
 
     num_ids_after: int = 0
-    """The distinct ids of the samples that each rank was given."""
+    """Distinct ids in the samples dealt to each rank."""
 
     @property
     def imbalance_before(self) -> float:
-        """How many times the mean the slowest rank would have taken; 1 is even."""
+        """The slowest rank's time before, relative to the mean; 1 is even."""
         return self.time_before / self.mean_time if self.mean_time else 1.0
 
     @property
     def imbalance_after(self) -> float:
-        """How many times the mean the slowest rank takes."""
+        """The slowest rank's time after, relative to the mean."""
         return self.time_after / self.mean_time if self.mean_time else 1.0
 
     def __add__(self, other: "BalanceReport") -> "BalanceReport":
@@ -81,51 +79,44 @@ class BalanceReport:
 
 
 class _State(enum.IntEnum):
-    """What a rank has for a global batch."""
+    """A rank's part in a global batch."""
 
     BATCH = 0
     ENDED = 1
-    """It has had batches, and has none left."""
+    """Its batches have ended."""
     NEVER = 2
-    """It has had none at all."""
+    """It never had a batch."""
     FAILED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """What a rank gives to a global batch."""
+    """A rank's contribution to a global batch."""
 
     rows: SampleRows | None = None
-    """The rank's samples; `None` if it has no batch."""
+    """`None` without a batch."""
 
     costs: torch.Tensor | None = None
-    """What each of them costs."""
-
     ids: SampleIds | None = None
-    """The samples' ids, if samples with the same ones are brought together."""
+    """Given if samples with equal ids are brought together."""
 
     error: Exception | None = None
-    """What happened when the rank took its batch."""
+    """The error when the rank took its batch."""
 
     computed: tuple[float, float] = (0.0, 0.0)
-    """The cost that the rank has computed since its last offer, and in how many seconds."""
+    """The cost computed since the last offer, and its seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dealt:
-    """What a rank gets of a global batch."""
+    """A rank's share of a global batch."""
 
     batch: Any
-    """The batch; `None` if there were fewer samples than ranks."""
+    """`None` if there were fewer samples than ranks."""
 
     loss_weight: float
-    """What the rank's mean loss counts for."""
-
     cost: float
-    """What the batch costs to compute."""
-
     report: BalanceReport
-    """How the global batch was dealt."""
 
 
 class Dealer:
@@ -139,11 +130,11 @@ class Dealer:
         self._last: SampleRows | None = None
 
     def deal(self, offer: Offer) -> Dealt | None:
-        """Deal one global batch; `None` when no rank has a batch left.
+        """Deal one global batch; return `None` when no rank has a batch left.
 
         Collectives:
-            All-gathers of 48 bytes, of costs, and of ids if they are looked at; then two
-            all-to-alls of samples. All are waited for.
+            All-gathers of 48 bytes, of costs, and of ids if they matter; then two all-to-alls of
+            samples. All are waited for.
         """
         headers = self._gather(self._header(offer))
         states = headers[:, 0].tolist()
@@ -192,7 +183,7 @@ class Dealer:
         )
 
     def _header(self, offer: Offer) -> torch.Tensor:
-        """What the others have to know first, in six numbers."""
+        """Return what the others must know first, in six numbers."""
         state = _State.BATCH
         if offer.error is not None:
             state = _State.FAILED
@@ -207,13 +198,13 @@ class Dealer:
         return torch.cat([torch.tensor(numbers), computed])
 
     def _gather(self, own: torch.Tensor) -> torch.Tensor:
-        """Equally large tensors of all ranks, stacked."""
+        """Stack equally large tensors from all ranks."""
         gathered = own.new_empty(self._num_ranks * len(own), *own.shape[1:])
         dist.all_gather_into_tensor(gathered, own, group=self._group)
         return gathered.view(self._num_ranks, *own.shape)
 
     def _gather_ragged(self, own: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
-        """Tensors of all ranks, which have so many elements."""
+        """Gather tensors with these sizes from all ranks."""
         padded = own.new_zeros(max(counts))
         padded[: len(own)] = own
         gathered = self._gather(padded)
@@ -264,6 +255,6 @@ class Dealer:
 
 
 def _slowest(ranks: Ranks, costs: Any, speeds: list[float]) -> float:
-    """How long the slowest rank takes."""
+    """Return the slowest rank's time."""
     loads = loads_of(ranks, costs, len(speeds))
     return max(load / speed for load, speed in zip(loads, speeds, strict=True))

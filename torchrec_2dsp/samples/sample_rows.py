@@ -1,4 +1,8 @@
-"""`SampleRows`: a batch as tensors with a row for each sample, and a batch of such tensors."""
+"""`SampleRows`: batches taken apart into samples, and sent to other ranks by two all-to-alls.
+
+The first message holds what is equally large for all samples: rows of tensors, and the lengths of
+jagged ones. From the lengths each rank knows the size of the second message, which holds values.
+"""
 
 import copy
 import dataclasses
@@ -20,41 +24,39 @@ _CONSTANTS = (type(None), bool, int, float, str, bytes, enum.Enum, torch.device,
 
 @dataclass(frozen=True)
 class Jagged:
-    """Numbers of which each sample has as many as it has, for each of several features."""
+    """A jagged tensor's numbers, sample by sample."""
 
     keys: tuple[str, ...]
-    """The features' names; empty for a `JaggedTensor`, which has one feature."""
+    """Feature names; empty for a `JaggedTensor`, which has one feature."""
 
     lengths: torch.Tensor
     """Samples x features."""
 
     contents: tuple[torch.Tensor, ...]
-    """Values, and weights if there are any, one sample after the other."""
+    """Values, and weights if there are any."""
 
 
 @dataclass(frozen=True)
 class SampleRows:
-    """The samples of a batch."""
+    """A batch's samples."""
 
     template: Any
-    """The batch, in which all that isn't a sample stands."""
+    """The batch, for everything in it that isn't a sample."""
 
     num_samples: int
-    """How many samples there are."""
-
     fixed: tuple[torch.Tensor, ...]
-    """Tensors with a row for each sample."""
+    """Tensors with a row per sample."""
 
     jagged: tuple[Jagged, ...]
-    """Tensors with as many rows for each sample as it has."""
+    """Tensors with any number of rows per sample."""
 
     @classmethod
     def of(cls, batch: Any) -> "SampleRows":
         """Take a batch apart.
 
         Raises:
-            UnsupportedError: there is something else in it.
-            InputError: tensors disagree on how many samples there are.
+            UnsupportedError: it contains something other than samples.
+            InputError: tensors disagree on the number of samples.
         """
         leaves = _leaves(batch)
         for leaf in leaves:
@@ -74,7 +76,7 @@ class SampleRows:
         return cls(batch, sizes[0], fixed, jagged)
 
     def none(self) -> "SampleRows":
-        """No sample, in a batch of this form."""
+        """Return this form of batch without samples."""
         jagged = tuple(
             Jagged(part.keys, part.lengths[:0], tuple(content[:0] for content in part.contents))
             for part in self.jagged
@@ -83,7 +85,7 @@ class SampleRows:
 
     @property
     def form(self) -> str:
-        """What must be equal on all ranks, in words."""
+        """The text that must be equal on all ranks."""
         parts = [f"{rows.dtype} of shape {tuple(rows.shape[1:])}" for rows in self.fixed]
         parts += [
             f"{', '.join(part.keys) or 'values'}: {part.lengths.dtype} lengths of "
@@ -95,10 +97,10 @@ class SampleRows:
         return "\n".join(parts)
 
     def lengths(self, features: Sequence[str]) -> torch.Tensor:
-        """How many elements each sample has in these features, or in all.
+        """Return each sample's number of elements in these features, or in all.
 
         Raises:
-            InputError: no such feature is there.
+            InputError: there is no such feature.
         """
         total = torch.zeros(self.num_samples, dtype=torch.int64)
         missing = set(features)
@@ -116,7 +118,7 @@ class SampleRows:
         return total
 
     def put_together(self, fixed: Sequence[torch.Tensor], jagged: Sequence[Jagged]) -> Any:
-        """A batch like this one, with other samples."""
+        """Rebuild the batch with other samples."""
         rows, parts = iter(fixed), iter(jagged)
 
         def replaced(leaf: Any) -> Any:
@@ -136,7 +138,7 @@ _JAGGED = (KeyedJaggedTensor, JaggedTensor)
 def take_segments(
     values: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor
 ) -> torch.Tensor:
-    """Several segments of a tensor, one after the other.
+    """Concatenate segments of a tensor.
 
     Example:
         >>> import torch
@@ -151,7 +153,7 @@ def take_segments(
 
 
 def starts_of(lengths: torch.Tensor) -> torch.Tensor:
-    """Where segments of these lengths begin."""
+    """Return the starts of segments with these lengths."""
     lengths = lengths.long()
     return lengths.cumsum(0) - lengths
 
@@ -174,7 +176,7 @@ def _leaves(given: Any) -> list[Any]:
 
 
 def _mapped(given: Any, function: Callable[[Any], Any]) -> Any:
-    """A copy of nested containers with other leaves."""
+    """Copy nested containers with other leaves."""
     if _is_leaf(given):
         return function(given)
     if isinstance(given, (*_CONSTANTS, torch.Tensor)):
@@ -198,7 +200,7 @@ def _mapped(given: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def _check_leaf(leaf: Any) -> None:
-    """Raise if samples of a leaf can't travel."""
+    """Refuse a leaf whose samples can't travel."""
     tensors = [leaf if isinstance(leaf, torch.Tensor) else leaf.values()]
     if isinstance(leaf, _JAGGED) and leaf.weights_or_none() is not None:
         tensors.append(leaf.weights())
@@ -218,7 +220,7 @@ def _rows_of(leaf: Any) -> torch.Tensor:
 
 
 def _jagged_of(leaf: KeyedJaggedTensor | JaggedTensor) -> Jagged:
-    """A keyed or jagged tensor, one sample after the other."""
+    """Split a keyed or jagged tensor by sample."""
     weights = leaf.weights_or_none()
     contents = (leaf.values(), *([] if weights is None else [weights]))
     if isinstance(leaf, JaggedTensor):
@@ -241,7 +243,7 @@ def _jagged_of(leaf: KeyedJaggedTensor | JaggedTensor) -> Jagged:
 
 
 def _jagged_like(leaf: KeyedJaggedTensor | JaggedTensor, part: Jagged) -> Any:
-    """A keyed or jagged tensor of other samples."""
+    """Rebuild a keyed or jagged tensor with other samples."""
     if isinstance(leaf, JaggedTensor):
         values, *weights = part.contents
         lengths = part.lengths.view(-1)
@@ -259,7 +261,7 @@ def _jagged_like(leaf: KeyedJaggedTensor | JaggedTensor, part: Jagged) -> Any:
 
 
 def row_bytes(rows: torch.Tensor) -> int:
-    """The bytes of a row of a tensor."""
+    """Return a row's size in bytes."""
     return math.prod(rows.shape[1:]) * rows.element_size()
 
 
@@ -269,7 +271,7 @@ def send_samples(
     counts: Sequence[int],
     group: dist.ProcessGroup,
 ) -> tuple[Any, int]:
-    """Send each sample to its rank.
+    """Send each sample to its rank; return this rank's new batch and the bytes it sent.
 
     Collectives:
         Two all-to-alls of bytes, waited for.
@@ -310,13 +312,13 @@ def send_samples(
 
 
 def _bytes_of(rows: torch.Tensor) -> torch.Tensor:
-    """Rows x bytes."""
+    """View a tensor as rows x bytes."""
     width = row_bytes(rows)
     return rows.contiguous().view(-1).view(torch.uint8).view(len(rows), width)
 
 
 def _unpacked(packed: torch.Tensor, tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors whose rows were put beside each other."""
+    """Split bytes into the tensors whose rows were put side by side."""
     parts = packed.split([row_bytes(table) for table in tables], dim=1)
     return [
         # A copy begins where its type may begin.
@@ -331,7 +333,7 @@ def _unpacked(packed: torch.Tensor, tables: Sequence[torch.Tensor]) -> list[torc
 def _messages(
     parts: Sequence[Jagged], order: torch.Tensor, counts: Sequence[int]
 ) -> list[torch.Tensor]:
-    """The contents of this rank's samples for each rank, as bytes."""
+    """Return this rank's contents for each rank, as bytes."""
     pieces: list[list[torch.Tensor]] = [[torch.empty(0, dtype=torch.uint8)] for _ in counts]
     for part in parts:
         lengths = part.lengths.sum(1)
@@ -345,6 +347,6 @@ def _messages(
 
 
 def _content_bytes(part: Jagged, lengths: torch.Tensor, counts: Sequence[int]) -> list[list[int]]:
-    """The bytes of each content of a jagged tensor, from each rank."""
+    """Return the bytes of each jagged content from each rank."""
     elements = [int(of_rank.sum()) for of_rank in lengths.split(list(counts))]
     return [[number * row_bytes(content) for content in part.contents] for number in elements]

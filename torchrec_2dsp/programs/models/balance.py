@@ -1,8 +1,8 @@
-"""Batches whose samples are dealt to the ranks, for the models of the programs.
+"""Batches whose samples are dealt to the ranks, for the programs' models.
 
-    batch, dealt  --with its loss weight-->  pipeline  -->  model  --hook-->  loss x loss weight
+    dealt batch  --with its loss weight-->  pipeline  -->  model  --hook-->  loss x loss weight
 
-Pipelines take batches ahead, so a batch carries the weight that its own loss has.
+Pipelines take batches ahead, so a batch carries its own loss's weight.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,30 +26,30 @@ from torchrec_2dsp.samples.balanced_batches import BalancedBatches
 
 @dataclass
 class WeightedBatch(Batch):
-    """A batch that knows what its mean loss counts for."""
+    """A batch with the weight of its mean loss."""
 
     loss_weight: float = 1.0
-    """The factor of the loss: above 1 on a rank that has more samples than the mean."""
+    """Above 1 on a rank that has more samples than the mean."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "WeightedBatch":
-        """The batch on a device."""
+        """Move the batch to a device."""
         return weighted_batch(super().to(device, non_blocking), self.loss_weight)
 
     def pin_memory(self) -> "WeightedBatch":
-        """The batch in memory from which it is copied faster."""
+        """Copy the batch into pinned memory."""
         return weighted_batch(super().pin_memory(), self.loss_weight)
 
 
 def weighted_batch(batch: Batch, loss_weight: float) -> WeightedBatch:
-    """The batch with the weight of its loss."""
+    """Add a loss weight to a batch."""
     return WeightedBatch(batch.dense_features, batch.sparse_features, batch.labels, loss_weight)
 
 
 def weigh_losses_(model: nn.Module) -> None:
-    """Let a model multiply the loss of a `WeightedBatch` by its weight in training, in place.
+    """Let a model multiply a `WeightedBatch`'s loss by its weight in training, in place.
 
-    The mean of such losses over ranks is the mean over all samples, and so are its gradients:
-    that of the loss that is trained, and of the detached one that is reported.
+    The mean of such losses over ranks is the mean over all samples, and so are its gradients: for
+    the trained loss and for the detached one that is reported.
     """
     model.register_forward_hook(_weighted)
 
@@ -65,7 +65,7 @@ def _weighted(model: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
 def deal_batches(
     batches: Iterator[Batch], balance: BalanceConfig, model: ModelSection
 ) -> BalancedBatches[Batch]:
-    """This rank's share of the global batches, each with the weight of its loss.
+    """Return this rank's share of the global batches, each with its loss weight.
 
     Collectives:
         Those of `BalancedBatches`.
@@ -84,7 +84,7 @@ def deal_batches(
 def sample_lengths(
     balance: BalanceConfig, model: ModelSection
 ) -> Sequence[str] | Callable[[Batch], torch.Tensor]:
-    """The features whose ids are a sample's length; of a sequence model, the items that it uses."""
+    """Return the features that a sample's length counts; a sequence model uses its last items."""
     if balance.lengths or not isinstance(model, SequenceModelConfig):
         return balance.lengths
 
@@ -95,21 +95,21 @@ def sample_lengths(
 
 
 class DealsSamples(Protocol):
-    """A run of a training program, or a contestant of a benchmark."""
+    """A training run, or a benchmark's contestant."""
 
     @property
     def balance(self) -> BalanceConfig | None:
-        """How samples are dealt; `None` if they aren't."""
+        """The balance section, if samples are dealt."""
         ...
 
     @property
     def dense(self) -> DenseKinds:
-        """How ranks add up dense gradients."""
+        """The section for the dense part."""
         ...
 
 
 def check_balance(key: str, run: DealsSamples, model: ModelSection, device: str) -> None:
-    """Raise `ConfigError` if dealing samples would train something else, or can't be done."""
+    """Refuse a balance that would train something else, or can't work."""
     if run.balance is None:
         return
     if not isinstance(model, OwnModelConfig):
@@ -160,7 +160,7 @@ def _refusal(
 
 
 def check_speeds_fit(key: str, balance: BalanceConfig | None, world_size: int) -> None:
-    """Raise `ConfigError` if there are speeds, and not one for each rank."""
+    """Refuse speeds that aren't one per rank."""
     speeds = () if balance is None or balance.rank_speeds == MEASURED else balance.rank_speeds
     if speeds and len(speeds) != world_size:
         raise ConfigError(
@@ -172,7 +172,7 @@ def check_speeds_fit(key: str, balance: BalanceConfig | None, world_size: int) -
 def check_lengths(
     key: str, balance: BalanceConfig | None, features: Sequence[DatasetFeature]
 ) -> None:
-    """Raise `ConfigError` if a feature whose ids are to be counted isn't in the data."""
+    """Refuse a length feature that isn't in the data."""
     names = [feature.name for feature in features]
     missing = [name for name in (balance.lengths if balance else ()) if name not in names]
     if missing:

@@ -1,4 +1,4 @@
-"""`Layered`: what a wrapper of the dense part has to know of a model's layers."""
+"""The wrapper of a model's dense part, by its config or by predictions."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,30 +43,28 @@ from torchrec_2dsp.programs.config.dense import (
 )
 
 Sample = tuple[torch.Tensor, Sequence[torch.Tensor]]
-"""Inputs and targets of a `LayerStack`."""
+"""A `LayerStack`'s inputs and targets."""
 
 _SMALLER = 4
-"""How many times smaller the second batch is on which layers are measured."""
+"""The factor between the two batch sizes on which layers are measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layered:
-    """The layers of a model that its ranks may share; a model without any has an empty one."""
+    """The layers that a model's ranks may share; empty for a model without a stack."""
 
     stack: LayerStack | None = None
-    """The layers."""
-
     name: str = ""
-    """The name that they have in the model."""
+    """The stack's name in the model."""
 
     units: tuple[type[nn.Module], ...] = ()
-    """The modules whose parameters are gathered together, if each rank holds a share."""
+    """Modules whose parameters are gathered together when sharded."""
 
     tensor_plan: Mapping[str, ParallelStyle] = field(default_factory=dict)
-    """How layers are split over ranks, by the names that modules have in the model."""
+    """Tensor-parallel styles, by module names in the model."""
 
     sample: Callable[[int], Sample] | None = None
-    """Makes so many samples, of which nothing but the sizes matters."""
+    """Makes samples that have the right sizes."""
 
     def work(
         self, batch_size: int, world: dist.ProcessGroup, *, state_per_weight: float
@@ -111,7 +109,7 @@ class Layered:
     def _layer(
         self, number: int, seconds: torch.Tensor, sizes: tuple[int, int], timed: LayerTime
     ) -> LayerWork:
-        """The work with a layer, whose times are a constant and so much for each sample."""
+        """Fit a layer's times by a constant and a term per sample."""
         assert self.stack is not None
         layer, (many, few) = self.stack.layers[number], sizes
         total = seconds.sum(dim=1)
@@ -133,7 +131,7 @@ class Layered:
         )
 
     def _sums(self, number: int) -> int:
-        """How many modules of a layer give sums if it is split."""
+        """Count a layer's modules that end in a sum if it is split."""
         assert self.stack is not None
         prefix = f"{self.name}.layers.{number}"
         names = [f"{prefix}.{name}" for name, _ in self.stack.layers[number].named_modules()]
@@ -144,7 +142,7 @@ class Layered:
         )
 
     def _kept_bytes(self, number: int) -> float:
-        """Bytes that a layer keeps of one sample for its backward."""
+        """Return the bytes that a layer keeps per sample for its backward."""
         assert self.stack is not None
         assert self.sample is not None
         given, _ = self.sample(1)
@@ -167,10 +165,10 @@ class Layered:
 def dense_wrapper(
     config: DenseKinds, layered: Layered | None = None, *, static_graph: bool = True
 ) -> DataParallelWrapper | None:
-    """What runs the dense part; `None` for TorchRec's own wrapper, which is DDP.
+    """Build the wrapper; `None` for TorchRec's own, which is DDP.
 
     Raises:
-        ConfigError: the model has no such layers.
+        ConfigError: the model has no layers to share.
     """
     layered = layered or Layered()
     match config:
@@ -226,7 +224,7 @@ def _check_stack(kind: str, layered: Layered) -> None:
 
 
 def check_one_length(kind: str, layered: Layered) -> None:
-    """Raise `ConfigError` if a batch's sequences have several lengths, which no pipeline takes."""
+    """Refuse sequences with several lengths, which no pipeline takes."""
     if getattr(layered.stack, "num_chunks", 1) > 1:
         raise ConfigError(
             f'dense.kind="{kind}" needs sequences of one length, and model.length_chunks > 1 '
@@ -235,13 +233,13 @@ def check_one_length(kind: str, layered: Layered) -> None:
 
 
 def thresholded_gradients(model: nn.Module) -> ThresholdedDataParallel | None:
-    """The wrapper that thresholds a model's dense gradients, if one does."""
+    """Return the model's wrapper, if it thresholds dense gradients."""
     wrapper = data_parallel_wrapper(model)
     return wrapper if isinstance(wrapper, ThresholdedDataParallel) else None
 
 
 def apply_late_gradients(model: nn.Module, optimizer: KeyedOptimizer) -> None:
-    """Apply the dense gradients that are in flight, if a wrapper delays them.
+    """Apply the dense gradients in flight, if the wrapper delays them.
 
     Collectives:
         Those of `DelayedDense.flush`.
@@ -252,20 +250,20 @@ def apply_late_gradients(model: nn.Module, optimizer: KeyedOptimizer) -> None:
 
 
 def dense_total(model: nn.Module) -> GradientReport:
-    """What was sent of a model's dense gradients since the start, if they are thresholded."""
+    """Return what was sent for a model's dense gradients, if they are thresholded."""
     wrapper = thresholded_gradients(model)
     return wrapper.total if wrapper else GradientReport()
 
 
 @dataclass(frozen=True)
 class DensePart:
-    """What runs a model's dense part."""
+    """The runner of a model's dense part."""
 
     wrapper: DataParallelWrapper | None
-    """The wrapper; `None` for TorchRec's own, which is DDP."""
+    """`None` for TorchRec's own, which is DDP."""
 
     choices: DenseChoices | None = None
-    """What a planned one was chosen from, equal on all ranks."""
+    """The candidates for a planned one, equal on all ranks."""
 
 
 def dense_part(
@@ -277,10 +275,10 @@ def dense_part(
     state_per_weight: float,
     static_graph: bool = True,
 ) -> DensePart:
-    """What runs the dense part; for a planned one the layers are measured on these ranks.
+    """Build the dense part's runner; for a planned one, measure the layers on these ranks.
 
     Raises:
-        ConfigError: the model can't be run so.
+        ConfigError: the model can't run so.
 
     Collectives:
         For a planned one those of `plan_dense`.
@@ -306,7 +304,7 @@ def plan_dense(
     state_per_weight: float,
     world: dist.ProcessGroup,
 ) -> DenseChoices:
-    """Measure the layers of a model on these ranks, and predict all ways to run them.
+    """Measure a model's layers on these ranks, and predict all ways to run them.
 
     Raises:
         ConfigError: the model has no layers that could be shared.
@@ -329,7 +327,7 @@ def plan_dense(
 
 
 def wrapper_of(plan: DensePlan, layered: Layered) -> DataParallelWrapper | None:
-    """The wrapper that a plan names; `None` for DDP, which is TorchRec's own."""
+    """Build a plan's wrapper; `None` for DDP, which is TorchRec's own."""
     mesh = plan.mesh
     if plan.kind is DenseKind.DDP:
         return None

@@ -19,16 +19,17 @@ from torchrec_2dsp.programs.models.two_tower import TwoTowerConfig, TwoTowerMode
 from torchrec_2dsp.shard.initial_tables import draw_whole_tables_
 
 ModelSection = ModelConfig | SequenceModelConfig | TwoTowerConfig | OwnModelConfig
-"""The section ``[model]`` of a config; `kind` says which of these it is."""
+"""The section ``[model]`` of a config, told apart by its `kind`."""
 
 
 def build_any_model(
     data: BatchShape, model: ModelSection, *, tables_device: str = "cpu"
 ) -> nn.Module:
-    """The unsharded model; equal configs give equal weights on every rank.
+    """Build the unsharded model; equal configs give equal weights on every rank.
 
-    Tables are drawn as sharders with ``init_seed=model.seed`` draw them, but for a user's own
-    model, whose factory draws them.
+    Tables are drawn as sharders with ``init_seed=model.seed`` draw them; a user's own factory draws
+    its own. ``tables_device="meta"`` leaves tables without weights, for models that no rank can
+    hold.
 
     Raises:
         ConfigError: the data lacks a feature that the model names, or a factory can't be called.
@@ -50,7 +51,7 @@ def build_any_model(
 
 
 def dataset_for(model: ModelSection, dataset: Dataset) -> Dataset:
-    """The dataset as a model takes its batches: with negatives, where it needs them."""
+    """Wrap a dataset with negatives, where a model needs them."""
     if not isinstance(model, SequenceModelConfig):
         return dataset
     return WithNegatives(
@@ -64,7 +65,7 @@ def dataset_for(model: ModelSection, dataset: Dataset) -> Dataset:
 
 
 def layered_of(model: nn.Module) -> Layered:
-    """The layers of a model that ranks may share; an empty one for models without a stack."""
+    """Return the layers that a model's ranks may share."""
     if not isinstance(model, NextItemModel):
         return Layered()
     return Layered(
@@ -77,21 +78,21 @@ def layered_of(model: nn.Module) -> Layered:
 
 
 def ranking_of(model: ModelSection) -> RankingConfig:
-    """How a model's rankings are evaluated; not at all for one that predicts clicks."""
+    """Return the ranking section; "none" for a model that predicts clicks."""
     if isinstance(model, SequenceModelConfig | TwoTowerConfig):
         return model.ranking
     return RankingConfig(among="none")
 
 
 def metrics_of(model: ModelSection) -> tuple[str, ...]:
-    """The metrics by which a model's evaluations can be compared, the usual one last."""
+    """Return the names of a model's evaluation metrics, the usual one last."""
     ranking = ranking_of(model)
     of_rankings = () if ranking.among == "none" else ranking.names
     return ("loss", *of_rankings, *(("auc", "ne") if has_clicks(model) else ()))
 
 
 def has_clicks(model: ModelSection) -> bool:
-    """Whether an evaluation's scores are logits of clicks, of which there are AUC and NE."""
+    """Return whether evaluation scores are click logits, which have AUC and NE."""
     return not (
         isinstance(model, SequenceModelConfig)
         or (isinstance(model, TwoTowerConfig) and model.loss == "in_batch")

@@ -1,4 +1,4 @@
-"""`PlannedSection`: a section of a config that describes a model, and what its planner may do."""
+"""DLRM and DCN over a dataset's features, and what all model sections share."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -32,14 +32,14 @@ ShardingTypes = Annotated[tuple[str, ...], AfterValidator(_check_types)]
 
 
 class PlannedSection(Section):
-    """A model, and the sharding types of its tables."""
+    """A model, and its tables' sharding types."""
 
     sharding_types: ShardingTypes = Field(default=("table_wise", "row_wise"), min_length=1)
     """The types that the planner may choose from, TorchRec's or their 2D forms."""
 
 
 def build_model(data: BatchShape, model: ModelConfig, *, tables_device: str = "cpu") -> DLRMTrain:
-    """The unsharded model; equal configs give equal weights on every rank.
+    """Build the unsharded model; equal configs give equal weights on every rank.
 
     Tables are drawn as sharders with ``init_seed=model.seed`` draw them.
     """
@@ -78,19 +78,19 @@ def build_model(data: BatchShape, model: ModelConfig, *, tables_device: str = "c
 
 
 def table_name(feature: str) -> str:
-    """The table of a feature."""
+    """Return the name of a feature's table."""
     return f"t_{feature}"
 
 
 def rank_device(device: str) -> torch.device:
-    """The device on which this rank computes."""
+    """Return the device on which this rank computes."""
     if device == "cpu":
         return torch.device("cpu")
     return torch.device(device, dist.get_node_local_rank(fallback_rank=0))
 
 
 def tables_of(model: nn.Module) -> list[BaseEmbeddingConfig]:
-    """The configs of the tables of bags and sequences, in the model's order."""
+    """List an unsharded model's table configs, in its order."""
     return [
         config
         for module in model.modules()
@@ -103,10 +103,10 @@ _CHILD = "split"
 
 
 def split_(model: nn.Module, splits: Mapping[SplitPlace, float], threshold: ThresholdKind) -> None:
-    """Let a DLRM or a DCN threshold what comes out at its splits, in place.
+    """Let a DLRM or a DCN threshold its activations at its splits, in place.
 
-    Parameters keep their names. A hook does the work, of modules that stay what they are when the
-    model is sharded: the lookup's is around the collection of tables.
+    Parameters keep their names. A hook does the work, on modules that survive sharding: the
+    lookup's is around the collection of tables.
 
     Raises:
         ConfigError: the model is of another kind, and there are splits.

@@ -1,4 +1,4 @@
-"""The optimizer of the tables, and that of everything else."""
+"""The tables' optimizer, and the dense part's."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -27,7 +27,7 @@ from torchrec_2dsp.programs.data.synthetic import SyntheticConfig
 from torchrec_2dsp.programs.models.model import table_name
 
 STATE_PER_WEIGHT = {"sgd": 0.0, "adagrad": 1.0, "adam": 2.0, "adamw": 2.0}
-"""How many numbers each optimizer of the dense part keeps for a weight."""
+"""Numbers that each dense optimizer keeps per weight."""
 
 
 def table_optimizer(
@@ -38,7 +38,7 @@ def table_optimizer(
     num_groups: int,
     global_batch_size: int,
 ) -> MomentScaledRowWiseAdaGrad:
-    """The optimizer that a sharder is given."""
+    """Build the optimizer for a sharder."""
     lr, eps = optimizer.lr, optimizer.eps
     scale: float | FromMesh | Mapping[str, float]
     if replication.moment_scale == "from_mesh":
@@ -58,7 +58,7 @@ def table_optimizer(
 def dense_optimizer(
     optimizer: OptimizerConfig, parameters: Mapping[str, Any], *, clip_norm: float = 0.0
 ) -> KeyedOptimizerWrapper:
-    """The optimizer of the parameters that no sharder updates, by name, as checkpoints need it."""
+    """Build the dense part's optimizer, by parameter name, with clipping above 0."""
 
     def made_for(unnamed: list[Any]) -> torch.optim.Optimizer:
         plain = plain_dense_optimizer(optimizer, unnamed)
@@ -72,7 +72,7 @@ def dense_optimizer(
 def with_meetings(
     local: KeyedOptimizerWrapper, dense: DenseKinds, model: nn.Module
 ) -> KeyedOptimizer:
-    """The optimizer of ranks that meet now and then; the given one if they are never apart."""
+    """Wrap the optimizer for ranks that meet now and then, if they train apart."""
     wrapper = data_parallel_wrapper(model)
     if not isinstance(wrapper, LocalDense) or not isinstance(dense, LocalConfig):
         return local
@@ -87,7 +87,7 @@ def with_meetings(
 def plain_dense_optimizer(
     optimizer: OptimizerConfig, parameters: Iterable[Any]
 ) -> torch.optim.Optimizer:
-    """The optimizer of such parameters as torch has it, which knows no names."""
+    """Build torch's optimizer, which knows no names."""
     rates: dict[str, Any] = {"lr": optimizer.dense_lr, "weight_decay": optimizer.dense_weight_decay}
     kinds: dict[str, Any] = {
         "sgd": torch.optim.SGD,
@@ -113,9 +113,9 @@ def _expected_scales(
 
 
 def clip_before_steps(optimizer: torch.optim.Optimizer, max_norm: float) -> None:
-    """Let every step of an optimizer begin by clipping the gradients of all its parameters.
+    """Let every step of an optimizer begin by clipping all its parameters' gradients.
 
-    Gradients that are sharded over ranks, as FSDP2's are, count with the norm of all shards.
+    Sharded gradients, as FSDP2's are, count with the norm of all shards.
 
     Collectives:
         In each step of a fully sharded dense part, an all-reduce of one number over its ranks.
@@ -133,7 +133,7 @@ def clip_before_steps(optimizer: torch.optim.Optimizer, max_norm: float) -> None
 
 @torch.no_grad()
 def clip_(gradients: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """Scale gradients down to a largest norm, in place, and give the norm that they had.
+    """Scale gradients down to a largest norm, in place, and return their former norm.
 
     Collectives:
         If some are sharded, an all-reduce of one number over the ranks of their mesh.

@@ -14,11 +14,11 @@ from torchrec_2dsp.programs.data.dataset import DatasetFeature
 from torchrec_2dsp.programs.models.model import PlannedSection
 
 ModelFactory = Callable[[Sequence[DatasetFeature], int, Mapping[str, Any]], nn.Module]
-"""What makes a model: given the sparse features, the number of dense ones, and the options."""
+"""A function that builds a model from sparse features, the dense count, and options."""
 
 
 class OwnModelConfig(PlannedSection):
-    """A model that a function of the user's makes.
+    """A model that a user's function builds.
 
     Example:
         >>> from torchrec_2dsp.programs.models.own_model import OwnModelConfig
@@ -30,17 +30,17 @@ class OwnModelConfig(PlannedSection):
     """The kind of model."""
 
     factory: str = Field(min_length=1)
-    """Where the function is: ``"my_package.my_module:make_model"``."""
+    """The function: ``"my_package.my_module:make_model"``."""
 
     options: dict[str, Any] = Field(default={})
-    """What the function is given as its third argument: any values that a config file can hold."""
+    """The function's third argument: any values that a config file can hold."""
 
     seed: int = Field(default=0, ge=0)
-    """What torch's random numbers begin with when the function is called."""
+    """The seed of torch's random numbers when the function is called."""
 
 
 def factory_of(name: str) -> ModelFactory:
-    """The function of a name such as ``"package.module:function"``.
+    """Import the function with a name such as ``"package.module:function"``.
 
     Raises:
         ConfigError: the name isn't of this form, or there is nothing to call under it.
@@ -73,10 +73,10 @@ def factory_of(name: str) -> ModelFactory:
 def build_own_model(
     config: OwnModelConfig, features: Sequence[DatasetFeature], num_dense: int
 ) -> nn.Module:
-    """The model that the user's function makes; equal configs give equal weights on every rank.
+    """Build the user's model; equal configs give equal weights on every rank.
 
     Raises:
-        ConfigError: the function isn't there, or it gives something else than a module.
+        ConfigError: there is no such function, or it doesn't return a module.
     """
     factory = factory_of(config.factory)
     try:

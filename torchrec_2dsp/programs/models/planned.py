@@ -1,4 +1,4 @@
-"""How programs plan a model over a dataset: alike, whoever trains it."""
+"""The planning and sharding that all programs share."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
@@ -35,13 +35,13 @@ from torchrec_2dsp.programs.models.model import table_name
 from torchrec_2dsp.shard.sharders import sequence_sharding_types
 
 _RESERVATION = 0.15
-"""The share of the memory that isn't for tables."""
+"""The share of memory that isn't for tables."""
 
 
 def planner_arguments(
     data: BatchShape, sharding_types: Sequence[str], topology: Topology, batch_size: int
 ) -> dict[str, Any]:
-    """The arguments that TorchRec's planner and this package's are given alike."""
+    """Return the arguments that TorchRec's planner and this package's both take."""
     return {
         "topology": topology,
         "batch_size": batch_size,
@@ -66,7 +66,7 @@ def collective_plan(
     data: BatchShape,
     access: AccessStats | None = None,
 ) -> Plan2D:
-    """The plan of a model on all ranks.
+    """Plan a model on all ranks, with the exchange section's pins, if given.
 
     Collectives:
         One broadcast of a pickled object from rank 0 of the world.
@@ -82,7 +82,7 @@ _DATA_PARALLEL = ShardingType2D.DATA_PARALLEL.base.value
 def pinned(
     plan: Plan2D, config: ExchangeConfig, data: BatchShape, access: AccessStats | None = None
 ) -> Plan2D:
-    """The plan with what a config says of its tables, as far as their sharding types allow it."""
+    """Pin a config's exchange in a plan, as far as its sharding types allow."""
     if config.prefetch_rows and config.exchange not in ROW_EXCHANGES:
         raise ConfigError("prefetch_rows is for an exchange of rows; set exchange='row'")
     types = {
@@ -116,7 +116,7 @@ def pinned(
 def _hottest(
     feature: Any, num_rows: int, data: BatchShape, access: AccessStats | None
 ) -> list[int]:
-    """The rows of a feature's table that are used most."""
+    """Return a table's most used rows."""
     if access is not None:
         return access[table_name(feature.name)].rows[:num_rows].tolist()
     if not isinstance(data, SyntheticConfig):
@@ -128,11 +128,11 @@ def _hottest(
 
 
 _LOG_LENGTH = 1e9
-"""Lookups of a log so long that it has every row as often as its probability says."""
+"""Lookups of a log so long that each row's count matches its probability."""
 
 
 def true_access(data: SyntheticConfig, max_rows: int = 2_000_000) -> AccessStats:
-    """The access statistics of the synthetic log, by its own probabilities."""
+    """Return a synthetic log's access statistics, by its own probabilities."""
     # Of features that are alike, one speaks for all: with all their rows they would fill a memory.
     alike: dict[tuple[float, ...], TableAccess] = {}
     tables: dict[str, TableAccess] = {}
@@ -162,8 +162,8 @@ def _of_feature(data: SyntheticConfig, feature: SparseFeature, max_rows: int) ->
 class StockSequenceSharder(EmbeddingCollectionSharder):
     """TorchRec's sharder of sequences, without data-parallel tables on CPU.
 
-    FBGEMM's dense lookup on CPU gives bags where sequences are asked for, and TorchRec's planner
-    chooses it for small tables all the same.
+    FBGEMM's dense CPU lookup returns bags instead of sequences, and TorchRec's planner chooses it
+    for small tables all the same.
 
     Example:
         >>> from torchrec_2dsp.programs.models.planned import StockSequenceSharder
@@ -174,12 +174,12 @@ class StockSequenceSharder(EmbeddingCollectionSharder):
     """
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """The types that work on a device."""
+        """Return the types that work on a device."""
         return sequence_sharding_types(self, compute_device_type)
 
 
 def local_shards(value: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
-    """The parts of a table on this rank, with their first row and column."""
+    """Return a table's parts on this rank, with their first row and column."""
     if isinstance(value, ShardedTensor):
         for shard in value.local_shards():
             row, column = shard.metadata.shard_offsets
@@ -200,6 +200,6 @@ def make_pipeline(
     *,
     prefetch_rows: bool = False,
 ) -> TrainPipelineSparseDist[Any, Any]:
-    """TorchRec's pipeline, or the one that fetches rows ahead."""
+    """Build TorchRec's pipeline, or the one that prefetches rows."""
     kind = TrainPipelineRowPrefetch if prefetch_rows else TrainPipelineSparseDist
     return kind(model, optimizer, device)

@@ -1,8 +1,8 @@
-"""How well a model ranks items: the place of each true item, and recall and NDCG of places.
+"""Ranking quality: each true item's place, and recall and NDCG over places.
 
-The *place* of a target is 1 plus the number of other items that score at least as high. Ties count
-against the model, and so do scores that aren't numbers: one that knows nothing ends last, not
-first. A place of 0 means that a sample has no target.
+A target's *place* is 1 plus the number of other items that score at least as high. Ties count
+against the model, and so do NaN scores: a model that knows nothing ends last, not first. Place 0
+means that a sample has no target.
 """
 
 import math
@@ -23,7 +23,7 @@ from torchrec_2dsp.programs.config.section import Section
 def places_of(
     targets: torch.Tensor, scores: torch.Tensor, counts: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The place of each sample's target, from 1 on.
+    """Return the place of each sample's target, from 1 on.
 
     Example:
         >>> import torch
@@ -38,7 +38,7 @@ def places_of(
 
 @dataclass(frozen=True)
 class RankingQuality:
-    """Where the targets of samples ended, as counts; counts of ranks can be added up.
+    """The targets' places as counts, which add up over ranks.
 
     Example:
         >>> import torch
@@ -49,21 +49,21 @@ class RankingQuality:
     """
 
     num_targets: int
-    """How many samples have a target."""
+    """Samples with a target."""
 
     counts: tuple[int, ...]
-    """How many targets are at place 1, at place 2, and so on, up to the last place that matters."""
+    """Targets at place 1, at place 2, and so on, up to the last place that counts."""
 
     @classmethod
     def of(cls, places: torch.Tensor, up_to: int) -> "RankingQuality":
-        """The quality of these places; those after ``up_to`` are one."""
+        """Count places up to ``up_to``."""
         return cls.over_ranks(places, up_to, group=None)
 
     @classmethod
     def over_ranks(
         cls, places: torch.Tensor, up_to: int, group: dist.ProcessGroup | None
     ) -> "RankingQuality":
-        """The quality of the places of all ranks of a group; of one rank without a group.
+        """Count the places on all ranks of a group; on one rank without a group.
 
         Collectives:
             One all-reduce of ``up_to + 1`` counts.
@@ -80,13 +80,13 @@ class RankingQuality:
         return cls(num_targets, tuple(by_place))
 
     def recall(self, k: int) -> float:
-        """The share of the targets at the first ``k`` places; `nan` without targets."""
+        """Return the share of targets in the first ``k`` places; NaN without targets."""
         return self._mean(1.0 for _ in self._until(k))
 
     def ndcg(self, k: int) -> float:
-        """The mean of ``1 / log2(place + 1)`` over the targets, 0 after ``k`` places.
+        """Return the mean of ``1 / log2(place + 1)`` over the targets, 0 after ``k`` places.
 
-        Each sample has one true item, so that the best sum of gains is 1.
+        Each sample has one true item, so the best sum of gains is 1.
         """
         return self._mean(1.0 / math.log2(place + 1) for place in self._until(k))
 
@@ -103,19 +103,19 @@ class RankingQuality:
 
 
 class Queries(NamedTuple):
-    """The samples of a batch, as a model ranks items for them."""
+    """A batch's samples, ready to rank items for them."""
 
     vectors: torch.Tensor
-    """What items are multiplied with, ``[batch, dim]``."""
+    """The vectors that items are multiplied with, ``[batch, dim]``."""
 
     scores: torch.Tensor
-    """The scores of the true items, ``[batch]``."""
+    """The true items' scores, ``[batch]``."""
 
     targets: torch.Tensor
     """The true items, ``[batch]``; -1 for a sample without."""
 
     seen: torch.Tensor
-    """Items that the sample has had before, ``[batch, any number]``, with -1 for none."""
+    """Earlier items of each sample, ``[batch, any number]``, with -1 for none."""
 
     @classmethod
     def of(
@@ -125,29 +125,29 @@ class Queries(NamedTuple):
         targets: torch.Tensor,
         seen: torch.Tensor,
     ) -> "Queries":
-        """The queries whose scores are dot products."""
+        """Build queries whose scores are dot products."""
         return cls(vectors, (vectors * target_vectors).sum(dim=1), targets, seen)
 
 
 class ItemChunk(NamedTuple):
-    """The vectors of some neighbouring items."""
+    """The vectors of consecutive items."""
 
     first: int
-    """The first item."""
+    """The first item's id."""
 
     vectors: torch.Tensor
-    """The vectors of this item and the next ones, ``[num_items, dim]``."""
+    """One row per item, ``[num_items, dim]``."""
 
 
 class RanksItems(Protocol):
     """A model that ranks all items for a sample by dot products."""
 
     def queries(self, batch: Batch) -> Queries:
-        """The samples of a batch."""
+        """Return a batch's queries."""
         ...
 
     def item_chunks(self, chunk_size: int, device: torch.device) -> Iterator[ItemChunk]:
-        """The vectors of all items, in their order, some at a time; their ids are on a device."""
+        """Yield all items' vectors in order, looked up by ids on a device."""
         ...
 
 
@@ -158,10 +158,11 @@ def rank_all_items(
     chunk_size: int = 4_096,
     exclude_seen: bool = False,
 ) -> torch.Tensor:
-    """The place of each sample's true item among all items.
+    """Return the place of each sample's true item among all items.
 
-    The samples' vectors stay in memory; items are looked up once for all of them, a chunk at a
-    time, through the model's own lookup. So a table may be of any size and sharded in any way.
+    Sample vectors stay in memory; items are looked up once for all of them, chunk by chunk, through
+    the model's own lookup. So a table may have any size and sharding. The model must be in
+    evaluation mode, detached from pipelines; all ranks give equally many batches.
 
     Collectives:
         Those of a lookup for each batch, and of one for each chunk of items.
@@ -186,14 +187,14 @@ def rank_all_items(
 
 
 def _among(places: torch.Tensor, num_items: int) -> torch.Tensor:
-    """Which of ``num_items`` items are among these, for each sample."""
+    """Mark which of ``num_items`` items each sample's places name."""
     outside = (places < 0) | (places >= num_items)
     marks = torch.zeros(len(places), num_items + 1, dtype=torch.bool, device=places.device)
     return marks.scatter_(1, places.where(~outside, num_items), True)[:, :num_items]
 
 
 class RankingConfig(Section):
-    """How held-out items are ranked.
+    """The ranking of held-out items.
 
     Example:
         >>> from torchrec_2dsp.programs.models.ranking import RankingConfig
@@ -202,17 +203,18 @@ class RankingConfig(Section):
     """
 
     among: Literal["all", "sampled", "none"] = "all"
-    """The items among which a true one is ranked: all of its table; those that come with the batch,
-    which are negatives or the other samples' items; or none, for no ranking."""
+    """The competitors of a true item: all items in its table; "sampled" ones that come with the
+    batch, which are negatives or the other samples' items; or "none", for no ranking.
+    """
 
     k: tuple[int, ...] = Field(default=(10,), min_length=1)
-    """The places up to which recall and NDCG look."""
+    """The numbers of places for recall and NDCG."""
 
     exclude_seen: bool = False
-    """Whether items that a sequence has already are left out, if it is ranked among "all"."""
+    """Whether a sequence's earlier items are left out, among "all"."""
 
     chunk_size: int = Field(default=4_096, ge=1)
-    """How many items are looked up together, to rank among "all"."""
+    """Items looked up together, among "all"."""
 
     @model_validator(mode="after")
     def _check_among(self) -> Self:
@@ -224,7 +226,7 @@ class RankingConfig(Section):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the metrics."""
+        """The metrics' names."""
         return tuple(name for k in self.k for name in (f"recall@{k}", f"ndcg@{k}"))
 
 
@@ -234,7 +236,7 @@ def ranking_metrics(
     ranking: RankingConfig,
     group: dist.ProcessGroup | None,
 ) -> dict[str, float]:
-    """Recall and NDCG of the held-out items of all ranks, by name; equal on all of them.
+    """Compute recall and NDCG of all ranks' held-out items, by name; equal on all of them.
 
     Collectives:
         Those of `rank_all_items`, or of a lookup for each batch; then one all-reduce of counts.

@@ -1,4 +1,11 @@
-"""`SequenceModelConfig`: a next-item transformer in a config file."""
+"""A sequence recommender: a causal transformer over a user's items, which predicts the next one.
+
+    item ids and negative ids  --one lookup in one table-->  vectors
+    item vectors               --transformer-->  a query at each position
+    queries  x  vectors of the true next items and of the negatives  -->  sampled softmax
+
+The lookup is an `EmbeddingCollection`'s; everything after it is a `LayerStack`.
+"""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -44,43 +51,48 @@ class SequenceModelConfig(PlannedSection):
     """The embedding dimension, which is the transformer's as well."""
 
     max_length: int = Field(default=50, ge=2)
-    """How many of a user's last items are used, the one to predict included."""
+    """A user's last items that are used, the one to predict included."""
 
     num_blocks: int = Field(default=2, ge=1)
-    """How many blocks of attention and feed-forward layers there are."""
+    """The number of attention and feed-forward blocks."""
 
     num_heads: int = Field(default=2, ge=1)
-    """How many heads the attention has."""
+    """The number of attention heads."""
 
     hidden_factor: int = Field(default=4, ge=1)
     """The size of the feed-forward layers, as a multiple of `dim`."""
 
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """The share of activations that a training step leaves out. Above 0, each rank draws its own:
-    runs differ between meshes, and layers can't be split by tensor parallelism."""
+    """The dropout rate. Above 0, each rank draws its own mask: runs differ between meshes, and
+    layers can't be split by tensor parallelism.
+    """
 
     num_negatives: int = Field(default=64, ge=1)
-    """How many items each sequence's next items are told from in training."""
+    """The number of negatives per sequence in training."""
 
     eval_negatives: int = Field(default=0, ge=0)
-    """How many items each held-out sequence's last item is ranked among, if ``ranking.among`` is
-    "sampled"; 0 for `num_negatives`."""
+    """The number of negatives per held-out sequence, if ``ranking.among`` is "sampled"; 0 for
+    `num_negatives`.
+    """
 
     negatives: NegativeKind = NegativeKind.UNIFORM
-    """How negatives are drawn: uniform, or log_uniform where ids are numbered by frequency. The
-    loss corrects for it."""
+    """The distribution of negatives: uniform, or log_uniform where ids are numbered by frequency.
+    The loss corrects for it.
+    """
 
     loss_mean: Literal["tokens", "samples"] = "tokens"
-    """What the loss is the mean over: the predicted items of the rank's batch, or the sequences,
-    each of which then counts as much, whichever rank has it."""
+    """The unit over which the loss is a mean: the predicted items in the rank's batch, or the
+    sequences, which then count alike, whichever rank has them.
+    """
 
     length_chunks: int = Field(default=1, ge=1)
-    """Into how many chunks of about equal lengths a rank's sequences are cut in training, each
-    filled up to its own longest. With 1 all are filled up to `max_length`, so that a step takes as
-    long whatever their lengths are."""
+    """The number of chunks with about equal lengths into which a rank's sequences are cut in
+    training, each padded to its own longest. With 1 all are padded to `max_length`, and a step's
+    time doesn't depend on their lengths.
+    """
 
     ranking: RankingConfig = RankingConfig()
-    """How held-out next items are ranked."""
+    """The ranking of held-out next items."""
 
     seed: int = Field(default=0, ge=0)
     """The seed of the initial weights and of the negatives."""
@@ -100,29 +112,29 @@ class SequenceModelConfig(PlannedSection):
 
 
 class Examples(NamedTuple):
-    """A batch of sequences, filled up at their ends; the first dimension of all is the batch."""
+    """A batch of sequences, padded at their ends; the batch is the first dimension."""
 
     inputs: torch.Tensor
     """The vectors of all items but the last, ``[batch, length, dim]``."""
 
     positives: torch.Tensor
-    """The vectors of the items after them, ``[batch, length, dim]``."""
+    """The next items' vectors, ``[batch, length, dim]``."""
 
     negatives: torch.Tensor
-    """The vectors of the negatives, ``[batch, num_negatives, dim]``."""
+    """The negatives' vectors, ``[batch, num_negatives, dim]``."""
 
     weights: torch.Tensor
-    """The weights of the positions in the loss, 0 behind the end, ``[batch, length]``."""
+    """Each position's weight in the loss, 0 for padding, ``[batch, length]``."""
 
     positive_ids: torch.Tensor
-    """The items after each position, 0 behind the end, ``[batch, length]``."""
+    """The next items, 0 for padding, ``[batch, length]``."""
 
     negative_ids: torch.Tensor
     """The negatives, ``[batch, num_negatives]``."""
 
 
 class NextItemExamples(nn.Module):
-    """Arranges looked up sequences; it has no parameters."""
+    """Arranges looked-up sequences; it has no parameters."""
 
     def __init__(
         self,
@@ -137,7 +149,7 @@ class NextItemExamples(nn.Module):
         self._is_by_token = loss_mean == "tokens"
 
     def forward(self, vectors: Mapping[str, JaggedTensor], features: KeyedJaggedTensor) -> Examples:
-        """The examples of a batch."""
+        """Build a batch's examples."""
         ids, negative_ids = features[self._feature], features[self._negatives].values()
         places, is_item = self._places(ids)
         padded_vectors = _with_last(vectors[self._feature].values())
@@ -159,7 +171,7 @@ class NextItemExamples(nn.Module):
         )
 
     def _places(self, ids: JaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the last items of each sample are among all values, -1 for none."""
+        """Locate each sample's last items among all values; -1 for none."""
         ends, lengths = ids.offsets()[1:].long(), ids.lengths().long()
         lengths = lengths.clamp(max=self._num_positions + 1)
         steps = torch.arange(self._num_positions + 1, device=lengths.device)
@@ -173,19 +185,19 @@ class NextItemExamples(nn.Module):
 
 
 def last_positions(examples: Examples) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The last positions that have a next item."""
+    """Return the samples' numbers, their last positions, and whether a next item follows."""
     num_positions = (examples.weights > 0).sum(dim=1)
     samples = torch.arange(num_positions.numel(), device=num_positions.device)
     return samples, (num_positions - 1).clamp(min=0), num_positions > 0
 
 
 def _with_last(values: torch.Tensor) -> torch.Tensor:
-    """The values and a zero, which -1 stands for."""
+    """Append a zero, which -1 stands for."""
     return torch.cat([values, values.new_zeros(1, *values.shape[1:])])
 
 
 def _rows(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """The values at these places; the last one for -1."""
+    """Take the values at these places; the last one for -1."""
     places = places.where(places >= 0, values.shape[0] - 1)
     return values.index_select(0, places.flatten()).unflatten(0, places.shape)
 
@@ -196,8 +208,8 @@ Output = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 class NextItemModel(nn.Module):
     """Predicts each next item of a sequence from those before it.
 
-    One table has the vectors that go into the transformer, those of the true next items, and those
-    of the negatives. All that comes after the lookup is a `LayerStack` without a word about ranks.
+    One table has the vectors for the transformer, the true next items and the negatives. Everything
+    after the lookup is a `LayerStack`, which knows nothing of ranks.
     """
 
     def __init__(
@@ -240,7 +252,11 @@ class NextItemModel(nn.Module):
         )
 
     def forward(self, batch: Batch) -> Output:
-        """The loss, and what there is to look at, as TorchRec's `DLRMTrain` gives them."""
+        """Return the loss, and what `DLRMTrain` returns beside it: detached loss, scores, labels.
+
+        A training score is the sample's part of the loss. An evaluation score is the last item's
+        place among itself and the negatives, 1 for the best, 0 for a sample without a next item.
+        """
         examples = self._examples_of(batch)
         if self.training:
             losses = scores = self.dense(
@@ -260,7 +276,7 @@ class NextItemModel(nn.Module):
         return loss, (loss.detach(), scores.detach(), batch.labels.detach())
 
     def random_examples(self, num_samples: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Inputs and targets of the dense part, with the sizes of real ones and random numbers."""
+        """Make inputs and targets for the dense part, with real sizes and random numbers."""
         length, dim = self._max_length - 1, self._dim
         vectors = torch.rand(num_samples, 2 * length + self._num_negatives, dim)
         ids = torch.randint(self._num_items, (num_samples, length + self._num_negatives))
@@ -285,7 +301,7 @@ class NextItemModel(nn.Module):
 
     @torch.no_grad()
     def queries(self, batch: Batch) -> Queries:
-        """What comes next after all items of each sample but the last, which is the target.
+        """Return each sample's query for its last item, which is the target.
 
         Collectives:
             Those of a lookup of the batch.
@@ -302,7 +318,7 @@ class NextItemModel(nn.Module):
 
     @torch.no_grad()
     def item_chunks(self, chunk_size: int, device: torch.device) -> Iterator[ItemChunk]:
-        """The vectors of all items, some at a time, looked up by all ranks together.
+        """Yield all items' vectors chunk by chunk, looked up by all ranks together.
 
         Collectives:
             Those of a lookup for each chunk.
@@ -318,7 +334,7 @@ class NextItemModel(nn.Module):
 
 
 def _places_among_negatives(outputs: torch.Tensor, examples: Examples) -> torch.Tensor:
-    """The place of each sample's last item among itself and the negatives."""
+    """Return each last item's place among itself and the negatives."""
     rows, last, has_next = last_positions(examples)
     queries, targets = outputs[rows, last], examples.positive_ids[rows, last]
     return places_of(

@@ -1,7 +1,7 @@
-"""The layers of the transformer: positions, blocks, and the last norm.
+"""The transformer's layers, its loss, and the stack that runs them.
 
-Sequences begin at position 0 and are filled up at their ends. A position sees itself and what is
-before it, so no real one ever sees what fills up.
+Sequences begin at position 0 and are padded at their ends. A position sees itself and those
+before it, so no real one ever sees padding.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,12 +26,12 @@ class Positions(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, items: torch.Tensor) -> torch.Tensor:
-        """Items with their positions, both of ``[batch, length, dim]``."""
+        """Add positions to items, ``[batch, length, dim]``."""
         return self.dropout(items * self.scale + self.vectors[: items.shape[1]])
 
 
 class CausalAttention(nn.Module):
-    """Attention of each position to itself and those before it."""
+    """Each position's attention to itself and those before it."""
 
     def __init__(self, dim: int, num_heads: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class CausalAttention(nn.Module):
         self.head_dim, self.dropout = dim // num_heads, dropout
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """What each position takes from the others."""
+        """Attend."""
         attended = scaled_dot_product_attention(
             *(self._heads(layer(inputs)) for layer in (self.query, self.key, self.value)),
             is_causal=True,
@@ -53,7 +53,7 @@ class CausalAttention(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention, then two feed-forward layers, each after a norm and added to what came in."""
+    """Attention, then a feed-forward layer, each pre-normed and residual."""
 
     def __init__(self, dim: int, num_heads: int, hidden: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class TransformerBlock(nn.Module):
         self.activation, self.dropout = nn.GELU(), nn.Dropout(dropout)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The block's output, of the shape of its input."""
+        """Run the block; shapes stay."""
         attended = inputs + self.dropout(self.attention(self.attention_norm(inputs)))
         hidden = self.activation(self.up(self.feed_forward_norm(attended)))
         return attended + self.dropout(self.down(hidden))
@@ -75,15 +75,15 @@ SEQUENCE_TENSOR_PLAN: Mapping[str, ParallelStyle] = {
     "*.up": ColwiseParallel(),
     "*.down": RowwiseParallel(),
 }
-"""The blocks' layers split over ranks: ``TensorParallelDense(SEQUENCE_TENSOR_PLAN, tp=2)``."""
+"""Styles for ``TensorParallelDense(SEQUENCE_TENSOR_PLAN, tp=2)``."""
 
 
 class SampledSoftmax(nn.Module):
-    """Cross-entropy of the true item among itself and the negatives of its sequence.
+    """Cross-entropy of the true item among itself and its sequence's negatives.
 
-    A logit is the dot product of what comes next with the item's vector, less the logarithm of the
-    probability with which the item is drawn: so the loss is, in expectation, that of a softmax over
-    all items, whatever they are drawn by. A negative that is the true item itself doesn't count.
+    A logit is the dot product of query and item vector, less the logarithm of the item's sampling
+    probability: so the loss is, in expectation, a softmax over all items, whatever the distribution
+    of negatives. A negative that equals the true item doesn't count.
 
     Reference: S. Jean et al., On using very large target vocabulary for neural machine
     translation, ACL 2015.
@@ -102,7 +102,7 @@ class SampledSoftmax(nn.Module):
         positive_ids: torch.Tensor,
         negative_ids: torch.Tensor,
     ) -> torch.Tensor:
-        """The loss of each sample: the sum over its positions, by their weights."""
+        """Return each sample's loss: the weighted sum over its positions."""
         true = (outputs * positives).sum(dim=2) - self._items.log_probability(positive_ids)
         others = outputs @ negatives.transpose(1, 2)
         others = others - self._items.log_probability(negative_ids).unsqueeze(1)
@@ -113,10 +113,10 @@ class SampledSoftmax(nn.Module):
 
 
 class SequenceStack(LayerStack):
-    """A `LayerStack` that trains the sequences of a batch in chunks of about equal lengths.
+    """A `LayerStack` that trains a batch's sequences in chunks with about equal lengths.
 
-    Each chunk is filled up to its own longest sequence, so a batch takes about as long as it has
-    items, and not as long as if all sequences were the longest.
+    Each chunk is padded to its own longest sequence, so a batch's time follows its number of items,
+    rather than its longest sequence.
 
         padded to one length          in two chunks
         a a a a a a a a               a a a a a a a a
@@ -128,10 +128,9 @@ class SequenceStack(LayerStack):
     def __init__(self, layers: Iterable[nn.Module], loss: nn.Module, *, num_chunks: int) -> None:
         super().__init__(layers, loss)
         self.num_chunks = num_chunks
-        """How many chunks a batch is cut into."""
 
     def forward(self, inputs: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
-        """The losses of the samples; without targets, what comes out of the last layer."""
+        """Return the samples' losses; without targets, the last layer's output."""
         # The ranks of a pipeline need sequences of one length.
         if not targets or self.num_chunks == 1 or self._run is not None:
             return super().forward(inputs, *targets)

@@ -1,4 +1,4 @@
-"""A two-tower recommender: users and items are vectors of towers that never see each other."""
+"""A two-tower recommender: user and item vectors from towers that never see each other."""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal, Self
@@ -23,7 +23,7 @@ Output = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 class TwoTowerConfig(PlannedSection):
-    """Two perceptrons, over the features of users and over those of items, and their dot product.
+    """Two perceptrons, over user features and item features, and their dot product.
 
     Example:
         >>> from torchrec_2dsp.programs.models.two_tower import TwoTowerConfig
@@ -35,32 +35,33 @@ class TwoTowerConfig(PlannedSection):
     """The kind of model."""
 
     user_features: tuple[str, ...] = Field(min_length=1)
-    """The sparse features of users; the dense ones are theirs as well."""
+    """The users' sparse features; the dense ones are theirs as well."""
 
     item_features: tuple[str, ...] = Field(min_length=1)
-    """The sparse features of items."""
+    """The items' sparse features."""
 
     dim: int = Field(default=32, ge=4, multiple_of=4)
     """The embedding dimension of all tables."""
 
     layers: tuple[int, ...] = (64,)
-    """Sizes of the hidden layers of each tower; a last one of size `out_dim` is added."""
+    """Sizes of each tower's hidden layers; a last one of size `out_dim` is added."""
 
     out_dim: int = Field(default=32, ge=1)
-    """How many numbers the vectors of users and items have."""
+    """The size of user and item vectors."""
 
     loss: Literal["bce", "in_batch"] = "bce"
-    """What is learned: the labels, by the logistic loss; or to tell each clicked item from the
-    other items of the rank's batch, by a softmax."""
+    """The objective: the labels, by the logistic loss; or a softmax that tells each clicked item
+    from the other items in the rank's batch.
+    """
 
     temperature: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """The number by which dot products are divided."""
+    """The divisor of dot products."""
 
     normalized: bool = False
-    """Whether vectors have the same length, so that dot products are cosines."""
+    """Whether vectors have unit length, so that dot products are cosines."""
 
     ranking: RankingConfig = RankingConfig(among="none")
-    """How the items of held-out clicks are ranked."""
+    """The ranking of held-out clicks' items."""
 
     seed: int = Field(default=0, ge=0)
     """The seed of the initial weights."""
@@ -91,9 +92,9 @@ class TwoTowerConfig(PlannedSection):
 
 
 class Tower(nn.Module):
-    """A perceptron over vectors side by side, whose last layer is linear.
+    """A perceptron with a linear last layer, over concatenated vectors.
 
-    What it gives is scaled so that a dot product of two is divided by the temperature.
+    Its output is scaled so that a dot product of two is divided by the temperature.
     """
 
     def __init__(self, in_dim: int, config: TwoTowerConfig) -> None:
@@ -103,7 +104,7 @@ class Tower(nn.Module):
         self._is_normalized, self._scale = config.normalized, config.temperature**-0.5
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """One vector for each row."""
+        """Return one vector per row."""
         vectors = self.out(self.hidden(inputs))
         return self._scale * (normalize(vectors, dim=1) if self._is_normalized else vectors)
 
@@ -121,7 +122,7 @@ class TwoTowerModel(nn.Module):
         super().__init__()
         self._config = config
         self.num_dense = num_dense
-        """How many dense features the user tower takes."""
+        """The user tower's number of dense features."""
         used = [
             feature_of(features, name) for name in (*config.user_features, *config.item_features)
         ]
@@ -148,7 +149,11 @@ class TwoTowerModel(nn.Module):
         self.head = _InBatchSoftmax(config.item_features) if is_in_batch else _Clicks()
 
     def forward(self, batch: Batch) -> Output:
-        """The loss, and what there is to look at, as TorchRec's `DLRMTrain` gives them."""
+        """Return the loss, and what `DLRMTrain` returns beside it: detached loss, scores, labels.
+
+        A score is the logit; with "in_batch" and in evaluation, it is the place of the sample's
+        item among the batch's, 0 for a sample without a click.
+        """
         users, items = self.vectors(batch.sparse_features, batch.dense_features)
         loss, scores = self.head(users, items, batch.labels, batch.sparse_features)
         return loss, (loss.detach(), scores.detach(), batch.labels.detach())
@@ -156,7 +161,7 @@ class TwoTowerModel(nn.Module):
     def vectors(
         self, features: KeyedJaggedTensor, dense: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The vectors of the users and of the items of some samples.
+        """Return the samples' user and item vectors.
 
         Collectives:
             Those of a lookup.
@@ -167,7 +172,7 @@ class TwoTowerModel(nn.Module):
 
     @torch.no_grad()
     def queries(self, batch: Batch) -> Queries:
-        """The users of the batch; the item of a click is its target.
+        """Return the batch's users; a click's item is its target.
 
         Collectives:
             Those of a lookup of the batch.
@@ -186,7 +191,7 @@ class TwoTowerModel(nn.Module):
 
     @torch.no_grad()
     def item_chunks(self, chunk_size: int, device: torch.device) -> Iterator[ItemChunk]:
-        """The vectors of all items, some at a time, looked up by all ranks together.
+        """Yield all items' vectors chunk by chunk, looked up by all ranks together.
 
         Collectives:
             Those of a lookup for each chunk.
@@ -212,7 +217,7 @@ class TwoTowerModel(nn.Module):
 
 
 class _Joined(nn.Module):
-    """Pooled vectors of some features side by side, and whatever else is given."""
+    """Concatenates pooled vectors, and whatever else is given."""
 
     def __init__(self, features: Sequence[str]) -> None:
         super().__init__()
@@ -223,7 +228,7 @@ class _Joined(nn.Module):
 
 
 class _Clicks(nn.Module):
-    """The logistic loss of labels."""
+    """The labels' logistic loss."""
 
     def forward(
         self,
@@ -237,7 +242,7 @@ class _Clicks(nn.Module):
 
 
 class _InBatchSoftmax(nn.Module):
-    """The softmax of each clicked item among the items of the batch, each different one once."""
+    """The softmax of each clicked item among the batch's distinct items."""
 
     def __init__(self, features: Sequence[str]) -> None:
         super().__init__()
@@ -266,7 +271,7 @@ class _InBatchSoftmax(nn.Module):
 
 
 def _numbers_of_items(bags: Sequence[JaggedTensor]) -> torch.Tensor:
-    """A number for each sample's item, equal for items that have equal ids in all features."""
+    """Return a number per sample's item, equal where all features' ids are equal."""
     padded = [ids.to_padded_dense(padding_value=-1).sort(dim=1).values for ids in bags]
     # One column at least, also where no item has an id.
     padded.append(padded[0].new_zeros(len(padded[0]), 1))

@@ -23,11 +23,15 @@ from torchrec_2dsp._compat.ddp import (
 )
 from torchrec_2dsp.comms.alarm import agree, agreeing
 from torchrec_2dsp.comms.groups import own_group
-from torchrec_2dsp.dense.dense_parts import group_of
-from torchrec_2dsp.dense.gradient_sums import GradientReport, UnusedParameters
+from torchrec_2dsp.dense.dense_parts import ddp_params, group_of, have_gradients
+from torchrec_2dsp.dense.gradient_sums import (
+    GradientReport,
+    TensorFuture,
+    UnusedParameters,
+    all_reduce,
+    done,
+)
 from torchrec_2dsp.errors import ConfigError, SyncError
-
-_Future = torch.futures.Future[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ class LateGradients:
         self.num_late_steps += self._is_late
         self.total += GradientReport(num_steps=1)
 
-    def reduce(self, _: object, bucket: dist.GradBucket) -> _Future:
+    def reduce(self, _: object, bucket: dist.GradBucket) -> TensorFuture:
         """Send a bucket's gradients and return those that have arrived; DDP calls it.
 
         Collectives:
@@ -101,12 +105,12 @@ class LateGradients:
         names = tuple(self._names[id(param)] for param in params)
         sizes = tuple(param.numel() for param in params)
         if not self._is_late:
-            return _all_reduce(own, self._group)
+            return all_reduce(own, self._group)
         late = self._arrived(names, sizes, own)
         is_finite = own.sum(dtype=torch.float32).isfinite()
         work = dist.all_reduce(own, group=self._group, async_op=True)
         self._in_flight.append(_InFlight(names, sizes, own, work, is_finite))
-        return _done(UnusedParameters(bucket).give(late))
+        return done(UnusedParameters(bucket).give(late))
 
     def _arrived(
         self, names: tuple[str, ...], sizes: tuple[int, ...], like: torch.Tensor
@@ -197,18 +201,6 @@ def _arrived_means(means: Mapping[str, torch.Tensor]) -> list[_InFlight]:
     ]
 
 
-def _all_reduce(values: torch.Tensor, group: dist.ProcessGroup) -> _Future:
-    work = dist.all_reduce(values, group=group, async_op=True)
-    assert work is not None
-    return work.get_future().then(lambda future: future.value()[0])
-
-
-def _done(values: torch.Tensor) -> _Future:
-    future: _Future = torch.futures.Future(devices=[values.device] if values.is_cuda else None)
-    future.set_result(values)
-    return future
-
-
 class DelayedDense(DataParallelWrapper):
     """Runs the dense part in DDP and updates it by the previous step's gradients.
 
@@ -273,11 +265,7 @@ class DelayedDense(DataParallelWrapper):
         ddp = data_parallel_module(dmp)
         if ddp is None:
             return
-        self._params = {
-            name: param
-            for name, param in ddp.module.named_parameters()
-            if param.requires_grad and name not in ddp.parameters_to_ignore
-        }
+        self._params = ddp_params(ddp)
         names = {id(param): name for name, param in self._params.items()}
         own = own_group(group, device, "delayed_dense")
         self._gradients = LateGradients(self._warm_up, names, own, device)
@@ -295,9 +283,7 @@ class DelayedDense(DataParallelWrapper):
             return
         assert self._gradients is not None
         assert isinstance(module, DistributedDataParallel)
-        is_fresh = not any(
-            param.grad is not None and param.grad.any() for param in self._params.values()
-        )
+        is_fresh = not have_gradients(self._params.values())
         if not module.require_backward_grad_sync:
             self._adds_locally |= is_fresh
             return

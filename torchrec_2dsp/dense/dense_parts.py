@@ -1,11 +1,14 @@
 """Dense parts: the modules without tables, their ranks, equal weights, and meshes with copies."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.types import ShardedModule, ShardingEnv
 
 from torchrec_2dsp.comms.groups import own_mesh
@@ -57,6 +60,50 @@ def broadcast_weights(part: nn.Module, group: dist.ProcessGroup) -> None:
         dist.broadcast(tensor.detach(), group_src=0, group=group)
 
 
+def ddp_params(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
+    """Return the parameters whose gradients DDP reduces, by name."""
+    return {
+        name: param
+        for name, param in ddp.module.named_parameters()
+        if param.requires_grad and name not in ddp.parameters_to_ignore
+    }
+
+
+def have_gradients(params: Iterable[nn.Parameter]) -> bool:
+    """Return whether any parameter has a gradient other than zeros."""
+    return any(param.grad is not None and bool(param.grad.any()) for param in params)
+
+
+def styles_by_part(
+    plan: Mapping[str, ParallelStyle],
+    parts: Mapping[str, nn.Module],
+    unknown: str,
+    *,
+    inside: bool = False,
+) -> dict[str, dict[str, ParallelStyle]]:
+    """Sort styles by part, with module names inside it; patterns name modules in the model.
+
+    With ``inside``, a pattern can't match a part itself.
+
+    Raises:
+        ConfigError: a pattern matches nothing; ``unknown`` says so, with a place for the pattern.
+    """
+    styles: dict[str, dict[str, ParallelStyle]] = {}
+    for pattern, style in plan.items():
+        modules = [
+            (part_name, name)
+            for part_name, part in parts.items()
+            for name, _ in part.named_modules()
+            if (name or not inside)
+            and fnmatchcase(f"{part_name}.{name}" if name else part_name, pattern)
+        ]
+        if not modules:
+            raise ConfigError(unknown.replace("{}", repr(pattern), 1))
+        for part_name, name in modules:
+            styles.setdefault(part_name, {})[name] = style
+    return styles
+
+
 _COPIES, _SHARES = "replicate", "shard"
 
 
@@ -64,6 +111,16 @@ def check_num_copies(wrapper: str, num_copies: int) -> None:
     """Refuse a number of copies below 1."""
     if isinstance(num_copies, bool) or not isinstance(num_copies, int) or num_copies < 1:
         raise ConfigError(f"{wrapper}(num_copies={num_copies!r}) is no count; use 1 or more")
+
+
+def check_copies_fit(wrapper: str, num_copies: int, num_units: int, units: str) -> None:
+    """Refuse a number of copies that doesn't divide the ranks, or groups of them."""
+    if num_units % num_copies:
+        counts = [str(count) for count in range(1, num_units + 1) if num_units % count == 0]
+        raise ConfigError(
+            f"{wrapper}(num_copies={num_copies}) doesn't divide {num_units} {units}; use one of "
+            f"{', '.join(counts)}"
+        )
 
 
 def copies_mesh(ranks: torch.Tensor, device_type: str, axes: tuple[str, ...] = ()) -> DeviceMesh:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torchrec_2dsp.codecs.rows import FlatCodec
 from torchrec_2dsp.codecs.sparse import Entries, SparseCodec, largest
 
+TensorFuture = torch.futures.Future[torch.Tensor]
+
 
 @dataclass(frozen=True, kw_only=True)
 class GradientReport:
@@ -294,3 +296,21 @@ def _joined(parts: Sequence[Entries]) -> Entries:
     """Join entries in ascending order."""
     positions, order = torch.cat([part.positions for part in parts]).sort()
     return Entries(positions, torch.cat([part.values for part in parts])[order])
+
+
+def all_reduce(values: torch.Tensor, group: dist.ProcessGroup) -> TensorFuture:
+    """Start an all-reduce in place, as DDP's hooks return it.
+
+    Collectives:
+        One all-reduce, not waited for.
+    """
+    work = dist.all_reduce(values, group=group, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def done(values: torch.Tensor) -> TensorFuture:
+    """Return values as a future that is done, for DDP's hooks."""
+    future: TensorFuture = torch.futures.Future(devices=[values.device] if values.is_cuda else None)
+    future.set_result(values)
+    return future

@@ -10,7 +10,6 @@ loss know nothing of the others.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any, cast
 
 import torch
@@ -30,11 +29,13 @@ from torchrec_2dsp._compat.torchrec import get_local_size
 from torchrec_2dsp.comms.alarm import agreeing
 from torchrec_2dsp.dense.dense_parts import (
     broadcast_weights,
+    check_copies_fit,
     check_num_copies,
     copies_mesh,
     dense_parts,
     group_of,
     shares_of,
+    styles_by_part,
 )
 from torchrec_2dsp.errors import ConfigError, UnsupportedError
 from torchrec_2dsp.mesh import DenseMesh
@@ -253,12 +254,7 @@ class FullyShardedDense(DataParallelWrapper):
         with agreeing(group) as facts:
             parts = list(dense_parts(model, "FullyShardedDense"))
             num_ranks = dist.get_world_size(group)
-            if num_ranks % self._num_copies:
-                counts = [count for count in range(1, num_ranks + 1) if num_ranks % count == 0]
-                raise ConfigError(
-                    f"FullyShardedDense(num_copies={self._num_copies}) doesn't divide {num_ranks} "
-                    f"ranks; use one of {', '.join(map(str, counts))}"
-                )
+            check_copies_fit("FullyShardedDense", self._num_copies, num_ranks, "ranks")
             facts["the settings of FullyShardedDense"] = (
                 f"{self._units}, {self._num_copies}, {self._reshards}, {self._precision}"
             )
@@ -323,12 +319,8 @@ class TensorParallelDense(DataParallelWrapper):
             mesh = DenseMesh.for_world(
                 num_ranks, tp=self._tp, local_world_size=get_local_size(num_ranks)
             )
-            if mesh.dp % self._num_copies:
-                counts = [count for count in range(1, mesh.dp + 1) if mesh.dp % count == 0]
-                raise ConfigError(
-                    f"TensorParallelDense(num_copies={self._num_copies}) doesn't divide {mesh.dp} "
-                    f"groups of tp={mesh.tp} ranks; use one of {', '.join(map(str, counts))}"
-                )
+            units = f"groups of tp={mesh.tp} ranks"
+            check_copies_fit("TensorParallelDense", self._num_copies, mesh.dp, units)
             plans = self._by_part(parts)
             names = {name: type(style).__name__ for name, style in self._plan.items()}
             facts["the settings of TensorParallelDense"] = (
@@ -351,25 +343,17 @@ class TensorParallelDense(DataParallelWrapper):
 
     def _by_part(self, parts: Mapping[str, nn.Module]) -> dict[str, dict[str, ParallelStyle]]:
         """Sort the plan by dense part, with the module names inside it."""
-        plans: dict[str, dict[str, ParallelStyle]] = {}
-        for pattern, style in self._plan.items():
-            modules = [
-                (part_name, name)
-                for part_name, part in parts.items()
-                for name, _ in part.named_modules()
-                if fnmatchcase(f"{part_name}.{name}" if name else part_name, pattern)
-            ]
-            if not modules:
+        plans = styles_by_part(
+            self._plan,
+            parts,
+            "TensorParallelDense: no module of the dense part is called {}; the dense part has "
+            f"{', '.join(parts) or 'no modules'}",
+        )
+        for part_name, styles in plans.items():
+            if "" in styles:
                 raise ConfigError(
-                    f"TensorParallelDense: no module of the dense part is called {pattern!r}; the "
-                    f"dense part has {', '.join(parts) or 'no modules'}"
+                    f"TensorParallelDense: {part_name!r} is a part of the model that holds no "
+                    "tables, and runs on the batches of several ranks as a whole; put it into "
+                    "a module, and name it there"
                 )
-            for part_name, name in modules:
-                if not name:
-                    raise ConfigError(
-                        f"TensorParallelDense: {part_name!r} is a part of the model that holds no "
-                        "tables, and runs on the batches of several ranks as a whole; put it into "
-                        "a module, and name it there"
-                    )
-                plans.setdefault(part_name, {})[name] = style
         return plans

@@ -23,8 +23,8 @@ from torchrec_2dsp._compat.ddp import (
 from torchrec_2dsp.codecs.rows import FlatCodec, Transport
 from torchrec_2dsp.codecs.sparse import ThresholdRule
 from torchrec_2dsp.comms.alarm import agreeing
-from torchrec_2dsp.dense.dense_parts import group_of
-from torchrec_2dsp.dense.gradient_sums import GradientReport, GradientRoute
+from torchrec_2dsp.dense.dense_parts import ddp_params, group_of, have_gradients
+from torchrec_2dsp.dense.gradient_sums import GradientReport, GradientRoute, all_reduce, done
 from torchrec_2dsp.dense.thresholded_gradients import ThresholdedGradients, ThresholdSettings
 from torchrec_2dsp.errors import ConfigError
 
@@ -68,16 +68,10 @@ class TableGradients:
             num_bytes=min(gathered_bytes, dense_bytes), dense_bytes=dense_bytes
         )
         if dense_bytes <= gathered_bytes:
-            work = dist.all_reduce(buffer.div_(self._num_ranks), group=self._group, async_op=True)
-            assert work is not None
-            return work.get_future().then(lambda future: future.value()[0])
+            return all_reduce(buffer.div_(self._num_ranks), self._group)
         if capacity == 0:
             # No rank has touched a row, so the gradients of all are zero, and nothing is sent.
-            untouched: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-                devices=[buffer.device] if buffer.is_cuda else None
-            )
-            untouched.set_result(buffer)
-            return untouched
+            return done(buffer)
         own = buffer.new_empty(capacity, dtype=torch.uint8)
         message.write(
             own, [(rows, table[rows]) for rows, table in zip(touched, tables, strict=True)]
@@ -264,11 +258,7 @@ class ThresholdedDataParallel(DataParallelWrapper):
             return
         names = {id(param): name for name, param in ddp.module.named_parameters()}
         self._gradients = ThresholdedGradients(self._settings, names, group)
-        self._params = [
-            param
-            for name, param in ddp.module.named_parameters()
-            if param.requires_grad and name not in ddp.parameters_to_ignore
-        ]
+        self._params = list(ddp_params(ddp).values())
         ddp.register_comm_hook(None, self._gradients.reduce)
         ddp.register_forward_pre_hook(self._before_forward)
 
@@ -276,9 +266,7 @@ class ThresholdedDataParallel(DataParallelWrapper):
         """Tell a step's first batch from those that add to it."""
         if module.training and torch.is_grad_enabled():
             assert self._gradients is not None
-            grads = [param.grad for param in self._params]
-            is_first = not any(grad is not None and grad.any() for grad in grads)
-            self._gradients.begin_batch(is_first=is_first)
+            self._gradients.begin_batch(is_first=not have_gradients(self._params))
 
     @property
     def total(self) -> GradientReport:

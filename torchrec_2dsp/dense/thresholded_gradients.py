@@ -21,7 +21,9 @@ from torchrec_2dsp.dense.gradient_sums import (
     GradientReport,
     GradientRoute,
     OwnedSum,
+    TensorFuture,
     UnusedParameters,
+    all_reduce,
 )
 from torchrec_2dsp.errors import SyncError
 
@@ -101,9 +103,6 @@ class BucketLayout:
         return self.num_elements - self.num_thresholded
 
 
-_Future = torch.futures.Future[torch.Tensor]
-
-
 @dataclass(frozen=True, kw_only=True)
 class ThresholdSettings:
     """What `ThresholdedDataParallel` was asked for."""
@@ -163,7 +162,7 @@ class ThresholdedGradients:
         """Return the Euclidean norm of all residuals on this rank."""
         return self._feedback.square_norm() ** 0.5
 
-    def reduce(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def reduce(self, _: object, bucket: dist.GradBucket) -> TensorFuture:
         """Replace a bucket's gradients by their mean over the ranks; DDP calls it.
 
         Collectives:
@@ -235,17 +234,17 @@ class ThresholdedGradients:
             "dense weight has changed. Lower the learning rate, or clip gradients"
         )
 
-    def _reduce_all(self, buffer: torch.Tensor, layout: BucketLayout) -> _Future:
+    def _reduce_all(self, buffer: torch.Tensor, layout: BucketLayout) -> TensorFuture:
         """Add residuals, then compute as DDP does."""
         for part in layout.thresholded:
             residual = self._feedback.drain(part.name, buffer.device)
             if residual is not None:
                 buffer[part.place] += residual
-        return _all_reduce(buffer.div_(self._num_ranks), self._group)
+        return all_reduce(buffer.div_(self._num_ranks), self._group)
 
     def _reduce_entries(
         self, buffer: torch.Tensor, layout: BucketLayout, size: BucketSize, route: GradientRoute
-    ) -> tuple[_Future, int]:
+    ) -> tuple[TensorFuture, int]:
         """Sum the largest elements; also return how many this rank chose."""
         entries = self._choose(buffer, layout)
         whole = torch.cat([buffer.new_empty(0), *(buffer[part.place] for part in layout.whole)])
@@ -261,9 +260,9 @@ class ThresholdedGradients:
             self._feedback.give_back(name, positions, left_out)
         futures = [started.total]
         if whole.numel():
-            futures.append(_all_reduce(whole.div_(self._num_ranks), self._group))
+            futures.append(all_reduce(whole.div_(self._num_ranks), self._group))
 
-        def finish(arrived: torch.futures.Future[list[_Future]]) -> torch.Tensor:
+        def finish(arrived: torch.futures.Future[list[TensorFuture]]) -> torch.Tensor:
             arrived.wait()
             mean = started.total.value().div_(self._num_ranks)
             if mean is not buffer:
@@ -335,9 +334,3 @@ def _by_part(
     ends = torch.searchsorted(entries.positions, ends).tolist()
     for part, start, end in zip(parts, [0, *ends], ends, strict=False):
         yield part.name, entries.positions[start:end] - part.start, entries.values[start:end]
-
-
-def _all_reduce(values: torch.Tensor, group: dist.ProcessGroup) -> _Future:
-    work = dist.all_reduce(values, group=group, async_op=True)
-    assert work is not None
-    return work.get_future().then(lambda future: future.value()[0])

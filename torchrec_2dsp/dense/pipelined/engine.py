@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from torchrec_2dsp._compat.pipelining import input_gradients, weight_gradients
-from torchrec_2dsp.dense.pipelined.links import Inbox, Links, TensorKind
+from torchrec_2dsp.dense.pipelined.links import Inbox, Links, PipelineGroups, TensorKind
 from torchrec_2dsp.dense.pipelined.schedule import Schedule, Work, WorkKind
 from torchrec_2dsp.errors import UnsupportedError
 
@@ -82,9 +82,20 @@ class LayerStage:
             started = ended
         if targets is not None and self.loss is not None:
             output = self.loss(output, *targets)
-            self._check_losses(output, given.shape[0])
-        else:
-            self._check_output(output, given.shape[0])
+            if not isinstance(output, torch.Tensor) or output.shape != given.shape[:1]:
+                raise UnsupportedError(
+                    f"the loss of {self.name} gives {_described(output)} for {given.shape[0]} "
+                    "samples; let it give one number for each sample"
+                )
+        elif (
+            not isinstance(output, torch.Tensor)
+            or not output.is_floating_point()
+            or output.shape[:1] != given.shape[:1]
+        ):
+            raise UnsupportedError(
+                f"{self.name} gives {_described(output)} for {given.shape[0]} samples; let layers "
+                "give one tensor of floating-point numbers, whose first dimension is the batch"
+            )
         if torch.is_grad_enabled():
             # The split backward cuts outputs off from their graphs, which views don't allow.
             graph_output = output.clone() if self._splits_backward else output
@@ -94,8 +105,7 @@ class LayerStage:
 
     def backward(self, micro_batch: int, gradient: torch.Tensor) -> list[torch.Tensor]:
         """Return the gradients of input and targets; add up those of weights."""
-        graph = self._graphs.pop(micro_batch)
-        return self._whole_backward(graph, gradient)
+        return self._whole_backward(self._graphs.pop(micro_batch), gradient)
 
     def input_gradient(self, micro_batch: int, gradient: torch.Tensor) -> list[torch.Tensor]:
         """Return the gradients of input and targets alone; `weight_gradient` follows."""
@@ -103,7 +113,7 @@ class LayerStage:
         if not graph.leaves or not graph.output.requires_grad:
             return self._whole_backward(graph, gradient)
         graph.rest = input_gradients(graph.output, gradient, graph.leaves, self.params)
-        return [_gradient_of(leaf) for leaf in graph.leaves]
+        return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in graph.leaves]
 
     def weight_gradient(self, micro_batch: int) -> None:
         """Add up the weight gradients, after `input_gradient`."""
@@ -129,30 +139,6 @@ class LayerStage:
             torch.zeros_like(leaf) if grad is None else grad
             for leaf, grad in zip(graph.leaves, gradients, strict=False)
         ]
-
-    def _check_output(self, output: Any, num_samples: int) -> None:
-        if (
-            isinstance(output, torch.Tensor)
-            and output.is_floating_point()
-            and output.shape[:1] == (num_samples,)
-        ):
-            return
-        raise UnsupportedError(
-            f"{self.name} gives {_described(output)} for {num_samples} samples; let layers give "
-            "one tensor of floating-point numbers, whose first dimension is the batch"
-        )
-
-    def _check_losses(self, losses: Any, num_samples: int) -> None:
-        if isinstance(losses, torch.Tensor) and losses.shape == (num_samples,):
-            return
-        raise UnsupportedError(
-            f"the loss of {self.name} gives {_described(losses)} for {num_samples} samples; let it "
-            "give one number for each sample"
-        )
-
-
-def _gradient_of(leaf: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
 def _described(value: Any) -> str:
@@ -214,17 +200,6 @@ class BusyTime:
     """Busy time per stage."""
 
 
-@dataclass(frozen=True)
-class PipelinePlace:
-    """A rank's place in its pipeline."""
-
-    position: int
-    """This rank's position among those with its tensor-parallel rank."""
-
-    rank_of: Sequence[int]
-    """Each position's rank in the pipeline's process groups."""
-
-
 class Engine:
     """Runs this rank's stages on a batch's micro-batches."""
 
@@ -232,15 +207,14 @@ class Engine:
         self,
         schedule: Schedule,
         stages: Sequence[tuple[int, LayerStage]],
-        place: PipelinePlace,
-        forward: Links,
-        backward: Links,
+        groups: PipelineGroups,
+        links: tuple[Links, Links],
         wire: torch.dtype | None,
-        device: torch.device,
     ) -> None:
-        self._schedule, self._stages, self._place = schedule, dict(stages), place
-        self._forward, self._backward = forward, backward
-        self._wire, self._device = wire, device
+        self.schedule, self.stages, self.groups = schedule, dict(stages), groups
+        self.links = links
+        """Forward for activations, backward for gradients."""
+        self.wire = wire
         self.busy = BusyTime()
 
     def run(self, batch: Batch, kinds: dict[int, TensorKind], *, trains: bool) -> Computed:
@@ -252,12 +226,11 @@ class Engine:
         """
         run = _Run(self, batch, kinds, trains=trains)
         started = time.perf_counter()
-        order = self._schedule.work if trains else self._schedule.forwards
-        for work in order[self._place.position]:
+        for work in run.order[self.groups.position]:
             if batch.sizes[work.micro_batch]:
                 run.do(work)
-        self._forward.finish()
-        self._backward.finish()
+        for links in self.links:
+            links.finish()
         if trains:
             self.busy.num_steps += 1
             self.busy.total_seconds += time.perf_counter() - started
@@ -265,7 +238,7 @@ class Engine:
 
     def forget(self) -> None:
         """Drop an interrupted schedule's state."""
-        for stage in self._stages.values():
+        for stage in self.stages.values():
             stage.forget()
 
 
@@ -276,7 +249,9 @@ class _Run:
         self, engine: Engine, batch: Batch, kinds: dict[int, TensorKind], *, trains: bool
     ) -> None:
         self._engine, self._batch, self._kinds = engine, batch, kinds
-        self._schedule, self._trains = engine._schedule, trains
+        self._groups, self._trains = engine.groups, trains
+        self._schedule = engine.schedule
+        self.order = engine.schedule.work if trains else engine.schedule.forwards
         self.computed = Computed()
         # What one stage of this rank hands to another one: activations, then gradients.
         self._own: tuple[dict[_Key, torch.Tensor], dict[_Key, torch.Tensor]] = ({}, {})
@@ -292,17 +267,15 @@ class _Run:
 
     def _inbox(self, position: int, *, is_gradient: bool) -> Inbox:
         """Build the inbox for a rank's messages in one direction."""
-        order = self._schedule.work if self._trains else self._schedule.forwards
         expected = [
             (self._key(work), self._batch.sizes[work.micro_batch])
-            for work in order[position]
+            for work in self.order[position]
             if self._batch.sizes[work.micro_batch]
             and self._sends(work, is_gradient)
-            and self._receiver(work) == self._engine._place.position != position
+            and self._receiver(work) == self._groups.position != position
         ]
-        links = self._engine._backward if is_gradient else self._engine._forward
-        rank = self._engine._place.rank_of[position]
-        return Inbox(links, rank, expected, self._kinds, self._engine._wire, self._engine._device)
+        links, rank = self._engine.links[is_gradient], self._groups.rank_at(position)
+        return Inbox(links, rank, expected, self._kinds, self._engine.wire, self._groups.device)
 
     def _sends(self, work: Work, is_gradient: bool) -> bool:
         """Return whether work produces an activation, or a gradient, for another stage."""
@@ -322,7 +295,7 @@ class _Run:
 
     def do(self, work: Work) -> None:
         """Do a piece of work, and send its result."""
-        stage = self._engine._stages[work.stage]
+        stage = self._engine.stages[work.stage]
         if work.kind is WorkKind.FORWARD:
             self._do_forward(work, stage)
         elif work.kind is WorkKind.WEIGHT_GRADIENT:
@@ -359,7 +332,7 @@ class _Run:
             gradient = self._receive((work.stage + 1, number), True)
         backward = stage.backward if work.kind is WorkKind.BACKWARD else stage.input_gradient
         # A caller's autocast is for the forward.
-        with torch.autocast(self._engine._device.type, enabled=False):
+        with torch.autocast(self._groups.device.type, enabled=False):
             gradients = self._timed(work, lambda: backward(number, gradient))
         if work.stage == 0:
             if batch.input_needs_gradient:
@@ -382,15 +355,14 @@ class _Run:
     def _send(self, work: Work, tensor: torch.Tensor) -> None:
         key, receiver = self._key(work), self._receiver(work)
         is_gradient = work.kind is not WorkKind.FORWARD
-        if receiver == self._engine._place.position:
+        if receiver == self._groups.position:
             self._own[is_gradient][key] = tensor
             return
-        links = self._engine._backward if is_gradient else self._engine._forward
-        rank = self._engine._place.rank_of[receiver]
+        links, rank = self._engine.links[is_gradient], self._groups.rank_at(receiver)
         if key[0] not in self._kinds:
             self._kinds[key[0]] = TensorKind.of(tensor)
             links.send_kind(self._kinds[key[0]], rank)
-        links.send(tensor.to(self._engine._wire or tensor.dtype), rank)
+        links.send(tensor.to(self._engine.wire or tensor.dtype), rank)
 
     def _timed(self, work: Work, action: Any) -> Any:
         started = time.perf_counter()

@@ -6,10 +6,10 @@ between batches    pipeline 0: first half   pipeline 1: second half   of each pa
 in the schedule    pipeline 0: all          pipeline 1: all           gradients of each
 """
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,85 +24,97 @@ from torchrec_2dsp.dense.pipelined.links import PipelineGroups
 from torchrec_2dsp.errors import ConfigError
 
 
-class HeldLayers(Protocol):
-    """The holder of a rank's layers, as a pipeline uses it."""
+class HeldLayers(ABC):
+    """The trained parameters and the buffers of a rank's stages."""
 
+    def __init__(
+        self, stages: Sequence[LayerStage], groups: PipelineGroups, num_equal: int
+    ) -> None:
+        self._stages, self._groups = list(stages), groups
+        self._num_equal = num_equal
+        """Number of pipelines that hold the same parameters."""
+        self._is_split = [_is_split(param) for stage in stages for param in stage.params]
+
+    @property
+    @abstractmethod
+    def params(self) -> list[nn.Parameter]:
+        """The trained parameters that this rank holds between batches."""
+
+    @abstractmethod
     def whole(self) -> AbstractContextManager[None]:
         """Return a context in which the stages can run."""
-        ...
 
+    @abstractmethod
     def gradients_set_aside(self) -> AbstractContextManager[list[torch.Tensor]]:
         """Enter `whole` without gradients; yield a list that gets those computed in it."""
-        ...
 
+    @abstractmethod
     def add_mean(self, gradients: Sequence[torch.Tensor], factor: float) -> None:
         """Add the mean over all pipelines, times ``factor``, to the gradients held here."""
-        ...
 
     def broadcast_buffers(self) -> None:
-        """Give all pipelines the first one's buffers, as DDP does."""
-        ...
+        """Give all pipelines the first one's buffers, as DDP does.
+
+        Collectives:
+            A broadcast of each buffer.
+        """
+        for stage in self._stages if self._groups.mesh.dp > 1 else ():
+            for buffer in stage.modules.buffers():
+                dist.broadcast(buffer, group_src=0, group=self._groups.copies)
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the gradients held here."""
-        ...
+        """Return the gradients held here, as local tensors."""
+        return [_local_part(param.grad, param) for param in self.params if param.grad is not None]
 
     def square_norm(self) -> torch.Tensor:
-        """Return this rank's part of all gradients' squared norm."""
-        ...
+        """Return this rank's part of all gradients' squared norm.
+
+        Each pipeline with equal parameters counts its share, and so does each tensor-parallel rank
+        of what isn't split.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self._groups.device)
+        for param, is_split in zip(self.params, self._is_split, strict=True):
+            if param.grad is not None:
+                square = _local_part(param.grad, param).double().square().sum()
+                total += square if is_split else square / self._groups.mesh.tp
+        return total / self._num_equal
 
 
-def local_part(gradient: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
+def _local_part(gradient: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
     """Return this rank's part of a gradient, split like its parameter."""
     if isinstance(gradient, DTensor) and isinstance(param, DTensor):
         return gradient.redistribute(placements=param.placements).to_local()
     return gradient
 
 
-def like_param(local: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
-    """Wrap this rank's part of a gradient like its parameter."""
-    if isinstance(param, DTensor):
-        return DTensor.from_local(
-            local, param.device_mesh, param.placements, shape=param.shape, stride=param.stride()
-        )
-    return local
-
-
-def is_split(param: nn.Parameter) -> bool:
-    """Return whether ranks hold different parts of a parameter."""
+def _is_split(param: nn.Parameter) -> bool:
     return isinstance(param, DTensor) and any(
         placement.is_shard() for placement in param.placements
     )
 
 
-def add_gradient_(param: nn.Parameter, local: torch.Tensor) -> None:
+def _add_gradient_(param: nn.Parameter, gradient: torch.Tensor) -> None:
     """Add this rank's part to a parameter's gradient, in place."""
-    gradient = like_param(local, param)
+    if isinstance(param, DTensor):
+        gradient = DTensor.from_local(
+            gradient, param.device_mesh, param.placements, shape=param.shape, stride=param.stride()
+        )
     if param.grad is None:
         param.grad = gradient
     else:
         param.grad.add_(gradient)
 
 
-def broadcast_first(buffers: Iterable[torch.Tensor], groups: PipelineGroups) -> None:
-    """Give all pipelines the first one's buffers.
-
-    Collectives:
-        A broadcast of each buffer.
-    """
-    if groups.mesh.dp > 1:
-        for buffer in buffers:
-            dist.broadcast(buffer, group_src=0, group=groups.copies)
-
-
-class CopiedLayers:
+class CopiedLayers(HeldLayers):
     """The layers of a rank's stages, with equal copies in other pipelines."""
 
     def __init__(self, stages: Sequence[LayerStage], groups: PipelineGroups) -> None:
-        self._groups = groups
-        self.params = [param for stage in stages for param in stage.params]
+        super().__init__(stages, groups, num_equal=groups.mesh.dp)
+
+    @property
+    def params(self) -> list[nn.Parameter]:
         """The trained parameters."""
-        self._modules = [stage.modules for stage in stages]
+        return [param for stage in self._stages for param in stage.params]
 
     def whole(self) -> AbstractContextManager[None]:
         """Return a null context: copies are always whole."""
@@ -111,18 +123,16 @@ class CopiedLayers:
     @contextmanager
     def gradients_set_aside(self) -> Iterator[list[torch.Tensor]]:
         """Run without gradients; yield a list that gets those computed meanwhile."""
-        before = [param.grad for param in self.params]
+        params = self.params
+        before = [param.grad for param in params]
         computed: list[torch.Tensor] = []
-        for param in self.params:
+        for param in params:
             param.grad = None
         try:
             yield computed
-            computed += [
-                torch.zeros_like(param) if param.grad is None else param.grad
-                for param in self.params
-            ]
+            computed += map(_gradient_or_zeros, params)
         finally:
-            for param, gradient in zip(self.params, before, strict=True):
+            for param, gradient in zip(params, before, strict=True):
                 param.grad = gradient
 
     @torch.no_grad()
@@ -133,47 +143,21 @@ class CopiedLayers:
             An all-reduce per data type, waited for.
         """
         local = [
-            local_part(gradient, param) * factor
+            _local_part(gradient, param) * factor
             for param, gradient in zip(self.params, gradients, strict=True)
         ]
-        num_copies = self._groups.mesh.dp
         by_type: dict[torch.dtype, list[int]] = defaultdict(list)
         for number, gradient in enumerate(local):
             by_type[gradient.dtype].append(number)
-        for numbers in by_type.values() if num_copies > 1 else ():
+        for numbers in by_type.values() if self._num_equal > 1 else ():
             flat = torch.cat([local[number].reshape(-1) for number in numbers])
             dist.all_reduce(flat, group=self._groups.copies)
-            flat /= num_copies
+            flat /= self._num_equal
             parts = flat.split([local[number].numel() for number in numbers])
             for number, part in zip(numbers, parts, strict=True):
                 local[number] = part.view(local[number].shape)
         for param, gradient in zip(self.params, local, strict=True):
-            add_gradient_(param, gradient)
-
-    def broadcast_buffers(self) -> None:
-        """Give all copies the first one's buffers, as DDP does.
-
-        Collectives:
-            A broadcast of each buffer.
-        """
-        buffers = [buffer for modules in self._modules for buffer in modules.buffers()]
-        broadcast_first(buffers, self._groups)
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Return the gradients of this rank's layers, or its part of split ones."""
-        return [local_part(param.grad, param) for param in self.params if param.grad is not None]
-
-    def square_norm(self) -> torch.Tensor:
-        """Return this rank's part of all gradients' squared norm.
-
-        Each copy counts its share, and so does each tensor-parallel rank of what isn't split.
-        """
-        total = torch.zeros((), dtype=torch.float64, device=self._groups.device)
-        for param in self.params:
-            if param.grad is not None:
-                square = local_part(param.grad, param).double().square().sum()
-                total += square if is_split(param) else square / self._groups.mesh.tp
-        return total / self._groups.mesh.dp
+            _add_gradient_(param, gradient)
 
 
 class _Shares(nn.Module):
@@ -192,21 +176,24 @@ class _Shares(nn.Module):
         raise NotImplementedError("the layers of a stage run one by one")
 
 
-class ShardedLayers:
+class ShardedLayers(HeldLayers):
     """The layers of a rank's stages, each parameter sharded over the pipelines."""
 
     def __init__(
         self, stages: Sequence[LayerStage], groups: PipelineGroups, mesh: DeviceMesh
     ) -> None:
-        self._stages, self._groups = list(stages), groups
-        self._is_split = [is_split(param) for stage in stages for param in stage.params]
+        super().__init__(stages, groups, num_equal=1)
         self._shares = [
             fully_shard(_Shares(stage.modules), mesh=mesh, reshard_after_forward=False)
             for stage in stages
         ]
         self._take_params()
-        self.params = [param for stage in stages for param in stage.params]
+        self._params = [param for stage in stages for param in stage.params]
+
+    @property
+    def params(self) -> list[nn.Parameter]:
         """This rank's shards of the trained parameters."""
+        return self._params
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -237,10 +224,7 @@ class ShardedLayers:
             params = [param for stage in self._stages for param in stage.params]
             try:
                 yield computed
-                computed += [
-                    local_part(torch.zeros_like(param) if param.grad is None else param.grad, param)
-                    for param in params
-                ]
+                computed += [_local_part(_gradient_or_zeros(param), param) for param in params]
             finally:
                 for param in params:
                     param.grad = None
@@ -258,33 +242,8 @@ class ShardedLayers:
             if start < end:
                 scattered = self._scattered([part * factor for part in gradients[start:end]])
                 for param, share in zip(self.params[start:end], scattered, strict=True):
-                    add_gradient_(param, share[: _local(param).shape[0]])
+                    _add_gradient_(param, share[: _local(param).shape[0]])
             start = end
-
-    def broadcast_buffers(self) -> None:
-        """Give all pipelines the first one's buffers, as DDP does.
-
-        Collectives:
-            A broadcast of each buffer.
-        """
-        buffers = [buffer for stage in self._stages for buffer in stage.modules.buffers()]
-        broadcast_first(buffers, self._groups)
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Return the gradients of this rank's shards."""
-        return [_local(param.grad) for param in self.params if param.grad is not None]
-
-    def square_norm(self) -> torch.Tensor:
-        """Return this rank's part of all gradients' squared norm.
-
-        Each tensor-parallel rank counts its share of what isn't split.
-        """
-        total = torch.zeros((), dtype=torch.float64, device=self._groups.device)
-        for param, is_split_by_tp in zip(self.params, self._is_split, strict=True):
-            if param.grad is not None:
-                square = _local(param.grad).double().square().sum()
-                total += square if is_split_by_tp else square / self._groups.mesh.tp
-        return total
 
     def _scattered(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return this rank's rows of each gradient's mean, padded to the first rank's."""
@@ -334,6 +293,10 @@ def _padded(gradient: torch.Tensor, num_shares: int) -> torch.Tensor:
     return torch.cat([gradient, gradient.new_zeros(num_missing, *gradient.shape[1:])])
 
 
+def _gradient_or_zeros(param: nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(param) if param.grad is None else param.grad
+
+
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -351,7 +314,7 @@ def clip_together_(
         An all-reduce of 8 bytes over all ranks, waited for.
     """
     gradients = [
-        param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+        _local(param.grad)
         for part in others
         for param in part.parameters()
         if param.grad is not None

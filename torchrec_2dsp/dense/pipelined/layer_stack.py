@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from torchrec_2dsp.comms.alarm import agreeing
+from torchrec_2dsp.dense.dense_parts import styles_by_part
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.plan.dense_plan import check_cuts, cut_layers, even_cuts
 
@@ -307,19 +307,11 @@ def planned_modules(
     plan: Mapping[str, ParallelStyle], stacks: Mapping[str, LayerStack]
 ) -> dict[str, dict[str, ParallelStyle]]:
     """Sort a plan of styles by stack, with the module names inside it."""
-    plans: dict[str, dict[str, ParallelStyle]] = {name: {} for name in stacks}
-    for pattern, style in plan.items():
-        modules = [
-            (stack_name, name)
-            for stack_name, stack in stacks.items()
-            for name, _ in stack.named_modules()
-            if name and fnmatchcase(f"{stack_name}.{name}", pattern)
-        ]
-        if not modules:
-            raise ConfigError(
-                f"PipelinedDense: no module of a LayerStack is called {pattern!r}; the model has "
-                f"the stacks {', '.join(stacks)}"
-            )
-        for stack_name, name in modules:
-            plans[stack_name][name] = style
-    return plans
+    styles = styles_by_part(
+        plan,
+        stacks,
+        "PipelinedDense: no module of a LayerStack is called {}; the model has the stacks "
+        f"{', '.join(stacks)}",
+        inside=True,
+    )
+    return {name: styles.get(name, {}) for name in stacks}

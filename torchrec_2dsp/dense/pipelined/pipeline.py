@@ -4,7 +4,7 @@ import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,6 @@ from torchrec_2dsp.dense.pipelined.engine import (
     Computed,
     Engine,
     LayerStage,
-    PipelinePlace,
 )
 from torchrec_2dsp.dense.pipelined.held_layers import HeldLayers
 from torchrec_2dsp.dense.pipelined.links import (
@@ -169,22 +168,13 @@ class Pipeline:
     ) -> None:
         self._schedule, self._groups, self._reduction = schedule, groups, reduction
         self._last = schedule.rank_of(schedule.num_stages - 1)
-        device = groups.device
-        self._forward = Links(groups.forward, device)
-        self._backward = Links(groups.backward, device)
-        ranks = [groups.rank_at(position) for position in range(groups.mesh.pp)]
-        self._engine = Engine(
-            schedule,
-            stages,
-            PipelinePlace(groups.position, ranks),
-            self._forward,
-            self._backward,
-            wire,
-            device,
-        )
+        self._forward = Links(groups.forward, groups.device)
+        self._backward = Links(groups.backward, groups.device)
+        links = self._forward, self._backward
+        self._engine = Engine(schedule, stages, groups, links, wire)
         self.layers = layers
         self._kinds: dict[Any, dict[int, TensorKind]] = {}
-        self._together = Together(groups.agreements, (self._forward, self._backward))
+        self._together = Together(groups.agreements, links)
 
     @property
     def busy(self) -> BusyTime:
@@ -205,16 +195,10 @@ class Pipeline:
         given = exchange(own, self._groups.agreements)
         if not trains:
             with self._together, self.layers.whole():
-                return self._evaluate(inputs, targets, given)
+                return self._outputs(self._compute(inputs, targets, given, trains=False), given)
         # Without it, autograd wouldn't ask for the gradients of weights where no input has one.
         anchor = torch.zeros((), requires_grad=True)
         return _Trained.apply(self, given, anchor, inputs, *targets)  # type: ignore[return-value]
-
-    def _evaluate(
-        self, inputs: torch.Tensor, targets: Sequence[torch.Tensor], given: GivenTogether
-    ) -> torch.Tensor:
-        computed = self._compute(inputs, targets, given, trains=False)
-        return self._outputs(computed, given)
 
     def train(
         self, inputs: torch.Tensor, targets: Sequence[torch.Tensor], given: GivenTogether
@@ -321,18 +305,13 @@ class Pipeline:
         ]
 
 
-class TrainedBatch:
+class TrainedBatch(NamedTuple):
     """A batch's losses and gradients."""
 
-    def __init__(
-        self,
-        losses: torch.Tensor,
-        gradients: list[torch.Tensor | None],
-        weight_gradients: list[torch.Tensor],
-        given: GivenTogether,
-    ) -> None:
-        self.losses, self.gradients = losses, gradients
-        self.weight_gradients, self.given = weight_gradients, given
+    losses: torch.Tensor
+    gradients: list[torch.Tensor | None]
+    weight_gradients: list[torch.Tensor]
+    given: GivenTogether
 
 
 class _Trained(torch.autograd.Function):

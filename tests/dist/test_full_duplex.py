@@ -49,7 +49,7 @@ SPLITS = {
 
 @contextmanager
 def new_group(backend: str = "", **options: Any) -> Iterator[Any]:
-    """A group of all ranks, destroyed by all of them together."""
+    """Yield a group of all ranks, and destroy it on all of them together."""
     group = cast(
         dist.ProcessGroup, dist.new_group(backend=backend or full_duplex_backend(), **options)
     )
@@ -69,7 +69,7 @@ def random_rows(rank: int, num_rows: int, dtype: torch.dtype) -> torch.Tensor:
 def exchange(
     rank: int, group: dist.ProcessGroup, matrix: list[list[int]], dtype: torch.dtype
 ) -> torch.Tensor:
-    """The bytes that this rank gets if rank i sends ``matrix[i][j]`` rows to rank j."""
+    """Return what this rank receives if rank i sends ``matrix[i][j]`` rows to rank j."""
     received = [row[rank] for row in matrix]
     output = torch.zeros((sum(received), 3), dtype=dtype)
     sent = random_rows(rank, sum(matrix[rank]), dtype)
@@ -82,9 +82,9 @@ def exchange_on_both(rank: int, world_size: int) -> int:
     with new_group() as ours, new_group("gloo") as gloo:
         for matrix in SPLITS.values():
             for dtype in DTYPES:
-                found = exchange(rank, ours, matrix, dtype)
-                assert torch.equal(found, exchange(rank, gloo, matrix, dtype))
-                num_bytes += found.numel()
+                actual = exchange(rank, ours, matrix, dtype)
+                assert torch.equal(actual, exchange(rank, gloo, matrix, dtype))
+                num_bytes += actual.numel()
         output = torch.zeros(8)
         dist.all_to_all_single(output, torch.arange(8.0) + 10 * rank, group=ours)
         assert output.tolist() == [10 * peer + 2 * rank + i for peer in range(4) for i in (0, 1)]
@@ -173,8 +173,8 @@ def fly(rank: int, world_size: int) -> list[bool]:
 
 
 def test_exchanges_in_flight_end_in_any_order(ranks4: RankPool) -> None:
-    for found in ranks4.run(fly):
-        assert found == [True] * 6
+    for actual in ranks4.run(fly):
+        assert actual == [True] * 6
 
 
 REFUSED = {
@@ -260,15 +260,15 @@ def start_world(rank: int, world_size: int, store: Path) -> Any:
 def use_every_operation(rank: int, world_size: int, folder: Path) -> int:
     world = start_world(rank, world_size, folder / "store")
     total = sum(range(world_size))
-    one, two = torch.tensor([float(rank)]), torch.tensor([rank, rank])
+    left, right = torch.tensor([float(rank)]), torch.tensor([rank, rank])
 
     dist.barrier()
     with _coalescing_manager():
-        dist.all_reduce(one)
-        dist.all_reduce(two.float())
-    assert one.item() == total
+        dist.all_reduce(left)
+        dist.all_reduce(right.float())
+    assert left.item() == total
     gathered = torch.zeros(2 * world_size, dtype=torch.int64)
-    dist.all_gather_single(gathered, two)
+    dist.all_gather_single(gathered, right)
     assert gathered.tolist() == [peer for peer in range(world_size) for _ in (0, 1)]
     scattered = torch.zeros(2, dtype=torch.int64)
     dist.reduce_scatter_single(scattered, gathered)
@@ -277,13 +277,13 @@ def use_every_operation(rank: int, world_size: int, folder: Path) -> int:
     objects: list[Any] = [None] * world_size
     dist.all_gather_object(objects, {"rank": rank})
     assert objects == [{"rank": peer} for peer in range(world_size)]
-    said = [rank]
-    dist.broadcast_object_list(said, src=1)
-    assert said == [1]
+    message = [rank]
+    dist.broadcast_object_list(message, src=1)
+    assert message == [1]
 
     after, before = (rank + 1) % world_size, (rank - 1) % world_size
     received = torch.zeros(2, dtype=torch.int64)
-    operations = [dist.P2POp(dist.isend, two, after), dist.P2POp(dist.irecv, received, before)]
+    operations = [dist.P2POp(dist.isend, right, after), dist.P2POp(dist.irecv, received, before)]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     assert received.tolist() == [before] * 2
@@ -298,7 +298,7 @@ def use_every_operation(rank: int, world_size: int, folder: Path) -> int:
         swapped = functional.all_to_all_single_autograd(parts, sizes, sizes, world)
         (swapped * (rank + 1)).sum().backward()
         dist.all_to_all_single(torch.zeros(world_size), parts.detach())
-        dist.all_to_all([torch.zeros(1)] * world_size, [one] * world_size)
+        dist.all_to_all([torch.zeros(1)] * world_size, [left] * world_size)
     assert swapped.tolist() == [rank] * world_size
     assert parts.grad is not None
     assert parts.grad.tolist() == [peer + 1 for peer in range(world_size)]
@@ -312,18 +312,18 @@ def test_a_world_does_what_gloo_does(tmp_path: Path) -> None:
 
 
 def make_and_destroy_groups(rank: int, world_size: int, folder: Path) -> dict[str, int]:
-    """What is left of groups that were made, used and destroyed."""
+    """Count what is left after groups were created, used and destroyed."""
     start_world(rank, world_size, folder / "store")
     groups = MeshGroups.for_mesh(Mesh2D(2, 1), "cpu")
     assert isinstance(groups.replica_peers, FullDuplexGroup)
     groups.close()
 
     before = resources()
-    made: list[weakref.ref[dist.ProcessGroup]] = []
+    created: list[weakref.ref[dist.ProcessGroup]] = []
     for _ in range(5):
         group = dist.new_group()
         assert isinstance(group, FullDuplexGroup)
-        made.append(weakref.ref(group))
+        created.append(weakref.ref(group))
         parts = torch.zeros(world_size)
         dist.all_to_all_single(parts, parts, group=group, async_op=True)
         work: Any = dist.all_to_all_single(parts, parts, group=group, async_op=True)
@@ -335,11 +335,11 @@ def make_and_destroy_groups(rank: int, world_size: int, folder: Path) -> dict[st
     left = {name: number - before[name] for name, number in resources().items()}
     start_world(rank, world_size, folder / "another")
     dist.barrier()
-    return left | {"groups": sum(one() is not None for one in made)}
+    return left | {"groups": sum(entry() is not None for entry in created)}
 
 
 def resources() -> dict[str, int]:
-    """What this process has open, once the threads that wait for dropped exchanges are done."""
+    """Count this process's open resources, once no thread waits for a dropped exchange."""
     gc.collect()
     while any("finish" in thread.name for thread in threading.enumerate()):
         time.sleep(0.01)
@@ -352,7 +352,7 @@ def test_destroyed_groups_leave_nothing(tmp_path: Path) -> None:
 
 
 def train(rank: int, world_size: int, folder: Path | None) -> list[torch.Tensor]:
-    """The weights after some steps of stock TorchRec, in a gloo world or in ours."""
+    """Return the weights after some steps of stock TorchRec, in a gloo world or in ours."""
     if folder is not None:
         start_world(rank, world_size, folder / "store")
     weights = []
@@ -373,8 +373,8 @@ def train(rank: int, world_size: int, folder: Path | None) -> list[torch.Tensor]
 
 def test_torchrec_trains_to_the_same_bits(ranks4: RankPool, tmp_path: Path) -> None:
     expected = ranks4.run(train, None)
-    found = run_ranks(train, 4, tmp_path, start_method="forkserver")
-    for ours, stock in zip(found, expected, strict=True):
+    actual = run_ranks(train, 4, tmp_path, start_method="forkserver")
+    for ours, stock in zip(actual, expected, strict=True):
         assert len(ours) == len(stock) > 0
         assert all(torch.equal(*pair) for pair in zip(ours, stock, strict=True))
 

@@ -31,14 +31,14 @@ AXES = ("sharding_group", "replica_peers", "hot_rows", "world")
 
 def ranks_and_sums(rank: int, groups: MeshGroups) -> dict[str, tuple[list[int], int]]:
     """Each group's ranks and the sum of ``2 ** rank`` over them."""
-    found = {}
+    actual = {}
     for axis in AXES:
         group = getattr(groups, axis)
         group = group.everyone if isinstance(group, Peers) else group
         total = torch.tensor(2**rank)
         dist.all_reduce(total, group=group)
-        found[axis] = (dist.get_process_group_ranks(group), int(total))
-    return found
+        actual[axis] = (dist.get_process_group_ranks(group), int(total))
+    return actual
 
 
 def expected_ranks_and_sums(rank: int, mesh: Mesh2D) -> dict[str, tuple[list[int], int]]:
@@ -55,15 +55,15 @@ def expected_ranks_and_sums(rank: int, mesh: Mesh2D) -> dict[str, tuple[list[int
 def use_meshes(rank: int, world_size: int, meshes: list[Mesh2D]) -> list[dict[str, Any]]:
     """Several meshes, open at the same time, used in turn."""
     opened = [MeshGroups.for_mesh(mesh, "cpu") for mesh in meshes]
-    found = [ranks_and_sums(rank, groups) for groups in opened]
+    actual = [ranks_and_sums(rank, groups) for groups in opened]
     for groups in opened:
         groups.close()
-    return found
+    return actual
 
 
 def test_groups_have_the_ranks_of_the_mesh(ranks4: RankPool) -> None:
-    for rank, found in enumerate(ranks4.run(use_meshes, MESHES)):
-        assert found == [expected_ranks_and_sums(rank, mesh) for mesh in MESHES]
+    for rank, actual in enumerate(ranks4.run(use_meshes, MESHES)):
+        assert actual == [expected_ranks_and_sums(rank, mesh) for mesh in MESHES]
 
 
 def close_one_of_two(rank: int, world_size: int) -> list[dict[str, Any]]:
@@ -83,9 +83,9 @@ def close_one_of_two(rank: int, world_size: int) -> list[dict[str, Any]]:
 
 
 def test_closing_one_mesh_leaves_the_other_open(ranks4: RankPool) -> None:
-    for rank, found in enumerate(ranks4.run(close_one_of_two)):
+    for rank, actual in enumerate(ranks4.run(close_one_of_two)):
         meshes = (MESHES[0], MESHES[1], MESHES[0])
-        assert found == [expected_ranks_and_sums(rank, mesh) for mesh in meshes]
+        assert actual == [expected_ranks_and_sums(rank, mesh) for mesh in meshes]
 
 
 def open_twice(rank: int, world_size: int) -> tuple[bool, bool, dict[str, int]]:
@@ -106,12 +106,12 @@ def test_equal_meshes_share_groups(ranks4: RankPool) -> None:
 
 
 def environments(rank: int, world_size: int) -> list[tuple[object, ...]]:
-    found: list[tuple[object, ...]] = []
+    actual: list[tuple[object, ...]] = []
     for mesh in MESHES[:2]:
         groups = MeshGroups.for_mesh(mesh, "cpu")
         env = groups.sharding_env()
         assert (env.sharding_pg, env.replica_pg) == (groups.sharding_group, groups.replica_peers)
-        found.append(
+        actual.append(
             (
                 env.global_rank,
                 env.rank,
@@ -124,12 +124,12 @@ def environments(rank: int, world_size: int) -> list[tuple[object, ...]]:
             )
         )
         groups.close()
-    return found
+    return actual
 
 
 def test_torchrec_gets_the_environment_of_the_mesh(ranks4: RankPool) -> None:
-    for rank, found in enumerate(ranks4.run(environments)):
-        for mesh, values in zip(MESHES[:2], found, strict=True):
+    for rank, actual in enumerate(ranks4.run(environments)):
+        for mesh, values in zip(MESHES[:2], actual, strict=True):
             is_contiguous = mesh.layout is RankLayout.CONTIGUOUS
             assert values == (
                 rank,
@@ -158,7 +158,7 @@ def test_node_groups_follow_the_hosts(ranks8: RankPool) -> None:
 
 
 def peers_by_host(rank: int, world_size: int, mesh: Mesh2D) -> list[list[list[int]]]:
-    """Of the row exchange and of the hot rows: all, those in this host, one on each host."""
+    """Return the replica peers' and the hot rows' ranks: all, in this host, one per host."""
     groups = MeshGroups.for_mesh(mesh, "cpu")
     members = [
         [
@@ -188,7 +188,7 @@ def test_peers_that_share_hosts_have_groups_for_that(ranks8: RankPool, ranks4: R
 
 
 def timeouts(rank: int, world_size: int, meshes: list[Mesh2D]) -> list[dict[str, timedelta]]:
-    """By mesh, the timeout of each group that it uses, and of TorchRec's node groups."""
+    """Return each group's timeout by mesh, TorchRec's node groups included."""
     of_meshes = []
     for mesh in meshes:
         groups = MeshGroups.for_mesh(mesh, "cpu")
@@ -259,15 +259,15 @@ def remake_the_world(
 def test_a_new_world_gets_new_groups(tmp_path: Path, close_old: bool) -> None:
     """Groups of a world that is gone are gone with it: closing them does nothing."""
     with RankPool(2) as pool:
-        for rank, found in enumerate(pool.run(remake_the_world, tmp_path, close_old)):
-            assert found == expected_ranks_and_sums(rank, Mesh2D(2, 1))
+        for rank, actual in enumerate(pool.run(remake_the_world, tmp_path, close_old)):
+            assert actual == expected_ranks_and_sums(rank, Mesh2D(2, 1))
 
 
 def leave(rank: int, world_size: int) -> list[int]:
     """Threads of gloo's before and after the world is left, though the groups are still known."""
     groups = MeshGroups.for_mesh(Mesh2D(2, 1), "cpu")
-    found = ranks_and_sums(rank, groups)
-    assert len(found) == len(AXES)
+    actual = ranks_and_sums(rank, groups)
+    assert len(actual) == len(AXES)
     before = count_threads("gloo")
     groups.close()
     del groups

@@ -41,22 +41,22 @@ TYPES = ("row_wise", "table_wise", "data_parallel", "column_wise", "table_row_wi
 
 @dataclass(frozen=True)
 class MixedTable:
-    """How one table of a collection is pooled and run."""
+    """One table of a collection: its pooling and its sharding."""
 
     pooling: str
     sharding: str
     exchange: str = "pooled"
     feature: str = ""
-    """The one that it looks up, by default one of its own."""
+    """The feature that it looks up; empty for one of its own."""
 
 
 def features_of(tables: tuple[MixedTable, ...]) -> list[str]:
-    """The feature of each table."""
+    """Return each table's feature."""
     return [table.feature or f"f{index}" for index, table in enumerate(tables)]
 
 
 def collection(tables: tuple[MixedTable, ...], weighted: bool = False) -> EmbeddingBagCollection:
-    """A collection with the same weights on all ranks."""
+    """Build a collection with the same weights on all ranks."""
     torch.manual_seed(0)
     return EmbeddingBagCollection(
         device=rank_device(),
@@ -77,7 +77,7 @@ def collection(tables: tuple[MixedTable, ...], weighted: bool = False) -> Embedd
 def planned(
     tables: tuple[MixedTable, ...], mesh: tdsp.Mesh2D, weighted: bool = False
 ) -> tuple[torch.nn.ModuleDict, Any, tdsp.Plan2D]:
-    """The collection in a model, its sharder, and a plan that shards it as its tables say."""
+    """Return the collection in a model, its sharder, and the tables' plan."""
     model = torch.nn.ModuleDict({"ebc": collection(tables, weighted)})
     sharder: Any = tdsp.EmbeddingBagCollectionSharder2D(
         EmbOptimType.EXACT_SGD, fused_params={"learning_rate": LR}
@@ -96,7 +96,7 @@ def planned(
 
 
 def sharded(tables: tuple[MixedTable, ...], mesh: tdsp.Mesh2D) -> tdsp.ModelParallel2D:
-    """The collection, sharded as its tables say, with the weights of `collection`."""
+    """Shard the collection by its tables' plan, with the weights of `collection`."""
     model, sharder, plan = planned(tables, mesh)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     parallel = tdsp.ModelParallel2D(model, plan=plan, sharders=[sharder])
@@ -105,7 +105,7 @@ def sharded(tables: tuple[MixedTable, ...], mesh: tdsp.Mesh2D) -> tdsp.ModelPara
 
 
 def make_batch(features: list[str], rank: int, step: int, size: int) -> KeyedJaggedTensor:
-    """A batch of ``size`` samples with bags of up to three ids."""
+    """Draw ``size`` samples with bags of up to three ids."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     lengths = torch.randint(0, 4, (len(features) * size,), generator=generator)
     return KeyedJaggedTensor(
@@ -116,7 +116,7 @@ def make_batch(features: list[str], rank: int, step: int, size: int) -> KeyedJag
 
 
 def loss_of(pooled: Any, keys: list[str]) -> torch.Tensor:
-    """A loss whose gradient differs from element to element."""
+    """Return a loss whose gradient differs from element to element."""
     return torch.cat([pooled[key] for key in keys], dim=1).sub(0.5).pow(2).sum()
 
 
@@ -154,9 +154,11 @@ def largest_gap(
             )
             / len(batches)
         ).backward()
-        mine = expected[rank]
-        if mine is not None:
-            largest = max(largest, *((pooled[key] - mine[key]).abs().max().item() for key in keys))
+        own_part = expected[rank]
+        if own_part is not None:
+            largest = max(
+                largest, *((pooled[key] - own_part[key]).abs().max().item() for key in keys)
+            )
         with torch.no_grad():
             for param in oracle.parameters():
                 param -= LR * cast(torch.Tensor, param.grad)
@@ -202,18 +204,18 @@ def test_ranks_without_samples_average_too(ranks4: RankPool, dealt: Deal) -> Non
 
 
 def refusals(rank: int, world_size: int) -> list[str]:
-    """What is said when a weighted mean is planned, and when it comes with a plan of sums."""
+    """Return the errors for a planned weighted mean, and for one with a plan of sums."""
     mesh, tables = tdsp.Mesh2D(2, 2), (MixedTable("mean", "table_wise"),)
-    said = []
+    message = []
     with pytest.raises(tdsp.errors.UnsupportedError) as when_planned:
         planned(tables, mesh, weighted=True)
-    said.append(str(when_planned.value))
+    message.append(str(when_planned.value))
     _, sharder, plan = planned(tables, mesh)
     model = torch.nn.ModuleDict({"ebc": collection(tables, weighted=True)})
     with pytest.raises(tdsp.errors.UnsupportedError) as when_sharded:
         tdsp.ModelParallel2D(model, plan=plan, sharders=[sharder])
-    said.append(str(when_sharded.value))
-    return said
+    message.append(str(when_sharded.value))
+    return message
 
 
 def test_weighted_means_are_refused(ranks4: RankPool) -> None:
@@ -235,11 +237,11 @@ Sent = Counter[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Shape:
-    """Which rows ranks touch."""
+    """The rows that ranks touch."""
 
     name: str
     share_in_common: float
-    """Of all ranks."""
+    """The share of rows that all ranks touch."""
     idle_ranks: tuple[int, ...] = ()
     """They touch nothing."""
 
@@ -253,7 +255,7 @@ SHAPES = [ALIKE, APART, Shape("one idle", 0.5, (1,)), Shape("all idle", 0.0, tup
 
 def rows_of(rank: int, step: int, shape: Shape) -> Rows:
     """Whole numbers, which any order adds up to the same."""
-    found = []
+    actual = []
     for block in BLOCKS:
         common = torch.Generator().manual_seed(step)
         own = torch.Generator().manual_seed(1000 * step + rank + 1)
@@ -266,15 +268,15 @@ def rows_of(rank: int, step: int, shape: Shape) -> Rows:
             ]
         ).unique()
         grads = torch.randint(-8, 9, (keys.numel(), block.dim), generator=own)
-        found.append(BlockGradients(keys, grads.float()))
-    return found
+        actual.append(BlockGradients(keys, grads.float()))
+    return actual
 
 
 def dense(rows: Rows) -> list[torch.Tensor]:
     """Every row of every block."""
     tables = [torch.zeros(block.num_rows, block.dim) for block in BLOCKS]
-    for table, one in zip(tables, rows, strict=True):
-        table[one.keys] += one.grads
+    for table, entry in zip(tables, rows, strict=True):
+        table[entry.keys] += entry.grads
     return tables
 
 
@@ -288,11 +290,11 @@ def exchange_rows(
     answers = []
     for step in range(3):
         by_rank = [rows_of(peer, step, shape) for peer in range(world_size)]
-        mine = by_rank[rank]
+        own_part = by_rank[rank]
         with count_collectives() as seen:
-            announcement = exchange.announce([block.keys for block in mine], 0.5)
+            announcement = exchange.announce([block.keys for block in own_part], 0.5)
             lookup = TrackedLookup(None, 1, announcement)  # pyright: ignore[reportArgumentType]
-            pending = PendingGradients(mine, lookup, divisor=world_size)
+            pending = PendingGradients(own_part, lookup, divisor=world_size)
             assert pending.state is GradientState.CAPTURED
             exchange.send(pending)
             pending.send_to_other_hosts()
@@ -300,12 +302,12 @@ def exchange_rows(
             merged = pending.gradients().blocks
             assert pending.state is GradientState.ARRIVED
         sent: Sent = Counter()
-        for one in seen.records:
-            sent[one.group, one.op] += one.num_bytes
+        for entry in seen.records:
+            sent[entry.group, entry.op] += entry.num_bytes
         is_sum = [
-            bool((found.keys.diff() > 0).all())
+            bool((actual.keys.diff() > 0).all())
             and torch.equal(table, torch.stack(tables).sum(dim=0) / world_size)
-            for found, table, tables in zip(
+            for actual, table, tables in zip(
                 merged, dense(merged), zip(*map(dense, by_rank), strict=True), strict=True
             )
         ]
@@ -326,7 +328,7 @@ def test_all_ranks_get_the_sum(
 
 
 def bytes_of(num_rows: int) -> int:
-    """What rows of both blocks take: 4 bytes for a key, 4 for each number."""
+    """Count the bytes of both blocks' rows: 4 for a key, 4 for each number."""
     return sum(min(num_rows, block.num_rows) * (4 + 4 * block.dim) for block in BLOCKS)
 
 
@@ -348,7 +350,7 @@ def test_a_row_leaves_its_host_once(two_hosts: RankPool) -> None:
 def test_rows_that_all_ranks_have_go_to_owners(
     request: pytest.FixtureRequest, pool: str, group: str
 ) -> None:
-    """Of four ranks, or hosts, from the second step on: before, nobody knows."""
+    """Owners sum from the second step on: before, nobody knows the overlap."""
     ranks: RankPool = request.getfixturevalue(pool)
     by_rank = ranks.run(exchange_rows, ALIKE)
     sent = [
@@ -360,7 +362,7 @@ def test_rows_that_all_ranks_have_go_to_owners(
 
 
 def test_owners_share_the_work(ranks8: RankPool) -> None:
-    """The rows that a rank has from its host are dealt to owners on all hosts, too."""
+    """The host's rows are dealt to owners on all hosts, too."""
     answers = ranks8.run(exchange_rows, ALIKE)
     sent = [steps[1][1]["replica_rows_across", A2A] for steps in answers]
     assert max(sent) < 1.2 * sum(sent) / len(sent)
@@ -370,7 +372,7 @@ def test_rows_of_one_rank_each_are_gathered(ranks4: RankPool) -> None:
     for rank, answers in enumerate(ranks4.run(exchange_rows, APART)):
         for step, (_, sent) in enumerate(answers):
             assert sent["replica_rows", A2A] == 3 * sum(
-                one.keys.nbytes // 2 + one.grads.nbytes for one in rows_of(rank, step, APART)
+                entry.keys.nbytes // 2 + entry.grads.nbytes for entry in rows_of(rank, step, APART)
             )
 
 

@@ -48,7 +48,7 @@ HOT = (("t0", (0, 1, 5)), ("t1", (0, 2)))
 STEPS = 4
 
 ROUNDING = 1e-6
-"""The emulation adds and scales in another order: some float32 roundings of values below 1."""
+"""The emulation adds and scales in another order: some float32 roundings below 1."""
 
 
 KINDS = (tdsp.EmbeddingBagCollectionSharder2D, tdsp.EmbeddingCollectionSharder2D)
@@ -75,7 +75,7 @@ def train_scaled(rank: int, world_size: int, cell: Cell, scale: Any) -> float:
 
 
 def emulate(cell: Cell, scale: float | None = None) -> Emulation:
-    """What `MomentScaledRowWiseAdaGrad` means in the cell; exact is as one group."""
+    """Train the cell as `MomentScaledRowWiseAdaGrad` defines it; exact sync is one group."""
     if isinstance(cell.sync, tdsp.GradientSync):
         return Emulation(replace(cell, mesh=tdsp.Mesh2D(1, 4)), 1.0)
     return Emulation(cell, scale or float(cell.mesh.num_groups))
@@ -176,7 +176,7 @@ WAYS = {
 
 
 def all_ways(rank: int, world_size: int, cell: Cell) -> dict[str, list[float]]:
-    """The largest difference of each way from the first one."""
+    """Return each way's largest difference from the first one."""
     stream = make_stream(cell, 2)
     gaps = {}
     for name, same in WAYS.items():
@@ -196,7 +196,7 @@ def train_way(rank: int, cell: Cell, way: Way, stream: Stream) -> Tensors:
 
 
 def attributes(params: list[nn.Parameter]) -> list[tuple[Any, Any]]:
-    """What apply_optimizer_in_backward left on the parameters, as copies."""
+    """Copy what apply_optimizer_in_backward left on the parameters."""
     return [
         (
             list(getattr(param, "_optimizer_classes", [])),
@@ -214,7 +214,7 @@ def test_every_way_is_the_same_bit_for_bit(ranks4: RankPool, cell: Cell) -> None
 
 
 def scheduled(rank: int, world_size: int, cell: Cell) -> tuple[list[float], float]:
-    """The rates that a scheduler sees before it sets the next one, and the gap."""
+    """Return the rates that a scheduler sees before it sets the next one, and the gap."""
     parallel = shard(cell, sharder_of(cell, moment_scaled()))
     fused, optimizer = parallel.fused_optimizer, make_optimizer(parallel)
     emulation, stream, seen = emulate(cell), make_stream(cell, STEPS), []

@@ -51,7 +51,7 @@ def collectives_of_a_step(rank: int, world_size: int, cells: list[Cell]) -> list
         plain_loop(parallel, optimizer, [batch])
         with count_collectives() as seen:
             plain_loop(parallel, optimizer, [batch])
-        steps.append([(one.op, AXES[one.group], one.num_bytes) for one in seen.records])
+        steps.append([(entry.op, AXES[entry.group], entry.num_bytes) for entry in seen.records])
     return steps
 
 
@@ -76,7 +76,7 @@ def step_of(
     header: int = 0,
     hot_header: int = 0,
 ) -> Step:
-    """What all sharding types have in common; sizes are per rank.
+    """Return the collectives that all sharding types share; sizes are per rank.
 
     The first tells of an id that no table has. The pooled output is 8 + 16 + 16 + 8 = 48 columns
     wide. Its gradient comes back for the 4 samples of the rank: 4 x 48 x 4 = 768 bytes. DDP reduces
@@ -179,7 +179,7 @@ STEPS_BY_CELL: list[tuple[Cell, list[Step]]] = [
     (replace(AVERAGED, sync=tdsp.WeightSync(rows=tdsp.SyncedRows.ALL)), AVERAGES),
     (HOT, [HOT_T1, HOT_T0_T2]),
 ]
-"""What the first and the second rank of a group do."""
+"""The collectives of a group's first and second rank."""
 
 
 def test_the_collectives_of_a_step(ranks4: RankPool) -> None:
@@ -191,34 +191,34 @@ def test_the_collectives_of_a_step(ranks4: RankPool) -> None:
 
 ONE_TABLE = ModelSpec((TableSpec("t0", 40, 8, ("f0",)),))
 IDS = ([1, 4, 4], [7, 4, 1, 2])
-"""The ids of each rank's batch."""
+"""Each rank's ids."""
 LENGTHS = ([2, 1, 0], [1, 1, 2])
-"""How many of them each of three bags has."""
+"""The lengths of three bags."""
 NUM_DISTINCT = (2, 4)
-"""How many different rows each rank needs."""
+"""Each rank's number of distinct rows."""
 FP32_BYTES = 8 * 4
-"""The bytes of a row of the table."""
+"""A table row's bytes."""
 ROW_BYTES = {"bf16": 8 * 2, "int8": 8 + 2, "int4": 4 + 2}
-"""The bytes of an encoded row: its numbers, and a scale of two bytes beside integers."""
+"""An encoded row's bytes: its numbers, and a two-byte scale beside integers."""
 ONE, TWO = tdsp.Mesh2D(1, 2), tdsp.Mesh2D(2, 1)
 
 
 @dataclass(frozen=True)
 class Counted:
-    """What a rank counted in a step."""
+    """One rank's counts in a step."""
 
     before: int
-    """The bytes of rows in fp32."""
+    """Row bytes in fp32."""
     after: int
-    """The bytes of encoded rows."""
+    """Encoded row bytes."""
     sent: int
-    """The bytes that replicas sent."""
+    """Bytes that replicas sent."""
     saved: int
-    """The bytes that replicas would have sent besides."""
+    """Bytes that the transport saved."""
 
 
 def trained(rank: int, world_size: int, cell: Cell) -> Counted:
-    """The counts of one step; another one before it isn't counted."""
+    """Count one step, after another that isn't counted."""
     parallel = shard(replace(cell, spec=ONE_TABLE))
     assert isinstance(parallel, tdsp.ModelParallel2D)
     batch = KeyedJaggedTensor.from_lengths_sync(
@@ -266,12 +266,12 @@ SyncConfig = tdsp.GradientSync | tdsp.WeightSync
 
 
 def merging(transport: tdsp.Transport) -> SyncConfig:
-    """The sync that sends gradients."""
+    """Return a sync that sends gradients."""
     return tdsp.GradientSync(transport=transport)
 
 
 def averaging(transport: tdsp.Transport) -> SyncConfig:
-    """The sync that sends changed rows, however many there are."""
+    """Return a sync that sends changed rows, however many there are."""
     return tdsp.WeightSync(transport=transport, dense_above=1.0)
 
 

@@ -41,7 +41,7 @@ FAULTY_RANK = 1
 
 
 def shards_of(parallel: torch.nn.Module) -> list[TableShard]:
-    """What this rank holds, read behind the sync point's back."""
+    """Return this rank's shards, read behind the sync point's back."""
     kernels = [kernel for part in sharded_tables(parallel) for kernel in part.kernels()]
     return [shard for kernel in kernels for shard in kernel.shards()]
 
@@ -52,7 +52,7 @@ def values_of(parallel: torch.nn.Module) -> torch.Tensor:
 
 
 def syncing(parallel: Any) -> tuple[str, float]:
-    """What a sync raises, and how much it has changed."""
+    """Sync; return the error text, and the largest change to a weight."""
     before = values_of(parallel)
     try:
         parallel.sync()
@@ -70,11 +70,11 @@ def bad_loss(rank: int, world_size: int, cell: Cell, factor: float) -> tuple[str
     return syncing(parallel)
 
 
-def told_alike(answers: list[tuple[str, float]]) -> str:
-    """What all ranks were told; nothing may have been written."""
-    (said,) = {said for said, _ in answers}
+def same_message(answers: list[tuple[str, float]]) -> str:
+    """Return the error that all ranks raised, without having written anything."""
+    (message,) = {message for message, _ in answers}
     assert max(changed for _, changed in answers) == 0.0
-    return said
+    return message
 
 
 @pytest.mark.parametrize("factor", [float("nan"), float("inf")])
@@ -82,16 +82,16 @@ def told_alike(answers: list[tuple[str, float]]) -> str:
     "cell", [EXACT, ONE_TABLE, SEQUENCE, replace(EXACT, hot_rows=HOT_ROWS)], ids=str
 )
 def test_a_bad_gradient(ranks4: RankPool, cell: Cell, factor: float) -> None:
-    said = told_alike(ranks4.run(bad_loss, cell, factor))
-    assert said.startswith("table 't")
-    assert "is not finite; no row was updated" in said
-    assert "(found on rank " in said
+    message = same_message(ranks4.run(bad_loss, cell, factor))
+    assert message.startswith("table 't")
+    assert "is not finite; no row was updated" in message
+    assert "(found on rank " in message
 
 
 @pytest.mark.parametrize("cell", [LAYERED, replace(EXACT, hot_rows=HOT_ROWS)], ids=str)
 def test_a_bad_gradient_on_one_of_two_hosts(two_hosts: RankPool, cell: Cell) -> None:
-    said = told_alike(two_hosts.run(bad_loss, cell, float("nan")))
-    assert "is not finite; no row was updated" in said
+    message = same_message(two_hosts.run(bad_loss, cell, float("nan")))
+    assert "is not finite; no row was updated" in message
 
 
 class TwoModules(torch.nn.Module):
@@ -112,7 +112,7 @@ class TwoModules(torch.nn.Module):
 
 
 def bad_bags(rank: int, world_size: int, feature: str, value: float, second_kernel: str) -> str:
-    """What a sync raises after one feature's bags got a gradient on one rank that isn't finite."""
+    """Sync after one feature's bags got a non-finite gradient on one rank."""
     model = TwoModules()
     sharders: Any = [tdsp.EmbeddingBagCollectionSharder2D(fused_params={"learning_rate": 0.1})]
     t1_type = "table_wise" if second_kernel == "table_wise" else "row_wise"
@@ -155,9 +155,9 @@ def bad_weights(rank: int, world_size: int, cell: Cell) -> tuple[str, float]:
 
 
 def test_a_bad_weight(ranks4: RankPool) -> None:
-    said = told_alike(ranks4.run(bad_weights, AVERAGED))
-    assert said.startswith("table 't0' has weights or optimizer state that are not finite")
-    assert said.endswith(f"(found on rank {FAULTY_RANK})")
+    message = same_message(ranks4.run(bad_weights, AVERAGED))
+    assert message.startswith("table 't0' has weights or optimizer state that are not finite")
+    assert message.endswith(f"(found on rank {FAULTY_RANK})")
 
 
 def crashing(rank: int, world_size: int, cell: Cell) -> tuple[str, float]:
@@ -174,16 +174,16 @@ def crashing(rank: int, world_size: int, cell: Cell) -> tuple[str, float]:
 def test_an_error_that_nobody_thought_of(cell: Cell) -> None:
     """In processes of their own: peers still wait for what the faulty rank didn't send."""
     with RankPool(4) as pool:
-        said = told_alike(pool.run(crashing, cell))
-    assert said.startswith("AttributeError: ")
-    assert said.endswith(f"(found on rank {FAULTY_RANK})")
+        message = same_message(pool.run(crashing, cell))
+    assert message.startswith("AttributeError: ")
+    assert message.endswith(f"(found on rank {FAULTY_RANK})")
 
 
 def test_an_error_that_nobody_thought_of_on_one_of_two_hosts() -> None:
-    """The faulty rank's neighbour must hear of it before it waits for its rows."""
+    """The faulty rank's neighbour must hear about it before it waits for its rows."""
     with RankPool(4, local_world_size=2) as pool:
-        said = told_alike(pool.run(crashing, LAYERED, timeout_s=60))
-    assert said.startswith("AttributeError: ")
+        message = same_message(pool.run(crashing, LAYERED, timeout_s=60))
+    assert message.startswith("AttributeError: ")
 
 
 def drifting(rank: int, world_size: int, cell: Cell, faulty_rank: int) -> tuple[int, str]:
@@ -209,12 +209,12 @@ def drifting(rank: int, world_size: int, cell: Cell, faulty_rank: int) -> tuple[
 def test_drift_is_found_at_the_next_check(ranks4: RankPool, sync: Any) -> None:
     cell = replace(EXACT, sync=sync(drift_every=3), hot_rows=HOT_ROWS)
     (answer,) = set(ranks4.run(drifting, cell, 3))
-    step, said = answer
+    step, message = answer
     assert step == 3
-    assert said.startswith(
+    assert message.startswith(
         "copies of table 't0' differ in rows 200 to 399 after a sync; if weights"
     )
-    assert "call model.broadcast_replicas() (found on rank " in said
+    assert "call model.broadcast_replicas() (found on rank " in message
 
 
 @pytest.mark.parametrize("sync", [tdsp.GradientSync, tdsp.WeightSync])
@@ -226,7 +226,7 @@ def test_equal_copies_are_no_drift(ranks4: RankPool, sync: Any) -> None:
 
 
 def alone(rank: int, world_size: int) -> str:
-    """What a rank is told that reaches a sync which the other one never reaches."""
+    """Return the error on a rank that reaches a sync which the other one never reaches."""
     world = dist.group.WORLD
     assert world is not None
     options = world._get_backend(torch.device("cpu")).options
@@ -238,7 +238,7 @@ def alone(rank: int, world_size: int) -> str:
     if rank == 1:
         store.wait(["told"], timedelta(seconds=60))
         return ""
-    said, _ = syncing(parallel)
+    message, _ = syncing(parallel)
     # An error like this one is the last: whatever uses the model raises it again, at once.
     again = [syncing(parallel)[0]]
     uses: list[Any] = [parallel.sync_now, parallel.state_dict, lambda: parallel(batches[rank])]
@@ -246,9 +246,9 @@ def alone(rank: int, world_size: int) -> str:
         with pytest.raises(tdsp.errors.RankError) as caught:
             use()
         again.append(str(caught.value))
-    assert set(again) == {said}
+    assert set(again) == {message}
     store.set("told", "")
-    return said
+    return message
 
 
 def test_a_wait_has_a_deadline() -> None:

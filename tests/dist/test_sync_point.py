@@ -47,7 +47,7 @@ SEQUENCE = Cell(MESH, spec=ModelSpec(SEQUENCE_TABLES, sequence=True))
 BOTH = replace(HOT, optimizer="sgd", sync=tdsp.WeightSync())
 
 ROUNDING = 1e-6
-"""The oracle adds gradients in another order: some float32 roundings of values below 1."""
+"""The oracle adds gradients in another order: some float32 roundings below 1."""
 
 
 Trigger = Callable[[Any, KeyedJaggedTensor], object]
@@ -195,7 +195,7 @@ def test_replicas_are_equal_from_start_to_end(ranks4: RankPool, cell: Cell, devi
 
 
 def weights_kept(rank: int, world_size: int, cell: Cell, keep: bool) -> float:
-    """How far the tables are from those of the first group's ranks."""
+    """Return the tables' distance from those of the first group."""
     model = build(cell.spec, seed=7)
     sharder: Any = make_sharder(cell)
     if keep:
@@ -233,7 +233,7 @@ def test_weights_and_state_are_broadcast(ranks4: RankPool, cell: Cell) -> None:
 
 
 def different_rates(rank: int, world_size: int, cell: Cell, rates: tuple[float, float]) -> str:
-    """What a sync says when each group has a learning rate of its own."""
+    """Return a sync's error if each group has another learning rate."""
     parallel = shard(cell)
     (group,) = parallel.fused_optimizer.param_groups
     group["lr"] = rates[MESH.group_of(rank)]  # type: ignore[index]
@@ -296,7 +296,7 @@ def test_two_backwards_between_syncs(ranks4: RankPool) -> None:
 
 
 def synced_between(rank: int, world_size: int, cell: Cell) -> str:
-    """The error of two backwards with a sync between them; empty if both are trained."""
+    """Return the error of two backwards with a sync between them; empty without one."""
     parallel, stream = shard(cell), make_stream(cell, 2)
     first, second = (local_loss(parallel(batches[rank])) for batches in stream)
     first.backward()

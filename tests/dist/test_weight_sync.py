@@ -45,7 +45,7 @@ def ranks3() -> Iterator[RankPool]:
 
 
 def touched_and_whole(rank: int, world_size: int, cells: list[Cell]) -> list[float]:
-    """How far the two ways are apart after some steps."""
+    """Return the distance between the two ways after some steps."""
     gaps = []
     for cell in cells:
         stream = make_stream(cell, 4)
@@ -71,7 +71,7 @@ def test_two_replicas_get_the_dense_result_bit_for_bit(ranks4: RankPool) -> None
 
 
 def in_small_messages(rank: int, world_size: int, cells: list[Cell]) -> list[float]:
-    """As `touched_and_whole`, with a few rows at a time instead of thousands."""
+    """Run `touched_and_whole` with a few rows per message instead of thousands."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_average, "_RANGE_BYTES", 7 * 4 * 8)
         patch.setattr(row_average, "_MESSAGE_BYTES", 3 * 4 * 8)
@@ -97,7 +97,7 @@ def test_more_replicas_get_it_up_to_the_order_of_additions(ranks4: RankPool) -> 
 
 @dataclass(frozen=True)
 class Apart:
-    """What one of several replicas saw."""
+    """One replica's view."""
 
     start: Tensors
     end: Tensors
@@ -219,7 +219,8 @@ def test_replicas_are_equal_when_the_policy_says_so_and_whenever_someone_looks(
     def equal(kind: int) -> list[int]:
         by_moment = zip(*answers, strict=True)
         return [
-            int(all(torch.equal(one[kind], ranks[0][kind]) for one in ranks)) for ranks in by_moment
+            int(all(torch.equal(entry[kind], ranks[0][kind]) for entry in ranks))
+            for ranks in by_moment
         ]
 
     # Whoever evaluates or reads the state sees equal replicas.
@@ -280,9 +281,11 @@ def step_with(rank: int, world_size: int, cell: Cell, value: float) -> tuple[str
 def test_a_bad_value_stops_all_peers_before_anything_is_written(
     ranks4: RankPool, spec: ModelSpec, value: float
 ) -> None:
-    for said, change in ranks4.run(step_with, Cell(FOUR, "table_wise", spec, sync=TOUCHED), value):
-        assert said.startswith("table 't1' has weights or optimizer state that are not finite")
-        assert said.endswith("(found on rank 1)")
+    for message, change in ranks4.run(
+        step_with, Cell(FOUR, "table_wise", spec, sync=TOUCHED), value
+    ):
+        assert message.startswith("table 't1' has weights or optimizer state that are not finite")
+        assert message.endswith("(found on rank 1)")
         assert change == 0.0
 
 
@@ -294,12 +297,12 @@ def shard_stateless(rank: int, world_size: int) -> None:
 def test_a_policy_for_moments_that_do_not_exist_is_refused(ranks4: RankPool) -> None:
     with pytest.raises(RanksFailed) as failed:
         ranks4.run(shard_stateless)
-    said = r"has no optimizer state that moments_policy=every(4) could sync; leave it out"
-    assert all(said in report for report in failed.value.reports.values())
+    message = r"has no optimizer state that moments_policy=every(4) could sync; leave it out"
+    assert all(message in report for report in failed.value.reports.values())
 
 
 def whole_in_chunks(rank: int, world_size: int, chunk_bytes: int) -> tuple[Tensors, set[str]]:
-    """What averaging whole shards comes to, and the collectives that it is made of."""
+    """Average whole shards; return the result, and the collectives behind it."""
     cell = Cell(tdsp.Mesh2D(2, 2), spec=LARGE, sync=WHOLE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(whole_shard, "_CHUNK_BYTES", chunk_bytes)
@@ -307,24 +310,26 @@ def whole_in_chunks(rank: int, world_size: int, chunk_bytes: int) -> tuple[Tenso
             trained = train(cell, rank, make_stream(cell, 2))
     # Each rank has half of the rows of each table, and their moments.
     large = {4 * 800 * 8, 4 * 480 * 16, 4 * 660 * 8}
-    reduced = [one for one in seen.records if one.op.startswith("all_reduce")]
+    reduced = [entry for entry in seen.records if entry.op.startswith("all_reduce")]
     return trained, {
-        one.op for one in reduced if one.num_bytes in large or one.op == "all_reduce_coalesced"
+        entry.op
+        for entry in reduced
+        if entry.num_bytes in large or entry.op == "all_reduce_coalesced"
     }
 
 
 def test_large_shards_are_averaged_where_they_are(ranks4: RankPool) -> None:
     together = ranks4.run(whole_in_chunks, 2**20)
     apart = ranks4.run(whole_in_chunks, 20_000)
-    for (expected, joined), (found, parted) in zip(together, apart, strict=True):
-        assert largest_gap(found, expected) == 0.0
+    for (expected, joined), (actual, parted) in zip(together, apart, strict=True):
+        assert largest_gap(actual, expected) == 0.0
         assert joined == {"all_reduce_coalesced"}
         # Moments are small enough to travel together.
         assert parted == {"all_reduce", "all_reduce_coalesced"}
 
 
 def trained_with_an_empty_shard(rank: int, world_size: int) -> Tensors:
-    """By a model whose first table has no row on every second rank of a group."""
+    """Train a model whose first table has no row on every second rank of a group."""
     spec = ModelSpec((TableSpec("t0", 1, 8, ("f0",)), *LARGE.tables[1:]))
     cell = Cell(tdsp.Mesh2D(2, 2), spec=spec, sync=WHOLE)
     return train(cell, rank, make_stream(cell, 2))
@@ -332,5 +337,5 @@ def trained_with_an_empty_shard(rank: int, world_size: int) -> Tensors:
 
 def test_shards_without_rows_are_left_out(ranks4: RankPool) -> None:
     copies = ranks4.run(trained_with_an_empty_shard)
-    for one, other in (copies[:2], copies[2:]):
-        assert largest_gap(one, other) == 0.0
+    for entry, other in (copies[:2], copies[2:]):
+        assert largest_gap(entry, other) == 0.0

@@ -13,13 +13,13 @@ from tests.support.cells import Cell
 from torchrec_2dsp.planner.torchrec.adapters import Stats2D
 
 _STOCK_PLANS: dict[Hashable, ShardingPlan] = {}
-"""The plans that were made in this process for sharding every table one way."""
+"""Plans made in this process that shard every table one way."""
 
 
 def plan_by_cost(
     cell: Cell, model: nn.Module, sharder: object, local_world_size: int
 ) -> ShardingPlan:
-    """As a planner finds it within the cell's demands."""
+    """Plan within the cell's demands, by predicted cost."""
     return planned(
         model,
         sharder,
@@ -32,7 +32,7 @@ def plan_by_cost(
 
 
 def group_plan(cell: Cell, model: nn.Module, sharder: object, local_world_size: int) -> tdsp.Plan2D:
-    """A plan with every table sharded the cell's way."""
+    """Plan every table the cell's way."""
     # Planning takes as long as a few steps, and many cells differ in what comes after it.
     key = (cell.mesh, cell.sharding, cell.spec, type(model), local_world_size)
     if key not in _STOCK_PLANS:
@@ -54,7 +54,7 @@ def group_plan(cell: Cell, model: nn.Module, sharder: object, local_world_size: 
 
 
 def group_planner(cell: Cell) -> tdsp.Planner2D:
-    """The planner that can only shard every table the cell's way."""
+    """Return a planner that can only shard every table the cell's way."""
     constraints = {
         table.name: ParameterConstraints(sharding_types=[cell.sharding], min_partition=4)
         for table in cell.spec.tables
@@ -78,7 +78,7 @@ def planned(
     sync: tdsp.GradientSync | tdsp.WeightSync,
     proposed: bool,
 ) -> ShardingPlan:
-    """As `Planner2D` finds it, or TorchRec's planner of this package's proposals: a stock plan."""
+    """Return the plan of `Planner2D`, or of TorchRec's planner with this package's proposals."""
     calibration = tdsp.Calibration.load("configs/hardware/emulated_200mbit.toml")
     topology = calibration.topology(mesh.world_size, local_world_size=local_world_size)
     known: dict[str, Any] = {

@@ -63,7 +63,7 @@ def just_end(groups: MeshGroups) -> None:
 
 
 def forget_and_end(groups: MeshGroups) -> None:
-    """As `just_end`, while a collective was left unfinished on one axis."""
+    """End while a collective is unfinished on one axis."""
     dist.all_reduce(torch.ones(1000), group=groups.replica_peers, async_op=True)
 
 

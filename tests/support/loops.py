@@ -43,7 +43,7 @@ Stream = list[list[KeyedJaggedTensor]]
 
 
 def make_stream(cell: Cell, steps: int) -> Stream:
-    """The batches of all ranks."""
+    """Return all ranks' batches."""
     make = make_variable_batch if cell.variable else make_batch
     return [
         [make(cell.spec, 1000 * step + rank) for rank in range(cell.mesh.world_size)]
@@ -85,7 +85,7 @@ class LossModel(BagModel):
 
 
 def shard_loss_model(cell: Cell) -> DistributedModelParallel:
-    """As `shard`, with a model for pipelines, where they can trace it."""
+    """Call `shard` with a model for pipelines, where they can trace it."""
     if cell.spec.sequence:
         return shard(cell)
     torch.manual_seed(0)
@@ -114,7 +114,7 @@ def stock_dmp(cell: Cell, world_size: int) -> DistributedModelParallel:
 
 
 def entries(parallel: DistributedModelParallel) -> dict[str, Any]:
-    """The entries of both state dicts, tables by their path and states by ``path/state``."""
+    """Return both state dicts' entries, tables by path and states by ``path/state``."""
     values = dict(parallel.state_dict())
     for name, states in parallel.fused_optimizer.state_dict()["state"].items():
         values |= {f"{name}/{key}": state for key, state in states.items()}
@@ -140,7 +140,7 @@ def local_tensors(value: Any) -> list[torch.Tensor]:
 
 
 def largest_gap(left: Tensors, right: Tensors) -> float:
-    """The largest difference between two snapshots; 0 if they are equal bit for bit."""
+    """Return the largest difference between two snapshots; 0 if they are equal bit for bit."""
     assert left.keys() == right.keys()
     assert sum(value.numel() for value in left.values()) > 0
     gaps = [(left[name].float() - right[name].float()).abs() for name in left]
@@ -149,7 +149,7 @@ def largest_gap(left: Tensors, right: Tensors) -> float:
 
 @contextmanager
 def counting_syncs(parallel: nn.Module) -> Iterator[list[tdsp.SyncReport]]:
-    """The reports of all syncs that had something to do, whoever triggered them."""
+    """Yield the reports on all syncs that had something to do, whoever triggered them."""
     reports: list[tdsp.SyncReport] = []
 
     def counted(
@@ -181,7 +181,7 @@ def plain_loop(
     accumulate: int = 1,
     before_step: Callable[[int], None] | None = None,
 ) -> list[float]:
-    """The loop of a tutorial; an optimizer step after every ``accumulate`` backwards."""
+    """Run a tutorial's loop, with an optimizer step after every ``accumulate`` backwards."""
     losses = []
     for index, batch in enumerate(batches):
         if index % accumulate == 0:
@@ -214,7 +214,7 @@ def pipeline_loop(
     batches: Sequence[KeyedJaggedTensor],
     **options: Any,
 ) -> list[float]:
-    """A pipeline over a `LossModel`, until its stream ends."""
+    """Run a pipeline over a `LossModel` until its stream ends."""
     pipeline = PIPELINES[kind](parallel, optimizer, rank_device(), **options)
     stream, losses = iter(batches), []
     for _ in range(len(batches) + 1):
@@ -228,7 +228,7 @@ def pipeline_loop(
 
 
 def train(cell: Cell, rank: int, stream: Stream, kind: str = "plain", **options: Any) -> Tensors:
-    """The snapshot after one loop over this rank's batches."""
+    """Return the snapshot after one loop over this rank's batches."""
     parallel = shard_loss_model(cell)
     optimizer = make_optimizer(parallel)
     batches = [step[rank] for step in stream]
@@ -240,7 +240,7 @@ def train(cell: Cell, rank: int, stream: Stream, kind: str = "plain", **options:
 
 
 def by_pipelines(rank: int, world_size: int, cell: Cell) -> list[float]:
-    """How far each of TorchRec's pipelines ends from the plain loop."""
+    """Return each TorchRec pipeline's distance from the plain loop."""
     stream = make_stream(cell, 5)
     expected = train(cell, rank, stream)
     return [largest_gap(train(cell, rank, stream, kind), expected) for kind in PIPELINES]

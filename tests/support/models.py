@@ -39,7 +39,7 @@ SEQUENCE_TABLES = (
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Which model to build."""
+    """A test model's tables and kind."""
 
     tables: tuple[TableSpec, ...] = TABLES
     pooling: str = "sum"
@@ -131,13 +131,13 @@ Model = BagModel | SequenceModel
 
 
 def build(spec: ModelSpec, seed: int = 0, device: str = "cpu") -> Model:
-    """The model of ``spec``, with the same weights for the same seed."""
+    """Build the model of ``spec``, with the same weights for the same seed."""
     torch.manual_seed(seed)
     return (SequenceModel if spec.sequence else BagModel)(spec, device)
 
 
 def tables_of(model: nn.Module) -> nn.ModuleDict:
-    """The embedding modules of an unsharded or sharded model, by table."""
+    """Return the embedding modules of an unsharded or sharded model, by table."""
     if hasattr(model, "ebc"):
         return model.ebc.embedding_bags  # type: ignore[union-attr]
     return model.ec.embeddings  # type: ignore[union-attr]
@@ -146,7 +146,7 @@ def tables_of(model: nn.Module) -> nn.ModuleDict:
 def make_batch(
     spec: ModelSpec, seed: int, batch_size: int = 6, max_length: int = 4
 ) -> KeyedJaggedTensor:
-    """A batch with skewed ids, empty bags and duplicate ids inside bags."""
+    """Draw a batch with skewed ids, empty bags and duplicate ids inside bags."""
     generator = torch.Generator().manual_seed(seed)
     keys = [feature for feature, _ in spec.features]
     lengths = torch.randint(0, max_length + 1, (len(keys) * batch_size,), generator=generator)

@@ -51,7 +51,7 @@ def adagrad_(
 
 
 def local_loss(scores: torch.Tensor) -> torch.Tensor:
-    """The loss of one rank's batch; ranks are averaged, as DDP does."""
+    """Return the loss of one rank's batch; ranks are averaged, as DDP does."""
     return (scores - 1.0).pow(2).sum()
 
 
@@ -120,7 +120,7 @@ class Oracle:
 
 
 class OracleKind(NamedTuple):
-    """What an oracle is made of."""
+    """An oracle's parameters."""
 
     spec: ModelSpec
     optimizer: str
@@ -147,7 +147,7 @@ def batches_of(
     step: int,
     variable: bool = False,
 ) -> list[KeyedJaggedTensor]:
-    """Those of all ranks in a step; if ``variable``, most have a batch size for each feature."""
+    """Draw all ranks' batches; if ``variable``, most have a batch size for each feature."""
     return [
         batch_of(spec, seed, sizes, max_length, step, variable, rank=rank)
         for rank in range(len(sizes))
@@ -164,7 +164,7 @@ def batch_of(
     *,
     rank: int,
 ) -> KeyedJaggedTensor:
-    """The batch of one rank in a step: a rank alone need not draw those of the others."""
+    """Draw one rank's batch, without those of the others."""
     make = make_variable_batch if variable else make_batch
     return make(spec, seed + 1000 * step + rank, sizes[rank], max_length)
 

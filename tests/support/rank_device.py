@@ -11,12 +11,12 @@ from tests.support.devices import on_gpus
 
 
 def rank_device() -> torch.device:
-    """Where this rank computes."""
+    """Return this rank's device."""
     return torch.device("cuda", torch.cuda.current_device()) if on_gpus() else torch.device("cpu")
 
 
 def on_rank_device(model: nn.Module) -> nn.Module:
-    """The model, on this rank's device, but for parts that have no memory yet."""
+    """Move the model to this rank's device, except for parts on the meta device."""
     for part in model.children():
         if not any(param.is_meta for param in part.parameters()):
             part.to(rank_device())
@@ -24,7 +24,7 @@ def on_rank_device(model: nn.Module) -> nn.Module:
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU, which another process can read."""
+    """Return a copy on the CPU, which another process can read."""
     return tensor.detach().to("cpu", copy=True)
 
 
@@ -38,7 +38,7 @@ def join_world(number: int, **settings: Any) -> None:
 
 
 def _move_batch(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a sharded model is called with, on the rank's device: a loop would move it there."""
+    """Move a sharded model's arguments to the rank's device, as a loop would."""
     # Not above: ranks on the CPU may do without TorchRec, which takes seconds to import.
     from torchrec.distributed.model_parallel import DistributedModelParallel
 

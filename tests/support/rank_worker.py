@@ -54,7 +54,7 @@ def die_with_parent() -> None:
 
 
 def _watch_parent() -> None:
-    """The server that forked this rank may live on for a while after the tests were killed."""
+    """End with the tests, which the server that forked this rank may outlive for a while."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -62,7 +62,7 @@ def _watch_parent() -> None:
 
 
 def sum_over_ranks(rank: int, world_size: int) -> int:
-    """The number of ranks, if they can talk to each other."""
+    """Return the number of ranks, if they can talk to each other."""
     import torch
     import torch.distributed as dist
 
@@ -113,7 +113,7 @@ def _answer(connection: Connection, action: Callable[[], Any]) -> None:
 
 
 def _warning_filters() -> list[str]:
-    """What pytest is told, so that a rank treats warnings as the test process does."""
+    """Return pytest's warning filters, so that a rank treats warnings alike."""
     pyproject = REPOSITORY / "pyproject.toml"
     if not pyproject.exists():
         return []

@@ -26,7 +26,7 @@ from tests.support.slices import patient
 START_TIMEOUT_S = 120
 EXIT_TIMEOUT_S = 20
 GRACE_S = 15
-"""How long the other ranks may go on after one failed, so that their errors are seen too."""
+"""The time for which other ranks may go on after one failed, so that their errors are seen."""
 
 PRELOADED = ["tests.support.no_collections", "tests.support.preloaded"]  # In this order.
 _BAD_EXIT = "died with exit code"
@@ -40,7 +40,7 @@ class RanksFailed(Exception):
 
     def __init__(self, reports: dict[int, str]) -> None:
         self.reports = reports
-        """What each rank did, by rank."""
+        """Each rank's report."""
         text = [f"---- rank {rank}: {report.rstrip()}" for rank, report in sorted(reports.items())]
         super().__init__("\n" + "\n".join(text))
 
@@ -86,9 +86,9 @@ class RankPool:
         self.world_size = world_size
         self.local_world_size = ranks_per_host(local_world_size or world_size)
         self.num_starts = 0
-        """How often processes were started."""
+        """The number of process starts."""
         self.exit_codes: list[int | None] = []
-        """How the ranks exited that were closed last; `None` if one had to be killed."""
+        """The exit codes of the ranks that were closed last; `None` if one had to be killed."""
         self._start_method = start_method
         self._ranks: list[_Rank] = []
 
@@ -173,7 +173,7 @@ class RankPool:
         pending = {rank.connection: rank for rank in self._ranks}
         while pending and (left := deadline - time.monotonic()) > 0:
             ready = wait(list(pending), left)
-            for connection in [one for one in pending if one in ready]:
+            for connection in [entry for entry in pending if entry in ready]:
                 rank = pending.pop(connection)
                 answers[rank.number] = rank.answer()
                 if answers[rank.number][0] != "returned":
@@ -192,7 +192,7 @@ class RankPool:
         raise RanksFailed(reports)
 
     def _in_step(self) -> bool:
-        """Whether ranks that all raised can still talk to each other."""
+        """Return whether ranks that all raised can still talk to each other."""
         answers = []
         payload = pickle.dumps((sum_over_ranks, ()))
         for rank in self._ranks:
@@ -246,7 +246,7 @@ class _Rank:
         self._signal(signal.SIGUSR1)
 
     def stacks(self) -> str:
-        """What faulthandler wrote after `ask_for_stacks`, complete or nearly so."""
+        """Return faulthandler's output after `ask_for_stacks`, complete or nearly so."""
         text = ""
         for _ in range(20):
             time.sleep(0.05)

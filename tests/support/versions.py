@@ -10,7 +10,7 @@ UNKNOWN = "99.1.0"
 
 
 def on_cpu(tried: VersionSet) -> FoundVersions:
-    """A machine without devices that has a tried set."""
+    """Return a machine without devices and with a tried set."""
     return FoundVersions(
         torch=f"{tried.torch}+cpu",
         torchrec=tried.torchrec,
@@ -22,7 +22,7 @@ def on_cpu(tried: VersionSet) -> FoundVersions:
 
 
 def on_cuda(tried: VersionSet) -> FoundVersions:
-    """A machine with devices that has a tried set."""
+    """Return a machine with devices and a tried set."""
     return replace(
         on_cpu(tried),
         torch=f"{tried.torch}+cu130",

@@ -30,7 +30,7 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 every_codec = pytest.mark.parametrize("name", CODECS)
 
 
-def some_rows(num_rows: int, dim: int, scale: float = 1.0, seed: int = 0) -> torch.Tensor:
+def random_rows(num_rows: int, dim: int, scale: float = 1.0, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     sizes = 10 ** torch.randn((num_rows, 1), generator=generator)
     return torch.randn((num_rows, dim), generator=generator) * sizes * scale
@@ -51,7 +51,7 @@ def round_trip(codec: RowCodec, rows: torch.Tensor) -> torch.Tensor:
 def test_no_number_changes_by_more_than_the_bound(
     name: str, num_rows: int, dim: int, exponent: int, seed: int
 ) -> None:
-    codec, rows = CODECS[name], some_rows(num_rows, dim, 10.0**exponent, seed)
+    codec, rows = CODECS[name], random_rows(num_rows, dim, 10.0**exponent, seed)
     errors = (round_trip(codec, rows) - rows).abs()
     assert errors.shape == rows.shape
     assert bool((errors <= codec.error_bound(rows)[:, None]).all())
@@ -59,7 +59,7 @@ def test_no_number_changes_by_more_than_the_bound(
 
 @every_codec
 def test_a_bound_is_no_larger_than_need_be(name: str) -> None:
-    codec, rows = CODECS[name], some_rows(200, 64)
+    codec, rows = CODECS[name], random_rows(200, 64)
     errors = (round_trip(codec, rows) - rows).abs().amax(dim=1)
     bound = codec.error_bound(rows)
     if codec.is_exact:
@@ -72,7 +72,7 @@ def test_a_bound_is_no_larger_than_need_be(name: str) -> None:
 @every_codec
 @pytest.mark.parametrize("shape", [(0, 8), (3, 1), (5, 7), (2, 64)])
 def test_both_ends_know_sizes_and_types(name: str, shape: tuple[int, int]) -> None:
-    codec, rows = CODECS[name], some_rows(*shape)
+    codec, rows = CODECS[name], random_rows(*shape)
     encoded = codec.encode(rows)
     assert encoded.shape == (shape[0], codec.columns(shape[1]))
     assert encoded.dtype is codec.dtype
@@ -105,7 +105,7 @@ def test_a_row_s_largest_number_has_bounds(
     largest: float,
     overflows: float | None,
 ) -> None:
-    """The table in docs/guides/transport.md."""
+    """They stand in docs/guides/transport.md."""
 
     def arrived(number: float) -> float:
         return round_trip(CODECS[name], torch.tensor([[number, -number, 0.0]]))[0, 0].item()
@@ -118,7 +118,7 @@ def test_a_row_s_largest_number_has_bounds(
 
 @every_codec
 def test_zeros_stay_zeros(name: str) -> None:
-    rows = some_rows(4, 6)
+    rows = random_rows(4, 6)
     rows[1] = 0.0
     rows[2, 3] = 0.0
     decoded = round_trip(CODECS[name], rows)
@@ -129,7 +129,7 @@ def test_zeros_stay_zeros(name: str) -> None:
 @every_codec
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_row_that_is_not_finite_does_not_become_so(name: str, bad: float) -> None:
-    rows = some_rows(3, 6)
+    rows = random_rows(3, 6)
     rows[1, 2] = bad
     decoded = round_trip(CODECS[name], rows)
     assert not decoded[1].isfinite().all()
@@ -138,13 +138,13 @@ def test_a_row_that_is_not_finite_does_not_become_so(name: str, bad: float) -> N
 
 @pytest.mark.parametrize("name", [name for name in CODECS if "random" not in name])
 def test_a_row_is_encoded_by_itself(name: str) -> None:
-    codec, rows = CODECS[name], some_rows(6, 16)
+    codec, rows = CODECS[name], random_rows(6, 16)
     assert torch.equal(codec.encode(rows)[2:4], codec.encode(rows[2:4]))
 
 
 @every_codec
 def test_what_is_encoded_stays_as_it_is(name: str) -> None:
-    rows = some_rows(6, 16)
+    rows = random_rows(6, 16)
     before = rows.clone()
     round_trip(CODECS[name], rows)
     assert torch.equal(rows, before)
@@ -152,7 +152,7 @@ def test_what_is_encoded_stays_as_it_is(name: str) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_rounding_at_random_is_right_on_average(bits: int) -> None:
-    rows = some_rows(1, 32).repeat(20_000, 1)
+    rows = random_rows(1, 32).repeat(20_000, 1)
     codec = IntegerRows(bits=bits, generator=torch.Generator().manual_seed(1))
     mean_error = (round_trip(codec, rows) - rows).mean(dim=0).abs()
     # The mean of 20,000 errors of at most a scale: six standard deviations of half a scale.
@@ -162,7 +162,7 @@ def test_rounding_at_random_is_right_on_average(bits: int) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_what_has_travelled_travels_again_unchanged(bits: int) -> None:
     """Rows that are handed on in the same codec aren't rounded twice, up to their scale."""
-    codec, rows = IntegerRows(bits=bits), some_rows(100, 24)
+    codec, rows = IntegerRows(bits=bits), random_rows(100, 24)
     once = round_trip(codec, rows)
     twice = round_trip(codec, once)
     assert bool(((twice - once).abs() <= codec.error_bound(once)[:, None]).all())

@@ -23,7 +23,7 @@ from torchrec_2dsp.optim import (
 
 SCALES = [0.25, 1.0, 3.7, 4.0, 100.0]
 ROUNDING = 1e-6
-"""The two sides divide and take the root in another order: some float32 roundings per step."""
+"""Both sides divide and take roots in another order: some float32 roundings per step."""
 
 
 def gradients(num_steps: int, shape: tuple[int, int] = (9, 4)) -> list[torch.Tensor]:
@@ -218,7 +218,7 @@ TOLERANCE = 0.05
 
 
 def measured(num_groups: int, rho: float, hits: torch.Tensor, seed: int) -> float:
-    """The averaged moment over one group's, of many rows over some steps.
+    """Return the averaged moment over one group's, for many rows and some steps.
 
     Args:
         hits: lookups of each row, by step: `[steps, rows]`.
@@ -246,9 +246,9 @@ def measured(num_groups: int, rho: float, hits: torch.Tensor, seed: int) -> floa
 @pytest.mark.parametrize("rho", [0.0, 0.05, 0.5, 3.0])
 @pytest.mark.parametrize("hits", [1, 3, 20])
 def test_a_row_that_is_always_looked_up_as_often(num_groups: int, rho: float, hits: int) -> None:
-    found = measured(num_groups, rho, torch.full((NUM_STEPS, NUM_ROWS), hits), seed=hits)
+    actual = measured(num_groups, rho, torch.full((NUM_STEPS, NUM_ROWS), hits), seed=hits)
     expected = moment_inflation(num_groups=num_groups, hits=hits, rho=rho)
-    assert found == pytest.approx(expected, rel=TOLERANCE)
+    assert actual == pytest.approx(expected, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("num_groups", [2, 8])
@@ -257,9 +257,9 @@ def test_a_row_that_is_always_looked_up_as_often(num_groups: int, rho: float, hi
 def test_a_row_that_is_looked_up_at_random(num_groups: int, rho: float, hits: float) -> None:
     generator = torch.Generator().manual_seed(1)
     counts = torch.poisson(torch.full((NUM_STEPS, NUM_ROWS), hits), generator=generator)
-    found = measured(num_groups, rho, counts.long(), seed=2)
+    actual = measured(num_groups, rho, counts.long(), seed=2)
     expected = expected_moment_inflation(num_groups=num_groups, hits=hits, rho=rho)
-    assert found == pytest.approx(expected, rel=TOLERANCE)
+    assert actual == pytest.approx(expected, rel=TOLERANCE)
 
 
 def test_a_tables_scale_is_the_mean_inflation_of_its_lookups() -> None:

@@ -87,10 +87,10 @@ def test_tensors_survive_packing(sizes: list[tuple[int, int, torch.dtype]]) -> N
     buffer = pack(tensors)
 
     assert buffer.dtype == torch.uint8
-    assert buffer.numel() == sum(one.num_bytes for one in layout)
-    for found, tensor in zip(unpack(buffer, layout), tensors, strict=True):
-        assert found.dtype == tensor.dtype
-        assert torch.equal(found, tensor)
+    assert buffer.numel() == sum(entry.num_bytes for entry in layout)
+    for actual, tensor in zip(unpack(buffer, layout), tensors, strict=True):
+        assert actual.dtype == tensor.dtype
+        assert torch.equal(actual, tensor)
 
 
 def test_a_column_is_packed_as_it_reads() -> None:
@@ -128,9 +128,9 @@ SHARDS = st.lists(st.lists(PEERS, max_size=6), max_size=4)
 
 @given(SHARDS)
 def test_every_changed_row_is_in_one_piece(counts: list[list[list[int]]]) -> None:
-    found = messages(counts, [256] * len(counts))
+    actual = messages(counts, [256] * len(counts))
 
-    pieces = [piece for message in found for piece in message]
+    pieces = [piece for message in actual for piece in message]
     assert [piece.shard for piece in pieces] == sorted(piece.shard for piece in pieces)
     for shard, ranges in enumerate(counts):
         for peer in range(NUM_PEERS):
@@ -140,13 +140,13 @@ def test_every_changed_row_is_in_one_piece(counts: list[list[list[int]]]) -> Non
 
 @given(SHARDS)
 def test_a_message_is_worth_it(counts: list[list[list[int]]]) -> None:
-    found = messages(counts, [256] * len(counts))
+    actual = messages(counts, [256] * len(counts))
 
-    for message in found:
+    for message in actual:
         assert all(any(piece.counts) for piece in message)
         shards = [piece.shard for piece in message]
         assert len(set(shards)) == len(shards)
-    for message in found[:-1]:
+    for message in actual[:-1]:
         assert sum(sum(piece.counts) for piece in message) * 256 >= row_average._MESSAGE_BYTES
 
 
@@ -188,7 +188,7 @@ def test_rows_that_have_changed_places_change_the_sum() -> None:
 
 
 @pytest.mark.parametrize(
-    ("differs", "said"),
+    ("differs", "error_text"),
     [
         ([0], "500 to 1523"),
         ([0, 1, 3], "500 to 2547, 3572 to 4595"),
@@ -199,8 +199,8 @@ def test_rows_that_have_changed_places_change_the_sum() -> None:
         ),
     ],
 )
-def test_ranges_are_those_of_the_table(differs: list[int], said: str) -> None:
+def test_ranges_are_those_of_the_table(differs: list[int], error_text: str) -> None:
     shard = CopiedShard("t0", 500, (torch.zeros(10_000, 1),))
     flags = torch.zeros(10, dtype=torch.bool)
     flags[differs] = True
-    assert _named(shard, flags) == said
+    assert _named(shard, flags) == error_text

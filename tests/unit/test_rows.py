@@ -45,9 +45,9 @@ from torchrec_2dsp.replicas.gradient_sync import quickest_updater
 from torchrec_2dsp.rows.update import RULES, DirectLookup, DirectUpdater, RowUpdater
 
 ROUNDING = 1e-6
-"""Where the kernel adds in another order than we do: a few float32 roundings of values near 1."""
+"""The kernel adds in another order: a few float32 roundings of values near 1."""
 HALF_ROUNDING = 1e-3
-"""The same for fp16 tables: such a difference can tip a weight near 1 to its fp16 neighbour."""
+"""For fp16 tables: such a difference can tip a weight near 1 to its fp16 neighbour."""
 
 
 def row_capture(tbe: SplitTableBatchedEmbeddingBagsCodegen, **options: Any) -> RowCapture:
@@ -134,8 +134,8 @@ def test_rows_of_a_kernel_with_half_precision_output(factor: float) -> None:
     batch = make_ids(case, 0)
     output, own_output = fused(*batch), captured(capture := row_capture(ours), batch)
     assert output.dtype == own_output.dtype == torch.float16
-    for one in (output, own_output):
-        one.backward(upstream_gradient(one, 0).half() * factor)
+    for entry in (output, own_output):
+        entry.backward(upstream_gradient(entry, 0).half() * factor)
     RowUpdater(ours).apply(capture.take()[0].gradients())
     assert all(map(torch.equal, tensors_of(ours), tensors_of(fused)))
 
@@ -158,7 +158,7 @@ def test_ids_out_of_range_act_as_in_the_kernel(pooling: PoolingMode) -> None:
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_the_learning_rate_is_that_of_the_lookup(elsewhere: bool) -> None:
-    """That of the kernel, or where else it is said to come from."""
+    """It is the kernel's, or comes from a given function."""
     case = Case(optimizer=ADAGRAD)
     fused, ours = make_tbe(case), make_tbe(case)
     rate = 0.0
@@ -346,9 +346,9 @@ def test_it_trains_as_the_fused_backward_does(
         eps=0.01,
     )
     rounding = LOOKUP_ROUNDING[precision]
-    found, expected = trained_by_lookups(case, direct=True), trained_by_lookups(case, direct=False)
-    for mine, fused in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, fused, rtol=rounding, atol=rounding)
+    result, expected = trained_by_lookups(case, direct=True), trained_by_lookups(case, direct=False)
+    for own, fused in zip(result, expected, strict=True):
+        torch.testing.assert_close(own, fused, rtol=rounding, atol=rounding)
 
 
 def test_nothing_is_updated_by_an_empty_batch_or_before_the_backward() -> None:
@@ -368,7 +368,6 @@ def test_nothing_is_updated_by_an_empty_batch_or_before_the_backward() -> None:
 @pytest.mark.slow
 @pytest.mark.alone
 def test_it_is_quicker_than_the_fused_backward() -> None:
-    """Of distinct rows that four ranks ask for; what it is there for."""
     case = Case(((60_000, 64),) * 4, (0, 1, 2, 3), SEQUENCE, ROW_WISE)
     generator = torch.Generator().manual_seed(0)
     asked = [torch.randperm(60_000, generator=generator)[:3_000] for _ in range(4 * 4)]
@@ -386,9 +385,9 @@ def test_it_is_quicker_than_the_fused_backward() -> None:
             repeats.append(1e3 * (time.perf_counter() - start))
         return statistics.median(repeats)
 
-    fused, mine = milliseconds(direct=False), milliseconds(direct=True)
-    print(f"\n{ids.numel():,} rows of 64: FBGEMM {fused:.1f} ms, by tensors {mine:.1f} ms")
-    assert mine < 0.5 * fused
+    fused, own = milliseconds(direct=False), milliseconds(direct=True)
+    print(f"\n{ids.numel():,} rows of 64: FBGEMM {fused:.1f} ms, by tensors {own:.1f} ms")
+    assert own < 0.5 * fused
 
 
 """Row gradients are added in another order: a few float32 roundings of values near 1."""

@@ -13,7 +13,7 @@ from torchrec_2dsp._compat.versions import TRIED, VersionSet
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"1.8": "", "1.9": "torchrec-1.9/"}
-"""Where the locks of each TorchRec are."""
+"""Each TorchRec's folder of locks."""
 LOCKS = (*(folder + kind for folder in FOLDERS.values() for kind in ("cpu", "cuda")), "dev")
 PIN = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*==[0-9]+(\.[0-9]+)*")
 # torch's own dependencies come with torch, in the versions that fit it.
@@ -29,7 +29,7 @@ def read_pins(lock: str) -> list[str]:
 
 
 def series(tried: VersionSet) -> str:
-    """What the Makefile calls a set."""
+    """Return the Makefile's name for a set."""
     return tried.series("torchrec").removesuffix(".x")
 
 
@@ -181,4 +181,4 @@ def test_no_folder_of_tests_is_left_out(pytestconfig: pytest.Config) -> None:
     folders = {folder.name for file in files for folder in file.relative_to(ROOT).parents}
     assert {"tests", "unit", "dist"} <= folders
     left_out = pytestconfig.getini("norecursedirs")
-    assert not [(name, one) for name in folders for one in left_out if fnmatch(name, one)]
+    assert not [(name, entry) for name in folders for entry in left_out if fnmatch(name, entry)]

@@ -51,7 +51,7 @@ def imported_names(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def upstream_scope(path: Path) -> dict[str, object]:
-    """The upstream modules and classes that a file knows, by the name it calls them."""
+    """Return the upstream modules and classes that a file knows, by its names for them."""
     scope: dict[str, object] = {}
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and is_upstream(node.module):
@@ -92,13 +92,13 @@ def private_attributes(path: Path) -> Iterator[tuple[str, object, str]]:
 
 
 def resolved(dotted: str, scope: dict[str, object]) -> Any:
-    """What a dotted name stands for."""
+    """Resolve a dotted name."""
     top, *rest = dotted.split(".")
     return reduce(getattr, rest, scope[top])
 
 
 def has_attribute(owner: object, name: str) -> bool:
-    """Whether ``owner`` has it, or for a class, whether its code sets it on instances.
+    """Return whether ``owner`` has it; of a class, whether its code sets it on instances.
 
     All classes of a union must have it.
     """
@@ -176,7 +176,7 @@ def own_subclasses(module: ModuleType) -> Iterator[type]:
 
 @pytest.mark.dealt_suite
 def test_inherited_private_attributes_exist() -> None:
-    """What a subclass uses as ``self._x`` is set by itself or by the upstream class."""
+    """A private attribute on ``self`` is set by the subclass or by its upstream class."""
     missing = []
     for kind in subclasses_of_upstream():
         attributes = [list(attributes_of_self(definition(base))) for base in kind.__mro__]
@@ -191,8 +191,8 @@ def test_inherited_private_attributes_exist() -> None:
 
 def definition(kind: type) -> ast.AST:
     file = getattr(sys.modules[kind.__module__], "__file__", None) or ""
-    found = class_definitions(file) if file.endswith(".py") else {}
-    return found.get(kind.__name__, ast.Module(body=[], type_ignores=[]))
+    actual = class_definitions(file) if file.endswith(".py") else {}
+    return actual.get(kind.__name__, ast.Module(body=[], type_ignores=[]))
 
 
 @cache

@@ -32,7 +32,7 @@ from torchrec_2dsp.errors import TwoDError, UntriedVersionWarning, VersionError
 
 ROOT = Path(__file__).parents[2]
 LOCKS = {"1.8.x": "requirements/cpu.txt", "1.9.x": "requirements/torchrec-1.9/cpu.txt"}
-"""The lock of each tried set, by torchrec's series."""
+"""Each tried set's lock, by torchrec's series."""
 
 
 def test_the_table_has_both_sets() -> None:
@@ -42,7 +42,7 @@ def test_the_table_has_both_sets() -> None:
 
 
 def patched(tried: VersionSet) -> FoundVersions:
-    """A machine with later patch releases of a set."""
+    """Return a machine with later patch releases of a set."""
     torch, torchrec, fbgemm = (
         tried.series(package).replace("x", "7") for package in ("torch", "torchrec", "fbgemm")
     )
@@ -72,23 +72,21 @@ def test_all_tried_releases_of_torchrec_pass(release: str) -> None:
     require_supported_versions(replace(on_cpu(NEW), torchrec=release))
 
 
+UNTRIED_MACHINES = {
+    "torchrec of no set": (replace(on_cpu(OLD), torchrec=UNKNOWN), {"torchrec": UNKNOWN}),
+    "another torch and its fbgemm": (
+        replace(on_cpu(NEW), torch="99.0.0+cpu", fbgemm_gpu_cpu="99.0.0"),
+        {"torch": "99.0.0+cpu", "fbgemm": "99.0.0"},
+    ),
+    "all": (
+        replace(on_cuda(OLD), torch=UNKNOWN, fbgemm_gpu=UNKNOWN, torchrec=UNKNOWN),
+        {"torch": UNKNOWN, "torchrec": UNKNOWN, "fbgemm": UNKNOWN},
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    ("found", "untried"),
-    [
-        pytest.param(
-            replace(on_cpu(OLD), torchrec=UNKNOWN), {"torchrec": UNKNOWN}, id="torchrec-of-no-set"
-        ),
-        pytest.param(
-            replace(on_cpu(NEW), torch="99.0.0+cpu", fbgemm_gpu_cpu="99.0.0"),
-            {"torch": "99.0.0+cpu", "fbgemm": "99.0.0"},
-            id="another-torch-and-its-fbgemm",
-        ),
-        pytest.param(
-            replace(on_cuda(OLD), torch=UNKNOWN, fbgemm_gpu=UNKNOWN, torchrec=UNKNOWN),
-            {"torch": UNKNOWN, "torchrec": UNKNOWN, "fbgemm": UNKNOWN},
-            id="all",
-        ),
-    ],
+    ("found", "untried"), UNTRIED_MACHINES.values(), ids=UNTRIED_MACHINES.keys()
 )
 def test_untried_versions_warn_once(found: FoundVersions, untried: dict[str, str]) -> None:
     _warn_once.cache_clear()
@@ -180,102 +178,87 @@ INSTALL_CPU = OLD.install_fbgemm("fbgemm-gpu-cpu")
 INSTALL_CUDA = OLD.install_fbgemm("fbgemm-gpu")
 
 
-@pytest.mark.parametrize(
-    ("found", "named", "commands"),
-    [
-        pytest.param(
-            replace(CPU, torch="2.12.1+cpu"),
-            "torch     2.12.1+cpu (supported: 2.13.x)",
-            OLD.install_torch(),
-            id="old-torch",
-        ),
-        pytest.param(
-            replace(CPU, torch=None),
-            "torch     not installed (supported: 2.13.x)",
-            OLD.install_torch(),
-            id="no-torch",
-        ),
-        pytest.param(
-            replace(CPU, torchrec="1.9.0"),
-            "torchrec  1.9.0: belongs to torch 2.14.x and fbgemm 1.9.x (supported: 1.8.x)",
-            OLD.install_torchrec(),
-            id="new-torchrec",
-        ),
-        pytest.param(
-            replace(on_cpu(NEW), torchrec="1.8.0"),
-            "torchrec  1.8.0: belongs to torch 2.13.x and fbgemm 1.8.x (supported: 1.9.x)",
-            NEW.install_torchrec(),
-            id="old-torchrec",
-        ),
-        pytest.param(
-            replace(CPU, fbgemm_gpu_cpu="1.9.0"),
-            "fbgemm    fbgemm-gpu-cpu 1.9.0: belongs to torch 2.14.x and torchrec 1.9.x"
-            " (supported: 1.8.x)",
-            INSTALL_CPU,
-            id="new-fbgemm",
-        ),
-        pytest.param(
-            replace(on_cpu(NEW), fbgemm_gpu_cpu=None, torchrec="1.8.0"),
-            "torchrec  1.8.0: belongs to torch 2.13.x",
-            [*NEW.install_torchrec(), *NEW.install_fbgemm("fbgemm-gpu-cpu")],
-            id="torch-decides-between-two",
-        ),
-        pytest.param(
-            replace(CPU, torchrec=None),
-            "torchrec  not installed (supported: 1.8.x)",
-            OLD.install_torchrec(),
-            id="no-torchrec",
-        ),
-        pytest.param(
-            replace(CPU, fbgemm_gpu_cpu=None),
-            "fbgemm    not installed (supported: 1.8.x)",
-            INSTALL_CPU,
-            id="no-fbgemm-on-cpu",
-        ),
-        pytest.param(
-            replace(CUDA, fbgemm_gpu=None),
-            "fbgemm    not installed (supported: 1.8.x)",
-            INSTALL_CUDA,
-            id="no-fbgemm-on-cuda",
-        ),
-        pytest.param(
-            replace(CPU, fbgemm_gpu_cpu="1.7.0"),
-            "fbgemm    fbgemm-gpu-cpu 1.7.0 (supported: 1.8.x)",
-            INSTALL_CPU,
-            id="old-fbgemm",
-        ),
-        pytest.param(
-            replace(on_cpu(NEW), torch=UNKNOWN),
-            f"torch     {UNKNOWN} (supported: 2.14.x)",
-            NEW.install_torch(),
-            id="untried-torch-beside-a-tried-fbgemm",
-        ),
-        pytest.param(
-            replace(CPU, fbgemm_gpu="1.8.0"),
-            "fbgemm-gpu 1.8.0 and fbgemm-gpu-cpu 1.8.0: both own the same import package",
-            [BOTH_AWAY, *INSTALL_CPU],
-            id="both-on-cpu",
-        ),
-        pytest.param(
-            replace(CUDA, fbgemm_gpu_cpu="1.8.0"),
-            "fbgemm-gpu 1.8.0 and fbgemm-gpu-cpu 1.8.0: both own the same import package",
-            [BOTH_AWAY, *INSTALL_CUDA],
-            id="both-on-cuda",
-        ),
-        pytest.param(
-            replace(CUDA, torch="2.13.0+cpu"),
-            "fbgemm-gpu 1.8.0: the CUDA build can't be loaded beside the CPU build 2.13.0+cpu",
-            ["pip uninstall -y fbgemm-gpu", *INSTALL_CPU],
-            id="cuda-fbgemm-beside-cpu-torch",
-        ),
-        pytest.param(
-            replace(CUDA, has_nvidia_driver=False),
-            "fbgemm-gpu 1.8.0: the CUDA build can't be loaded without an NVIDIA driver",
-            ["pip uninstall -y fbgemm-gpu", *INSTALL_CPU],
-            id="cuda-fbgemm-without-driver",
-        ),
-    ],
-)
+MISMATCHES = {
+    "old torch": (
+        replace(CPU, torch="2.12.1+cpu"),
+        "torch     2.12.1+cpu (supported: 2.13.x)",
+        OLD.install_torch(),
+    ),
+    "no torch": (
+        replace(CPU, torch=None),
+        "torch     not installed (supported: 2.13.x)",
+        OLD.install_torch(),
+    ),
+    "new torchrec": (
+        replace(CPU, torchrec="1.9.0"),
+        "torchrec  1.9.0: belongs to torch 2.14.x and fbgemm 1.9.x (supported: 1.8.x)",
+        OLD.install_torchrec(),
+    ),
+    "old torchrec": (
+        replace(on_cpu(NEW), torchrec="1.8.0"),
+        "torchrec  1.8.0: belongs to torch 2.13.x and fbgemm 1.8.x (supported: 1.9.x)",
+        NEW.install_torchrec(),
+    ),
+    "new fbgemm": (
+        replace(CPU, fbgemm_gpu_cpu="1.9.0"),
+        "fbgemm    fbgemm-gpu-cpu 1.9.0: belongs to torch 2.14.x and torchrec 1.9.x"
+        " (supported: 1.8.x)",
+        INSTALL_CPU,
+    ),
+    "torch decides between two": (
+        replace(on_cpu(NEW), fbgemm_gpu_cpu=None, torchrec="1.8.0"),
+        "torchrec  1.8.0: belongs to torch 2.13.x",
+        [*NEW.install_torchrec(), *NEW.install_fbgemm("fbgemm-gpu-cpu")],
+    ),
+    "no torchrec": (
+        replace(CPU, torchrec=None),
+        "torchrec  not installed (supported: 1.8.x)",
+        OLD.install_torchrec(),
+    ),
+    "no fbgemm on cpu": (
+        replace(CPU, fbgemm_gpu_cpu=None),
+        "fbgemm    not installed (supported: 1.8.x)",
+        INSTALL_CPU,
+    ),
+    "no fbgemm on cuda": (
+        replace(CUDA, fbgemm_gpu=None),
+        "fbgemm    not installed (supported: 1.8.x)",
+        INSTALL_CUDA,
+    ),
+    "old fbgemm": (
+        replace(CPU, fbgemm_gpu_cpu="1.7.0"),
+        "fbgemm    fbgemm-gpu-cpu 1.7.0 (supported: 1.8.x)",
+        INSTALL_CPU,
+    ),
+    "untried torch beside a tried fbgemm": (
+        replace(on_cpu(NEW), torch=UNKNOWN),
+        f"torch     {UNKNOWN} (supported: 2.14.x)",
+        NEW.install_torch(),
+    ),
+    "both on cpu": (
+        replace(CPU, fbgemm_gpu="1.8.0"),
+        "fbgemm-gpu 1.8.0 and fbgemm-gpu-cpu 1.8.0: both own the same import package",
+        [BOTH_AWAY, *INSTALL_CPU],
+    ),
+    "both on cuda": (
+        replace(CUDA, fbgemm_gpu_cpu="1.8.0"),
+        "fbgemm-gpu 1.8.0 and fbgemm-gpu-cpu 1.8.0: both own the same import package",
+        [BOTH_AWAY, *INSTALL_CUDA],
+    ),
+    "cuda fbgemm beside cpu torch": (
+        replace(CUDA, torch="2.13.0+cpu"),
+        "fbgemm-gpu 1.8.0: the CUDA build can't be loaded beside the CPU build 2.13.0+cpu",
+        ["pip uninstall -y fbgemm-gpu", *INSTALL_CPU],
+    ),
+    "cuda fbgemm without driver": (
+        replace(CUDA, has_nvidia_driver=False),
+        "fbgemm-gpu 1.8.0: the CUDA build can't be loaded without an NVIDIA driver",
+        ["pip uninstall -y fbgemm-gpu", *INSTALL_CPU],
+    ),
+}
+
+
+@pytest.mark.parametrize(("found", "named", "commands"), MISMATCHES.values(), ids=MISMATCHES.keys())
 def test_each_mismatch_is_named_with_its_fix(
     found: FoundVersions, named: str, commands: Sequence[str]
 ) -> None:
@@ -305,23 +288,21 @@ def test_one_error_names_all_that_is_wrong() -> None:
     assert str(raised.value).count("not installed") == 3
 
 
-@pytest.mark.parametrize(
-    ("found", "named", "remedy"),
-    [
-        pytest.param(
-            replace(CPU, torchmetrics="1.4.0"),
-            "1.4.0",
-            ('pip install --no-deps "torchmetrics==1.0.3"',),
-            id="torchmetrics",
-        ),
-        pytest.param(
-            replace(CUDA, fbgemm_gpu=None, fbgemm_gpu_cpu="1.8.0"),
-            "does not use the NVIDIA devices",
-            ("pip uninstall -y fbgemm-gpu-cpu", *INSTALL_CUDA),
-            id="cpu-fbgemm-on-a-gpu-machine",
-        ),
-    ],
-)
+WARNINGS = {
+    "torchmetrics": (
+        replace(CPU, torchmetrics="1.4.0"),
+        "1.4.0",
+        ('pip install --no-deps "torchmetrics==1.0.3"',),
+    ),
+    "cpu fbgemm on a gpu machine": (
+        replace(CUDA, fbgemm_gpu=None, fbgemm_gpu_cpu="1.8.0"),
+        "does not use the NVIDIA devices",
+        ("pip uninstall -y fbgemm-gpu-cpu", *INSTALL_CUDA),
+    ),
+}
+
+
+@pytest.mark.parametrize(("found", "named", "remedy"), WARNINGS.values(), ids=WARNINGS.keys())
 def test_what_still_works_is_only_a_warning(
     found: FoundVersions, named: str, remedy: tuple[str, ...]
 ) -> None:
@@ -338,7 +319,7 @@ UNTRIED = replace(on_cpu(OLD), torchrec=UNKNOWN)
 
 @pytest.fixture
 def lacking(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The package seems to need names that no torchrec has."""
+    """Let the package need names that no torchrec has."""
     names = [(COMM, "get_local_size"), (COMM, "get_lost"), ("torchrec.nowhere", "thing")]
     monkeypatch.setattr(upstream_names, "needed_names", lambda: names)
     upstream_names._missing_here.cache_clear()

@@ -35,7 +35,7 @@ LONGEST_FILES = (
     "tests/dist/test_pooled_exchange.py",
     "tests/dist/test_train_state.py",
     "tests/dist/test_faults.py",
-    "tests/dist/test_mixed_means.py",
+    "tests/dist/test_row_routes.py",
     "tests/dist/test_row_exchange.py",
     "tests/dist/test_row_prefetch.py",
     "tests/dist/test_examples.py",

@@ -379,8 +379,6 @@ def test_torchrec_trains_to_the_same_bits(ranks4: RankPool, tmp_path: Path) -> N
         assert all(torch.equal(*pair) for pair in zip(ours, stock, strict=True))
 
 
-pytestmark = pytest.mark.dealt_file
-
 TIMEOUT_S = 5
 """Gloo tells of a lost connection at once, unless it was lost in the middle of a message."""
 
@@ -404,6 +402,7 @@ def lose_a_rank(rank: int, world_size: int) -> None:
         dist.destroy_process_group(group)
 
 
+@pytest.mark.dealt_file
 def test_a_dead_peer_is_named_by_all_others() -> None:
     with pytest.raises(RanksFailed) as caught:
         run_ranks(lose_a_rank, 3, timeout_s=100, start_method="forkserver")
@@ -424,6 +423,7 @@ def leave_with_work(rank: int, world_size: int, way: str) -> None:
         work.wait()
 
 
+@pytest.mark.dealt_file
 @pytest.mark.parametrize("way", ["kept", "dropped", "destroyed"])
 def test_a_program_may_end_with_an_exchange_in_flight(way: str) -> None:
     with RankPool(2, start_method="spawn") as pool:

@@ -16,8 +16,6 @@ from torchrec_2dsp.comms.counting import count_collectives
 from torchrec_2dsp.plan.sync import SyncPolicy
 from torchrec_2dsp.replicas import row_average, whole_shard
 
-pytestmark = pytest.mark.dealt_file
-
 LARGE = ModelSpec(
     (
         TableSpec("t0", 1600, 8, ("f0",)),
@@ -56,6 +54,7 @@ def touched_and_whole(rank: int, world_size: int, cells: list[Cell]) -> list[flo
     return gaps
 
 
+@pytest.mark.dealt_file
 def test_two_replicas_get_the_dense_result_bit_for_bit(ranks4: RankPool) -> None:
     base = Cell(TWO, spec=LARGE, sync=TOUCHED)
     cells = [replace(base, sharding=kind) for kind in ("row_wise", "table_wise", "column_wise")]
@@ -78,6 +77,7 @@ def in_small_messages(rank: int, world_size: int, cells: list[Cell]) -> list[flo
         return touched_and_whole(rank, world_size, cells)
 
 
+@pytest.mark.dealt_file
 def test_rows_travel_some_at_a_time(ranks4: RankPool) -> None:
     cells = [
         Cell(TWO, spec=LARGE, sync=replace(TOUCHED, policy=policy))
@@ -89,6 +89,7 @@ def test_rows_travel_some_at_a_time(ranks4: RankPool) -> None:
         assert max(gaps) < ROUNDING
 
 
+@pytest.mark.dealt_file
 def test_more_replicas_get_it_up_to_the_order_of_additions(ranks4: RankPool) -> None:
     cells = [Cell(FOUR, "table_wise", spec, sync=TOUCHED) for spec in (LARGE, ModelSpec())]
     for gaps in ranks4.run(touched_and_whole, cells):
@@ -134,11 +135,13 @@ def check_untouched(answers: list[Apart], spec: ModelSpec) -> None:
                 assert not torch.equal(end[name], start[name])
 
 
+@pytest.mark.dealt_file
 def test_rows_that_nobody_looked_up_are_never_written(ranks3: RankPool) -> None:
     cell = Cell(THREE, "table_wise", LARGE, sync=TOUCHED)
     check_untouched(ranks3.run(train_apart, cell, 3), LARGE)
 
 
+@pytest.mark.dealt_file
 def test_nor_are_they_when_whole_shards_are_averaged(ranks3: RankPool) -> None:
     spec = ModelSpec((TableSpec("t0", 48, 4, ("f0", "f1", "f2")),))
     answers = ranks3.run(train_apart, Cell(THREE, "table_wise", spec, sync=tdsp.WeightSync()), 1)
@@ -191,6 +194,7 @@ def watch_replicas(
     return seen
 
 
+@pytest.mark.dealt_file
 @pytest.mark.parametrize("rows", tdsp.SyncedRows)
 @pytest.mark.parametrize(
     ("policy", "moments_policy", "equal_weights", "equal_moments"),
@@ -236,6 +240,7 @@ def report_of_a_step(rank: int, world_size: int, cell: Cell) -> tuple[tdsp.SyncR
     return parallel.sync(), rows
 
 
+@pytest.mark.dealt_file
 def test_a_report_counts_what_was_written_and_sent(ranks4: RankPool) -> None:
     spec = ModelSpec(LARGE.tables[:1])
     for report, rows in ranks4.run(report_of_a_step, Cell(FOUR, "table_wise", spec, sync=TOUCHED)):
@@ -245,6 +250,7 @@ def test_a_report_counts_what_was_written_and_sent(ranks4: RankPool) -> None:
         assert 0 < report.num_bytes <= 3 * (len(rows) * 4 * 10 + 24)
 
 
+@pytest.mark.dealt_file
 @pytest.mark.parametrize(("share", "is_whole"), [(0.0, True), (1.0, False), (None, False)])
 def test_the_share_decides_what_is_written(
     ranks4: RankPool, share: float | None, is_whole: bool
@@ -276,6 +282,7 @@ def step_with(rank: int, world_size: int, cell: Cell, value: float) -> tuple[str
     return "", 0.0
 
 
+@pytest.mark.dealt_file
 @pytest.mark.parametrize("spec", [LARGE, ModelSpec()], ids=["rows", "whole shards"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_bad_value_stops_all_peers_before_anything_is_written(
@@ -294,6 +301,7 @@ def shard_stateless(rank: int, world_size: int) -> None:
     shard(Cell(TWO, optimizer="sgd", sync=sync))
 
 
+@pytest.mark.dealt_file
 def test_a_policy_for_moments_that_do_not_exist_is_refused(ranks4: RankPool) -> None:
     with pytest.raises(RanksFailed) as failed:
         ranks4.run(shard_stateless)

@@ -1,1 +1,10 @@
-"""Adapters to internals of TorchRec, FBGEMM and torch, which only they import; version checks."""
+"""Adapters: the only room that touches TorchRec's, FBGEMM's and torch's internals.
+
+One file per upstream part: `torchrec` (names, node groups, in-backward optimizers, the planner),
+`shardings` (inside sharded modules, and the sparse pipeline), `fbgemm` (inside a TBE), `c10d`,
+`ddp`, `dcp` and `pipelining` (inside torch.distributed). `versions` and `upstream_names` check that
+they belong together and have what these files import; they need neither torch nor TorchRec.
+
+Nothing here decides anything: an adapter names a private attribute once, so that an upgrade fails
+in one readable place.
+"""

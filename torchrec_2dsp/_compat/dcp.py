@@ -41,7 +41,7 @@ PICKLED_NAMES: Mapping[str, str] = MappingProxyType(
         "pathlib.WindowsPath": "path",
     }
 )
-"""The meaning of each name in a checkpoint's pickled `.metadata`, apart from torch's data types."""
+"""Each name's meaning in a checkpoint's pickled `.metadata`, apart from torch's data types."""
 
 
 def wrong_chunks(metadata: Metadata) -> list[str]:
@@ -54,5 +54,5 @@ def wrong_chunks(metadata: Metadata) -> list[str]:
 
 
 def file_view(file: IO[bytes], offset: int, length: int) -> IO[bytes]:
-    """Return ``length`` bytes of an open file from ``offset`` on, as a file."""
+    """Return ``length`` bytes from ``offset`` on in an open file, as a file."""
     return cast(IO[bytes], _create_file_view(cast(io.IOBase, file), offset, length))

@@ -30,7 +30,7 @@ _BUILTIN_HOOK = "BuiltinCommHookType."
 
 
 def gradient_order(ddp: DistributedDataParallel) -> list[str] | None:
-    """Return the names of DDP's parameters in bucket order.
+    """Return DDP's parameter names in bucket order.
 
     `None` until DDP has settled on an order, which takes three steps.
     """
@@ -121,12 +121,12 @@ def data_parallel_wrapper(model: nn.Module) -> DataParallelWrapper | None:
 def data_parallel_lookups(
     module: ShardedEmbeddingBagCollection | ShardedEmbeddingCollection,
 ) -> list[DistributedDataParallel]:
-    """Return the lookups of ``data_parallel`` tables."""
+    """Return the ``data_parallel`` tables' lookups."""
     return [part for part in lookups_of(module) if isinstance(part, DistributedDataParallel)]
 
 
 def data_parallel_parts(model: nn.Module) -> list[DistributedDataParallel]:
-    """Return all DDP modules of a model, ``data_parallel`` tables included."""
+    """Return a model's DDP modules, ``data_parallel`` tables included."""
     parts = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
     for module in model.modules():
         if isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
@@ -142,7 +142,7 @@ def has_synced(part: DistributedDataParallel) -> bool:
 def data_parallel_tables(
     model: DistributedModelParallel,
 ) -> Iterator[tuple[DistributedDataParallel, dict[int, list[tuple[int, int]]]]]:
-    """Yield the DDP modules of ``data_parallel`` bag tables.
+    """Yield the DDP modules around ``data_parallel`` bag tables.
 
     With each come the rows and columns of the tables that its parameters hold, by a parameter's id.
     """
@@ -153,7 +153,7 @@ def data_parallel_tables(
 
 
 def _table_sizes(lookup: GroupedPooledEmbeddingsLookup) -> dict[int, list[tuple[int, int]]]:
-    """Return the rows and columns of the tables in each parameter, by the parameter's id."""
+    """Return the tables' rows and columns in each parameter, by the parameter's id."""
     kernels = cast(list[Any], lookup._emb_modules)
     return {
         id(kernel.emb_module.weights): [

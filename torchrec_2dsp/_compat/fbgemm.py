@@ -22,7 +22,7 @@ _UPDATED = ("weights", "momentum1", "momentum2")
 
 @dataclass(frozen=True)
 class TbeShape:
-    """The tables and features of a TBE."""
+    """A TBE's tables and features."""
 
     table_rows: tuple[int, ...]
     """Rows per table."""
@@ -31,9 +31,9 @@ class TbeShape:
     feature_tables: tuple[int, ...]
     """Each feature's table; a table's features are adjacent."""
     is_sequence: bool
-    """Whether there is one output row per id instead of one per bag."""
+    """Whether each id has an output row, not each bag."""
     is_mean: bool
-    """Whether bags are averaged instead of summed."""
+    """Whether bags are averaged, not summed."""
 
     @property
     def num_tables(self) -> int:
@@ -55,7 +55,7 @@ class OptimizerStep:
 
 
 def tbe_shape(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> TbeShape:
-    """Return the tables and features of ``tbe``."""
+    """Return the tables and features in ``tbe``."""
     return TbeShape(
         table_rows=tuple(int(spec[0]) for spec in tbe.embedding_specs),
         table_dims=tuple(int(spec[1]) for spec in tbe.embedding_specs),
@@ -103,7 +103,7 @@ def eps_of(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> float:
 
 
 def output_dtype(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> torch.dtype:
-    """Return the data type of the kernel's output."""
+    """Return the kernel's output type."""
     return SparseType.from_int(tbe.output_dtype).as_dtype()
 
 
@@ -113,7 +113,7 @@ def iteration_of(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> int:
 
 
 def set_iteration(tbe: SplitTableBatchedEmbeddingBagsCodegen, iteration: int) -> None:
-    """Set the kernel's count of forwards; FBGEMM keeps it twice."""
+    """Set the kernel's forward count; FBGEMM keeps it twice."""
     for counter in (tbe.iter, tbe.iter_cpu):
         _tensor(counter).fill_(iteration)
 
@@ -153,7 +153,7 @@ def _version_of(tensor: torch.Tensor) -> int:
 def updating_as_of(
     tbe: SplitTableBatchedEmbeddingBagsCodegen, step: OptimizerStep, *, as_sequence: bool
 ) -> Iterator[None]:
-    """Run one forward and backward of ``tbe`` as of ``step``, unclipped, inside the context.
+    """Run a forward and a backward as at ``step``, unclipped, inside the context.
 
     With ``as_sequence``, the forward gives one output row per id, whatever the kernel pools by; its
     tables must have one dimension.
@@ -186,5 +186,5 @@ def updating_as_of(
 
 
 def _tensor(buffer: object) -> torch.Tensor:
-    """Cast a registered buffer of a module, for which type checkers only know `object`."""
+    """Cast a module's registered buffer, for which type checkers only know `object`."""
     return cast(torch.Tensor, buffer)

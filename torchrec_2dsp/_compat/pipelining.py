@@ -25,7 +25,7 @@ class _StageNumber:
 def order_of_work(
     name: str, num_ranks: int, stages_per_rank: int, num_micro_batches: int
 ) -> list[list[tuple[str, int, int]]]:
-    """Return each rank's order of work by a torch schedule with several stages per rank.
+    """Return each rank's work order by a torch schedule with several stages per rank.
 
     Returns:
         For each rank the kind ("F", "B", "I" or "W"), stage and micro-batch of each piece of work.

@@ -59,7 +59,7 @@ Sharding = (
     | CwSequenceEmbeddingSharding
     | RwSequenceEmbeddingSharding
 )
-"""The TorchRec shardings of which the plugin has subclasses."""
+"""TorchRec's shardings with a subclass here."""
 
 Context = TypeVar("Context", bound=EmbeddingShardingContext)
 
@@ -68,14 +68,14 @@ MakeReduceScatter = Callable[[dist.ProcessGroup, Any], Any]
 
 
 def replace_reduce_scatter(output_dist: RwPooledEmbeddingDist, make: MakeReduceScatter) -> None:
-    """Replace the reduce-scatter in the output exchange of row-wise tables."""
+    """Replace the reduce-scatter in a row-wise output exchange."""
     output_dist._dist = make(output_dist._pg, output_dist._codecs)
 
 
 def replace_reduce_scatter_in_node(
     output_dist: TwRwPooledEmbeddingDist | GridPooledEmbeddingDist, make: MakeReduceScatter
 ) -> None:
-    """Replace the reduce-scatter in the output exchange of tables that are row-wise in a node."""
+    """Replace the reduce-scatter in an output exchange that is row-wise inside nodes."""
     output_dist._create_output_dist_modules()
     output_dist._intra_dist = make(output_dist._intra_pg, output_dist._intra_codecs)
 
@@ -100,12 +100,12 @@ def replace_optimizer(
 
 
 def dedups_ids(sharder: EmbeddingCollectionSharder) -> bool:
-    """Return whether a sharder's modules look up each id of a batch once."""
+    """Return whether a sharder's modules look up each distinct id once."""
     return sharder._use_index_dedup
 
 
 def id_exchange_of(input_dist: RwSparseFeaturesDist | TwSparseFeaturesDist) -> KJTAllToAll:
-    """Return the all-to-all of ids inside an input exchange."""
+    """Return the ids' all-to-all inside an input exchange."""
     return input_dist._dist
 
 
@@ -124,7 +124,7 @@ def output_dists_of(
 
 
 def shardings_of(module: ShardedEmbeddingBagCollection | ShardedEmbeddingCollection) -> list[Any]:
-    """Return a sharded module's shardings, in the order of its exchanges and lookups."""
+    """Return a sharded module's shardings, in lookup order."""
     if isinstance(module, ShardedEmbeddingBagCollection):
         return _shardings_of_bags(module)
     return _shardings_of_sequences(module)
@@ -170,9 +170,9 @@ class ShardingFacts:
     """A sharding's tables and ranks."""
 
     configs_per_rank: list[list[GroupedEmbeddingConfig]]
-    """The kernels' configs, for each rank of the group."""
+    """The kernels' configs for each rank in the group."""
     configs: list[GroupedEmbeddingConfig]
-    """The configs of this rank's kernels."""
+    """This rank's kernel configs."""
     group: dist.ProcessGroup
     """The ranks that share the tables."""
     device: torch.device
@@ -205,14 +205,14 @@ def regroup(
 
 
 def callbacks_of(output_dist: TwPooledEmbeddingDist) -> Iterable[Callable[[Any], Any]]:
-    """Return TorchRec's callbacks on the output of a table-wise or column-wise exchange."""
+    """Return TorchRec's callbacks on a table-wise or column-wise exchange's output."""
     return output_dist._callbacks or ()
 
 
 def widened(
     context: EmbeddingShardingContext, kind: type[Context], notes: Mapping[str, Any]
 ) -> Context:
-    """Return a copy of a batch's context as a subclass with more fields, from ``notes``."""
+    """Copy a batch's context into a subclass with more fields, from ``notes``."""
     stock = {field.name: getattr(context, field.name) for field in fields(context)}
     return kind(**stock, **notes)
 
@@ -222,7 +222,7 @@ Out = TypeVar("Out")
 
 
 class OpenTrainPipeline(TrainPipelineSparseDist[In, Out]):
-    """TorchRec's sparse pipeline, with the parts of `progress` under public names.
+    """TorchRec's sparse pipeline, with `progress` split into public parts.
 
     A subclass puts them in an order of its own, and may take batches in another way.
     """
@@ -275,7 +275,7 @@ class OpenTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._optimizer_step()
 
     def arrived(self, context: Any, name: str) -> Any:
-        """Wait for a module's input exchange of a batch, and keep its result for the lookup."""
+        """Wait for a module's input exchange, and keep its result for the lookup."""
         requests = context.input_dist_tensors_requests
         if not isinstance(requests[name], NoWait):
             with self._stream_context(cast(Any, self._data_dist_stream)):

@@ -102,7 +102,6 @@ class NodeGroupCache:
     cross: dist.ProcessGroup | None = None
     """A sharding group's ranks with the same position on their hosts."""
     node_group_size: int | None = None
-    """The size of `intra`."""
 
     def groups(self) -> list[dist.ProcessGroup]:
         """Return the groups that TorchRec has created so far, newest first."""
@@ -146,7 +145,7 @@ class InBackwardOptimizers:
     kwargs: list[dict[str, Any]]
 
     def attach_to(self, param: torch.nn.Parameter) -> None:
-        """Write copies of the classes and arguments to ``param``."""
+        """Copy the classes and arguments to ``param``."""
         param._optimizer_classes = list(self.classes)  # type: ignore[attr-defined]
         param._optimizer_kwargs = [dict(kwargs) for kwargs in self.kwargs]  # type: ignore[attr-defined]
 
@@ -158,7 +157,7 @@ def detach_in_backward_optimizers(param: torch.nn.Parameter) -> None:
 
 
 def in_backward_optimizers(param: torch.nn.Parameter) -> InBackwardOptimizers | None:
-    """Return copies of what `apply_optimizer_in_backward` left on ``param``, if anything."""
+    """Copy what `apply_optimizer_in_backward` left on ``param``, if anything."""
     classes = getattr(param, "_optimizer_classes", None)
     if not classes:
         return None
@@ -167,7 +166,7 @@ def in_backward_optimizers(param: torch.nn.Parameter) -> InBackwardOptimizers | 
 
 
 def wrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-    """Return the optimizer inside one of TorchRec's wrappers; `None` for any other."""
+    """Return the optimizer inside a TorchRec wrapper; `None` for any other."""
     if isinstance(optimizer, OptimizerWrapper):
         return _keyed_inside(optimizer)
     if isinstance(optimizer, KeyedOptimizerWrapper):
@@ -184,11 +183,11 @@ def _stock_inside(optimizer: KeyedOptimizerWrapper) -> torch.optim.Optimizer:
 
 
 class ColumnWiseSequences(ShardedEmbeddingCollection):
-    """TorchRec's sharded sequences, where column-wise tables may have types of another name."""
+    """TorchRec's sharded sequences, where column-wise types may have other names."""
 
     @abstractmethod
     def is_column_wise(self, sharding_type: str) -> bool:
-        """Return whether tables of this type are sharded by columns."""
+        """Return whether tables with this type are sharded by columns."""
 
     def order_column_shards(self, configs: Sequence[Any], plan: Mapping[str, Any]) -> None:
         """Keep the outputs' columns in order; ``plan`` has TorchRec's type names."""
@@ -217,7 +216,7 @@ class OpenPlanner(EmbeddingShardingPlanner):
 
     @property
     def compute_device(self) -> str:
-        """The topology's kind of device."""
+        """The topology's device type."""
         return self._topology.compute_device
 
     @property

@@ -55,7 +55,7 @@ def is_cpu_build(torch_version: str | None) -> bool:
 
 
 def find_versions() -> FoundVersions:
-    """Read the installed versions without importing any of the packages."""
+    """Read the installed versions without importing the packages."""
     return FoundVersions(
         torch=_find_torch(),
         torchrec=_find("torchrec"),
@@ -119,11 +119,11 @@ class VersionSet:
     pyre_extensions: str = "0.0.32"
 
     def version(self, package: str) -> str:
-        """Return the set's version of ``package``, one of `PACKAGES`."""
+        """Return the set's version for one of `PACKAGES`."""
         return {"torch": self.torch, "torchrec": self.torchrec, "fbgemm": self.fbgemm}[package]
 
     def series(self, package: str) -> str:
-        """Return the set's versions of ``package``, as people write them.
+        """Return the set's versions for ``package``, as people write them.
 
         >>> TRIED[0].series("torch")
         '2.13.x'
@@ -162,7 +162,7 @@ class VersionSet:
         )
 
     def install_fbgemm(self, distribution: str) -> tuple[str, ...]:
-        """Return the commands that install one of fbgemm's two builds."""
+        """Return the commands that install an fbgemm build."""
         return (f'pip install --no-deps "{distribution}=={self.fbgemm}"',)
 
     def __str__(self) -> str:
@@ -183,7 +183,7 @@ def tried_set(package: str, version: str | None) -> VersionSet | None:
 
 
 def tried_series(package: str) -> str:
-    """Return all tried versions of ``package``, as people write them.
+    """Return all tried versions for ``package``, as people write them.
 
     >>> tried_series("torchrec")
     '1.8.x or 1.9.x'

@@ -1,7 +1,11 @@
-"""How numbers look on the wire: pure functions of tensors, each with a stated error.
+"""Encodes numbers for the wire: pure functions on tensors, each with a stated error.
 
-`rows` encodes every row of a matrix by itself, in as many bytes as both ends can tell from its
-width; `flat` does the same for numbers without rows, in blocks. `sparse` encodes a few entries of
-a large tensor, which `threshold` has chosen, and `error_feedback` keeps what was left out.
-`transport` names what a user may ask for.
+    rows   [n, dim] fp32  --encode-->  [n, columns]  --decode-->  [n, dim]      every row by itself
+    flat   [size]   fp32  --encode-->  bytes         --decode-->  [size]        in blocks
+    sparse the largest elements        bytes                      (positions, values)
+
+`rows` has the codecs for rows and for flat numbers, and `Transport`, which names what a user may
+ask for. `sparse` has the codec for a few elements in a large tensor, the threshold that chooses
+them, and the error feedback that keeps the others for later. Both ends know every message's size.
+Nothing here communicates: `torchrec_2dsp.comms` does.
 """

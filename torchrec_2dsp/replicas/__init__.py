@@ -1,13 +1,23 @@
-"""How copies of a row are kept equal: what they send each other, and when.
+"""Keeps the copies of a row equal: what they send each other, and when.
 
-Row gradients: `capture` holds back the update of a lookup, `exchange` adds the gradients up over
-the ranks that hold the same rows, by the `hops` of a route, and `gradient_sync` applies them once:
+`GradientSync` and hot rows merge row gradients before one update on every copy. `capture` holds
+back a lookup's update, `exchange` sums the gradients over the ranks that hold the same rows, hop by
+hop, and `gradient_sync` applies the sums:
 
-    backward -> captured -> sending -> (on other hosts) -> arrived -> updated on every rank
+    rank 0: backward -> captured rows 1, 4  \\              / rows 1, 4, 7 -> one update
+                                             sums by row
+    rank 1: backward -> captured rows 4, 7  /              \\ rows 1, 4, 7 -> the same update
 
-Averages: `row_average` and `whole_shard` average weights and optimizer state, `weight_sync` when
-its policy wants it. `sync_point` is the one place where a program does either; `drift` compares
-the copies afterwards. The tensor work without peers is in `torchrec_2dsp.rows`.
+`WeightSync` averages weights and optimizer state after local updates. `synced_shard` notes which
+rows change, `row_average` averages those, `whole_shard` all:
+
+    rank 0: row 4 = a, base b  \\              / row 4 = (a + c) / 2
+                                changed rows
+    rank 1: row 4 = c, base b  /              \\ row 4 = (a + c) / 2
+
+`sync_point` is the one place where a program does either, `sync_report` says what it did, and
+`drift` compares the copies afterwards. Tensor work without peers is in `torchrec_2dsp.rows`,
+process groups are in `torchrec_2dsp.comms`.
 """
 
 from torchrec_2dsp._compat.upstream_names import require_upstream

@@ -74,7 +74,7 @@ class RowCapture:
         self._is_accumulating = True
 
     def lookup(self, run: Callable[[], torch.Tensor], weights: torch.Tensor | None) -> torch.Tensor:
-        """Run a forward of the TBE whose backward is captured, and return its output.
+        """Run a forward whose backward is captured, and return its output.
 
         Collectives:
             A small all-gather over the peers, which nobody waits for before the backward.
@@ -97,7 +97,7 @@ class RowCapture:
             return TrackedLookup(rows, iteration_of(self.tbe), announcement)
 
     def record(self, lookup: TrackedLookup, grad_output: torch.Tensor) -> None:
-        """Keep the row gradients of one backward."""
+        """Keep one backward's row gradients."""
         with record_function(_LABEL):
             bound = max_gradient(self.tbe)
             if bound is not None:
@@ -107,7 +107,7 @@ class RowCapture:
             self._pending.append(PendingGradients(gradients, lookup, self._divisor))
 
     def take(self) -> list[PendingGradients]:
-        """Send the gradients of all captured backwards, and return them in order.
+        """Send all captured backwards' gradients, and return them in order.
 
         Collectives:
             After `accumulate`, a small all-gather over the peers.

@@ -32,8 +32,8 @@ class Hop:
     group: dist.ProcessGroup
 
     stride: int = 0
-    """The number of adjacent keys with the same owner, which alone receives their rows. 0: all
-    ranks receive all rows."""
+    """This many adjacent keys have one owner, which alone receives their rows. 0: all ranks receive
+    all rows."""
 
     @property
     def num_ranks(self) -> int:
@@ -42,7 +42,7 @@ class Hop:
 
     @property
     def num_owners(self) -> int:
-        """The number of owners that share a rank's rows; 1 if all ranks receive all rows."""
+        """The owners that share a rank's rows; 1 if all ranks receive all rows."""
         return self.num_ranks if self.stride else 1
 
     def part_sizes(self, keys: torch.Tensor) -> list[int]:
@@ -88,7 +88,7 @@ class Hop:
 
 @dataclass(frozen=True)
 class ArrivingRows:
-    """A block's rows in flight from all ranks of a group."""
+    """A block's rows in flight from all ranks in a group."""
 
     keys: Arriving
     grads: Arriving
@@ -176,12 +176,12 @@ def saves_bytes_by_owner(num_ranks: int, num_sent: int, num_distinct: int) -> bo
 
 @dataclass(frozen=True)
 class Announcement:
-    """An all-gather in flight of how many rows each rank will send to whom on the first hop."""
+    """An all-gather in flight: each rank's row counts for each owner on the first hop."""
 
     headers: tuple[torch.Tensor, ...]
     """For each rank, row counts by block and owner, then the learning rate's bits."""
     num_blocks: int
-    """The TBE's number of blocks; 0 without peers."""
+    """The TBE's blocks; 0 without peers."""
     work: dist.Work | None
 
     def arrived(self) -> tuple[Sizes, float]:
@@ -214,7 +214,7 @@ class TrackedLookup:
 
 
 class GradientState(enum.Enum):
-    """The progress of row gradients. They only move down this list."""
+    """The row gradients' progress. They only move down this list."""
 
     CAPTURED = "a backward has left them on this rank"
     SENDING = "they are on their way to peers in this host, or to all peers if none share a host"
@@ -291,7 +291,7 @@ class GradientExchange:
 
 
 class PendingGradients:
-    """The row gradients of one backward, from their capture until they are applied."""
+    """One backward's row gradients, from their capture until they are applied."""
 
     def __init__(
         self, gradients: Sequence[BlockGradients], lookup: TrackedLookup, divisor: int
@@ -302,7 +302,7 @@ class PendingGradients:
         self.saved_bytes = 0
         """Bytes that a codec has saved."""
         self.learning_rate: float | None = None
-        """The learning rate of all ranks, known once the gradients are sent."""
+        """All ranks' learning rate, known once the gradients are sent."""
         self.blocks = tuple(gradients)
         """For each block, the sums so far: this rank's, then more and more ranks'."""
         self._state = GradientState.CAPTURED
@@ -313,7 +313,7 @@ class PendingGradients:
 
     @property
     def state(self) -> GradientState:
-        """The progress of these gradients."""
+        """The gradients' progress."""
         return self._state
 
     def start(

@@ -28,7 +28,7 @@ class Updater(Protocol):
 
     @property
     def num_tables(self) -> int:
-        """The kernel's number of tables."""
+        """The kernel's table count."""
         ...
 
     def apply(self, gradients: RowGradients) -> None:
@@ -47,7 +47,7 @@ class _SentStep:
     """A step's row gradients in flight."""
 
     pending: list[list[PendingGradients]]
-    """For each TBE, the gradients of its backwards."""
+    """For each TBE, its backwards' gradients."""
     check: Check
     """Raises if a rank couldn't send."""
     sent_at: float

@@ -28,7 +28,7 @@ from torchrec_2dsp.rows.gradients import RowSum
 
 @dataclass(frozen=True)
 class SentRows:
-    """The rows of a shard that one peer has changed, as sent."""
+    """A peer's changed rows in a shard, as sent."""
 
     rows: torch.Tensor
     values: tuple[torch.Tensor, ...]
@@ -47,7 +47,7 @@ def _sends_change(shard: SyncedShard, index: int, num_peers: int) -> bool:
 
 
 def all_finite(shard: SyncedShard, values: Sequence[torch.Tensor]) -> bool:
-    """Return whether everything sent of a shard will be finite on arrival."""
+    """Return whether all sent values will be finite on arrival."""
     return all(
         (EXACT if codec is None else codec).all_finite(value)
         for codec, value in zip(shard.codecs, values, strict=True)
@@ -95,8 +95,7 @@ def average_rows(shard: SyncedShard, own: Changed, peers: Sequence[SentRows]) ->
 
 
 _RANGE_BYTES = 2 * 2**20
-"""The size of a shard's range. Rows travel one by one if at most about a fifth of them has changed,
-so messages are smaller."""
+"""A range's size. At most about a fifth of a shard's rows travel singly, so less is sent."""
 
 _MAX_RANGES = 256
 """The most ranges per shard, because every rank sends its peers a count for each."""
@@ -107,7 +106,7 @@ early start saves."""
 
 
 class Piece(NamedTuple):
-    """The changed rows of some ranges of a shard, sent together."""
+    """The changed rows in some ranges of a shard, sent together."""
 
     shard: int
     """The shard's index."""
@@ -218,7 +217,7 @@ class AverageTransfer:
 
 
 def _layout(shard: SyncedShard, num_rows: int, *, is_encoded: bool = True) -> list[Packed]:
-    """Return the layout of packed rows: ids, then each tensor's rows, plain or encoded."""
+    """Return how rows are packed: ids, then each tensor's rows, plain or encoded."""
     values = [
         Packed((num_rows, *tensor.shape[1:]), tensor.dtype)
         if codec is None or not is_encoded
@@ -244,7 +243,7 @@ class _OwnRows(NamedTuple):
 
 @dataclass(frozen=True)
 class _Announced:
-    """An all-gather in flight of how many rows each peer sends."""
+    """An all-gather in flight: each peer's row counts."""
 
     headers: list[torch.Tensor]
     """For each peer, row counts by shard and range."""
@@ -290,7 +289,7 @@ class RowAverage:
                 shard.touched.note(changing)
 
     def run(self) -> SyncReport:
-        """Average the touched rows of all shards.
+        """Average all shards' touched rows.
 
         Collectives:
             An all-reduce of 8 bytes on the alarm's group, by which an error of one rank is raised
@@ -337,7 +336,7 @@ class RowAverage:
         return own_rows
 
     def _announce(self, own_rows: Sequence[_OwnRows | None]) -> "_Announced | None":
-        """Start to tell the peers how many rows of each shard come; `None` without shards.
+        """Start to tell the peers each shard's row counts; `None` without shards.
 
         Peers ignore the announcement of a rank that failed to collect its rows.
         """

@@ -121,11 +121,11 @@ class SyncPoint:
     def __init__(self, actions: Sequence[SyncAction], *, can_hold: bool = True) -> None:
         self._actions = list(actions)
         self.can_hold = can_hold
-        """Whether `hold` can make one update of several backwards."""
+        """Whether `hold` can merge several backwards into one update."""
         self.is_held = False
         """Whether backwards wait for others in their step."""
         self.total = SyncReport()
-        """The sum of all sync reports so far."""
+        """The sum over all sync reports so far."""
 
     @property
     def pending(self) -> bool:
@@ -200,6 +200,6 @@ class SyncPoint:
         return [action.state_dict() for action in self._actions]
 
     def load_state_dict(self, states: Sequence[Mapping[str, Sequence[int]]]) -> None:
-        """Continue from the state of a sync point with the same plan and rank."""
+        """Continue from a sync point's state, with the same plan and rank."""
         for action, state in zip(self._actions, states, strict=True):
             action.load_state_dict(state)

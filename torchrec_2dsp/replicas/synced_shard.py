@@ -92,13 +92,13 @@ def break_even_share(row_bytes: int, num_peers: int) -> float:
 
 @dataclass(frozen=True)
 class Changed:
-    """The rows of one table shard that this rank has changed."""
+    """The rows that this rank has changed in one table shard."""
 
     rows: torch.Tensor
     """Distinct row ids, ascending, int64 `[n]`."""
 
     bases: tuple[torch.Tensor, ...]
-    """For each tensor of the shard, these rows after the last sync."""
+    """For each tensor, these rows after the last sync."""
 
     def part(self, places: slice) -> "Changed":
         """Return the rows at these places."""

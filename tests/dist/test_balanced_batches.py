@@ -1,4 +1,4 @@
-"""Samples dealt to ranks by cost: each is given once, in order, to ranks with equal work."""
+"""Samples dealt to ranks by cost, and training on them, against the global batch."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -7,9 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torchrec.datasets.utils import Batch
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
+from tests.support.loops import largest_gap, shard_loss_model, snapshot
+from tests.support.models import ModelSpec, make_batch, tables_of
+from tests.support.oracle import Oracle
+from tests.support.parity import LR, TOLERANCE, Cell, compare, make_optimizer, make_parallel
+from tests.support.rank_device import rank_device
 from tests.support.ranks import RankPool
 from tests.support.sessions import Sessions, check_samples, count_dealing_threads, sessions
 
@@ -20,7 +26,7 @@ SIZES = {
     "a rank ends early": [[4, 4, 4, 4], [4, 4, 0, 4], [9, 1, 0, 0]],
     "fewer samples than ranks": [[4, 4, 4, 4], [1, 0, 1, 0]],
 }
-"""How many samples each rank has in each step; trailing zeros are no batches."""
+"""Each rank's number of samples in each step; trailing zeros are no batches."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "by length": {},
     "by square": {"cost": tdsp.SampleCost(linear=0, quadratic=2), "lengths": ["history"]},
@@ -32,7 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Given:
-    """What a rank was given."""
+    """Everything that a rank got."""
 
     steps: list[list[int]] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
@@ -42,8 +48,7 @@ class Given:
 
 
 def own_batches(rank: int, sizes: list[list[int]]) -> list[Sessions]:
-    """A rank's batches; the first samples of each are long, and ranks with high numbers have
-    longer ones."""
+    """Make a rank's batches: first samples are long, and longer on higher ranks."""
     batches, number = [], 0
     for step, of_ranks in enumerate(sizes):
         for owner, size in enumerate(of_ranks):
@@ -113,7 +118,7 @@ def test_every_sample_is_given_once_in_order_to_ranks_with_equal_work(ranks4: Ra
 
 
 def follow_speeds(rank: int, world_size: int) -> list[int]:
-    """How many samples the rank gets while its speed is measured, and rank 1 slows down."""
+    """Count the rank's samples while its speed is measured, and rank 1 slows down."""
     batches = [sessions(0, [1] * 12) for _ in range(24)]
     counts = []
     balanced = tdsp.BalancedBatches(batches, rank_speeds="measured", smoothing=0.5)
@@ -134,7 +139,7 @@ def test_measured_slow_ranks_get_fewer_samples(ranks2: RankPool) -> None:
 
 
 def gather_sessions(rank: int, world_size: int) -> Any:
-    """A report on sessions whose samples are spread over the ranks."""
+    """Report on sessions whose samples are spread over the ranks."""
     generator = torch.Generator().manual_seed(0)
     history = torch.randint(0, 10**6, (16, 20), generator=generator)
     order = torch.randperm(128, generator=generator)
@@ -157,7 +162,7 @@ def test_sessions_come_together_on_ranks(ranks2: RankPool) -> None:
 
 
 def interleave(rank: int, world_size: int) -> list[list[int]]:
-    """Two streams at once, one of which is closed early."""
+    """Run two streams at once, and close one early."""
     train = tdsp.BalancedBatches([sessions(100 * rank, [1, 2, 3]) for _ in range(4)])
     held_out = tdsp.BalancedBatches([sessions(1000 + 100 * rank, [3, 2]) for _ in range(4)])
     numbers = []
@@ -178,7 +183,7 @@ def test_two_streams_keep_apart_and_close(ranks2: RankPool) -> None:
 
 
 def deal_in_pairs(rank: int, world_size: int) -> list[int]:
-    """The samples of a rank whose pair deals by itself; the first of each has the long ones."""
+    """Return a rank's samples when pairs deal apart, and pairs' first ranks have long ones."""
     pair, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
     lengths = [1, 1, 1, 1] if rank % 2 else [9, 9, 9, 9]
     batches = [sessions(10 * rank, lengths)]
@@ -192,3 +197,135 @@ def test_groups_of_ranks_deal_by_themselves(ranks4: RankPool) -> None:
         long, short = range(10 * first, 10 * first + 4), range(10 * first + 10, 10 * first + 14)
         for numbers in by_rank[first : first + 2]:
             assert len(set(numbers) & set(long)) == len(set(numbers) & set(short)) == 2
+
+
+pytestmark = pytest.mark.dealt_file
+
+
+class MeanOracle(Oracle):
+    """Trains on the mean loss over all samples of a step."""
+
+    def mean_step(self, batches: list[KeyedJaggedTensor]) -> float:
+        """Update once; return the mean loss before."""
+        self.model.zero_grad()
+        scores = torch.cat([self.model(batch) for batch in batches if batch.stride()])
+        loss = (scores - 1.0).pow(2).mean()
+        loss.backward()
+        with torch.no_grad():
+            for param in self.model.over.parameters():
+                param -= self.lr * param.grad  # type: ignore[operator]
+            for name, table in tables_of(self.model).items():
+                self._update_(name, cast(Any, table.weight).grad)
+        return loss.item()
+
+
+TRAINED = [[6, 6, 6, 6], [6, 6, 6, 6], [7, 3, 6, 2], [6, 6, 0, 6], [3, 0, 0, 4]]
+CELLS = [
+    Cell(tdsp.Mesh2D(1, 4), "table_wise"),
+    Cell(tdsp.Mesh2D(1, 4), "row_wise", optimizer="sgd", stock_wrapper=True),
+    Cell(tdsp.Mesh2D(1, 4), "row_wise", exchange="row"),
+    Cell(tdsp.Mesh2D(2, 2), "row_wise"),
+    Cell(tdsp.Mesh2D(2, 2), "table_wise", exchange="nonempty"),
+]
+WAYS: dict[str, dict[str, Any]] = {
+    "equal": {},
+    "speeds": {"rank_speeds": [1.0, 2.0, 1.0, 0.5], "shared_ids": 0.3},
+}
+
+
+def stream_of(rank: int, spec: ModelSpec) -> list[KeyedJaggedTensor]:
+    last = max(step for step, sizes in enumerate(TRAINED) if sizes[rank])
+    return [
+        make_batch(spec, seed=10 * step + rank, batch_size=sizes[rank])
+        for step, sizes in enumerate(TRAINED[: last + 1])
+    ]
+
+
+def train_cells(rank: int, world_size: int) -> list[tuple[str, float, float, int, list[int]]]:
+    """Return each cell's largest gaps of a loss and a weight from the oracle."""
+    gaps = []
+    for cell in CELLS:
+        oracle = MeanOracle(cell.spec, optimizer=cell.optimizer, lr=LR, eps=cell.eps)
+        streams = [stream_of(owner, cell.spec) for owner in range(world_size)]
+        expected = []
+        for step in range(len(TRAINED)):
+            expected.append(oracle.mean_step([s[step] for s in streams if step < len(s)]))
+        for name, way in WAYS.items():
+            parallel = make_parallel(cell, world_size, 4)
+            optimizer = make_optimizer(parallel)
+            loss_gap, counts = 0.0, []
+            balanced = tdsp.BalancedBatches(streams[rank], **way)
+            for step, batch in enumerate(balanced):
+                optimizer.zero_grad()
+                loss = (parallel(batch) - 1.0).pow(2).mean() * balanced.loss_weight
+                loss.backward()
+                if isinstance(parallel, tdsp.ModelParallel2D):
+                    parallel.sync()
+                optimizer.step()
+                mean = loss.detach() / world_size
+                dist.all_reduce(mean)
+                loss_gap = max(loss_gap, abs(mean.item() - expected[step]))
+                counts.append(batch.stride())
+            assert len(counts) == len(TRAINED)
+            gap = compare(parallel, oracle)
+            gaps.append((f"{cell} {name}", loss_gap, gap.worst, balanced.report.num_moved, counts))
+    return gaps
+
+
+def test_training_is_that_of_the_global_batch(ranks4: RankPool) -> None:
+    by_rank = ranks4.run(train_cells)
+    for cases in zip(*by_rank, strict=True):
+        for name, loss_gap, weight_gap, num_moved, _ in cases:
+            # Sums of the same float32 numbers in another order, through five steps.
+            assert loss_gap < 2 * TOLERANCE, name
+            assert weight_gap < 2 * TOLERANCE, name
+            assert num_moved > 10
+        if cases[0][0].endswith("speeds"):
+            assert cases[1][4][0] > cases[3][4][0] > 0
+
+
+def lose_weights(rank: int, world_size: int) -> float:
+    """Return the gap without loss weights, with unequal counts."""
+    cell = CELLS[0]
+    oracle = MeanOracle(cell.spec, optimizer=cell.optimizer, lr=LR, eps=cell.eps)
+    streams = [stream_of(owner, cell.spec) for owner in range(world_size)]
+    oracle.mean_step([stream[0] for stream in streams])
+    parallel = make_parallel(cell, world_size, 4)
+    optimizer = make_optimizer(parallel)
+    balanced = tdsp.BalancedBatches(streams[rank][:1], rank_speeds=[1.0, 2.0, 1.0, 0.5])
+    for batch in balanced:
+        (parallel(batch) - 1.0).pow(2).mean().backward()
+        optimizer.step()
+    return compare(parallel, oracle).weight
+
+
+def test_without_loss_weights_it_is_not(ranks4: RankPool) -> None:
+    assert max(ranks4.run(lose_weights)) > 100 * TOLERANCE
+
+
+def pipe(rank: int, world_size: int) -> float:
+    """Return the gap between TorchRec's pipeline and a plain loop over balanced batches."""
+    cell = Cell(tdsp.Mesh2D(1, world_size))
+    ends = []
+    for is_piped in (False, True):
+        parallel = shard_loss_model(cell)
+        optimizer = make_optimizer(parallel)
+        batches = [make_batch(cell.spec, seed=10 * step + rank, batch_size=6) for step in range(4)]
+        balanced = tdsp.BalancedBatches(batches)
+        if is_piped:
+            pipeline: Any = TrainPipelineSparseDist(parallel, optimizer, rank_device())
+            for _ in range(4):
+                pipeline.progress(balanced)
+            with pytest.raises(StopIteration):
+                pipeline.progress(balanced)
+        else:
+            for batch in balanced:
+                optimizer.zero_grad()
+                parallel(batch)[0].backward()
+                optimizer.step()
+        ends.append(snapshot(parallel))
+    return largest_gap(*ends)
+
+
+def test_pipelines_take_balanced_batches(ranks2: RankPool) -> None:
+    assert ranks2.run(pipe) == [0.0, 0.0]

@@ -1,35 +1,46 @@
-"""Dense gradients that are one step late, against one process that applies them late."""
+"""Dense gradients that are one step late: in training, across resumes, and the hook alone."""
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 import torchrec_2dsp as tdsp
 from tests.support.dense_training import TowerModel, batch_of, cell_of, dense_of, model_of
 from tests.support.parity import Cell
 from tests.support.ranks import RankPool
+from tests.support.resuming import Run, Variant
+from tests.support.slices import patient
+from torchrec_2dsp._compat.c10d import store_of_world
+from torchrec_2dsp._compat.ddp import data_parallel_wrapper
 from torchrec_2dsp.comms.counting import count_collectives
-from torchrec_2dsp.errors import ConfigError, SyncError
+from torchrec_2dsp.comms.groups import world_group
+from torchrec_2dsp.dense.delayed_dense import LateGradients
+from torchrec_2dsp.errors import CheckpointError, ConfigError, SyncError
 
 pytestmark = pytest.mark.dealt_file
 
 NUM_STEPS = 6
 ROUNDING = 2e-6
-"""Gradients are added in another order: a few roundings of weights below 1, in six steps."""
+"""Gradients add up in another order: few roundings of weights below 1, in six steps."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a model with late gradients is trained."""
+    """A way to train with late gradients."""
 
     warm_up: int = 1
     flush_at: int = -1
-    """The step after which what is in flight is applied."""
+    """The step after which the gradients in flight are applied."""
     num_batches: int = 1
-    """How many batches make one step."""
+    """Batches per step."""
     adam: bool = False
     sets_to_none: bool = True
     stock: bool = False
@@ -59,7 +70,7 @@ WAYS = {
 
 @dataclass
 class Late:
-    """What a rank saw."""
+    """A rank's results."""
 
     weights: list[dict[str, torch.Tensor]] = field(default_factory=list)
     num_late_steps: int = 0
@@ -100,7 +111,7 @@ def train_all(rank: int, world_size: int, names: list[str]) -> list[Late]:
 
 
 def expected(world_size: int, way: Way) -> list[dict[str, torch.Tensor]]:
-    """The weights after each step, on one process that keeps each step's gradients for the next."""
+    """Return each step's weights in one process that keeps gradients for the next step."""
     cell = way.cell(world_size)
     torch.manual_seed(0)
     model = TowerModel(cell.spec)
@@ -166,7 +177,7 @@ def test_the_reference_tells_late_from_punctual(ranks2: RankPool) -> None:
 
 
 def count(rank: int, world_size: int) -> tuple[dict[str, int], bool]:
-    """The collectives of a late backward beside DDP's, and whether their all-reduce was awaited."""
+    """Count a late backward's collectives beside DDP's, and check whether it waits for them."""
     counts = []
     for wrapper in (None, tdsp.DelayedDense()):
         cell = cell_of(world_size)
@@ -192,7 +203,7 @@ def test_a_late_step_has_the_collectives_of_ddp(ranks2: RankPool) -> None:
 
 
 def train_warm(rank: int, world_size: int) -> bool:
-    """Whether warm steps give the bits of DDP."""
+    """Return whether warm steps equal DDP's bit for bit."""
     ends = []
     for wrapper in (None, tdsp.DelayedDense(warm_up=NUM_STEPS)):
         cell = cell_of(world_size)
@@ -284,7 +295,7 @@ def test_what_cannot_be_is_said(ranks2: RankPool) -> None:
 
 
 def refuse_a_batch(rank: int, world_size: int) -> list[int]:
-    """The late steps so far after each of three steps; before the second a forward is in vain."""
+    """Count late steps after each of three steps; before the second a batch is refused."""
     cell, dense = cell_of(world_size), tdsp.DelayedDense(warm_up=2)
     model, counts = model_of(cell, dense), list[int]()
     for step in range(3):
@@ -298,3 +309,148 @@ def refuse_a_batch(rank: int, world_size: int) -> list[int]:
 
 def test_a_forward_without_a_backward_is_no_step_of_the_warm_up(ranks2: RankPool) -> None:
     assert ranks2.run(refuse_a_batch) == [[0, 0, 1]] * 2
+
+
+def run_of(world_size: int, *, is_delayed: bool = True) -> Run:
+    cell = Cell(tdsp.Mesh2D(1, world_size))
+    return Run(Variant(cell, draws=False, dense=tdsp.DelayedDense if is_delayed else None))
+
+
+def in_flight(run: Run) -> dict[str, torch.Tensor]:
+    wrapper = data_parallel_wrapper(run.model)
+    assert isinstance(wrapper, tdsp.DelayedDense)
+    return wrapper.state_dict()["in_flight"]
+
+
+def save(rank: int, world_size: int, folder: Path) -> dict[str, torch.Tensor]:
+    run = run_of(world_size)
+    for _ in range(3):
+        run.step()
+    run.losses.sum = 0.0
+    run.save(folder)
+    means = in_flight(run)
+    dense = data_parallel_wrapper(run.model)
+    assert isinstance(dense, tdsp.DelayedDense)
+    inner = KeyedOptimizerWrapper(dict(run.optimizer.params), torch.optim.SGD)
+    assert dense.flush(inner)
+    run.save(folder / "flushed")
+    return means
+
+
+def load(rank: int, world_size: int, path: Path) -> dict[str, torch.Tensor]:
+    run = run_of(world_size)
+    for _ in range(2):
+        run.step()
+    run.load(path)
+    means = in_flight(run)
+    assert run.step() > 0
+    plain = run_of(world_size, is_delayed=False)
+    with pytest.raises(CheckpointError, match="holds dense gradients that weren't sent"):
+        plain.load(path)
+    plain.load(path.parent / "flushed" / path.name)
+    assert plain.step() > 0
+    return means
+
+
+def test_other_ranks_take_over_what_was_in_flight(
+    ranks4: RankPool, ranks2: RankPool, tmp_path: Path
+) -> None:
+    saved = ranks4.run(save, tmp_path)
+    assert any(mean.any() for mean in saved[0].values())
+    for means in (*saved[1:], *ranks2.run(load, tmp_path / "3")):
+        assert means.keys() == saved[0].keys()
+        assert all(torch.equal(mean, saved[0][name]) for name, mean in means.items())
+
+
+def start_with_plain(rank: int, world_size: int, folder: Path) -> float:
+    plain = run_of(world_size, is_delayed=False)
+    plain.step()
+    plain.save(folder)
+    run = run_of(world_size)
+    run.step()
+    run.load(folder / "1")
+    assert in_flight(run) == {}
+    return run.step()
+
+
+def test_a_run_may_begin_to_delay_at_a_checkpoint(ranks2: RankPool, tmp_path: Path) -> None:
+    assert all(loss > 0 for loss in ranks2.run(start_with_plain, tmp_path))
+
+
+@dataclass
+class Bucket:
+    """A DDP bucket, as far as hooks look at it."""
+
+    params: list[nn.Parameter]
+    flat: torch.Tensor
+
+    def parameters(self) -> list[nn.Parameter]:
+        return self.params
+
+    def buffer(self) -> torch.Tensor:
+        return self.flat
+
+    def gradients(self) -> list[torch.Tensor]:
+        sizes = [param.numel() for param in self.params]
+        parts = zip(self.params, self.flat.split(sizes), strict=True)
+        return [part.view_as(param) for param, part in parts]
+
+
+def reduced(late: LateGradients, params: list[nn.Parameter], *gradients: float) -> list[float]:
+    flat = [
+        torch.full((param.numel(),), value) for param, value in zip(params, gradients, strict=True)
+    ]
+    bucket: Any = Bucket(params, torch.cat(flat))
+    return cast(torch.Tensor, late.reduce(None, bucket).wait()).tolist()
+
+
+def run_ahead(rank: int, world_size: int) -> list[list[float]]:
+    param = nn.Parameter(torch.zeros(2))
+    late = LateGradients(1, {id(param): "weight"}, world_group(), torch.device("cpu"))
+    store, means = store_of_world(), []
+    for step in range(4):
+        late.begin_step()
+        if rank == 1 and step == 3:
+            # Rank 0 comes back from its hook while this one hasn't begun.
+            store.wait(["rank 0 has gone on"], timedelta(seconds=patient(20)))
+        means.append(reduced(late, [param], 10.0 * step + rank))
+        if rank == 0 and step == 3:
+            store.set("rank 0 has gone on", "")
+    assert late.drain()["weight"].tolist() == [30.5, 30.5]
+    assert late.drain() == {}
+    return means
+
+
+def test_nobody_waits_for_the_gradients_of_the_step(ranks2: RankPool) -> None:
+    for means in ranks2.run(run_ahead):
+        assert means == [[0.5, 0.5], [0.0, 0.0], [10.5, 10.5], [20.5, 20.5]]
+
+
+def change_buckets(rank: int, world_size: int) -> list[list[float]]:
+    first, second, third = (nn.Parameter(torch.zeros(size)) for size in (1, 2, 1))
+    names = {id(param): name for param, name in ((first, "a"), (second, "b"), (third, "c"))}
+    late = LateGradients(0, names, world_group(), torch.device("cpu"))
+    late.begin_step()
+    means = [reduced(late, [first, second], 1.0, 2.0), reduced(late, [third], 3.0)]
+    late.begin_step()
+    means += [reduced(late, [third, first], 4.0, 5.0), reduced(late, [second], 6.0)]
+    state = late.state_dict()
+    dist.barrier()
+    late.load_state_dict(state)
+    late.begin_step()
+    return [*means, reduced(late, [second, first, third], 0.0, 0.0, 0.0)]
+
+
+def test_gradients_find_their_parameters_in_other_buckets(ranks2: RankPool) -> None:
+    for means in ranks2.run(change_buckets):
+        assert means == [[0, 0, 0], [0], [3, 1], [2, 2], [6, 6, 5, 4]]
+
+
+def load_elsewhere(rank: int, world_size: int) -> bool:
+    late = LateGradients(1, {}, world_group(), torch.device("meta"))
+    late.load_state_dict({"step": 3, "in_flight": {"weight": torch.ones(2)}})
+    return late.state_dict()["in_flight"]["weight"].is_meta
+
+
+def test_loaded_means_go_to_the_device_of_the_parameters(ranks2: RankPool) -> None:
+    assert ranks2.run(load_elsewhere) == [True, True]

@@ -1,4 +1,4 @@
-"""Every way to run a dense part with every way to shard tables, against one process."""
+"""Every dense wrapper with every table sharding, against one process."""
 
 import pytest
 
@@ -13,14 +13,15 @@ from tests.support.ranks import RankPool
 from tests.support.slices import Deal
 
 ROUNDING = 3e-6
-"""Losses, weights and moments of tables: sums of float32 in another order, over ten steps of
-AdaGrad, whose first ones divide rounding by small roots. The largest seen are half of that."""
+"""Losses, weights and table moments: float32 sums in another order, over ten AdaGrad steps, whose
+first ones divide rounding by small roots. The largest seen are half as large.
+"""
 MOMENT_ROUNDING = 6e-6
-"""Dense moments are sums of squares, of which an error is twice as large."""
+"""Dense moments are sums of squares, with twice the error."""
 ON_FOUR_RANKS = [form for form in FORMS if form not in ("PP, TP, FSDP", "PP zero bubble, TP, FSDP")]
-"""All forms but those of which four ranks make one pipeline, with nobody to share layers with."""
+"""All forms except those with one pipeline on four ranks, which share no layers."""
 ON_EIGHT_RANKS = [form for form in FORMS if form != "TP"]
-"""All forms but four ranks that compute layers together: hosts have two."""
+"""All forms except four ranks per layer: hosts have two."""
 
 
 def check(gaps: list[list[ProductGap]], cells: list[ProductCell]) -> None:

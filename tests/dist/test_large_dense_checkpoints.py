@@ -1,4 +1,4 @@
-"""Checkpoints of dense parts that are sharded or split move between all wrappers and worlds."""
+"""Checkpoints of sharded dense parts move between all wrappers and worlds."""
 
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def make_wrapper(kind: str) -> Any:
 
 
 class Run:
-    """A model with AdaGrad for its dense part, whose moments have to move as well."""
+    """A model with AdaGrad for its dense part, whose moments must move as well."""
 
     def __init__(self, rank: int, world_size: int, kind: str) -> None:
         self._rank, self._cell, self._wrapper = rank, cell_of(world_size), make_wrapper(kind)
@@ -79,7 +79,7 @@ class Run:
             self.optimizer.step()
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """All dense weights that this rank holds, or has a part of."""
+        """Return all dense weights that this rank holds, whole or in part."""
         return {name.removeprefix("module."): whole(value) for name, value in self.params.items()}
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class Run:
 
 
 def together(by_rank: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The weights of all ranks, of which several may hold the same."""
+    """Merge all ranks' weights; several may hold the same."""
     weights: dict[str, torch.Tensor] = {}
     for of_rank in by_rank:
         for name, value in of_rank.items():
@@ -159,7 +159,7 @@ def test_runs_move_between_eight_ranks_and_four(
 
 
 def in_one_process(folder: str) -> dict[str, torch.Tensor]:
-    """The dense weights of a checkpoint, in a model that isn't sharded and has no ranks."""
+    """Load a checkpoint's dense weights into an unsharded model without ranks."""
     model = stack_model(cell_of(4).spec)
     load_weights(folder, model)
     return {

@@ -1,4 +1,4 @@
-"""Ranks that train their dense parts alone for some steps, against one process that plays them."""
+"""Ranks that train their dense parts apart for some steps, against one process."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +23,7 @@ NUM_LOCAL, NUM_STEPS = 3, 9
 def train(
     rank: int, world_size: int, cell: Cell, options: dict[str, Any], factor: float = 1.0
 ) -> Trained:
-    """Train from the weights of seed 0, multiplied when all optimizers are there."""
+    """Train from seed 0's weights, scaled after the optimizers were built."""
     dense = tdsp.LocalDense(**options)
     model = model_of(cell, dense)
     params = dense_of(model)
@@ -49,7 +49,7 @@ def train(
 def expected(
     world_size: int, cell: Cell, density: float, factor: float = 1.0
 ) -> list[list[dict[str, torch.Tensor]]]:
-    """The weights of each rank after each step."""
+    """Return each rank's weights after each step."""
     torch.manual_seed(0)
     models = [TowerModel(cell.spec) for _ in range(world_size)]
     with torch.no_grad():
@@ -163,30 +163,30 @@ def save_and_load_apart(rank: int, world_size: int, folder: Path) -> list[str]:
     model = model_of(cell, dense)
     tdsp.save_checkpoint(folder / "together", model)
     model(batch_of(cell, 0, rank)).backward()
-    said = []
+    errors = []
     with pytest.raises(SyncError) as saved:
         tdsp.save_checkpoint(folder / "apart", model)
-    said.append(str(saved.value))
+    errors.append(str(saved.value))
     with pytest.raises(SyncError) as loaded:
         tdsp.load_checkpoint(folder / "together", model)
-    said.append(str(loaded.value))
+    errors.append(str(loaded.value))
     tdsp.DiLoCo(dense_of(model).values(), dense).global_step(torch.tensor(1))
     tdsp.load_checkpoint(folder / "together", model)
-    return said
+    return errors
 
 
 def test_ranks_are_together_when_they_save_and_load(ranks2: RankPool, tmp_path: Path) -> None:
-    for said in ranks2.run(save_and_load_apart, tmp_path):
-        assert all("after a multiple of num_local_steps" in message for message in said)
+    for errors in ranks2.run(save_and_load_apart, tmp_path):
+        assert all("after a multiple of num_local_steps" in message for message in errors)
 
 
 def misuse(rank: int, world_size: int) -> tuple[str, ...]:
-    said = []
+    errors = []
     wrong: list[dict[str, Any]] = [{"density": 0.0}, {"values": "int3"}, {"residual_decay": 1.5}]
     for options in wrong:
         with pytest.raises(ConfigError) as raised:
             tdsp.LocalDense(**options)
-        said.append(str(raised.value))
+        errors.append(str(raised.value))
     dense = tdsp.LocalDense(density=0.5)
     with pytest.raises(SyncError) as no_model:
         dense.mean([torch.ones(2)])
@@ -203,12 +203,12 @@ def misuse(rank: int, world_size: int) -> tuple[str, ...]:
     dense.state_dict()
     with pytest.raises(ConfigError) as rates:
         tdsp.DiLoCo(dense_of(model).values(), dense, momentum=1.0)
-    return (*said, *(str(raised.value) for raised in (no_model, apart, step, rates)))
+    return (*errors, *(str(raised.value) for raised in (no_model, apart, step, rates)))
 
 
 def test_what_cannot_be_is_said(ranks2: RankPool) -> None:
-    (said,) = set(ranks2.run(misuse))
-    density, values, decay, no_model, apart, step, rates = said
+    (errors,) = set(ranks2.run(misuse))
+    density, values, decay, no_model, apart, step, rates = errors
     assert density == "LocalDense(density=0.0) is no share; use one of 0 to 1"
     assert "no transport" in values
     assert "no factor" in decay

@@ -1,4 +1,4 @@
-"""Layers that run on one rank after the other, against the unsharded model on the global batch."""
+"""Pipelined layers against the unsharded model, and what their steps send, measure and clip."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,6 +11,7 @@ from tests.support.parity import LR, Gap, local_shards
 from tests.support.pipelining import (
     TABLES,
     TWO_RANKS,
+    WIDTH,
     PipelineCell,
     StackOracle,
     batch_for,
@@ -20,13 +21,14 @@ from tests.support.pipelining import (
     tensor_parallel_plan,
 )
 from tests.support.ranks import RankPool
+from torchrec_2dsp.comms.counting import count_collectives
 
 pytestmark = pytest.mark.dealt_file
 
 ROUNDING = 1e-6
-"""Losses and weights: sums of float32 in another order, over two steps."""
+"""Losses and weights: float32 sums in another order, over two steps."""
 MOMENT_ROUNDING = 3e-6
-"""Moments are sums of squares, of which an error is twice as large, relative to the largest one."""
+"""Moments are sums of squares, with twice the error relative to the largest one."""
 
 FOUR_RANKS: list[dict[str, Any]] = [
     {"num_stages": 4, "num_micro_batches": 3, "schedule": "GPipe"},
@@ -41,7 +43,7 @@ FOUR_RANKS: list[dict[str, Any]] = [
         for schedule in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
     ),
 ]
-"""One pipeline of four ranks by each schedule."""
+"""One pipeline with four ranks for each schedule."""
 
 
 def check(gaps: list[list[Gap]], cells: list[PipelineCell]) -> None:
@@ -85,7 +87,7 @@ def test_pipelines_beside_each_other_and_split_layers(ranks4: RankPool) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_ranks_may_have_different_numbers_of_samples(ranks4: RankPool, reduction: str) -> None:
-    """Some have none at all, and there are more micro-batches than samples."""
+    """Some have none, and there are more micro-batches than samples."""
     options = [
         FOUR_RANKS[1] | {"num_micro_batches": 20},
         FOUR_RANKS[4],
@@ -104,7 +106,7 @@ def test_ranks_may_have_different_numbers_of_samples(ranks4: RankPool, reduction
 
 
 def test_three_axes_on_eight_ranks(ranks8: RankPool) -> None:
-    """Two pipelines of two ranks, each of which shares its layers with another one."""
+    """Two pipelines with two stages, whose layers two ranks each share."""
     options = {"num_stages": 2, "num_micro_batches": 4, "plan": tensor_parallel_plan(), "tp": 2}
     tables = replace(TABLES["2D"], mesh=tdsp.Mesh2D(2, 4))
     cells = [
@@ -115,7 +117,7 @@ def test_three_axes_on_eight_ranks(ranks8: RankPool) -> None:
 
 
 def evaluate(rank: int, world_size: int) -> tuple[float, ...]:
-    """The gaps of outputs and losses without gradients to the uncut model, and of a step after."""
+    """Return gaps to the uncut model without gradients, and after a step."""
     cell = PipelineCell(TABLES["row-wise"], tuple(TWO_RANKS[1].items()), sizes=(5, 0, 2, 7))
     oracle, gaps = StackOracle(cell.cell), []
     batch = batch_for(cell, 0, 0, rank)
@@ -143,9 +145,9 @@ def test_without_gradients_ranks_get_their_own_outputs(ranks4: RankPool) -> None
 
 
 def one_update_or_several(rank: int, world_size: int) -> tuple[float, float]:
-    """How far one step by five micro-batches is from one on the whole batch, in two ways.
+    """Return the gaps between one step with five micro-batches and one on the whole batch.
 
-    First as `PipelinedDense` trains, then with an update of tables after each micro-batch.
+    First as `PipelinedDense` trains, then with a table update after each micro-batch.
     """
     tables = replace(TABLES["row-wise"], always_capture=False)
     cell = PipelineCell(tables, tuple(TWO_RANKS[0].items()))
@@ -169,7 +171,7 @@ def one_update_or_several(rank: int, world_size: int) -> tuple[float, float]:
 
 
 def single(batch: Any, sample: int) -> Any:
-    """A batch with one sample of another."""
+    """Return one sample of a batch."""
     num_samples = batch.stride()
     lengths = batch.lengths().view(-1, num_samples)
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), batch.lengths().cumsum(0)])
@@ -183,9 +185,138 @@ def single(batch: Any, sample: int) -> Any:
 
 
 def test_updates_by_micro_batch_are_another_training(ranks4: RankPool) -> None:
-    """A pipeline whose tables are updated in the backward of each micro-batch isn't exact."""
+    """A pipeline whose tables update in each micro-batch's backward isn't exact."""
     gaps = ranks4.run(one_update_or_several)
     ours, by_micro_batch = max(gap for gap, _ in gaps), gaps[0][1]
     print(f"one update: {ours:.1e}; an update for each micro-batch: {by_micro_batch:.1e}")
     assert ours < ROUNDING
     assert by_micro_batch > 1e-2
+
+
+"""A norm is a sum of float32 in another order."""
+
+
+def step_collectives(rank: int, world_size: int) -> dict[str, int]:
+    """List what this rank issues in pipeline groups in the second step."""
+    cell = PipelineCell(TABLES["row-wise"], tuple(TWO_RANKS[0].items()))
+    with pipelined(cell.cell, tdsp.PipelinedDense(**dict(cell.options))) as (model, _):
+        counts: dict[str, int] = {}
+        model(batch_for(cell, 0, 0, rank)).mean().backward()
+        with count_collectives() as seen:
+            model(batch_for(cell, 1, 0, rank)).mean().backward()
+        for record in seen.records:
+            if record.group.startswith("pipeline"):
+                name = f"{record.group.removeprefix('pipeline_')} {record.op}"
+                counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+def test_collectives_of_a_step(ranks4: RankPool) -> None:
+    """Five micro-batches cross one boundary, beside the samples and results."""
+    first, last, *_ = ranks4.run(step_collectives)
+    # A rank's objects travel as their size and their bytes.
+    alike = {"agreements all_gather": 2, "copies all_reduce": 1}
+    # The targets and the activations one way; of the gradients of the inputs the other rank's.
+    assert first == alike | {
+        "forward send": 2 + 5,
+        "forward recv": 1,
+        "backward send": 1,
+        "backward recv": 5 + 1 + 1,
+    }
+    assert last == alike | {
+        "forward send": 1,
+        "forward recv": 2 + 5,
+        "backward send": 5 + 1 + 1,
+        "backward recv": 1,
+    }
+
+
+def by_dense_norm(rank: int, world_size: int, options: dict[str, Any]) -> tuple[float, float]:
+    """Return the norm of all dense gradients and the weight gap after a clipped step."""
+    cell = PipelineCell(TABLES["row-wise"], tuple(options.items()))
+    wrapper = tdsp.PipelinedDense(**options)
+    oracle = StackOracle(cell.cell)
+    oracle.step_on(batches_for(cell, 0))
+    model: Any = oracle.model
+    dense = [*model.bottom.parameters(), *model.stack.parameters()]
+    norm = torch.nn.utils.get_total_norm([param.grad for param in dense])
+    with pipelined(cell.cell, wrapper) as (parallel, params):
+        parallel(batch_for(cell, 0, 0, rank)).mean().backward()
+        gap = abs(wrapper.clip_grad_norm_(float(norm) / 2) / float(norm) - 1)
+        clipped = wrapper.clip_grad_norm_(1e9) / float(norm)
+        assert len(params) < len(dense)
+        times = wrapper.stage_times()["stack"]
+        assert len(times.seconds_of_stage) == options["num_stages"]
+        assert min(times.seconds_of_stage) > 0
+        assert 0 < times.bubble < 1
+        assert times.imbalance >= 1
+    return gap, abs(clipped - 0.5)
+
+
+def test_gradients_are_clipped_by_the_norm_of_all_layers(ranks4: RankPool) -> None:
+    for options in (*TWO_RANKS, TWO_RANKS[0] | {"plan": tensor_parallel_plan(), "tp": 2}):
+        for gap, clipped in ranks4.run(by_dense_norm, options):
+            assert gap < ROUNDING
+            assert clipped < ROUNDING
+
+
+def rounded(rank: int, world_size: int) -> list[float]:
+    """Return losses with activations in fp32, bf16 and fp16 on the wire."""
+    losses = []
+    for values in ("fp32", "bf16", "fp16"):
+        options: dict[str, Any] = TWO_RANKS[0] | {"values": values}
+        cell = PipelineCell(TABLES["row-wise"], tuple(options.items()))
+        with pipelined(cell.cell, tdsp.PipelinedDense(**options)) as (model, _):
+            loss = model(batch_for(cell, 0, 0, rank)).mean()
+            loss.backward()
+            losses.append(loss.item())
+    return losses
+
+
+def test_activations_may_be_rounded(ranks4: RankPool) -> None:
+    """bf16 has 8 bits, fp16 has 11."""
+    for exact, bf16, fp16 in ranks4.run(rounded):
+        assert 0 < abs(bf16 / exact - 1) < 2**-6
+        assert 0 < abs(fp16 / exact - 1) < 2**-9
+
+
+def stock(rank: int, world_size: int) -> list[float]:
+    """Return two steps' losses under TorchRec's own wrapper, then under ours."""
+    losses = []
+    for is_stock in (True, False):
+        cell = replace(TABLES["row-wise"], stock_wrapper=is_stock, always_capture=False)
+        options = TWO_RANKS[0]
+        pipeline = PipelineCell(cell, tuple(options.items()))
+        with pipelined(cell, tdsp.PipelinedDense(**options)) as (model, params):
+            optimizer = torch.optim.SGD(params.values(), lr=LR, foreach=False)
+            for step in range(2):
+                optimizer.zero_grad()
+                loss = model(batch_for(pipeline, step, 0, rank)).mean()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+    return losses
+
+
+def test_a_stock_wrapper_takes_it(ranks4: RankPool) -> None:
+    for losses in ranks4.run(stock):
+        assert losses[:2] == losses[2:]
+
+
+def measured(rank: int, world_size: int) -> tuple[int, ...]:
+    """Return the cuts by measured times, after a training step."""
+    cuts = tdsp.MeasuredCuts(
+        inputs=torch.rand(8, WIDTH), targets=[torch.rand(8), torch.rand(8, 8)], num_repeats=1
+    )
+    options: dict[str, Any] = TWO_RANKS[1] | {"cuts": cuts}
+    wrapper = tdsp.PipelinedDense(**options)
+    cell = PipelineCell(TABLES["row-wise"], tuple(options.items()))
+    with pipelined(cell.cell, wrapper) as (model, _):
+        model(batch_for(cell, 0, 0, rank)).mean().backward()
+        return wrapper.cuts["stack"]
+
+
+def test_all_ranks_cut_by_the_mean_of_their_times(ranks4: RankPool) -> None:
+    (cuts,) = set(ranks4.run(measured))
+    assert len(cuts) == TWO_RANKS[1]["num_stages"] - 1
+    assert list(cuts) == sorted(set(cuts))

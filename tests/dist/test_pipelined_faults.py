@@ -1,8 +1,7 @@
-"""What ranks of a pipeline say when they are set up wrongly, called wrongly, or when one fails."""
+"""Errors of pipelines: wrong settings, wrong calls, and failing ranks."""
 
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from tests.support.pipelining import (
     ItemLoss,
     StackModel,
     close_groups,
+    error_text,
     layers_of,
     stack_model,
 )
@@ -37,18 +37,12 @@ from torchrec_2dsp.errors import (
 pytestmark = pytest.mark.dealt_file
 
 DEADLINE_S = 10.0
-"""How long ranks may take to hear of another one's error; without a message, it is minutes."""
+"""The limit for hearing of another rank's error; without a message, it takes minutes."""
 TWO_STAGES: dict[str, Any] = {"num_stages": 2, "num_micro_batches": 4}
 
 
-def said_by(action: Callable[[], Any], kind: type[TwoDError]) -> str:
-    with pytest.raises(kind) as raised:
-        action()
-    return str(raised.value)
-
-
 class SharedWeights(StackModel):
-    """A model two of whose layers have one parameter."""
+    """A model with one parameter in two layers."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
@@ -63,23 +57,23 @@ def wrapped(cell: Cell, model: nn.Module | None = None, **options: Any) -> Any:
 
 
 def set_up_wrongly(rank: int, world_size: int) -> list[str]:
-    """The errors, in the order of the test below."""
+    """Return the errors, in the order of the test below."""
     cell = cell_of(world_size)
     plan = {"stack.layers.9": ColwiseParallel()}
     dense = tdsp.PipelinedDense(**TWO_STAGES)
     return [
-        said_by(lambda: wrapped(cell, num_stages=3, num_micro_batches=3), MeshError),
-        said_by(lambda: wrapped(cell, num_stages=2, num_micro_batches=4 + rank), ConfigError),
-        said_by(lambda: wrapped(cell, cuts=[3, 5]), ConfigError),
-        said_by(lambda: wrapped(cell, cuts=[8]), ConfigError),
-        said_by(lambda: wrapped(cell, plan=plan, tp=2), ConfigError),
-        said_by(lambda: wrapped(cell, tp=2), ConfigError),
-        said_by(lambda: wrapped(cell, reduction="max"), ConfigError),
-        said_by(lambda: wrapped(cell, values="int8"), ConfigError),
-        said_by(lambda: model_of(cell, dense), ConfigError),
-        said_by(lambda: wrapped(cell, SharedWeights(cell.spec)), ConfigError),
-        said_by(dense.stage_times, ConfigError),
-        said_by(LayerElsewhere(), ConfigError),
+        error_text(lambda: wrapped(cell, num_stages=3, num_micro_batches=3), MeshError),
+        error_text(lambda: wrapped(cell, num_stages=2, num_micro_batches=4 + rank), ConfigError),
+        error_text(lambda: wrapped(cell, cuts=[3, 5]), ConfigError),
+        error_text(lambda: wrapped(cell, cuts=[8]), ConfigError),
+        error_text(lambda: wrapped(cell, plan=plan, tp=2), ConfigError),
+        error_text(lambda: wrapped(cell, tp=2), ConfigError),
+        error_text(lambda: wrapped(cell, reduction="max"), ConfigError),
+        error_text(lambda: wrapped(cell, values="int8"), ConfigError),
+        error_text(lambda: model_of(cell, dense), ConfigError),
+        error_text(lambda: wrapped(cell, SharedWeights(cell.spec)), ConfigError),
+        error_text(dense.stage_times, ConfigError),
+        error_text(LayerElsewhere(), ConfigError),
     ]
 
 
@@ -111,7 +105,7 @@ def test_what_cannot_be_set_up_is_said(ranks4: RankPool) -> None:
 def tp_over_hosts(rank: int, world_size: int) -> str:
     plan = {"stack.layers.*.up": ColwiseParallel()}
     cell = cell_of(world_size)
-    return said_by(lambda: wrapped(cell, num_stages=1, plan=plan, tp=4), MeshError)
+    return error_text(lambda: wrapped(cell, num_stages=1, plan=plan, tp=4), MeshError)
 
 
 def test_layers_are_not_split_over_hosts(two_hosts: RankPool) -> None:
@@ -121,14 +115,14 @@ def test_layers_are_not_split_over_hosts(two_hosts: RankPool) -> None:
 
 
 class SumLoss(nn.Module):
-    """The sum of each sample's outputs."""
+    """Sums each sample's outputs."""
 
     def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return (outputs * targets).sum(dim=1)
 
 
 class Faulty(nn.Linear):
-    """A layer that fails on one rank, once it is told to."""
+    """A layer that fails on one rank, once armed."""
 
     fault = ""
 
@@ -151,7 +145,7 @@ def _fail(_: torch.Tensor) -> None:
 
 
 def stack_of(cell: Cell, faulty: nn.Module, **options: Any) -> tuple[tdsp.LayerStack, Any]:
-    """The stack of a sharded model, which can be called by itself, and the wrapper."""
+    """Return a sharded model's stack, which can be called alone, and the wrapper."""
     torch.manual_seed(0)
     model = StackModel(cell.spec)
     layers = [nn.Linear(4, 4), nn.Linear(4, 4), faulty, nn.Linear(4, 4)]
@@ -163,7 +157,7 @@ def stack_of(cell: Cell, faulty: nn.Module, **options: Any) -> tuple[tdsp.LayerS
 
 
 def called_wrongly(rank: int, world_size: int) -> list[str]:
-    """The errors of ranks that give a stack what doesn't fit, after each of which it works."""
+    """Return the errors of calls that don't fit, after each of which the stack works."""
     stack, wrapper = stack_of(cell_of(world_size), nn.Identity())
     inputs, targets = torch.ones(3, 4, requires_grad=True), torch.ones(3, 4)
     is_first = rank % 2 == 0
@@ -175,11 +169,11 @@ def called_wrongly(rank: int, world_size: int) -> list[str]:
         stack(inputs, targets)[: 2 + is_first].sum().backward()
 
     answers = [
-        said_by(lambda: stack(inputs, targets[: 3 - (not is_first)]), InputError),
-        said_by(lambda: stack(inputs, torch.ones(3, 4 + is_first)), InputError),
-        said_by(lambda: stack(inputs), UnsupportedError),
-        said_by(lambda: backward(1.0 + is_first), UnsupportedError),
-        said_by(uneven, UnsupportedError),
+        error_text(lambda: stack(inputs, targets[: 3 - (not is_first)]), InputError),
+        error_text(lambda: stack(inputs, torch.ones(3, 4 + is_first)), InputError),
+        error_text(lambda: stack(inputs), UnsupportedError),
+        error_text(lambda: backward(1.0 + is_first), UnsupportedError),
+        error_text(uneven, UnsupportedError),
     ]
     inputs.grad = None
     backward(1.0)
@@ -208,7 +202,7 @@ def test_calls_that_do_not_fit_are_errors_on_all_ranks(ranks4: RankPool) -> None
 
 
 def fail(rank: int, world_size: int, fault: str, schedule: str) -> tuple[str, str, float]:
-    """The kind and text of the error of a schedule in which rank 2 fails, and how late."""
+    """Return the error's kind, text and delay in a schedule in which rank 2 fails."""
     faulty = Faulty()
     options: dict[str, Any] = {"num_stages": 4, "num_micro_batches": 6, "schedule": schedule}
     stack, wrapper = stack_of(cell_of(world_size), faulty, **options)
@@ -254,7 +248,7 @@ def test_an_error_in_a_schedule_reaches_all_ranks(
 
 
 def die(rank: int, world_size: int) -> None:
-    """Train a step, then let the rank of the last stage end in its forward."""
+    """Train a step, then let the last stage's rank exit in its forward."""
     cell = cell_of(world_size)
     model = stack_model(cell.spec)
     wrapper = tdsp.PipelinedDense(**TWO_STAGES)

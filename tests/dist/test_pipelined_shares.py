@@ -1,6 +1,5 @@
-"""Layers that are sharded over pipelines: who holds what, what is sent, and what is refused."""
+"""Layers sharded over pipelines: memory, messages, and refusals."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +21,7 @@ from tests.support.pipelining import (
     StackOracle,
     batch_for,
     batches_for,
+    error_text,
     pipelined,
     run_pipelines,
     stack_model,
@@ -34,9 +34,9 @@ from torchrec_2dsp.errors import ConfigError, TwoDError
 pytestmark = pytest.mark.dealt_file
 
 ROUNDING = 1e-6
-"""Sums of float32 in another order, over two steps."""
+"""Float32 sums in another order, over two steps."""
 SHARED: list[dict[str, Any]] = [option | {"fully_shard": True} for option in TWO_RANKS]
-"""Two pipelines of two ranks, by a schedule of one stage for each and by one of two."""
+"""Two pipelines with two ranks, with one and two stages per rank."""
 SPLIT: dict[str, Any] = {
     "num_stages": 1,
     "num_micro_batches": 5,
@@ -44,7 +44,7 @@ SPLIT: dict[str, Any] = {
     "plan": tensor_parallel_plan(),
     "tp": 2,
 }
-"""Two pipelines of one stage, of which two ranks compute each layer."""
+"""Two pipelines with one stage, in which two ranks compute each layer."""
 
 
 def cell_of(options: dict[str, Any], sizes: tuple[int, ...] = (7, 7, 7, 7)) -> PipelineCell:
@@ -52,7 +52,7 @@ def cell_of(options: dict[str, Any], sizes: tuple[int, ...] = (7, 7, 7, 7)) -> P
 
 
 def test_ranks_may_have_different_numbers_of_samples(ranks4: RankPool) -> None:
-    """Some have none at all, and so has a pipeline."""
+    """Some ranks have none, and so has a pipeline."""
     cells = [
         cell_of(options | {"reduction": reduction}, sizes)
         for options, reduction, sizes in (
@@ -67,7 +67,7 @@ def test_ranks_may_have_different_numbers_of_samples(ranks4: RankPool) -> None:
 
 
 def held(rank: int, world_size: int, options: dict[str, Any]) -> tuple[int, int]:
-    """How many elements of the stack this rank keeps between steps, and has of its layers."""
+    """Count the stack's elements that this rank keeps between steps, and its layers' elements."""
     cell = cell_of(options)
     with pipelined(cell.cell, tdsp.PipelinedDense(**options)) as (model, params):
         layers = {name: param for name, param in params.items() if "stack" in name}
@@ -103,7 +103,7 @@ def test_split_layers_are_shared_as_well(ranks4: RankPool) -> None:
 
 
 def step_collectives(rank: int, world_size: int) -> dict[str, int]:
-    """What the ranks that share layers send each other in a step after the first one."""
+    """List the messages between ranks that share layers in the second step."""
     cell = cell_of(SHARED[0])
     with pipelined(cell.cell, tdsp.PipelinedDense(**SHARED[0])) as (model, _):
         model(batch_for(cell, 0, 0, rank)).mean().backward()
@@ -126,7 +126,7 @@ def test_shares_are_gathered_once_for_all_micro_batches(ranks4: RankPool) -> Non
 
 
 def clipped(rank: int, world_size: int, options: dict[str, Any]) -> float:
-    """The largest gap of the norm, and of weights after a step by clipped gradients."""
+    """Return the largest gap of norm and weights after a clipped step."""
     cell = cell_of(options)
     oracle = StackOracle(cell.cell)
     oracle.step_on(batches_for(cell, 0))
@@ -162,14 +162,8 @@ def model_with(spec: ModelSpec, parameter: torch.Tensor) -> StackModel:
     return model
 
 
-def said_by(action: Callable[[], Any], kind: type[TwoDError]) -> str:
-    with pytest.raises(kind) as raised:
-        action()
-    return str(raised.value)
-
-
 def refused(rank: int, world_size: int) -> list[str]:
-    """What all ranks say, the parameter being that of a layer of the first stage alone."""
+    """Return all refusals; the parameter sits in the first stage alone."""
     options = SHARED[0]
 
     def wrap(cell: Cell, model: StackModel | None = None, **more: Any) -> None:
@@ -178,20 +172,20 @@ def refused(rank: int, world_size: int) -> list[str]:
 
     cell = replace(TABLES["row-wise"])
     narrow = torch.ones(WIDTH, dtype=torch.bfloat16)
-    said = [
-        said_by(lambda: wrap(cell, model_with(cell.spec, narrow)), ConfigError),
-        said_by(lambda: wrap(cell, model_with(cell.spec, torch.ones(()))), ConfigError),
-        said_by(lambda: wrap(cell, fully_shard=bool(rank % 2)), ConfigError),
+    errors = [
+        error_text(lambda: wrap(cell, model_with(cell.spec, narrow)), ConfigError),
+        error_text(lambda: wrap(cell, model_with(cell.spec, torch.ones(()))), ConfigError),
+        error_text(lambda: wrap(cell, fully_shard=bool(rank % 2)), ConfigError),
     ]
     wrapper = tdsp.PipelinedDense(**options)
     with pipelined(cell, wrapper) as (_, params):
         optimizer = torch.optim.SGD(params.values(), lr=LR, foreach=False)
-        said.append(said_by(lambda: wrapper.recut(optimizer, cuts=[3]), TwoDError))
-    return said
+        errors.append(error_text(lambda: wrapper.recut(optimizer, cuts=[3]), TwoDError))
+    return errors
 
 
 def test_what_cannot_be_shared_is_refused_by_all(ranks4: RankPool) -> None:
-    ((types, scalar, differs, moved),) = {tuple(said) for said in ranks4.run(refused)}
+    ((types, scalar, differs, moved),) = {tuple(errors) for errors in ranks4.run(refused)}
     assert types.startswith(
         "stage 0 of 'stack' (layers 0 to 3) trains parameters of torch.bfloat16 and torch.float32, "
         "which fully_shard=True can't gather together"
@@ -205,7 +199,7 @@ def test_what_cannot_be_shared_is_refused_by_all(ranks4: RankPool) -> None:
 
 
 def one_pipeline(rank: int, world_size: int) -> bool:
-    """Whether any parameter of a single pipeline is a share."""
+    """Return whether any parameter of a single pipeline is sharded."""
     options: dict[str, Any] = {"num_stages": 4, "num_micro_batches": 5, "fully_shard": True}
     with pipelined(cell_of(options).cell, tdsp.PipelinedDense(**options)) as (_, params):
         return any(isinstance(param, DTensor) for name, param in params.items() if "stack" in name)

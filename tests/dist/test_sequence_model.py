@@ -1,4 +1,4 @@
-"""The sequence recommender trains in every mode as in one process, and ranks all items alike."""
+"""The sequence recommender trains in every mode as in one process, and ranks items alike."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.dealt_file
 
 NUM_ITEMS = 50
 ROUNDING = 2e-6
-"""Ranks add float32 numbers in another order; weights are below 1, and four steps carry it on."""
+"""Ranks add float32 numbers in another order; four steps carry it on."""
 
 
 def model_of(**options: Any) -> NextItemModel:
@@ -48,7 +48,7 @@ def data_of(kind: NegativeKind = NegativeKind.UNIFORM) -> Dataset:
 
 
 def table_and_quality(model: Any) -> tuple[torch.Tensor, RankingQuality]:
-    """The whole table, and where the held-out targets of all ranks are among all items."""
+    """Return the whole table, and all ranks' ranking quality among all items."""
     table = torch.cat([chunk.vectors for chunk in model.item_chunks(17, torch.device("cpu"))])
     group = dist.group.WORLD if dist.is_initialized() else None
     rank, world_size = (group.rank(), group.size()) if group else (0, 1)

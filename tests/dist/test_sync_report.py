@@ -1,4 +1,4 @@
-"""What a sync says that it did."""
+"""The figures in a `SyncReport`."""
 
 import time
 
@@ -14,7 +14,7 @@ WHOLE = tdsp.WeightSync(rows=tdsp.SyncedRows.ALL)
 
 
 def averaged(rank: int, world_size: int, cell: Cell) -> tuple[tdsp.SyncReport, list[int]]:
-    """The report of one averaging sync, and the rows of this rank's shards."""
+    """Return one averaging sync's report, and this rank's rows per shard."""
     parallel = make_parallel(cell, world_size, local_world_size())
     assert isinstance(parallel, tdsp.ModelParallel2D)
     local_loss(parallel(make_batch(cell.spec, rank))).backward()
@@ -26,7 +26,7 @@ def averaged(rank: int, world_size: int, cell: Cell) -> tuple[tdsp.SyncReport, l
 
 
 def test_an_average_counts_each_row_once(ranks4: RankPool) -> None:
-    """Rows, whatever state goes with them: element-wise AdaGrad's is as large as the weights."""
+    """Rows count once, whatever their state: element-wise AdaGrad's is as large as weights."""
     cell = Cell(tdsp.Mesh2D(2, 2), "row_wise", optimizer="adagrad", sync=WHOLE)
     for report, rows in ranks4.run(averaged, cell):
         assert report.num_rows == sum(rows) > 0
@@ -42,7 +42,7 @@ PAUSE_S = 0.2
 
 
 def travelling(rank: int, world_size: int, cell: Cell) -> tuple[tdsp.SyncReport, tdsp.SyncReport]:
-    """What a merge says whose gradients were sent some time before their rows were needed."""
+    """Return reports of merges with gradients sent long before their rows were needed."""
     parallel = make_parallel(cell, world_size, local_world_size())
     assert isinstance(parallel, tdsp.ModelParallel2D)
     local_loss(parallel(make_batch(cell.spec, rank))).backward()

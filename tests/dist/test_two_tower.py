@@ -28,7 +28,7 @@ from torchrec_2dsp.programs.models.two_tower import Tower, TwoTowerConfig
 pytestmark = pytest.mark.dealt_file
 
 ROUNDING = 2e-6
-"""Ranks add float32 numbers in another order; weights are below 1, and four steps carry it on."""
+"""Ranks add float32 numbers in another order; four steps carry it on."""
 
 
 class Clicks:
@@ -69,7 +69,7 @@ def model_of(loss: str) -> nn.Module:
 
 
 def quality_of(model: Any) -> RankingQuality:
-    """Where the clicked items of all ranks are among all items."""
+    """Return all ranks' ranking quality for clicked items."""
     group = dist.group.WORLD if dist.is_initialized() else None
     rank, world_size = (group.rank(), group.size()) if group else (0, 1)
     batches = batches_of(Clicks(), rank, world_size, Split.EVAL)

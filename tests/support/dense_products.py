@@ -1,4 +1,4 @@
-"""Every way to run a dense part, with every way to shard tables, beside one process."""
+"""Every dense wrapper, with every table sharding, beside one process."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ from tests.support.pipelining import (
 
 NUM_STEPS = 10
 BATCH_SIZE = 5
-"""No number of micro-batches divides the samples of a pipeline."""
+"""Not divisible by any number of micro-batches."""
 
 _ONE_STAGE = ("GPipe", "1F1B")
 _MORE_STAGES = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -35,7 +35,7 @@ SCHEDULES = (*_ONE_STAGE, *_MORE_STAGES)
 
 
 def pipeline(schedule: str, *, ranks: int = 2, **more: Any) -> Callable[[], Any]:
-    """Makes pipelines of so many positions, by a schedule."""
+    """Return a maker of pipelines with so many positions."""
     per_rank = 1 if schedule in _ONE_STAGE else 2
     options: dict[str, Any] = {
         "num_stages": ranks * per_rank,
@@ -47,12 +47,12 @@ def pipeline(schedule: str, *, ranks: int = 2, **more: Any) -> Callable[[], Any]
 
 
 def split(tp: int, **more: Any) -> Callable[[], Any]:
-    """Makes layers that so many ranks compute together."""
+    """Return a maker of tensor-parallel layers."""
     return lambda: tdsp.TensorParallelDense(tensor_parallel_plan(), tp=tp, **more)
 
 
 def tensor_parallel() -> dict[str, Any]:
-    """Options of a pipeline whose layers are split as well."""
+    """Return the options of a pipeline whose layers are split too."""
     return {"plan": tensor_parallel_plan(), "tp": 2}
 
 
@@ -71,42 +71,39 @@ FORMS: dict[str, Callable[[], Any]] = {
     "PP zero bubble, TP, FSDP": pipeline("ZBVZeroBubble", fully_shard=True, **tensor_parallel()),
     "one stage, TP, FSDP": pipeline("1F1B", ranks=1, fully_shard=True, **tensor_parallel()),
 }
-"""The ways to run the dense part, on 4 ranks and more."""
+"""The wrappers, for 4 ranks and more."""
 
 
 @dataclass(frozen=True)
 class ProductCell:
-    """A way to run the dense part, and one to shard tables."""
+    """A dense wrapper with a table sharding."""
 
     form: str
-    """The name of the former in `FORMS`."""
+    """A key of `FORMS`."""
 
     tables: str
-    """The name of the latter in `TABLES`."""
+    """A key of `TABLES`."""
 
     num_batches: int = 1
-    """How many batches make one update."""
+    """Batches per update."""
 
 
 @dataclass(frozen=True)
 class ProductGap:
-    """How far a cell ended from one process on the batches of all ranks."""
+    """A cell's distance from one process on all ranks' batches."""
 
     tables: float
-    """The largest difference of a table's weight or moment, of a dense weight or of a loss."""
+    """The largest difference in table weights and moments, dense weights and losses."""
 
     dense_moment: float
-    """The largest difference of a dense moment, relative to the parameter's largest one."""
+    """The largest difference in a dense moment, relative to its parameter's largest."""
 
     num_moments: int
-    """How many dense moments were compared."""
-
     num_values: int
-    """How many weights of tables were compared."""
 
 
 def dense_adagrad(params: Any) -> torch.optim.Optimizer:
-    """What trains the dense part, and has moments."""
+    """Build a dense optimizer with moments."""
     return torch.optim.Adagrad(params, lr=LR, eps=EPS, foreach=False)
 
 
@@ -114,7 +111,7 @@ def dense_adagrad(params: Any) -> torch.optim.Optimizer:
 def product_oracle(
     spec: ModelSpec, num_batches: int, world_size: int
 ) -> tuple[StackOracle, list[list[float]]]:
-    """An oracle after all steps, which nobody may train further, and each step's losses."""
+    """Return a trained oracle, which must not train further, and each step's losses."""
     tables = Cell(tdsp.Mesh2D(1, world_size), spec=spec)
     cell = PipelineCell(tables, (), num_batches, (BATCH_SIZE,) * world_size)
     oracle = StackOracle(tables, make_dense_optimizer=dense_adagrad)
@@ -122,7 +119,7 @@ def product_oracle(
 
 
 def tables_on(name: str, world_size: int) -> Cell:
-    """The tables of that name, on a world."""
+    """Return the named tables, on a world."""
     cell = TABLES[name]
     groups = cell.mesh.num_groups
     return replace(cell, mesh=tdsp.Mesh2D(groups, world_size // groups))
@@ -132,7 +129,7 @@ def tables_on(name: str, world_size: int) -> Cell:
 def product_model(
     cell: ProductCell, world_size: int
 ) -> Iterator[tuple[DistributedModelParallel, dict[str, Any], torch.optim.Optimizer]]:
-    """The model of a cell, its dense parameters by their names in the model, their optimizer."""
+    """Yield a cell's model, its dense parameters by name, and their optimizer."""
     with pipelined(tables_on(cell.tables, world_size), FORMS[cell.form]()) as (model, params):
         named = {name.removeprefix("module."): param for name, param in params.items()}
         yield model, named, dense_adagrad(list(named.values()))
@@ -164,7 +161,6 @@ def run_product(rank: int, world_size: int, cell: ProductCell) -> ProductGap:
 
 
 def run_products(rank: int, world_size: int, cells: list[ProductCell]) -> list[ProductGap]:
-    """Several cells in one call."""
     return [run_product(rank, world_size, cell) for cell in cells]
 
 

@@ -1,4 +1,4 @@
-"""A model with layers that can be cut, trained by one wrapper or another beside its oracle."""
+"""A model with layers that can be cut, trained by any wrapper beside its oracle."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,11 +21,12 @@ from tests.support.loops import shard
 from tests.support.models import BagModel, ModelSpec, make_batch, tables_of
 from tests.support.oracle import Oracle
 from tests.support.parity import LR, Gap, compare, make_sharder
+from torchrec_2dsp.errors import TwoDError
 
 WIDTH = 12
 NUM_STEPS = 2
 BATCH_SIZES = (7, 7, 7, 7)
-"""No number of micro-batches divides the samples of a pipeline."""
+"""No number of micro-batches divides a pipeline's samples."""
 
 TABLES = {
     "table-wise": Cell(tdsp.Mesh2D(1, 4), sharding="table_wise", always_capture=True),
@@ -32,7 +34,7 @@ TABLES = {
     "row exchange": Cell(tdsp.Mesh2D(1, 4), exchange="row", owners="hash", always_capture=True),
     "2D": Cell(tdsp.Mesh2D(2, 2)),
 }
-"""Tables sharded one way or another, whose gradients wait until an update."""
+"""Tables sharded in different ways, whose gradients wait until an update."""
 
 TWO_RANKS: list[dict[str, Any]] = [
     {"num_stages": 2, "num_micro_batches": 5},
@@ -43,11 +45,11 @@ TWO_RANKS: list[dict[str, Any]] = [
         "schedule": "ZBVZeroBubble",
     },
 ]
-"""Pipelines of two ranks, of which there are two or which split their layers."""
+"""Pipelines with two ranks, for two of them or for split layers."""
 
 
 class Residual(nn.Module):
-    """A layer with two paths, one of which holds parameters that can be split."""
+    """A layer with two paths, one of which has parameters that can be split."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,12 +61,12 @@ class Residual(nn.Module):
 
 
 def tensor_parallel_plan() -> dict[str, ParallelStyle]:
-    """How the layers that can be split are split."""
+    """Return the styles of the layers that can be split."""
     return {"stack.layers.*.up": ColwiseParallel(), "stack.layers.*.down": RowwiseParallel()}
 
 
 class ItemLoss(nn.Module):
-    """A squared error for each sample, with a parameter, and a target that needs gradients."""
+    """A squared error per sample, with a parameter, and a target that needs gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +81,7 @@ class ItemLoss(nn.Module):
 
 
 def layers_of(item_dim: int) -> list[nn.Module]:
-    """Eight layers, some of which have no parameters, and of which one gives a view."""
+    """Return eight layers, some without parameters, one of which returns a view."""
     return [
         nn.Linear(WIDTH, WIDTH),
         nn.Tanh(),
@@ -93,7 +95,7 @@ def layers_of(item_dim: int) -> list[nn.Module]:
 
 
 class StackModel(BagModel):
-    """Bags under a layer, under a `LayerStack`; it gives the loss of each sample."""
+    """Bags under a layer under a `LayerStack`; returns each sample's loss."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
@@ -113,18 +115,18 @@ class StackModel(BagModel):
 
 
 def stack_model(spec: ModelSpec) -> StackModel:
-    """The model with seed 0."""
+    """Build the model with seed 0."""
     torch.manual_seed(0)
     return StackModel(spec)
 
 
 def dense_sgd(params: Any) -> torch.optim.Optimizer:
-    """What trains the dense part, if a test says nothing else."""
+    """Build the default dense optimizer."""
     return torch.optim.SGD(params, lr=LR, foreach=False)
 
 
 class StackOracle(Oracle):
-    """The unsharded model, uncut, trained on the batches of all ranks at once."""
+    """The unsharded, uncut model, trained on all ranks' batches at once."""
 
     def __init__(
         self,
@@ -147,7 +149,7 @@ class StackOracle(Oracle):
         self.dense_optimizer = make_dense_optimizer(list(self.dense.values()))
 
     def step_on(self, batches: Sequence[Sequence[KeyedJaggedTensor]]) -> list[float]:
-        """One update on some batches of each rank; the mean loss of each rank's batches."""
+        """Update once on some batches per rank; return each rank's mean loss."""
         self.model.zero_grad()
         losses = [
             sum(
@@ -169,13 +171,13 @@ class StackOracle(Oracle):
 
 
 def reduced(losses: torch.Tensor, reduction: str) -> torch.Tensor:
-    """A rank's loss; the mean of no samples is no number."""
+    """Reduce a rank's losses; the mean without samples would be NaN."""
     return losses.sum() if reduction == "sum" or not losses.numel() else losses.mean()
 
 
 @dataclass(frozen=True)
 class PipelineCell:
-    """How to train the model."""
+    """A way to train the model."""
 
     cell: Cell
     """The tables, and the mesh."""
@@ -184,17 +186,17 @@ class PipelineCell:
     """The options of `PipelinedDense`."""
 
     num_batches: int = 1
-    """How many batches make one update."""
+    """Batches per update."""
 
     sizes: tuple[int, ...] = BATCH_SIZES
-    """How many samples each rank has."""
+    """Each rank's number of samples."""
 
 
 @contextmanager
 def pipelined(
     cell: Cell, wrapper: Any, unsharded: StackModel | None = None
 ) -> Iterator[tuple[DistributedModelParallel, dict[str, nn.Parameter]]]:
-    """The model in a wrapper, and its dense parameters; its process groups end afterwards."""
+    """Yield the wrapped model and its dense parameters; close its process groups afterwards."""
     unsharded = unsharded or stack_model(cell.spec)
     model = shard(cell, make_sharder(cell), unsharded, data_parallel_wrapper=wrapper)
     try:
@@ -204,7 +206,7 @@ def pipelined(
 
 
 def close_groups(wrapper: Any) -> None:
-    """Gloo's threads would wake as long as there are groups."""
+    """Destroy a wrapper's groups: gloo's threads wake up as long as there are any."""
     groups = getattr(wrapper, "_groups", None)
     if groups is not None:
         for group in (groups.agreements, groups.forward, groups.backward, groups.copies):
@@ -212,13 +214,11 @@ def close_groups(wrapper: Any) -> None:
 
 
 def batch_for(cell: PipelineCell, step: int, part: int, rank: int) -> KeyedJaggedTensor:
-    """A rank's batch."""
     seed = 1000 * step + 100 * part + rank
     return make_batch(cell.cell.spec, seed=seed, batch_size=cell.sizes[rank])
 
 
 def batches_for(cell: PipelineCell, step: int) -> list[list[KeyedJaggedTensor]]:
-    """The batches of all ranks, by rank."""
     return [
         [batch_for(cell, step, part, rank) for part in range(cell.num_batches)]
         for rank in range(len(cell.sizes))
@@ -229,7 +229,7 @@ def batches_for(cell: PipelineCell, step: int) -> list[list[KeyedJaggedTensor]]:
 def trained_stack_oracle(
     spec: ModelSpec, optimizer: str, num_batches: int, sizes: tuple[int, ...], reduction: str
 ) -> tuple[StackOracle, list[list[float]]]:
-    """An oracle after all steps, which nobody may train further, and each step's losses."""
+    """Return a trained oracle, which must not train further, and each step's losses."""
     tables = Cell(tdsp.Mesh2D(1, len(sizes)), spec=spec, optimizer=optimizer)
     cell = PipelineCell(tables, (), num_batches, sizes)
     oracle = StackOracle(tables, reduction=reduction)
@@ -237,7 +237,7 @@ def trained_stack_oracle(
 
 
 def run_pipeline(rank: int, world_size: int, cell: PipelineCell) -> Gap:
-    """Train beside the oracle, and compare losses, all dense weights, tables and moments."""
+    """Train beside the oracle; compare losses, dense weights, tables and moments."""
     wrapper = tdsp.PipelinedDense(**dict(cell.options))
     reduction = dict(cell.options).get("reduction", "mean")
     # How tables and layers are sharded changes nothing, so one oracle serves many cells.
@@ -261,5 +261,11 @@ def run_pipeline(rank: int, world_size: int, cell: PipelineCell) -> Gap:
 
 
 def run_pipelines(rank: int, world_size: int, cells: list[PipelineCell]) -> list[Gap]:
-    """Several cells in one call."""
     return [run_pipeline(rank, world_size, cell) for cell in cells]
+
+
+def error_text(action: Callable[[], Any], kind: type[TwoDError]) -> str:
+    """Return the text of the error that an action raises."""
+    with pytest.raises(kind) as raised:
+        action()
+    return str(raised.value)

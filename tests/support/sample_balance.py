@@ -1,9 +1,9 @@
-"""How even work gets by dealing samples, and how many distinct ids ranks need then.
+"""Balance and distinct ids per rank for several deals.
 
     python -m tests.support.sample_balance
 
 prints the table of docs/guides/balanced_batches.md: 4 ranks, 1,024 samples each, drawn from seed 0.
-Nothing is trained, and no time of a step is measured.
+Nothing is trained, and no step is timed.
 """
 
 import time
@@ -31,25 +31,20 @@ class Data:
 
 
 def zipf(rng: np.random.Generator, count: int, num_rows: int, exponent: float) -> Ints:
-    """Rows by their popularity."""
+    """Draw rows by popularity."""
     weights = 1 / np.arange(1, num_rows + 1) ** exponent
     return rng.choice(num_rows, count, p=weights / weights.sum())
 
 
 def clicks(rng: np.random.Generator) -> Data:
-    """26 features with one id each; all samples cost the same."""
+    """Draw 26 features with one id each; all samples cost the same."""
     ids = [zipf(rng, NUM_SAMPLES, 20_000, 1.05) + number * 10**6 for number in range(26)]
     samples = SampleIds(np.stack(ids, axis=1).reshape(-1), np.full(NUM_SAMPLES, 26))
     return Data("26 one-hot features, Zipf 1.05", np.ones(NUM_SAMPLES), samples)
 
 
 def sessions(rng: np.random.Generator, *, grow: bool) -> Data:
-    """Eight samples of each user, anywhere in the batch, with the user's history.
-
-    Args:
-        rng: draws them.
-        grow: whether each sample of a user knows six more items than the one before.
-    """
+    """Draw eight samples per user with the user's history, which may grow by sample."""
     num_users = NUM_SAMPLES // 8
     users = rng.permutation(np.repeat(np.arange(num_users), 8))
     most = np.minimum(rng.zipf(1.4, num_users) * 4, 200) if not grow else np.full(num_users, 60)
@@ -67,20 +62,20 @@ def sessions(rng: np.random.Generator, *, grow: bool) -> Data:
 
 
 def imbalance(ranks: Ranks, data: Data) -> float:
-    """How many times the mean the most loaded rank has."""
+    """Return the most loaded rank's load relative to the mean."""
     loads = loads_of(ranks, data.costs, NUM_RANKS)
     return max(loads) / (sum(loads) / NUM_RANKS)
 
 
 def timed(call: Callable[[], Ranks]) -> tuple[Ranks, float]:
-    """What a call returns, and its processor time in milliseconds."""
+    """Return a call's result, and its processor time in milliseconds."""
     start = time.process_time()
     ranks = call()
     return ranks, 1000 * (time.process_time() - start)
 
 
 def rows_of(data: Data) -> list[str]:
-    """Lines of the table."""
+    """Return lines of the table."""
     as_read = np.repeat(np.arange(NUM_RANKS), NUM_SAMPLES // NUM_RANKS)
     dealt, milliseconds = timed(lambda: deal_samples(data.costs, NUM_RANKS))
     deals = [("as read", as_read, 0.0), ("dealt", dealt, milliseconds)]

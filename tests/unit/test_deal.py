@@ -1,4 +1,4 @@
-"""Which rank gets which samples: against all deals there are, and by what must always hold."""
+"""The deal of samples to ranks, against all possible deals and by its invariants."""
 
 from collections.abc import Iterator
 from itertools import permutations

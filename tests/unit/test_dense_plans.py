@@ -1,4 +1,4 @@
-"""What `plan` and `simulate` say of a dense part whose layers a config describes."""
+"""The output of `plan` and `simulate` for a dense part described in a config."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ MATMUL = KernelCost(base_s=1e-5, per_item_s=1e-11, per_byte_s=1e-10)
 
 
 def measured(matmul: KernelCost | None = MATMUL) -> Calibration:
-    """A calibration that knows products of matrices, or one from before they were measured."""
+    """Return a calibration that knows matrix products, or one from before they were measured."""
     known = Calibration.load(KNOWN)
     return known.model_copy(update={"kernels": known.kernels.model_copy(update={"matmul": matmul})})
 
@@ -80,7 +80,7 @@ def test_what_can_not_be_is_said(tmp_path: Path, calibration: str, dense: str, w
 
 
 def test_a_block_has_the_work_of_its_products() -> None:
-    """Twelve products of the width by itself for each item, and two of attention."""
+    """Twelve products of the width with itself per item, and two in attention."""
     kernels = measured().kernels
     (block,) = Transformer(num_blocks=1, dim=64, length=10).layers(kernels).layers
     products = 10 * (2 * 12 * 64**2 + 4 * 10 * 64)

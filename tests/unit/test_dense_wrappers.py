@@ -1,4 +1,4 @@
-"""What a config and a plan ask of the wrappers that share layers."""
+"""The wrappers' settings, from a config and from a plan."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ PIPELINES = DenseMesh.for_world(8, pp=2)
 
 @pytest.fixture(params=[False, True], ids=["config", "plan"])
 def asked(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The settings of the wrapper that a program makes last."""
+    """Record the settings of the last wrapper that a program builds."""
     settings: dict[str, Any] = {}
     for name in ("FullyShardedDense", "TensorParallelDense", "PipelinedDense"):
         monkeypatch.setattr(dense, name, lambda *_, **options: settings.update(options))
@@ -37,7 +37,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> di
 
 
 def make(asked: dict[str, Any], kind: str, mesh: DenseMesh, **options: Any) -> None:
-    """Make a wrapper by a config, or by a plan."""
+    """Build a wrapper from a config, or from a plan."""
     if asked["is_planned"]:
         cuts = (1,) * (mesh.pp - 1)
         plan = DensePlan(kind=DenseKind(kind), mesh=mesh, cuts=cuts, **options)

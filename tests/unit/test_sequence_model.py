@@ -1,4 +1,4 @@
-"""The sequence model in one process: what it sees, what it learns from, and what it predicts."""
+"""The sequence model in one process: its inputs, its loss, and its predictions."""
 
 import math
 from itertools import chain
@@ -28,7 +28,7 @@ def model_of(**options: Any) -> NextItemModel:
 
 
 def table_of(model: NextItemModel) -> torch.Tensor:
-    """The vectors of all items."""
+    """Return all items' vectors."""
     return cast(torch.Tensor, model.get_parameter("embeddings.embeddings.t_item.weight"))
 
 
@@ -46,13 +46,13 @@ BATCH = batch_of(SEQUENCES, NEGATIVES)
 
 
 def outputs_of(model: NextItemModel, items: list[int]) -> torch.Tensor:
-    """What comes after these items, by itself and without any padding."""
+    """Return the model's outputs for these items, without any padding."""
     table = table_of(model)
     return model.dense(table[items].unsqueeze(0))[0]
 
 
 def tokens_of(model: NextItemModel) -> list[list[tuple[torch.Tensor, int, list[int]]]]:
-    """For each sample, each predicted position: the output, the true item and the negatives."""
+    """List each predicted position: output, true item and negatives."""
     samples = []
     for sequence, negatives in zip(SEQUENCES, NEGATIVES, strict=True):
         last = sequence[-MAX_LENGTH:]
@@ -66,7 +66,7 @@ def tokens_of(model: NextItemModel) -> list[list[tuple[torch.Tensor, int, list[i
 
 
 def plain_loss(model: NextItemModel, items: NegativeItems, mean: str) -> float:
-    """The loss by loops over samples and positions."""
+    """Compute the loss by loops over samples and positions."""
     table = table_of(model)
     log_q = items.log_probability(torch.arange(NUM_ITEMS)).tolist()
     samples = []
@@ -102,7 +102,7 @@ def test_the_loss_is_that_of_plain_loops(kind: NegativeKind, mean: str) -> None:
 @pytest.mark.parametrize("num_chunks", [2, 5, 7])
 @pytest.mark.parametrize("mean", ["tokens", "samples"])
 def test_chunks_of_equal_lengths_train_the_same(num_chunks: int, mean: str) -> None:
-    """Also with chunks of one sequence, and with more chunks than sequences."""
+    """Also with chunks of one sequence, and with empty chunks."""
     losses, scores, gradients = zip(
         *(trained_once(loss_mean=mean, length_chunks=chunks) for chunks in (1, num_chunks)),
         strict=True,
@@ -116,7 +116,7 @@ def test_chunks_of_equal_lengths_train_the_same(num_chunks: int, mean: str) -> N
 
 
 def trained_once(**options: Any) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """The loss, the samples' scores and all gradients."""
+    """Return the loss, the samples' scores and all gradients."""
     model = model_of(**options)
     loss, (_, scores, _) = model(BATCH)
     loss.backward()

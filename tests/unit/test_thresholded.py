@@ -1,4 +1,4 @@
-"""`Thresholded` keeps the largest numbers, in both directions."""
+"""`Thresholded` keeps the largest elements in both directions, and when it serves."""
 
 import copy
 import math
@@ -22,12 +22,12 @@ def activations(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def running(module: tdsp.Thresholded) -> torch.Tensor:
-    """The running threshold, as the state dict has it."""
+    """Return the running threshold in the state dict."""
     return module.state_dict()["running_threshold"]
 
 
 def slow_exact(sample: list[float], density: float) -> list[float]:
-    """The sample with its largest numbers, found one after the other."""
+    """Find a sample's largest elements one after the other."""
     num_kept = max(1, math.ceil(round(density * len(sample), 6)))
     by_size = sorted(range(len(sample)), key=lambda place: -abs(sample[place]))
     return [number if place in by_size[:num_kept] else 0.0 for place, number in enumerate(sample)]
@@ -285,3 +285,49 @@ def test_an_unknown_threshold_is_refused() -> None:
 
 def test_its_text_says_what_it_does() -> None:
     assert str(tdsp.Thresholded(0.1, "laplace")) == "Thresholded(density=0.1, threshold='laplace')"
+
+
+def test_the_state_has_the_running_threshold_and_nothing_else() -> None:
+    module = tdsp.Thresholded(0.1, "laplace")
+    module(activations(10, 6))
+    assert list(module.state_dict()) == ["running_threshold"]
+    restored = tdsp.Thresholded(0.1, "laplace").eval()
+    restored.load_state_dict(module.state_dict())
+    rows = activations(10, 6, seed=1)
+    assert torch.equal(restored(rows), module.eval()(rows))
+    assert list(tdsp.Thresholded(0.1).state_dict()) == []
+    assert not list(module.parameters())
+
+
+def exported(module: torch.nn.Module, rows: torch.Tensor, way: str) -> Any:
+    if way == "script":
+        return torch.jit.script(module)
+    batch = torch.export.Dim("batch")
+    return torch.export.export(module, (rows,), dynamic_shapes=({0: batch},)).module()
+
+
+@every_kind
+@pytest.mark.parametrize("density", [0.3, 1.0])
+@pytest.mark.parametrize("way", ["script", "export"])
+# Upstream says so of every script; it is what serving in C++ still takes.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_an_exported_module_does_the_same(way: str, kind: ThresholdKind, density: float) -> None:
+    module = tdsp.Thresholded(density, kind)
+    module(activations(50, 20))
+    module.eval()
+    serving = exported(module, activations(4, 20, seed=1), way)
+    for num_samples in (1, 9):
+        rows = activations(num_samples, 20, seed=2)
+        assert torch.equal(serving(rows), module(rows))
+    assert serving.state_dict() == module.state_dict()
+
+
+@every_kind
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_a_script_trains_on(kind: ThresholdKind) -> None:
+    module = tdsp.Thresholded(0.3, kind)
+    script = torch.jit.script(copy.deepcopy(module))
+    for seed in range(3):
+        rows = activations(9, 20, seed=seed)
+        assert torch.equal(script(rows), module(rows))
+    assert script.state_dict() == module.state_dict()

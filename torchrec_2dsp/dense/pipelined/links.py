@@ -36,9 +36,7 @@ class PipelineGroups:
     def __init__(self, mesh: DenseMesh, everyone: dist.ProcessGroup, device: torch.device) -> None:
         self.mesh, self.everyone, self.device = mesh, everyone, device
         self._ranks = dist.get_process_group_ranks(everyone)
-        number, self.rank = mesh.place_of(dist.get_rank(everyone))
-        self.global_ranks = [self._ranks[rank] for rank in mesh.pipelines()[number]]
-        """The pipeline's ranks, in the world."""
+        _, self.rank = mesh.place_of(dist.get_rank(everyone))
         self.position, self.tp_rank = divmod(self.rank, mesh.tp)
         # Activations and gradients travel in groups of their own, in which messages of one rank
         # for another have one order, and which can be broken without losing the third group.

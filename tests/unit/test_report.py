@@ -1,10 +1,13 @@
-"""Charts: what they hold, as SVG files and on pages."""
+"""Charts as SVG files and on pages, and tables in all their forms."""
 
 import re
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, strategies as st
+from rich.console import Console
 
 from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.planner.explanation import parts_chart
@@ -19,31 +22,32 @@ from torchrec_2dsp.report.charts import (
     draw_lines,
 )
 from torchrec_2dsp.report.page import Page
+from torchrec_2dsp.report.table import Table
 
 RANKS, TIME = Axis(title="ranks"), Axis(title="ms")
 
 
 def texts(path: Path) -> list[str]:
-    """All that is written in an SVG file."""
+    """Return all texts in an SVG file."""
     return re.findall(r"<text[^>]*>([^<]+)</text>", path.read_text())
 
 
 def drawn_lines(*charts: LineChart, folder: Path) -> list[str]:
-    """The texts of line charts side by side."""
+    """Return the texts of line charts side by side."""
     pytest.importorskip("matplotlib")
     draw_lines(charts, folder / "lines.svg")
     return texts(folder / "lines.svg")
 
 
 def drawn_bars(chart: BarChart, *, folder: Path) -> list[str]:
-    """The texts of a bar chart."""
+    """Return a bar chart's texts."""
     pytest.importorskip("matplotlib")
     draw_bars(chart, folder / "bars.svg")
     return texts(folder / "bars.svg")
 
 
 def figure_of(chart: LineChart | BarChart, *, upright: bool = False) -> Any:
-    """The figure of a chart on a page."""
+    """Return a chart's figure on a page."""
     pytest.importorskip("plotly")
     page = Page("a page")
     if isinstance(chart, LineChart):
@@ -173,3 +177,57 @@ def test_what_is_hidden_of_a_step_goes_back() -> None:
     assert hidden.starts == pytest.approx({"hidden": 40})
     assert chart.end("hidden") == pytest.approx(25)
     assert (step.starts, step.values) == ({"all": 0}, pytest.approx({"all": 25}))
+
+
+CELLS = st.text("abc de", max_size=30).map(str.strip)
+HEADINGS = ("name", "min", "max")
+
+
+@given(
+    st.lists(st.tuples(CELLS, CELLS, CELLS), max_size=5),
+    st.integers(8, 80),
+    st.sets(st.sampled_from(HEADINGS)),
+)
+def test_text_fits_and_shows_every_cell(
+    rows: list[tuple[str, str, str]], width: int, words: set[str]
+) -> None:
+    table = Table(HEADINGS, rows, words)
+    text = table.text(width)
+    assert max(map(len, text.splitlines())) <= width
+    expected = "".join("".join(row) for row in (table.headings, *rows))
+    letters = sorted(letter for letter in text if letter not in " \n─")
+    assert letters == sorted(expected.replace(" ", ""))
+
+
+def test_words_are_aligned_left_and_only_the_widest_column_is_folded() -> None:
+    table = Table(("name", "ms"), [("a long name", "1.5"), ("b", "120.5")], words={"name"})
+    assert table.text(12).splitlines() == [
+        "name      ms",
+        "────────────",
+        "a        1.5",
+        "long",
+        "name",
+        "b      120.5",
+    ]
+
+
+def test_words_are_folded_before_wider_numbers() -> None:
+    table = Table(("name", "ms"), [("a long name", "1.5 [1.2, 1.7]")], words={"name"})
+    assert "1.5 [1.2, 1.7]" in table.text(25)
+
+
+def test_a_terminal_shows_title_and_row_styles_and_no_markup() -> None:
+    table = Table(("na\nme", "ms"), [("[bold]", "1")], {"na\nme"}, title="T", styles={0: "red"})
+    output = StringIO()
+    console = Console(file=output, width=20, force_terminal=True, color_system="standard")
+    console.print(table)
+    lines = output.getvalue().splitlines()
+    assert lines[:3] == ["\x1b[1mT\x1b[0m", "\x1b[1mna      ms\x1b[0m", "\x1b[1mme\x1b[0m"]
+    assert lines[4] == "\x1b[31m[bold]   1\x1b[0m"
+
+
+def test_markdown_and_html_escape_cells() -> None:
+    table = Table(("a\nb", "ms"), [("x|<y>", "1")], {"a\nb"})
+    assert table.markdown().splitlines()[0] == "| a b      |   ms |"
+    assert table.markdown().splitlines()[2] == r"| x\|\<y\> |    1 |"
+    assert '<td class="words">x|&lt;y&gt;</td><td>1</td>' in table.html()

@@ -1,0 +1,391 @@
+"""Thresholded gradients: nothing is lost, across resumes; and touched rows of tables."""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+import torchrec_2dsp as tdsp
+from tests.support.loops import shard
+from tests.support.models import ModelSpec, TableSpec, build, make_batch
+from tests.support.parity import Cell, local_loss
+from tests.support.ranks import RankPool
+from tests.support.resuming import VARIANTS, Run, Variant
+from tests.support.slices import Deal
+from torchrec_2dsp._compat.ddp import data_parallel_wrapper
+from torchrec_2dsp.codecs.rows import FlatCodec
+from torchrec_2dsp.codecs.sparse import ErrorFeedback, ThresholdRule
+from torchrec_2dsp.comms.counting import count_collectives
+from torchrec_2dsp.dense.gradient_sums import GradientRoute
+from torchrec_2dsp.dense.thresholded_gradients import ThresholdedGradients, ThresholdSettings
+from torchrec_2dsp.errors import CheckpointError, ConfigError
+
+SIZES = (1, 7, 100, 1_023, 1_024, 5_000, 70_000)
+"""The last one takes two blocks of a sparse message."""
+KINDS = ("normal", "heavy", "sparse", "zero", "equal", "tiny", "one rank")
+NUM_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A random case, by its seed."""
+
+    seed: int
+
+    @property
+    def drawn(self) -> dict[str, Any]:
+        rng = random.Random(self.seed)
+        return {
+            "sizes": rng.choices(SIZES, k=rng.randint(1, 5)),
+            "kinds": rng.choices(KINDS, k=3),
+            "settings": ThresholdSettings(
+                density=10 ** rng.uniform(-3.5, 0),
+                warm_up=rng.choice([0, 0, 1]),
+                dense_below=rng.choice([0, 256, 1_024]),
+                values=FlatCodec(rng.choice(list(tdsp.Transport)).codec),
+                rule=ThresholdRule(refresh=rng.randint(1, 3), is_exact=rng.random() < 0.3),
+                route=rng.choice([None, *GradientRoute]),
+            ),
+            "bucket_cap_mb": rng.choice([0.0005, 0.02, 25]),
+        }
+
+    def gradients(self, step: int, rank: int) -> list[torch.Tensor]:
+        """Return each parameter's gradient, on one rank in one step."""
+        drawn = self.drawn
+        generator = torch.Generator().manual_seed(1_000 * self.seed + 10 * step + rank)
+        return [
+            self._gradient(drawn["kinds"][place % 3], size, rank, generator)
+            for place, size in enumerate(drawn["sizes"])
+        ]
+
+    def _gradient(
+        self, kind: str, size: int, rank: int, generator: torch.Generator
+    ) -> torch.Tensor:
+        normal = torch.randn(size, generator=generator)
+        match kind:
+            case "heavy":
+                return normal * torch.rand(size, generator=generator).clamp(min=1e-3) ** -1
+            case "sparse":
+                return normal * (torch.rand(size, generator=generator) < 0.01)
+            case "zero":
+                return torch.zeros(size)
+            case "equal":
+                return torch.full((size,), 0.5)
+            case "tiny":
+                return normal * 1e-30
+            case "one rank":
+                return normal if rank == 1 else torch.zeros(size)
+            case _:
+                return normal
+
+
+class Linear(nn.Module):
+    """Sums its parameters times its input, which is so their gradient."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList([torch.zeros(size) for size in sizes])
+
+    def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        pairs = zip(self.layers, gradients, strict=True)
+        return torch.stack([(layer * gradient).sum() for layer, gradient in pairs]).sum()
+
+
+@dataclass
+class Outcome:
+    """A rank's results for a case."""
+
+    seed: int
+    gaps: list[float] = field(default_factory=list)
+    """By step, applied sums plus residuals against all gradients, in units of rounding."""
+    applied: list[list[bytes]] = field(default_factory=list)
+    """Each step's means, bit for bit."""
+    entries: int = 0
+    most_entries: int = 0
+    left_after_flush: float = 0.0
+
+
+def run_cases(rank: int, world_size: int, seeds: list[int]) -> list[Outcome]:
+    return [run_case(rank, world_size, Case(seed)) for seed in seeds]
+
+
+def run_case(rank: int, world_size: int, case: Case) -> Outcome:
+    drawn = case.drawn
+    group = dist.group.WORLD
+    assert group is not None
+    model = Linear(drawn["sizes"])
+    ddp = DistributedDataParallel(
+        model,
+        gradient_as_bucket_view=True,
+        static_graph=True,
+        bucket_cap_mb=drawn["bucket_cap_mb"],
+    )
+    names = {id(value): name for name, value in model.named_parameters()}
+    hook = ThresholdedGradients(drawn["settings"], names, group)
+    ddp.register_comm_hook(None, hook.reduce)
+    outcome = Outcome(case.seed)
+    applied = [torch.zeros(size, dtype=torch.float64) for size in drawn["sizes"]]
+    due = [torch.zeros(size, dtype=torch.float64) for size in drawn["sizes"]]
+    largest = [torch.zeros(()) for _ in drawn["sizes"]]
+    for step in range(NUM_STEPS):
+        if step == NUM_STEPS - 1:
+            hook.flush()
+        ddp.zero_grad()
+        before = hook.total
+        ddp(case.gradients(step, rank)).backward()
+        means = [gradient_of(layer) for layer in model.layers]
+        outcome.applied.append([mean.numpy().tobytes() for mean in means])
+        sent = hook.total - before
+        outcome.entries += sent.num_entries
+        if sent.num_thresholded_steps or sent.num_elements:
+            density, below = drawn["settings"].density, drawn["settings"].dense_below
+            outcome.most_entries += sum(
+                -int(-density * size // 1) for size in drawn["sizes"] if size >= below
+            )
+        residuals = hook.state_dict()["residuals"]
+        gap = 0.0
+        for place, mean in enumerate(means):
+            applied[place] += mean.double() * world_size
+            for peer in range(world_size):
+                gradient = case.gradients(step, peer)[place]
+                due[place] += gradient.double()
+                largest[place] = torch.maximum(largest[place], gradient.abs().max())
+            left = residuals.get(f"layers.{place}", torch.zeros_like(mean)).clone()
+            lefts = [torch.empty_like(left) for _ in range(world_size)]
+            dist.all_gather(lefts, left)
+            whole = applied[place] + torch.stack(lefts).double().sum(dim=0)
+            unit = float(largest[place]) * torch.finfo(torch.float32).eps
+            distance = float((whole - due[place]).abs().max())
+            gap = max(gap, distance / unit if unit else distance)
+        outcome.gaps.append(gap)
+    outcome.left_after_flush = hook.residual_norm()
+    return outcome
+
+
+def gradient_of(layer: nn.Parameter) -> torch.Tensor:
+    assert layer.grad is not None
+    return layer.grad.detach().clone()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_nothing_is_lost_whatever_is_sent(
+    ranks2: RankPool, ranks4: RankPool, num_ranks: int, dealt: Deal
+) -> None:
+    pool = ranks2 if num_ranks == 2 else ranks4
+    seeds = dealt(range(1_000 * num_ranks, 1_000 * num_ranks + 40))
+    ranks = pool.run(run_cases, seeds)
+    for of_ranks in zip(*ranks, strict=True):
+        seed = of_ranks[0].seed
+        assert len({str(outcome.applied) for outcome in of_ranks}) == 1, seed
+        for outcome in of_ranks:
+            # Sums of four ranks over four steps, of numbers of about the largest one's size.
+            assert max(outcome.gaps) < 64, (seed, outcome.gaps)
+            assert outcome.left_after_flush == 0.0, seed
+            assert outcome.entries <= outcome.most_entries, seed
+
+
+pytestmark = pytest.mark.dealt_file
+
+NUM_RESUMED_STEPS = 3
+
+
+def variant_on(world_size: int) -> Variant:
+    return replace(VARIANTS["thresholded owners"], cell=Cell(tdsp.Mesh2D(1, world_size)))
+
+
+def wrapper_of(run: Run) -> tdsp.ThresholdedDataParallel:
+    wrapper = data_parallel_wrapper(run.model)
+    assert isinstance(wrapper, tdsp.ThresholdedDataParallel)
+    return wrapper
+
+
+def sums_of_residuals(run: Run) -> dict[str, torch.Tensor]:
+    """Add up all ranks' residuals."""
+    own = wrapper_of(run).state_dict()["residuals"]
+    by_rank = [own] * dist.get_world_size()
+    # A rank may have none.
+    dist.all_gather_object(by_rank, own)
+    joined = ErrorFeedback()
+    joined.load_sum(by_rank)
+    return joined.state_dict()
+
+
+def save(rank: int, world_size: int, folder: Path) -> dict[str, torch.Tensor]:
+    run = Run(variant_on(world_size))
+    for _ in range(NUM_RESUMED_STEPS):
+        run.step()
+    run.losses.sum = 0.0
+    run.save(folder)
+    return sums_of_residuals(run)
+
+
+def load(rank: int, world_size: int, path: Path) -> tuple[dict[str, torch.Tensor], float]:
+    run = Run(variant_on(world_size))
+    run.step()
+    run.load(path)
+    sums = sums_of_residuals(run)
+    run.step()
+    return sums, run.step()
+
+
+def test_other_ranks_take_over_the_sum(ranks4: RankPool, ranks2: RankPool, tmp_path: Path) -> None:
+    saved = ranks4.run(save, tmp_path)[0]
+    assert any(residual.any() for residual in saved.values())
+    for sums, _ in ranks2.run(load, tmp_path / str(NUM_RESUMED_STEPS)):
+        assert sums.keys() == saved.keys()
+        for name, residual in saved.items():
+            # A rank's gradients count for a half now, and not for a quarter.
+            torch.testing.assert_close(sums[name], residual / 2)
+
+
+def test_more_ranks_take_over_the_sum(ranks4: RankPool, ranks2: RankPool, tmp_path: Path) -> None:
+    saved = ranks2.run(save, tmp_path)[0]
+    for sums, loss in ranks4.run(load, tmp_path / str(NUM_RESUMED_STEPS)):
+        for name, residual in saved.items():
+            torch.testing.assert_close(sums[name], residual * 2)
+        assert loss > 0
+
+
+def load_without_wrapper(rank: int, world_size: int, path: Path) -> str:
+    run = Run(Variant(Cell(tdsp.Mesh2D(1, world_size))))
+    with pytest.raises(CheckpointError) as raised:
+        run.load(path)
+    return str(raised.value)
+
+
+def test_a_model_that_would_lose_residuals_is_refused(ranks2: RankPool, tmp_path: Path) -> None:
+    ranks2.run(save, tmp_path)
+    (message,) = set(ranks2.run(load_without_wrapper, tmp_path / str(NUM_RESUMED_STEPS)))
+    assert message.startswith("the train state holds dense gradients that weren't sent")
+
+
+def change_wrapper(rank: int, world_size: int, folder: Path) -> float:
+    """Resume with thresholds after a run without them."""
+    plain = Run(Variant(Cell(tdsp.Mesh2D(1, world_size))))
+    plain.step()
+    plain.save(folder)
+    run = Run(variant_on(world_size))
+    run.step()
+    run.load(folder / "1")
+    assert wrapper_of(run).residual_norm() == 0
+    return run.step()
+
+
+def test_a_run_may_begin_to_threshold_at_a_checkpoint(ranks2: RankPool, tmp_path: Path) -> None:
+    assert all(loss > 0 for loss in ranks2.run(change_wrapper, tmp_path))
+
+
+def take_name(rank: int, world_size: int) -> None:
+    run = Run(variant_on(world_size))
+    with pytest.raises(
+        ConfigError, match="dense_gradients is the name of the state of the model's"
+    ):
+        tdsp.TrainState(run.model, run.optimizer, dense_gradients={})
+
+
+def test_the_name_of_the_state_is_taken(ranks2: RankPool) -> None:
+    ranks2.run(take_name)
+
+
+EVERY_RANK = -2
+"""Instead of one idle rank, all are idle."""
+LARGE = (
+    TableSpec("t0", 400, 8, ("f0",)),
+    TableSpec("t1", 240, 16, ("f1", "f2")),
+    TableSpec("t2", 330, 8, ("f3",)),
+)
+BAGS, SMALL = ModelSpec(LARGE), ModelSpec()
+
+
+@dataclass
+class Trained:
+    """A rank's final weights, and what it sent."""
+
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    counts: list[Counter[str]] = field(default_factory=list)
+    reports: list[Any] = field(default_factory=list)
+
+
+def cell_of(world_size: int, spec: ModelSpec, *, stock: bool = False) -> Cell:
+    return Cell(tdsp.Mesh2D(1, world_size), "data_parallel", spec, stock_wrapper=stock)
+
+
+def batch_of(cell: Cell, step: int, rank: int, idle_rank: int) -> Any:
+    """Make a rank's batch; an idle rank's has no ids."""
+    batch = make_batch(
+        cell.spec, seed=100 * step + rank, batch_size=100 if cell.spec == SMALL else 6
+    )
+    if idle_rank not in (rank, EVERY_RANK):
+        return batch
+    empty = torch.zeros_like(batch.lengths())
+    return type(batch)(batch.keys(), batch.values()[:0], lengths=empty)
+
+
+def train(rank: int, world_size: int, cell: Cell, is_by_rows: bool, idle_rank: int = -1) -> Trained:
+    wrapper = tdsp.ThresholdedDataParallel(1.0) if is_by_rows else None
+    model = shard(cell, model=build(cell.spec), data_parallel_wrapper=wrapper)
+    # Once each: a table's weights have its own name, and that of all tables together.
+    params = {
+        id(value): value for _, value in in_backward_optimizer_filter(model.named_parameters())
+    }
+    optimizer = torch.optim.SGD(params.values(), lr=0.02)
+    trained = Trained()
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        loss = local_loss(model(batch_of(cell, step, rank, idle_rank)))
+        with count_collectives() as seen:
+            loss.backward()
+        trained.counts.append(Counter(seen.counts()))
+        optimizer.step()
+        trained.reports.append(wrapper and wrapper.total)
+    trained.weights = {name: value.clone() for name, value in model.state_dict().items()}
+    return trained
+
+
+def check_against_ddp(pool: RankPool, cell: Cell, idle_rank: int = -1) -> list[Trained]:
+    """Ranks must agree bit for bit, and with DDP; two ranks add up in one order only."""
+    by_ddp = pool.run(train, cell, False, idle_rank)[0]
+    by_rows = pool.run(train, cell, True, idle_rank)
+    for trained in by_rows:
+        assert trained.weights.keys() == by_ddp.weights.keys()
+        for name, value in trained.weights.items():
+            assert torch.equal(value, by_rows[0].weights[name])
+            tolerance = 0.0 if cell.mesh.world_size == 2 else 1e-6
+            torch.testing.assert_close(value, by_ddp.weights[name], rtol=0, atol=tolerance)
+    return by_rows
+
+
+@pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
+@pytest.mark.parametrize("spec", [BAGS, SMALL], ids=["large", "small"])
+def test_weights_are_those_of_ddp(
+    ranks2: RankPool, ranks4: RankPool, spec: ModelSpec, stock: bool
+) -> None:
+    check_against_ddp(ranks2, cell_of(2, spec, stock=stock))
+    check_against_ddp(ranks4, cell_of(4, spec, stock=stock))
+
+
+def test_ranks_without_rows_take_part(ranks4: RankPool) -> None:
+    check_against_ddp(ranks4, cell_of(4, BAGS), idle_rank=2)
+
+
+def test_a_batch_may_touch_no_row_on_any_rank(ranks2: RankPool) -> None:
+    check_against_ddp(ranks2, cell_of(2, BAGS), idle_rank=EVERY_RANK)
+
+
+def test_few_rows_are_gathered_and_many_are_reduced(ranks4: RankPool) -> None:
+    by_ddp = ranks4.run(train, cell_of(4, BAGS), False)[0]
+    few = ranks4.run(train, cell_of(4, BAGS), True)[0]
+    many = ranks4.run(train, cell_of(4, SMALL), True)[0]
+    # The tables' own all-reduce is an all-gather; the dense part's finds out where ranks are.
+    assert few.counts[-1] - by_ddp.counts[-1] == {"all_gather_into_tensor": 2}
+    assert many.counts[-1] - by_ddp.counts[-1] == {"all_reduce": 1, "all_gather_into_tensor": 1}
+    assert few.reports[-1].num_bytes < 0.6 * few.reports[-1].dense_bytes
+    assert many.reports[-1].num_bytes <= many.reports[-1].dense_bytes

@@ -197,17 +197,18 @@ def test_collectives_are_counted_with_their_bytes(ranks2: RankPool) -> None:
         assert num_after == 0
 
 
-def reducer_and_group_collectives(rank: int, world_size: int) -> tuple[object, object, object]:
+def reducer_and_group_collectives(rank: int, world_size: int) -> tuple[object, object]:
     module = DistributedDataParallel(nn.Linear(3, 2))
     group = dist.new_group([rank], use_local_synchronization=True, group_desc="alone")
     with count_collectives() as seen:
         module(torch.ones(1, 3)).sum().backward()
         dist.all_reduce(torch.ones(1), group=group)
-    return seen.summary(), seen.on([rank]), (seen.counts(), seen.total_bytes())
+    return seen.records, (seen.counts(), seen.total_bytes())
 
 
 def test_the_ddp_reducer_and_groups_are_counted(ranks2: RankPool) -> None:
-    for rank, (summary, alone, totals) in enumerate(ranks2.run(reducer_and_group_collectives)):
-        assert summary == {("all_reduce", 2): (1, 32), ("all_reduce", 1): (1, 4)}
-        assert alone == [Collective("all_reduce", (rank,), "alone", 4)]
+    for rank, (records, totals) in enumerate(ranks2.run(reducer_and_group_collectives)):
+        reduced, alone = records
+        assert (reduced.op, reduced.ranks, reduced.num_bytes) == ("all_reduce", (0, 1), 32)
+        assert alone == Collective("all_reduce", (rank,), "alone", 4)
         assert totals == ({"all_reduce": 2}, 36)

@@ -71,22 +71,9 @@ class Collectives:
 
     records: list[Collective] = field(default_factory=list)
 
-    def on(self, ranks: tuple[int, ...] | list[int]) -> list[Collective]:
-        """Return the collectives on groups with exactly these ranks, in any order."""
-        return [record for record in self.records if sorted(record.ranks) == sorted(ranks)]
-
     def counts(self) -> dict[str, int]:
         """Count the calls by operation."""
         return dict(Counter(record.op for record in self.records))
-
-    def summary(self) -> dict[tuple[str, int], tuple[int, int]]:
-        """Return ``(calls, bytes)`` by ``(op, group size)``."""
-        totals: dict[tuple[str, int], tuple[int, int]] = {}
-        for record in self.records:
-            key = (record.op, len(record.ranks))
-            calls, num_bytes = totals.get(key, (0, 0))
-            totals[key] = (calls + 1, num_bytes + record.num_bytes)
-        return totals
 
     def total_bytes(self) -> int:
         """Sum the input bytes over all collectives."""

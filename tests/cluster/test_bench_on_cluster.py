@@ -30,14 +30,14 @@ def test_a_report_counts_what_crosses_the_link_and_says_where_it_ran(tmp_path: P
         description = cluster.describe()
 
     result = BenchResult.load(tmp_path / "page.json")
-    assert [one.name for one in result.measured()] == [
+    assert [contestant.name for contestant in result.measured()] == [
         *("planner", "table_wise", "planner_duplex", "ceiling")
     ]
     *trained, ceiling = result.measured()
-    for one in trained:
+    for contestant in trained:
         # With one rank per host, all that is sent crosses the link, with its headers.
-        ideal = sum(part.sent_bytes for part in one.traffic)
-        assert all(ideal < link < 1.15 * ideal for link in link_bytes(one))
+        ideal = sum(part.sent_bytes for part in contestant.traffic)
+        assert all(ideal < link < 1.15 * ideal for link in link_bytes(contestant))
     assert max(link_bytes(ceiling)) < 0.01 * min(link_bytes(trained[0]))
     assert result.setting.cluster == description
     launcher = "torchrec-2dsp cluster --hosts 2 --ranks-per-host 1 --link 1000mbit -- -m "

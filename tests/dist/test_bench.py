@@ -7,17 +7,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.bench_results import NO_LINKS
+from tests.support.bench_results import NO_LINKS, bench_result
 from tests.support.click_configs import click_data
 from tests.support.faulty_bench import CONFIG
 from tests.support.loops import local_tensors
 from tests.support.programs import forked
 from tests.support.ranks import RankPool
+from tests.support.sequence_configs import SEQUENCES
 from torchrec_2dsp.cost.step_cost import StepCost
+from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.programs.bench import replay
 from torchrec_2dsp.programs.bench.config import BenchConfig
 from torchrec_2dsp.programs.bench.contestants import build_trainer
+from torchrec_2dsp.programs.bench.page import markdown_report
 from torchrec_2dsp.programs.bench.results import BenchResult, ContestantResult, Outcome
+from torchrec_2dsp.programs.bench.worker import Feed
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.synthetic import make_batch
 
@@ -36,7 +40,7 @@ def result(result_path: Path) -> BenchResult:
 
 
 def named(result: BenchResult, name: str) -> ContestantResult:
-    return next(one for one in result.contestants if one.name == name)
+    return next(contestant for contestant in result.contestants if contestant.name == name)
 
 
 def test_contestants_rest_while_others_are_measured(result_path: Path) -> None:
@@ -44,7 +48,7 @@ def test_contestants_rest_while_others_are_measured(result_path: Path) -> None:
 
 
 def test_failures_are_told_apart_and_the_others_are_measured(result: BenchResult) -> None:
-    outcomes = {one.name: one.outcome.value for one in result.contestants}
+    outcomes = {contestant.name: contestant.outcome.value for contestant in result.contestants}
 
     assert outcomes == dict.fromkeys(CONFIG["contestants"], "measured") | {
         "refused": "crashed",
@@ -55,7 +59,7 @@ def test_failures_are_told_apart_and_the_others_are_measured(result: BenchResult
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("refused", "in warm_up: rank 0: "),
         ("dies", "rank 1: the process died in "),
@@ -63,40 +67,40 @@ def test_failures_are_told_apart_and_the_others_are_measured(result: BenchResult
         ("learns_faster", "from that of planner"),
     ],
 )
-def test_reasons_are_given(result: BenchResult, name: str, said: str) -> None:
-    assert said in named(result, name).reason
+def test_reasons_are_given(result: BenchResult, name: str, message: str) -> None:
+    assert message in named(result, name).reason
 
 
 @pytest.mark.parametrize("name", ["row_wise", "data_parallel", "exact", "hot", "duplex"])
 def test_exact_contestants_train_as_the_reference_does(result: BenchResult, name: str) -> None:
-    one, reference = named(result, name), named(result, "planner")
+    contestant, reference = named(result, name), named(result, "planner")
 
-    assert one.loss_gap is not None
-    assert one.loss_gap < 2e-6
-    assert len(one.losses) >= 4 + 5
+    assert contestant.loss_gap is not None
+    assert contestant.loss_gap < 2e-6
+    assert len(contestant.losses) >= 4 + 5
     # There was something to learn, or equal losses would say nothing.
     assert max(reference.losses) - min(reference.losses) > 1e-3
 
 
 def test_every_measured_contestant_has_all_figures(result: BenchResult) -> None:
-    for one in result.measured():
-        assert [block.round for block in one.blocks] == list(range(5))
-        assert all(block.step_s > 0 and 1 <= block.num_steps <= 4 for block in one.blocks)
-        assert all(block.probe_s for block in one.blocks)
-        assert one.peak_memory_bytes is not None
-        assert one.peak_memory_bytes > 0
-        assert one.phases
-        assert one.sharding
+    for contestant in result.measured():
+        assert [block.round for block in contestant.blocks] == list(range(5))
+        assert all(block.step_s > 0 and 1 <= block.num_steps <= 4 for block in contestant.blocks)
+        assert all(block.probe_s for block in contestant.blocks)
+        assert contestant.peak_memory_bytes is not None
+        assert contestant.peak_memory_bytes > 0
+        assert contestant.phases
+        assert contestant.sharding
 
 
 def test_steps_are_predicted_from_the_calibration(result: BenchResult) -> None:
     costs = {
-        one.name: StepCost(**one.predicted)
-        for one in result.contestants
-        if one.predicted is not None
+        contestant.name: StepCost(**contestant.predicted)
+        for contestant in result.contestants
+        if contestant.predicted is not None
     }
     ceilings = {"ceiling", "ceiling_of_one"}
-    assert {one.name for one in result.measured()} - set(costs) == ceilings
+    assert {contestant.name for contestant in result.measured()} - set(costs) == ceilings
     # The same for all: the rest of the model, of which a ceiling of one copy tells.
     assert {cost.dense_s for cost in costs.values()} == {costs["planner"].dense_s}
     assert result.dense_from == ("ceiling_of_one",)
@@ -153,17 +157,17 @@ def test_dense_gradients_are_counted_where_they_are_thresholded(result: BenchRes
 def test_the_interface_carries_what_the_collectives_send(result: BenchResult) -> None:
     """And more: the loopback carries what other programs send as well."""
     for name in ("planner", "row_wise", "data_parallel", "duplex"):
-        one = named(result, name)
-        counted = sum(traffic.sent_bytes for traffic in one.traffic)
+        contestant = named(result, name)
+        counted = sum(traffic.sent_bytes for traffic in contestant.traffic)
         assert counted > 1_000
-        for block in one.blocks:
+        for block in contestant.blocks:
             assert block.link_bytes is not None
             assert block.link_bytes > counted
 
 
 def test_the_full_duplex_exchange_is_counted_too(result: BenchResult) -> None:
     traffic = {
-        name: {one.name: one.calls for one in named(result, name).traffic}
+        name: {part.name: part.calls for part in named(result, name).traffic}
         for name in ("planner", "duplex")
     }
 
@@ -195,7 +199,7 @@ def learning(rank: int, world_size: int, name: str) -> list[list[torch.Tensor]]:
             trainer.stop_learning()
         trainer.pipeline.progress(batches)
         weights = trainer.model.state_dict().values()
-        seen.append([part.clone() for one in weights for part in local_tensors(one)])
+        seen.append([part.clone() for weight in weights for part in local_tensors(weight)])
     return seen
 
 
@@ -211,10 +215,12 @@ def replayed(rank: int, world_size: int) -> list[float]:
     assert group is not None
 
     def step(value: float) -> float:
-        one = torch.full((2,), value + rank)
-        dist.all_reduce(one, group=group)
+        contestant = torch.full((2,), value + rank)
+        dist.all_reduce(contestant, group=group)
         whole = torch.empty(2 * world_size)
-        work = dist.all_to_all_single(whole, one.repeat(world_size), group=group, async_op=True)
+        work = dist.all_to_all_single(
+            whole, contestant.repeat(world_size), group=group, async_op=True
+        )
         assert work is not None
         work.wait()
         return whole.sum().item()
@@ -251,7 +257,7 @@ def test_the_command_shows_a_table_and_writes_a_report(tmp_path: Path) -> None:
     assert "round 5 of 5" in done.stdout
     assert "Traceback" not in done.stderr
     result = BenchResult.load(report.with_suffix(".json"))
-    assert [one.outcome for one in result.contestants] == [Outcome.MEASURED] * 2
+    assert [contestant.outcome for contestant in result.contestants] == [Outcome.MEASURED] * 2
     assert "table_wise" in report.read_text()
     assert "--set schedule.block_s=0.05" in result.setting.command
 
@@ -264,3 +270,50 @@ def test_a_network_interface_that_is_not_there_is_refused() -> None:
 
     assert done.returncode != 0
     assert "network.interface='eth77' is not here; use one of lo" in done.stderr
+
+
+DENSE_CONFIG = make_config(
+    BenchConfig,
+    SEQUENCES
+    | {
+        "calibration": "emulated_1gbit",
+        "schedule": {"batch_size": 16},
+        "contestants": {
+            "ddp": {"kind": "stock"},
+            "planned": {"kind": "stock", "dense": {"kind": "planned"}},
+        },
+    },
+)
+
+
+def built_and_trained(rank: int, world_size: int) -> dict[str, tuple[str, list[float]]]:
+    """The plan of each contestant's dense part, and its losses."""
+    reports = {}
+    for name, contestant in DENSE_CONFIG.planned.items():
+        trainer = build_trainer(DENSE_CONFIG, contestant, Mesh2D(1, world_size), NO_LINKS)
+        feed = Feed(DENSE_CONFIG, rank=rank, world_size=world_size, cycle=0)
+        feed.prepare(5)
+        losses = []
+        for _ in range(3):
+            loss = trainer.pipeline.progress(feed)[0].detach()
+            dist.all_reduce(loss)
+            losses.append(float(loss))
+        reports[name] = trainer.dense_plan, losses
+    return reports
+
+
+@pytest.mark.dealt_suite
+def test_a_planned_dense_part_is_named_and_trains_the_same(ranks2: RankPool) -> None:
+    first, second = ranks2.run(built_and_trained)
+    assert first == second
+    (no_plan, expected), (plan, losses) = first["ddp"], first["planned"]
+    assert no_plan == ""
+    assert plan
+    assert losses == pytest.approx(expected, abs=2e-6)
+
+
+def test_the_report_names_it() -> None:
+    result = bench_result()
+    stock = result.contestants[0].model_copy(update={"dense_plan": "dp 2, pp 2"})
+    page = markdown_report([result.model_copy(update={"contestants": (stock,)})])
+    assert f"- stock: {stock.description}: dp 2, pp 2\n" in page

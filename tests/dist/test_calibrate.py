@@ -1,7 +1,9 @@
 """Calibration: on all ranks alike, and by the command."""
 
 import math
+from dataclasses import asdict
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch.distributed as dist
@@ -11,8 +13,11 @@ from typer.testing import CliRunner
 import torchrec_2dsp as tdsp
 from tests.support.programs import forked, torchrun
 from tests.support.ranks import RankPool
+from torchrec_2dsp.comms.counting import count_collectives
+from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.calibrate import calibrate as program, collectives, fit, kernels
 from torchrec_2dsp.programs.calibrate.calibrate import calibrate
+from torchrec_2dsp.programs.calibrate.collectives import LinkSpeeds, measure_link_speeds
 from torchrec_2dsp.programs.cli.app import app
 
 
@@ -28,28 +33,30 @@ def measured(
     collectives._LARGEST, program._LARGEST = 2**21, 2**18
     fit.MAX_MEDIAN_ERROR = fit.MAX_KERNEL_ERROR = math.inf
     before = set(_world.pg_names.values())
-    told: list[str] = []
-    made = calibrate(world, local_world_size=local_world_size, name="x", progress=told.append)
-    return made, told, len(set(_world.pg_names.values()) - before)
+    lines: list[str] = []
+    calibration = calibrate(
+        world, local_world_size=local_world_size, name="x", progress=lines.append
+    )
+    return calibration, lines, len(set(_world.pg_names.values()) - before)
 
 
 @pytest.mark.dealt_suite
 def test_every_rank_finds_the_same(ranks4: RankPool) -> None:
-    (made, told, left), *others = ranks4.run(measured, 2)
-    assert [other for other, _, _ in others] == [made] * 3
+    (calibration, lines, left), *others = ranks4.run(measured, 2)
+    assert [other for other, _, _ in others] == [calibration] * 3
     assert left == 0
-    assert (made.hardware.num_hosts, made.hardware.ranks_per_host) == (2, 2)
-    for name, cost in made.collectives:
+    assert (calibration.hardware.num_hosts, calibration.hardware.ranks_per_host) == (2, 2)
+    for name, cost in calibration.collectives:
         assert cost.local_s_per_byte is not None, name
         assert cost.link_s_per_byte is not None, name
         assert 1e-12 < max(cost.local_s_per_byte, cost.link_s_per_byte) < 1e-5, name
-    for name, cost in made.kernels:
+    for name, cost in calibration.kernels:
         # Noise decides which unit of work the time is put down to.
         units = [getattr(cost, unit) for unit in type(cost).model_fields if unit.endswith("_s")]
         assert 0 < sum(units) < 1, name
-    assert 0 <= made.turn_s < 1
-    assert "all_to_all, across hosts" in told
-    assert "full_duplex_all_to_all, all ranks" in told
+    assert 0 <= calibration.turn_s < 1
+    assert "all_to_all, across hosts" in lines
+    assert "full_duplex_all_to_all, all ranks" in lines
 
 
 def refused(rank: int, world_size: int) -> str:
@@ -91,3 +98,90 @@ def test_the_command_writes_a_calibration(tmp_path: Path) -> None:
     assert tdsp.Calibration.load(out).hardware.name == "mine"
     for text in ("measuring all_reduce, in hosts", "host's link", "ns per row", f"wrote {out}"):
         assert text in done.stdout, text
+
+
+INTRA = {"intra_host_all_to_all_bytes_per_s", "intra_host_all_reduce_bytes_per_s"}
+CROSS = {"cross_host_all_to_all_bytes_per_s", "cross_host_all_reduce_bytes_per_s"}
+
+
+def measure(rank: int, world_size: int, local_world_size: int) -> tuple[LinkSpeeds, int]:
+    """The speeds, and the groups that are left."""
+    world = dist.group.WORLD
+    assert world is not None
+    before = set(_world.pg_names.values())
+    speeds = measure_link_speeds(
+        world, local_world_size=local_world_size, num_bytes=2**18, repeats=3
+    )
+    return speeds, len(set(_world.pg_names.values()) - before)
+
+
+@pytest.mark.parametrize(
+    ("local_world_size", "measured"), [(1, CROSS), (2, INTRA | CROSS), (4, INTRA)]
+)
+def test_every_rank_gets_the_speeds_of_the_links_there_are(
+    ranks4: RankPool, local_world_size: int, measured: set[str]
+) -> None:
+    (speeds, left), *others = ranks4.run(measure, local_world_size)
+    assert others == [(speeds, left)] * 3
+    assert left == 0
+    assert speeds.local_world_size == local_world_size
+    actual = asdict(speeds)
+    assert {name for name, value in actual.items() if value is None} == (INTRA | CROSS) - measured
+    assert all(math.isfinite(actual[name]) and actual[name] > 1e4 for name in measured)
+
+
+def count(rank: int, world_size: int) -> dict[str, int]:
+    assert dist.group.WORLD is not None
+    with count_collectives() as seen:
+        measure_link_speeds(dist.group.WORLD, local_world_size=2, num_bytes=400, repeats=2)
+    assert all(record.num_bytes == 400 for record in seen.records if len(record.ranks) == 2)
+    return seen.counts()
+
+
+def test_the_collectives_are_those_of_the_docstring(ranks4: RankPool) -> None:
+    # Two links, two collectives each, with two warm-up runs and two that count.
+    each, times = 2 * (2 + 2), 2 * 2 * 2
+    for counts in ranks4.run(count):
+        assert counts["all_to_all_single"] == each
+        assert counts["all_reduce"] == each + 2 * each + times
+
+
+def refuse(rank: int, world_size: int, arguments: dict[str, int], text: str) -> None:
+    assert dist.group.WORLD is not None
+    with pytest.raises(ConfigError, match=text):
+        measure_link_speeds(dist.group.WORLD, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"local_world_size": 3}, "local_world_size=3 does not divide world_size=4; pass"),
+        ({"local_world_size": 0}, "local_world_size=0 is not positive; use 1 or more"),
+        ({"local_world_size": 2, "repeats": 0}, "repeats=0 is not positive"),
+        ({"local_world_size": 2, "num_bytes": -1}, "num_bytes=-1 is not positive"),
+    ],
+)
+def test_bad_arguments(ranks4: RankPool, arguments: dict[str, int], text: str) -> None:
+    ranks4.run(refuse, arguments, text)
+
+
+def disagree(rank: int, world_size: int) -> None:
+    assert dist.group.WORLD is not None
+    with pytest.raises(ConfigError, match="local_world_size differs between ranks"):
+        measure_link_speeds(dist.group.WORLD, local_world_size=2 if rank else 4)
+
+
+def test_ranks_that_disagree_all_hear_of_it(ranks4: RankPool) -> None:
+    ranks4.run(disagree)
+
+
+def measure_a_part(rank: int, world_size: int) -> None:
+    group = cast(dist.ProcessGroup, dist.new_subgroups(2)[0])
+    with pytest.raises(ConfigError, match=r"all 4 ranks, and the group has 2; pass torch\.distr"):
+        measure_link_speeds(group, local_world_size=2)
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
+def test_a_part_of_the_world_is_refused(ranks4: RankPool) -> None:
+    ranks4.run(measure_a_part)

@@ -22,8 +22,7 @@ from tests.support.exporting import (
 )
 from tests.support.ranks import RankPool
 from torchrec_2dsp.errors import CheckpointError, ConfigError, ExportError
-from torchrec_2dsp.programs.export.export import export_model
-from torchrec_2dsp.programs.export.folder import ExportRecord
+from torchrec_2dsp.programs.export.export import ExportRecord, export_model
 from torchrec_2dsp.programs.export.kinds import served_model
 from torchrec_2dsp.programs.export.quality import HeldOutBatches
 from torchrec_2dsp.programs.export.served import load_script, quantize_
@@ -114,7 +113,7 @@ def test_ranks_evaluate_as_the_plain_model_does_on_their_parts(
     threshold on each rank, of which the checkpoint has one.
     """
     source, _, record = served[cell]
-    ranks = [said[cell] for said in trained[1]]
+    ranks = [metrics[cell] for metrics in trained[1]]
     thresholds = [rank.thresholds for rank in ranks]
     apart = plain_evaluation(source, num_ranks=2, thresholds=thresholds)
     assert [rank.metrics for rank in ranks] == [ranks[0].metrics] * 2
@@ -135,7 +134,7 @@ def test_a_process_without_the_package_answers(served: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dense", "values", "lengths", "said"),
+    ("dense", "values", "lengths", "message"),
     [
         ((1, 2), [40, 0], [1, 1], "an id is negative, or its feature has fewer rows"),
         ((1, 2), [39, 30], [1, 1], "an id is negative, or its feature has fewer rows"),
@@ -152,13 +151,13 @@ def test_a_request_that_cannot_be_right_is_refused(
     dense: tuple[int, int],
     values: list[int],
     lengths: list[int],
-    said: str,
+    message: str,
 ) -> None:
     script = load_script(served["dlrm"][1] / "model.pt")
     last_rows = torch.zeros(1, 2), torch.tensor([39, 29]), torch.tensor([1, 1])
     assert script(*last_rows)["scores"].isfinite().all()
     ids, counts = (torch.tensor(numbers, dtype=torch.int64) for numbers in (values, lengths))
-    with pytest.raises(torch.jit.Error, match=said):
+    with pytest.raises(torch.jit.Error, match=message):
         script(torch.zeros(dense), ids, counts)
 
 
@@ -238,7 +237,7 @@ def test_a_model_that_serves_worse_leaves_nothing(
                 buffer.copy_(buffer.flip(0))
 
     monkeypatch.setattr("torchrec_2dsp.programs.export.export.quantize_", damaged_)
-    said = r"ne is .* as trained and .* as served, worse by"
-    with pytest.raises(ExportError, match=said), only_rank("export"):
+    message = r"ne is .* as trained and .* as served, worse by"
+    with pytest.raises(ExportError, match=message), only_rank("export"):
         export_model(source, tmp_path / "out", max_loss=0.0)
     assert not list(tmp_path.iterdir())

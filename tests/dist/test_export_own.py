@@ -28,8 +28,7 @@ from tests.support.ranks import RankPool
 from torchrec_2dsp.errors import UnsupportedError
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.dataset import DatasetFeature, Split
-from torchrec_2dsp.programs.export.export import export_model
-from torchrec_2dsp.programs.export.folder import ExportRecord
+from torchrec_2dsp.programs.export.export import ExportRecord, export_model
 from torchrec_2dsp.programs.export.kinds import saying_what_stops, served_own_model
 from torchrec_2dsp.programs.export.served import load_script, quantize_
 from torchrec_2dsp.programs.export.source import ExportSource
@@ -182,7 +181,7 @@ def scripted(model: nn.Module) -> torch.jit.ScriptModule:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: nn.Linear(2, 2), "has no EmbeddingBagCollection and no EmbeddingCollection"),
         (with_own_bags, "bags is a OwnBags, which TorchRec doesn't quantise; use an Embedding"),
@@ -190,9 +189,9 @@ def scripted(model: nn.Module) -> torch.jit.ScriptModule:
         (Unscriptable, "can't be exported: "),
     ],
 )
-def test_what_stops_an_export_is_named(make: Callable[[], nn.Module], said: str) -> None:
+def test_what_stops_an_export_is_named(make: Callable[[], nn.Module], message: str) -> None:
     model = make().eval().requires_grad_(False)
-    with pytest.raises(UnsupportedError, match=said) as caught:
+    with pytest.raises(UnsupportedError, match=message) as caught:
         scripted(model)
     assert "the model of factory='mine:make' can't be exported" in str(caught.value)
 

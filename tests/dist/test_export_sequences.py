@@ -18,8 +18,7 @@ from tests.support.exporting import (
 from tests.support.ranks import RankPool
 from torchrec_2dsp.programs.config.config_file import make_config
 from torchrec_2dsp.programs.data.dataset import Split
-from torchrec_2dsp.programs.export.export import export_model
-from torchrec_2dsp.programs.export.folder import ExportRecord
+from torchrec_2dsp.programs.export.export import ExportRecord, export_model
 from torchrec_2dsp.programs.export.served import load_script
 from torchrec_2dsp.programs.export.source import ExportSource
 from torchrec_2dsp.programs.launch import only_rank
@@ -207,7 +206,7 @@ def test_requests_of_any_size_get_the_best_items(
 
 
 @pytest.mark.parametrize(
-    ("histories", "said"),
+    ("histories", "message"),
     [
         ([[1], [], [2]], "a history is empty, and training never predicts a first item"),
         ([], "give a row for each sample, one at least"),
@@ -216,13 +215,13 @@ def test_requests_of_any_size_get_the_best_items(
     ],
 )
 def test_histories_that_cannot_be_right_are_refused(
-    histories: Histories, said: str, served: Served
+    histories: Histories, message: str, served: Served
 ) -> None:
     dense, values, lengths = request(histories)
     asked = dense, values.long(), lengths.long()
-    with pytest.raises(torch.jit.Error, match=said):
+    with pytest.raises(torch.jit.Error, match=message):
         served.script(*asked)
-    with pytest.raises(torch.jit.Error, match=said):
+    with pytest.raises(torch.jit.Error, match=message):
         served.script.next_items(*asked, 3, False)
 
 

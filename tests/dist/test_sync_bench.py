@@ -43,13 +43,15 @@ def result(folder: Path) -> SyncBenchResult:
 @pytest.mark.dealt_suite
 def test_every_sync_is_timed_in_every_case(result: SyncBenchResult) -> None:
     names = ["dense", "touched", "touched_bf16", "gradients", "gradients_bf16"]
-    assert [one.sync for one in result.times] == names * 4
+    assert [times.sync for times in result.times] == names * 4
     cases = [(copies, 1.0, share) for copies in (2, 4) for share in (0.01, 1.0)]
-    assert list(dict.fromkeys(one.case for one in result.times)) == cases
-    for one in result.times:
-        assert len(one.seconds) == len(one.tracking_s) == 2
-        assert min(one.seconds) > 0
-        assert all(seconds > 0 for seconds in one.tracking_s) != one.sync.startswith("gradients")
+    assert list(dict.fromkeys(times.case for times in result.times)) == cases
+    for times in result.times:
+        assert len(times.seconds) == len(times.tracking_s) == 2
+        assert min(times.seconds) > 0
+        assert all(seconds > 0 for seconds in times.tracking_s) != times.sync.startswith(
+            "gradients"
+        )
 
 
 @pytest.mark.parametrize("num_groups", [2, 4])
@@ -74,8 +76,8 @@ def test_bytes_are_those_of_theory(result: SyncBenchResult, num_groups: int) -> 
 
 def test_the_page_has_a_plot_and_its_numbers(folder: Path) -> None:
     page = (folder / "syncs.md").read_text()
-    for said in ("## 2 copies of 1 MiB", "(syncs.svg)", "(syncs.json)", "torchrun", "| 0.01 |"):
-        assert said in page
+    for message in ("## 2 copies of 1 MiB", "(syncs.svg)", "(syncs.json)", "torchrun", "| 0.01 |"):
+        assert message in page
     assert "<svg" in (folder / "syncs.svg").read_text()
 
 
@@ -96,20 +98,20 @@ def refused(rank: int, world_size: int) -> str:
 
 
 def test_groups_that_do_not_divide_the_ranks(ranks4: RankPool) -> None:
-    said = set(ranks4.run(refused))
-    assert said == {
+    message = set(ranks4.run(refused))
+    assert message == {
         "num_groups=3 does not divide the 4 ranks; start as many ranks as a multiple of it"
     }
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("reference='sparse'", "reference='sparse' is no sync; use one of dense, touched"),
         ("touched_shares=[2.0]", "goes beyond 1, all rows"),
     ],
 )
-def test_bad_input(override: str, said: str) -> None:
+def test_bad_input(override: str, message: str) -> None:
     done = CliRunner().invoke(app, ["bench-sync", "--config", str(CONFIG), "--set", override])
     assert done.exit_code != 0
-    assert said in " ".join(done.output.split())
+    assert message in " ".join(done.output.split())

@@ -106,17 +106,17 @@ def bench_result(
         "link_speeds": {"to other hosts, all-reduce": 117e6, "in a host, all-reduce": None},
         **setting,
     }
-    found = []
+    measured = []
     for name in config.contestants:
         steps = steps_ms.get(name, ())
         loads = foreign_load.get(name, [0.05] * len(steps))
         outcome, reason = failed.get(name, (Outcome.MEASURED, ""))
         blocks = _blocks(steps, loads, is_counted, probe_ms)
-        found.append(_contestant(config, name, blocks=blocks, outcome=outcome, reason=reason))
+        measured.append(_contestant(config, name, blocks=blocks, outcome=outcome, reason=reason))
     return BenchResult(
         setting=BenchSetting(**fields, config=config.model_dump(mode="json")),
         reference=config.reference,
-        contestants=tuple(found),
+        contestants=tuple(measured),
     )
 
 
@@ -125,15 +125,15 @@ PREDICTED_S = {"stock": 0.22, "stock_duplex": 0.19, "exact_2d": 0.12}
 
 def with_predictions(result: BenchResult, *names: str) -> BenchResult:
     """The result with the steps of some contestants predicted, or of all that train."""
-    some = [
-        one.model_copy(
-            update={"predicted": {"dense_s": PREDICTED_S[one.name] - 0.02, "sync_s": 0.02}}
+    predicted = [
+        contestant.model_copy(
+            update={"predicted": {"dense_s": PREDICTED_S[contestant.name] - 0.02, "sync_s": 0.02}}
         )
-        if one.name in (names or PREDICTED_S)
-        else one
-        for one in result.contestants
+        if contestant.name in (names or PREDICTED_S)
+        else contestant
+        for contestant in result.contestants
     ]
-    return result.model_copy(update={"contestants": tuple(some)})
+    return result.model_copy(update={"contestants": tuple(predicted)})
 
 
 def _blocks(
@@ -153,24 +153,24 @@ def _blocks(
     )
 
 
-def _contestant(config: BenchConfig, name: str, **found: Any) -> ContestantResult:
-    one = config.contestants[name]
-    trains = one.kind != "ceiling"
+def _contestant(config: BenchConfig, name: str, **fields: Any) -> ContestantResult:
+    contestant = config.contestants[name]
+    trains = contestant.kind != "ceiling"
     return ContestantResult(
         name=name,
         description=DESCRIPTIONS.get(name, "one more"),
-        kind=one.kind,
+        kind=contestant.kind,
         sharding=_SHARDING.get(name, {}),
-        phases=_phases(isinstance(one, TwoDContestant), not trains),
+        phases=_phases(isinstance(contestant, TwoDContestant), not trains),
         traffic=_TRAFFIC if trains else (),
-        row_travel=_TRAVEL if isinstance(one, TwoDContestant) else None,
+        row_travel=_TRAVEL if isinstance(contestant, TwoDContestant) else None,
         peak_memory_bytes=64_000_000,
         losses=(0.69, 0.68),
         loss_gap=1.5e-7 if trains else None,
         loss_bound=1e-4 if trains else None,
         ne_gap=2.5e-5 if trains else None,
         ne_bound=1e-3 if trains else None,
-        **found,
+        **fields,
     )
 
 

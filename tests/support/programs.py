@@ -89,8 +89,8 @@ def forked(
                 if process.pid is not None:
                     process.kill()
                     process.join()
-        said = [path.read_text() if path.exists() else "" for path in outputs]
-    return subprocess.CompletedProcess([module, *arguments], exit_code, *said)
+        reports = [path.read_text() if path.exists() else "" for path in outputs]
+    return subprocess.CompletedProcess([module, *arguments], exit_code, *reports)
 
 
 def _first_failure(

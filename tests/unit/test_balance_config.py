@@ -8,18 +8,12 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_2dsp as tdsp
-from tests.support.bench_results import STEPS_MS, bench_result
 from torchrec_2dsp.programs.bench.config import (
     BenchConfig,
     StockContestant,
     is_reference,
     is_stock,
 )
-from torchrec_2dsp.programs.bench.page import markdown_report
-from torchrec_2dsp.programs.bench.results import ComputeTimes, DealtSamples
-from torchrec_2dsp.programs.bench.statistics import summarize
-from torchrec_2dsp.programs.bench.tables import balance_table, shares_of, shares_table
-from torchrec_2dsp.programs.bench.tracing import compute_times, dealt_samples
 from torchrec_2dsp.programs.cli.train_display import balance_text
 from torchrec_2dsp.programs.config.config_file import make_config, overridden
 from torchrec_2dsp.programs.config.sections import BalanceConfig, ModelConfig
@@ -184,61 +178,6 @@ STEP = BalanceReport(
     time_before=15.0,
     time_after=11.0,
 )
-
-
-def test_reports_of_ranks_become_one() -> None:
-    other = BalanceReport(**{**vars(STEP), "num_bytes": 4_000_000})
-    assert dealt_samples([STEP, other]) == DealtSamples(
-        imbalance_before=1.5, imbalance_after=1.1, moved_share=0.4, sent_bytes=1.5e6
-    )
-    assert dealt_samples([None, None]) is None
-    # The slowest rank is another one in each step.
-    assert compute_times([[3.0, 1.0], [1.0, 3.0]]) == ComputeTimes(mean_s=2.0, slowest_s=3.0)
-    assert compute_times([[], []]) is None
-
-
-def test_a_page_shows_how_even_the_work_was() -> None:
-    result = bench_result()
-    assert balance_table(summarize(result)) is None
-    first, second, *others = result.contestants
-    first = first.model_copy(update={"compute": compute_times([[0.1], [0.2]])})
-    dealt = second.model_copy(
-        update={"compute": compute_times([[0.15]]), "dealt": dealt_samples([STEP, STEP])}
-    )
-    table = balance_table(
-        summarize(result.model_copy(update={"contestants": (first, dealt, *others)}))
-    )
-    assert table is not None
-    assert table.rows == [
-        ["stock", "-", "-", "-", "-", "150.0", "200.0", "50.0"],
-        ["stock_duplex", "1.500", "1.100", "40%", "1.00", "150.0", "150.0", "0.0"],
-        *([name, *["-"] * 7] for name in ("exact_2d", "floor")),
-    ]
-
-
-def test_a_page_says_how_busy_ranks_were_and_what_the_slowest_cost() -> None:
-    result = bench_result(steps_ms=STEPS_MS | {"stock": (300, *[125] * 6)})
-    first, *others = result.contestants
-    assert shares_table(summarize(result)) is None
-    assert "Lost to imbalance" not in markdown_report([result])
-    # A step takes 150 ms in the mean. Another rank is the slowest in each step.
-    times = compute_times([[0.05, 0.1], [0.1, 0.05]])
-    first = first.model_copy(update={"compute": times})
-    result = result.model_copy(update={"contestants": (first, *others)})
-    table = shares_table(summarize(result))
-    assert table is not None
-    assert table.rows == [
-        ["stock", "50.0%", "16.7%", "33.3%", "1.333"],
-        *([name, *["-"] * 4] for name in ("stock_duplex", "exact_2d", "floor")),
-    ]
-    assert table.markdown() in markdown_report([result])
-    assert shares_of(others[0]) is None
-    # Nobody waits for the slowest rank of a ceiling.
-    ceiling = shares_of(first.model_copy(update={"kind": "ceiling"}))
-    assert ceiling is not None
-    assert (ceiling.busy, ceiling.lost) == (pytest.approx(0.5), 0.0)
-    unmeasured = first.model_copy(update={"blocks": ()})
-    assert shares_of(unmeasured) is None
 
 
 def test_a_run_says_how_even_its_work_was() -> None:

@@ -87,8 +87,8 @@ def test_plots_name_everyone_and_are_the_same_twice(tmp_path: Path) -> None:
     for number in (1, 2):
         scaling_plot(results, tmp_path / f"scaling_{number}.svg")
         phase_plot(results[2], tmp_path / f"phases_{number}.svg")
-        some = [results[0], *map(with_predictions, results[1:3])]
-        predicted_plot(some, tmp_path / f"predicted_{number}.svg")
+        with_some_predictions = [results[0], *map(with_predictions, results[1:3])]
+        predicted_plot(with_some_predictions, tmp_path / f"predicted_{number}.svg")
 
     assert dict(matplotlib.rcParams) == before
     for name in ("scaling", "phases", "predicted"):
@@ -99,8 +99,8 @@ def test_plots_name_everyone_and_are_the_same_twice(tmp_path: Path) -> None:
     )
     assert {*CONTESTANTS, "1 Gbit/s", "for $5 to $9", "2x2", "4x2", "4", "8"} <= scaling
     assert {*CONTESTANTS, "crashed", "hung", "pooled rows (waits)", "forward"} <= phases
-    shown = {one for one in predicted if "Gbit/s" in one or "$" in one}
-    assert shown == set(setting_labels(some)[1:])
+    shown = {label for label in predicted if "Gbit/s" in label or "$" in label}
+    assert shown == set(setting_labels(with_some_predictions)[1:])
 
 
 def test_plots_refuse_what_they_can_not_show(
@@ -191,7 +191,7 @@ def test_runs_that_agree_pass(tmp_path: Path) -> None:
     apart = CliRunner().invoke(app, ["bench-compare", *sources])
     tolerated = CliRunner().invoke(app, ["bench-compare", *sources, "--tolerance", "0.25"])
 
-    assert [one.exit_code for one in (agreeing, apart, tolerated)] == [0, 1, 0]
+    assert [label.exit_code for label in (agreeing, apart, tolerated)] == [0, 1, 0]
     assert "The runs agree: medians within 10%" in agreeing.output
     assert re.search(r"exact_2d\s+129.0\s+129.0\s+154.8\s+20.0%", apart.output)
     assert "The runs don't agree" in apart.output

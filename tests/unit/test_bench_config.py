@@ -4,15 +4,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import torchrec_2dsp as tdsp
 from tests.support.click_configs import click_data
+from torchrec_2dsp.programs.bench import contestants
 from torchrec_2dsp.programs.bench.config import (
     BenchConfig,
     StockContestant,
     is_reference,
     is_stock,
 )
+from torchrec_2dsp.programs.bench.contestants import planner_topology
+from torchrec_2dsp.programs.bench.program import calibration_warning
+from torchrec_2dsp.programs.calibrate.collectives import LinkSpeeds
 from torchrec_2dsp.programs.config.config_file import load_config, make_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -63,7 +68,7 @@ def test_groups_that_do_not_divide_the_world_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("contestants", "said"),
+    ("contestants", "message"),
     [
         ({}, 'none has kind = "stock" with qcomms = "fp32"'),
         ({"fp16": CONTESTANTS["fp16"]}, "nothing to compare with"),
@@ -109,11 +114,11 @@ def test_groups_that_do_not_divide_the_world_are_refused() -> None:
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(contestants: dict[str, Any], said: str) -> None:
+def test_what_makes_no_sense_is_refused(contestants: dict[str, Any], message: str) -> None:
     with pytest.raises(tdsp.errors.ConfigError) as caught:
         config_of(contestants)
 
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_fewer_rounds_than_a_median_needs_are_refused() -> None:
@@ -149,13 +154,13 @@ def test_the_workloads_are_what_they_say() -> None:
         for path in WORKLOADS
     }
 
-    assert {one.skew for one in data["criteo_one_hot"]} == {1.05}
-    assert {one.skew for one in data["criteo_steep"]} == {1.2}
-    assert {one.skew for one in data["mild_skew"]} == {0.3}
-    assert {one.mean_ids for one in data["multi_hot"]} == {20.0}
-    huge = [one.num_rows for one in data["few_huge"] if one.name.startswith("huge")]
+    assert {feature.skew for feature in data["criteo_one_hot"]} == {1.05}
+    assert {feature.skew for feature in data["criteo_steep"]} == {1.2}
+    assert {feature.skew for feature in data["mild_skew"]} == {0.3}
+    assert {feature.mean_ids for feature in data["multi_hot"]} == {20.0}
+    huge = [feature.num_rows for feature in data["few_huge"] if feature.name.startswith("huge")]
     assert len(huge) == 3
-    assert sum(huge) > 0.9 * sum(one.num_rows for one in data["few_huge"])
+    assert sum(huge) > 0.9 * sum(feature.num_rows for feature in data["few_huge"])
     for name in ("criteo_one_hot", "criteo_steep", "mild_skew"):
         assert len(data[name]) == 26
 
@@ -182,3 +187,33 @@ def test_what_this_package_adds_to_dense_parts_is_not_stock() -> None:
     contestants = [make_config(StockContestant, {"dense": {"kind": kind}}) for kind in kinds]
     assert [is_stock(contestant) for contestant in contestants] == [True] * 3 + [False] * 4
     assert [is_reference(contestant) for contestant in contestants] == [True] + [False] * 6
+
+
+SPEEDS = LinkSpeeds(
+    local_world_size=2,
+    intra_host_all_to_all_bytes_per_s=3e9,
+    intra_host_all_reduce_bytes_per_s=2e9,
+    cross_host_all_to_all_bytes_per_s=60e6,
+    cross_host_all_reduce_bytes_per_s=55e6,
+)
+
+
+def test_a_calibration_of_other_machines_is_named() -> None:
+    path = "configs/hardware/emulated_1gbit.toml"
+    config = config_of({"plain": {"kind": "stock"}}, calibration=path)
+    assert calibration_warning(config, local_world_size=2) == ""
+    assert calibration_warning(config, local_world_size=4) == (
+        f"{path} is of other machines: hosts have 4 ranks, and had 2"
+    )
+    assert calibration_warning(config_of({"plain": {"kind": "stock"}}), 4) == ""
+
+
+def test_planners_know_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(contestants, "get_local_size", lambda world_size: 2)
+    config = config_of({"plain": {"kind": "stock"}})
+    measured = planner_topology(config, "measured", SPEEDS)
+    # TorchRec counts bytes per millisecond.
+    assert (measured.intra_host_bw, measured.inter_host_bw) == (3e6, 60e3)
+    default = planner_topology(config, "default", SPEEDS)
+    assert default.intra_host_bw > default.inter_host_bw > 1e6

@@ -78,15 +78,15 @@ def test_another_algorithm_shows_in_the_first_steps() -> None:
     )
 
 
-@pytest.mark.parametrize(("drift", "said"), [(2e-3, "0.3 % above"), (-2e-3, "0.32 % below")])
-def test_an_exact_contestant_that_drifts_later_is_disqualified(drift: float, said: str) -> None:
+@pytest.mark.parametrize(("drift", "message"), [(2e-3, "0.3 % above"), (-2e-3, "0.32 % below")])
+def test_an_exact_contestant_that_drifts_later_is_disqualified(drift: float, message: str) -> None:
     """As copies that are no longer synced do; too good is another training as well."""
     measured = other(FALLING + ROUNDING + np.where(np.arange(NUM_STEPS) >= 10, drift, 0.0))
 
     assert measured.loss_gap is not None
     assert measured.loss_gap < 1e-6
     assert measured.outcome is Outcome.DISQUALIFIED
-    assert f"over 60 steps is {said} that of plain" in measured.reason
+    assert f"over 60 steps is {message} that of plain" in measured.reason
     assert "at most 0.1 % would be the same quality" in measured.reason
 
 

@@ -17,7 +17,18 @@ from tests.support.bench_results import (
 from torchrec_2dsp.errors import ConfigError
 from torchrec_2dsp.programs.bench.labels import setting_labels
 from torchrec_2dsp.programs.bench.page import markdown_report
-from torchrec_2dsp.programs.bench.results import BenchResult, Outcome
+from torchrec_2dsp.programs.bench.results import BenchResult, ComputeTimes, DealtSamples, Outcome
+from torchrec_2dsp.programs.bench.statistics import summarize
+from torchrec_2dsp.programs.bench.tables import balance_table, shares_of, shares_table
+from torchrec_2dsp.programs.bench.tracing import (
+    DenseTraffic,
+    EncodedTraffic,
+    compute_times,
+    dealt_samples,
+    mean_encoded,
+    mean_known,
+)
+from torchrec_2dsp.samples.dealer import BalanceReport
 
 
 def settings_of(*shapes: tuple[int, str]) -> list[BenchResult]:
@@ -276,3 +287,129 @@ def test_a_page_refuses_what_it_has_no_place_for() -> None:
         markdown_report([bench_result()], plots={"phases_2": "x.svg"})
     with pytest.raises(ConfigError, match="2 places for the data of 1 results"):
         markdown_report([bench_result()], data=["a", "b"])
+
+
+def test_what_transports_save_is_shown_where_they_encode() -> None:
+    result = bench_result()
+    assert "fp32 MB" not in markdown_report([result])
+    encoded = {
+        "exact_2d": EncodedTraffic(rows_fp32_bytes=3.2e6, rows_bytes=1e6),
+        "stock_duplex": EncodedTraffic(replicas_fp32_bytes=4e6, replicas_bytes=2.5e6),
+    }
+    contestants = tuple(
+        contestant.model_copy(update={"encoded": encoded.get(contestant.name)})
+        for contestant in result.contestants
+    )
+    page = markdown_report([result.model_copy(update={"contestants": contestants})])
+
+    headings, *rows = rows_of(page, "What transports save")
+    assert headings == [
+        "contestant",
+        "rows fp32 MB",
+        "rows encoded MB",
+        "replicas fp32 MB",
+        "replicas encoded MB",
+    ]
+    assert rows == [
+        ["stock_duplex", "-", "-", "4.00", "2.50"],
+        ["exact_2d", "3.20", "1.00", "-", "-"],
+    ]
+
+
+def test_a_mean_rank_has_encoded_the_mean() -> None:
+    ranks = [
+        EncodedTraffic(rows_fp32_bytes=300, rows_bytes=100),
+        EncodedTraffic(replicas_fp32_bytes=50, replicas_bytes=50),
+    ]
+
+    assert mean_encoded(ranks) == EncodedTraffic(
+        rows_fp32_bytes=150, rows_bytes=50, replicas_fp32_bytes=25, replicas_bytes=25
+    )
+    assert mean_encoded(ranks[1:]) is None, "replicas without a transport"
+
+
+def test_what_thresholds_save_is_shown() -> None:
+    result = bench_result()
+    ranks = [
+        DenseTraffic(fp32_bytes=8e6, sent_bytes=1e5, density=0.004, residual_norm=1.5),
+        DenseTraffic(fp32_bytes=8e6, sent_bytes=3e5, density=0.006, residual_norm=2.5),
+        None,
+    ]
+    contestants = tuple(
+        contestant.model_copy(
+            update={"dense": mean_known(ranks) if contestant.name == "stock" else None}
+        )
+        for contestant in result.contestants
+    )
+    page = markdown_report([result.model_copy(update={"contestants": contestants})])
+
+    headings, *rows = rows_of(page, "What thresholds save")
+    assert headings == ["contestant", "fp32 MB", "sent MB", "fewer", "density", "residual norm"]
+    assert rows == [["stock", "8.00", "0.20", "40.0x", "0.500%", "2"]]
+    assert mean_known(ranks[2:]) is None
+
+
+STEP = BalanceReport(
+    num_batches=2,
+    num_samples=100,
+    num_moved=40,
+    num_bytes=2_000_000,
+    mean_time=10.0,
+    time_before=15.0,
+    time_after=11.0,
+)
+
+
+def test_reports_of_ranks_become_one() -> None:
+    other = BalanceReport(**{**vars(STEP), "num_bytes": 4_000_000})
+    assert dealt_samples([STEP, other]) == DealtSamples(
+        imbalance_before=1.5, imbalance_after=1.1, moved_share=0.4, sent_bytes=1.5e6
+    )
+    assert dealt_samples([None, None]) is None
+    # The slowest rank is another one in each step.
+    assert compute_times([[3.0, 1.0], [1.0, 3.0]]) == ComputeTimes(mean_s=2.0, slowest_s=3.0)
+    assert compute_times([[], []]) is None
+
+
+def test_a_page_shows_how_even_the_work_was() -> None:
+    result = bench_result()
+    assert balance_table(summarize(result)) is None
+    first, second, *others = result.contestants
+    first = first.model_copy(update={"compute": compute_times([[0.1], [0.2]])})
+    dealt = second.model_copy(
+        update={"compute": compute_times([[0.15]]), "dealt": dealt_samples([STEP, STEP])}
+    )
+    table = balance_table(
+        summarize(result.model_copy(update={"contestants": (first, dealt, *others)}))
+    )
+    assert table is not None
+    assert table.rows == [
+        ["stock", "-", "-", "-", "-", "150.0", "200.0", "50.0"],
+        ["stock_duplex", "1.500", "1.100", "40%", "1.00", "150.0", "150.0", "0.0"],
+        *([name, *["-"] * 7] for name in ("exact_2d", "floor")),
+    ]
+
+
+def test_a_page_says_how_busy_ranks_were_and_what_the_slowest_cost() -> None:
+    result = bench_result(steps_ms=STEPS_MS | {"stock": (300, *[125] * 6)})
+    first, *others = result.contestants
+    assert shares_table(summarize(result)) is None
+    assert "Lost to imbalance" not in markdown_report([result])
+    # A step takes 150 ms in the mean. Another rank is the slowest in each step.
+    times = compute_times([[0.05, 0.1], [0.1, 0.05]])
+    first = first.model_copy(update={"compute": times})
+    result = result.model_copy(update={"contestants": (first, *others)})
+    table = shares_table(summarize(result))
+    assert table is not None
+    assert table.rows == [
+        ["stock", "50.0%", "16.7%", "33.3%", "1.333"],
+        *([name, *["-"] * 4] for name in ("stock_duplex", "exact_2d", "floor")),
+    ]
+    assert table.markdown() in markdown_report([result])
+    assert shares_of(others[0]) is None
+    # Nobody waits for the slowest rank of a ceiling.
+    ceiling = shares_of(first.model_copy(update={"kind": "ceiling"}))
+    assert ceiling is not None
+    assert (ceiling.busy, ceiling.lost) == (pytest.approx(0.5), 0.0)
+    unmeasured = first.model_copy(update={"blocks": ()})
+    assert shares_of(unmeasured) is None

@@ -76,19 +76,19 @@ def test_a_contestant_without_blocks_is_refused() -> None:
 def test_ratios_are_paired_by_round() -> None:
     # The base's rounds 0..3 and the other's 2..4 have 2 and 3 in common.
     base = contestant(9.0, 9.0, 3.0, 8.0, name="base")
-    found = speedup(contestant(2.0, 2.0, 1.0, first_round=2), base)
+    actual = speedup(contestant(2.0, 2.0, 1.0, first_round=2), base)
 
-    assert found is not None
-    assert (found.base, found.num_rounds) == ("base", 2)
-    assert found.factor == pytest.approx((1.5 + 4.0) / 2)
-    assert (found.low, found.high) == (1.5, 4.0)
+    assert actual is not None
+    assert (actual.base, actual.num_rounds) == ("base", 2)
+    assert actual.factor == pytest.approx((1.5 + 4.0) / 2)
+    assert (actual.low, actual.high) == (1.5, 4.0)
 
 
 def test_a_disturbed_round_cancels_out() -> None:
     base = contestant(1.0, 5.0, 1.0, 7.0, 1.0)
-    found = speedup(contestant(0.5, 2.5, 0.5, 3.5, 0.5), base)
-    assert found is not None
-    assert (found.low, found.factor, found.high) == (2.0, 2.0, 2.0)
+    actual = speedup(contestant(0.5, 2.5, 0.5, 3.5, 0.5), base)
+    assert actual is not None
+    assert (actual.low, actual.factor, actual.high) == (2.0, 2.0, 2.0)
 
 
 def test_there_is_no_ratio_without_a_common_round() -> None:
@@ -98,9 +98,9 @@ def test_there_is_no_ratio_without_a_common_round() -> None:
 @given(steps_s=BLOCKS_S)
 @settings(max_examples=30, deadline=None)
 def test_a_contestant_is_exactly_as_fast_as_itself(steps_s: list[float]) -> None:
-    found = speedup(contestant(*steps_s), contestant(*steps_s))
-    assert found is not None
-    assert (found.low, found.factor, found.high) == (1.0, 1.0, 1.0)
+    actual = speedup(contestant(*steps_s), contestant(*steps_s))
+    assert actual is not None
+    assert (actual.low, actual.factor, actual.high) == (1.0, 1.0, 1.0)
 
 
 @given(steps_s=BLOCKS_S)
@@ -168,7 +168,7 @@ def test_the_best_are_the_fastest_that_were_measured_and_the_first_of_equals() -
 def test_without_stock_there_are_no_ratios() -> None:
     summary = summarize(bench_result(failed={"stock_duplex": CRASHED, "stock": CRASHED}))
     assert (summary.best_stock, summary.best_plain_stock) == (None, None)
-    assert [one.over_best_stock for one in summary.contestants] == [None, None]
+    assert [contestant.over_best_stock for contestant in summary.contestants] == [None, None]
 
 
 def scaled(**factors: float) -> dict[str, list[float]]:
@@ -188,7 +188,7 @@ def test_repetitions_agree() -> None:
 def test_medians_apart_are_found_in_whichever_run() -> None:
     runs = [bench_result(steps_ms=scaled(floor=factor)) for factor in (1.0, 1.06, 0.95)]
 
-    assert [one.name for one in compare_runs(runs).apart] == ["floor"]
+    assert [contestant.name for contestant in compare_runs(runs).apart] == ["floor"]
     assert compare_runs(runs, tolerance=0.12).passed
     assert compare_runs(runs[:2]).passed
 
@@ -215,7 +215,9 @@ def test_overlapping_intervals_have_no_order() -> None:
 def test_a_failure_in_one_run_is_no_agreement() -> None:
     failed = bench_result(failed={"exact_2d": CRASHED})
 
-    assert [one.name for one in compare_runs([bench_result(), failed]).apart] == ["exact_2d"]
+    assert [contestant.name for contestant in compare_runs([bench_result(), failed]).apart] == [
+        "exact_2d"
+    ]
     assert compare_runs([failed, failed]).passed
 
 

@@ -236,11 +236,7 @@ class PlanConfig(Section):
     """The config of the plan and simulate commands."""
 
     data: SyntheticConfig
-    """The data, with one table for each feature."""
-
     model: ModelConfig = ModelConfig()
-    """The model's sizes."""
-
     machines: MachinesConfig
     """The machines that it would be trained on."""
 
@@ -248,8 +244,6 @@ class PlanConfig(Section):
     """The way to keep copies of the tables equal."""
 
     dense: DenseConfig = DenseConfig()
-    """The rest of the model."""
-
     batch_size: int = Field(default=1024, ge=1)
     """Samples per rank and step."""
 
@@ -296,9 +290,7 @@ class Planning:
     model: nn.Module
     sharders: list[ModuleSharder[nn.Module]]
     topology: Topology
-    """The machines as the planner knows them."""
     constraints: Mapping[str, ParameterConstraints2D]
-    """The config's demands on each table."""
     dense: DenseChoices | None
     """The ways to run the dense part, if the config says what layers it has."""
 

@@ -27,7 +27,6 @@ class Gap:
     """How far a run is from the reference, over the seeds."""
 
     name: str
-    """The name of the run."""
     ne: tuple[float, ...]
     """The run's normalized entropy on held-out batches, by seed."""
     gaps: tuple[float, ...]

@@ -189,7 +189,6 @@ class StockContestant(_Planned):
     """TorchRec's planner, sharder and `DistributedModelParallel`."""
 
     kind: Literal["stock"] = "stock"
-
     qcomms: Literal["fp32", "fp16", "bf16", "int8"] = "fp32"
     """The format in which TorchRec's quantised communication sends pooled embeddings and their
     gradients."""
@@ -204,7 +203,6 @@ class TwoDContestant(_Planned, ReplicationConfig, ExchangeConfig):
     """A contestant with this package's planner, sharder and `ModelParallel2D`."""
 
     kind: Literal["two_d"]
-
     num_groups: int | Literal["hosts", "ranks_per_host", "any"] = "hosts"
     """The number of table copies; "any" for what the planner finds."""
 
@@ -244,7 +242,6 @@ class CeilingContestant(_Contestant):
     """
 
     kind: Literal["ceiling"]
-
     of: str
     """The contestant that it repeats."""
 

@@ -136,11 +136,7 @@ def workload_of(
 
 
 def measure_dense(config: BenchConfig, world: dist.ProcessGroup) -> DenseWork:
-    """Time a click model without its tables, on all ranks at once.
-
-    Collectives:
-        Those of `repeated_seconds`.
-    """
+    """Time a click model without its tables, on all ranks at once."""
     device = rank_device(config.schedule.device)
     data = cast(SyntheticData, config.data)
     model: Any = build_any_model(data, config.model, tables_device="meta")
@@ -173,7 +169,7 @@ def measure_dense(config: BenchConfig, world: dist.ProcessGroup) -> DenseWork:
 
 def _bytes_per_number(qcomms: str, dim: int) -> float:
     """Return the bytes of a number that travels; INT8 has a scale and an offset for each row."""
-    return {"fp32": 4.0, "fp16": 2.0, "int8": 1 + 8 / dim}[qcomms]
+    return {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1 + 8 / dim}[qcomms]
 
 
 @dataclass(frozen=True)
@@ -181,17 +177,11 @@ class Trainer:
     """A sharded model that is ready to train."""
 
     model: DistributedModelParallel
-    """The sharded model: stock, or this package's."""
-
     pipeline: TrainPipelineSparseDist[Any, Any]
     """TorchRec's or derived from it: it calls the model's `sync` by itself."""
 
     optimizer: CombinedOptimizer
-    """The optimizer for all parameters."""
-
     plan: ShardingPlan
-    """The plan that the model is sharded by."""
-
     dense_plan: str = ""
     """The dense part that was predicted to be fastest; empty if none was planned."""
 

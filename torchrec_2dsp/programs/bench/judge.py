@@ -38,7 +38,6 @@ class LossGaps(NamedTuple):
     """The NE over all steps relative to the reference's, minus 1: above 0 is worse. Infinite where
     a loss is no number."""
     num_steps: int
-    """The number of steps that both have trained."""
 
 
 def judged(result: BenchResult, config: BenchConfig) -> BenchResult:

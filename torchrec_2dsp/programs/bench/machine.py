@@ -35,7 +35,6 @@ class MachineLoad:
     """Processor seconds of all processes here, and those that a virtual machine's host took."""
 
     own_s: float
-    """Processor seconds of the benchmark's own processes."""
 
 
 def load(pids: Sequence[int]) -> MachineLoad:
@@ -78,10 +77,7 @@ class Sent:
     """Bytes that left through network interfaces so far."""
 
     link_bytes: int
-    """Bytes through the named interface."""
-
     loopback_bytes: int
-    """Bytes through the loopback interface ``lo``."""
 
 
 def sent(interface: str) -> Sent:

@@ -32,11 +32,8 @@ class Place:
     """This rank's place in the world."""
 
     rank: int
-    """The rank's number in the world."""
     world_size: int
-    """The number of ranks in the world."""
     local_world_size: int
-    """The number of ranks on this host."""
 
 
 class Control:
@@ -67,15 +64,34 @@ class Control:
         return self._store.check([f"flag/{name}"])
 
 
-def contestant_store(number: int, timeout_s: float) -> dist.Store:
-    """Connect a contestant's own process to a store for its process groups."""
+def join_contestant(
+    backend: str, number: int, place: Place, *, store_s: float, timeout_s: float
+) -> None:
+    """Make a contestant's world in its own process, over a connection of its own.
+
+    Args:
+        backend: the world's.
+        number: the contestant's.
+        place: this rank's.
+        store_s: how long to wait for the store.
+        timeout_s: how long collectives may take.
+
+    Collectives:
+        Makes the world's process group.
+    """
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=False,
+        timeout=timedelta(seconds=store_s),
+    )
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"contestant_{number}", store),
+        rank=place.rank,
+        world_size=place.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
-    return dist.PrefixStore(f"contestant_{number}", store)
 
 
 _POLL_S = 0.2
@@ -98,7 +114,6 @@ class Answer:
     """The answer to a question, or its failure."""
 
     how: How
-    """The end of the question."""
     value: Any = None
     """The value that the method returned."""
     report: str = ""

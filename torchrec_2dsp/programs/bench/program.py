@@ -6,11 +6,10 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_2dsp.comms.groups import world_group
@@ -38,9 +37,9 @@ from torchrec_2dsp.programs.bench.process import (
     Control,
     How,
     Place,
-    contestant_store,
     failure_line,
     failure_report,
+    join_contestant,
 )
 from torchrec_2dsp.programs.bench.results import (
     BenchResult,
@@ -103,13 +102,10 @@ class _Measurer:
         schedule = self._config.schedule
         if schedule.device == "cuda":
             torch.cuda.set_device(self._place.rank % self._place.local_world_size)
-        dist.init_process_group(
-            "nccl" if schedule.device == "cuda" else "gloo",
-            store=contestant_store(len(self._config.contestants), schedule.deadline_s),
-            rank=self._place.rank,
-            world_size=self._place.world_size,
-            timeout=timedelta(seconds=schedule.deadline_s),
-        )
+        deadline_s = schedule.deadline_s
+        backend = "nccl" if schedule.device == "cuda" else "gloo"
+        number = len(self._config.contestants)
+        join_contestant(backend, number, self._place, store_s=deadline_s, timeout_s=deadline_s)
         world = world_group()
         speeds = measure_link_speeds(world, local_world_size=self._place.local_world_size)
         is_predicted = self._config.calibration and isinstance(self._config.model, ModelConfig)

@@ -30,11 +30,7 @@ class ContestantBlock(Section):
     """Some steps of one contestant in one round, timed together."""
 
     round: int
-    """The round's number, from 0."""
-
     num_steps: int
-    """The number of steps."""
-
     step_s: float = Field(gt=0)
     """Mean step time of the slowest rank; of a ceiling, whose ranks don't wait for each other, of
     the mean rank."""
@@ -179,8 +175,6 @@ class ContestantResult(Section):
     """Predicted seconds of each part in `StepCost`; None without a calibration."""
 
     blocks: tuple[ContestantBlock, ...] = ()
-    """The blocks, in the order of the rounds."""
-
     phases: tuple[Phase, ...] = ()
     """The traced step, part by part; they add up to it."""
 
@@ -230,8 +224,6 @@ class BenchSetting(Section):
     """The place and the circumstances of a benchmark."""
 
     title: str
-    """The benchmark's title."""
-
     when: str
     """The date and the time, UTC."""
 
@@ -239,14 +231,10 @@ class BenchSetting(Section):
     """The command that repeats the benchmark."""
 
     hosts: int
-    """The number of hosts."""
-
     ranks_per_host: int
     """The number of ranks per host: LOCAL_WORLD_SIZE."""
 
     network: str
-    """The network in words."""
-
     cluster: str = ""
     """An emulated cluster's description of itself; empty where machines are real."""
 
@@ -260,20 +248,16 @@ class BenchSetting(Section):
     """Bytes per second that a rank sends while all others do; None for a link that isn't there."""
 
     config: dict[str, Any]
-    """The whole config of the benchmark."""
 
 
 class BenchResult(JsonFile):
     """One run of a benchmark."""
 
     what_it_is: ClassVar[str] = "the JSON of a benchmark"
-
     format: int = Field(default=BENCH_RESULT_FORMAT, ge=1, le=BENCH_RESULT_FORMAT)
     """The file's format. In format 1 losses were judged step by step, over all steps."""
 
     setting: BenchSetting
-    """The place and the circumstances of the benchmark."""
-
     reference: str
     """The contestant whose losses the others were held against."""
 

@@ -29,22 +29,13 @@ FOREIGN_LOAD_LIMIT_CORES = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """A contestant's step time over its blocks."""
+    """A contestant's step time over its blocks; the median is between low and high."""
 
     min_s: float
-    """The fastest block's step time."""
-
     median_s: float
-    """The median block's step time."""
-
     max_s: float
-    """The slowest block's step time."""
-
     low_s: float
-    """The start of the median's interval."""
-
     high_s: float
-    """The end of the median's interval."""
 
     @property
     def spread(self) -> float:
@@ -54,22 +45,13 @@ class StepTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Speedup:
-    """The ratio of another contestant's step times to this one's."""
+    """The ratio of a base's step times to a contestant's: the median over common rounds."""
 
     base: str
-    """The other contestant."""
-
     factor: float
-    """The median factor over the rounds."""
-
     low: float
-    """The start of the factor's interval."""
-
     high: float
-    """The end of the factor's interval."""
-
     num_rounds: int
-    """Rounds in which both trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,14 +59,8 @@ class ContestantSummary:
     """The figures of a measured contestant."""
 
     result: ContestantResult
-    """The result that the figures were computed from."""
-
     step: StepTime
-    """Its step time."""
-
     samples_per_s: float
-    """Samples of all ranks per second, at the median step time."""
-
     over_best_stock: Speedup | None
     """Against the best stock contestant; None without one, or without a common round."""
 
@@ -118,8 +94,6 @@ class Summary:
     """The figures of a benchmark."""
 
     contestants: tuple[ContestantSummary, ...]
-    """The measured contestants, in the order of the config."""
-
     best_stock: str | None
     """The fastest stock contestant, whatever it was given."""
 
@@ -127,8 +101,6 @@ class Summary:
     """The fastest stock contestant with gloo's own all-to-all."""
 
     ceiling: str | None
-    """The fastest ceiling's name."""
-
     probe_s: float | None = None
     """The median time of the fixed piece of work; None if it wasn't timed."""
 
@@ -303,8 +275,6 @@ class ContestantAgreement:
     """One contestant in all runs."""
 
     name: str
-    """The contestant's name in the config."""
-
     medians_s: tuple[float | None, ...]
     """The contestant's median step time by run, None where it was not measured."""
 
@@ -322,19 +292,12 @@ class ContestantAgreement:
 
 @dataclass(frozen=True, kw_only=True)
 class SwappedPair:
-    """Two contestants whose order is beyond doubt in two runs, and differs."""
+    """A pair that is in one order beyond doubt in a run, and in the other in another run."""
 
     first: str
-    """The contestant that is faster in `run`."""
-
     second: str
-    """The contestant that is faster in `other_run`."""
-
     run: int
-    """A run's number, from 0."""
-
     other_run: int
-    """The other run's number, from 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,11 +305,7 @@ class Agreement:
     """The outcome of a comparison of runs."""
 
     contestants: tuple[ContestantAgreement, ...]
-    """The contestants, in the order of the config."""
-
     swapped: tuple[SwappedPair, ...]
-    """Contradictions between runs, one for each pair of contestants."""
-
     tolerance: float
     """The largest relative distance of medians that agree."""
 

@@ -53,8 +53,6 @@ class SyncBenchConfig(Section):
     """The config of `bench-sync`."""
 
     title: str = "Sync"
-    """The report's title."""
-
     network: str = ""
     """The network as the report describes it."""
 
@@ -113,17 +111,11 @@ class SyncTimes(Section):
     """The repeated timings of one sync of one shard."""
 
     num_groups: int
-    """The shard's number of copies."""
-
     shard_mib: float
-    """The size of the shard's weights."""
-
     touched_share: float
     """The share of the rows that each copy has changed."""
 
     sync: str
-    """The sync's name."""
-
     seconds: tuple[float, ...]
     """Seconds of the slowest rank, repeat by repeat."""
 
@@ -148,13 +140,8 @@ class SyncBenchResult(JsonFile):
     """The result of one run of `bench-sync`."""
 
     what_it_is: ClassVar[str] = "the JSON of bench-sync"
-
     format: int = SYNC_BENCH_FORMAT
-    """The file's format."""
-
     setting: BenchSetting
-    """The place and the circumstances of the benchmark."""
-
     reference: str
     """The contestant that the others are compared with."""
 

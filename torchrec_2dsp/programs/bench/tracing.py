@@ -34,11 +34,8 @@ class Traced:
     """The measurements of one rank's traced steps."""
 
     phases: tuple[Phase, ...]
-    """The step, part by part."""
     traffic: tuple[MeasuredTraffic, ...]
-    """The traffic of each kind of collective."""
     encoded: EncodedTraffic
-    """The bytes of numbers before and after encoding."""
     dense: DenseTraffic | None
     """The bytes of dense gradients, if these are thresholded."""
     row_travel: RowTravel | None

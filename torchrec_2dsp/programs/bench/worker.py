@@ -3,7 +3,6 @@
 import time
 from collections import deque
 from collections.abc import Iterator
-from datetime import timedelta
 from functools import partial
 from itertools import chain, cycle, islice, repeat
 from typing import NamedTuple
@@ -23,7 +22,7 @@ from torchrec_2dsp.programs.bench import replay
 from torchrec_2dsp.programs.bench.config import BenchConfig, CeilingContestant
 from torchrec_2dsp.programs.bench.contestants import Trainer, build_trainer, sharding_of
 from torchrec_2dsp.programs.bench.machine import give_back_memory, peak_bytes, resident_bytes
-from torchrec_2dsp.programs.bench.process import Place, contestant_store
+from torchrec_2dsp.programs.bench.process import Place, join_contestant
 from torchrec_2dsp.programs.bench.results import DenseTraffic, EncodedTraffic
 from torchrec_2dsp.programs.bench.tracing import (
     Traced,
@@ -78,12 +77,9 @@ class Feed(Iterator[Batch]):
         self._dealt: BalancedBatches[Batch] | None = None
 
     def deal(self, balance: BalanceConfig) -> None:
-        """Deal samples to ranks by their cost from now on.
+        """Deal samples to ranks by their cost from now on; all ranks call it.
 
         Batches that come again are dealt here, so that later steps need no other rank.
-
-        Collectives:
-            Those of `deal_batches`.
         """
         self._given = self._dealt = deal_batches(self._given, balance, self._model)
         if self.cycle:
@@ -130,7 +126,6 @@ class MeasuredPlace(NamedTuple):
     """The measurements before the first contestant."""
 
     speeds: LinkSpeeds
-    """The network's speeds."""
     dense: DenseWork | None
     """The work of the model without its tables, if steps are to be predicted."""
 
@@ -139,15 +134,16 @@ class Built(NamedTuple):
     """A contestant that is ready to train."""
 
     sharding: dict[str, int]
-    """The number of tables with each sharding type."""
     plan: ShardingPlan
-    """The plan that the contestant trains by."""
     dense_plan: str
     """The dense part that was predicted to be fastest; empty if none was planned."""
 
 
 class Worker:
-    """Answers the benchmark's questions, which all ranks get in the same order."""
+    """Answers the benchmark's questions, which all ranks get in the same order.
+
+    All methods have collectives: they make the contestant's world, plan, train and reduce losses.
+    """
 
     def __init__(
         self, config: BenchConfig, name: str, place: Place, measured: MeasuredPlace
@@ -173,11 +169,7 @@ class Worker:
         self._start_bytes: int | None = None
 
     def build(self) -> Built:
-        """Plan and shard.
-
-        Collectives:
-            Makes the contestant's world, then plans and shards.
-        """
+        """Plan and shard."""
         quiet_upstream()
         torch.set_num_threads(1)
         give_back_memory()
@@ -186,13 +178,13 @@ class Worker:
         if schedule.device == "cuda":
             torch.cuda.set_device(self._place.rank % self._place.local_world_size)
         number = list(self._config.contestants).index(self._name)
-        dist.init_process_group(
+        join_contestant(
             self._backend(),
-            store=contestant_store(number, schedule.deadline_s),
-            rank=self._place.rank,
-            world_size=self._place.world_size,
+            number,
+            self._place,
+            store_s=schedule.deadline_s,
             # The benchmark's own deadline comes first, and says where each rank was.
-            timeout=timedelta(seconds=2 * schedule.deadline_s),
+            timeout_s=2 * schedule.deadline_s,
         )
         mesh = self._config.mesh(self._name, self._place.world_size, self._place.local_world_size)
         speeds, dense = self._measured
@@ -204,11 +196,7 @@ class Worker:
         return Built(sharding_of(plan), plan, self._trainer.dense_plan)
 
     def warm_up(self) -> float:
-        """Train the first steps; return the last one's seconds.
-
-        Collectives:
-            Those of the steps and barriers.
-        """
+        """Train the first steps; return the last one's seconds."""
         self._train(self._config.schedule.warmup_steps - 1)
         step_s = self._train(1)
         if self._is_ceiling:
@@ -225,11 +213,7 @@ class Worker:
         return step_s
 
     def block(self, num_steps: int) -> float:
-        """Train `LEAD_IN_STEPS`, then some timed steps; return the seconds of one of these.
-
-        Collectives:
-            Barriers, and those of the steps.
-        """
+        """Train `LEAD_IN_STEPS`, then some timed steps; return the seconds of one of these."""
         self._feed.prepare(LEAD_IN_STEPS + num_steps)
         self._train(LEAD_IN_STEPS)
         step_s = self._train(num_steps)
@@ -249,11 +233,7 @@ class Worker:
         return seconds / num_steps
 
     def trace(self) -> Traced:
-        """Train some steps under observation.
-
-        Collectives:
-            Those of the steps.
-        """
+        """Train some steps under observation."""
         num_steps = self._config.schedule.traced_steps
         peak = peak_bytes()
         compute_s = tuple(self._compute_s) if self._config.schedule.device == "cpu" else ()
@@ -314,11 +294,7 @@ class Worker:
         )
 
     def losses(self) -> tuple[float, ...]:
-        """Return the global batch's loss for each step so far; none for a ceiling.
-
-        Collectives:
-            One all-reduce of a number per step.
-        """
+        """Return the global batch's loss for each step so far; none for a ceiling."""
         if self._is_ceiling:
             return ()
         losses = torch.stack(self._losses).double()

@@ -40,11 +40,7 @@ _MIN_REPEATS, _MAX_REPEATS = 4, 30
 
 
 def repeated_seconds(run: Callable[[], object], world: dist.ProcessGroup) -> list[float]:
-    """Time as many repeats as tell something: the more, the shorter.
-
-    Collectives:
-        Those of `slowest_rank_seconds`.
-    """
+    """Run `slowest_rank_seconds` as often as it tells something: the more, the shorter."""
     # The first run makes connections and gets memory.
     _, once = slowest_rank_seconds(run, world, 2)
     repeats = round(_REPEATED_S / once)
@@ -268,16 +264,9 @@ class LinkSpeeds:
     """Ranks of a host, which share its link."""
 
     intra_host_all_to_all_bytes_per_s: float | None
-    """The speed from one rank to the ranks of its host, in an all-to-all."""
-
     intra_host_all_reduce_bytes_per_s: float | None
-    """The speed from one rank to the ranks of its host, in an all-reduce."""
-
     cross_host_all_to_all_bytes_per_s: float | None
-    """The speed from one rank to other hosts, in an all-to-all."""
-
     cross_host_all_reduce_bytes_per_s: float | None
-    """The speed from one rank to other hosts, in an all-reduce."""
 
     @property
     def host_all_to_all_bytes_per_s(self) -> float | None:

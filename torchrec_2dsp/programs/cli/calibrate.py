@@ -4,12 +4,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from torchrec_2dsp.programs.cli.console import check_writable, shown_errors
+from torchrec_2dsp.report.table import MISSING, Table
 
 if TYPE_CHECKING:
     from torchrec_2dsp.cost.calibration import Calibration, KernelCost
@@ -83,16 +81,18 @@ def show_calibration(calibration: "Calibration", console: Console) -> None:
         f"per host) on {hardware.device}, {hardware.processor}",
         soft_wrap=True,
     )
-    collectives = _table("collective", "shortest", "in a host", "host's link", "error", "largest")
-    for name, cost in calibration.collectives:
-        if cost is not None:
-            collectives.add_row(Text(name), *_collective_cells(cost))
-    console.print(collectives)
-    kernels = _table("work", "shortest", "ns per row", "bytes", "error", "largest")
-    for name, cost in calibration.kernels:
-        if cost is not None:
-            kernels.add_row(Text(name), *_kernel_cells(cost))
-    console.print(kernels)
+    collectives = [
+        [name, *_collective_cells(cost)]
+        for name, cost in calibration.collectives
+        if cost is not None
+    ]
+    headings = ("collective", "shortest", "in a host", "host's link", "error", "largest")
+    console.print(Table(headings, collectives, words={"collective"}))
+    kernels = [
+        [name, *_kernel_cells(cost)] for name, cost in calibration.kernels if cost is not None
+    ]
+    headings = ("work", "shortest", "ns per row", "bytes", "error", "largest")
+    console.print(Table(headings, kernels, words={"work"}))
     for name in ("lookup", "update"):
         cost = getattr(calibration.kernels, name)
         console.print(
@@ -110,13 +110,6 @@ def show_calibration(calibration: "Calibration", console: Console) -> None:
         "ranks send to others. Error: how far the longer half of the measurements is from these "
         "constants, by the median, and the largest."
     )
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for place, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if place else "left", no_wrap=not place)
-    return table
 
 
 def _collective_cells(cost: "CollectiveCost") -> list[str]:
@@ -141,7 +134,7 @@ def _kernel_cells(cost: "KernelCost") -> list[str]:
 
 def _speed(s_per_byte: float | None) -> str:
     if s_per_byte is None:
-        return "-"
+        return MISSING
     if not s_per_byte:
         return "free"
     return f"{1e-6 / s_per_byte:,.0f} MB/s"

@@ -4,15 +4,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from torchrec_2dsp.programs.cli.console import shown_errors
+from torchrec_2dsp.report.table import Table
 
 if TYPE_CHECKING:
-    from torchrec_2dsp.programs.export.folder import ExportRecord
+    from torchrec_2dsp.programs.export.export import ExportRecord
 
 
 def export(
@@ -68,12 +67,11 @@ def _export(path: Path, output: Path, config: str, only: str, max_loss: float) -
 
 def show_export(record: "ExportRecord", console: Console) -> None:
     """Print both models' metrics, and the largest distance of their scores."""
-    table = Table("metric", box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False)
-    table.add_column("as trained", justify="right")
-    table.add_column("as served", justify="right")
-    for name, value in record.trained.items():
-        table.add_row(Text(name), f"{value:.6f}", f"{record.served[name]:.6f}")
-    console.print(table)
+    rows = [
+        [name, f"{value:.6f}", f"{record.served[name]:.6f}"]
+        for name, value in record.trained.items()
+    ]
+    console.print(Table(("metric", "as trained", "as served"), rows, words={"metric"}))
     megabytes = record.table_bytes / 1e6, record.served_table_bytes / 1e6
     console.print(
         Text(

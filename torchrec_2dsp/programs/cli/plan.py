@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from torchrec_2dsp.programs.cli.console import check_writable, shown_errors
+from torchrec_2dsp.report.table import MISSING, Table
 
 if TYPE_CHECKING:
     from torchrec_2dsp.planner.dense_search import DenseChoices
@@ -116,22 +115,23 @@ def show_simulated(
     simulated: "list[tuple[int, Explanation, DenseChoices | None]]", console: Console
 ) -> None:
     """Print each world's step, efficiency, memory, mesh, and best way to run its dense part."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("ranks", "step ms", "samples/s", "efficiency", "GB per rank", "mesh"):
-        table.add_column(heading, justify="left" if heading == "mesh" else "right")
+    rows = []
     first_s = simulated[0][1].cost.total_s
     for size, explanation, _ in simulated:
         seconds = explanation.cost.total_s
         samples = size * explanation.setting.workload.batch_size
-        table.add_row(
-            f"{size:,}",
-            f"{1e3 * seconds:,.2f}",
-            f"{samples / seconds:,.0f}" if seconds else "-",
-            f"{first_s / seconds:.1%}" if seconds else "-",
-            f"{explanation.bytes_by_rank.max(initial=0.0) / 1e9:,.2f}",
-            explanation.where,
+        rows.append(
+            [
+                f"{size:,}",
+                f"{1e3 * seconds:,.2f}",
+                f"{samples / seconds:,.0f}" if seconds else MISSING,
+                f"{first_s / seconds:.1%}" if seconds else MISSING,
+                f"{explanation.bytes_by_rank.max(initial=0.0) / 1e9:,.2f}",
+                explanation.where,
+            ]
         )
-    console.print(table)
+    headings = ("ranks", "step ms", "samples/s", "efficiency", "GB per rank", "mesh")
+    console.print(Table(headings, rows, words={"mesh"}))
     if any(dense is not None for _, _, dense in simulated):
         _show_dense(simulated, console)
     hardware = simulated[0][1].setting.calibration.hardware
@@ -149,17 +149,16 @@ def _show_dense(
         "The steps above have the computing of the dense part, but not what it sends. By itself it "
         "is run best so:"
     )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("ranks", "ms", "busy", "GB per rank", "dense part"):
-        table.add_column(heading, justify="left" if heading == "dense part" else "right")
-    for size, _, dense in simulated:
-        if dense is not None:
-            best = dense.best
-            table.add_row(
-                f"{size:,}",
-                f"{1e3 * best.cost.total_s:,.2f}",
-                f"{best.cost.busy_share:.0%}",
-                f"{best.memory_bytes / 1e9:,.2f}",
-                str(best.plan),
-            )
-    console.print(table)
+    rows = [
+        [
+            f"{size:,}",
+            f"{1e3 * dense.best.cost.total_s:,.2f}",
+            f"{dense.best.cost.busy_share:.0%}",
+            f"{dense.best.memory_bytes / 1e9:,.2f}",
+            str(dense.best.plan),
+        ]
+        for size, _, dense in simulated
+        if dense is not None
+    ]
+    headings = ("ranks", "ms", "busy", "GB per rank", "dense part")
+    console.print(Table(headings, rows, words={"dense part"}))

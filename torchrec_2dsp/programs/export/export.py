@@ -3,20 +3,16 @@
 import os
 import shutil
 from pathlib import Path
+from typing import ClassVar, Literal
 
+from pydantic import ConfigDict
 from torch import nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_2dsp.comms.groups import world_group
 from torchrec_2dsp.errors import ConfigError
+from torchrec_2dsp.programs.config.section import JsonFile
 from torchrec_2dsp.programs.data.dataset import Dataset
-from torchrec_2dsp.programs.export.folder import (
-    EXPORT_FILE,
-    FEATURES_FILE,
-    MODEL_FILE,
-    ExportRecord,
-    serving_inputs,
-)
 from torchrec_2dsp.programs.export.kinds import saying_what_stops, served_model
 from torchrec_2dsp.programs.export.quality import (
     HeldOutBatches,
@@ -31,10 +27,14 @@ from torchrec_2dsp.programs.export.quality import (
 )
 from torchrec_2dsp.programs.export.requests import write_encoding
 from torchrec_2dsp.programs.export.served import (
+    EXPORT_FILE,
+    FEATURES_FILE,
+    MODEL_FILE,
     ServedModel,
     load_script,
     quantize_,
     quantized_bytes,
+    serving_inputs,
 )
 from torchrec_2dsp.programs.export.source import ExportSource, trained_model
 from torchrec_2dsp.programs.models.kinds import dataset_for
@@ -44,6 +44,32 @@ from torchrec_2dsp.programs.train.results import environment
 
 DEFAULT_MAX_LOSS = 0.001
 """The default bound of how much worse a served model's metric may be."""
+
+
+class ExportRecord(JsonFile):
+    """The comparison of an exported model with the trained one."""
+
+    what_it_is: ClassVar[str] = "the export.json of an exported model"
+    # A model that diverged has figures for which JSON has no numbers.
+    model_config = ConfigDict(ser_json_inf_nan="strings")
+
+    format: Literal[1] = 1
+    run: str
+    checkpoint: str
+    num_samples: int
+    largest_difference: float
+    """The largest difference between a sample's two scores."""
+
+    trained: dict[str, float]
+    served: dict[str, float]
+    metric: str
+    worse_by: float
+    """The served model's loss by this metric; negative if it is better."""
+
+    max_loss: float
+    table_bytes: int
+    served_table_bytes: int
+    environment: dict[str, str]
 
 
 def export_model(

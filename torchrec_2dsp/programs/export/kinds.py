@@ -65,11 +65,7 @@ class ServedScores:
         return request_of(batch.dense_features, batch.sparse_features, self._names)
 
     def scores(self, answers: Callable[..., Answer], batch: Batch) -> torch.Tensor:
-        """Score a batch's samples.
-
-        Raises:
-            UnsupportedError: the model gives another number of scores than there are samples.
-        """
+        """Score a batch's samples."""
         scores, num_samples = answers(*self.request(batch))["scores"], len(batch.labels)
         if scores.numel() != num_samples:
             raise UnsupportedError(
@@ -303,10 +299,7 @@ class _HeldOut(NamedTuple):
     """Held-out samples, as histories and what comes next."""
 
     request: Request | None
-    """The histories; none if there are no samples."""
-
     targets: torch.Tensor
-    """Each history's next item."""
 
 
 class _ItemLookup(nn.Module):

@@ -66,10 +66,7 @@ class ServedQuality:
     """A model's answers to the held-out batches."""
 
     scores: list[torch.Tensor]
-    """Each batch's scores."""
-
     metrics: dict[str, float]
-    """The metrics by which the training program evaluates such a model."""
 
 
 def measure(

@@ -34,8 +34,7 @@ from torchrec_2dsp.programs.data.logs.sections import (
 )
 from torchrec_2dsp.programs.data.logs.sequence_data import SequenceData
 from torchrec_2dsp.programs.data.logs.table_data import prepared_encoder
-from torchrec_2dsp.programs.export.folder import FEATURES_FILE, ServingInputs
-from torchrec_2dsp.programs.export.served import request_of
+from torchrec_2dsp.programs.export.served import FEATURES_FILE, ServingInputs, request_of
 from torchrec_2dsp.programs.train.config import TrainConfig
 
 

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import nn
@@ -23,7 +23,8 @@ from torchrec.quant.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_2dsp.programs.config.section import Section
+from torchrec_2dsp.programs.config.section import JsonFile, Section
+from torchrec_2dsp.programs.train.config import TrainConfig
 
 Request = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """The input of a served model: dense features, values and lengths."""
@@ -231,3 +232,44 @@ def load_script(path: Path) -> torch.jit.ScriptModule:
     """Load a script; a process that serves calls `torch.jit.load` itself."""
     with _without_news():
         return torch.jit.load(path)
+
+
+MODEL_FILE, FEATURES_FILE, EXPORT_FILE = "model.pt", "features.json", "export.json"
+"""The model, what it takes, and how it compares with what was trained."""
+
+
+class ServingInputs(JsonFile):
+    """An exported model's inputs and outputs."""
+
+    what_it_is: ClassVar[str] = "the features.json of an exported model"
+    format: Literal[1] = 1
+    kind: str
+    num_dense: int
+    """The number of dense features."""
+
+    dense: tuple[str, ...]
+    """Their columns in a log, in order; empty for data without columns."""
+
+    features: tuple[ServedFeature, ...]
+    """The sparse features, in the order in which a request gives their ids."""
+
+    outputs: tuple[str, ...]
+    """The names of the model's output tensors."""
+
+    functions: tuple[str, ...] = ()
+    """The names of the model's functions beside the call."""
+
+
+def serving_inputs(
+    config: TrainConfig, served: ServedModel, outputs: tuple[str, ...]
+) -> ServingInputs:
+    """Describe a served model's inputs and outputs."""
+    columns: Any = getattr(config.data, "dense", ())
+    return ServingInputs(
+        kind=config.model.kind,
+        num_dense=served.num_dense,
+        dense=tuple(column.column for column in columns) if served.num_dense else (),
+        features=served.features,
+        outputs=outputs,
+        functions=served.functions,
+    )

@@ -27,13 +27,8 @@ class ExportSource:
     """The checkpoint that is exported, and the config of its run."""
 
     config: TrainConfig
-    """The training program's config."""
-
     run: str
-    """The run's name in the config."""
-
     checkpoint: Path
-    """The checkpoint's folder."""
 
     @classmethod
     def find(cls, path: Path, *, config: str = "", run: str = "") -> "ExportSource":

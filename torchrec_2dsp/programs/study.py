@@ -54,9 +54,6 @@ def gaps_to(records: Sequence[TrainRecord], reference: str) -> list[Gap]:
     Args:
         records: one for each pair of seeds, otherwise alike.
         reference: the run that the others are held against.
-
-    Raises:
-        ConfigError: the records don't belong together, or lack the reference.
     """
     check_alike(records)
     names = [run.name for run in records[0].runs]
@@ -196,11 +193,7 @@ def _closed(gaps: Sequence[Gap], baseline: str) -> str:
 
 
 def study_plot(records: Sequence[TrainRecord], path: str | Path, *, reference: str) -> None:
-    """Write an SVG of the gap to the reference by samples, mean and range over the seeds.
-
-    Raises:
-        ConfigError: matplotlib is missing.
-    """
+    """Write an SVG of the gap to the reference by samples, mean and range over the seeds."""
     lines = []
     for gap, marker in zip(gaps_to(records, reference)[1:], cycle(MARKERS), strict=False):
         samples, curves = _curves(records, gap.name, reference)

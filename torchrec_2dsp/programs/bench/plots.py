@@ -65,19 +65,12 @@ def scaling_plot(results: Sequence[BenchResult], path: str | Path) -> None:
 
     Bars reach from the fastest block to the slowest, ceilings are grey, and a cross above all steps
     is a contestant that failed.
-
-    Raises:
-        ConfigError: matplotlib is missing, or nothing was measured.
     """
     draw_lines(_scaling_charts(results), path)
 
 
 def phase_plot(result: BenchResult, path: str | Path) -> None:
-    """Write an SVG of each contestant's traced step: first computing, then waiting, hatched.
-
-    Raises:
-        ConfigError: matplotlib is missing, or nothing was traced.
-    """
+    """Write an SVG of each contestant's traced step: first computing, then waiting, hatched."""
     draw_bars(_phase_chart(result), path)
 
 
@@ -243,11 +236,7 @@ _BAND = 0.15
 
 
 def predicted_plot(results: Sequence[BenchResult], path: str | Path) -> None:
-    """Write an SVG with a point for each plan that was predicted, of all settings.
-
-    Raises:
-        ConfigError: matplotlib is missing, or nothing was predicted.
-    """
+    """Write an SVG with a point for each plan that was predicted, of all settings."""
     points = [
         Line(
             name=label,

@@ -146,11 +146,7 @@ def interval_coverage(num_values: int) -> float:
 
 
 def step_time(contestant: ContestantResult, *, seed: int = 0) -> StepTime:
-    """Compute a contestant's step time.
-
-    Raises:
-        ConfigError: it has no blocks.
-    """
+    """Compute a contestant's step time."""
     if not contestant.blocks:
         raise ConfigError(
             f"contestant {contestant.name!r} counts as {contestant.outcome} but has no blocks, so "
@@ -199,11 +195,7 @@ def config_of(result: BenchResult) -> BenchConfig:
 
 
 def summarize(result: BenchResult) -> Summary:
-    """Compute all figures of the contestants that were measured.
-
-    Raises:
-        ConfigError: a measured contestant has no blocks, or the config can't be read.
-    """
+    """Compute all figures of the contestants that were measured."""
     config = config_of(result)
     stock = [
         contestant
@@ -335,12 +327,7 @@ class Agreement:
 
 
 def compare_runs(results: Sequence[BenchResult], *, tolerance: float = 0.1) -> Agreement:
-    """Compare several runs of the same command.
-
-    Raises:
-        ConfigError: there are fewer than two runs, or they are not runs of the same; it says
-            what differs.
-    """
+    """Compare several runs of the same command."""
     if len(results) < 2:
         raise ConfigError(f"{len(results)} run can't be compared; give at least two")
     if not tolerance >= 0:

@@ -417,11 +417,7 @@ def table_of_shard(result: SyncBenchResult, num_groups: int, shard_mib: float) -
 
 
 def sync_plot(result: SyncBenchResult, path: str | Path) -> None:
-    """Write an SVG of times by share of changed rows, with a panel for each shard.
-
-    Raises:
-        ConfigError: matplotlib is missing.
-    """
+    """Write an SVG of times by share of changed rows, with a panel for each shard."""
     names = list(dict.fromkeys(times.sync for times in result.times))
     charts = [
         LineChart(

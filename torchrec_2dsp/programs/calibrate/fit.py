@@ -66,9 +66,6 @@ class KernelSample:
 def fit_collective(name: str, samples: Sequence[CollectiveSample]) -> CollectiveCost:
     """Fit a collective's coefficients; those that no sample tells of stay unknown.
 
-    Raises:
-        CalibrationError: no coefficients explain the samples.
-
     Example:
         >>> from torchrec_2dsp.programs.calibrate.fit import CollectiveSample, Timed, fit_collective
         >>> from torchrec_2dsp.cost.collectives import Span
@@ -106,11 +103,7 @@ def fit_collective(name: str, samples: Sequence[CollectiveSample]) -> Collective
 
 
 def fit_kernel(name: str, samples: Sequence[KernelSample]) -> KernelCost:
-    """Fit the coefficients of work on rows, or on bags if the samples are of bags.
-
-    Raises:
-        CalibrationError: no coefficients explain the samples.
-    """
+    """Fit the coefficients of work on rows, or on bags if the samples are of bags."""
     work = [
         [1.0, sample.items, sample.num_bytes, sample.vector_bytes, sample.row_bytes]
         for sample in samples

@@ -150,9 +150,6 @@ def served_own_model(model: nn.Module, data: BatchShape, factory: str) -> Served
     """Serve a factory's model, which gives logits and probabilities of clicks.
 
     A request has all features of the data, as a batch has, since the model may use any of them.
-
-    Raises:
-        UnsupportedError: tables aren't in the collections that TorchRec quantises.
     """
     _check_collections(model, factory)
     tables = {name: table for table in tables_of(model) for name in table.feature_names}
@@ -171,11 +168,7 @@ def served_own_model(model: nn.Module, data: BatchShape, factory: str) -> Served
 
 @contextmanager
 def saying_what_stops(factory: str) -> Iterator[None]:
-    """Raise an error that names the factory, where its model can't be quantised or scripted.
-
-    Raises:
-        UnsupportedError: something else than this package failed inside.
-    """
+    """Raise an error that names the factory, where its model can't be quantised or scripted."""
     try:
         yield
     except TwoDError:
@@ -397,11 +390,7 @@ class _NextItems(nn.Module):
 
 
 def served_model(model: nn.Module, section: ModelSection, data: BatchShape) -> ServedModel:
-    """Serve a trained model by its kind.
-
-    Raises:
-        UnsupportedError: a user's own model has tables that can't be quantised.
-    """
+    """Serve a trained model by its kind."""
     built: Any = model
     if isinstance(section, OwnModelConfig):
         return served_own_model(model, data, section.factory)

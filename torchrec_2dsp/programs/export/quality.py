@@ -49,11 +49,7 @@ def scores_of(
 
 
 def first_request(served: ServedModel, batches: HeldOutBatches) -> Request:
-    """Return the request for the first held-out batch that has one.
-
-    Raises:
-        ConfigError: none has.
-    """
+    """Return the request for the first held-out batch that has one."""
     for batch in batches:
         request = served.request(batch)
         if request is not None:
@@ -77,9 +73,6 @@ def measure(
     group: dist.ProcessGroup,
 ) -> ServedQuality:
     """Evaluate a model that isn't sharded, with or without quantised tables.
-
-    Raises:
-        UnsupportedError: scores of a request, which has no labels, aren't those of evaluations.
 
     Collectives:
         Those of `ClickMetrics.gather` and of `ranking_metrics`, in a group of one.
@@ -115,11 +108,7 @@ def _are_equal(scores: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def largest_difference(one_way: list[torch.Tensor], other_way: list[torch.Tensor]) -> float:
-    """Return the largest difference between two lists of scores.
-
-    Raises:
-        ConfigError: there are no scores to compare.
-    """
+    """Return the largest difference between two lists of scores."""
     if not sum(scores.numel() for scores in one_way):
         raise ConfigError(_NOTHING_HELD_OUT)
     return float((torch.cat(one_way) - torch.cat(other_way)).abs().max())
@@ -132,9 +121,6 @@ def check_answers(
 
     A request is asked as a whole and its first sample alone: a file has to answer requests of any
     size.
-
-    Returns:
-        The names of what is in an answer.
 
     Raises:
         ExportError: an answer is another one.
@@ -168,9 +154,6 @@ def check_loss(metric: str, trained: float, served: float, max_loss: float) -> f
         trained: its value for the model that was trained.
         served: its value for the model that serves.
         max_loss: how much worse it may be.
-
-    Raises:
-        ExportError: it is worse than that, or a value is no number.
     """
     worse = served - trained if metric in LESS_IS_BETTER else trained - served
     if not worse <= max_loss:

@@ -106,9 +106,6 @@ def trained_model(source: ExportSource, dataset: Dataset) -> nn.Module:
     """Build a run's model as it was trained, in evaluation mode.
 
     Splits are part of it: what they leave out in training, they leave out where the model serves.
-
-    Raises:
-        CheckpointError: the checkpoint didn't finish, is damaged, or is another model's.
     """
     config, run = source.config, source.config.runs[source.run]
     model = build_any_model(shape_of(config.data, dataset), config.model)

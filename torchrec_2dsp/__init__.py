@@ -8,6 +8,7 @@ What isn't named here is imported from its room, such as `torchrec_2dsp.cost.mod
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from torchrec_2dsp import errors as errors
 from torchrec_2dsp._version import __version__ as __version__
 
 if TYPE_CHECKING:

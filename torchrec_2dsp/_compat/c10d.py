@@ -1,4 +1,4 @@
-"""Adapters to private parts of torch.distributed and DTensor."""
+"""Adapters to private parts of torch, torch.distributed and DTensor."""
 
 from datetime import timedelta
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
+from torch._dynamo.exc import TorchDynamoException
 from torch._ops import OpOverload
 from torch.distributed import distributed_c10d as _c10d
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
@@ -21,6 +22,8 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode,
 )
 
+DynamoError = TorchDynamoException
+"""The base of all errors of `torch.compile`."""
 IncompatibleKeys = _IncompatibleKeys
 """What ``load_state_dict`` returns."""
 

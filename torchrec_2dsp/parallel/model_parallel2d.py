@@ -15,8 +15,9 @@ from torchrec.distributed.model_parallel import (
     DistributedModelParallel,
     DMPCollection,
 )
-from torchrec.distributed.types import ModuleSharder, ShardingPlan
+from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
 
+from torchrec_2dsp._compat.c10d import DynamoError
 from torchrec_2dsp._compat.torchrec import DMPCollectionContext, get_local_size
 from torchrec_2dsp.access.table_access import HotSet
 from torchrec_2dsp.comms.alarm import Signal, agreeing
@@ -40,15 +41,16 @@ from torchrec_2dsp.shard.tables import Tables2D
 
 P = ParamSpec("P")
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
+_SHARDERS = (EmbeddingBagCollectionSharder2D, EmbeddingCollectionSharder2D)
+_NO_COMPILE = "torch.compile can't trace sharded tables; compile dense modules before you shard"
 
 
 @contextmanager
 def calling_together(groups: MeshGroups | None, name: str) -> Iterator[None]:
-    """A context for what all ranks must do; all of them raise if some train on instead.
+    """Run a call that all ranks must make; raise on all of them if some train on instead.
 
-    Args:
-        groups: the groups of the model; without them nothing is checked.
-        name: the name of the call.
+    Without ``groups`` nothing is checked.
 
     Collectives:
         An all-reduce of 8 bytes, waited for.
@@ -62,7 +64,7 @@ def calling_together(groups: MeshGroups | None, name: str) -> Iterator[None]:
 
 
 def called_by_all(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Let a function, whose second argument is a model, run inside of `calling_together`."""
+    """Run a function, whose second argument is a model, inside `calling_together`."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
@@ -75,101 +77,6 @@ def called_by_all(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
         return call
 
     return decorate
-
-
-def checked_plan(
-    module: nn.Module,
-    plan: ShardingPlan | None,
-    sharders: Sequence[ModuleSharder[Any]],
-    unsupported: dict[str, Any],
-) -> Plan2D:
-    """The plan, if it fits module, world and sharders."""
-    if unsupported:
-        raise UnsupportedError(
-            f"ModelParallel2D doesn't take {', '.join(sorted(unsupported))}: mesh and sync come "
-            "from the plan, submodule configs and FULLY_SHARDED aren't supported"
-        )
-    if isinstance(plan, ShardingPlan) and is_proposed(plan):
-        plan = Plan2D.from_stock(plan)
-    if not isinstance(plan, Plan2D):
-        raise ConfigError(
-            f"plan is a {type(plan).__name__}; pass Planner2D's, or Plan2D.from_stock(plan, "
-            "mesh=Mesh2D.for_world(...))"
-        )
-    plan.mesh.check_world(dist.get_world_size())
-    plan.validate()
-    by_type = {sharder.module_type: sharder for sharder in sharders}
-    for path, _ in plan.modules():
-        try:
-            part = module.get_submodule(path)
-        except AttributeError:
-            raise PlanError(
-                f"the plan names module {path!r}, which the model doesn't have; make the plan "
-                "for this model"
-            ) from None
-        sharder = by_type.get(type(part))
-        if not isinstance(sharder, _SHARDERS):
-            raise ConfigError(
-                f"module {path!r} ({type(part).__name__}) is in the plan, but its sharder is "
-                f"{type(sharder).__name__}; pass one of "
-                + ", ".join(kind.__name__ for kind in _SHARDERS)
-            )
-    check_model(module, [path for path, _ in plan.modules()])
-    return plan
-
-
-_SHARDERS = (EmbeddingBagCollectionSharder2D, EmbeddingCollectionSharder2D)
-
-
-def describe_sharder(sharder: ModuleSharder[Any]) -> str:
-    """A sharder as text, which is the same on all ranks if the sharders are."""
-    params = getattr(sharder, "fused_params", None) or {}
-    optimizer = getattr(sharder, "optimizer", None)
-    return f"{type(sharder).__name__}({optimizer!r}, {sorted(params.items())!r})"
-
-
-logger = logging.getLogger(__name__)
-
-
-def plan_by_default(
-    module: nn.Module, sharders: Sequence[ModuleSharder[Any]], device: torch.device
-) -> Plan2D:
-    """What `DistributedModelParallel` would plan by itself, as a plan for one sharding group.
-
-    Nothing is known of the network or of how often rows are used, so no table is replicated.
-
-    Args:
-        module: the model.
-        sharders: this package's sharders.
-        device: the device of the tables, of which only the type counts.
-
-    Collectives:
-        One broadcast of a pickled object from rank 0 of the world.
-    """
-    # A model with a plan needs none of the planner's 60 modules.
-    from torchrec_2dsp.planner.planner2d import Planner2D
-    from torchrec_2dsp.planner.topology import world_topology
-
-    mesh = Mesh2D(1, dist.get_world_size())
-    planner = Planner2D(topology=world_topology(mesh, device.type), mesh=mesh)
-    plan = planner.collective_plan(module, list(sharders), world_group())
-    if dist.get_rank() == 0:
-        logger.info(
-            "no plan was given, so TorchRec's search made one for %s: %s; Planner2D with a "
-            "calibration chooses mesh, exchanges and hot rows as well",
-            mesh,
-            _in_words(plan),
-        )
-    return plan
-
-
-def _in_words(plan: Plan2D) -> str:
-    kinds = Counter(
-        base_type(table.sharding_type)
-        for _, module in plan.modules()
-        for _, table in module.tables()
-    )
-    return ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "no tables"
 
 
 class ModelParallel2D(DMPCollection):
@@ -224,13 +131,13 @@ class ModelParallel2D(DMPCollection):
         with agreeing(world_group()) as facts:
             facts["whether there is a plan"] = str(plan is not None)
         if plan is None:
-            plan = plan_by_default(module, sharders, device)
+            plan = _plan_by_default(module, sharders, device)
         with agreeing(world_group()) as facts:
-            plan = checked_plan(module, plan, sharders, unsupported)
+            plan = _checked_plan(module, plan, sharders, unsupported)
             facts["the plan"] = to_json(plan)
             facts["the device type"] = device.type
             facts["LOCAL_WORLD_SIZE"] = str(get_local_size(world_group().size()))
-            facts["the sharders"] = repr([describe_sharder(sharder) for sharder in sharders])
+            facts["the sharders"] = repr([_describe_sharder(sharder) for sharder in sharders])
         groups = MeshGroups.for_mesh(plan.mesh, device.type)
         self._device = device
         self._pg = groups.world
@@ -256,20 +163,41 @@ class ModelParallel2D(DMPCollection):
         self._groups = groups
         self._num_steps = 0
         groups.board.activity.restart()
+        if groups.rank == 0:
+            _name_dense_tables(plan)
 
     @property
     def mesh(self) -> Mesh2D:
         """The mesh, which says which ranks repeat the plan."""
         return self._groups.mesh
 
+    @torch.compiler.disable(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model as TorchRec does; if a collective fails, a `RankError` says why."""
+        if torch.is_inference_mode_enabled():
+            # FBGEMM's CPU kernels refuse this mode, and the stages' state would be unusable after.
+            with torch.inference_mode(False), torch.no_grad():
+                return self.forward(*args, **kwargs)
         board, phase = self._groups.board, "an evaluation"
         if self.training and torch.is_grad_enabled():
             board.activity.step = self._num_steps = self._num_steps + 1
             phase = "the forward"
         with naming_faults(board, phase):
-            return super().forward(*args, **kwargs)
+            try:
+                return super().forward(*args, **kwargs)
+            except DynamoError as error:
+                raise UnsupportedError(_NO_COMPILE) from error
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Raise an error: only dense modules can be compiled, before they are sharded."""
+        raise UnsupportedError(_NO_COMPILE)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ModelParallel2D":
+        """Raise an error: process groups can't be copied."""
+        raise UnsupportedError(
+            "a sharded model can't be copied, because it holds process groups; copy it before you "
+            "shard it, or save a checkpoint and load it into another model"
+        )
 
     def sharded_tables(self) -> list[Tables2D]:
         """The sharded tables, in the model's order: one for each mesh of each embedding module."""
@@ -278,7 +206,7 @@ class ModelParallel2D(DMPCollection):
     def sync(  # type: ignore[override]  # upstream returns nothing
         self, include_optimizer_state: bool = True
     ) -> SyncReport:
-        """Sync what the plan's policy says is due after a backward; a no-op if nothing is.
+        """Run the sync that the plan's policy wants after a backward, if any.
 
         The row gradients of a `GradientSync` aren't waited for here: they travel until the next
         lookup needs the rows.
@@ -412,6 +340,101 @@ class ModelParallel2D(DMPCollection):
         raise UnsupportedError(
             "an all-reduce hook can't see which rows changed; choose the sync by the plan's "
             "GradientSync or WeightSync"
+        )
+
+
+def _checked_plan(
+    module: nn.Module,
+    plan: ShardingPlan | None,
+    sharders: Sequence[ModuleSharder[Any]],
+    unsupported: dict[str, Any],
+) -> Plan2D:
+    """Return the plan if it fits module, world and sharders."""
+    if unsupported:
+        raise UnsupportedError(
+            f"ModelParallel2D doesn't take {', '.join(sorted(unsupported))}: mesh and sync come "
+            "from the plan, submodule configs and FULLY_SHARDED aren't supported"
+        )
+    if isinstance(plan, ShardingPlan) and is_proposed(plan):
+        plan = Plan2D.from_stock(plan)
+    if not isinstance(plan, Plan2D):
+        raise ConfigError(
+            f"plan is a {type(plan).__name__}; pass Planner2D's, or Plan2D.from_stock(plan, "
+            "mesh=Mesh2D.for_world(...))"
+        )
+    plan.mesh.check_world(dist.get_world_size())
+    plan.validate()
+    by_type = {sharder.module_type: sharder for sharder in sharders}
+    for path, _ in plan.modules():
+        try:
+            part = module.get_submodule(path)
+        except AttributeError:
+            raise PlanError(
+                f"the plan names module {path!r}, which the model doesn't have; make the plan "
+                "for this model"
+            ) from None
+        sharder = by_type.get(type(part))
+        if not isinstance(sharder, _SHARDERS):
+            raise ConfigError(
+                f"module {path!r} ({type(part).__name__}) is in the plan, but its sharder is "
+                f"{type(sharder).__name__}; pass one of "
+                + ", ".join(kind.__name__ for kind in _SHARDERS)
+            )
+    check_model(module, [path for path, _ in plan.modules()])
+    return plan
+
+
+def _describe_sharder(sharder: ModuleSharder[Any]) -> str:
+    """Return a text that is the same on all ranks if the sharders are."""
+    params = getattr(sharder, "fused_params", None) or {}
+    optimizer = getattr(sharder, "optimizer", None)
+    return f"{type(sharder).__name__}({optimizer!r}, {sorted(params.items())!r})"
+
+
+def _plan_by_default(
+    module: nn.Module, sharders: list[ModuleSharder[Any]], device: torch.device
+) -> Plan2D:
+    """Plan for one sharding group, as `DistributedModelParallel` does without a plan.
+
+    Neither network nor access frequencies are known, so no table is replicated.
+
+    Collectives:
+        One broadcast of a pickled object from rank 0 of the world.
+    """
+    # Loaded only here: a model with a plan needs none of the planner's modules.
+    from torchrec_2dsp.planner.planner2d import Planner2D
+    from torchrec_2dsp.planner.topology import world_topology
+
+    mesh = Mesh2D(1, dist.get_world_size())
+    planner = Planner2D(topology=world_topology(mesh, device.type), mesh=mesh)
+    plan = planner.collective_plan(module, sharders, world_group())
+    if dist.get_rank() == 0:
+        kinds = Counter(
+            base_type(table.sharding_type)
+            for _, module_plan in plan.modules()
+            for _, table in module_plan.tables()
+        )
+        logger.info(
+            "no plan was given, so TorchRec's search made one for %s: %s; Planner2D with a "
+            "calibration chooses mesh, exchanges and hot rows as well",
+            mesh,
+            ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "no tables",
+        )
+    return plan
+
+
+def _name_dense_tables(plan: Plan2D) -> None:
+    """Warn about tables that the sharder's optimizer doesn't train."""
+    tables = [
+        name
+        for _, module_plan in plan.modules()
+        for name, table in module_plan.tables()
+        if base_type(table.sharding_type) == ShardingType.DATA_PARALLEL.value
+    ]
+    if tables:
+        logger.warning(
+            "tables %s are data-parallel: the dense optimizer trains them, not the sharder's",
+            ", ".join(tables),
         )
 
 

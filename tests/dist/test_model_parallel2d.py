@@ -1,0 +1,166 @@
+"""`ModelParallel2D` without a plan, and in uses that it must refuse or name."""
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+import torch
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+import torchrec_2dsp as tdsp
+from tests.support.models import SEQUENCE_TABLES, ModelSpec, build, make_batch
+from tests.support.oracle import local_loss
+from tests.support.parity import TOLERANCE, Cell, local_world_size, make_parallel
+from tests.support.rank_device import rank_device
+from tests.support.ranks import RankPool
+
+STEPS = 3
+
+
+def losses_of(parallel: DistributedModelParallel, spec: ModelSpec, rank: int) -> list[float]:
+    """The losses of a few steps from the same weights, tables by the fused default optimizer."""
+    weights = build(spec, seed=0).state_dict()
+    parallel.load_state_dict(cast(Any, weights))
+    losses = []
+    for step in range(STEPS):
+        loss = local_loss(parallel(make_batch(spec, seed=10 * step + rank)))
+        loss.backward()
+        if isinstance(parallel, tdsp.ModelParallel2D):
+            parallel.sync()
+        losses.append(loss.item())
+    return losses
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """Collect what `ModelParallel2D` logs."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("torchrec_2dsp.parallel.model_parallel2d")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def train_both(rank: int, world_size: int, spec: ModelSpec) -> tuple[list[float], list[float], str]:
+    """Losses of ours and of stock, both without a plan, and what was logged."""
+    with logged() as lines:
+        ours = tdsp.ModelParallel2D(build(spec, seed=1))
+    assert ours.mesh == tdsp.Mesh2D(1, world_size)
+    stock = DistributedModelParallel(build(spec, seed=2), device=rank_device())
+    return losses_of(ours, spec, rank), losses_of(stock, spec, rank), "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [ModelSpec(), ModelSpec(tables=SEQUENCE_TABLES, sequence=True)],
+    ids=["bags", "sequences"],
+)
+def test_without_a_plan_it_trains_as_stock_does(ranks4: RankPool, spec: ModelSpec) -> None:
+    results = ranks4.run(train_both, spec)
+    for ours, stock, _ in results:
+        assert len(set(ours)) == STEPS
+        assert ours == pytest.approx(stock, abs=TOLERANCE)
+    logged = [text for _, _, text in results]
+    assert "no plan was given" in logged[0]
+    assert "Mesh2D(1x4" in logged[0]
+    assert not any(logged[1:])
+
+
+def error_of_what_does_not_fit(rank: int, world_size: int) -> str:
+    table = EmbeddingBagConfig(
+        num_embeddings=10**12, embedding_dim=128, name="huge", feature_names=["f"]
+    )
+    model = EmbeddingBagCollection(tables=[table], device=torch.device("meta"))
+    try:
+        tdsp.ModelParallel2D(model)
+    except tdsp.errors.PlanError as error:
+        return str(error)
+    return "it fits"
+
+
+def test_what_does_not_fit_is_one_error_on_all_ranks(ranks4: RankPool) -> None:
+    (error,) = set(ranks4.run(error_of_what_does_not_fit))
+    assert error.startswith("no plan fits a sharding group of Mesh2D(1x4")
+
+
+ROWS = Cell(tdsp.Mesh2D(1, 2), exchange="row")
+BAGS = Cell(tdsp.Mesh2D(2, 1), sync=tdsp.WeightSync())
+
+
+def evaluate(rank: int, world_size: int, cell: Cell) -> None:
+    """Train, evaluate in inference mode and without gradients, and train on."""
+    model = make_parallel(cell, world_size, local_world_size())
+    batch = make_batch(cell.spec, seed=rank)
+    for _ in range(2):
+        local_loss(model(batch)).backward()
+        model.eval()
+        with torch.inference_mode():
+            inferred = model(batch)
+        with torch.no_grad():
+            expected = model(batch)
+        assert torch.equal(inferred, expected)
+        model.train()
+
+
+@pytest.mark.parametrize("cell", [ROWS, BAGS], ids=str)
+def test_evaluation_in_inference_mode(ranks2: RankPool, cell: Cell) -> None:
+    ranks2.run(evaluate, cell)
+
+
+def compiled(model: tdsp.ModelParallel2D, batch: Any) -> None:
+    torch.compile(model)(batch)
+
+
+def compiled_in_place(model: tdsp.ModelParallel2D, batch: Any) -> None:
+    model.compile()
+
+
+def copied(model: tdsp.ModelParallel2D, batch: Any) -> None:
+    copy.deepcopy(model)
+
+
+REFUSED = {
+    compiled: "torch.compile can't trace sharded tables; compile dense modules before you shard",
+    compiled_in_place: "torch.compile can't trace sharded tables; compile dense modules before",
+    copied: "a sharded model can't be copied, because it holds process groups; copy it before you",
+}
+
+
+def refusal(rank: int, world_size: int, cell: Cell, use: Callable[..., None]) -> str:
+    model = make_parallel(cell, world_size, local_world_size())
+    with pytest.raises(tdsp.errors.UnsupportedError) as caught:
+        use(model, make_batch(cell.spec, seed=rank))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("use", REFUSED, ids=lambda use: use.__name__)
+@pytest.mark.parametrize("cell", [ROWS, BAGS], ids=str)
+def test_unsupported_uses_are_named(ranks2: RankPool, cell: Cell, use: Callable[..., None]) -> None:
+    for text in ranks2.run(refusal, cell, use):
+        assert text.startswith(REFUSED[use])
+
+
+def shard_whole(rank: int, world_size: int) -> list[str]:
+    with logged() as lines:
+        make_parallel(Cell(tdsp.Mesh2D(1, 2), "data_parallel"), world_size, local_world_size())
+    return lines
+
+
+def test_tables_that_the_dense_optimizer_trains_are_named(ranks2: RankPool) -> None:
+    first, other = ranks2.run(shard_whole)
+    assert first == [
+        "tables t0, t1, t2 are data-parallel: the dense optimizer trains them, not the sharder's"
+    ]
+    assert not other

@@ -1,12 +1,5 @@
-"""Plan, statistics and calibration files after random damage: each loads as it was, or is refused.
+"""Plan, statistics and calibration files after random damage: each loads as it was, or is refused."""
 
-A thousand damages of each:
-
-    python -m tests.support.damaged_inputs --damages 1000
-"""
-
-import argparse
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -135,18 +128,3 @@ def _outcome(reader: Reader, path: Path, written: Any, where: str) -> str:
         raise AssertionError(f"{reader.name}, {where}: {type(error).__name__}: {error}") from error
     assert reader.is_intact(read, written), f"{reader.name}, {where}: loaded as something else"
     return "loaded"
-
-
-def _main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--damages", type=int, default=1_000, help="of each kind of file")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        for reader in READERS:
-            seen = outcomes(reader, Path(folder), arguments.damages, arguments.seed)
-            print(f"{reader.name}: {dict(seen)}")
-
-
-if __name__ == "__main__":
-    _main()

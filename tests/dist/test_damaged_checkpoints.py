@@ -1,7 +1,4 @@
-"""Random damage to checkpoints: nothing wrong is loaded, no code runs, all ranks agree.
-
-`python -m tests.support.damage` does the same as often as one likes.
-"""
+"""Random damage to checkpoints: nothing wrong is loaded, no code runs, all ranks agree."""
 
 from pathlib import Path
 

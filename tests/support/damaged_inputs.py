@@ -1,4 +1,4 @@
-"""Plan, statistics and calibration files after random damage: each loads as it was, or is refused."""
+"""Damaged plan, statistics and calibration files: each loads as it was, or is refused."""
 
 from collections import Counter
 from collections.abc import Callable

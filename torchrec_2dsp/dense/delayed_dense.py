@@ -73,7 +73,7 @@ class LateGradients:
 
     @property
     def is_late(self) -> bool:
-        """Whether the current step uses the previous step's gradients."""
+        """True if the current step uses the previous step's gradients."""
         return self._is_late
 
     def begin_step(self) -> None:
@@ -94,7 +94,7 @@ class LateGradients:
         """Send a bucket's gradients and return those that have arrived; DDP calls it.
 
         Collectives:
-            An all-reduce of the bucket; in a late step the next step waits for it.
+            The bucket's all-reduce; in a late step the next step waits for it.
         """
         if self._is_due:
             self._begin()
@@ -209,9 +209,9 @@ class DelayedDense(DataParallelWrapper):
     algorithm: compare its quality with DDP's.
 
     Args:
-        warm_up: number of first steps that use their own gradients, at least one, in which DDP
+        warm_up: first steps that use their own gradients, at least one, in which DDP
             learns the graph.
-        bucket_cap_mb: size of DDP's buckets.
+        bucket_cap_mb: DDP's bucket size.
         static_graph: as in DDP.
         find_unused_parameters: as in DDP.
 
@@ -249,8 +249,7 @@ class DelayedDense(DataParallelWrapper):
         """Wrap the dense part; TorchRec calls it.
 
         Collectives:
-            An agreement on the settings, DDP's parameter broadcast, and the creation of a process
-            group.
+            An agreement on the settings, DDP's parameter broadcast, and a new process group.
         """
         group = group_of(env)
         with agreeing(group) as facts:

@@ -54,7 +54,7 @@ def broadcast_weights(part: nn.Module, group: dist.ProcessGroup) -> None:
     Shards of different weights would be a model that nobody has initialised.
 
     Collectives:
-        A broadcast of each parameter and buffer.
+        A broadcast per parameter and buffer.
     """
     for tensor in (*part.parameters(), *part.buffers()):
         dist.broadcast(tensor.detach(), group_src=0, group=group)
@@ -130,7 +130,7 @@ def copies_mesh(ranks: torch.Tensor, device_type: str, axes: tuple[str, ...] = (
                                 rank 2: first half    rank 3: second half    between: gradients
 
     Collectives:
-        Creates process groups, on all ranks of the world.
+        Creates process groups, on all the world's ranks.
     """
     if len(ranks) == 1:
         return own_mesh(ranks[0], device_type, (_SHARES, *axes))

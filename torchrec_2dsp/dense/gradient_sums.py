@@ -21,7 +21,7 @@ TensorFuture = torch.futures.Future[torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class GradientReport:
-    """What a rank has sent for its dense gradients.
+    """A rank's dense gradient traffic.
 
     Example:
         >>> from torchrec_2dsp.dense.gradient_sums import GradientReport

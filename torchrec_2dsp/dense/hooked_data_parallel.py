@@ -1,4 +1,4 @@
-"""`HookedDataParallel`: dense gradients through one of torch's own hooks."""
+"""`HookedDataParallel`: dense gradients through torch's own hooks."""
 
 import enum
 from collections.abc import Mapping
@@ -40,14 +40,14 @@ class GradientHook(enum.StrEnum):
 
 
 class HookedDataParallel(DataParallelWrapper):
-    """Runs the dense part in DDP with one of torch's own hooks.
+    """Runs the dense part in DDP with a hook from torch.
 
     Args:
         hook: fp16 or powersgd.
         rank: the rank of PowerSGD's matrices.
-        warm_up: number of first steps that PowerSGD leaves dense, at least 2, after which DDP's
+        warm_up: first steps that PowerSGD leaves dense, at least 2, after which DDP's
             buckets don't change.
-        bucket_cap_mb: size of DDP's buckets.
+        bucket_cap_mb: DDP's bucket size.
         static_graph: as in DDP.
         find_unused_parameters: as in DDP.
 

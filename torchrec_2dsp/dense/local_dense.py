@@ -84,7 +84,7 @@ class LocalDense(DataParallelWrapper):
         """Give all ranks the same weights; TorchRec calls it.
 
         Collectives:
-            An agreement on the settings, and a broadcast of each dense parameter and buffer.
+            An agreement on the settings, and a broadcast per dense parameter and buffer.
         """
         group = group_of(env)
         with agreeing(group) as facts:
@@ -177,7 +177,7 @@ class LocalDense(DataParallelWrapper):
         return total
 
     def residual_norm(self) -> float:
-        """Return the Euclidean norm of this rank's unsent changes."""
+        """Return the Euclidean norm over this rank's unsent changes."""
         return self._feedback.square_norm() ** 0.5
 
     def check_together(self) -> None:
@@ -206,7 +206,7 @@ class LocalDense(DataParallelWrapper):
         self.load_rank_states([state])
 
     def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take over the sum of several ranks' unsent changes; there may be none."""
+        """Take over several ranks' summed unsent changes; there may be none."""
         self._feedback.load_sum([state["residuals"] for state in states if state])
         self._is_apart = False
 
@@ -279,7 +279,7 @@ class DiLoCo(Optimizer):
             closure: is not called.
 
         Collectives:
-            Those of `LocalDense.mean`.
+            As in `LocalDense.mean`.
         """
         params = self._params()
         changes = self._dense.mean([self.state[param]["shared"] - param for param in params])

@@ -62,7 +62,7 @@ class JointBatch:
         """Gather all arguments.
 
         Collectives:
-            An all-gather of sizes, waited for, then one per tensor.
+            A size all-gather, waited for, then one all-gather per tensor.
         """
         # TorchRec's tables may not have waited for their outputs yet.
         given = _mapped((args, kwargs), lambda lazy: lazy.wait(), is_leaf=_is_lazy)
@@ -214,7 +214,7 @@ class FullyShardedDense(DataParallelWrapper):
     Args:
         units: modules whose parameters are gathered together, and freed before the next ones',
             such as a transformer's blocks; without any, all at once.
-        num_copies: number of copies that the ranks hold: with a copy per host, parameters are
+        num_copies: copies that the ranks hold: with a copy per host, parameters are
             gathered inside hosts, and only gradients travel between them.
         reshard_after_forward: whether parameters are freed after the forward, and gathered
             again in the backward.
@@ -246,7 +246,7 @@ class FullyShardedDense(DataParallelWrapper):
         """Shard the dense part; TorchRec calls it.
 
         Collectives:
-            An agreement on the settings, process groups, and a broadcast of each dense parameter
+            An agreement on the settings, process groups, and a broadcast per dense parameter
             and buffer.
         """
         group = group_of(env)
@@ -282,8 +282,8 @@ class TensorParallelDense(DataParallelWrapper):
     Args:
         plan: torch's style for each module, such as `ColwiseParallel` and `RowwiseParallel`, by
             the module's name in the model, with `*` for any part.
-        tp: number of ranks that compute a layer together, on one host.
-        num_copies: number of copies that the ranks hold, as in `FullyShardedDense`: with a copy
+        tp: ranks that compute a layer together, on one host.
+        num_copies: copies that the ranks hold, as in `FullyShardedDense`: with a copy
             per host, only gradients travel between hosts.
 
     Example::
@@ -308,7 +308,7 @@ class TensorParallelDense(DataParallelWrapper):
         """Split and shard the dense part; TorchRec calls it.
 
         Collectives:
-            An agreement on the settings, process groups, and a broadcast of each dense parameter
+            An agreement on the settings, process groups, and a broadcast per dense parameter
             and buffer.
         """
         group = group_of(env)

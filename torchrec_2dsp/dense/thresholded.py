@@ -107,7 +107,7 @@ class Thresholded(nn.Module):
         element of the sample, whichever is shorter. The backward sends elements alone.
 
         Args:
-            num_samples: number of samples.
+            num_samples: the batch size.
             dim: elements per sample.
             backward: whether gradients travel.
         """

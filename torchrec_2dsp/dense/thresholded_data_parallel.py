@@ -53,7 +53,7 @@ class TableGradients:
         """Replace a bucket's gradients by their mean over the ranks; DDP calls it.
 
         Collectives:
-            One all-gather of 8 bytes per table, waited for; then an all-gather of rows, or an
+            One 8-byte all-gather per table, waited for; then a gather of rows, or an
             all-reduce, not waited for.
         """
         buffer = bucket.buffer()
@@ -167,14 +167,14 @@ class ThresholdedDataParallel(DataParallelWrapper):
     Args:
         density: share of each parameter's elements that a step sends, above 0; 1 sends all, by
             DDP's own arithmetic.
-        warm_up: number of first steps that are dense.
+        warm_up: first steps that are dense.
         values: wire format of the elements: fp32, bf16, fp16, int8 or int4.
         refresh: interval in steps at which thresholds are measured. 1 sends about the share
             asked for, more often sends less.
         exact_thresholds: measure thresholds with all elements rather than a sample.
         dense_below: parameters with fewer elements are sent whole.
         route: "gather", "owners", "dense", or "auto" for the one that sends least.
-        bucket_cap_mb: size of DDP's buckets.
+        bucket_cap_mb: DDP's bucket size.
         static_graph: as in DDP.
         find_unused_parameters: as in DDP.
 
@@ -275,7 +275,7 @@ class ThresholdedDataParallel(DataParallelWrapper):
         return sum((part.total for part in parts), GradientReport())
 
     def residual_norm(self) -> float:
-        """Return the Euclidean norm of this rank's residuals."""
+        """Return the Euclidean norm over this rank's residuals."""
         return self._gradients.residual_norm() if self._gradients else 0.0
 
     def flush(self) -> None:
@@ -296,7 +296,7 @@ class ThresholdedDataParallel(DataParallelWrapper):
         self.load_rank_states([state])
 
     def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take over the sum of several ranks' residuals; there may be none."""
+        """Take over several ranks' summed residuals; there may be none."""
         if self._gradients:
             self._gradients.load_rank_states([state for state in states if state])
 

@@ -94,18 +94,18 @@ class BucketLayout:
 
     @property
     def num_thresholded(self) -> int:
-        """The number of elements in thresholded parameters."""
+        """Elements in thresholded parameters."""
         return sum(part.size for part in self.thresholded)
 
     @property
     def num_whole(self) -> int:
-        """The number of elements in whole parameters."""
+        """Elements in whole parameters."""
         return self.num_elements - self.num_thresholded
 
 
 @dataclass(frozen=True, kw_only=True)
 class ThresholdSettings:
-    """What `ThresholdedDataParallel` was asked for."""
+    """`ThresholdedDataParallel`'s settings."""
 
     density: float
     warm_up: int
@@ -159,14 +159,14 @@ class ThresholdedGradients:
         self._goes_on = self._has_reduced
 
     def residual_norm(self) -> float:
-        """Return the Euclidean norm of all residuals on this rank."""
+        """Return the Euclidean norm over all residuals on this rank."""
         return self._feedback.square_norm() ** 0.5
 
     def reduce(self, _: object, bucket: dist.GradBucket) -> TensorFuture:
         """Replace a bucket's gradients by their mean over the ranks; DDP calls it.
 
         Collectives:
-            One all-reduce of 24 bytes, waited for; then an all-reduce of the bucket, or those of
+            One 24-byte all-reduce, waited for; then an all-reduce of the bucket, or those of
             the route and an all-reduce of whole parameters, not waited for.
         """
         layout, buffer, unused = self._layout(bucket), bucket.buffer(), UnusedParameters(bucket)
@@ -304,7 +304,7 @@ class ThresholdedGradients:
         }
 
     def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take over the sum of several ranks' residuals.
+        """Take over several ranks' summed residuals.
 
         On another number of ranks than at the save, thresholds are measured again. A rank without
         states learns the step from the others.

@@ -49,7 +49,7 @@ class BalancedBatches(Iterator[T], Generic[T]):
         group: the ranks that share their batches; by default all.
 
     Collectives:
-        An agreement on the settings, and the creation of a process group, once.
+        An agreement on the settings, and a new process group, once.
 
     Example::
 
@@ -111,7 +111,7 @@ class BalancedBatches(Iterator[T], Generic[T]):
         """Return the next batch.
 
         Collectives:
-            For the batch after it, on a thread: all-gathers of 48 bytes, of costs, and of ids if
+            For the batch after it, on a thread: all-gathers: 48 bytes, costs, and ids if
             they matter; two all-to-alls of samples.
         """
         if self._samples is None:
@@ -305,7 +305,7 @@ class SampleGroup:
         """Return these ranks' group, created on first use.
 
         Collectives:
-            The creation of a group, once.
+            A new group, once.
         """
         shared = WorldGroups.current().shared
         if (cls, group) not in shared:

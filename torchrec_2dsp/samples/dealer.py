@@ -133,7 +133,7 @@ class Dealer:
         """Deal one global batch; return `None` when no rank has a batch left.
 
         Collectives:
-            All-gathers of 48 bytes, of costs, and of ids if they matter; then two all-to-alls of
+            All-gathers: 48 bytes, costs, and ids if they matter; then two all-to-alls of
             samples. All are waited for.
         """
         headers = self._gather(self._header(offer))

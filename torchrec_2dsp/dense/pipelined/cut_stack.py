@@ -65,7 +65,7 @@ def gather_times(busy: BusyTime, num_stages: int, groups: PipelineGroups) -> Pip
     """Gather all ranks' times.
 
     Collectives:
-        An all-gather of objects over all ranks.
+        An object all-gather over all ranks.
     """
     gathered: list[BusyTime] = [busy] * dist.get_world_size(groups.everyone)
     dist.all_gather_object(gathered, busy, group=groups.everyone)
@@ -102,7 +102,7 @@ def gather_layer_seconds(
     """Return a batch's time in each layer, averaged over the ranks that have it.
 
     Collectives:
-        An all-gather of objects.
+        An object all-gather.
     """
     gathered: list[Mapping[int, float]] = [own] * dist.get_world_size(group)
     dist.all_gather_object(gathered, own, group=group)
@@ -211,7 +211,7 @@ class CutStack:
         """Return the cuts that layer times call for, or the current ones.
 
         Collectives:
-            An all-gather of objects.
+            An object all-gather.
         """
         num_layers = len(self._stack.layers)
         seconds = gather_layer_seconds(self._layer_seconds(), num_layers, self._groups.everyone)
@@ -237,7 +237,7 @@ class CutStack:
         """Move layers and build a new pipeline; return whether any layer has moved.
 
         Collectives:
-            Those of `move_layers`.
+            As in `move_layers`.
         """
         move_layers(self._stack, next_cuts.moves, next_cuts.packed, optimizer, self._groups)
         self._layers = next_cuts.layers
@@ -288,7 +288,7 @@ def recut_together(
     """Cut all stacks of a model anew, or none; return whether layers have moved.
 
     Collectives:
-        Those of `CutStack.better_cuts` and `CutStack.recut`, and an agreement.
+        As in `CutStack.better_cuts` and `CutStack.recut`, and an agreement.
     """
     chosen = {
         name: stack.better_cuts(least_gain) if cuts is None else cuts

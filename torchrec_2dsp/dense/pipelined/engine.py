@@ -104,11 +104,11 @@ class LayerStage:
         return output.detach()
 
     def backward(self, micro_batch: int, gradient: torch.Tensor) -> list[torch.Tensor]:
-        """Return the gradients of input and targets; add up those of weights."""
+        """Return input and target gradients; add up weight gradients."""
         return self._whole_backward(self._graphs.pop(micro_batch), gradient)
 
     def input_gradient(self, micro_batch: int, gradient: torch.Tensor) -> list[torch.Tensor]:
-        """Return the gradients of input and targets alone; `weight_gradient` follows."""
+        """Return input and target gradients alone; `weight_gradient` follows."""
         graph = self._graphs[micro_batch]
         if not graph.leaves or not graph.output.requires_grad:
             return self._whole_backward(graph, gradient)
@@ -285,7 +285,7 @@ class _Run:
         return work.kind is WorkKind.FORWARD and work.stage < self._schedule.num_stages - 1
 
     def _receiver(self, work: Work) -> int:
-        """Return the position of the rank that waits for a piece of work."""
+        """Return the waiting rank's position."""
         step = 1 if work.kind is WorkKind.FORWARD else -1
         return self._schedule.rank_of(work.stage + step)
 
@@ -294,7 +294,7 @@ class _Run:
         return boundary, work.micro_batch
 
     def do(self, work: Work) -> None:
-        """Do a piece of work, and send its result."""
+        """Work, and send the result."""
         stage = self._engine.stages[work.stage]
         if work.kind is WorkKind.FORWARD:
             self._do_forward(work, stage)

@@ -1,4 +1,4 @@
-"""`HeldLayers`: the parameters of a rank's stages, copied or sharded over pipelines.
+"""`HeldLayers`: a rank's parameters, copied or sharded over pipelines.
 
 between batches    pipeline 0: first half   pipeline 1: second half   of each parameter
       | gather, once per batch                                              ^
@@ -25,7 +25,7 @@ from torchrec_2dsp.errors import ConfigError
 
 
 class HeldLayers(ABC):
-    """The trained parameters and the buffers of a rank's stages."""
+    """The trained parameters and buffers in a rank's stages."""
 
     def __init__(
         self, stages: Sequence[LayerStage], groups: PipelineGroups, num_equal: int
@@ -56,7 +56,7 @@ class HeldLayers(ABC):
         """Give all pipelines the first one's buffers, as DDP does.
 
         Collectives:
-            A broadcast of each buffer.
+            A broadcast per buffer.
         """
         for stage in self._stages if self._groups.mesh.dp > 1 else ():
             for buffer in stage.modules.buffers():
@@ -106,7 +106,7 @@ def _add_gradient_(param: nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 class CopiedLayers(HeldLayers):
-    """The layers of a rank's stages, with equal copies in other pipelines."""
+    """A rank's layers, with equal copies in other pipelines."""
 
     def __init__(self, stages: Sequence[LayerStage], groups: PipelineGroups) -> None:
         super().__init__(stages, groups, num_equal=groups.mesh.dp)
@@ -177,7 +177,7 @@ class _Shares(nn.Module):
 
 
 class ShardedLayers(HeldLayers):
-    """The layers of a rank's stages, each parameter sharded over the pipelines."""
+    """A rank's layers, each parameter sharded over the pipelines."""
 
     def __init__(
         self, stages: Sequence[LayerStage], groups: PipelineGroups, mesh: DeviceMesh
@@ -200,7 +200,7 @@ class ShardedLayers(HeldLayers):
         """Give the stages whole parameters.
 
         Collectives:
-            An all-gather of each stage's parameters over the pipelines, waited for.
+            An all-gather per stage over the pipelines, waited for.
         """
         shares: list[FSDPModule] = self._shares
         try:
@@ -234,7 +234,7 @@ class ShardedLayers(HeldLayers):
         """Add the mean over the pipelines, times ``factor``, to this rank's sharded gradients.
 
         Collectives:
-            A reduce-scatter of each stage's gradients over the pipelines, waited for.
+            A reduce-scatter per stage over the pipelines, waited for.
         """
         start = 0
         for stage in self._stages:
@@ -311,7 +311,7 @@ def clip_together_(
     """Scale all dense gradients in place to a norm of at most ``max_norm``; return the norm.
 
     Collectives:
-        An all-reduce of 8 bytes over all ranks, waited for.
+        An 8-byte all-reduce over all ranks, waited for.
     """
     gradients = [
         _local(param.grad)

@@ -136,7 +136,7 @@ class Links:
         """Send a tensor, unless it is empty; it must not change before `finish`.
 
         Collectives:
-            A send of the tensor, not waited for.
+            A send, not waited for.
         """
         if tensor.numel():
             tensor = tensor.detach().contiguous()
@@ -148,7 +148,7 @@ class Links:
         """Receive into a contiguous tensor; return the work, or `None` for an empty tensor.
 
         Collectives:
-            A receive of the tensor, not waited for.
+            A receive, not waited for.
         """
         if not tensor.numel():
             return None
@@ -296,7 +296,7 @@ class GivenTogether:
 
     @property
     def need_gradients(self) -> list[bool]:
-        """Whether any rank needs the gradient, for the input and each target."""
+        """True where any rank needs the gradient, for the input and each target."""
         return [
             any(needs)
             for needs in zip(*(given.need_gradients for given in self.ranks), strict=True)
@@ -321,7 +321,7 @@ def exchange(own: Given, group: dist.ProcessGroup) -> GivenTogether:
         UnsupportedError: on all ranks, if gradients of outputs would be needed.
 
     Collectives:
-        An all-gather of objects.
+        An object all-gather.
     """
     gathered: list[Given] = [own] * dist.get_world_size(group)
     dist.all_gather_object(gathered, own, group=group)
@@ -363,7 +363,7 @@ def send_together(
     """Send this rank's samples to the ranks at a position; return all samples there, else `None`.
 
     Collectives:
-        A send of each tensor to each rank at the position, and a receive of each there.
+        Each tensor's send to each rank at the position, and its receive there.
     """
     for rank in groups.ranks_at(position):
         if rank != groups.rank:
@@ -397,7 +397,7 @@ def send_back(
     """Give each rank its own rows of a result at a position; return them and the result's kind.
 
     Collectives:
-        A send of its rows to each rank, after their kind where it is `None` as yet.
+        Each rank's rows sent to it, after their kind where it is `None` as yet.
     """
     source = groups.rank_at(position)
     if groups.rank != source:

@@ -110,7 +110,7 @@ def move_layers(
     """Move layers inside each pipeline, and their places in the optimizers.
 
     Collectives:
-        A send and a receive of objects for each layer.
+        An object send and receive for each layer.
     """
     for move in moves:
         if move.source == groups.position:

@@ -104,7 +104,7 @@ def common_factors(
         UnsupportedError: on all ranks, if a pipeline's factors aren't one number.
 
     Collectives:
-        An all-gather of 24 bytes over all ranks, waited for.
+        A 24-byte all-gather over all ranks, waited for.
     """
     own = torch.zeros(3, dtype=torch.float64, device=groups.device)
     if factors.numel():
@@ -185,7 +185,7 @@ class Pipeline:
         """Return this rank's losses; without targets, its rows of the last stage's output.
 
         Collectives:
-            An all-gather of objects in the pipeline; sends of samples to the first and the last
+            An object all-gather in the pipeline; sends of samples to the first and the last
             stage; those of the schedule; sends of results and gradients back.
         """
         inputs, targets = _arrived(inputs), tuple(_arrived(target) for target in targets)
@@ -249,7 +249,7 @@ class Pipeline:
         return torch.cat(by_rank).to(self._groups.device)
 
     def _outputs(self, computed: Computed, given: GivenTogether) -> torch.Tensor:
-        """Return this rank's rows of the last stage's output."""
+        """Return this rank's rows from the last stage's output."""
         kinds = self._known_kinds(given)
         if not given.num_samples:
             kind = kinds.get(_RESULT, TensorKind((), torch.float32))
@@ -265,7 +265,7 @@ class Pipeline:
         return rows
 
     def _gradients(self, computed: Computed, given: GivenTogether) -> list[torch.Tensor | None]:
-        """Return this rank's rows of the gradients of the inputs, then the targets."""
+        """Return this rank's input gradients, then its target gradients."""
         gradients: list[torch.Tensor | None] = []
         column = 0
         for number, (kind, needs) in enumerate(
@@ -291,7 +291,7 @@ class Pipeline:
         """Add up weight gradients over copies; return this rank's input and target gradients.
 
         Collectives:
-            An all-gather of 24 bytes over all ranks, and those of `HeldLayers.add_mean`.
+            A 24-byte all-gather over all ranks, and those of `HeldLayers.add_mean`.
         """
         expected = 1.0 if self._reduction == "sum" else 1.0 / max(1, gradient.numel())
         factor, pipeline_factor = common_factors(

@@ -56,12 +56,12 @@ class PipelinedDense(DataParallelWrapper):
     equals DDP's. FSDP2 shards the rest of the dense part over all ranks.
 
     Args:
-        num_stages: number of parts that the layers are cut into.
-        num_micro_batches: number of parts that the batches of a pipeline's ranks are cut into
+        num_stages: parts that the layers are cut into.
+        num_micro_batches: parts that the batches of a pipeline's ranks are cut into
             together; the more, the less time ranks wait.
-        schedule: the ranks' order of work: "GPipe", "1F1B", "Interleaved1F1B",
+        schedule: the ranks' work order: "GPipe", "1F1B", "Interleaved1F1B",
             "InterleavedZeroBubble", "ZBVZeroBubble" or "DualPipeV".
-        stages_per_rank: number of stages that a rank runs; a pipeline has ``num_stages /
+        stages_per_rank: stages that a rank runs; a pipeline has ``num_stages /
             stages_per_rank`` ranks, times ``tp``.
         cuts: each stage's first layer, without the first stage's; "even" for equally many layers;
             or by measured times.
@@ -70,7 +70,7 @@ class PipelinedDense(DataParallelWrapper):
         values: wire format between stages: "fp32" for no change, "bf16" or "fp16".
         plan: torch's styles for modules split inside tensor-parallel groups, as in
             `TensorParallelDense`.
-        tp: number of ranks that compute a layer together, on one host.
+        tp: ranks that compute a layer together, on one host.
         layout: contiguous pipelines have neighbouring ranks; strided ones span hosts, so that
             gradients stay inside hosts.
         fully_shard: whether each pipeline keeps a shard of each layer, with its gradient and
@@ -140,7 +140,7 @@ class PipelinedDense(DataParallelWrapper):
         """Cut the layers, and shard the rest of the dense part; TorchRec calls it.
 
         Collectives:
-            Agreements on the settings, process groups, and a broadcast of each dense parameter and
+            Agreements on the settings, process groups, and a broadcast per dense parameter and
             buffer; for `MeasuredCuts` an all-reduce of the times.
         """
         group = group_of(env)
@@ -239,7 +239,7 @@ class PipelinedDense(DataParallelWrapper):
             Whether layers have moved.
 
         Collectives:
-            For chosen cuts an all-gather of objects; agreements; a send and a receive of objects
+            For chosen cuts an object all-gather; agreements; a send and a receive of objects
             for each layer that moves.
         """
         groups, model = self._model_groups(), self._model
@@ -259,7 +259,7 @@ class PipelinedDense(DataParallelWrapper):
         Only a CPU's times are those of the work: accelerators run asynchronously.
 
         Collectives:
-            An all-gather of objects over all ranks.
+            An object all-gather over all ranks.
         """
         groups = self._model_groups()
         return {
@@ -277,7 +277,7 @@ class PipelinedDense(DataParallelWrapper):
             max_norm: the largest Euclidean norm of all dense gradients together.
 
         Collectives:
-            An all-reduce of 8 bytes over all ranks, waited for.
+            An 8-byte all-reduce over all ranks, waited for.
         """
         groups = self._model_groups()
         held = [stack.pipeline.layers for stack in self._stacks.values()]

@@ -61,7 +61,7 @@ SCHEDULES: Mapping[str, _Kind] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Schedule:
-    """Stages, the ranks that run them, and each rank's order of work.
+    """Stages, the ranks that run them, and each rank's work order.
 
     Example:
         >>> from torchrec_2dsp.dense.pipelined.schedule import Schedule
@@ -129,7 +129,7 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether input and weight gradients are computed at different times."""
+        """True if weight gradients are computed later than input gradients."""
         kinds = {work.kind for of_rank in self.work for work in of_rank}
         return WorkKind.WEIGHT_GRADIENT in kinds
 

@@ -68,7 +68,7 @@ def deal_batches(
     """Return this rank's share of the global batches, each with its loss weight.
 
     Collectives:
-        Those of `BalancedBatches`.
+        As in `BalancedBatches`.
     """
     return BalancedBatches(
         batches,

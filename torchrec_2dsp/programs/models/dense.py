@@ -75,7 +75,7 @@ class Layered:
             ConfigError: the model has no layers that could be shared.
 
         Collectives:
-            One all-reduce of four numbers for each layer.
+            One all-reduce per layer, with four numbers.
         """
         if self.stack is None or self.sample is None:
             raise ConfigError(
@@ -242,7 +242,7 @@ def apply_late_gradients(model: nn.Module, optimizer: KeyedOptimizer) -> None:
     """Apply the dense gradients in flight, if the wrapper delays them.
 
     Collectives:
-        Those of `DelayedDense.flush`.
+        As in `DelayedDense.flush`.
     """
     wrapper = data_parallel_wrapper(model)
     if isinstance(wrapper, DelayedDense):
@@ -281,7 +281,7 @@ def dense_part(
         ConfigError: the model can't run so.
 
     Collectives:
-        For a planned one those of `plan_dense`.
+        As in `plan_dense`, for a planned one.
     """
     if config.kind != "planned":
         return DensePart(dense_wrapper(config, layered, static_graph=static_graph))
@@ -310,7 +310,7 @@ def plan_dense(
         ConfigError: the model has no layers that could be shared.
 
     Collectives:
-        Those of `Layered.work`, and an agreement on the fastest way.
+        As in `Layered.work`, and an agreement on the fastest way.
     """
     world_size = dist.get_world_size(world)
     work = layered.work(batch_size, world, state_per_weight=state_per_weight)

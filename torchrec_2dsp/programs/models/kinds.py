@@ -85,7 +85,7 @@ def ranking_of(model: ModelSection) -> RankingConfig:
 
 
 def metrics_of(model: ModelSection) -> tuple[str, ...]:
-    """Return the names of a model's evaluation metrics, the usual one last."""
+    """Name a model's evaluation metrics, the usual one last."""
     ranking = ranking_of(model)
     of_rankings = () if ranking.among == "none" else ranking.names
     return ("loss", *of_rankings, *(("auc", "ne") if has_clicks(model) else ()))

@@ -78,7 +78,7 @@ def build_model(data: BatchShape, model: ModelConfig, *, tables_device: str = "c
 
 
 def table_name(feature: str) -> str:
-    """Return the name of a feature's table."""
+    """Name a feature's table."""
     return f"t_{feature}"
 
 

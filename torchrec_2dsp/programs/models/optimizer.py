@@ -118,7 +118,7 @@ def clip_before_steps(optimizer: torch.optim.Optimizer, max_norm: float) -> None
     Sharded gradients, as FSDP2's are, count with the norm of all shards.
 
     Collectives:
-        In each step of a fully sharded dense part, an all-reduce of one number over its ranks.
+        In each step of a fully sharded dense part, a one-number all-reduce over its ranks.
     """
 
     def clip(stepped: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -136,7 +136,7 @@ def clip_(gradients: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
     """Scale gradients down to a largest norm, in place, and return their former norm.
 
     Collectives:
-        If some are sharded, an all-reduce of one number over the ranks of their mesh.
+        If some are sharded, a one-number all-reduce over the ranks of their mesh.
     """
     sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
     whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]

@@ -23,7 +23,7 @@ from torchrec_2dsp.programs.config.section import Section
 def places_of(
     targets: torch.Tensor, scores: torch.Tensor, counts: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the place of each sample's target, from 1 on.
+    """Rank each sample's target, from 1 on.
 
     Example:
         >>> import torch
@@ -66,7 +66,7 @@ class RankingQuality:
         """Count the places on all ranks of a group; on one rank without a group.
 
         Collectives:
-            One all-reduce of ``up_to + 1`` counts.
+            One all-reduce with ``up_to + 1`` counts.
         """
         if up_to < 1:
             raise ConfigError(f"up_to={up_to} is no place; use 1 or more")
@@ -80,7 +80,7 @@ class RankingQuality:
         return cls(num_targets, tuple(by_place))
 
     def recall(self, k: int) -> float:
-        """Return the share of targets in the first ``k`` places; NaN without targets."""
+        """Return the target share in the first ``k`` places; NaN without targets."""
         return self._mean(1.0 for _ in self._until(k))
 
     def ndcg(self, k: int) -> float:
@@ -158,14 +158,14 @@ def rank_all_items(
     chunk_size: int = 4_096,
     exclude_seen: bool = False,
 ) -> torch.Tensor:
-    """Return the place of each sample's true item among all items.
+    """Rank each sample's true item among all items.
 
     Sample vectors stay in memory; items are looked up once for all of them, chunk by chunk, through
     the model's own lookup. So a table may have any size and sharding. The model must be in
     evaluation mode, detached from pipelines; all ranks give equally many batches.
 
     Collectives:
-        Those of a lookup for each batch, and of one for each chunk of items.
+        A lookup's, per batch and per chunk of items.
     """
     queries = [model.queries(batch) for batch in batches]
     if not queries:
@@ -239,7 +239,7 @@ def ranking_metrics(
     """Compute recall and NDCG of all ranks' held-out items, by name; equal on all of them.
 
     Collectives:
-        Those of `rank_all_items`, or of a lookup for each batch; then one all-reduce of counts.
+        As in `rank_all_items`, or a lookup's per batch; then one all-reduce.
     """
     if ranking.among == "none":
         return {}

@@ -304,7 +304,7 @@ class NextItemModel(nn.Module):
         """Return each sample's query for its last item, which is the target.
 
         Collectives:
-            Those of a lookup of the batch.
+            A lookup's, for the batch.
         """
         examples = self._examples_of(batch)
         rows, last, has_next = last_positions(examples)
@@ -321,7 +321,7 @@ class NextItemModel(nn.Module):
         """Yield all items' vectors chunk by chunk, looked up by all ranks together.
 
         Collectives:
-            Those of a lookup for each chunk.
+            A lookup's, per chunk.
         """
         for start in range(0, self._num_items, chunk_size):
             ids = torch.arange(start, min(start + chunk_size, self._num_items), device=device)

@@ -164,7 +164,7 @@ class TwoTowerModel(nn.Module):
         """Return the samples' user and item vectors.
 
         Collectives:
-            Those of a lookup.
+            A lookup's.
         """
         pooled = self.embeddings(features)
         users = self.user_tower(self.user_inputs(pooled, dense))
@@ -175,7 +175,7 @@ class TwoTowerModel(nn.Module):
         """Return the batch's users; a click's item is its target.
 
         Collectives:
-            Those of a lookup of the batch.
+            A lookup's, for the batch.
         """
         item_feature = self._only_item_feature()
         users, items = self.vectors(batch.sparse_features, batch.dense_features)
@@ -194,7 +194,7 @@ class TwoTowerModel(nn.Module):
         """Yield all items' vectors chunk by chunk, looked up by all ranks together.
 
         Collectives:
-            Those of a lookup for each chunk.
+            A lookup's, per chunk.
         """
         item_feature = self._only_item_feature()
         names = [*self._config.user_features, item_feature]

@@ -82,7 +82,7 @@ test-all: $(INSTALLED)  ## run all tests
 
 # One test of each kind of what depends on TorchRec the most, for a version that isn't the default.
 SMOKE := tests/unit/test_versions.py \
-  tests/unit/test_upstream_names.py tests/unit/test_planned_options.py \
+  tests/unit/test_upstream_names.py tests/unit/test_proposers.py \
   "tests/dist/test_parity.py::test_bags_equal_the_unsharded_model[table_wise]" \
   "tests/dist/test_parity.py::test_sequences_equal_the_unsharded_model[row_wise]" \
   tests/dist/test_planner.py::test_every_rank_gets_the_plan_of_a_search_by_cost \

@@ -1,20 +1,24 @@
-"""A step's cost, against sums by hand, and what must hold whatever the constants."""
+"""The cost model: parts of a step, hidden messages, and traffic message by message."""
 
+import itertools
 import math
+from collections import defaultdict
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from hypothesis import given, strategies as st
 from torchrec.distributed.types import ShardingType
 
 import torchrec_2dsp as tdsp
-from tests.support.costs import (
+from tests.support.planning import (
     BATCH,
     DIM,
     EXACT,
     LINK,
     NOTHING,
+    NUM_ROWS,
     ROW,
-    ROWS,
     TABLE_WISE,
     TWO,
     VECTORS,
@@ -23,10 +27,21 @@ from tests.support.costs import (
     only_the_link,
     table,
 )
+from torchrec_2dsp import Mesh2D, RankLayout
 from torchrec_2dsp.cost.calibration import Calibration, KernelCost
+from torchrec_2dsp.cost.collectives import (
+    Span,
+    Traffic,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    all_to_all_from,
+    places_to_all,
+    reduce_scatter,
+)
 from torchrec_2dsp.cost.loads import Placed
 from torchrec_2dsp.cost.step_cost import StepCost
-from torchrec_2dsp.cost.workload import Workload
+from torchrec_2dsp.cost.workload import DenseWork, Workload
 
 
 def test_nothing_costs_nothing() -> None:
@@ -65,13 +80,13 @@ def test_one_owner_is_imbalance() -> None:
 
 def test_data_parallel_tables_are_reduced_whole() -> None:
     found = cost(table(ShardingType.DATA_PARALLEL, [0]))
-    assert found.dense_exchange_s == pytest.approx(1.5 * ROWS * DIM * 4 * LINK)
+    assert found.dense_exchange_s == pytest.approx(1.5 * NUM_ROWS * DIM * 4 * LINK)
     assert exchanged(found) == (0.0, 0.0)
     assert found.input_exchange_s == 0.0
 
 
 def test_row_exchange_sends_each_distinct_row_once() -> None:
-    distinct = ROWS * (1 - (1 - 1 / ROWS) ** BATCH)
+    distinct = NUM_ROWS * (1 - (1 - 1 / NUM_ROWS) ** BATCH)
     found = cost(ROW)
     # Half of a rank's rows are on the other host, and a host has two ranks.
     assert exchanged(found) == pytest.approx((distinct * DIM * 4 * LINK,) * 2)
@@ -114,7 +129,7 @@ def test_hot_rows_leave_the_fetch_and_are_merged() -> None:
     hot = replace(skewed, num_hot=50)
     assert cost(hot).forward_exchange_s < cost(skewed).forward_exchange_s
     assert cost(hot).hot_rows_s > cost(skewed).hot_rows_s == 0.0
-    everything = replace(skewed, num_hot=ROWS)
+    everything = replace(skewed, num_hot=NUM_ROWS)
     assert exchanged(cost(everything)) == (0.0, 0.0)
 
 
@@ -131,7 +146,7 @@ def test_one_group_has_nothing_to_sync(sync: "tdsp.GradientSync | tdsp.WeightSyn
 
 def test_rows_that_peers_exchange_are_those_of_a_groups_batch() -> None:
     group = table(ShardingType.ROW_WISE, [0, 1], exchange=tdsp.Exchange.ROW)
-    touched = ROWS * (1 - (1 - 1 / ROWS) ** (2 * BATCH))
+    touched = NUM_ROWS * (1 - (1 - 1 / NUM_ROWS) ** (2 * BATCH))
     # Each of a host's two ranks sends its half of the rows, with their numbers, to its peer.
     assert cost(group, mesh=TWO).sync_s == pytest.approx(touched * (DIM * 4 + 4) * LINK)
 
@@ -140,12 +155,12 @@ def test_whole_shards_are_reduced_with_their_moments() -> None:
     group = table(ShardingType.ROW_WISE, [0, 1], exchange=tdsp.Exchange.ROW)
     whole = tdsp.WeightSync(rows=tdsp.SyncedRows.ALL, policy=tdsp.every(4))
     found = cost(group, mesh=TWO, sync=whole)
-    assert found.sync_s == pytest.approx(ROWS * (DIM * 4 + 4) * LINK / 4)
+    assert found.sync_s == pytest.approx(NUM_ROWS * (DIM * 4 + 4) * LINK / 4)
     never = cost(group, mesh=TWO, sync=tdsp.WeightSync(policy=tdsp.never()))
     assert never.sync_s == 0.0
 
 
-DISTINCT = ROWS * (1 - (1 - 1 / ROWS) ** BATCH)
+DISTINCT = NUM_ROWS * (1 - (1 - 1 / NUM_ROWS) ** BATCH)
 """Rows of a rank's batch."""
 LOOKED_UP = {"lookup": BATCH, "row_lookup": DISTINCT, "update": BATCH, "row_update": DISTINCT}
 
@@ -226,3 +241,202 @@ def test_a_batch_of_nothing_is_refused() -> None:
 def test_a_table_without_its_workload_is_named() -> None:
     with pytest.raises(tdsp.errors.ConfigError, match="the workload has no table 'x'; it has none"):
         Workload(batch_size=1, tables={}).table("x")
+
+
+def test_late_gradients_are_hidden_behind_the_step() -> None:
+    group = table(ShardingType.ROW_WISE, [0, 1], exchange=tdsp.Exchange.ROW)
+    dense = DenseWork(forward_s=1.0, backward_s=1.0)
+    late = cost(group, mesh=TWO, sync=tdsp.GradientSync(delay=1), dense=dense)
+    assert late.hidden_s == pytest.approx(-late.sync_s)
+    assert cost(group, mesh=TWO, dense=dense).hidden_s == 0.0
+    busy = only_the_link().model_copy(update={"hidden_share": 0.25})
+    partly = cost(group, mesh=TWO, sync=tdsp.GradientSync(delay=1), dense=dense, calibration=busy)
+    assert partly == replace(late, hidden_s=late.hidden_s / 4)
+
+
+def test_a_pipeline_hides_ids_behind_compute() -> None:
+    dense = DenseWork(forward_s=1.0)
+    found = cost(ROW, dense=dense, is_pipelined=True)
+    assert found.hidden_s == pytest.approx(-found.input_exchange_s)
+    # Nothing hides behind nothing.
+    assert cost(ROW, is_pipelined=True).hidden_s == 0.0
+
+
+@pytest.mark.parametrize(("gradient_mib", "hidden_share"), [(20, 0.0), (99, 0.75)])
+def test_dense_gradients_hide_behind_the_backward_bucket_by_bucket(
+    gradient_mib: int, hidden_share: float
+) -> None:
+    dense = DenseWork(backward_s=100.0, gradient_bytes=gradient_mib * 2.0**20)
+    found = cost(dense=dense)
+    assert found.dense_exchange_s == pytest.approx(1.5 * dense.gradient_bytes * LINK)
+    assert found.hidden_s == pytest.approx(-hidden_share * found.dense_exchange_s)
+
+
+def test_data_parallel_tables_have_an_all_reduce_of_their_own() -> None:
+    """Ranks come to both from computing, and that of the tables hides behind nothing."""
+    dense = DenseWork(backward_s=100.0, gradient_bytes=99 * 2.0**20)
+    copied = table(ShardingType.DATA_PARALLEL, [0])
+    slow = only_the_link().model_copy(update={"turn_s": 1e-3})
+    alone, beside, both = (
+        cost(*tables, calibration=slow, dense=part)
+        for tables, part in (((), dense), ((copied,), DenseWork()), ((copied,), dense))
+    )
+    assert both.dense_exchange_s == pytest.approx(alone.dense_exchange_s + beside.dense_exchange_s)
+    assert alone.dense_exchange_s == pytest.approx(1.5 * dense.gradient_bytes * LINK + 1e-3)
+    assert both.hidden_s == pytest.approx(alone.hidden_s, rel=1e-3)
+    assert beside.hidden_s == 0.0
+
+
+def rows_beside(skew: float, num_batches: int) -> tuple[float, float]:
+    """Drawn: how many distinct rows a rank's batch has, and how many of them aren't in so many
+    batches of all ranks."""
+    draw = np.random.default_rng(0)
+    shares = 1 / np.arange(1, NUM_ROWS + 1) ** skew
+    distinct, beside = 0, 0
+    for _ in range(200):
+        own = np.unique(draw.choice(NUM_ROWS, BATCH, p=shares / shares.sum()))
+        others = draw.choice(NUM_ROWS, 4 * BATCH * num_batches, p=shares / shares.sum())
+        distinct += own.size
+        beside += np.setdiff1d(own, others).size
+    return distinct / 200, beside / 200
+
+
+def test_rows_that_others_leave_alone_hide_behind_the_dense_part() -> None:
+    work = replace(ROW.work, access=counted())
+    rows, dense = replace(ROW, work=work), DenseWork(forward_s=1.0)
+    found = cost(rows, dense=dense, prefetches_rows=True)
+    distinct, early = rows_beside(1.0, num_batches=2)
+    _, lagging = rows_beside(1.0, num_batches=1)
+    visible = cost(rows, dense=dense)
+    moved_s = visible.forward_exchange_s + visible.backward_exchange_s + visible.imbalance_s
+    expected = (early + lagging) / distinct * moved_s / 2
+    assert visible.hidden_s == 0.0
+    assert found.hidden_s == pytest.approx(-expected, rel=0.05)
+    assert replace(found, hidden_s=0.0) == visible
+    # On a GPU rows are updated all at once.
+    link = only_the_link()
+    gpus = link.model_copy(update={"hardware": link.hardware.model_copy(update={"device": "cuda"})})
+    only_early = cost(rows, dense=dense, prefetches_rows=True, calibration=gpus)
+    assert only_early.hidden_s == pytest.approx(-early / distinct * moved_s / 2, rel=0.05)
+    # So their gradients take no messages more; only the rows do.
+    late = gpus.collectives.all_to_all.model_copy(update={"base_s": 1e-3})
+    collectives = gpus.collectives.model_copy(update={"all_to_all": late})
+    gpus = gpus.model_copy(update={"collectives": collectives})
+    without, beside = (cost(rows, prefetches_rows=so, calibration=gpus) for so in (False, True))
+    assert beside.backward_exchange_s == without.backward_exchange_s
+    assert beside.forward_exchange_s == pytest.approx(without.forward_exchange_s + 2e-3)
+    # Nothing hides behind nothing, nor where replicas change the rows, too.
+    assert cost(rows, prefetches_rows=True).hidden_s == 0.0
+    in_groups = table(ShardingType.ROW_WISE, [0, 1], exchange=tdsp.Exchange.ROW)
+    assert cost(in_groups, mesh=TWO, dense=dense, prefetches_rows=True).hidden_s == 0.0
+
+
+Messages = list[tuple[int, int, float]]
+"""From which world rank to which, and how many bytes."""
+
+SIZES = st.sampled_from([1, 2, 4])
+BYTES = st.floats(0, 1e6)
+LAYOUTS = st.sampled_from(list(RankLayout))
+
+
+def traffic_of(messages: Messages, local_world_size: int) -> Traffic:
+    """The busiest rank's bytes inside its host, and the busiest host's, by direction."""
+    local: defaultdict[tuple[str, int], float] = defaultdict(float)
+    link: defaultdict[tuple[str, int], float] = defaultdict(float)
+    for source, target, num_bytes in messages:
+        hosts = source // local_world_size, target // local_world_size
+        if hosts[0] == hosts[1]:
+            local["out", source] += num_bytes
+            local["in", target] += num_bytes
+        else:
+            link["out", hosts[0]] += num_bytes
+            link["in", hosts[1]] += num_bytes
+    return Traffic(max(local.values(), default=0.0), max(link.values(), default=0.0))
+
+
+def close(one: Traffic, other: Traffic) -> bool:
+    return tuple(one) == pytest.approx(tuple(other), rel=1e-9, abs=1e-6)
+
+
+@given(SIZES, SIZES, SIZES, LAYOUTS, st.data())
+def test_all_to_alls_move_what_their_messages_do(
+    num_groups: int, group_size: int, local: int, layout: RankLayout, data: st.DataObject
+) -> None:
+    mesh = Mesh2D(num_groups, group_size, layout)
+    local_world_size = min(local, mesh.world_size)
+    span = Span.of_sharding_groups(mesh, local_world_size)
+    to_each = data.draw(st.lists(BYTES, min_size=group_size, max_size=group_size))
+    groups = mesh.rank_matrix()
+    messages = [
+        (group[source], group[target], to_each[source])
+        for group in groups
+        for source, target in itertools.permutations(range(group_size), 2)
+    ]
+    assert close(all_to_all_from(span, to_each), traffic_of(messages, local_world_size))
+    back = [(target, source, num_bytes) for source, target, num_bytes in messages]
+    assert close(all_to_all_from(span, to_each), traffic_of(back, local_world_size))
+    even = all_to_all_from(span, [7.0] * group_size)
+    assert close(all_to_all(span, 7.0), even)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.data())
+def test_places_move_what_their_messages_do(
+    num_hosts: int, local: int, data: st.DataObject
+) -> None:
+    world = num_hosts * local
+    to_each = data.draw(st.lists(BYTES, min_size=world, max_size=world))
+    messages = [
+        (rank, other * local + rank % local, to_each[rank])
+        for rank in range(world)
+        for other in range(num_hosts)
+        if other != rank // local
+    ]
+    found = places_to_all(Span.of_world(world, local), to_each)
+    assert close(found, traffic_of(messages, local))
+
+
+@given(SIZES, SIZES, SIZES, BYTES)
+def test_rings_move_what_their_messages_do(
+    num_groups: int, group_size: int, local: int, num_bytes: float
+) -> None:
+    # Contiguous groups, so that a ring leaves each host once.
+    mesh = Mesh2D(num_groups, group_size, RankLayout.CONTIGUOUS)
+    local_world_size = min(local, mesh.world_size)
+    span = Span.of_sharding_groups(mesh, local_world_size)
+
+    def ring(rounds: int, part: float) -> Traffic:
+        messages = [
+            (group[place], group[(place + 1) % group_size], rounds * part)
+            for group in mesh.rank_matrix()
+            for place in range(group_size)
+            if group_size > 1
+        ]
+        return traffic_of(messages, local_world_size)
+
+    steps = group_size - 1
+    assert close(all_reduce(span, num_bytes), ring(2 * steps, num_bytes / group_size))
+    assert close(reduce_scatter(span, num_bytes), ring(steps, num_bytes / group_size))
+    assert close(all_gather(span, num_bytes), ring(steps, num_bytes))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shards", "peers"),
+    [
+        (Mesh2D(2, 4), Span(4, 2, 2), Span(2, 2, 2)),
+        (Mesh2D(2, 4, RankLayout.CONTIGUOUS), Span(4, 4, 1), Span(2, 1, 4)),
+        (Mesh2D(1, 8), Span(8, 4, 1), Span(1, 1, 4)),
+        (Mesh2D(8, 1), Span(1, 1, 4), Span(8, 4, 1)),
+    ],
+    ids=str,
+)
+def test_spans_of_meshes_on_hosts_of_four(mesh: Mesh2D, shards: Span, peers: Span) -> None:
+    assert Span.of_sharding_groups(mesh, 4) == shards
+    assert Span.of_replica_peers(mesh, 4) == peers
+
+
+def test_parts_of_a_span() -> None:
+    span = Span(8, 4, 1)
+    assert (span.num_hosts, span.crosses_hosts) == (2, True)
+    assert span.inside_hosts() == Span(4, 4, 1)
+    assert span.across_hosts() == Span(2, 1, 4)
+    assert not span.inside_hosts().crosses_hosts

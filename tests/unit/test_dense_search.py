@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.costs import LINK, only_the_link
+from tests.support.planning import LINK, only_the_link
 from torchrec_2dsp.cost.calibration import KernelCost
 from torchrec_2dsp.cost.dense import DenseCostModel, DenseLayers, LayerWork
 from torchrec_2dsp.errors import ConfigError, MeshError, PlanError

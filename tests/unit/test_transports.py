@@ -33,7 +33,7 @@ def test_tables_travel_as_the_user_allows_and_the_network_wants() -> None:
     assert transports_of(exact.plan(model, SHARDERS)) == {tdsp.Transport.FP32}
     assert transports_of(short.plan(model, SHARDERS)) == {tdsp.Transport.INT8}
     exact_s, short_s = (
-        each.search(model, SHARDERS).found[0].cost.total_s for each in (exact, short)
+        each.search(model, SHARDERS).placements[0].cost.total_s for each in (exact, short)
     )
     assert short_s < 0.7 * exact_s
     assert "int8" in str(short.explain())

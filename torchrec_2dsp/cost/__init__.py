@@ -1,8 +1,8 @@
 """Predict a plan's step time and memory, from a calibration of the network and its machines.
 
-A step's cost is a sum of named parts. Each table adds *loads* to every rank of its sharding group:
-ids, rows and bytes to look up, move and send. A part takes the slowest rank's loads times measured
-constants; exchanges that may run beside computing are taken off again as ``hidden``::
+A step's cost has named parts that add up. Each table adds *loads* to every rank in its sharding
+group: ids, rows and bytes to look up, move and send. A part takes the slowest rank's loads times
+measured constants; exchanges that may run beside computing are taken off again as ``hidden``::
 
     Workload   tables, ids per sample, row frequencies        }
     Placed     a table's type, shards, exchange, hot rows }  ->  Loads: kinds of work x ranks

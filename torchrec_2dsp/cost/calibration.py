@@ -59,16 +59,6 @@ class BagCost(KernelCost):
     """Seconds of bags, by their ids, the vectors that come out, and their distinct rows.
 
     Repeated ids read cached rows, so a row's first id costs more than the others.
-
-    Example:
-        A thousand ids of ten rows, in bags of ten.
-
-        >>> from torchrec_2dsp.cost.calibration import BagCost
-        >>> cost = BagCost(
-        ...     base_s=0, per_item_s=1e-9, per_byte_s=0, per_vector_byte_s=1e-9, per_row_byte_s=1e-8
-        ... )
-        >>> round(cost.of_bags(1_000, 256e3, vector_bytes=25.6e3, row_bytes=2_560) * 1e6, 3)
-        52.2
     """
 
     per_vector_byte_s: Unit
@@ -78,13 +68,9 @@ class BagCost(KernelCost):
     """Seconds for each byte of the distinct rows."""
 
     def of_bags(self, items: Any, num_bytes: Any, *, vector_bytes: Any, row_bytes: Any) -> Any:
-        """Return seconds of bags without the constant, for numbers or arrays.
+        """Return the bags' seconds without the constant, for numbers or arrays.
 
-        Args:
-            items: ids.
-            num_bytes: bytes of their rows, counted for each id.
-            vector_bytes: bytes of the bags' vectors.
-            row_bytes: bytes of their rows, counted once.
+        ``num_bytes`` count a row for each id, ``row_bytes`` once.
         """
         bags = self.per_vector_byte_s * vector_bytes + self.per_row_byte_s * row_bytes
         return self.seconds(items, num_bytes) + bags

@@ -30,7 +30,7 @@ Unit = Annotated[float, Field(ge=0, le=1)]
 
 @dataclass(frozen=True)
 class Span:
-    """Process groups of one kind, all alike and all busy at the same time.
+    """Like process groups that are busy at the same time, on their hosts.
 
     Example:
         Four groups of two ranks, each over two hosts of four ranks.
@@ -52,7 +52,7 @@ class Span:
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[int]], local_world_size: int) -> "Span":
-        """Return the span of groups of world ranks, on hosts with ``local_world_size`` each."""
+        """Return the span for groups, on hosts with ``local_world_size`` ranks each."""
         on_hosts = [Counter(rank // local_world_size for rank in group) for group in groups]
         by_host = Counter(host for num_on_host in on_hosts for host in num_on_host)
         return cls(
@@ -78,12 +78,12 @@ class Span:
 
     @property
     def crosses_hosts(self) -> bool:
-        """Whether a group has ranks on several hosts."""
+        """True if a group has ranks on several hosts."""
         return self.num_ranks > self.ranks_per_host
 
     @property
     def num_hosts(self) -> int:
-        """The number of hosts on which a group lies."""
+        """The hosts on which a group lies."""
         return -(-self.num_ranks // self.ranks_per_host)
 
     def inside_hosts(self) -> "Span":
@@ -124,12 +124,12 @@ def all_to_all(span: Span, to_each: float) -> Traffic:
 
 
 def all_to_all_from(span: Span, to_each: ArrayLike) -> Traffic:
-    """Rank p of a group sends ``to_each[p]`` bytes to every rank of it.
+    """Rank p sends ``to_each[p]`` bytes to every rank in its group.
 
     The other way round it is the same: every rank sends ``to_each[p]`` bytes to rank p.
 
     Example:
-        One of four ranks sends. The one on its host and those on the other get 100 bytes each.
+        One rank in four sends. The one on its host and the other host's get 100 bytes each.
 
         >>> from torchrec_2dsp.cost.collectives import Span, all_to_all_from
         >>> all_to_all_from(Span.of_world(4, 2), [100.0, 0.0, 0.0, 0.0])
@@ -152,13 +152,7 @@ def all_to_all_from(span: Span, to_each: ArrayLike) -> Traffic:
 
 
 def places_to_all(span: Span, to_each: ArrayLike) -> Traffic:
-    """Rank p of a group sends ``to_each[p]`` bytes to the rank with its place on each other host.
-
-    Example:
-        >>> from torchrec_2dsp.cost.collectives import Span, places_to_all
-        >>> places_to_all(Span.of_world(4, 2), [100.0, 50.0, 0.0, 0.0])
-        Traffic(local_bytes=0.0, link_bytes=150.0)
-    """
+    """Rank p sends ``to_each[p]`` bytes to the rank with its place on each other host."""
     by_host = np.add.reduceat(np.asarray(to_each, dtype=np.float64), _first_ranks(span))
     out = by_host * (span.num_hosts - 1)
     received = by_host.sum() - by_host
@@ -166,18 +160,12 @@ def places_to_all(span: Span, to_each: ArrayLike) -> Traffic:
 
 
 def all_reduce(span: Span, num_bytes: float) -> Traffic:
-    """Reduce in a ring through the ranks in order: host links carry everything twice.
-
-    Example:
-        >>> from torchrec_2dsp.cost.collectives import Span, all_reduce
-        >>> all_reduce(Span.of_world(4, 2), num_bytes=100.0)
-        Traffic(local_bytes=150.0, link_bytes=150.0)
-    """
+    """Reduce in a ring through the ranks in order: host links carry everything twice."""
     return _ring(span, 2 * (span.num_ranks - 1) / span.num_ranks * num_bytes)
 
 
 def reduce_scatter(span: Span, num_bytes: float) -> Traffic:
-    """Give every rank its part of the sum of ``num_bytes`` from each: half an all-reduce."""
+    """Give every rank its part when all ranks' ``num_bytes`` are summed: half an all-reduce."""
     return _ring(span, (span.num_ranks - 1) / span.num_ranks * num_bytes)
 
 
@@ -211,7 +199,7 @@ class CalibrationPart(BaseModel):
 
 
 class Coefficients(CalibrationPart):
-    """Seconds for each unit of some kinds of work, none below zero, all finite."""
+    """Seconds per unit of work, none below zero, all finite."""
 
     base_s: Call
     """Seconds for a call, whatever the work."""
@@ -224,7 +212,7 @@ class Coefficients(CalibrationPart):
 
 
 class CollectiveCost(Coefficients):
-    """Seconds of a collective, whose bytes travel inside hosts and across them at the same time.
+    """A collective's price; bytes travel inside hosts and across them at the same time.
 
     Example:
         >>> from torchrec_2dsp.cost.collectives import CollectiveCost, Span, all_to_all
@@ -246,7 +234,7 @@ class CollectiveCost(Coefficients):
     """Seconds for each byte that a host sends to others; ``None`` where there was one host."""
 
     def seconds(self, span: Span, traffic: Traffic) -> float:
-        """Return the seconds that each group of ``span`` takes."""
+        """Return the seconds that each group takes."""
         if span.num_ranks == 1:
             return 0.0
         moved_s = max(
@@ -279,18 +267,10 @@ class RowBytes(NamedTuple):
 
 
 def merge_seconds(rows: RowBytes, span: Span, cost: CollectiveCost) -> float:
-    """Price the exchanges that give all ranks the sums of all rows.
+    """Price the exchanges that give all ranks all rows' sums.
 
     They follow the routes of `replicas`: inside hosts first, and the shorter one between them.
-    ``cost`` is that of an all-to-all.
-
-    Example:
-        Of four ranks that have the same 1,000 bytes each, a host sends 500 for each of its two.
-
-        >>> from torchrec_2dsp.cost.collectives import CollectiveCost, RowBytes, Span, merge_seconds
-        >>> cost = CollectiveCost(base_s=0, per_peer_s=0, local_s_per_byte=0, link_s_per_byte=1e-6)
-        >>> merge_seconds(RowBytes(1_000.0, 1_000.0, 1_000.0), Span.of_world(4, 2), cost)
-        0.001
+    ``cost`` is the all-to-all's.
     """
     if span.num_ranks == 1 or not rows.of_all:
         return 0.0
@@ -307,7 +287,7 @@ def merge_seconds(rows: RowBytes, span: Span, cost: CollectiveCost) -> float:
 
 
 def gather_seconds(num_bytes: float, span: Span, cost: CollectiveCost) -> float:
-    """Price an exchange of all rows of every rank with every other one."""
+    """Price sending every rank's rows to every other one."""
     return 0.0 if span.num_ranks == 1 or not num_bytes else _rows_s(cost, span, num_bytes)
 
 

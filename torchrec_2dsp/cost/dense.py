@@ -25,14 +25,7 @@ feed-forward part and of attention."""
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWork:
-    """A step's work with one layer, on one rank.
-
-    Example:
-        >>> from torchrec_2dsp.cost.dense import LayerWork
-        >>> layer = LayerWork(name="block", forward_s=1e-5, backward_s=2e-5, call_s=1e-4)
-        >>> round(layer.seconds(100), 6)
-        0.0031
-    """
+    """A step's work with one layer, on one rank."""
 
     name: str
 
@@ -85,12 +78,12 @@ class DenseLayers:
 
     @property
     def parameter_bytes(self) -> float:
-        """Bytes of all parameters."""
+        """All layers' parameter bytes."""
         return sum(layer.parameter_bytes for layer in self.layers)
 
     @property
     def can_be_split(self) -> bool:
-        """Whether ranks can compute a layer together."""
+        """True if ranks can compute a layer together."""
         return any(layer.sums for layer in self.layers)
 
     def stages(self, cuts: Sequence[int]) -> list[tuple[LayerWork, ...]]:
@@ -171,14 +164,7 @@ class Transformer:
 
 @dataclass(frozen=True, kw_only=True)
 class DenseCost(NamedParts):
-    """Seconds of a step's dense part.
-
-    Example:
-        >>> from torchrec_2dsp.cost.dense import DenseCost
-        >>> cost = DenseCost(compute_s=0.030, waiting_s=0.010)
-        >>> round(cost.total_s, 6), cost.busy_share
-        (0.04, 0.75)
-    """
+    """A dense part's seconds in a step."""
 
     unit: ClassVar[str] = "s"
 
@@ -209,12 +195,12 @@ class DenseCost(NamedParts):
 
     @property
     def total_s(self) -> float:
-        """The sum of all parts."""
+        """All parts together."""
         return sum(seconds for _, seconds in self.parts())
 
     @property
     def busy_share(self) -> float:
-        """The share of the time in which the mean rank computes."""
+        """The share of time in which the mean rank computes."""
         return self.compute_s / self.total_s if self.total_s else 1.0
 
 
@@ -398,7 +384,7 @@ class DenseCostModel:
         )
 
     def _handed_s(self, line: Span, num_bytes: float, *, num_messages: int = 1) -> float:
-        """Price bytes that go from one rank of a pipeline to another."""
+        """Price bytes that go from rank to rank in a pipeline."""
         cost = self.calibration.collectives.all_to_all
         # As many stages send over a link at once as pipelines cross it.
         moved = Traffic(

@@ -224,14 +224,14 @@ class Shards(NamedTuple):
 
     @classmethod
     def of(cls, shards: Sequence[tuple[int, int, int]]) -> "Shards":
-        """Make shards from the rank, rows and columns of each."""
+        """Make shards from tuples: rank, rows, columns."""
         ranks, rows, columns = np.array(shards, dtype=np.float64).reshape(-1, 3).T
         return cls(ranks.astype(np.int64), rows, columns)
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A table on the ranks of a group."""
+    """A table on a group's ranks."""
 
     work: TableWork
 
@@ -284,11 +284,11 @@ class Placed:
 
     @property
     def row_bytes(self) -> float:
-        """Bytes of a whole row."""
+        """A whole row's bytes."""
         return float(self.work.dim * self.work.element_bytes)
 
     def owner_shares(self, num_ranks: int) -> Ranks:
-        """Return the share of lookups that goes to each rank with some of the rows."""
+        """Return the share that each row owner has in the lookups."""
         even = np.full(num_ranks, 1 / num_ranks)
         access = self.work.access
         if access is None or self.owners is RowOwners.HASH:

@@ -39,16 +39,7 @@ _KEPT = ("weights", "optimizer_state", "hot_rows", "dense_gradients")
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCost(NamedParts):
-    """Bytes that tables take on a rank, beside the dense part of the model.
-
-    Example:
-        >>> from torchrec_2dsp.cost.model import MemoryCost
-        >>> cost = MemoryCost(weights_bytes=1e9, batches_bytes=2e6)
-        >>> cost.total_bytes
-        1002000000.0
-        >>> max(cost.parts(), key=lambda part: part[1])
-        ('weights', 1000000000.0)
-    """
+    """Bytes that tables take on a rank, beside the dense part of the model."""
 
     unit: ClassVar[str] = "bytes"
 
@@ -75,7 +66,7 @@ class MemoryCost(NamedParts):
 
     @property
     def total_bytes(self) -> float:
-        """The sum of all parts."""
+        """All parts together."""
         return sum(size for _, size in self.parts())
 
 
@@ -149,7 +140,7 @@ class CostSetting:
     """The cost of tables that another mesh repeats, and of nothing but those."""
 
     def of_world(self) -> "CostSetting":
-        """Return the setting of tables with one copy in the world, and of nothing but those."""
+        """Return the setting for tables with one copy in the world, and nothing else."""
         # Nor do they hide anything: that their rows may travel beside computing isn't counted.
         workload = replace(self.workload, dense=DenseWork(), prefetches_rows=False)
         return replace(self, workload=workload, mesh=Mesh2D(1, self.mesh.world_size))
@@ -179,7 +170,7 @@ class CostSetting:
 
     @cached_property
     def buffer_bytes(self) -> Ranks:
-        """A rank's bytes of buffers for each unit of `LOADS`."""
+        """A rank's buffer bytes per unit in each of `LOADS`."""
         return np.sum(list(self._buffer_parts.values()), axis=0)
 
     @cached_property
@@ -235,7 +226,7 @@ class CostSetting:
         )
 
     def sent_bytes(self) -> Ranks:
-        """Return the bytes that a rank sends for each unit of `LOADS`, if loads are even."""
+        """Return the bytes that a rank sends per unit in each of `LOADS`, if loads are even."""
         group, peers, world = self.group, self.peers, self.world
         others = group.num_ranks - 1
         in_host = group.ranks_per_host - 1
@@ -280,20 +271,7 @@ def _hidden_s(cost: StepCost, loads: Loads, workload: Workload, rows_s: float) -
 
 
 def table_bytes(table: Placed, num_ranks: int) -> Ranks:
-    """Return the bytes of a table's weights, optimizer state and hot copies on each rank.
-
-    Example:
-        A quarter of a million numbers, and one moment for each of a thousand rows.
-
-        >>> from torchrec.distributed.types import ShardingType
-        >>> from torchrec_2dsp.cost.workload import TableWork
-        >>> from torchrec_2dsp.cost.model import table_bytes
-        >>> from torchrec_2dsp.cost.loads import Placed, Shards
-        >>> work = TableWork(name="t", num_rows=1_000, dim=256, ids_per_sample=1.0)
-        >>> table = Placed(work, ShardingType.TABLE_WISE, shards=Shards.of([(1, 1_000, 256)]))
-        >>> table_bytes(table, num_ranks=2).tolist()
-        [0.0, 1028000.0]
-    """
+    """Return the bytes of a table's weights, optimizer state and hot copies on each rank."""
     return _kept(table, num_ranks).sum(axis=0)
 
 
@@ -335,7 +313,7 @@ def _state_bytes(table: Placed, columns: float | Ranks) -> float | Ranks:
 
 
 def _buffer_parts(workload: Workload, num_ranks: int) -> dict[str, Ranks]:
-    """Return the other parts of `MemoryCost`, as bytes on a rank for each unit of `LOADS`.
+    """Return the other parts in `MemoryCost`, as a rank's bytes per unit in each of `LOADS`.
 
     Sent and received tensors exist at the same time, and a pipeline has the ids of two batches;
     one that prefetches rows has those of three, and rows of two. The copies that TorchRec and

@@ -37,14 +37,7 @@ from torchrec_2dsp.plan.sync import (
 
 @dataclass(frozen=True, kw_only=True)
 class NamedParts:
-    """Numbers in one unit that add up, in fields whose names end with the unit.
-
-    Example:
-        >>> from torchrec_2dsp.cost.step_cost import StepCost
-        >>> both = StepCost(lookup_s=0.25) + StepCost(lookup_s=0.5, dense_s=1.0)
-        >>> [(name, seconds) for name, seconds in both.parts() if seconds]
-        [('lookup', 0.75), ('dense', 1.0)]
-    """
+    """Numbers in one unit that add up, in fields whose names end with the unit."""
 
     unit: ClassVar[str]
 
@@ -117,7 +110,7 @@ class StepCost(NamedParts):
 
     @property
     def total_s(self) -> float:
-        """The sum of all parts."""
+        """All parts together."""
         return sum(seconds for _, seconds in self.parts())
 
     @property
@@ -128,7 +121,7 @@ class StepCost(NamedParts):
 
 @dataclass(frozen=True)
 class Phases:
-    """Seconds of each part of a step, on the slowest rank."""
+    """Prices each part that a step has, on the slowest rank."""
 
     calibration: Calibration
     workload: Workload
@@ -136,7 +129,7 @@ class Phases:
     world: Span
 
     def of(self, loads: Loads) -> dict[str, float]:
-        """Return the seconds of each phase, by the fields of `StepCost`."""
+        """Return each phase's seconds, by the names in `StepCost`."""
         return {
             "input_exchange_s": self._input_s(loads),
             "lookup_s": self._lookup_s(loads),
@@ -161,7 +154,7 @@ class Phases:
         return float(seconds)
 
     def _input_s(self, loads: Loads) -> float:
-        """Price three messages: the number of ids, bag lengths, and ids."""
+        """Price three messages: id counts, bag lengths, and ids."""
         if not loads.types:
             return 0.0
         short = self._short_s
@@ -238,7 +231,7 @@ class Phases:
 
     @property
     def _short_s(self) -> float:
-        """Seconds of an all-to-all that moves next to nothing."""
+        """Seconds for an all-to-all that moves next to nothing."""
         return self._all_to_all.seconds(self.span, NOTHING_MOVED)
 
     def _hops_s(self, across: Ranks) -> float:
@@ -304,7 +297,7 @@ def _num_kernels(loads: Loads) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class ReplicaCost:
-    """Seconds of keeping copies equal: hot rows, and the shards of replica peers.
+    """Prices keeping copies equal: hot rows, and the replica peers' shards.
 
     Rows travel in groups of their own, whose all-to-alls are full duplex on gloo as well.
     """

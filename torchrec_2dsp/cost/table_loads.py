@@ -210,7 +210,7 @@ def _lookups(table: Placed, workload: Workload, num_ranks: int) -> float:
 
 
 def _on_ranks(loads: Loads, table: Placed) -> tuple[Ranks, Ranks]:
-    """Return the number of shards on each rank, and their columns together."""
+    """Count the shards on each rank, and sum their columns."""
     ranks, _, columns = table.shards
     num_shards, sums = np.zeros(loads.num_ranks), np.zeros(loads.num_ranks)
     np.add.at(num_shards, ranks, 1.0)
@@ -365,15 +365,15 @@ class _Shards:
         np.add.at(self._columns, ranks, parts * columns)
 
     def whole_bytes(self, of_column: float) -> Ranks:
-        """Return the bytes of all rows in the shards."""
+        """Return the shards' bytes, for all rows."""
         return self.table.work.num_rows * of_column * self._columns
 
     def touched(self, num_batches: float) -> Ranks:
-        """Return the rows that so many batches of a group touch."""
+        """Return the rows that so many batches touch."""
         return self._rows(num_batches) * self._parts
 
     def touched_bytes(self, num_batches: float, of_column: float) -> Ranks:
-        """Return the bytes of the touched rows, with their numbers."""
+        """Return the touched rows' bytes, with their numbers."""
         return self._rows(num_batches) * (of_column * self._columns + KEY_BYTES * self._parts)
 
     def _rows(self, num_batches: float) -> float:

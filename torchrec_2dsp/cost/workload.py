@@ -98,7 +98,7 @@ class TableWork:
     def distinct_by_block(
         self, num_lookups: float, num_blocks: int, *, num_hot: int = 0
     ) -> NDArray[np.float64]:
-        """Return the distinct rows that lookups touch in each block of consecutive rows."""
+        """Return the distinct rows that lookups touch in each row block."""
         if self.access is not None and self.access.num_lookups:
             cold = self.access.without(num_hot) if num_hot else self.access
             cold_lookups = num_lookups * (1 - self.hot_share(num_hot))
@@ -208,7 +208,7 @@ class Workload:
 
     @cached_property
     def num_without_access(self) -> int:
-        """The number of tables without statistics."""
+        """Tables without statistics."""
         return sum(table.access is None for table in self.tables.values())
 
 
@@ -263,14 +263,6 @@ def state_bytes_per_row(optimizer: EmbOptimType | type[Optimizer], dim: int) -> 
 
     ``optimizer`` is the fused kernel's name for it, or the class that was applied. An unknown one
     counts as one number per element.
-
-    Example:
-        >>> from fbgemm_gpu.split_embedding_configs import EmbOptimType
-        >>> from torchrec_2dsp.cost.workload import state_bytes_per_row
-        >>> state_bytes_per_row(EmbOptimType.EXACT_ROWWISE_ADAGRAD, dim=64)
-        4
-        >>> state_bytes_per_row(EmbOptimType.EXACT_ADAGRAD, dim=64)
-        256
     """
     if optimizer in _STATELESS:
         return 0

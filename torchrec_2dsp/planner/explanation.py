@@ -13,7 +13,7 @@ from torchrec_2dsp.cost.loads import Ranks
 from torchrec_2dsp.cost.model import CostSetting, MemoryCost
 from torchrec_2dsp.cost.step_cost import NamedParts, StepCost
 from torchrec_2dsp.planner.search.choices import Choice
-from torchrec_2dsp.planner.search.placement import Descent, Found, SearchResult, Tried
+from torchrec_2dsp.planner.search.placement import Descent, MeshPlacement, SearchResult, Tried
 from torchrec_2dsp.planner.search.space import Space
 from torchrec_2dsp.report.charts import PALETTE, Axis, BarChart, Bars, Line, LineChart
 from torchrec_2dsp.report.page import Page
@@ -376,7 +376,7 @@ def _front_chart(front: Sequence[Tried], plan: tuple[float, float]) -> LineChart
 
 def explain(result: SearchResult) -> Explanation:
     """Explain why the search's best placement is best."""
-    best = result.found[0]
+    best = result.placements[0]
     tables, busy = _explained(best, result.room)
     if best.once is not None:
         in_world, busy_in_world = _explained(best.once, result.room)
@@ -393,12 +393,12 @@ def explain(result: SearchResult) -> Explanation:
         busy_by_rank=busy,
         bytes_by_rank=best.bytes_by_rank,
         room=result.room,
-        meshes=[(placed.where, placed.cost.total_s) for placed in result.found],
+        meshes=[(placed.where, placed.cost.total_s) for placed in result.placements],
         front=pareto_front(result.tried),
     )
 
 
-def _explained(best: Found, room: float) -> tuple[list[TableLine], Ranks]:
+def _explained(best: MeshPlacement, room: float) -> tuple[list[TableLine], Ranks]:
     """Return a line for each table, and the seconds for which they keep each rank busy."""
     space = Space.of(best.candidates, best.setting)
     rough = Descent(space, np.zeros(0), room).sums(best.placement)
@@ -414,16 +414,7 @@ def _explained(best: Found, room: float) -> tuple[list[TableLine], Ranks]:
 
 
 def pareto_front(tried: Sequence[Tried]) -> list[Tried]:
-    """Return the attempts that no other beats both in time and in memory, the shortest step first.
-
-    Example:
-        >>> from torchrec_2dsp import Mesh2D
-        >>> from torchrec_2dsp.planner.explanation import pareto_front
-        >>> from torchrec_2dsp.planner.search.placement import Tried
-        >>> tried = [Tried(Mesh2D(1, 4), *pair) for pair in ((2.0, 5.0), (3.0, 4.0), (3.5, 6.0))]
-        >>> [(point.seconds, point.bytes_of_rank) for point in pareto_front(tried)]
-        [(2.0, 5.0), (3.0, 4.0)]
-    """
+    """Return the attempts that none beats in both time and memory, the shortest step first."""
     front: list[Tried] = []
     for point in sorted(tried, key=lambda point: (point.seconds, point.bytes_of_rank)):
         if not front or point.bytes_of_rank < front[-1].bytes_of_rank:
@@ -431,7 +422,7 @@ def pareto_front(tried: Sequence[Tried]) -> list[Tried]:
     return front
 
 
-def _lines(best: Found, descent: Descent) -> Iterator[TableLine]:
+def _lines(best: MeshPlacement, descent: Descent) -> Iterator[TableLine]:
     sent = best.setting.sent_bytes()
     for table, (candidate, choice) in enumerate(
         zip(best.candidates, best.placement.choices, strict=True)
@@ -449,7 +440,7 @@ def _lines(best: Found, descent: Descent) -> Iterator[TableLine]:
 
 
 def _compared(
-    line: TableLine, best: Found, descent: Descent, table: int, rated_s: float
+    line: TableLine, best: MeshPlacement, descent: Descent, table: int, rated_s: float
 ) -> TableLine:
     others = descent.alternatives(best.placement, table)
     if not others:

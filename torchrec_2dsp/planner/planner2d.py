@@ -258,7 +258,7 @@ class Planner2D(OpenPlanner):
         device = self.compute_device
         try:
             if self._search is not None:
-                best = self.search(module, sharders).found[0]
+                best = self.search(module, sharders).placements[0]
                 plan = best.plan(device)
                 self._by_cost = PlannedOptions(best, module, self.batch_size, device)
                 return plan
@@ -294,8 +294,8 @@ class Planner2D(OpenPlanner):
         self._result = result = self._search.result(module, sharders, available)
         logger.info(
             "%s: %.1f ms per step predicted; planner.explain() says why",
-            result.found[0].where,
-            1e3 * result.found[0].cost.total_s,
+            result.placements[0].where,
+            1e3 * result.placements[0].cost.total_s,
         )
         return result
 

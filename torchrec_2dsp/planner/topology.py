@@ -104,19 +104,6 @@ def peer_bandwidth_bytes_per_ms(topology: Topology, mesh: Mesh2D) -> float:
         topology: the whole world's. One sharding group's will do where only one host size explains
             it.
         mesh: deals the world's ranks to sharding groups.
-
-    Example:
-        >>> from torchrec.distributed.planner import Topology
-        >>> from torchrec_2dsp import Mesh2D
-        >>> from torchrec_2dsp.planner.topology import peer_bandwidth_bytes_per_ms
-        >>> world = Topology(
-        ...     world_size=8, local_world_size=4, compute_device="cuda",
-        ...     intra_host_bw=900.0, inter_host_bw=30.0,
-        ... )
-        >>> peer_bandwidth_bytes_per_ms(world, Mesh2D(num_groups=4, group_size=2))
-        900.0
-        >>> peer_bandwidth_bytes_per_ms(world, Mesh2D(num_groups=8, group_size=1))
-        30.0
     """
     if _is_of_world(topology, mesh):
         host_sizes = [topology.local_world_size]
@@ -189,13 +176,7 @@ class Shortfall:
     """Bytes of batches and vectors for all tables on a group, each with its smallest option."""
 
     def sentence(self) -> str:
-        """Return the shortfall in words, empty if the sums alone don't explain it.
-
-        Example:
-            >>> from torchrec_2dsp.planner.topology import Shortfall
-            >>> Shortfall("t", 1_500, 1_000, 2_000, 4_000).sentence()
-            "table 't' needs 1,500 bytes on one rank, 500 more than the 1,000 there are"
-        """
+        """Return the shortfall in words, empty if the sums alone don't explain it."""
         largest = f"table {self.table!r} needs {self.table_bytes:,} bytes on one rank"
         if self.table_bytes > self.rank_bytes:
             return (

@@ -79,12 +79,12 @@ class Choice:
 
     @property
     def is_free(self) -> bool:
-        """Whether the search picks ranks for its shards."""
+        """True if the search picks ranks for its shards."""
         return self.kind not in (ShardingType.DATA_PARALLEL, ShardingType.ROW_WISE)
 
     @property
     def is_on_host(self) -> bool:
-        """Whether these ranks are all ranks of one host."""
+        """True if its ranks are one host's."""
         return self.kind is ShardingType.TABLE_ROW_WISE
 
     def suits(self, group: Span, *, is_even: bool) -> bool:
@@ -109,13 +109,6 @@ def rated(cost: StepCost, types: Collection[str]) -> float:
     """Return the seconds by which the search compares steps: more for each further message type.
 
     The empty type stands for data-parallel tables, whose gradients are reduced.
-
-    Example:
-        >>> from torchrec_2dsp.cost.step_cost import StepCost
-        >>> from torchrec_2dsp.planner.search.choices import rated
-        >>> cost = StepCost(dense_s=100.0, forward_exchange_s=200.0)
-        >>> rated(cost, {"row_exchange"}), rated(cost, {"row_exchange", "table_wise"})
-        (300.0, 314.0)
     """
     return cost.total_s + _DOUBT * max(0, len(types) - 1) * cost.tables_s
 

@@ -24,7 +24,7 @@ from torchrec_2dsp.planner.search.choices import Candidate, candidates_of, rated
 from torchrec_2dsp.planner.search.place import place
 from torchrec_2dsp.planner.search.placement import (
     Descent,
-    Found,
+    MeshPlacement,
     Placement,
     SearchResult,
     Tried,
@@ -106,7 +106,7 @@ class CostSearch:
         )
         settings, room = self.settings(workload, available), room_of(available)
         result = search_copies(candidates, settings, room)
-        if not result.found:
+        if not result.placements:
             largest = max(settings, key=lambda setting: setting.mesh.group_size)
             missing = _shortfall(candidates, largest, int(room))
             raise PlanError(no_plan_text(largest.mesh, missing, ""))
@@ -221,12 +221,12 @@ def search_copies(
             f"all tables have num_groups=1, which is a plan for one group and not for "
             f"{several[0].mesh}: leave the mesh out, or the demand for some table"
         )
-    placed, tried = list(result.found), list(result.tried)
+    placed, tried = list(result.placements), list(result.tried)
     best_s = min((placement.rated_s for placement in placed), default=np.inf)
     draft = _most_promising(_drafts(candidates, _promising(several, tried), room), best_s)
     if draft is not None:
         more = draft.placed()
-        placed += more.found
+        placed += more.placements
         tried += more.tried
     return SearchResult(sorted(placed, key=lambda placement: placement.rated_s), tried, room)
 
@@ -237,7 +237,7 @@ def search(
     """Choose on every mesh as if shards were dealt evenly; place them on the best meshes."""
     if not candidates:
         empty = [
-            Found(
+            MeshPlacement(
                 setting,
                 [],
                 Placement((), ()),
@@ -249,7 +249,7 @@ def search(
         return SearchResult(empty, [], room)
     effort = effort_for(candidates)
     chosen = chosen_on_each(candidates, settings, room)
-    placed: list[Found] = []
+    placed: list[MeshPlacement] = []
     for space, selected in chosen:
         best = _placed(space, selected, room, effort)
         placed += [] if best is None else [best]
@@ -270,12 +270,12 @@ def search(
 
 def _placed(
     space: Space, selected: Sequence[Selected], room: float, effort: Effort
-) -> Found | None:
-    placed: list[Found] = []
+) -> MeshPlacement | None:
+    placed: list[MeshPlacement] = []
     for placement, descent in placements(space, selected, room, effort):
         hotter = with_hot_rows(space, placement, descent, room)
         cost, bytes_by_rank = descent.step_cost(hotter), descent.bytes_by_rank(hotter)
-        placed.append(Found(space.setting, space.candidates, hotter, cost, bytes_by_rank))
+        placed.append(MeshPlacement(space.setting, space.candidates, hotter, cost, bytes_by_rank))
     return min(placed, key=lambda result: result.rated_s, default=None)
 
 
@@ -431,16 +431,16 @@ class _Draft:
     def placed(self) -> SearchResult:
         """Search the best placements for all tables."""
         in_world = search(self.once, [self.settings[0].of_world()], self.room)
-        if not in_world.found:
+        if not in_world.placements:
             return in_world
-        once = in_world.found[0]
+        once = in_world.placements[0]
         once_bytes = float(once.bytes_by_rank.max())
         beside = _beside(once.cost, self._best_settings or self.settings)
         result = search(self.others, beside, self.room - once_bytes)
         return SearchResult(
             [
                 replace(placed, once=once, bytes_by_rank=placed.bytes_by_rank + once_bytes)
-                for placed in result.found
+                for placed in result.placements
             ],
             [
                 replace(attempt, bytes_of_rank=attempt.bytes_of_rank + once_bytes)

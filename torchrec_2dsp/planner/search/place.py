@@ -177,15 +177,7 @@ def dealt(items: Items, bins: Bins, start: Assignment | None = None) -> Assignme
 
 
 def greedy(items: Items, bins: Bins) -> Assignment | None:
-    """Deal the longest first, each to the emptiest bin with room; `None` where there is none.
-
-    Example:
-        >>> import numpy as np
-        >>> from torchrec_2dsp.planner.search.place import Bins, Items, greedy
-        >>> items = Items(np.array([2.0, 3.0, 4.0]), np.ones((3, 1)))
-        >>> greedy(items, Bins(np.zeros(2), np.full((2, 1), 2.0))).tolist()
-        [1, 1, 0]
-    """
+    """Deal the longest first, each to the emptiest bin with room; `None` where there is none."""
     bin_of = np.zeros(len(items.times), dtype=np.int64)
     loads, room = bins.times.astype(np.float64), bins.room.astype(np.float64)
     for item in np.lexsort((-items.needs.sum(axis=1), -items.times)).tolist():

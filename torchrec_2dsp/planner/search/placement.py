@@ -246,18 +246,6 @@ def rows_by_byte(runs: Runs, room: float) -> Floats:
     """Return the rows to take from each run: the best for their bytes first, while there is room.
 
     That saves the most, but for part of one row's benefit.
-
-    Example:
-        >>> import numpy as np
-        >>> from torchrec_2dsp.planner.search.placement import Runs, rows_by_byte
-        >>> runs = Runs(
-        ...     tables=np.array([0, 0, 1]),
-        ...     num_rows=np.array([2.0, 8.0, 5.0]),
-        ...     benefits=np.array([9.0, 1.0, 4.0]),
-        ...     num_bytes=np.array([1.0, 1.0, 2.0]),
-        ... )
-        >>> rows_by_byte(runs, room=9.0).tolist()
-        [2.0, 1.0, 3.0]
     """
     num_taken = np.zeros(len(runs.num_rows))
     order = np.argsort(-runs.benefits / runs.num_bytes, kind="stable")
@@ -355,7 +343,7 @@ def concave_runs(sizes: Floats, costs: Floats) -> Iterator[tuple[float, float]]:
 
 
 @dataclass(frozen=True)
-class Found:
+class MeshPlacement:
     """The best placement on a mesh, ready to become a plan."""
 
     setting: CostSetting
@@ -366,7 +354,7 @@ class Found:
     bytes_by_rank: Ranks
     """Bytes on each rank of a group."""
 
-    once: "Found | None" = None
+    once: "MeshPlacement | None" = None
     """Tables with one copy in the world beside those; cost and memory count them."""
 
     @property
@@ -478,7 +466,7 @@ class Tried:
 class SearchResult:
     """Placements, the best first and none if nothing fits, and all attempts that fit."""
 
-    found: Sequence[Found]
+    placements: Sequence[MeshPlacement]
     tried: Sequence[Tried]
     room: float
     """Bytes that a rank has for tables and buffers."""

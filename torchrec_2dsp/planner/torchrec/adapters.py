@@ -85,15 +85,7 @@ def _proposed_type(options: Iterable[ShardingOption]) -> ProposedType | None:
 def base_constraints(
     constraints: Mapping[str, ParameterConstraints] | None,
 ) -> dict[str, ParameterConstraints] | None:
-    """Copy constraints with TorchRec's own type names.
-
-    Example:
-        >>> from torchrec.distributed.planner import ParameterConstraints
-        >>> from torchrec_2dsp.planner.torchrec.adapters import base_constraints
-        >>> stock = base_constraints({"t": ParameterConstraints(sharding_types=["2d_row_wise"])})
-        >>> stock["t"].sharding_types
-        ['row_wise']
-    """
+    """Copy constraints with TorchRec's own type names."""
     if constraints is None:
         return None
     return {

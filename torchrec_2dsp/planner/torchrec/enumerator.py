@@ -244,11 +244,6 @@ def row_sync_ms(
     """Price sending touched rows to each peer: gradients, or weights and state, and row numbers.
 
     ``touched_rows * (row_bytes + 4) * (num_groups - 1) / bandwidth``
-
-    Example:
-        >>> from torchrec_2dsp.planner.torchrec.enumerator import row_sync_ms
-        >>> row_sync_ms(num_groups=3, touched_rows=10, row_bytes=12, bandwidth_bytes_per_ms=320.0)
-        1.0
     """
     sent_bytes = touched_rows * (row_bytes + _KEY_BYTES) * (num_groups - 1)
     return sent_bytes / bandwidth_bytes_per_ms
@@ -258,11 +253,6 @@ def weight_sync_ms(*, num_groups: int, shard_bytes: float, bandwidth_bytes_per_m
     """Price a `WeightSync` of all rows: an all-reduce of the shard's weights and optimizer state.
 
     ``2 * (num_groups - 1) / num_groups * shard_bytes / bandwidth``
-
-    Example:
-        >>> from torchrec_2dsp.planner.torchrec.enumerator import weight_sync_ms
-        >>> weight_sync_ms(num_groups=2, shard_bytes=640, bandwidth_bytes_per_ms=320.0)
-        2.0
     """
     return 2 * (num_groups - 1) / num_groups * shard_bytes / bandwidth_bytes_per_ms
 
@@ -275,13 +265,6 @@ def data_parallel_ms(
     An all-reduce over the world is one inside each group and one between replica peers, in
     which a rank takes part with its ``1 / group_size`` of the table:
     ``2 * (num_groups - 1) / num_groups * table_bytes / group_size / bandwidth``
-
-    Example:
-        >>> from torchrec_2dsp.planner.torchrec.enumerator import data_parallel_ms
-        >>> data_parallel_ms(
-        ...     num_groups=2, group_size=4, table_bytes=640, bandwidth_bytes_per_ms=320.0
-        ... )
-        0.5
     """
     return weight_sync_ms(
         num_groups=num_groups,
@@ -297,13 +280,6 @@ def expected_touched_rows(
 
     ``min(shard_rows, lookups_per_rank * group_size * shard_rows / table_rows)``: a shard gets
     the lookups for its rows, all of them unless the table is sharded by rows.
-
-    Example:
-        >>> from torchrec_2dsp.planner.torchrec.enumerator import expected_touched_rows
-        >>> expected_touched_rows(
-        ...     shard_rows=500, table_rows=1_000, lookups_per_rank=64.0, group_size=2
-        ... )
-        64.0
     """
     if not table_rows:
         return 0

@@ -18,7 +18,7 @@ from torchrec_2dsp.cost.step_cost import StepCost
 from torchrec_2dsp.mesh import Mesh2D
 from torchrec_2dsp.plan.parameter_sharding import ProposedType, base_type
 from torchrec_2dsp.planner.search.choices import Candidate, Choice, rated
-from torchrec_2dsp.planner.search.placement import Found, Placement
+from torchrec_2dsp.planner.search.placement import MeshPlacement, Placement
 from torchrec_2dsp.planner.search.space import Space
 
 _PARTS = {
@@ -164,7 +164,7 @@ def _in_equal_parts(by_rank: Floats, num_parts: int) -> Floats:
 class PlannedOptions:
     """A plan's options, and those it was chosen from; made when they are asked for."""
 
-    found: Found
+    best: MeshPlacement
     """The placement that became the plan."""
 
     module: nn.Module
@@ -180,12 +180,12 @@ class PlannedOptions:
         the world, they are ranks of the world instead, and the other tables list every group's
         shards, so that the bytes on a rank add up.
         """
-        once = self.found.once
-        options = self._selected(self.found)
+        once = self.best.once
+        options = self._selected(self.best)
         if once is None:
             return options
         for option in options:
-            option.shards = list(_in_every_group(option.shards, self.found.setting.mesh))
+            option.shards = list(_in_every_group(option.shards, self.best.setting.mesh))
         return [*options, *self._selected(once)]
 
     def search_space(self) -> list[ShardingOption]:
@@ -193,14 +193,14 @@ class PlannedOptions:
 
         Their shards have no ranks. Hot rows are chosen afterwards and aren't in them.
         """
-        parts = [self.found] if self.found.once is None else [self.found, self.found.once]
+        parts = [self.best] if self.best.once is None else [self.best, self.best.once]
         return [
             option
             for part in parts
             for option in _draft(part).all_options(self._known(part), self.device)
         ]
 
-    def _selected(self, placed: Found) -> list[ShardingOption]:
+    def _selected(self, placed: MeshPlacement) -> list[ShardingOption]:
         options = _draft(placed).options(self._known(placed), self.device)
         placement, every_rank = placed.placement, range(placed.setting.group.num_ranks)
         for option, choice, ranks in zip(options, placement.choices, placement.ranks, strict=True):
@@ -209,7 +209,7 @@ class PlannedOptions:
                 shard.rank = rank
         return options
 
-    def _known(self, placed: Found) -> KnownOptions:
+    def _known(self, placed: MeshPlacement) -> KnownOptions:
         """Return options without shards, for all types of each table."""
         return known_options(
             ShardingOption(
@@ -229,7 +229,7 @@ class PlannedOptions:
         )
 
 
-def _draft(placed: Found) -> Draft:
+def _draft(placed: MeshPlacement) -> Draft:
     # The costs of other tables are in their own options.
     setting = replace(placed.setting, beside=None)
     return Draft(Space.of(placed.candidates, setting), placed.placement)

@@ -155,7 +155,7 @@ class ExchangeProposer(CostProposer):
 
     @property
     def has_access(self) -> bool:
-        """Whether it knows row frequencies."""
+        """True if it knows row frequencies."""
         return self._search.access is not None or self._search.workload is not None
 
     def loaded(self, search_space: list[ShardingOption], enumerator: Enumerator | None) -> Loaded:

@@ -1,4 +1,4 @@
-"""The search for how many copies each table has: one in the world, or one in each group."""
+"""Placements: copies in the world, single changes, and hot rows."""
 
 import itertools
 from dataclasses import replace
@@ -6,14 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, strategies as st
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.types import ShardingType
 
 import torchrec_2dsp as tdsp
 from tests.support.planning import (
     ENOUGH,
+    LINK,
     SHARDERS,
     calibration,
+    only_the_link,
     plan_of,
     planner,
     skewed,
@@ -23,7 +27,15 @@ from torchrec_2dsp.cost.model import CostModel, CostSetting
 from torchrec_2dsp.cost.workload import DenseWork, Workload
 from torchrec_2dsp.planner.search.choices import Candidate, candidates_of
 from torchrec_2dsp.planner.search.cost_search import meshes_of, search, search_copies
-from torchrec_2dsp.planner.search.placement import Found
+from torchrec_2dsp.planner.search.placement import (
+    Descent,
+    MeshPlacement,
+    Placement,
+    Runs,
+    concave_runs,
+    rows_by_byte,
+)
+from torchrec_2dsp.planner.search.space import Space
 
 pytestmark = pytest.mark.dealt_file
 
@@ -39,7 +51,7 @@ def problem(
     return candidates, CostSetting(calibration(), workload, TWO_GROUPS, tdsp.GradientSync(), 2)
 
 
-def names_once(found: Found) -> set[str]:
+def names_once(found: MeshPlacement) -> set[str]:
     return set() if found.once is None else {one.name for one in found.once.candidates}
 
 
@@ -61,12 +73,12 @@ def test_no_set_of_tables_is_much_better_than_what_is_found() -> None:
             asked = demand(*rest, num_groups=2, **some_types)
             asked |= demand(*(f"t{number}" for number in some), **some_types)
             candidates, setting = problem(constraints=asked)
-            (found, *_) = search_copies(candidates, [setting], ENOUGH).found
+            (found, *_) = search_copies(candidates, [setting], ENOUGH).placements
             assert names_once(found) == {f"t{number}" for number in some}
             best = min(best, found.rated_s)
     free = tdsp.ParameterConstraints2D(**some_types)
     candidates, setting = problem(constraints=dict.fromkeys(("t0", "t1", "t2"), free))
-    assert search_copies(candidates, [setting], ENOUGH).found[0].rated_s <= 1.02 * best
+    assert search_copies(candidates, [setting], ENOUGH).placements[0].rated_s <= 1.02 * best
 
 
 @pytest.mark.slow
@@ -86,8 +98,8 @@ def test_huge_tables_have_one_copy_where_groups_have_no_room_for_them() -> None:
         CostSetting(hardware, workload, mesh, tdsp.GradientSync(), 8)
         for mesh in meshes_of(64, 8, 64)
     ]
-    alike = search(candidates, settings, 20e9).found[0]
-    (found, *_) = search_copies(candidates, settings, 20e9).found
+    alike = search(candidates, settings, 20e9).placements[0]
+    (found, *_) = search_copies(candidates, settings, 20e9).placements
     assert alike.setting.mesh.num_groups == 1
     assert found.setting.mesh.num_groups > 1
     assert names_once(found) == {"t24", "t25"}
@@ -96,22 +108,22 @@ def test_huge_tables_have_one_copy_where_groups_have_no_room_for_them() -> None:
 
 def too_little(candidates: list[Candidate], setting: CostSetting) -> float:
     """Not much less memory than a group needs for all tables."""
-    (roomy,) = search(candidates, [setting], ENOUGH).found
+    (roomy,) = search(candidates, [setting], ENOUGH).placements
     rooms = (share * float(roomy.bytes_by_rank.max()) for share in (0.8, 0.7, 0.6, 0.5))
-    return next(one for one in rooms if not search(candidates, [setting], one).found)
+    return next(one for one in rooms if not search(candidates, [setting], one).placements)
 
 
 def test_what_fits_no_group_fits_the_world() -> None:
     candidates, setting = problem()
     room = too_little(candidates, setting)
-    (found, *_) = search_copies(candidates, [setting], room).found
+    (found, *_) = search_copies(candidates, [setting], room).placements
     assert names_once(found)
     assert found.bytes_by_rank.max() <= room
 
 
 def test_what_is_found_costs_what_its_plan_costs() -> None:
     candidates, setting = problem(demand("t2"))
-    (found, *_) = search_copies(candidates, [setting], ENOUGH).found
+    (found, *_) = search_copies(candidates, [setting], ENOUGH).placements
     plan = found.plan("cpu")
     cost = CostModel(setting.calibration, 2).step_cost(plan, setting.workload)
     assert cost.as_dict() == pytest.approx(found.cost.as_dict(), rel=1e-6, abs=1e-9)
@@ -162,7 +174,7 @@ def test_one_in_each_group_is_no_demand_on_the_mesh() -> None:
     """What doesn't fit a group could be in the world once, were that not excluded."""
     asked = demand("t0", "t1", "t2", num_groups="each")
     candidates, setting = problem(asked)
-    assert not search_copies(candidates, [setting], too_little(candidates, setting)).found
+    assert not search_copies(candidates, [setting], too_little(candidates, setting)).placements
     assert plan_of(tables(ROWS), constraints=asked).mesh in meshes_of(4, 2, 4)
     tdsp.Planner2D(mesh=TWO_GROUPS, constraints=asked)  # As TorchRec's own search does it.
 
@@ -219,3 +231,174 @@ def test_an_explanation_tells_copies_apart() -> None:
     assert min(lost) > -1e-9
     seconds = sum(line.seconds for line in explained.tables)
     assert 0 < seconds < explained.cost.total_s
+
+
+def space_of(rows: tuple[int, ...], sync: tdsp.WeightSync, dense_s: float = 0.0) -> Space:
+    """Table- or row-wise tables, in two groups of four ranks on hosts of two."""
+    pooled = tdsp.ParameterConstraints2D(
+        sharding_types=["table_wise", "row_wise"], exchange=["pooled"]
+    )
+    workload = Workload.of_model(tables(rows), batch_size=16)
+    workload = replace(workload, dense=DenseWork(forward_s=dense_s, backward_s=0.0))
+    constraints: dict[str, ParameterConstraints] = {
+        f"t{number}": pooled for number in range(len(rows))
+    }
+    candidates = candidates_of(tables(rows), SHARDERS, constraints, workload, "cpu")
+    return Space.of(candidates, CostSetting(calibration(), workload, tdsp.Mesh2D(2, 4), sync, 2))
+
+
+@pytest.mark.parametrize("dense_s", [0.0, 5.0])
+def test_large_tables_of_few_ranks_are_spread_together(dense_s: float) -> None:
+    """Replica peers average whole shards, for which all wait that have less: three of four ranks
+    that have a table each, or three of four tables, change nothing. Whatever the dense part."""
+    space = space_of((300_000,) * 3 + (50,), tdsp.WeightSync(rows=tdsp.SyncedRows.ALL), dense_s)
+    (found,) = search(space.candidates, [space.setting], ENOUGH).placements
+    assert {one.kind for one in found.placement.choices[:3]} == {ShardingType.ROW_WISE}
+
+    descent = Descent(space, space.first_prices, ENOUGH)
+    whole, in_rows = (
+        next(one for one in space.choices[0] if one.kind is kind)
+        for kind in (ShardingType.TABLE_WISE, ShardingType.ROW_WISE)
+    )
+    start = Placement((whole,) * 4, ((0,), (1,), (2,), (3,)))
+    for table in range(3):
+        assert descent.rated_s(start.replaced(table, in_rows)) > descent.rated_s(start)
+    better, _ = descent.improved(start, max_tries=100)
+    assert descent.rated_s(better) <= descent.rated_s(start) * 0.9 + 0.1 * dense_s
+    assert found.rated_s <= descent.rated_s(better) * (1 + 1e-6)
+
+
+def test_a_long_dense_part_is_no_reason_for_one_type() -> None:
+    """What a further type must gain is a part of what tables take."""
+    rows = (10,) * 12 + (200_000,)
+    some_types = ParameterConstraints(sharding_types=["table_wise", "data_parallel"])
+    constraints = {f"t{number}": some_types for number in range(len(rows))}
+    workload = Workload.of_model(tables(rows), batch_size=512)
+    found = []
+    for dense_s in (0.0, 100.0):
+        given = replace(workload, dense=DenseWork(forward_s=dense_s, backward_s=0.0))
+        candidates = candidates_of(tables(rows), SHARDERS, constraints, given, "cpu")
+        mesh, sync = tdsp.Mesh2D(1, 4), tdsp.GradientSync()
+        setting = CostSetting(calibration("200mbit"), given, mesh, sync, 2)
+        found.append(search(candidates, [setting], ENOUGH).placements[0].placement)
+    without, beside = found
+    assert {one.kind for one in without.choices} == {
+        ShardingType.TABLE_WISE,
+        ShardingType.DATA_PARALLEL,
+    }
+    assert beside.choices == without.choices
+
+
+def test_no_more_is_tried_than_may_be() -> None:
+    space = space_of((300_000,) * 3, tdsp.WeightSync(rows=tdsp.SyncedRows.ALL))
+    whole = next(one for one in space.choices[0] if one.is_free)
+    start = Placement((whole,) * 3, ((0,), (1,), (2,)))
+    descent = Descent(space, space.first_prices, ENOUGH)
+    assert descent.improved(start, max_tries=0) == (start, 0)
+
+
+ONE_TABLE = (20_000,)
+
+
+def runs_of(runs: list[tuple[int, int, int]]) -> Runs:
+    """From rows, benefit and bytes of each."""
+    num_rows, benefits, num_bytes = np.array(runs, dtype=np.float64).T
+    return Runs(np.arange(len(runs)), num_rows, benefits, num_bytes)
+
+
+def best_of_all(runs: Runs, room: float) -> float:
+    """What the best numbers of rows save that fit."""
+    every = itertools.product(*(range(int(count) + 1) for count in runs.num_rows))
+    return max(
+        float(runs.benefits @ np.array(some))
+        for some in every
+        if runs.num_bytes @ np.array(some) <= room
+    )
+
+
+RUNS = st.lists(
+    st.tuples(st.integers(1, 3), st.integers(-3, 9), st.integers(1, 5)), min_size=1, max_size=4
+)
+
+
+@given(RUNS, st.integers(0, 30))
+def test_greed_misses_less_than_one_row(runs: list[tuple[int, int, int]], room: int) -> None:
+    some = runs_of(runs)
+    taken = rows_by_byte(some, room)
+    assert some.num_bytes @ taken <= room
+    assert (taken <= some.num_rows).all()
+    best = best_of_all(some, room)
+    assert best - max(some.benefits.max(), 0) <= some.benefits @ taken <= best
+
+
+@given(RUNS, st.integers(0, 12))
+def test_among_rows_of_one_size_greed_is_best(runs: list[tuple[int, int, int]], room: int) -> None:
+    some = replace(runs_of(runs), num_bytes=np.full(len(runs), 2.0))
+    assert some.benefits @ rows_by_byte(some, room) == best_of_all(some, room)
+
+
+@given(st.lists(st.floats(-5, 5), min_size=2, max_size=8))
+def test_runs_save_less_and_less_and_all_that_there_is_to_save(costs: list[float]) -> None:
+    sizes = np.cumsum(np.arange(len(costs)), dtype=np.float64)
+    runs = list(concave_runs(sizes, np.array(costs)))
+    benefits = [benefit for _, benefit in runs]
+    assert all(b <= a + 1e-12 for a, b in itertools.pairwise(benefits))
+    assert sum(num_rows for num_rows, _ in runs) == sizes[-1]
+    saved = sum(num_rows * benefit for num_rows, benefit in runs)
+    assert saved == pytest.approx(costs[0] - costs[-1], abs=1e-9)
+
+
+def slow_fetch() -> tdsp.Calibration:
+    """Bytes between hosts alone cost something, those of a sharding group thrice as much."""
+    known = only_the_link()
+    slow = known.collectives.all_to_all.model_copy(update={"link_s_per_byte": 3 * LINK})
+    collectives = known.collectives.model_copy(update={"all_to_all": slow})
+    return known.model_copy(update={"collectives": collectives})
+
+
+def searched(
+    room: float = 1e12, hot_rows: int | None = None, calibration: tdsp.Calibration | None = None
+) -> MeshPlacement:
+    workload = Workload.of_model(tables(ONE_TABLE), batch_size=256, access=skewed(ONE_TABLE))
+    constraint = {"t0": tdsp.ParameterConstraints2D(exchange="row", hot_rows=hot_rows)}
+    candidates = candidates_of(tables(ONE_TABLE), SHARDERS, constraint, workload, "cpu")
+    setting = CostSetting(
+        calibration or slow_fetch(), workload, tdsp.Mesh2D(1, 4), tdsp.GradientSync(), 2
+    )
+    (found,) = search(candidates, [setting], room).placements
+    return found
+
+
+def num_hot(found: MeshPlacement) -> int:
+    return found.placement.choices[0].num_hot
+
+
+def test_the_number_of_hot_rows_is_near_the_best_one() -> None:
+    found = searched()
+    scanned = {
+        count: searched(hot_rows=count).cost.total_s
+        for count in (0, 8, 32, 128, 512, 2_048, 8_192, 20_000)
+    }
+    assert num_hot(found) > 0
+    assert found.cost.total_s < 0.85 * scanned[0]
+    assert found.cost.total_s <= 1.02 * min(scanned.values())
+
+
+def test_hot_rows_fit_beside_the_rest() -> None:
+    roomy = searched()
+    without = searched(hot_rows=0)
+    room = float(without.bytes_by_rank.max()) + 200_000
+    tight = searched(room)
+    assert 0 < num_hot(tight) < num_hot(roomy)
+    assert float(tight.bytes_by_rank.max()) <= room
+    assert roomy.cost.total_s < tight.cost.total_s < without.cost.total_s
+
+
+@pytest.mark.parametrize("asked", [0, 7])
+def test_a_number_that_is_asked_for_is_kept(asked: int) -> None:
+    assert num_hot(searched(hot_rows=asked)) == asked
+
+
+def test_a_small_gain_is_none() -> None:
+    """What hot rows take is predicted too short, so little can't be told from nothing."""
+    assert num_hot(searched(calibration=only_the_link())) == 0

@@ -4,9 +4,9 @@ A step's cost has named parts that add up. Each table adds *loads* to every rank
 group: ids, rows and bytes to look up, move and send. A part takes the slowest rank's loads times
 measured constants; exchanges that may run beside computing are taken off again as ``hidden``::
 
-    Workload   tables, ids per sample, row frequencies        }
+    Workload   tables, ids per sample, row frequencies    }
     Placed     a table's type, shards, exchange, hot rows }  ->  Loads: kinds of work x ranks
-    Span       groups, peers and world on their hosts     }        |  times Calibration
+    Span       groups, peers and world on their hosts     }       |  times Calibration
     StepCost   input exchange + lookup + rows + forward exchange + dense + backward exchange
                + dense exchange + update + hot rows + sync + imbalance - hidden
     MemoryCost weights + optimizer state + hot rows + dense gradients + batches + vectors + copies

@@ -42,7 +42,6 @@ from torchrec_2dsp.planner.topology import group_topology
 from torchrec_2dsp.planner.torchrec.adapters import Partitioner2D, Stats2D, searched_type
 from torchrec_2dsp.planner.torchrec.enumerator import (
     Enumerator2D,
-    data_parallel_ms,
     expected_touched_rows,
     row_sync_ms,
     weight_sync_ms,
@@ -287,18 +286,12 @@ def costs_ms(num_groups: int, rows: int, dim: int) -> list[float]:
         weight_sync_ms(
             num_groups=num_groups, shard_bytes=table_bytes, bandwidth_bytes_per_ms=INTER
         ),
-        data_parallel_ms(
-            num_groups=num_groups,
-            group_size=2,
-            table_bytes=table_bytes,
-            bandwidth_bytes_per_ms=INTER,
-        ),
     ]
 
 
 @given(rows=positive, dim=positive)
 def test_one_group_has_nothing_to_sync(rows: int, dim: int) -> None:
-    assert costs_ms(1, rows, dim) == [0.0, 0.0, 0.0]
+    assert costs_ms(1, rows, dim) == [0.0, 0.0]
 
 
 @given(num_groups=st.integers(1, 500), rows=positive, dim=positive)

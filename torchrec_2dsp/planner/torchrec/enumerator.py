@@ -172,10 +172,11 @@ class ReplicaSyncEstimator(ShardEstimator):
         rows, dim = shard.size
         row_bytes = dim * option.tensor.element_size()
         if base_type(option.sharding_type) == ShardingType.DATA_PARALLEL.value:
-            return data_parallel_ms(
+            # The gradient's all-reduce over the world is one inside each group, and one between
+            # replica peers, in which a rank takes part with its share of the table.
+            return weight_sync_ms(
                 num_groups=self._mesh.num_groups,
-                group_size=self._mesh.group_size,
-                table_bytes=rows * row_bytes,
+                shard_bytes=rows * row_bytes / self._mesh.group_size,
                 bandwidth_bytes_per_ms=self._bandwidth,
             )
         if isinstance(self._sync, GradientSync):
@@ -255,22 +256,6 @@ def weight_sync_ms(*, num_groups: int, shard_bytes: float, bandwidth_bytes_per_m
     ``2 * (num_groups - 1) / num_groups * shard_bytes / bandwidth``
     """
     return 2 * (num_groups - 1) / num_groups * shard_bytes / bandwidth_bytes_per_ms
-
-
-def data_parallel_ms(
-    *, num_groups: int, group_size: int, table_bytes: float, bandwidth_bytes_per_ms: float
-) -> float:
-    """Price a data-parallel table's gradient beyond the all-reduce inside one group.
-
-    An all-reduce over the world is one inside each group and one between replica peers, in
-    which a rank takes part with its ``1 / group_size`` of the table:
-    ``2 * (num_groups - 1) / num_groups * table_bytes / group_size / bandwidth``
-    """
-    return weight_sync_ms(
-        num_groups=num_groups,
-        shard_bytes=table_bytes / group_size,
-        bandwidth_bytes_per_ms=bandwidth_bytes_per_ms,
-    )
 
 
 def expected_touched_rows(

@@ -38,9 +38,9 @@ MEMORY = 1.0
 
 
 def items_of(times: "list[int] | Floats", needs: "list[int] | Floats | None" = None) -> Items:
-    found = np.asarray(times, dtype=np.float64)
-    wanted = np.zeros(len(found)) if needs is None else np.asarray(needs, dtype=np.float64)
-    return Items(found, wanted[:, None])
+    results = np.asarray(times, dtype=np.float64)
+    wanted = np.zeros(len(results)) if needs is None else np.asarray(needs, dtype=np.float64)
+    return Items(results, wanted[:, None])
 
 
 def bins_of(base: list[int], room: list[int] | None = None) -> Bins:
@@ -58,9 +58,13 @@ def greedy_loads(times: Floats, num_bins: int) -> Floats:
 def best(items: Items, bins: Bins) -> float:
     """The lowest maximum of all assignments that fit; infinite without any."""
     every = itertools.product(range(len(bins.times)), repeat=len(items.times))
-    found = [np.array(one) for one in every]
+    results = [np.array(entry) for entry in every]
     return min(
-        (bins.loads(items, one).max() for one in found if (bins.left(items, one) >= 0).all()),
+        (
+            bins.loads(items, entry).max()
+            for entry in results
+            if (bins.left(items, entry) >= 0).all()
+        ),
         default=np.inf,
     )
 
@@ -72,12 +76,12 @@ def test_each_item_is_dealt_once_and_never_below_the_optimum(
     items, bins = items_of(times), bins_of(base)
     raw = largest_differencing(items.times, bins.times)
     better = improved(items, bins, raw)
-    for one in (raw, better):
-        assert one.shape == (len(times),)
-        assert set(one.tolist()) <= set(range(len(base)))
-        assert bins.loads(items, one).sum() == pytest.approx(sum(times) + sum(base))
-    found = [bins.loads(items, one).max() for one in (raw, better)]
-    assert best(items, bins) - 1e-9 <= found[1] <= found[0] + 1e-9
+    for entry in (raw, better):
+        assert entry.shape == (len(times),)
+        assert set(entry.tolist()) <= set(range(len(base)))
+        assert bins.loads(items, entry).sum() == pytest.approx(sum(times) + sum(base))
+    results = [bins.loads(items, entry).max() for entry in (raw, better)]
+    assert best(items, bins) - 1e-9 <= results[1] <= results[0] + 1e-9
 
 
 @given(TIMES, st.data())
@@ -121,14 +125,14 @@ def bound(times: Floats, num_bins: int) -> float:
     for item, place in itertools.product(range(num), range(num_bins)):
         each_once[item, 1 + item * num_bins + place] = 1
         below[place, 1 + item * num_bins + place] = times[item]
-    found = milp(
+    results = milp(
         goal,
         constraints=[LinearConstraint(each_once, 1, 1), LinearConstraint(below, -np.inf, 0)],
         integrality=np.array([0] + [1] * (num * num_bins)),
         bounds=Bounds(0, np.array([np.inf] + [1.0] * (num * num_bins))),  # type: ignore[arg-type]
         options={"time_limit": 2.0},
     )
-    return float(found.mip_dual_bound)
+    return float(results.mip_dual_bound)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -202,7 +206,7 @@ def rated(ids: Floats, dims: "np.ndarray", num_ranks: int) -> Floats:
     rates = calibration.kernels.lookup, calibration.kernels.update
     per_byte = calibration.collectives.all_to_all.link_s_per_byte
     assert per_byte is not None
-    found: list[float] = []
+    results: list[float] = []
     for number, (per_sample, dim) in enumerate(zip(ids.tolist(), dims.tolist(), strict=True)):
         work = TableWork(
             name=f"t{number}", num_rows=1_000_000, dim=int(dim), ids_per_sample=per_sample
@@ -217,8 +221,8 @@ def rated(ids: Floats, dims: "np.ndarray", num_ranks: int) -> Floats:
             rate.of_bags(loads.lookup_ids, loads.lookup_bytes, **work)[0] for rate in rates
         )
         sent = float(loads.pooled_from[0] + loads.pooled_to.sum()) * (num_ranks - 1) / num_ranks
-        found.append(float(seconds) + sent * per_byte)
-    return np.array(found)
+        results.append(float(seconds) + sent * per_byte)
+    return np.array(results)
 
 
 class Dealt(NamedTuple):
@@ -230,25 +234,25 @@ class Dealt(NamedTuple):
     improved: float
 
 
-def split(one: Set) -> Set:
+def split(entry: Set) -> Set:
     """Tables that are more than half of a rank's share in equal parts, as column-wise shards are.
 
     Otherwise the largest table decides, and all methods do equally well: in 69 of the 105 sets.
     """
-    share = one.times.sum() / one.num_ranks
-    parts = np.maximum(1, np.ceil(2 * one.times / share)).astype(int)
-    return one._replace(times=np.repeat(one.times / parts, parts))
+    share = entry.times.sum() / entry.num_ranks
+    parts = np.maximum(1, np.ceil(2 * entry.times / share)).astype(int)
+    return entry._replace(times=np.repeat(entry.times / parts, parts))
 
 
-def deal(one: Set) -> Dealt:
-    items = Items(one.times, np.zeros((len(one.times), 1)))
-    bins = Bins(np.zeros(one.num_ranks), np.ones((one.num_ranks, 1)))
-    lowest = max(one.times.sum() / one.num_ranks, one.times.max())
-    if len(one.times) * one.num_ranks <= 300:
-        lowest = max(lowest, bound(one.times, one.num_ranks))
-    ways = (greedy(items, bins), largest_differencing(one.times, bins.times), dealt(items, bins))
+def deal(entry: Set) -> Dealt:
+    items = Items(entry.times, np.zeros((len(entry.times), 1)))
+    bins = Bins(np.zeros(entry.num_ranks), np.ones((entry.num_ranks, 1)))
+    lowest = max(entry.times.sum() / entry.num_ranks, entry.times.max())
+    if len(entry.times) * entry.num_ranks <= 300:
+        lowest = max(lowest, bound(entry.times, entry.num_ranks))
+    ways = (greedy(items, bins), largest_differencing(entry.times, bins.times), dealt(items, bins))
     return Dealt(
-        one, *(float(bins.loads(items, way).max()) / lowest for way in ways if way is not None)
+        entry, *(float(bins.loads(items, way).max()) / lowest for way in ways if way is not None)
     )
 
 
@@ -261,25 +265,25 @@ def text(values: list[float]) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_sets_of_tables_are_dealt_more_evenly_than_by_greed() -> None:
-    found = [deal(split(one)) for one in (*random_sets(), *realistic_sets())]
-    for one in found[-5:]:
+    results = [deal(split(entry)) for entry in (*random_sets(), *realistic_sets())]
+    for entry in results[-5:]:
         print(
-            f"\n{one.set.name}, {one.set.num_ranks} ranks: above the bound: greed "
-            f"{one.greed - 1:.2%}, differencing {one.differencing - 1:.2%}, improved "
-            f"{one.improved - 1:.2%}",
+            f"\n{entry.set.name}, {entry.set.num_ranks} ranks: above the bound: greed "
+            f"{entry.greed - 1:.2%}, differencing {entry.differencing - 1:.2%}, improved "
+            f"{entry.improved - 1:.2%}",
             end="",
         )
-    raw = sum(one.differencing < one.greed * (1 - 1e-9) for one in found)
-    worse = sum(one.differencing > one.greed * (1 + 1e-9) for one in found)
-    better = sum(one.improved < one.greed * (1 - 1e-9) for one in found)
-    print(f"\ndifferencing alone: {raw} of {len(found)} better than greed, {worse} worse")
-    print(f"with exchanges: {better} better, {sum(o.improved > o.greed for o in found)} worse")
+    raw = sum(entry.differencing < entry.greed * (1 - 1e-9) for entry in results)
+    worse = sum(entry.differencing > entry.greed * (1 + 1e-9) for entry in results)
+    better = sum(entry.improved < entry.greed * (1 - 1e-9) for entry in results)
+    print(f"\ndifferencing alone: {raw} of {len(results)} better than greed, {worse} worse")
+    print(f"with exchanges: {better} better, {sum(o.improved > o.greed for o in results)} worse")
     for name in ("greed", "differencing", "improved"):
-        print(f"{name}: {text([getattr(one, name) for one in found])} above the bound")
-    assert raw >= 0.6 * len(found)
+        print(f"{name}: {text([getattr(entry, name) for entry in results])} above the bound")
+    assert raw >= 0.6 * len(results)
     assert better >= raw
-    assert all(one.improved <= one.greed for one in found)
-    assert np.mean([one.improved <= 1.02 for one in found]) >= 0.95
+    assert all(entry.improved <= entry.greed for entry in results)
+    assert np.mean([entry.improved <= 1.02 for entry in results]) >= 0.95
 
 
 pytestmark = pytest.mark.dealt_file
@@ -332,17 +336,17 @@ def options(seed: int, kinds: "dict[str, str]") -> list[ShardingOption]:
         },
     )
     sharders: list[Any] = [EmbeddingBagCollectionSharder()]
-    found = enumerator.enumerate(tables, sharders)
-    names = list(dict.fromkeys(option.name for option in found))
-    return [next(option for option in found if option.name == name) for name in names]
+    results = enumerator.enumerate(tables, sharders)
+    names = list(dict.fromkeys(option.name for option in results))
+    return [next(option for option in results if option.name == name) for name in names]
 
 
 def by_rank(placed: list[ShardingOption], of_shard: Callable[[Any], float]) -> list[float]:
-    found = [0.0] * RANKS
+    results = [0.0] * RANKS
     for shard in (shard for option in placed for shard in option.shards):
         assert shard.rank is not None
-        found[shard.rank] += of_shard(shard)
-    return found
+        results[shard.rank] += of_shard(shard)
+    return results
 
 
 def loads(placed: list[ShardingOption]) -> list[float]:

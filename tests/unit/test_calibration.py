@@ -171,37 +171,37 @@ SIZES = [2.0**power for power in range(12, 25, 3)]
 
 def samples(truth: CollectiveCost, spans: list[Span], noise: float = 0.0) -> list[CollectiveSample]:
     generator = np.random.default_rng(3)
-    found = []
+    fitted = []
     for span in spans:
         for size in SIZES:
             moved = all_to_all(span, size / span.num_ranks)
             seconds = truth.seconds(span, moved) * (1 + noise * generator.standard_normal())
-            found.append(CollectiveSample(span, moved, Timed(seconds, noise * seconds)))
-    return found
+            fitted.append(CollectiveSample(span, moved, Timed(seconds, noise * seconds)))
+    return fitted
 
 
 @pytest.mark.parametrize("link", [8e-9, 2e-10], ids=["slow link", "link faster than the host"])
 def test_planted_coefficients_are_found(link: float) -> None:
     truth = TRUTH.model_copy(update={"link_s_per_byte": link})
-    found = fit_collective("all_to_all", samples(truth, [IN_HOST, ACROSS, ALL]))
+    fitted = fit_collective("all_to_all", samples(truth, [IN_HOST, ACROSS, ALL]))
     for name in ("base_s", "per_peer_s", "local_s_per_byte", "link_s_per_byte"):
-        assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=0.02), name
-    assert found.median_error < 1e-3
+        assert getattr(fitted, name) == pytest.approx(getattr(truth, name), rel=0.02), name
+    assert fitted.median_error < 1e-3
 
 
 def test_noise_leaves_the_bytes_known() -> None:
-    found = fit_collective("all_to_all", samples(TRUTH, [IN_HOST, ACROSS, ALL], noise=0.1))
-    assert found.link_s_per_byte == pytest.approx(8e-9, rel=0.15)
-    assert found.local_s_per_byte == pytest.approx(2e-9, rel=0.3)
-    assert 0.01 < found.median_error < 0.2
+    fitted = fit_collective("all_to_all", samples(TRUTH, [IN_HOST, ACROSS, ALL], noise=0.1))
+    assert fitted.link_s_per_byte == pytest.approx(8e-9, rel=0.15)
+    assert fitted.local_s_per_byte == pytest.approx(2e-9, rel=0.3)
+    assert 0.01 < fitted.median_error < 0.2
 
 
 def test_what_no_sample_tells_of_stays_unknown_and_is_refused_when_used() -> None:
-    found = fit_collective("all_to_all", samples(TRUTH, [IN_HOST]))
-    assert found.link_s_per_byte is None
-    assert found.seconds(IN_HOST, all_to_all(IN_HOST, 1e6)) > 0.001
+    fitted = fit_collective("all_to_all", samples(TRUTH, [IN_HOST]))
+    assert fitted.link_s_per_byte is None
+    assert fitted.seconds(IN_HOST, all_to_all(IN_HOST, 1e6)) > 0.001
     with pytest.raises(CalibrationError, match="nothing travels across hosts"):
-        found.seconds(ALL, all_to_all(ALL, 1e6))
+        fitted.seconds(ALL, all_to_all(ALL, 1e6))
 
 
 def test_one_rank_sends_nothing() -> None:
@@ -217,7 +217,7 @@ def test_the_slower_way_counts() -> None:
 
 def test_kernels_are_found() -> None:
     truth = KernelCost(base_s=1e-4, per_item_s=5e-8, per_byte_s=1e-9)
-    found = fit_kernel(
+    fitted = fit_kernel(
         "lookup",
         [
             KernelSample(
@@ -227,9 +227,9 @@ def test_kernels_are_found() -> None:
             for dim in (16, 64, 128)
         ],
     )
-    assert found.base_s == pytest.approx(1e-4, rel=0.01)
-    assert found.per_item_s == pytest.approx(5e-8, rel=0.01)
-    assert found.per_byte_s == pytest.approx(1e-9, rel=0.01)
+    assert fitted.base_s == pytest.approx(1e-4, rel=0.01)
+    assert fitted.per_item_s == pytest.approx(5e-8, rel=0.01)
+    assert fitted.per_byte_s == pytest.approx(1e-9, rel=0.01)
 
 
 def test_work_on_bags_is_told_apart() -> None:
@@ -247,10 +247,10 @@ def test_work_on_bags_is_told_apart() -> None:
         bags = {"vector_bytes": ids / bag * row, "row_bytes": distinct * ids * row}
         seconds = truth.base_s + truth.of_bags(ids, ids * row, **bags)
         samples.append(KernelSample(ids, ids * row, Timed(seconds), **bags))
-    found = fit_kernel("lookup", samples)
-    assert isinstance(found, BagCost)
+    fitted = fit_kernel("lookup", samples)
+    assert isinstance(fitted, BagCost)
     for name in ("base_s", "per_item_s", "per_byte_s", "per_vector_byte_s", "per_row_byte_s"):
-        assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=0.01), name
+        assert getattr(fitted, name) == pytest.approx(getattr(truth, name), rel=0.01), name
 
 
 def test_times_that_nothing_explains_are_refused() -> None:
@@ -298,12 +298,12 @@ def stats(**tables: TableAccess) -> tdsp.AccessStats:
 
 
 def test_tables_of_bags_and_sequences() -> None:
-    found = Workload.of_model(model(), batch_size=32)
-    item, word = found.table("t_item"), found.table("t_word")
+    fitted = Workload.of_model(model(), batch_size=32)
+    item, word = fitted.table("t_item"), fitted.table("t_word")
     assert (item.num_rows, item.dim, item.element_bytes) == (1_000, 8, 2)
     assert (item.num_features, item.ids_per_sample, item.is_sequence) == (2, 2.0, False)
     assert (word.num_features, word.ids_per_sample, word.is_sequence) == (1, 1.0, True)
-    assert found.num_without_access == 2
+    assert fitted.num_without_access == 2
 
 
 @pytest.mark.parametrize(
@@ -318,8 +318,8 @@ def test_tables_of_bags_and_sequences() -> None:
 def test_ids_per_sample_follow_pooling_factors(
     constraint: ParameterConstraints, ids: float
 ) -> None:
-    found = Workload.of_model(model(), batch_size=1, constraints={"t_item": constraint})
-    assert found.table("t_item").ids_per_sample == ids
+    fitted = Workload.of_model(model(), batch_size=1, constraints={"t_item": constraint})
+    assert fitted.table("t_item").ids_per_sample == ids
 
 
 @pytest.mark.parametrize(
@@ -364,9 +364,9 @@ def test_without_statistics_rows_are_used_alike(num_hot: int) -> None:
     """Against draws, which are made here."""
     generator = np.random.default_rng(0)
     draws = [set(generator.integers(0, 1_000, 700).tolist()) for _ in range(300)]
-    drawn = np.mean([len({row for row in one if row >= num_hot}) for one in draws])
-    found = work().expected_distinct(700, num_hot=num_hot)
-    assert found == pytest.approx(drawn, rel=0.01, abs=1e-9)
+    drawn = np.mean([len({row for row in entry if row >= num_hot}) for entry in draws])
+    fitted = work().expected_distinct(700, num_hot=num_hot)
+    assert fitted == pytest.approx(drawn, rel=0.01, abs=1e-9)
     assert work().hot_share(num_hot) == num_hot / 1_000
 
 

@@ -48,9 +48,9 @@ def test_nothing_costs_nothing() -> None:
     assert cost().total_s == 0.0
 
 
-def exchanged(one: StepCost) -> tuple[float, float]:
+def exchanged(first: StepCost) -> tuple[float, float]:
     """Forward and backward, with what the slowest rank adds to both."""
-    return one.forward_exchange_s, one.backward_exchange_s
+    return first.forward_exchange_s, first.backward_exchange_s
 
 
 @pytest.mark.parametrize(
@@ -65,33 +65,33 @@ def exchanged(one: StepCost) -> tuple[float, float]:
 def test_stock_types_send_what_they_send(
     kind: ShardingType, ranks: list[int], forward: float, backward: float
 ) -> None:
-    found = cost(table(kind, ranks))
-    assert exchanged(found) == pytest.approx((forward * LINK, backward * LINK))
+    predicted = cost(table(kind, ranks))
+    assert exchanged(predicted) == pytest.approx((forward * LINK, backward * LINK))
 
 
 def test_one_owner_is_imbalance() -> None:
     """The host of the owner sends twice what it would if all ranks owned a part."""
-    found = cost(TABLE_WISE)
-    assert exchanged(found) == pytest.approx((VECTORS * LINK, VECTORS * LINK))
+    predicted = cost(TABLE_WISE)
+    assert exchanged(predicted) == pytest.approx((VECTORS * LINK, VECTORS * LINK))
     ids = BATCH * (4 + 8)
-    assert found.input_exchange_s == pytest.approx(ids * LINK)
-    assert found.imbalance_s == pytest.approx((2 * VECTORS + ids) * LINK)
+    assert predicted.input_exchange_s == pytest.approx(ids * LINK)
+    assert predicted.imbalance_s == pytest.approx((2 * VECTORS + ids) * LINK)
 
 
 def test_data_parallel_tables_are_reduced_whole() -> None:
-    found = cost(table(ShardingType.DATA_PARALLEL, [0]))
-    assert found.dense_exchange_s == pytest.approx(1.5 * NUM_ROWS * DIM * 4 * LINK)
-    assert exchanged(found) == (0.0, 0.0)
-    assert found.input_exchange_s == 0.0
+    predicted = cost(table(ShardingType.DATA_PARALLEL, [0]))
+    assert predicted.dense_exchange_s == pytest.approx(1.5 * NUM_ROWS * DIM * 4 * LINK)
+    assert exchanged(predicted) == (0.0, 0.0)
+    assert predicted.input_exchange_s == 0.0
 
 
 def test_row_exchange_sends_each_distinct_row_once() -> None:
     distinct = NUM_ROWS * (1 - (1 - 1 / NUM_ROWS) ** BATCH)
-    found = cost(ROW)
+    predicted = cost(ROW)
     # Half of a rank's rows are on the other host, and a host has two ranks.
-    assert exchanged(found) == pytest.approx((distinct * DIM * 4 * LINK,) * 2)
-    assert found.input_exchange_s == pytest.approx(distinct * 4 * LINK)
-    assert found.imbalance_s == pytest.approx(0.0)
+    assert exchanged(predicted) == pytest.approx((distinct * DIM * 4 * LINK,) * 2)
+    assert predicted.input_exchange_s == pytest.approx(distinct * 4 * LINK)
+    assert predicted.imbalance_s == pytest.approx(0.0)
 
 
 def test_half_precision_halves_what_travels() -> None:
@@ -154,8 +154,8 @@ def test_rows_that_peers_exchange_are_those_of_a_groups_batch() -> None:
 def test_whole_shards_are_reduced_with_their_moments() -> None:
     group = table(ShardingType.ROW_WISE, [0, 1], exchange=tdsp.Exchange.ROW)
     whole = tdsp.WeightSync(rows=tdsp.SyncedRows.ALL, policy=tdsp.every(4))
-    found = cost(group, mesh=TWO, sync=whole)
-    assert found.sync_s == pytest.approx(NUM_ROWS * (DIM * 4 + 4) * LINK / 4)
+    predicted = cost(group, mesh=TWO, sync=whole)
+    assert predicted.sync_s == pytest.approx(NUM_ROWS * (DIM * 4 + 4) * LINK / 4)
     never = cost(group, mesh=TWO, sync=tdsp.WeightSync(policy=tdsp.never()))
     assert never.sync_s == 0.0
 
@@ -171,8 +171,8 @@ def test_work_on_bags_and_on_rows_is_counted_for_every_rank(kernel: str) -> None
     placed, other = (ROW, TABLE_WISE) if kernel.startswith("row") else (TABLE_WISE, ROW)
     calibration = only_the_link(**{kernel: each})
     part = "lookup_s" if kernel.endswith("lookup") else "update_s"
-    found = getattr(cost(placed, calibration=calibration), part)
-    assert found == pytest.approx(1e-3 + LOOKED_UP[kernel] * 1e-6)
+    predicted = getattr(cost(placed, calibration=calibration), part)
+    assert predicted == pytest.approx(1e-3 + LOOKED_UP[kernel] * 1e-6)
     assert getattr(cost(other, calibration=calibration), part) == 0.0
 
 
@@ -185,9 +185,9 @@ def test_rows_and_vectors_of_bags_are_counted_besides_ids(kind: ShardingType) ->
     assert rows < 4 * 4 * 20 * BATCH * DIM / 2
     for unit, in_all in (("per_row_byte_s", rows), ("per_vector_byte_s", 4 * VECTORS * len(ranks))):
         calibration = only_the_link(lookup=NOTHING.model_copy(update={unit: 1e-9}))
-        found = cost(table(kind, ranks, work=work), calibration=calibration)
+        predicted = cost(table(kind, ranks, work=work), calibration=calibration)
         # The busiest rank's, of which the mean is a part and imbalance the rest.
-        assert found.lookup_s == pytest.approx(in_all / 4 * 1e-9, rel=1e-3), unit
+        assert predicted.lookup_s == pytest.approx(in_all / 4 * 1e-9, rel=1e-3), unit
 
 
 def test_rows_are_found_pooled_and_added_where_the_samples_are() -> None:
@@ -256,8 +256,8 @@ def test_late_gradients_are_hidden_behind_the_step() -> None:
 
 def test_a_pipeline_hides_ids_behind_compute() -> None:
     dense = DenseWork(forward_s=1.0)
-    found = cost(ROW, dense=dense, is_pipelined=True)
-    assert found.hidden_s == pytest.approx(-found.input_exchange_s)
+    predicted = cost(ROW, dense=dense, is_pipelined=True)
+    assert predicted.hidden_s == pytest.approx(-predicted.input_exchange_s)
     # Nothing hides behind nothing.
     assert cost(ROW, is_pipelined=True).hidden_s == 0.0
 
@@ -267,9 +267,9 @@ def test_dense_gradients_hide_behind_the_backward_bucket_by_bucket(
     gradient_mib: int, hidden_share: float
 ) -> None:
     dense = DenseWork(backward_s=100.0, gradient_bytes=gradient_mib * 2.0**20)
-    found = cost(dense=dense)
-    assert found.dense_exchange_s == pytest.approx(1.5 * dense.gradient_bytes * LINK)
-    assert found.hidden_s == pytest.approx(-hidden_share * found.dense_exchange_s)
+    predicted = cost(dense=dense)
+    assert predicted.dense_exchange_s == pytest.approx(1.5 * dense.gradient_bytes * LINK)
+    assert predicted.hidden_s == pytest.approx(-hidden_share * predicted.dense_exchange_s)
 
 
 def test_data_parallel_tables_have_an_all_reduce_of_their_own() -> None:
@@ -304,15 +304,15 @@ def rows_beside(skew: float, num_batches: int) -> tuple[float, float]:
 def test_rows_that_others_leave_alone_hide_behind_the_dense_part() -> None:
     work = replace(ROW.work, access=counted())
     rows, dense = replace(ROW, work=work), DenseWork(forward_s=1.0)
-    found = cost(rows, dense=dense, prefetches_rows=True)
+    predicted = cost(rows, dense=dense, prefetches_rows=True)
     distinct, early = rows_beside(1.0, num_batches=2)
     _, lagging = rows_beside(1.0, num_batches=1)
     visible = cost(rows, dense=dense)
     moved_s = visible.forward_exchange_s + visible.backward_exchange_s + visible.imbalance_s
     expected = (early + lagging) / distinct * moved_s / 2
     assert visible.hidden_s == 0.0
-    assert found.hidden_s == pytest.approx(-expected, rel=0.05)
-    assert replace(found, hidden_s=0.0) == visible
+    assert predicted.hidden_s == pytest.approx(-expected, rel=0.05)
+    assert replace(predicted, hidden_s=0.0) == visible
     # On a GPU rows are updated all at once.
     link = only_the_link()
     gpus = link.model_copy(update={"hardware": link.hardware.model_copy(update={"device": "cuda"})})
@@ -354,8 +354,8 @@ def traffic_of(messages: Messages, local_world_size: int) -> Traffic:
     return Traffic(max(local.values(), default=0.0), max(link.values(), default=0.0))
 
 
-def close(one: Traffic, other: Traffic) -> bool:
-    return tuple(one) == pytest.approx(tuple(other), rel=1e-9, abs=1e-6)
+def close(first: Traffic, other: Traffic) -> bool:
+    return tuple(first) == pytest.approx(tuple(other), rel=1e-9, abs=1e-6)
 
 
 @given(SIZES, SIZES, SIZES, LAYOUTS, st.data())
@@ -391,8 +391,8 @@ def test_places_move_what_their_messages_do(
         for other in range(num_hosts)
         if other != rank // local
     ]
-    found = places_to_all(Span.of_world(world, local), to_each)
-    assert close(found, traffic_of(messages, local))
+    predicted = places_to_all(Span.of_world(world, local), to_each)
+    assert close(predicted, traffic_of(messages, local))
 
 
 @given(SIZES, SIZES, SIZES, BYTES)

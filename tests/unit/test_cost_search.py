@@ -49,10 +49,10 @@ pytestmark = pytest.mark.dealt_file
 )
 def test_nothing_is_much_better_than_what_is_found(link: str, mesh: tdsp.Mesh2D) -> None:
     candidates, setting = problem(link, mesh)
-    (found,) = search(candidates, [setting], ENOUGH).placements
+    (placed,) = search(candidates, [setting], ENOUGH).placements
     best = best_of_all(candidates, setting)
-    assert best <= found.rated_s * (1 + 1e-9)
-    assert found.rated_s <= 1.06 * best
+    assert best <= placed.rated_s * (1 + 1e-9)
+    assert placed.rated_s <= 1.06 * best
 
 
 @pytest.mark.parametrize("sync", [tdsp.GradientSync(), tdsp.WeightSync(policy=tdsp.every(4))])
@@ -71,9 +71,9 @@ def test_what_is_found_costs_what_its_plan_costs(sync: "tdsp.GradientSync") -> N
 
 def types_of(plan: tdsp.Plan2D) -> dict[str, tuple[str, str]]:
     return {
-        name: (one.sharding_type, one.exchange.value)
+        name: (entry.sharding_type, entry.exchange.value)
         for _, module in plan.modules()
-        for name, one in module.tables()
+        for name, entry in module.tables()
     }
 
 
@@ -97,14 +97,14 @@ def test_a_small_gain_is_no_reason_for_another_type() -> None:
     rows = (10,) * 6 + (200_000,)
     given = {"link": "200mbit", "batch_size": 128, "access": skewed(rows)}
 
-    def found(constraints: dict[str, ParameterConstraints]) -> MeshPlacement:
+    def placed(constraints: dict[str, ParameterConstraints]) -> MeshPlacement:
         by_cost = planner(constraints=constraints, mesh=tdsp.Mesh2D(1, 4), **given)
         return by_cost.search(tables(rows), SHARDERS).placements[0]
 
-    free = found(either(_COPIED, _TABLE_WISE, num_tables=7))
+    free = placed(either(_COPIED, _TABLE_WISE, num_tables=7))
     assert {choice.kind for choice in free.placement.choices} == {ShardingType.TABLE_WISE}
     copies = either(_COPIED, num_tables=7)
-    mixed = found(copies | dict.fromkeys(("t0", "t6"), either(_TABLE_WISE, num_tables=1)["t0"]))
+    mixed = placed(copies | dict.fromkeys(("t0", "t6"), either(_TABLE_WISE, num_tables=1)["t0"]))
     assert mixed.cost.total_s < free.cost.total_s < 1.05 * mixed.cost.total_s
 
 
@@ -124,8 +124,8 @@ def test_the_mesh_is_what_the_network_makes_of_it() -> None:
     """Copies need no forward exchange; where memory is short, there are none."""
     model = tables((200_000,) * 4)
     roomy = planner(link="no_limit").search(model, SHARDERS).placements
-    assert len({one.setting.mesh for one in roomy}) == len(roomy) > 1
-    assert [one.cost.total_s for one in roomy] == sorted(one.cost.total_s for one in roomy)
+    assert len({entry.setting.mesh for entry in roomy}) == len(roomy) > 1
+    assert [entry.cost.total_s for entry in roomy] == sorted(entry.cost.total_s for entry in roomy)
     whole_bytes = 4 * 200_000 * (32 * 4 + 4)
     tight = plan_of(model, topology=world(4, 2, ddr_cap=0.3 * whole_bytes))
     assert tight.mesh == tdsp.Mesh2D(1, 4)
@@ -151,9 +151,9 @@ def test_constraints_win(
     plan = plan_of(
         tables((64, 64)), constraints={"t0": constraint}, mesh=tdsp.Mesh2D(1, 4), access=None
     )
-    found = types_of(plan)
-    assert found["t0"][0] == expected[0]
-    assert expected[1] is None or found["t0"][1] == expected[1]
+    placed = types_of(plan)
+    assert placed["t0"][0] == expected[0]
+    assert expected[1] is None or placed["t0"][1] == expected[1]
 
 
 def test_hot_rows_that_are_asked_for_are_the_hottest() -> None:
@@ -171,7 +171,7 @@ def test_hot_rows_that_are_asked_for_are_the_hottest() -> None:
 def test_columns_are_split_only_where_that_is_asked_for() -> None:
     """Each part of a row would have a moment of its own, and train otherwise."""
     candidates, _ = problem("1gbit", tdsp.Mesh2D(1, 4))
-    kinds = {choice.kind for one in candidates for choice in one.choices}
+    kinds = {choice.kind for entry in candidates for choice in entry.choices}
     assert ShardingType.COLUMN_WISE not in kinds
     assert ShardingType.DATA_PARALLEL in kinds
 
@@ -185,22 +185,22 @@ def test_sequences_are_neither_copied_nor_without_empty_bags() -> None:
     )
     sharder = tdsp.EmbeddingCollectionSharder2D(tdsp.MomentScaledRowWiseAdaGrad(lr=0.1))
     workload = Workload.of_model(model, batch_size=64)
-    (one,) = candidates_of(model, [sharder], None, workload, "cpu")  # type: ignore[list-item]
-    assert {choice.exchange.value for choice in one.choices} == {"pooled", "row", "row_per_host"}
-    assert ShardingType.DATA_PARALLEL not in {choice.kind for choice in one.choices}
+    (entry,) = candidates_of(model, [sharder], None, workload, "cpu")  # type: ignore[list-item]
+    assert {choice.exchange.value for choice in entry.choices} == {"pooled", "row", "row_per_host"}
+    assert ShardingType.DATA_PARALLEL not in {choice.kind for choice in entry.choices}
 
 
 def test_groups_with_uneven_parts_on_hosts_have_no_tables_of_one_host() -> None:
     """Six ranks in a row on hosts of four: four on one host and two on the other."""
     rows = (30_000, 20_000)
     asked = {"t0": ParameterConstraints(sharding_types=["table_row_wise"])}
-    found = planner(topology=world(12, 4), constraints=asked).search(
+    placed = planner(topology=world(12, 4), constraints=asked).search(
         tables(rows),
         SHARDERS,
     )
     uneven = tdsp.Mesh2D(2, 6, tdsp.RankLayout.CONTIGUOUS)
-    assert uneven not in {one.mesh for one in found.tried}
-    assert tdsp.Mesh2D(1, 12) in {one.mesh for one in found.tried}
+    assert uneven not in {entry.mesh for entry in placed.tried}
+    assert tdsp.Mesh2D(1, 12) in {entry.mesh for entry in placed.tried}
     # Twenty ranks on hosts of eight aren't even as many on each of three.
     for mesh, local_world_size in ((uneven, 4), (tdsp.Mesh2D(2, 20, uneven.layout), 8)):
         free = planner(topology=world(mesh.world_size, local_world_size), mesh=mesh)
@@ -267,7 +267,9 @@ def test_other_machines_than_the_calibrated_ones_are_named(
 ) -> None:
     model = tables((100,))
     planner(topology=world(4, 2)).plan(model, SHARDERS)
-    assert not [one for one in caplog.records if one.levelname == "WARNING" and "cali" in one.msg]
+    assert not [
+        entry for entry in caplog.records if entry.levelname == "WARNING" and "cali" in entry.msg
+    ]
     planner(topology=world(4, 4)).plan(model, SHARDERS)
     assert (
         "calibration two_hosts_1gbit is of other machines than those that are planned for: hosts "
@@ -300,12 +302,12 @@ def test_memory_that_doesnt_suffice_is_given_where_it_saves_most(share: float) -
     setting = CostSetting(calibration(), workload, tdsp.Mesh2D(1, 4), tdsp.GradientSync(), 2)
     (roomy,) = search(candidates, [setting], ENOUGH).placements
     room = share * float(roomy.bytes_by_rank.max())
-    found = search(candidates, [setting], room).placements
+    placed = search(candidates, [setting], room).placements
     best = best_of_all(candidates, setting, room)
-    assert bool(found) == bool(np.isfinite(best))
-    for one in found:
-        assert one.bytes_by_rank.max() <= room
-        assert roomy.rated_s <= one.rated_s <= 1.06 * best
+    assert bool(placed) == bool(np.isfinite(best))
+    for entry in placed:
+        assert entry.bytes_by_rank.max() <= room
+        assert roomy.rated_s <= entry.rated_s <= 1.06 * best
 
 
 @pytest.mark.parametrize("room", [8e6, 15e6, 24e6])
@@ -317,18 +319,20 @@ def test_those_tables_get_memory_that_save_most_by_it(room: float) -> None:
     constraints = {f"t{number}": asked for number in range(5)}
     split = candidates_of(tables(rows), SHARDERS, constraints, workload, "cpu")
     copied = Choice(ShardingType.DATA_PARALLEL)
-    both = [replace(one, choices=[copied, *one.choices]) for one in split]
+    both = [replace(entry, choices=[copied, *entry.choices]) for entry in split]
     setting = CostSetting(calibration(), workload, tdsp.Mesh2D(1, 4), tdsp.GradientSync(), 2)
     # Copies of small tables take most, so that what saves most isn't what is largest.
     num_bytes = np.array([[9e6, 1e6], [7e6, 1e6], [5e6, 1e6], [3e6, 1e6], [8e6, 1e6]])
     space = replace(Space.of(both, setting), bytes_of_rank=num_bytes, bytes_of_shard=num_bytes)
-    every = [np.array(one) for one in itertools.product(range(2), repeat=5)]
-    best = min(Selected.of(space, one).cost.total_s for one in every if space.bytes_of(one) <= room)
+    every = [np.array(entry) for entry in itertools.product(range(2), repeat=5)]
+    best = min(
+        Selected.of(space, entry).cost.total_s for entry in every if space.bytes_of(entry) <= room
+    )
     smallest = Selected.of(space, np.ones(5, dtype=np.int64)).cost.total_s
-    found = selections(space, room)[0]
-    assert space.bytes_of(found.selection) <= room
+    placed = selections(space, room)[0]
+    assert space.bytes_of(placed.selection) <= room
     assert best < 0.95 * smallest
-    assert best <= found.cost.total_s <= best + (smallest - best) / 2
+    assert best <= placed.cost.total_s <= best + (smallest - best) / 2
 
 
 def test_what_hardly_fits_is_split() -> None:
@@ -336,13 +340,13 @@ def test_what_hardly_fits_is_split() -> None:
     model = tables((30_000,) * 3)
     whole_bytes = 3 * 30_000 * (32 * 4 + 4)
     tight = planner(topology=world(4, 2, ddr_cap=int(0.29 * whole_bytes)), batch_size=16)
-    found = tight.search(model, SHARDERS)
-    kinds = {choice.kind for choice in found.placements[0].placement.choices}
+    placed = tight.search(model, SHARDERS)
+    kinds = {choice.kind for choice in placed.placements[0].placement.choices}
     assert kinds == {ShardingType.ROW_WISE}
 
 
-def bytes_of(found: MeshPlacement) -> float:
-    return float(found.bytes_by_rank.max())
+def bytes_of(placed: MeshPlacement) -> float:
+    return float(placed.bytes_by_rank.max())
 
 
 @pytest.mark.parametrize("share", [2.0, 0.6, 0.45, 0.34])
@@ -355,10 +359,10 @@ def test_no_rank_keeps_more_than_it_has_room_for(share: float) -> None:
         for mesh in meshes_of(4, 2, 4)
     ]
     room = share * sum(rows) * (32 * 4 + 4)
-    found = search(candidates, settings, room).placements
-    assert found
-    assert max(bytes_of(one) for one in found) <= room
-    sizes = {one.setting.mesh.group_size for one in found}
+    placed = search(candidates, settings, room).placements
+    assert placed
+    assert max(bytes_of(entry) for entry in placed) <= room
+    sizes = {entry.setting.mesh.group_size for entry in placed}
     assert min(sizes) >= 1 / share
 
 
@@ -387,17 +391,17 @@ def test_buffers_of_one_rank_are_counted_where_they_are() -> None:
     constraints = {f"t{number}": asked for number in range(len(rows))}
     mesh = tdsp.Mesh2D(1, 4)
 
-    def found(room: float) -> list[MeshPlacement]:
+    def placed(room: float) -> list[MeshPlacement]:
         workload = Workload.of_model(tables(rows), batch_size=512)
         candidates = candidates_of(tables(rows), SHARDERS, constraints, workload, "cpu")
         setting = CostSetting(calibration("no_limit"), workload, mesh, tdsp.GradientSync(), 2)
         return list(search(candidates, [setting], room).placements)
 
-    (roomy,) = found(ENOUGH)
+    (roomy,) = placed(ENOUGH)
     needed = bytes_of(roomy)
-    assert found(needed)
+    assert placed(needed)
     for share in (1.0, 0.95, 0.9, 0.85, 0.8):
-        assert all(bytes_of(one) <= share * needed for one in found(share * needed))
+        assert all(bytes_of(entry) <= share * needed for entry in placed(share * needed))
 
 
 def test_where_shards_cannot_be_dealt_tables_are_chosen_for_less_memory() -> None:
@@ -411,9 +415,9 @@ def test_where_shards_cannot_be_dealt_tables_are_chosen_for_less_memory() -> Non
     least = smallest(space)
     room = 1.7 * space.bytes_of(least.selection)
     effort = Effort(meshes=1, selections=1, tries=0)
-    found = list(placements(space, selections(space, room), room, effort))
-    assert all(descent.bytes_by_rank(one).max() <= room for one, descent in found)
-    assert min(descent.rated_s(one) for one, descent in found) < 0.8 * least.rated_s
+    placed = list(placements(space, selections(space, room), room, effort))
+    assert all(descent.bytes_by_rank(entry).max() <= room for entry, descent in placed)
+    assert min(descent.rated_s(entry) for entry, descent in placed) < 0.8 * least.rated_s
 
 
 def random_tables(num_tables: int) -> EmbeddingBagCollection:

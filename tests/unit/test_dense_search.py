@@ -73,17 +73,17 @@ def test_shards_gather_weights_twice(num_copies: int, gathered: float, summed: f
 def test_a_copy_of_split_layers_in_each_host_sends_gradients_alone() -> None:
     """Of eight ranks on two hosts, each keeps a quarter of a copy, or an eighth of a single one."""
     model = DenseCostModel(only_the_link(), local_world_size=4)
-    one, two, four = (
+    first, two, four = (
         plan(DenseKind.TENSOR_PARALLEL, world=8, tp=2, num_copies=num) for num in (1, 2, 4)
     )
     # Both ways of an all-reduce of a quarter, by the four ranks of a host.
     cost = model.step_cost(WORK, two, BATCH)
     assert cost.gather_s == 0.0
     assert cost.gradients_s == pytest.approx(WEIGHTS * LINK)
-    assert model.step_cost(WORK, one, BATCH).gather_s > 0.0
+    assert model.step_cost(WORK, first, BATCH).gather_s > 0.0
     assert model.step_cost(WORK, four, BATCH).gather_s == 0.0
     kept = 2 * BATCH * 8 * BLOCK.kept_bytes / 2
-    for way, share in ((one, 8), (two, 4)):
+    for way, share in ((first, 8), (two, 4)):
         memory = 4 * WEIGHTS / share + BLOCK.parameter_bytes + kept
         assert model.memory_bytes(WORK, way, BATCH) == memory
     assert model.memory_bytes(WORK, four, BATCH) == 4 * WEIGHTS / 2 + kept

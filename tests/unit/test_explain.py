@@ -39,11 +39,11 @@ def test_a_report_has_every_table_and_fits_the_page() -> None:
     found = explained()
     text = str(found)
     assert max(len(line) for line in text.splitlines()) <= 100
-    assert {one.name for one in found.tables} == {f"t{number}" for number in range(len(ROWS))}
-    for one in found.tables:
-        (line,) = [line for line in text.splitlines() if line.split()[:1] == [one.name]]
-        assert f"{one.num_rows:,}" in line
-        assert one.choice.kind.value.replace("_", " ") in line
+    assert {entry.name for entry in found.tables} == {f"t{number}" for number in range(len(ROWS))}
+    for entry in found.tables:
+        (line,) = [line for line in text.splitlines() if line.split()[:1] == [entry.name]]
+        assert f"{entry.num_rows:,}" in line
+        assert entry.choice.kind.value.replace("_", " ") in line
     starts = [line.strip().split("  ")[0] for line in text.splitlines()]
     for name, seconds in found.cost.parts():
         assert (name.replace("_", " ") in starts) == bool(seconds)
@@ -59,10 +59,10 @@ def test_memory_is_that_of_the_fullest_rank() -> None:
 
 
 def test_nothing_else_would_be_better_for_a_single_table() -> None:
-    for one in explained().tables:
-        assert one.runner_up is not None
-        assert one.runner_up.family != one.choice.family
-        assert one.lost_by_s >= -1e-6 * one.seconds
+    for entry in explained().tables:
+        assert entry.runner_up is not None
+        assert entry.runner_up.family != entry.choice.family
+        assert entry.lost_by_s >= -1e-6 * entry.seconds
 
 
 def test_tables_nobody_counted_are_said() -> None:
@@ -132,12 +132,14 @@ def test_sent_bytes_are_those_of_a_rank(choice: Choice, expected: float) -> None
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12))
 def test_the_front_is_what_nothing_beats(points: list[tuple[int, int]]) -> None:
     tried = [Tried(MESH, float(seconds), float(num_bytes)) for seconds, num_bytes in points]
-    front = {(one.seconds, one.bytes_of_rank) for one in pareto_front(tried)}
-    every = {(one.seconds, one.bytes_of_rank) for one in tried}
+    front = {(entry.seconds, entry.bytes_of_rank) for entry in pareto_front(tried)}
+    every = {(entry.seconds, entry.bytes_of_rank) for entry in tried}
     assert front == {
-        one
-        for one in every
-        if not any(other != one and other[0] <= one[0] and other[1] <= one[1] for other in every)
+        entry
+        for entry in every
+        if not any(
+            other != entry and other[0] <= entry[0] and other[1] <= entry[1] for other in every
+        )
     }
 
 
@@ -192,7 +194,7 @@ def test_what_else_was_found_is_told_apart() -> None:
     labels = [row[0] for row in made.other_rows().rows if not row[0].endswith("placed")]
     assert len(labels) == len(made.front)
     assert all(re.search(r"\), \d+ (data-parallel|row-wise|table-wise)", label) for label in labels)
-    bare = replace(made, front=[replace(one, ways="") for one in made.front])
+    bare = replace(made, front=[replace(entry, ways="") for entry in made.front])
     assert bare.other_rows().rows[-1][0].endswith("dealt evenly")
 
 
@@ -232,7 +234,7 @@ def test_a_page_plots_the_numbers_of_the_report() -> None:
     assert list(added.base)[1:] == pytest.approx(list(itertools.accumulate(added.x))[:-1])
     assert added.base[-1] + added.x[-1] == pytest.approx(total)
     plotted = {name: value for bar in bars.data for name, value in zip(bar.y, bar.x, strict=True)}
-    assert plotted == {one.name: pytest.approx(1e3 * one.seconds) for one in made.tables}
+    assert plotted == {entry.name: pytest.approx(1e3 * entry.seconds) for entry in made.tables}
     assert list(busy.data[0].y) == pytest.approx((1e3 * made.busy_by_rank).tolist())
     assert list(full.data[0].y) == pytest.approx((made.bytes_by_rank / 1e9).tolist())
     assert front.data[1].y == (pytest.approx(total),)

@@ -51,13 +51,13 @@ def problem(
     return candidates, CostSetting(calibration(), workload, TWO_GROUPS, tdsp.GradientSync(), 2)
 
 
-def names_once(found: MeshPlacement) -> set[str]:
-    return set() if found.once is None else {one.name for one in found.once.candidates}
+def names_once(outcome: MeshPlacement) -> set[str]:
+    return set() if outcome.once is None else {entry.name for entry in outcome.once.candidates}
 
 
 def demand(*names: str, num_groups: Any = 1, **more: Any) -> dict[str, ParameterConstraints]:
-    one = tdsp.ParameterConstraints2D(num_groups=num_groups, **more)
-    return dict.fromkeys(names, one)
+    entry = tdsp.ParameterConstraints2D(num_groups=num_groups, **more)
+    return dict.fromkeys(names, entry)
 
 
 def test_no_set_of_tables_is_much_better_than_what_is_found() -> None:
@@ -68,14 +68,14 @@ def test_no_set_of_tables_is_much_better_than_what_is_found() -> None:
     }
     best = np.inf
     for size in range(len(ROWS)):
-        for some in itertools.combinations(range(len(ROWS)), size):
-            rest = (f"t{number}" for number in range(len(ROWS)) if number not in some)
+        for subset in itertools.combinations(range(len(ROWS)), size):
+            rest = (f"t{number}" for number in range(len(ROWS)) if number not in subset)
             asked = demand(*rest, num_groups=2, **some_types)
-            asked |= demand(*(f"t{number}" for number in some), **some_types)
+            asked |= demand(*(f"t{number}" for number in subset), **some_types)
             candidates, setting = problem(constraints=asked)
-            (found, *_) = search_copies(candidates, [setting], ENOUGH).placements
-            assert names_once(found) == {f"t{number}" for number in some}
-            best = min(best, found.rated_s)
+            (outcome, *_) = search_copies(candidates, [setting], ENOUGH).placements
+            assert names_once(outcome) == {f"t{number}" for number in subset}
+            best = min(best, outcome.rated_s)
     free = tdsp.ParameterConstraints2D(**some_types)
     candidates, setting = problem(constraints=dict.fromkeys(("t0", "t1", "t2"), free))
     assert search_copies(candidates, [setting], ENOUGH).placements[0].rated_s <= 1.02 * best
@@ -99,47 +99,49 @@ def test_huge_tables_have_one_copy_where_groups_have_no_room_for_them() -> None:
         for mesh in meshes_of(64, 8, 64)
     ]
     alike = search(candidates, settings, 20e9).placements[0]
-    (found, *_) = search_copies(candidates, settings, 20e9).placements
+    (outcome, *_) = search_copies(candidates, settings, 20e9).placements
     assert alike.setting.mesh.num_groups == 1
-    assert found.setting.mesh.num_groups > 1
-    assert names_once(found) == {"t24", "t25"}
-    assert found.rated_s < 0.95 * alike.rated_s
+    assert outcome.setting.mesh.num_groups > 1
+    assert names_once(outcome) == {"t24", "t25"}
+    assert outcome.rated_s < 0.95 * alike.rated_s
 
 
 def too_little(candidates: list[Candidate], setting: CostSetting) -> float:
     """Not much less memory than a group needs for all tables."""
     (roomy,) = search(candidates, [setting], ENOUGH).placements
     rooms = (share * float(roomy.bytes_by_rank.max()) for share in (0.8, 0.7, 0.6, 0.5))
-    return next(one for one in rooms if not search(candidates, [setting], one).placements)
+    return next(entry for entry in rooms if not search(candidates, [setting], entry).placements)
 
 
 def test_what_fits_no_group_fits_the_world() -> None:
     candidates, setting = problem()
     room = too_little(candidates, setting)
-    (found, *_) = search_copies(candidates, [setting], room).placements
-    assert names_once(found)
-    assert found.bytes_by_rank.max() <= room
+    (outcome, *_) = search_copies(candidates, [setting], room).placements
+    assert names_once(outcome)
+    assert outcome.bytes_by_rank.max() <= room
 
 
 def test_what_is_found_costs_what_its_plan_costs() -> None:
     candidates, setting = problem(demand("t2"))
-    (found, *_) = search_copies(candidates, [setting], ENOUGH).placements
-    plan = found.plan("cpu")
+    (outcome, *_) = search_copies(candidates, [setting], ENOUGH).placements
+    plan = outcome.plan("cpu")
     cost = CostModel(setting.calibration, 2).step_cost(plan, setting.workload)
-    assert cost.as_dict() == pytest.approx(found.cost.as_dict(), rel=1e-6, abs=1e-9)
+    assert cost.as_dict() == pytest.approx(outcome.cost.as_dict(), rel=1e-6, abs=1e-9)
     kept = CostModel(setting.calibration, 2).memory_cost(plan, setting.workload)
-    assert kept.total_bytes == pytest.approx(float(found.bytes_by_rank.max()))
+    assert kept.total_bytes == pytest.approx(float(outcome.bytes_by_rank.max()))
     once = {
-        name for _, part in plan.modules() for name, one in part.tables() if one.num_groups == 1
+        name for _, part in plan.modules() for name, entry in part.tables() if entry.num_groups == 1
     }
-    assert once == names_once(found)
+    assert once == names_once(outcome)
 
 
 def test_demands_are_met_or_refused_by_name() -> None:
     model = tables(ROWS)
     asked = demand("t0") | demand("t1", num_groups=2)
     plan = plan_of(model, mesh=TWO_GROUPS, constraints=asked | demand("t2", num_groups=2))
-    assert {name: one.num_groups for _, part in plan.modules() for name, one in part.tables()} == {
+    assert {
+        name: entry.num_groups for _, part in plan.modules() for name, entry in part.tables()
+    } == {
         "t0": 1,
         "t1": None,
         "t2": None,
@@ -190,7 +192,7 @@ def test_torchrecs_search_takes_no_demands_that_it_cannot_fulfil(demands: dict[s
 
 def test_in_one_group_every_table_has_one_copy() -> None:
     plan = plan_of(tables(ROWS), mesh=tdsp.Mesh2D(1, 4), constraints=demand("t2"))
-    assert all(one.num_groups is None for _, part in plan.modules() for _, one in part.tables())
+    assert all(entry.num_groups is None for _, part in plan.modules() for _, entry in part.tables())
 
 
 def test_proposals_have_no_copies_of_their_own() -> None:
@@ -252,12 +254,12 @@ def test_large_tables_of_few_ranks_are_spread_together(dense_s: float) -> None:
     """Replica peers average whole shards, for which all wait that have less: three of four ranks
     that have a table each, or three of four tables, change nothing. Whatever the dense part."""
     space = space_of((300_000,) * 3 + (50,), tdsp.WeightSync(rows=tdsp.SyncedRows.ALL), dense_s)
-    (found,) = search(space.candidates, [space.setting], ENOUGH).placements
-    assert {one.kind for one in found.placement.choices[:3]} == {ShardingType.ROW_WISE}
+    (outcome,) = search(space.candidates, [space.setting], ENOUGH).placements
+    assert {entry.kind for entry in outcome.placement.choices[:3]} == {ShardingType.ROW_WISE}
 
     descent = Descent(space, space.first_prices, ENOUGH)
     whole, in_rows = (
-        next(one for one in space.choices[0] if one.kind is kind)
+        next(entry for entry in space.choices[0] if entry.kind is kind)
         for kind in (ShardingType.TABLE_WISE, ShardingType.ROW_WISE)
     )
     start = Placement((whole,) * 4, ((0,), (1,), (2,), (3,)))
@@ -265,7 +267,7 @@ def test_large_tables_of_few_ranks_are_spread_together(dense_s: float) -> None:
         assert descent.rated_s(start.replaced(table, in_rows)) > descent.rated_s(start)
     better, _ = descent.improved(start, max_tries=100)
     assert descent.rated_s(better) <= descent.rated_s(start) * 0.9 + 0.1 * dense_s
-    assert found.rated_s <= descent.rated_s(better) * (1 + 1e-6)
+    assert outcome.rated_s <= descent.rated_s(better) * (1 + 1e-6)
 
 
 def test_a_long_dense_part_is_no_reason_for_one_type() -> None:
@@ -274,15 +276,15 @@ def test_a_long_dense_part_is_no_reason_for_one_type() -> None:
     some_types = ParameterConstraints(sharding_types=["table_wise", "data_parallel"])
     constraints = {f"t{number}": some_types for number in range(len(rows))}
     workload = Workload.of_model(tables(rows), batch_size=512)
-    found = []
+    outcome = []
     for dense_s in (0.0, 100.0):
         given = replace(workload, dense=DenseWork(forward_s=dense_s, backward_s=0.0))
         candidates = candidates_of(tables(rows), SHARDERS, constraints, given, "cpu")
         mesh, sync = tdsp.Mesh2D(1, 4), tdsp.GradientSync()
         setting = CostSetting(calibration("200mbit"), given, mesh, sync, 2)
-        found.append(search(candidates, [setting], ENOUGH).placements[0].placement)
-    without, beside = found
-    assert {one.kind for one in without.choices} == {
+        outcome.append(search(candidates, [setting], ENOUGH).placements[0].placement)
+    without, beside = outcome
+    assert {entry.kind for entry in without.choices} == {
         ShardingType.TABLE_WISE,
         ShardingType.DATA_PARALLEL,
     }
@@ -291,7 +293,7 @@ def test_a_long_dense_part_is_no_reason_for_one_type() -> None:
 
 def test_no_more_is_tried_than_may_be() -> None:
     space = space_of((300_000,) * 3, tdsp.WeightSync(rows=tdsp.SyncedRows.ALL))
-    whole = next(one for one in space.choices[0] if one.is_free)
+    whole = next(entry for entry in space.choices[0] if entry.is_free)
     start = Placement((whole,) * 3, ((0,), (1,), (2,)))
     descent = Descent(space, space.first_prices, ENOUGH)
     assert descent.improved(start, max_tries=0) == (start, 0)
@@ -310,9 +312,9 @@ def best_of_all(runs: Runs, room: float) -> float:
     """What the best numbers of rows save that fit."""
     every = itertools.product(*(range(int(count) + 1) for count in runs.num_rows))
     return max(
-        float(runs.benefits @ np.array(some))
-        for some in every
-        if runs.num_bytes @ np.array(some) <= room
+        float(runs.benefits @ np.array(subset))
+        for subset in every
+        if runs.num_bytes @ np.array(subset) <= room
     )
 
 
@@ -323,18 +325,18 @@ RUNS = st.lists(
 
 @given(RUNS, st.integers(0, 30))
 def test_greed_misses_less_than_one_row(runs: list[tuple[int, int, int]], room: int) -> None:
-    some = runs_of(runs)
-    taken = rows_by_byte(some, room)
-    assert some.num_bytes @ taken <= room
-    assert (taken <= some.num_rows).all()
-    best = best_of_all(some, room)
-    assert best - max(some.benefits.max(), 0) <= some.benefits @ taken <= best
+    subset = runs_of(runs)
+    taken = rows_by_byte(subset, room)
+    assert subset.num_bytes @ taken <= room
+    assert (taken <= subset.num_rows).all()
+    best = best_of_all(subset, room)
+    assert best - max(subset.benefits.max(), 0) <= subset.benefits @ taken <= best
 
 
 @given(RUNS, st.integers(0, 12))
 def test_among_rows_of_one_size_greed_is_best(runs: list[tuple[int, int, int]], room: int) -> None:
-    some = replace(runs_of(runs), num_bytes=np.full(len(runs), 2.0))
-    assert some.benefits @ rows_by_byte(some, room) == best_of_all(some, room)
+    subset = replace(runs_of(runs), num_bytes=np.full(len(runs), 2.0))
+    assert subset.benefits @ rows_by_byte(subset, room) == best_of_all(subset, room)
 
 
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=8))
@@ -365,23 +367,23 @@ def searched(
     setting = CostSetting(
         calibration or slow_fetch(), workload, tdsp.Mesh2D(1, 4), tdsp.GradientSync(), 2
     )
-    (found,) = search(candidates, [setting], room).placements
-    return found
+    (outcome,) = search(candidates, [setting], room).placements
+    return outcome
 
 
-def num_hot(found: MeshPlacement) -> int:
-    return found.placement.choices[0].num_hot
+def num_hot(outcome: MeshPlacement) -> int:
+    return outcome.placement.choices[0].num_hot
 
 
 def test_the_number_of_hot_rows_is_near_the_best_one() -> None:
-    found = searched()
+    outcome = searched()
     scanned = {
         count: searched(hot_rows=count).cost.total_s
         for count in (0, 8, 32, 128, 512, 2_048, 8_192, 20_000)
     }
-    assert num_hot(found) > 0
-    assert found.cost.total_s < 0.85 * scanned[0]
-    assert found.cost.total_s <= 1.02 * min(scanned.values())
+    assert num_hot(outcome) > 0
+    assert outcome.cost.total_s < 0.85 * scanned[0]
+    assert outcome.cost.total_s <= 1.02 * min(scanned.values())
 
 
 def test_hot_rows_fit_beside_the_rest() -> None:

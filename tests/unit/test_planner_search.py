@@ -86,8 +86,8 @@ def test_the_stock_planner_chooses_among_2d_types() -> None:
     assert type(plan) is ShardingPlan
     assert set(types_of(plan)) == {"t0", "t1"}
     assert set(types_of(plan).values()) <= SEARCHED
-    made = tdsp.Plan2D.from_stock(plan, MESH, tdsp.GradientSync())
-    assert made == planner_for(MESH).plan(bags(), SHARDERS)
+    plan_2d = tdsp.Plan2D.from_stock(plan, MESH, tdsp.GradientSync())
+    assert plan_2d == planner_for(MESH).plan(bags(), SHARDERS)
 
 
 @pytest.mark.parametrize("type_2d", ALL_2D)
@@ -95,8 +95,8 @@ def test_the_stock_planner_plans_every_2d_type(type_2d: str) -> None:
     plan = stock_planner(constrained(type_2d)).plan(bags(), SHARDERS)
 
     assert set(types_of(plan).values()) == {searched_type(type_2d)}
-    made = tdsp.Plan2D.from_stock(plan, MESH, tdsp.GradientSync())
-    assert set(types_of(made).values()) == {type_2d}
+    plan_2d = tdsp.Plan2D.from_stock(plan, MESH, tdsp.GradientSync())
+    assert set(types_of(plan_2d).values()) == {type_2d}
 
 
 def test_the_stock_partitioner_alone_knows_no_2d_host_types() -> None:
@@ -317,7 +317,7 @@ def test_row_shards_share_the_touched_rows(
         for rows in cuts
     ]
 
-    assert all(found <= rows for found, rows in zip(touched, cuts, strict=True))
+    assert all(extra <= rows for extra, rows in zip(touched, cuts, strict=True))
     whole = expected_touched_rows(
         shard_rows=table_rows,
         table_rows=table_rows,
@@ -459,14 +459,14 @@ def test_sequence_tables_have_a_cost_too() -> None:
 
     config = EmbeddingConfig(name="t0", num_embeddings=40, embedding_dim=64, feature_names=["f0"])
     model = EmbeddingCollection(tables=[config], device=torch.device("meta"))
-    found = sync_ms(
+    extra = sync_ms(
         "table_wise",
         sync=tdsp.GradientSync(),
         model=model,
         sharder=AnySequenceSharder(),  # pyright: ignore[reportArgumentType]
     )
 
-    assert found == pytest.approx([16 * (64 * 4 + 4) * 3 / INTER])
+    assert extra == pytest.approx([16 * (64 * 4 + 4) * 3 / INTER])
 
 
 def test_replica_peers_in_one_host_sync_faster() -> None:

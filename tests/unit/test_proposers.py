@@ -123,7 +123,7 @@ def test_a_rating_is_what_the_cost_model_says(kind: str) -> None:
     rating = made._perf_model.rate(made._best_plan)
     assert rating == pytest.approx(1e3 * cost_of(plan, "200mbit", rows=rows).total_s)
     perfs = [shard.perf for option in made._best_plan for shard in option.shards]
-    assert all(one.fwd_comms > 0 < one.bwd_comms for one in perfs if one)
+    assert all(entry.fwd_comms > 0 < entry.bwd_comms for entry in perfs if entry)
 
 
 def test_a_constraint_is_kept() -> None:
@@ -247,7 +247,7 @@ def test_what_was_enumerated_stays_as_it_is() -> None:
     proposer = tdsp.GroupSizeProposer(world(4, 2), calibration())
     proposer.load(options, made._enumerator)
     assert proposer.propose()
-    assert [hash(one) for one in options] == [hash(one) for one in before]
+    assert [hash(entry) for entry in options] == [hash(entry) for entry in before]
 
 
 def test_data_parallel_keeps_the_name_that_the_stock_planner_knows() -> None:
@@ -257,7 +257,7 @@ def test_data_parallel_keeps_the_name_that_the_stock_planner_knows() -> None:
     assert chosen(plan_of(proposer, rows=(40,))) == [("2d_data_parallel", "pooled")]
 
 
-@pytest.mark.parametrize("travel", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize("travel", [copy.deepcopy, lambda entry: pickle.loads(pickle.dumps(entry))])
 def test_a_proposed_type_travels_with_all_that_was_chosen(travel: Any) -> None:
     made = ProposedType.of(
         ShardingType.ROW_WISE,
@@ -413,7 +413,7 @@ def test_the_search_space_by_cost_has_all_ways_of_every_table() -> None:
 
     space = chosen.get_search_space()
     assert space is not None
-    ways = {name: [one for one in space if one.name == name] for name in ("t0", "t1")}
+    ways = {name: [entry for entry in space if entry.name == name] for name in ("t0", "t1")}
     assert len(ways["t0"]) == len(ways["t1"]) > 3
     types = {option.sharding_type for option in ways["t0"]}
     assert any("row exchange" in kind for kind in types)

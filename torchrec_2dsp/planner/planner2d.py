@@ -234,6 +234,7 @@ class Planner2D(OpenPlanner):
             of_user = (constraints, access, workload, self._transports)
             self._search = CostSearch(calibration, mesh, sync, batch_size, *of_user)
             mesh = Mesh2D(1, topology.world_size)  # The memory is that of every rank.
+        stock["partitioner"] = Partitioner2D(partitioner)
         super().__init__(
             topology=group_topology(topology, mesh),
             batch_size=batch_size,
@@ -242,7 +243,7 @@ class Planner2D(OpenPlanner):
             constraints=base_constraints(constraints),
             debug=debug,
             timeout_seconds=timeout_seconds,
-            **stock | {"partitioner": Partitioner2D(partitioner)},
+            **stock,
         )
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> Plan2D:

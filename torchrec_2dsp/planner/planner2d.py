@@ -207,9 +207,7 @@ class Planner2D(OpenPlanner):
                 cost chooses for each table, other searches take a single one for all tables. In
                 fewer bits than fp32 training is no longer exact.
         """
-        self.mesh = mesh
-        """The mesh that repeats the plan; `None` where meshes are searched."""
-        self.sync: SyncConfig = sync
+        self.mesh, self.sync = mesh, sync
         self._transports = _checked_transports(transports)
         batch_size = _checked_batch_size(batch_size)
         stock: dict[str, Any] = {

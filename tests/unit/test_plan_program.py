@@ -79,7 +79,7 @@ def samples_per_rank(num_ranks: int, *overrides: str) -> float:
         PlanConfig, Path("configs/runs/scale.toml"), [f"machines.num_ranks={num_ranks}", *overrides]
     )
     work = planning(config)
-    best = work.planner.search(work.model, work.sharders).found[0]
+    best = work.planner.search(work.model, work.sharders).placements[0]
     return config.batch_size / best.cost.total_s
 
 
